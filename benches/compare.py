@@ -28,8 +28,8 @@ from epochs import Failure, Side, difference, run_epoch
 from rows import ROWS, Row, Samples
 
 import rustloader
-from rustloader.probe.leaves import nbytes
-from rustloader.probe.machine import machine
+from rustloader.tools.probe.leaves import nbytes
+from rustloader.tools.probe.machine import machine
 
 EXAMPLES = """\
 examples:

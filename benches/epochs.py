@@ -13,7 +13,7 @@ import torch
 import torch.utils.data
 
 import rustloader
-from rustloader.probe import machine
+from rustloader.tools.probe import machine
 
 
 class Failure(Exception):

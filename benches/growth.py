@@ -21,7 +21,7 @@ from epochs import Side, cpu_seconds, run_epoch
 from rows import MB
 
 import rustloader
-from rustloader.probe.leaves import nbytes
+from rustloader.tools.probe.leaves import nbytes
 
 
 class Made(torch.utils.data.Dataset):

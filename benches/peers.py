@@ -33,8 +33,8 @@ from rows import ROWS, Row, Samples
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
 import rustloader
-from rustloader.probe.leaves import nbytes
-from rustloader.probe.machine import machine
+from rustloader.tools.probe.leaves import nbytes
+from rustloader.tools.probe.machine import machine
 
 WORKERS = 2
 AHEAD = 2 * WORKERS  # batches in flight, as with torch's prefetch_factor

@@ -25,7 +25,7 @@ from typing import Any
 import torch.utils.data
 
 import rustloader
-from rustloader.procfs import private
+from rustloader.system.procfs import private
 
 ITEMS = 1_000_000
 MB = 1e6

@@ -17,10 +17,10 @@ import torch.utils.data
 import rustloader
 from demo.settings import Settings
 from demo.workloads import Workload
-from rustloader.bench.passes import Limits
-from rustloader.bench.progress import Progress
-from rustloader.bench.timeline import Recorder, Timeline, watch
-from rustloader.probe.leaves import summary
+from rustloader.tools.bench.passes import Limits
+from rustloader.tools.bench.progress import Progress
+from rustloader.tools.bench.timeline import Recorder, Timeline, watch
+from rustloader.tools.probe.leaves import summary
 
 __all__ = ["NO_WORKERS", "OURS", "STEP", "TORCH", "Failure", "Result", "measure", "record"]
 

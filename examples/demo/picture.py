@@ -15,8 +15,8 @@ from demo.measure import NO_WORKERS, OURS, STEP, TORCH, Result
 from demo.settings import Settings
 from demo.text import rate, times
 from demo.workloads import Workload
-from rustloader.bench.picture import draw_timelines, timeline_legend
-from rustloader.bench.timeline import Timeline
+from rustloader.tools.bench.picture import draw_timelines, timeline_legend
+from rustloader.tools.bench.timeline import Timeline
 
 __all__ = ["draw", "write"]
 

@@ -57,16 +57,18 @@ if TYPE_CHECKING:
 
     from rustloader._core import engine_batches as engine_batches
     from rustloader.dataloader import DataLoader as DataLoader
+    from rustloader.device.prefetch.loader import DeviceLoader as DeviceLoader
+    from rustloader.device.prefetch.loader import prefetch_to_device as prefetch_to_device
     from rustloader.errors import ErrorLimitExceeded as ErrorLimitExceeded
     from rustloader.errors import LoaderTimeoutError as LoaderTimeoutError
     from rustloader.errors import WorkerDiedError as WorkerDiedError
     from rustloader.errors import WorkerStalledError as WorkerStalledError
     from rustloader.fetch.failures import Failure as Failure
     from rustloader.fetch.seeds import sample_seed as sample_seed
-    from rustloader.installation import install as install
-    from rustloader.installation import installed as installed
-    from rustloader.installation import is_installed as is_installed
-    from rustloader.installation import uninstall as uninstall
+    from rustloader.installation.api import install as install
+    from rustloader.installation.api import installed as installed
+    from rustloader.installation.api import is_installed as is_installed
+    from rustloader.installation.api import uninstall as uninstall
     from rustloader.metrics.figures import Stats as Stats
     from rustloader.metrics.parts import ArenaStats as ArenaStats
     from rustloader.metrics.parts import CopyStats as CopyStats
@@ -82,8 +84,6 @@ if TYPE_CHECKING:
     from rustloader.metrics.transfers import TransferStats as TransferStats
     from rustloader.metrics.verdict import Verdict as Verdict
     from rustloader.metrics.verdict import VerdictKind as VerdictKind
-    from rustloader.prefetch.loader import DeviceLoader as DeviceLoader
-    from rustloader.prefetch.loader import prefetch_to_device as prefetch_to_device
     from rustloader.settings.options import Options as Options
     from rustloader.sharing.core import share as share
     from rustloader.stateful_dataloader.loader import StatefulDataLoader as StatefulDataLoader
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
 # The modules that define the public names; all other names are torch's.
 _HOMES = {
     "_core": ("engine_batches", "__version__"),
-    "installation": ("install", "installed", "is_installed", "uninstall"),
+    "installation.api": ("install", "installed", "is_installed", "uninstall"),
     "metrics.report": ("report",),
     "metrics.stats": ("stats",),
     "dataloader": ("DataLoader",),
@@ -113,7 +113,7 @@ _HOMES = {
     "metrics.transfers": ("TransferStats",),
     "metrics.verdict": ("Verdict", "VerdictKind"),
     "settings.options": ("Options",),
-    "prefetch.loader": ("DeviceLoader", "prefetch_to_device"),
+    "device.prefetch.loader": ("DeviceLoader", "prefetch_to_device"),
     "sharing.core": ("share",),
     "stateful_dataloader.loader": ("StatefulDataLoader",),
 }
@@ -122,13 +122,13 @@ if not sys.platform.startswith("linux"):
     _NEED_THE_ENGINE = (
         "_core",
         "fetch.seeds",
-        "installation",
+        "installation.api",
         "metrics.report",
         "metrics.stats",
         "sharing.core",
         "stateful_dataloader.loader",
     )
-    _OURS |= {name: "rustloader.unsupported" for module in _NEED_THE_ENGINE for name in _HOMES[module]}
+    _OURS |= {name: "rustloader.iterator.unsupported" for module in _NEED_THE_ENGINE for name in _HOMES[module]}
 elif importlib.util.find_spec("rustloader._core") is None:
     raise ImportError(
         f"rustloader in {os.path.dirname(__file__)} has no compiled extension (_core.abi3.so): this installation is "
@@ -143,7 +143,7 @@ _MODULES = {"dataloader": "rustloader.dataloader"} | {name: f"torch.utils.data.{
 
 def __getattr__(name: str) -> Any:
     if name in _OURS:
-        if _OURS[name] == "rustloader.installation":
+        if _OURS[name] == "rustloader.installation.api":
             # With RUSTLOADER_INSTALL the end of torch's import calls `install`, for which that module must be complete.
             importlib.import_module("torch")
         value = getattr(importlib.import_module(_OURS[name]), name)
@@ -163,6 +163,6 @@ def __dir__() -> list[str]:
     return sorted({*__getattr__("__all__"), "__all__", "__version__", *(it for it in globals() if it[:2] == "__")})
 
 
-importlib.import_module("rustloader.dynamo").pass_over()
+importlib.import_module("rustloader.system.dynamo").pass_over()
 if "RUSTLOADER_INSTALL" in os.environ:
-    importlib.import_module("rustloader.environment").follow_variable()
+    importlib.import_module("rustloader.installation.environment").follow_variable()

@@ -2,7 +2,7 @@
 
 import sys
 
-from rustloader.cli import main
+from rustloader.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data.sampler import BatchSampler
 from typing_extensions import disjoint_base
 
-from rustloader.config import StallLimits
 from rustloader.settings.config import LoaderConfig
+from rustloader.settings.limits import StallLimits
 
 __all__ = [
     "ARENA_MIN",

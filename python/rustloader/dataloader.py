@@ -12,16 +12,15 @@ from torch.utils import data as torch_data
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from rustloader import loader_state
 from rustloader.auto import arguments
-from rustloader.settings import options
+from rustloader.settings import loader_state, options
 
 if sys.platform.startswith("linux"):
     from rustloader.iterator import fallback, single
     from rustloader.iterator.core import _MultiProcessingDataLoaderIter
-    from rustloader.torch_side import TORCHS_GET_ITERATOR, TorchIter, in_torch, is_torchs
+    from rustloader.system.torch_side import TORCHS_GET_ITERATOR, TorchIter, in_torch, is_torchs
 else:
-    from rustloader import unsupported
+    from rustloader.iterator import unsupported
 
 __all__ = ["DataLoader"]
 

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from rustloader.cleanup import forget_frames
 from rustloader.remote.context import Call, RemoteContext
+from rustloader.system.cleanup import forget_frames
 from rustloader.workers import remote
 
 __all__ = ["RayContext"]

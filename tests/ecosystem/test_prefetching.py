@@ -12,7 +12,7 @@ TESTS = Path(__file__).parents[1] / "python"
 PROGRAM = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
-import accelerate, torch, rustloader, rustloader.prefetch.loader
+import accelerate, torch, rustloader, rustloader.device.prefetch.loader
 from sample_data import Numbers
 from standin import StandIn
 rustloader.install()
@@ -20,7 +20,7 @@ accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 device = StandIn()
-rustloader.prefetch.loader.streams_of = lambda asked: device
+rustloader.device.prefetch.loader.streams_of = lambda asked: device
 
 
 def prepared(loader):

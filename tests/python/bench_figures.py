@@ -3,7 +3,7 @@
 from support import rustloader
 
 if rustloader is not None:
-    from rustloader.bench import passes, results, timeline
+    from rustloader.tools.bench import passes, results, timeline
 
 
 def a_pass(rate, **kw):

@@ -20,7 +20,7 @@ from refusals import RUNNER
 from support import SERVER, STARTED_PIDS, TORCH_MODE, children, end_scripts, mappings, open_files, trim_pool
 
 if not TORCH_MODE:
-    from rustloader import limited_log
+    from rustloader.system import limited_log
 
 # A pool of intra-op threads would start at some test or other, and stay.
 torch.set_num_threads(1)
@@ -218,5 +218,5 @@ def device():
     from standin import StandIn
 
     device = StandIn()
-    with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: device):
+    with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: device):
         yield device

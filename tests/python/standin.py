@@ -17,7 +17,7 @@ import weakref
 import numpy as np
 import torch
 
-from rustloader.prefetch.streams import Streams
+from rustloader.device.prefetch.streams import Streams
 
 POISON = 0xEE
 

@@ -11,9 +11,9 @@ from sample_data import Numbers, first_time
 from support import DataLoader, epoch, run_script, rustloader
 from torch.utils.data import get_worker_info
 
-from rustloader import local_ranks, procfs
-from rustloader.cli import crowding, doctor
 from rustloader.settings.options import option_of
+from rustloader.system import local_ranks, procfs
+from rustloader.tools.cli import crowding, doctor
 from rustloader.workers import affinity
 
 pytestmark = pytest.mark.ours

@@ -30,7 +30,7 @@ def columns() -> tuple[str, str]:
     ids=["python", "rust"],
 )
 def test_the_map_names_every_part(column, expected):
-    assert len(expected) > 20
+    assert len(expected) > 12
     # Names come before the words on a line, with single spaces; two spaces end them.
     named = {name for line in columns()[column].splitlines() for name in re.split(r" {2,}", line.strip())[0].split(" ")}
     assert expected <= named, expected - named

@@ -20,11 +20,12 @@ pytestmark = pytest.mark.ours
 
 if not TORCH_MODE:
     import rustloader
-    from rustloader import DataLoader, StatefulDataLoader, loader_state
+    from rustloader import DataLoader, StatefulDataLoader
     from rustloader.auto import arguments, tuner
     from rustloader.auto.decision import Decision
     from rustloader.metrics import memory
-    from rustloader.procfs import private
+    from rustloader.settings import loader_state
+    from rustloader.system.procfs import private
 
     CLASSES = [DataLoader, StatefulDataLoader]
 else:
@@ -167,8 +168,8 @@ def test_the_first_guess(monkeypatch, cores, ranks, memory, wanted):
     """Cores by affinity and quota over the ranks; a rank's part of the memory, given in GiB, for 256 MiB each."""
     limits = [] if memory is None else [(False, 1 << 50, 1 << 49), (True, 1 << 40, memory << 30)]
     monkeypatch.setattr("rustloader._core.memory_limits", lambda: limits)
-    monkeypatch.setattr("rustloader.cores.usable_cores", lambda: cores)
-    monkeypatch.setattr("rustloader.local_ranks.are_bound", lambda cores: False)
+    monkeypatch.setattr("rustloader.system.cores.usable_cores", lambda: cores)
+    monkeypatch.setattr("rustloader.system.local_ranks.are_bound", lambda cores: False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
@@ -182,9 +183,9 @@ def test_the_first_guess(monkeypatch, cores, ranks, memory, wanted):
 def test_ranks_with_cores_of_their_own_do_not_divide_them(monkeypatch, ranks, bound, quota, wanted):
     """A CPU quota is for all ranks, and so is the memory."""
     monkeypatch.setattr("rustloader._core.memory_limits", lambda: [(True, 1 << 40, 64 << 30)])
-    monkeypatch.setattr("rustloader.cores.usable_cores", lambda: 8)
-    monkeypatch.setattr("rustloader.cores.cpu_quota", lambda: quota)
-    monkeypatch.setattr("rustloader.local_ranks.are_bound", lambda cores: bound)
+    monkeypatch.setattr("rustloader.system.cores.usable_cores", lambda: 8)
+    monkeypatch.setattr("rustloader.system.cores.cpu_quota", lambda: quota)
+    monkeypatch.setattr("rustloader.system.local_ranks.are_bound", lambda cores: bound)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert arguments.first_guess() == wanted
     assert arguments.memory_left() == (64 << 30) // (int(ranks) if ranks.isdecimal() else 1)
@@ -415,7 +416,7 @@ def test_workers_without_data_count(decisions, monkeypatch):
 def test_ranks_share_the_cores(decisions, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(tuner, "effective_cores", lambda: 8.0)
-    monkeypatch.setattr("rustloader.local_ranks.are_bound", lambda cores: False)
+    monkeypatch.setattr("rustloader.system.local_ranks.are_bound", lambda cores: False)
     loader = DataLoader(Numbers(N), num_workers="auto")
     list(loader)
     iter(loader)

@@ -17,9 +17,9 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader import cli
-    from rustloader.cli import parser
-    from rustloader.probe.leaves import difference, summary
+    from rustloader.tools import cli
+    from rustloader.tools.cli import parser
+    from rustloader.tools.probe.leaves import difference, summary
 
 # Liveness of a script in a process of its own, on a machine that does much else; one that imports torch needs longer.
 SHORT, LONG = 120.0, 400.0
@@ -221,8 +221,8 @@ def test_what_is_ours_and_what_is_the_scripts():
 
 
 def test_options_of_run_become_the_variable(monkeypatch):
-    from rustloader.cli.run import _setting
-    from rustloader.config import parse_install
+    from rustloader.settings.limits import parse_install
+    from rustloader.tools.cli.run import _setting
 
     def setting(*arguments):
         return _setting(parser.make_parser().parse_args(["run", *arguments, "train.py"]))
@@ -278,7 +278,7 @@ def test_mistakes_are_usage_errors(arguments, capsys):
     ],
 )
 def test_a_signal_ends_a_command_with_one_line(number, status, text, monkeypatch, capsys):
-    from rustloader.cli import doctor
+    from rustloader.tools.cli import doctor
 
     before = signal.getsignal(number)
     monkeypatch.setattr(doctor, "main", lambda options: os.kill(os.getpid(), number))
@@ -314,7 +314,7 @@ def test_a_full_disk_is_one_line(arguments):
 
 
 def test_other_errors_of_the_system_are_not_hidden(monkeypatch):
-    from rustloader.cli import version
+    from rustloader.tools.cli import version
 
     def fails(options):
         raise FileNotFoundError(2, "No such file or directory", "gone")

@@ -8,8 +8,8 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader import cli
-    from rustloader.cli import parser
+    from rustloader.tools import cli
+    from rustloader.tools.cli import parser
 
 INTEGER, SECONDS = "must be a positive integer", "must be a positive number of seconds, up to a year"
 COUNTS = "must be a comma-separated list of integers, each from 0 to 1,024 (such as 0,2,4)"

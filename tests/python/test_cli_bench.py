@@ -21,12 +21,12 @@ from support import in_session, rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader import cli
-    from rustloader.bench import command, passes, progress
-    from rustloader.bench.side import BenchSide
-    from rustloader.probe import process as probes
-    from rustloader.probe.factory import Unusable
-    from rustloader.procfs import members
+    from rustloader.system.procfs import members
+    from rustloader.tools import cli
+    from rustloader.tools.bench import command, passes, progress
+    from rustloader.tools.bench.side import BenchSide
+    from rustloader.tools.probe import process as probes
+    from rustloader.tools.probe.factory import Unusable
 
 # Liveness of processes that import torch, on a machine that does much else.
 LONG = 400.0

@@ -16,11 +16,11 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader.bench import memory, passes, timeline
-    from rustloader.probe.deaths import death
-    from rustloader.probe.machine import cpu_seconds
-    from rustloader.probe.side import ENGINES
-    from rustloader.procfs import members
+    from rustloader.system.procfs import members
+    from rustloader.tools.bench import memory, passes, timeline
+    from rustloader.tools.probe.deaths import death
+    from rustloader.tools.probe.machine import cpu_seconds
+    from rustloader.tools.probe.side import ENGINES
 
 
 # Passes
@@ -212,8 +212,8 @@ def test_a_timeline_has_its_limits(tmp_path):
 @pytest.mark.parametrize("step", [0.0, 0.01])
 def test_the_picture(step):
     pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
-    from rustloader.bench.picture import draw
-    from rustloader.bench.recommendation import Choice
+    from rustloader.tools.bench.picture import draw
+    from rustloader.tools.bench.recommendation import Choice
 
     timelines = {"torch": a_timeline(20, 0.02), "rustloader": a_timeline(20, 0.01)}
     points = [a_point(1, (10, 11), (20, 21)), a_point(20, (30, 31), (60, 61))]
@@ -239,8 +239,8 @@ def test_the_picture(step):
 
 def test_a_curve_for_each_combination_of_options():
     pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
-    from rustloader.bench.picture import draw
-    from rustloader.bench.recommendation import Choice
+    from rustloader.tools.bench.picture import draw
+    from rustloader.tools.bench.recommendation import Choice
 
     queue, robin = ((("dispatch", name),) for name in ("shared_queue", "round_robin"))
     alone = a_point(0, (5, 6), ())
@@ -258,7 +258,7 @@ def test_one_timeline_can_be_drawn_alone():
     pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
     from matplotlib.figure import Figure
 
-    from rustloader.bench.picture import draw_timeline, timeline_legend
+    from rustloader.tools.bench.picture import draw_timeline, timeline_legend
 
     one = a_timeline(1, 0.1)
     panel = Figure().subplots()
@@ -277,7 +277,7 @@ def test_short_bars_have_no_edge_that_would_hide_them():
     pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
     from matplotlib.figure import Figure
 
-    from rustloader.bench.picture import draw_timeline
+    from rustloader.tools.bench.picture import draw_timeline
 
     one = timeline.Timeline(1, 0, [0.0], [0.001], {0: [("fetch", 0.0, 0.5), ("fetch", 0.6, 0.601)]})
     panel = Figure().subplots()

@@ -14,9 +14,9 @@ from test_cli_bench_results import a_point, options, summary
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader.bench import command, elsewhere, plan
-    from rustloader.bench.elsewhere import Cluster, Price
-    from rustloader.probe.factory import Unusable
+    from rustloader.tools.bench import command, elsewhere, plan
+    from rustloader.tools.bench.elsewhere import Cluster, Price
+    from rustloader.tools.probe.factory import Unusable
 
 
 def test_without_ray_it_says_how_to_install_it(monkeypatch, capsys, tmp_path):

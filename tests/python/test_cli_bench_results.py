@@ -11,13 +11,13 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader import cli
-    from rustloader.bench import command, comparison, plan, recommendation, results
-    from rustloader.bench import layout as text
-    from rustloader.bench.settings import Setting
-    from rustloader.bench.summary import Summary
-    from rustloader.cli import parser
-    from rustloader.probe.factory import Unusable
+    from rustloader.tools import cli
+    from rustloader.tools.bench import command, comparison, plan, recommendation, results
+    from rustloader.tools.bench import layout as text
+    from rustloader.tools.bench.settings import Setting
+    from rustloader.tools.bench.summary import Summary
+    from rustloader.tools.cli import parser
+    from rustloader.tools.probe.factory import Unusable
 
 
 # Intervals
@@ -612,12 +612,12 @@ def test_help_says_what_and_how(capsys):
 
 def test_a_plot_that_fails_after_all_does_not_take_the_result(monkeypatch, capsys):
     """The disk may be full by then."""
-    picture = types.ModuleType("rustloader.bench.picture")
+    picture = types.ModuleType("rustloader.tools.bench.picture")
 
     def savefig(path):
         raise OSError(28, "No space left on device")
 
     picture.draw = lambda *arguments: types.SimpleNamespace(savefig=savefig)
-    monkeypatch.setitem(__import__("sys").modules, "rustloader.bench.picture", picture)
+    monkeypatch.setitem(__import__("sys").modules, "rustloader.tools.bench.picture", picture)
     with pytest.raises(Unusable, match=r"the plot cannot be written to a.png: No space left on device"):
         command._Bench(options("--plot", "a.png"))._draw([], {}, {})

@@ -14,9 +14,9 @@ from support import in_session, rustloader, wait_until
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
 if rustloader is not None:
-    from rustloader import cli
-    from rustloader.cli.check import _CheckProbe
-    from rustloader.probe import deaths
+    from rustloader.tools import cli
+    from rustloader.tools.cli.check import _CheckProbe
+    from rustloader.tools.probe import deaths
 
 # Liveness of processes that import torch, on a machine that does much else.
 LONG = 400.0
@@ -34,7 +34,7 @@ LOADERS = """
     from torch.utils.data import DataLoader, Dataset, IterableDataset
 
     def on_us():
-        return rustloader.torch_side.IterType.stand_in is not None
+        return rustloader.system.torch_side.IterType.stand_in is not None
 
     class Draws(Dataset):
         def __init__(self, at=None, act=None):
@@ -195,7 +195,7 @@ def children():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
             if int(file.read().rpartition(")")[2].split()[1]) == me:
                 with open(f"/proc/{pid}/cmdline") as file:
-                    if "rustloader.probe.side" in file.read():
+                    if "rustloader.tools.probe.side" in file.read():
                         yield pid
 
 

@@ -14,8 +14,9 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader import cli, cores
-    from rustloader.cli import doctor
+    from rustloader.system import cores
+    from rustloader.tools import cli
+    from rustloader.tools.cli import doctor
 
 GIB = 1 << 30
 
@@ -173,7 +174,7 @@ def test_statistics_count_the_cores_of_the_quota(monkeypatch):
 
 
 def test_a_cluster_is_asked_only_where_it_is_named(monkeypatch):
-    from rustloader.cli import cluster
+    from rustloader.tools.cli import cluster
 
     def missing(name):
         raise cluster.metadata.PackageNotFoundError(name)
@@ -217,7 +218,7 @@ class FakeRay:
 
 
 def test_what_is_free_and_which_nodes_cannot_serve(monkeypatch):
-    from rustloader.cli import cluster
+    from rustloader.tools.cli import cluster
 
     strategies = types.SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
     modules = {"ray": FakeRay(), "ray.util": types.SimpleNamespace(), "ray.util.scheduling_strategies": strategies}
@@ -237,7 +238,7 @@ def test_what_is_free_and_which_nodes_cannot_serve(monkeypatch):
 
 
 def test_an_address_that_nobody_serves_is_not_left_to_ray():
-    from rustloader.cli import cluster
+    from rustloader.tools.cli import cluster
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

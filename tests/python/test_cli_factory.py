@@ -12,8 +12,8 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader.probe import factory
-    from rustloader.probe.failure import failure
+    from rustloader.tools.probe import factory
+    from rustloader.tools.probe.failure import failure
 
 FACTORIES = """
     import argparse, sys

@@ -10,8 +10,8 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader import cli
-    from rustloader.cli import host_allocator
+    from rustloader.tools import cli
+    from rustloader.tools.cli import host_allocator
 
 MIB = 1 << 20
 

@@ -33,10 +33,11 @@ from support import (
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
 if rustloader is not None:
-    from rustloader import cli, procfs
     from rustloader.metrics import verdict
-    from rustloader.texts import size
-    from rustloader.top import command, model, processes, view
+    from rustloader.system import procfs
+    from rustloader.system.texts import size
+    from rustloader.tools import cli
+    from rustloader.tools.top import command, model, processes, view
 
 HEAD = """
 import json, os, sys, threading, time
@@ -579,7 +580,7 @@ def test_without_rich_the_live_view_says_how_to_get_it(capsys, monkeypatch):
 
 def test_neither_torch_nor_rich_is_imported_for_one_look(tmp_path):
     with running(loop(), tmp_path) as (process, _):
-        code = "import sys; from rustloader.cli import main; main(sys.argv[1:]); "
+        code = "import sys; from rustloader.tools.cli import main; main(sys.argv[1:]); "
         code += "print({'torch', 'rich'} & set(sys.modules))"
         command = [sys.executable, "-c", code, "top", str(process.pid), "--once", "--interval", "0.1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=STARTED)

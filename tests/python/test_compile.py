@@ -121,7 +121,7 @@ frames = traced(batches)[0]
 assert not [frame for frame in frames if "/rustloader/" in frame], frames
 assert sys.modules["torch._dynamo.trace_rules"].check(rustloader.DataLoader.__iter__)
 # What waited for the import has gone.
-assert not [it for it in sys.meta_path if type(it).__module__ == "rustloader.after_import"]
+assert not [it for it in sys.meta_path if type(it).__module__ == "rustloader.system.after_import"]
 print("done")
 """,
         head="",

@@ -7,7 +7,8 @@ import pytest
 from support import config_of, run_script, rustloader
 from test_docs import PAGES, ROOT, known_variables
 
-from rustloader import _core, config
+from rustloader import _core
+from rustloader.settings import limits as config
 
 pytestmark = pytest.mark.ours
 
@@ -72,9 +73,9 @@ def test_the_supported_versions_of_torch_are_the_same_everywhere():
 def test_the_configuration_needs_neither_torch_nor_the_extension():
     source = """
         import sys
-        import rustloader.config
+        import rustloader.settings.limits
         print([name for name in ("torch", "rustloader._core") if name in sys.modules])
     """
     status, out, err = run_script(source, head="")
     assert (status, out) == (0, "[]\n"), err
-    assert rustloader.config is config
+    assert rustloader.settings.limits is config

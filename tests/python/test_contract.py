@@ -26,7 +26,7 @@ from support import (
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler, get_worker_info
 from torch.utils.data import dataloader as torch_dataloader
 
-from rustloader import loader_state
+from rustloader.settings import loader_state
 
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 

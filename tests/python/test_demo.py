@@ -346,7 +346,7 @@ import itertools, sys
 from pathlib import Path
 from demo import measure, picture, settings, workloads
 from matplotlib.text import Text
-from rustloader.bench.timeline import Timeline
+from rustloader.tools.bench.timeline import Timeline
 
 asked = [0.01 * k for k in range(40)]
 spans = {worker: [(what, t, t + 0.002) for t in asked for what in ("fetch", "collate", "send")] for worker in (0, 1)}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 from support import HERE, run_script
 
-from rustloader.cli import parser
+from rustloader.tools.cli import parser
 
 pytestmark = pytest.mark.ours
 

@@ -30,9 +30,10 @@ from support import (
 )
 
 if not TORCH_MODE:
-    from rustloader import _core, cleanup, interrupts, report
-    from rustloader.config import StallLimits
+    from rustloader import _core, report
     from rustloader.iterator import fallback
+    from rustloader.settings.limits import StallLimits
+    from rustloader.system import cleanup, interrupts
     from rustloader.workers import group, serialize, stalls
     from rustloader.workers import process as worker_process
 
@@ -282,8 +283,9 @@ def test_what_descends_from_this_process():
 @pytest.mark.parametrize("pid", ["os.getpid()", "0", "-1", "-os.getpid()"])
 def test_the_engine_takes_no_such_pid(pid):
     status, out, err = run_script(f"""
-        from rustloader import _core, interrupts
-        from rustloader.config import StallLimits
+        from rustloader import _core
+        from rustloader.system import interrupts
+        from rustloader.settings.limits import StallLimits
         from support import config_of
         from rustloader.workers import serialize, stalls
         callbacks = serialize.loads, serialize.dumps_alone, interrupts.is_interrupt, stalls.warn

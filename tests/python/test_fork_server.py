@@ -7,8 +7,8 @@ import sys
 import pytest
 from support import run_script
 
-from rustloader import forks
-from rustloader.config import FORKSERVER_PRELOAD
+from rustloader.settings.limits import FORKSERVER_PRELOAD
+from rustloader.system import forks
 from rustloader.workers import fork_server, preloaded
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]

@@ -1,4 +1,4 @@
-"""What the package does around a fork runs in one order, which `rustloader.forks` lists."""
+"""What the package does around a fork runs in one order, which `rustloader.system.forks` lists."""
 
 import ast
 import itertools
@@ -8,13 +8,13 @@ import pytest
 from support import run_script
 
 import rustloader
-from rustloader import forks
+from rustloader.system import forks
 
 PACKAGE = Path(rustloader.__file__).parent
 
 ORDER = """
 import os, sys
-from rustloader import forks
+from rustloader.system import forks
 
 calls = []
 sys.unraisablehook = lambda it: calls.append((repr(it.object), str(it.exc_value)))
@@ -64,7 +64,7 @@ def test_a_module_without_a_step_forks_as_before():
     """Nothing but the list is imported."""
     script = """
 import os, sys
-import rustloader.forks as forks
+import rustloader.system.forks as forks
 assert not any(map(forks.registered, forks.STEPS))
 os.fork() or os._exit(0)
 print(os.wait()[1], "torch" in sys.modules)
@@ -75,7 +75,7 @@ print(os.wait()[1], "torch" in sys.modules)
 def test_each_step_has_the_parts_that_it_needs():
     script = """
 import rustloader
-from rustloader import forks
+from rustloader.system import forks
 from rustloader.sharing import ranks
 rustloader.DataLoader, rustloader.report, rustloader.share
 print({name: forks.registered(name) for name in forks.STEPS})

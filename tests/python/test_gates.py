@@ -63,9 +63,9 @@ def test_a_worker_waits_for_the_one_before_it_on_the_same_core(monkeypatch):
 @pytest.mark.parametrize(("bound", "waiting"), [(False, 2), (True, 0)])
 def test_ranks_that_share_cores_have_a_part_each(bound, waiting, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr("rustloader.cores.usable_cores", lambda: 8)
-    monkeypatch.setattr("rustloader.cores.cpu_quota", lambda: None)
-    monkeypatch.setattr("rustloader.local_ranks.are_bound", lambda cores: bound)
+    monkeypatch.setattr("rustloader.system.cores.usable_cores", lambda: 8)
+    monkeypatch.setattr("rustloader.system.cores.cpu_quota", lambda: None)
+    monkeypatch.setattr("rustloader.system.local_ranks.are_bound", lambda cores: bound)
     group = gates.Gates(4)
     contexts = [group.next() for _ in range(4)]
     found = [context.__enter__() for context in contexts]

@@ -112,7 +112,7 @@ def test_the_stress_notices_a_stream_that_does_not_wait():
     loader = rustloader.DataLoader(device_stress.Stamped(160, 64), batch_size=4, num_workers=1)
     side = device_stress.WithoutHardware(rng)
     with (
-        mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: side.device),
+        mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: side.device),
         mock.patch.object(StandIn, "wait", lambda self, stream, event: None),
         pytest.raises(device_stress.Wrong),
     ):

@@ -827,7 +827,7 @@ def test_the_names_are_those_of_the_installed_torch():
 
 def test_unknown_code_keeps_torchs_iterator(monkeypatch):
     from rustloader.iterator import indices
-    from rustloader.torch_side import known_code
+    from rustloader.system.torch_side import known_code
 
     def other(self):
         return iter([self.surprise for _ in self.other])

@@ -24,7 +24,7 @@ from support import (
 )
 from torch.utils.data import dataloader as torch_dataloader
 
-from rustloader import installation
+from rustloader.installation import api as installation
 from rustloader.settings import options
 
 pytestmark = pytest.mark.ours
@@ -493,7 +493,7 @@ def test_our_own_loaders_are_what_they_were():
     ],
 )
 def test_the_environment_variable(setting, options):
-    from rustloader.config import parse_install
+    from rustloader.settings.limits import parse_install
 
     assert parse_install(setting) == options
 
@@ -512,7 +512,7 @@ def test_the_environment_variable(setting, options):
     ],
 )
 def test_an_environment_variable_that_says_something_else(setting):
-    from rustloader.config import parse_install
+    from rustloader.settings.limits import parse_install
 
     with pytest.raises(ValueError) as raised:
         parse_install(setting)

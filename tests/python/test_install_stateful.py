@@ -12,7 +12,7 @@ from support import HERE, run_script, rustloader
 from torch.utils.data import dataloader as torch_dataloader
 from torchdata.stateful_dataloader import stateful_dataloader as home
 
-from rustloader import stateful_install
+from rustloader.installation import stateful as stateful_install
 
 pytestmark = pytest.mark.ours
 

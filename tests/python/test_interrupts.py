@@ -558,7 +558,7 @@ def test_a_handler_that_raises_while_a_batch_is_opened_on_receipt_does_not_lose_
 @pytest.mark.ours
 @pytest.mark.parametrize("kind", ["function", "resets itself", "method", "object", "partial", "varargs", "cached"])
 def test_an_error_of_a_handler_is_recognised(kind):
-    from rustloader.interrupts import is_interrupt
+    from rustloader.system.interrupts import is_interrupt
 
     def handler(number, frame):
         if kind == "resets itself":
@@ -592,7 +592,7 @@ def test_an_error_of_a_handler_is_recognised(kind):
 
 @pytest.mark.ours
 def test_an_error_of_the_code_itself_is_no_interrupt():
-    from rustloader.interrupts import is_interrupt
+    from rustloader.system.interrupts import is_interrupt
 
     def handler(*arguments):
         raise TimeoutError

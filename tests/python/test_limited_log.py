@@ -4,8 +4,7 @@ import logging
 
 import pytest
 
-from rustloader.config import LOG_LINES, LOG_SECONDS
-from rustloader.limited_log import LimitedLog
+from rustloader.system.limited_log import LOG_LINES, LOG_SECONDS, LimitedLog
 
 pytestmark = pytest.mark.ours
 

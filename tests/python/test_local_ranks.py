@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rustloader import local_ranks
+from rustloader.system import local_ranks
 
 
 @pytest.fixture

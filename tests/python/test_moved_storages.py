@@ -136,7 +136,7 @@ def test_a_storage_that_is_not_the_loaders_keeps_nothing():
 
 def test_an_error_or_interrupt_of_the_move_is_raised_and_the_memory_kept(monkeypatch):
     """A signal handler may raise after torch has moved the storage."""
-    from rustloader import moved_storages
+    from rustloader.system import moved_storages
 
     (batch,) = DataLoader(Rows(250_000, 1), num_workers=1)
     view = batch.numpy()

@@ -14,11 +14,11 @@ import pytest
 from support import TORCH_MODE, TorchDataLoader, run_script, rustloader
 from test_docs import PAGES, ROOT
 
-from rustloader.cli import parser as commands
-from rustloader.config import parse_install
-from rustloader.install_handle import Installed
 from rustloader.settings import kinds, options
 from rustloader.settings.config import resolve, torchs_view
+from rustloader.settings.limits import parse_install
+from rustloader.system.install_handle import Installed
+from rustloader.tools.cli import parser as commands
 
 pytestmark = pytest.mark.ours
 
@@ -44,7 +44,7 @@ OTHER = {
 }
 
 
-@pytest.fixture(params=["installation", "unsupported"])
+@pytest.fixture(params=["installation.api", "iterator.unsupported"])
 def module(request):
     return importlib.import_module(f"rustloader.{request.param}")
 
@@ -298,7 +298,7 @@ def test_a_loader_takes_the_options_that_torch_does_not_have():
 def test_neither_options_nor_the_environment_need_torch():
     source = """
         import sys
-        import rustloader, rustloader.environment
+        import rustloader, rustloader.installation.environment
         rustloader.Options(in_order=False)
         print("torch" in sys.modules)
     """

@@ -230,7 +230,7 @@ def test_the_pure_wheel_has_all_but_the_extension(pure_wheel):
     with zipfile.ZipFile(pure_wheel) as wheel:
         names = set(wheel.namelist())
         assert "rustloader/_core.abi3.so" not in names and not any("sboms" in name for name in names)
-        assert {"rustloader/__init__.py", "rustloader/unsupported.py", "rustloader/py.typed"} <= names
+        assert {"rustloader/__init__.py", "rustloader/iterator/unsupported.py", "rustloader/py.typed"} <= names
         (record,) = (name for name in names if name.endswith("/RECORD"))
         rows = {row[0]: row[1:] for row in csv.reader(wheel.read(record).decode().splitlines())}
         assert rows.keys() == names and rows.pop(record) == ["", ""]
@@ -246,7 +246,7 @@ def test_pip_takes_the_pure_wheel_on_macos_and_windows_and_not_on_linux(pure_whe
         where = tmp_path / "-".join(("target", *platform))
         options = ["--only-binary=:all:", "--platform", *platform] if platform else []
         done = subprocess.run([*command, "--target", where, *options, pure_wheel], capture_output=True, text=True)
-        return done.returncode, done.stderr, (where / "rustloader" / "unsupported.py").exists()
+        return done.returncode, done.stderr, (where / "rustloader" / "iterator" / "unsupported.py").exists()
 
     for platform in ("macosx_11_0_arm64", "macosx_14_0_arm64", "macosx_10_15_x86_64", "win_amd64", "win_arm64"):
         assert install(platform) == (0, "", True)

@@ -1,4 +1,4 @@
-"""What the package replaces in torch, multiprocessing, NumPy and Python is what `rustloader.patches` lists."""
+"""What the package replaces in torch, multiprocessing, NumPy and Python is what `rustloader.system.patches` lists."""
 
 import ast
 import importlib
@@ -9,7 +9,7 @@ import pytest
 from support import run_script
 
 import rustloader
-from rustloader.patches import PATCHES, Patch
+from rustloader.system.patches import PATCHES, Patch
 
 PACKAGE = Path(rustloader.__file__).parent
 ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
@@ -187,10 +187,10 @@ def test_each_change_names_its_modules():
 # Assignments to attributes of foreign modules outside of `Patch`, which the list names in words, or which are those of
 # a command's own process.
 IN_WORDS = {
-    ("cli/__init__.py", "sys.stdout"),
-    ("probe/factory.py", "sys.argv"),
+    ("tools/cli/__init__.py", "sys.stdout"),
+    ("tools/probe/factory.py", "sys.argv"),
     ("workers/preloaded.py", "sys.path"),
-    ("installation.py", "torch_dataloader._MultiProcessingDataLoaderIter"),
+    ("installation/api.py", "torch_dataloader._MultiProcessingDataLoaderIter"),
 }
 
 
@@ -235,7 +235,7 @@ class Derived(Owner):
 @pytest.fixture
 def patch(monkeypatch):
     """Makes a patch of an owner's `shown`."""
-    monkeypatch.setattr("rustloader.patches._PLACES", frozenset({"owner.shown"}))
+    monkeypatch.setattr("rustloader.system.patches._PLACES", frozenset({"owner.shown"}))
     return lambda owner: Patch("owner.shown", owner)
 
 
@@ -262,5 +262,5 @@ def test_what_other_code_has_put_there_since_stays(anyway, patch, monkeypatch):
 
 
 def test_a_place_that_is_not_listed_is_refused():
-    with pytest.raises(ValueError, match=r"^os\.fork is not in rustloader\.patches\.PATCHES: say there why"):
+    with pytest.raises(ValueError, match=r"^os\.fork is not in rustloader\.system\.patches\.PATCHES: say there why"):
         Patch("os.fork", importlib.import_module("os"))

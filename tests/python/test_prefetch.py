@@ -15,8 +15,8 @@ from support import DataLoader, run_script, rustloader, values
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader.prefetch.lane import Lane
-    from rustloader.prefetch.streams import NoStreams, Streams, streams_of
+    from rustloader.device.prefetch.lane import Lane
+    from rustloader.device.prefetch.streams import NoStreams, Streams, streams_of
 
 
 class Failing:
@@ -215,7 +215,7 @@ def test_a_device_without_streams_gets_each_batch_in_its_turn():
     streams = object.__new__(NoStreams)
     streams.device = torch.device("cpu")
     streams.copy = lambda tensor: tensor.clone()
-    with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: streams):
+    with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: streams):
         items = tensors(5)
         got = list(prefetch(items))
     assert [x.tolist() for x in got] == [x.tolist() for x in items]
@@ -419,8 +419,8 @@ def test_signals_at_random_moments_lose_no_batch():
     status, _, err = run_script("""
         import gc
         from sample_data import Numbers
-        import rustloader.prefetch.loader
-        from rustloader.prefetch.streams import NoStreams
+        import rustloader.device.prefetch.loader
+        from rustloader.device.prefetch.streams import NoStreams
         class Interrupted(Exception): pass
         armed = [False]
         def handler(signum, frame):
@@ -432,7 +432,7 @@ def test_signals_at_random_moments_lose_no_batch():
             device = torch.device("cuda", 0)
             def __init__(self):
                 self.copy = torch.Tensor.clone
-        rustloader.prefetch.loader.streams_of = lambda asked: Cloning()
+        rustloader.device.prefetch.loader.streams_of = lambda asked: Cloning()
         for workers in (0, 2):
             loader = rustloader.StatefulDataLoader(Numbers(1500), num_workers=workers, batch_size=None)
             iterator = iter(rustloader.prefetch_to_device(loader))

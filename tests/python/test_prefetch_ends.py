@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.ours, pytest.mark.timeout(300)]
 
 HEAD = """
     import gc, json, threading
-    import rustloader.prefetch.loader
-    from rustloader.prefetch.streams import NoStreams
+    import rustloader.device.prefetch.loader
+    from rustloader.device.prefetch.streams import NoStreams
     from sample_data import Numbers, Slow
     from standin import StandIn
 
@@ -29,7 +29,7 @@ HEAD = """
     side = {side!r}
     if side != "card":
         device = StandIn() if side == "stand-in" else Cloning()
-        rustloader.prefetch.loader.streams_of = lambda asked: device
+        rustloader.device.prefetch.loader.streams_of = lambda asked: device
 
     def prefetched(dataset):
         loader = DataLoader(dataset, num_workers=2, batch_size=2, pin_memory=side == "card")
@@ -242,7 +242,7 @@ def test_the_pin_thread_and_the_prefetcher_together(host, device):
 
 def test_two_devices_at_once():
     devices, items, got = [StandIn(index=index) for index in range(2)], tensors(30), [[], []]
-    with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: devices[torch.device(asked).index]):
+    with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: devices[torch.device(asked).index]):
         both = [prefetch(items, device=f"cuda:{index}") for index in range(2)]
 
     def consume(index):

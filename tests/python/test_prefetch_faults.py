@@ -16,8 +16,8 @@ from support import run_script, rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader.prefetch.lane import Lane
-    from rustloader.prefetch.streams import NoStreams, streams_of
+    from rustloader.device.prefetch.lane import Lane
+    from rustloader.device.prefetch.streams import NoStreams, streams_of
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_a_call_that_fails_costs_at_most_the_batch_that_it_copies(name, leaves):
     for at in range(1, 200):
         device = StandIn()
         failing = Failing(device, name, at)
-        with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked, device=device: device):
+        with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked, device=device: device):
             got = program(device, failing, leaves)
         expected = [0, 1, 2, 3, 4, 5, 6, 7, 8]
         if failing.in_copy:
@@ -111,7 +111,7 @@ def test_a_call_that_fails_costs_at_most_the_batch_that_it_copies(name, leaves):
 def test_a_device_that_has_failed_for_good_is_left_in_silence(name):
     for at in range(1, 12):
         device = StandIn()
-        with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked, device=device: device):
+        with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked, device=device: device):
             iterator, failing = iter(prefetch(tensors(9))), Failing(device, name, at, sticky=True)
             with contextlib.suppress(Injected):
                 for _ in range(9):
@@ -126,7 +126,7 @@ def test_a_device_without_streams_left_is_an_error_and_no_more():
         def make(self):
             raise Injected("no more streams")
 
-    with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: Full()), pytest.raises(Injected):
+    with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: Full()), pytest.raises(Injected):
         prefetch(tensors(1))
 
 
@@ -256,7 +256,7 @@ def test_a_device_without_streams_waits_for_its_copies():
 
     streams = NoStreams(torch.device("cpu"))
     with (
-        mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: streams),
+        mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: streams),
         mock.patch.object(torch.Tensor, "to", lambda self, device, non_blocking: asked.append(non_blocking) or self),
     ):
         list(prefetch([torch.ones(1), Item()]))
@@ -299,10 +299,10 @@ def test_on_the_cpu_the_loader_is_asked_for_no_batch_ahead():
 def test_a_forked_child_frees_nothing_of_the_device():
     status, _, err = run_script("""
         import gc, os, weakref
-        import rustloader.prefetch.loader
+        import rustloader.device.prefetch.loader
         from standin import StandIn
         device = StandIn()
-        rustloader.prefetch.loader.streams_of = lambda asked: device
+        rustloader.device.prefetch.loader.streams_of = lambda asked: device
         freed = []
         def made(k):
             host = torch.full((4,), k)

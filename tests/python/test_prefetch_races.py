@@ -185,7 +185,7 @@ def test_random_programs(block):
     reached = 0
     for seed in range(block * 25, block * 25 + 25):
         program = Program(seed)
-        with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked, program=program: program.device):
+        with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked, program=program: program.device):
             try:
                 program.run()
             except BaseException as error:
@@ -223,7 +223,7 @@ def test_the_stand_in_sees_memory_of_the_host_that_is_freed_too_early():
 def test_copies_wait_for_no_more_than_they_must():
     """While the program's stream is held back, copies go on into other memory, up to the bound."""
     device, depth = StandIn(), 3
-    with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: device):
+    with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: device):
         iterator = iter(rustloader.prefetch_to_device([torch.full((8,), k) for k in range(30)], depth=depth))
         copying, batch = device.streams[1], None
         for _ in range(3):
@@ -245,7 +245,7 @@ def test_copies_wait_for_no_more_than_they_must():
 
 def test_a_loop_that_keeps_nothing_needs_no_record_stream():
     device = StandIn()
-    with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: device):
+    with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: device):
         batches = rustloader.prefetch_to_device([torch.full((8,), k) for k in range(30)])
         for _ in range(3):
             for batch in batches:
@@ -258,7 +258,7 @@ def test_a_loop_that_keeps_nothing_needs_no_record_stream():
 
 def test_labels_that_are_kept_keep_no_images():
     device, labels = StandIn(), []
-    with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: device):
+    with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: device):
         for image, label in rustloader.prefetch_to_device([(torch.ones(1000), torch.ones(1)) for _ in range(40)]):
             device.read(image, lambda values: None)
             labels.append(label)

@@ -107,7 +107,7 @@ def test_protocols_see_the_state(device, module, where):
 
     with contextlib.ExitStack() as stack:
         if where == "cpu":
-            stack.enter_context(mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: None))
+            stack.enter_context(mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: None))
         assert isinstance(prefetch(stateful()), Stateful)
         assert not isinstance(prefetch(TorchDataLoader(Numbers(4))), Stateful)
 

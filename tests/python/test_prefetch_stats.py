@@ -12,8 +12,8 @@ from support import DataLoader, TorchDataLoader, rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
+    from rustloader.device.prefetch.streams import Streams
     from rustloader.metrics import transfers
-    from rustloader.prefetch.streams import Streams
 
 
 @dataclasses.dataclass

@@ -17,8 +17,8 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader.prefetch.moving import Move
-    from rustloader.prefetch.streams import Streams, parts
+    from rustloader.device.prefetch.moving import Move
+    from rustloader.device.prefetch.streams import Streams, parts
 
 
 @dataclasses.dataclass(frozen=True)

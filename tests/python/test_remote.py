@@ -27,10 +27,10 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import rustloader
 from rustloader._core import Port
 from rustloader.auto import tuner
-from rustloader.cleanup import forget_frames
 from rustloader.errors import WorkerDiedError
-from rustloader.probe.side import Side
 from rustloader.remote import handshake
+from rustloader.system.cleanup import forget_frames
+from rustloader.tools.probe.side import Side
 from rustloader.workers import remote
 
 

@@ -15,8 +15,8 @@ from support import BOTH, DataLoader, gone, run_script, rustloader, wait_until, 
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader import procfs
     from rustloader.sharing.pickling import data_of
+    from rustloader.system import procfs
 
     share = rustloader.share
 

@@ -15,8 +15,8 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset, _DatasetKind
 from torchdata.stateful_dataloader.worker import _make_state_dict
 
-from rustloader.config import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.fetch.seeds import Seeding, Seeds
+from rustloader.settings.limits import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.stateful_dataloader.schema import DatasetState, SamplerState, State
 from rustloader.workers import by_value, snapshots
 from rustloader.workers.snapshots import Publisher, SnapshotPolicy, Snapshots, WorkerStart, is_stateful

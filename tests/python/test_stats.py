@@ -807,7 +807,7 @@ def test_an_error_of_the_callback_loses_no_batch():
 def test_workers_report_nothing(tmp_path):
     class Nested(Numbers):
         def __getitem__(self, i):
-            from rustloader import hooks
+            from rustloader.system import hooks
 
             return len(hooks.before_next)
 

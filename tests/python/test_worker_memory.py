@@ -11,8 +11,9 @@ from support import TORCH_MODE, DataLoader, rustloader, wait_until
 pytestmark = pytest.mark.ours
 
 if not TORCH_MODE:
-    from rustloader import LargeAttribute, Stats, WorkerStats, procfs
+    from rustloader import LargeAttribute, Stats, WorkerStats
     from rustloader.metrics import copied, memory
+    from rustloader.system import procfs
 
 MIB = 1 << 20
 # About 112 MB of strings; ten of them are in a page.

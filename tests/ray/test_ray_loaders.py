@@ -21,7 +21,7 @@ import rustloader.ray
 def test_pinned_batches_reach_a_device(cluster):
     (expected,) = epochs(Stream(), "fork", 1, num_workers=1)
     device, got = StandIn(), []
-    with pinning() as host, mock.patch("rustloader.prefetch.loader.streams_of", lambda asked: device):
+    with pinning() as host, mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: device):
         torch.manual_seed(5)
         loader = rustloader.DataLoader(
             Stream(),

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-import rustloader.local_ranks as local_ranks
+import rustloader.system.local_ranks as local_ranks
 
 AUTO = "auto"
 # Place of num_workers among the arguments of torch's class.
@@ -55,7 +55,7 @@ def first_guess() -> int:
     that share them, and no more than the free memory allows."""
     if not sys.platform.startswith("linux"):
         return max(1, min(_MOST, (os.cpu_count() or 1) // (local_ranks.size() or 1)))
-    from rustloader.cores import own_cores
+    from rustloader.system.cores import own_cores
 
     left = memory_left()
     by_memory = _MOST if left is None else left // _MEMORY

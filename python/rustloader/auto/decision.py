@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rustloader.texts import count_of, duration
+from rustloader.system.texts import count_of, duration
 
 # An epoch with fewer batches, batches per worker or seconds decides nothing: its first batches weigh too much.
 _BATCHES, _BATCHES_EACH, _SECONDS = 20, 3, 0.5

@@ -10,19 +10,18 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader import loader_state
 from rustloader._core import Totals, WorkerTotals
 from rustloader.auto import arguments
 from rustloader.auto.decision import Epoch, History, Limit, decide
-from rustloader.cores import effective_cores, ranks_on_cores
 from rustloader.metrics import ledger
 from rustloader.metrics.cpu_time import WorkTime
 from rustloader.metrics.ledger import Ledger
 from rustloader.metrics.memory import Allowance, own
 from rustloader.remote.context import is_remote
-from rustloader.settings import options
+from rustloader.settings import loader_state, options
 from rustloader.settings.config import LoaderConfig
-from rustloader.texts import count_of, size
+from rustloader.system.cores import effective_cores, ranks_on_cores
+from rustloader.system.texts import count_of, size
 
 logger = logging.getLogger("rustloader")
 

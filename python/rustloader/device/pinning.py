@@ -12,7 +12,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _utils
 
 from rustloader._core import Engine
-from rustloader.torch_side import is_torchs
+from rustloader.system.torch_side import is_torchs
 
 # torch's function and method, or None if a program replaced them before this import.
 _pin_memory: Any = _utils.pin_memory.pin_memory

@@ -13,7 +13,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from rustloader.sharing.arrays import SharedTensor
 from rustloader.sharing.sequences import SharedList, SharedTuple
-from rustloader.torch_side import known_code
+from rustloader.system.torch_side import known_code
 
 # Gathers the rows of tensors: a list of tensors, or None if torch has to make the batch.
 _Gather = Callable[[Any, list[Any]], "list[torch.Tensor] | None"]

@@ -8,7 +8,7 @@ from torch.utils.data import Subset, _DatasetKind, _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data import dataset as torch_dataset
 
-from rustloader.torch_side import is_torchs
+from rustloader.system.torch_side import is_torchs
 
 
 def is_own(dataset_kind: int) -> bool:

@@ -15,11 +15,8 @@ from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from rustloader import hooks, loader_state, moved_storages
 from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, VACANT, Death, Engine, observed
 from rustloader.auto import tuner
-from rustloader.cleanup import clean_up_after, quietly
-from rustloader.config import EXIT_GRACE
 from rustloader.device import pinning
 from rustloader.errors import LoaderTimeoutError
 from rustloader.fetch.failures import EmptyBatch, EmptyBatchError, Failure, Reported
@@ -28,8 +25,20 @@ from rustloader.iterator import compat, failures, fallback, fetching, indices, v
 from rustloader.metrics import ledger
 from rustloader.remote.context import is_remote
 from rustloader.settings import config as settings
+from rustloader.settings import loader_state
 from rustloader.settings.config import LoaderConfig
-from rustloader.torch_side import TORCHS_INIT, TORCHS_NEXT, IterType, TorchIter, forget_locals, in_torch, is_torchs
+from rustloader.settings.limits import EXIT_GRACE
+from rustloader.system import hooks, moved_storages
+from rustloader.system.cleanup import clean_up_after, quietly
+from rustloader.system.torch_side import (
+    TORCHS_INIT,
+    TORCHS_NEXT,
+    IterType,
+    TorchIter,
+    forget_locals,
+    in_torch,
+    is_torchs,
+)
 from rustloader.workers import affinity, deaths, process
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import WorkerGroup, interrupt_again

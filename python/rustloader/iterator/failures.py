@@ -13,8 +13,8 @@ from torch.utils.data.dataloader import _DatasetKind
 from rustloader._core import BACK_BATCHES
 from rustloader.errors import ErrorLimitExceeded
 from rustloader.fetch.failures import Failure
-from rustloader.limited_log import faults as fault_log
 from rustloader.metrics.faults import KEPT_FAILURES, Faults
+from rustloader.system.limited_log import faults as fault_log
 
 # Failures that the error's text names.
 _NAMED = 3

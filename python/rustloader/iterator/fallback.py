@@ -12,14 +12,14 @@ import torch.multiprocessing
 from torch.utils.data import IterDataPipe, MapDataPipe, _utils
 from torch.utils.data import dataloader as torch_dataloader
 
-from rustloader import interrupts, loader_state
 from rustloader._core import Engine
-from rustloader.config import stall_limits
 from rustloader.metrics import ledger
 from rustloader.remote.context import is_remote
-from rustloader.settings import options
+from rustloader.settings import loader_state, options
 from rustloader.settings.config import LoaderConfig
-from rustloader.torch_side import TorchIter, is_torchs
+from rustloader.settings.limits import stall_limits
+from rustloader.system import interrupts
+from rustloader.system.torch_side import TorchIter, is_torchs
 from rustloader.workers import serialize, stalls
 from rustloader.workers.process import process_class
 

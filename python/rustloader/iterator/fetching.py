@@ -7,12 +7,11 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, _DatasetKind
 
-from rustloader import loader_state
 from rustloader.fetch import torchs
 from rustloader.fetch.seeds import Seeding
 from rustloader.metrics.parts import SchedulingStats
 from rustloader.remote.context import is_remote
-from rustloader.settings import options
+from rustloader.settings import loader_state, options
 from rustloader.settings.config import LoaderConfig, original
 
 logger = logging.getLogger("rustloader")

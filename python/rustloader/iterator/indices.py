@@ -24,9 +24,9 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import BatchSampler, RandomSampler
 
 from rustloader._core import IndexStream
-from rustloader.interrupts import is_interrupt
 from rustloader.iterator.starts import Start, shard, shard_start
-from rustloader.torch_side import known_code
+from rustloader.system.interrupts import is_interrupt
+from rustloader.system.torch_side import known_code
 
 _More = Callable[[], "np.ndarray | None"]
 

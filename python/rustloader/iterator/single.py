@@ -8,16 +8,16 @@ from typing import Any
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from rustloader import moved_storages
 from rustloader._core import gather
 from rustloader.fetch import tables
 from rustloader.fetch.guard import Guard
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeding
-from rustloader.interrupts import is_interrupt
 from rustloader.iterator import failures, fetching, indices
 from rustloader.metrics import ledger
 from rustloader.settings.config import LoaderConfig, resolve
+from rustloader.system import moved_storages
+from rustloader.system.interrupts import is_interrupt
 
 
 def prepare(iterator: Any, loader: Any) -> None:

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from rustloader import loader_state
 from rustloader._core import Death, Engine
 from rustloader.errors import WorkerDiedError
-from rustloader.limited_log import faults as fault_log
 from rustloader.metrics import ledger
 from rustloader.remote.context import is_remote
+from rustloader.settings import loader_state
+from rustloader.system.limited_log import faults as fault_log
 from rustloader.workers import deaths, process, remote
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import deferred_signals

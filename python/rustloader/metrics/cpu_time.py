@@ -16,7 +16,7 @@ from typing import NamedTuple
 from rustloader._core import Meter, WorkerTotals
 from rustloader._core import figures as figures_of
 from rustloader.metrics.memory import Allowance, WorkerMemory
-from rustloader.procfs import STARTED, read, stat
+from rustloader.system.procfs import STARTED, read, stat
 
 
 class ProcessorTime(NamedTuple):

@@ -13,12 +13,12 @@ from typing import Any
 
 from rustloader._core import Meter, Totals
 from rustloader._core import figures as figures_of
-from rustloader.forks import at_fork
 from rustloader.metrics.cpu_time import Workers, WorkTime, total
 from rustloader.metrics.faults import Faults
 from rustloader.metrics.memory import Allowance
 from rustloader.metrics.parts import SchedulingStats
-from rustloader.weak_table import WeakTable
+from rustloader.system.forks import at_fork
+from rustloader.system.weak_table import WeakTable
 
 _NUMBER = re.compile(r"\d+")
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rustloader import procfs
+from rustloader.system import procfs
 
 # Index of the number of minor page faults among the fields of /proc/PID/stat that `procfs.stat` returns.
 _FAULTS = 7

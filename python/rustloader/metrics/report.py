@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rustloader import hooks
 from rustloader._core import set_reporting
-from rustloader.cleanup import clean_up_after
-from rustloader.forks import at_fork
 from rustloader.metrics.figures import Stats, check_interval
 from rustloader.metrics.stats import stats
+from rustloader.system import hooks
+from rustloader.system.cleanup import clean_up_after
+from rustloader.system.forks import at_fork
 
 
 def _forget_all() -> None:

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from rustloader._core import SlowTask, WorkerTotals
-from rustloader.cores import usable_cores
 from rustloader.metrics import copied, transfers
 from rustloader.metrics.cpu_time import NOTHING, WorkTime
 from rustloader.metrics.figures import Stats, counted, no_loader, worker_stats
@@ -17,7 +16,8 @@ from rustloader.metrics.ledger import Ledger, find
 from rustloader.metrics.parts import ArenaStats, Fallback, FaultStats, PinningStats, SlowBatch, WorkerStats
 from rustloader.metrics.transfers import TransferStats
 from rustloader.metrics.wrappers import loader_in
-from rustloader.procfs import resident
+from rustloader.system.cores import usable_cores
+from rustloader.system.procfs import resident
 
 _NO_WORKERS = (
     "with num_workers=0, torch's own loop runs and there is nothing to accelerate; set num_workers to use the engine"

@@ -8,7 +8,7 @@ from html import escape
 from rustloader.metrics.faults import summary
 from rustloader.metrics.parts import Figures, WorkerStats
 from rustloader.metrics.verdict import Verdict, described
-from rustloader.texts import count_of, duration, short_index, size
+from rustloader.system.texts import count_of, duration, short_index, size
 
 _SLOW_SHOWN = 3
 _WORKERS_SHOWN = 16

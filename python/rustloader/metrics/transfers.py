@@ -4,8 +4,8 @@ import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rustloader.texts import duration, size
-from rustloader.weak_table import WeakTable
+from rustloader.system.texts import duration, size
+from rustloader.system.weak_table import WeakTable
 
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.

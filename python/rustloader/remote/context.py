@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any, NoReturn, Protocol
 
-from rustloader.config import REMOTE_START
+from rustloader.settings.limits import REMOTE_START
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from rustloader import loader_state
-from rustloader.settings import kinds, options
+from rustloader.settings import kinds, loader_state, options
 from rustloader.settings.options import Option
 
 # Arguments of torch's class that an iterator is configured by. ``resolve`` does not check them: torch does.

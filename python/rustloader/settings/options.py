@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, ParamSpec, TypeVar
 
-import rustloader.loader_state as loader_state
+import rustloader.settings.loader_state as loader_state
 from rustloader.settings.kinds import (
     Bool,
     Choice,

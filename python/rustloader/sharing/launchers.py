@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch.distributed
 
-import rustloader.local_ranks as local
+import rustloader.system.local_ranks as local
 
 # What names a run, as its launcher sets it for every rank. Those that are missing count as empty.
 _RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE")

@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable
 
 from rustloader._core import SharedStore
-from rustloader.forks import at_fork
 from rustloader.sharing.launchers import Ranks, local_ranks, run_name
+from rustloader.system.forks import at_fork
 
 logger = logging.getLogger("rustloader")
 

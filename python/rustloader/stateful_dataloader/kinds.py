@@ -20,7 +20,7 @@ from rustloader.iterator import indices
 from rustloader.iterator.starts import shard_start
 from rustloader.stateful_dataloader.schema import SamplerState, check_random_start, check_shard_start
 from rustloader.stateful_dataloader.stateful import Stateful
-from rustloader.torch_side import known_code
+from rustloader.system.torch_side import known_code
 
 # The samplers of torch whose order this package can begin anywhere, by the code that yields their indices.
 _KNOWN = {

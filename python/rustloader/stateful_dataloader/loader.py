@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from rustloader import loader_state
 from rustloader.auto import arguments, tuner
 from rustloader.dataloader import DataLoader
+from rustloader.settings import loader_state
 from rustloader.settings.config import resolve
 from rustloader.stateful_dataloader import sampling, shuffle_buffers, state
 from rustloader.stateful_dataloader.draws import ForeseenDraws, KeptDraws, SeedWatch
@@ -22,7 +22,7 @@ from rustloader.stateful_dataloader.schema import Draws, SamplerState
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder, recorder_of
 from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter
 from rustloader.stateful_dataloader.state import Plan
-from rustloader.torch_side import TORCHS_GET_ITERATOR, in_torch
+from rustloader.system.torch_side import TORCHS_GET_ITERATOR, in_torch
 from rustloader.workers.snapshots import is_stateful
 
 # Draws of samplers without a generator of their own.

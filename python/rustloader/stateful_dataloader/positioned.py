@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from rustloader import loader_state
-from rustloader.config import FROZEN_AFTER
 from rustloader.fetch.seeds import Seeding, ordinal_of
+from rustloader.settings import loader_state
 from rustloader.settings.config import view
+from rustloader.settings.limits import FROZEN_AFTER
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
 from rustloader.stateful_dataloader.schema import DatasetState, Draws, SamplerState, State, copied
 from rustloader.stateful_dataloader.state import Plan
-from rustloader.torch_side import TORCHS_INIT, in_torch
+from rustloader.system.torch_side import TORCHS_INIT, in_torch
 from rustloader.workers.snapshots import WorkerStart
 
 _EMPTY = (

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from rustloader.config import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
+from rustloader.settings.limits import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.stateful_dataloader.kinds import Kind
 from rustloader.stateful_dataloader.sampler import as_stateful, batch_state, load_batch_state
 from rustloader.stateful_dataloader.schema import SAMPLES_YIELDED, SamplerState, copied

@@ -14,7 +14,6 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 from rustloader._core import BACK_BATCHES, observed
 from rustloader.fetch.failures import EmptyBatchError
 from rustloader.fetch.inline import SeededFetcher
-from rustloader.interrupts import is_interrupt
 from rustloader.iterator import fetching
 from rustloader.iterator.core import warn_of_length
 from rustloader.iterator.single import guarded, prepare_fetcher
@@ -22,6 +21,7 @@ from rustloader.settings.config import resolve
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy
 from rustloader.stateful_dataloader.schema import DatasetState, Draws, copied
 from rustloader.stateful_dataloader.state import Plan
+from rustloader.system.interrupts import is_interrupt
 from rustloader.workers import resuming
 from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart, read
 

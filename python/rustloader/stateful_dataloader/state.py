@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader import loader_state
+from rustloader.settings import loader_state
 from rustloader.stateful_dataloader import sampling
 from rustloader.stateful_dataloader.kinds import length_of
 from rustloader.stateful_dataloader.schema import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 
-import rustloader.local_ranks as local_ranks
-from rustloader.procfs import core_ranges
+import rustloader.system.local_ranks as local_ranks
+from rustloader.system.procfs import core_ranges
 
 
 def of_workers(affinity: str | Sequence[int | Collection[int]] | None, workers: int) -> list[list[int]] | None:

@@ -10,7 +10,7 @@ from torch.utils.data._utils import collate
 
 from rustloader._core import Port, heap_storage
 from rustloader.fetch import tables
-from rustloader.patches import Patch
+from rustloader.system.patches import Patch
 
 
 def use_arena(port: Port) -> Callable[[], None]:

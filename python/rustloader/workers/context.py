@@ -6,9 +6,9 @@ import contextlib
 
 from torch.utils.data import _utils
 
-from rustloader import moved_storages
 from rustloader._core import Port
-from rustloader.patches import Patch
+from rustloader.system import moved_storages
+from rustloader.system.patches import Patch
 from rustloader.workers.collate import use_arena
 
 

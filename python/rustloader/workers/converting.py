@@ -11,7 +11,7 @@ import torch
 from torch.utils.data._utils import collate
 
 from rustloader._core import ArrayTensor, Port
-from rustloader.torch_side import is_torchs
+from rustloader.system.torch_side import is_torchs
 
 _default_convert: Any = collate.default_convert
 _as_tensor: Any = torch.as_tensor

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rustloader._core import Death
-from rustloader.config import STATUS_AFTER
 from rustloader.errors import WorkerDiedError, WorkerStalledError
+from rustloader.settings.limits import STATUS_AFTER
 from rustloader.workers import remote, stalls
 from rustloader.workers.memory_events import OUT_OF_MEMORY
 

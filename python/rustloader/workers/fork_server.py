@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from typing import Any
 
-from rustloader.config import FORKSERVER_PRELOAD, STATUS_AFTER
-from rustloader.patches import Patch
+from rustloader.settings.limits import FORKSERVER_PRELOAD, STATUS_AFTER
+from rustloader.system.patches import Patch
 
 _server: Any = forkserver._forkserver
 

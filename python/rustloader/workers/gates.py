@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-from rustloader.config import GATE_SECONDS
-from rustloader.cores import own_cores
+from rustloader.settings.limits import GATE_SECONDS
+from rustloader.system.cores import own_cores
 from rustloader.workers.preparation import Call
 
 # Descriptors that select() takes.

@@ -15,8 +15,8 @@ from typing import Any
 from torch.utils.data import _utils
 
 from rustloader._core import Death, DeferredSignals, Engine, begin_forks, end_forks, tend_pages
-from rustloader.cleanup import clean_up_after, quietly
-from rustloader.config import (
+from rustloader.remote.context import is_remote
+from rustloader.settings.limits import (
     EXIT_GRACE,
     EXIT_KILL_AFTER,
     INTERRUPT_AFTER,
@@ -27,8 +27,8 @@ from rustloader.config import (
     REMOTE_KILL_AFTER,
     SIGTERM,
 )
-from rustloader.forks import at_fork
-from rustloader.remote.context import is_remote
+from rustloader.system.cleanup import clean_up_after, quietly
+from rustloader.system.forks import at_fork
 from rustloader.workers import arguments, main, process, remote
 from rustloader.workers.arguments import Reports
 from rustloader.workers.bootstrap import Connection, Job, Payload

@@ -24,7 +24,7 @@ from rustloader.fetch.failures import EmptyBatch, Failure
 from rustloader.fetch.guard import Guard
 from rustloader.fetch.seeds import MAX_SEED, Apart, Seeds
 from rustloader.fetch.threads import Pool, ThreadedDataset
-from rustloader.texts import name_of
+from rustloader.system.texts import name_of
 from rustloader.workers import converting, resuming, serialize
 from rustloader.workers.bootstrap import Job, Payload
 from rustloader.workers.context import WorkerContext

@@ -12,7 +12,7 @@ import sys
 from multiprocessing import forkserver
 from types import FrameType
 
-from rustloader.forks import at_fork
+from rustloader.system.forks import at_fork
 
 _MODULES = ("faulthandler", "numpy", "numpy.random", "torch", "torch.utils.data", "rustloader.workers.main")
 

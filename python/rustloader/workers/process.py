@@ -12,9 +12,9 @@ from pickle import PicklingError
 from typing import Any
 
 from rustloader._core import descends
-from rustloader.config import STATUS_AFTER
 from rustloader.remote.context import is_remote
-from rustloader.torch_side import TORCHS_GET_ITERATOR, TorchIter, in_torch
+from rustloader.settings.limits import STATUS_AFTER
+from rustloader.system.torch_side import TORCHS_GET_ITERATOR, TorchIter, in_torch
 from rustloader.workers import fork_server
 
 # The children that multiprocessing ends and joins at the interpreter's exit.

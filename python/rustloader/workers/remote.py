@@ -17,10 +17,10 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from rustloader._core import Engine, Link, Port
-from rustloader.cleanup import quietly
-from rustloader.config import REMOTE_CHECK, REMOTE_FINISH, STATUS_AFTER
 from rustloader.remote import handshake
 from rustloader.remote.context import Call, RemoteContext, Started
+from rustloader.settings.limits import REMOTE_CHECK, REMOTE_FINISH, STATUS_AFTER
+from rustloader.system.cleanup import quietly
 from rustloader.workers import arguments, by_name, main
 from rustloader.workers.bootstrap import Job
 

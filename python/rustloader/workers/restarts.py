@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rustloader._core import Death
-from rustloader.config import BACK_OFF, BACK_OFF_MOST, DEATHS_SHOWN, POISON_AFTER
+from rustloader.settings.limits import BACK_OFF, BACK_OFF_MOST, DEATHS_SHOWN, POISON_AFTER
 from rustloader.workers import stalls
 
 logger = logging.getLogger("rustloader")

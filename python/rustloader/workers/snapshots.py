@@ -16,10 +16,10 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
 
 from rustloader._core import Port
-from rustloader.config import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.fetch.guard import unguarded
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.fetch.seeds import Seeds
+from rustloader.settings.limits import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.workers import by_value, serialize
 
 # Where the errors of states come from, as opposed to those of a worker's start.

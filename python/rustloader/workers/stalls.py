@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from rustloader.config import INDEX_SHOWN, STALL_ITEM, STALL_START
-from rustloader.limited_log import faults as fault_log
+from rustloader.settings.limits import INDEX_SHOWN, STALL_ITEM, STALL_START
+from rustloader.system.limited_log import faults as fault_log
 
 logger = logging.getLogger("rustloader")
 

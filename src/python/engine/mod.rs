@@ -70,7 +70,7 @@ fn run_pinning(body: Body<PinnedDecoder>) -> Result<(), String> {
     })
 }
 
-/// `StallLimits` of `config.py`; 0 switches each off.
+/// `StallLimits` of `settings/limits.py`; 0 switches each off.
 #[derive(FromPyObject)]
 struct StallLimits {
     start_seconds: f64,

@@ -176,7 +176,7 @@ def main():
         while time.monotonic() < end and epochs != options.epochs:
             if options.stand_in:
                 side = WithoutHardware(rng)
-                with mock.patch("rustloader.prefetch.loader.streams_of", lambda asked, side=side: side.device):
+                with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked, side=side: side.device):
                     batches += epoch(loader, side, rng)
             else:
                 batches += epoch(loader, Card(), rng)

@@ -19,7 +19,7 @@ SCHEMA = PACKAGE / "stateful_dataloader" / "schema.py"
 # torch's attributes of the same names.
 ATTRIBUTES = {
     "metrics/stats.py": {schema.NUM_YIELDED, schema.NUM_WORKERS},
-    "unsupported.py": {schema.NUM_WORKERS},
+    "iterator/unsupported.py": {schema.NUM_WORKERS},
 }
 # Keys that are arguments and attributes elsewhere, too.
 COMMON = {schema.WORKER_ID}

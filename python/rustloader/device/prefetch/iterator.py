@@ -1,0 +1,322 @@
+"""The iterator of a prefetcher: batches that were taken from the loader, in order, and their delivery.
+
+What a signal handler raises in ``next`` loses no batch: it is in one of two places at any time, `Position.ahead` or the
+answer of a call. Moves between them are assignments, and Python runs handlers only in calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rustloader.device.prefetch.lane import Copied, Lane
+from rustloader.system.cleanup import forget_frames
+from rustloader.system.interrupts import is_interrupt
+
+
+class _Failed:
+    """An error in the place of a batch.
+
+    Attributes:
+        is_batch: The loader gave the batch, and its copy failed.
+        is_counted: The loader raised it, and its position is behind it.
+    """
+
+    __slots__ = ("error", "is_batch", "is_counted")
+
+    def __init__(self, error: BaseException, *, is_batch: bool = False, is_counted: bool = False) -> None:
+        self.error, self.is_batch, self.is_counted = error, is_batch, is_counted
+
+
+class _End:
+    """The end of the loader."""
+
+
+class _Left:
+    """A batch that was taken from the loader and not delivered before its iterator ended."""
+
+
+_END, _LEFT = _End(), _Left()
+
+
+class Position:
+    """What an iterator has taken from the loader and not delivered.
+
+    Attributes:
+        ahead: Batches as the loader gave them, `Copied` ones, `_Failed` and at last `_END`.
+        taking: Number of batches that calls of ``next`` are about to return.
+        has_ended: Whether ``next`` has raised StopIteration.
+    """
+
+    def __init__(self) -> None:
+        self.ahead: deque[Any] = deque()
+        self.taking = 0
+        self.has_ended = False
+
+    def ahead_count(self) -> int:
+        """Number of batches that the loader counts as delivered and the program has not got."""
+        ahead = self.ahead.copy()
+        return sum(it.is_batch if isinstance(it, _Failed) else it is not _END for it in ahead) + self.taking
+
+    def has_unseen_end(self) -> bool:
+        """Whether the loader has ended and the program has not been told."""
+        ahead = self.ahead.copy()
+        return bool(ahead) and ahead[-1] is _END and not self.has_ended
+
+    def has_unseen_error(self) -> bool:
+        """Whether the loader's position is behind an error that the program has not been told."""
+        ahead = self.ahead.copy()
+        return bool(ahead) and isinstance(ahead[-1], _Failed) and ahead[-1].is_counted
+
+
+class DeviceIterator:
+    """One loop over a loader.
+
+    Args:
+        loader: The loader.
+        lane: Copies its batches.
+        position: What is ahead; it outlives the iterator.
+        tell: Called with the loader and the types that are not pinned, if there are any in the first batch.
+    """
+
+    # For `__del__` after a failed construction.
+    _position: Position | None = None
+    # A batch that a signal handler kept from the caller.
+    _rescued: list[Any] | None = None
+    # An error of the loader that has no place yet, and whether the loader's position is behind it.
+    _error: BaseException | None = None
+    _is_counted = False
+    # An error of a copy, until it has the place of its batch.
+    _failure: BaseException | None = None
+    _is_closed = False
+    # Number of batches to have ahead before the next one is delivered. It grows by one per call, so that the first
+    # batch waits for no other.
+    _target = 1
+    _has_copied = False
+
+    def __init__(
+        self, loader: Iterable[Any], lane: Lane, position: Position, tell: Callable[[Any, set[type]], None]
+    ) -> None:
+        self._loader, self._lane, self._tell = loader, lane, tell
+        self._inner: Any = iter(loader)
+        self._position = position
+        self._ahead = position.ahead
+
+    def __iter__(self) -> DeviceIterator:
+        return self
+
+    def __next__(self) -> Any:
+        answer: list[Any] = [None]
+        try:
+            self._answer(answer)
+        except BaseException:
+            if answer[0] is not None:
+                self._rescued = answer
+            raise
+        # No call may come between here and the return: a signal handler could raise in it.
+        taken = answer[0]
+        if taken is _END:
+            raise StopIteration
+        error = taken.error
+        if error is not None:
+            taken.error = None
+            try:
+                raise error
+            finally:
+                # Its traceback has this frame and the caller's: in a cycle both would keep batches until the collector
+                # runs.
+                error = None
+        self._position.taking -= 1  # type: ignore[union-attr]
+        try:
+            return taken.batch
+        finally:
+            # This frame may live on in the traceback of an error that was taken ahead.
+            taken.batch = taken.loans = None
+
+    def _answer(self, answer: list[Any]) -> None:
+        lane = self._lane
+        if not lane.is_usable:
+            raise RuntimeError(
+                "next() of a prefetch_to_device() loop was called in a forked process: the device belongs to the "
+                "process that made the loop; call prefetch_to_device() in the child"
+            )
+        try:
+            with lane.lock:
+                if lane.is_busy:
+                    raise RuntimeError("next() was called by a signal handler or a destructor within another next()")
+                try:
+                    lane.is_busy = True
+                    self._take(answer)
+                finally:
+                    lane.is_busy = False
+        finally:
+            # Those that `close` was called for in the meantime.
+            lane.close_waiting()
+
+    def _take(self, answer: list[Any]) -> None:
+        lane, ahead, position = self._lane, self._ahead, self._position
+        assert position is not None
+        if lane.streams.is_capturing():
+            raise RuntimeError(
+                "next() was called while a graph is captured: call it before, and copy the batch into the graph's "
+                "own input, as in static.copy_(batch)"
+            )
+        rescued = self._rescued
+        if rescued is not None:
+            taken = rescued[0]
+            if isinstance(taken, Copied):
+                # The caller's stream may be another one now.
+                lane.lend(taken)
+            answer[0] = taken
+            self._rescued = None
+            return
+        if self._is_closed:
+            raise RuntimeError("next() was called after close(): call iter() for a new loop")
+        lane.sweep()
+        self._fill()
+        first = ahead[0]
+        if isinstance(first, Copied):
+            lane.lend(first)
+            # From here to the return there is no call, see `__next__`.
+            answer[0] = first
+            del ahead[0]
+            position.taking += 1
+            self._target = min(self._target + 1, lane.depth + 1)
+            return
+        lane.settle()
+        answer[0] = first
+        if first is _END:
+            position.has_ended = True
+        else:
+            del ahead[0]
+
+    def _fill(self) -> None:
+        """Takes batches from the loader, and copies them."""
+        ahead = self._ahead
+        while True:
+            for place in range(len(ahead)):
+                if not isinstance(ahead[place], (Copied, _Failed, _End)):
+                    self._copy(place)
+            # The loader is asked again once the program has got the error.
+            if len(ahead) >= self._target or (ahead and isinstance(ahead[-1], (_Failed, _End))):
+                return
+            self._pull()
+
+    def _pull(self) -> None:
+        ahead = self._ahead
+        if self._error is not None:
+            if ahead:
+                _note_frames(self._error)
+            failed = _Failed(self._error, is_counted=self._is_counted)
+            # No call in between: a signal handler that raises in it would leave the error in both places, or none.
+            ahead += (failed,)
+            self._error = None
+            return
+        count, handled = len(ahead), sys.exception()
+        raised = _errors_of(self._inner)
+        try:
+            # A single call of C code takes and stores: no signal handler runs in between.
+            ahead.extend(itertools.islice(self._inner, 1))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._error = error
+            self._is_counted = _errors_of(self._inner) != raised
+        if self._error is not None:
+            # If a batch is there, a handler has raised after the call.
+            if len(ahead) > count or is_interrupt(self._error, handled):
+                _raise(self, "_error")
+        elif len(ahead) == count:
+            ahead.append(_END)
+
+    def _copy(self, place: int) -> None:
+        ahead = self._ahead
+        handled = sys.exception()
+        try:
+            copied, move = self._lane.copy(ahead[place], asks_pinned=not self._has_copied)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as raised:
+            self._failure = raised
+        else:
+            ahead[place] = copied
+            if not self._has_copied:
+                self._has_copied = True
+                if move.unpinned:
+                    self._tell(self._loader, move.unpinned)
+            return
+        assert self._failure is not None
+        if is_interrupt(self._failure, handled):
+            # The batch is still in its place, and is copied again.
+            _raise(self, "_failure")
+        if place:
+            _note_frames(self._failure)
+        failed = _Failed(self._failure, is_batch=True)
+        # No call in between, as in `_pull`.
+        ahead[place] = failed
+        self._failure = None
+
+    def close(self) -> None:
+        """Ends the loop and frees its batches. If a call of ``next`` of any loop is under way, that call does it."""
+        self._is_closed = True
+        if self._lane.is_usable:
+            self._lane.close(self._leave)
+
+    def _leave(self) -> None:
+        ahead, copied = self._ahead, []
+        for place, item in enumerate(ahead.copy()):
+            if isinstance(item, Copied):
+                copied.append(item)
+            if not isinstance(item, (_Failed, _End)):
+                ahead[place] = _LEFT
+        if self._rescued is not None and isinstance(self._rescued[0], Copied):
+            copied.append(self._rescued[0])
+            self._rescued = None
+        self._inner = iter(())
+        self._lane.drop(copied)
+
+    def __del__(self) -> None:
+        if self._position is None:
+            return
+        if self._lane.is_forked:
+            self._lane.leak(self._ahead, self._rescued)
+        elif self._lane.is_usable:
+            # A device that has failed fails again.
+            with contextlib.suppress(Exception):
+                self._leave()
+
+
+def _errors_of(inner: Any) -> int:
+    """Number of errors that count in the position of an iterator with a state."""
+    count: int = getattr(inner, "_raised", 0)
+    return count
+
+
+def _note_frames(error: BaseException) -> None:
+    """Turns the traceback of an error into a note.
+
+    The frames of an error that is raised by a later call would keep their callers' variables: batches of the program,
+    and the iterator itself, which a loop that is left could not free.
+    """
+    text = "".join(traceback.format_exception(error)).rstrip()
+    forget_frames(error)
+    error.add_note(f"It was raised while its batch was prefetched:\n{text}")
+
+
+def _raise(iterator: DeviceIterator, name: str) -> None:
+    """Raises what a signal handler has raised, from an attribute.
+
+    `is_interrupt` looks into the frames of the traceback, and Python 3.11 and 3.12 then keep their variables. So no
+    variable of these frames holds the error: the cycle would keep the program's batches until the collector runs.
+    """
+    error = getattr(iterator, name)
+    setattr(iterator, name, None)
+    try:
+        raise error
+    finally:
+        del error

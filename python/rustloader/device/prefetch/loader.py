@@ -1,0 +1,209 @@
+"""``rustloader.prefetch_to_device()``: a loader whose batches arrive on the device."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from rustloader.device.prefetch.iterator import DeviceIterator, Position
+from rustloader.device.prefetch.lane import HostLane, Lane
+from rustloader.device.prefetch.streams import streams_of
+from rustloader.metrics import transfers
+from rustloader.metrics.transfers import Transfers
+from rustloader.metrics.wrappers import loader_in
+
+logger = logging.getLogger("rustloader")
+
+
+def prefetch_to_device(
+    loader: Iterable[Any], device: torch.device | str | int | None = None, depth: int = 2
+) -> DeviceLoader:
+    """Copies the batches of a loader to a device while the program computes.
+
+    The copies run on a stream of their own, ``depth`` batches ahead. ``next`` makes the calling thread's current stream
+    wait for the batch, not the thread. The memory of a batch is used again once the device has done what the program
+    had queued when it dropped the batch. Up to ``2 * depth + 1`` batches lie on the device, besides those that the
+    program keeps. Copies overlap with computation if the batches are pinned (``pin_memory=True``).
+
+    Tensors in dicts, lists, tuples, named tuples, dataclasses, other mappings and sequences are copied, and objects
+    with a method ``to(device, non_blocking=...)``. All else stays as it is: numbers, strings, NumPy arrays.
+
+    Args:
+        loader: A loader of rustloader or torch, or any iterable of batches.
+        device: Where batches go (default: None, the accelerator of this process; the CPU if there is none). Without an
+            index it is the calling thread's current device. On the CPU batches are handed on as they are.
+        depth: Number of batches that are copied ahead (default: 2).
+
+    Returns:
+        An iterable for any number of epochs.
+
+    Raises:
+        TypeError: ``loader`` is not iterable.
+        ValueError: ``depth`` is not a positive integer, or more than 8 over a ``StatefulDataLoader``.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2, pin_memory=torch.cuda.is_available())
+        >>> for batch in rustloader.prefetch_to_device(loader):
+        ...     print(batch.tolist())
+        [0, 1, 2, 3]
+        [4, 5, 6, 7]
+    """
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"depth must be a positive integer, got {depth!r}")
+    if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
+        raise TypeError(f"prefetch_to_device() takes an iterable of batches, not an object of type {type(loader)!r}")
+    if hasattr(loader, "_state_before_end"):
+        # Not at the top: the core is on Linux alone, as these loaders are.
+        from rustloader._core import BACK_BATCHES
+
+        # One batch may be ahead in a call of `next` that is under way.
+        if depth >= BACK_BATCHES:
+            most = BACK_BATCHES - 1
+            raise ValueError(
+                f"depth must be {most} or less over a StatefulDataLoader, got {depth}: its states go back so far"
+            )
+    streams = streams_of(device)
+    kind = StatefulDeviceLoader if hasattr(loader, "state_dict") else DeviceLoader
+    return kind(loader, HostLane() if streams is None else Lane(streams, depth), depth)
+
+
+class DeviceLoader:
+    """Iterates over a loader and gives its batches on a device; made by ``prefetch_to_device``.
+
+    It has the length and the attributes of the loader. Over a ``StatefulDataLoader`` it has ``state_dict`` and
+    ``load_state_dict``, too, and its state counts the batches that the program got. In a ``with`` statement the end of
+    the body closes it.
+
+    Raises:
+        RuntimeError: ``next`` is called while a graph is captured, in a forked child, or after ``close``.
+
+    Examples:
+        >>> batches = rustloader.prefetch_to_device([torch.ones(2), torch.zeros(2)], "cpu")
+        >>> len(batches), [batch.sum().item() for batch in batches]
+        (2, [2.0, 0.0])
+        >>> isinstance(batches, rustloader.DeviceLoader)
+        True
+    """
+
+    def __init__(self, loader: Iterable[Any], lane: Lane, depth: int) -> None:
+        self.loader = loader
+        self._depth = depth
+        self._lane = lane
+        self._position = Position()
+        self._iterators: weakref.WeakSet[DeviceIterator] = weakref.WeakSet()
+        if not isinstance(lane, HostLane):
+            # `stats` finds them by the loader and by this object.
+            lane.transfers = transfers.keep(self, transfers.of(loader_in(loader, lambda _: False)))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the batches are."""
+        return self._lane.streams.device
+
+    def __iter__(self) -> Iterator[Any]:
+        position = Position()
+        tell = functools.partial(_tell_once, self._lane.transfers)
+        # Loops on the CPU have nothing in common, and need not wait for one another.
+        lane = HostLane() if isinstance(self._lane, HostLane) else self._lane
+        iterator = DeviceIterator(self.loader, lane, position, tell)
+        self._iterators.add(iterator)
+        self._position = position
+        return iterator
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        # The loader itself is missing while a copy is being made.
+        if name.startswith("__") or "loader" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.loader, name)
+
+    def __reduce__(self) -> Any:
+        # A copy begins anew, with a stream of its own.
+        return prefetch_to_device, (self.loader, self.device, self._depth)
+
+    def close(self) -> None:
+        """Ends all loops over this loader and frees their batches. Waits for the copies that are under way.
+
+        A later ``iter()`` begins anew.
+
+        Examples:
+            >>> batches = rustloader.prefetch_to_device([1, 2, 3])
+            >>> next(iter(batches))
+            1
+            >>> batches.close()
+        """
+        for iterator in list(self._iterators):
+            iterator.close()
+
+    def __enter__(self) -> DeviceLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<rustloader.DeviceLoader on {self.device} over {self.loader!r}>"
+
+
+class StatefulDeviceLoader(DeviceLoader):
+    """A `DeviceLoader` over a loader with a state.
+
+    A class of its own: frameworks ask for the methods by ``hasattr``, or by a protocol, which looks into the class.
+    """
+
+    def state_dict(self, back: int = 0) -> Any:
+        """Returns the state of the loader after the batches that this loader has delivered."""
+        method: Any = self.loader.state_dict  # type: ignore[attr-defined]
+        position = self._position
+        ahead = position.ahead_count()
+        if ahead + back == 0:
+            is_own = hasattr(self.loader, "_state_before_end")
+            if is_own and position.has_unseen_end():
+                return self.loader._state_before_end()  # type: ignore[attr-defined]
+            if is_own and position.has_unseen_error():
+                return self.loader._state_before_error()  # type: ignore[attr-defined]
+            return method()
+        if "back" not in inspect.signature(method).parameters:
+            raise TypeError(
+                f"the state_dict() of {type(self.loader).__qualname__} cannot go back by the {ahead} batches that "
+                "are copied ahead: use rustloader.StatefulDataLoader"
+            )
+        return method(back=ahead + back)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Loads a state. The next ``iter()`` goes on from there."""
+        self.loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
+        # From here on the state is that of the loader itself.
+        self._position = Position()
+
+
+# Pickles and messages name the module that users import from.
+DeviceLoader.__module__ = "rustloader"
+
+
+def _tell_once(transfers: Transfers, loader: Any, unpinned: set[type]) -> None:
+    """Logs once per loader that copies are from pageable memory, and why."""
+    why = why_pageable(loader, unpinned)
+    if transfers.note_pageable(why):
+        logger.info("prefetch_to_device: %s", why)
+
+
+def why_pageable(loader: Any, unpinned: set[type]) -> str:
+    """Why batches are not pinned, with the remedy."""
+    names = ", ".join(sorted(kind.__qualname__ for kind in unpinned if not hasattr(kind, "pin_memory")))
+    if getattr(loader, "pin_memory", False) and names:
+        return f"a batch of type {names} is not pinned: it has no pin_memory(). Give it one that returns it pinned"
+    if getattr(loader, "pin_memory", None) is False:
+        return "batches are copied from pageable memory, which holds up the program: set pin_memory=True in the loader"
+    return "batches are copied from pageable memory, which holds up the program: call pin_memory() on their tensors"

@@ -1,0 +1,187 @@
+"""Moves a batch to a device: which of its parts are copied, and what is made of their containers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any
+
+import torch
+
+from rustloader.device.prefetch.streams import Streams, parts
+
+_STAYS = (str, bytes, bytearray, memoryview, range, int, float, complex, type, type(None))
+# Whether the method `to` of a type takes `non_blocking`.
+_takes_non_blocking: dict[type, bool] = {}
+
+
+class Move:
+    """Moves one batch. Containers without anything to move stay the same objects.
+
+    Args:
+        streams: Of the device. The copies are queued in the calling thread's stream.
+        asks_pinned: Whether the types of what is not pinned are collected.
+
+    Attributes:
+        made: The memory on the device that was made: an alias of a tensor by the address of its storage.
+        read: The tensors of the host that were copied. The device may still read them.
+        nbytes: Bytes of ``made``.
+        unpinned: The types of what lies in pageable memory: the outermost one that torch does not pin, or ``Tensor``.
+    """
+
+    def __init__(self, streams: Streams, asks_pinned: bool = False) -> None:
+        self.made: dict[int, torch.Tensor] = {}
+        self.read: list[torch.Tensor] = []
+        self.nbytes = 0
+        self.unpinned: set[type] = set()
+        self._streams = streams
+        self._asks_pinned = asks_pinned
+        # Keeps the identity of tensors that a batch has twice. Both are kept: an id is reused after an object's end.
+        self._moved: dict[int, tuple[Any, Any]] = {}
+        # The outermost type that torch's pin_memory leaves alone.
+        self._owner: type | None = None
+
+    def __call__(self, value: Any) -> Any:
+        """The value on the device, queued to be copied; itself if there is nothing to copy."""
+        if isinstance(value, torch.Tensor):
+            return self._once(value)
+        if isinstance(value, _STAYS):
+            return value
+        is_mapping = isinstance(value, Mapping)
+        # A mapping may give its items as attributes.
+        if callable(getattr(type(value) if is_mapping else value, "to", None)):
+            return self._once(value)
+        if is_mapping:
+            return self._mapping(value)
+        if isinstance(value, tuple):
+            return self._tuple(value)
+        if isinstance(value, Sequence):
+            return self._sequence(value)
+        if dataclasses.is_dataclass(value):
+            return self._dataclass(value)
+        return value
+
+    def _once(self, value: Any) -> Any:
+        found = self._moved.get(id(value))
+        if found is None:
+            found = self._moved[id(value)] = value, self._copied(value)
+        return found[1]
+
+    def _copied(self, value: Any) -> Any:
+        made: list[torch.Tensor] = []
+        read: list[torch.Tensor] = []
+        try:
+            if type(value) is torch.Tensor and value.layout is torch.strided:
+                # Some containers make their items anew, and do not keep them.
+                read.append(value)
+                moved = self._streams.copy(value)
+                if moved is not value:
+                    made.append(moved)
+            else:
+                moved = self._streams.traced(lambda: _to(value, self._streams), made, read)
+        finally:
+            # Also of a call that fails: some objects change themselves, and keep what they have moved.
+            self._note(made, read)
+        if self._asks_pinned and not all(self._streams.is_pinned(tensor) for tensor in read):
+            self.unpinned.add(self._owner or (torch.Tensor if isinstance(value, torch.Tensor) else type(value)))
+        # Some types change themselves and return nothing.
+        return value if moved is None else moved
+
+    def _note(self, made: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+        self.read += read
+        for part in itertools.chain.from_iterable(map(parts, made)):
+            storage = part.untyped_storage()
+            if storage._cdata not in self.made:
+                self.made[storage._cdata] = part.detach()
+                self.nbytes += storage.nbytes()
+
+    def _mapping(self, value: Mapping[Any, Any]) -> Any:
+        # Some make their items anew at each access.
+        items = list(value.items())
+        moved = {key: self(item) for key, item in items}
+        if all(moved[key] is item for key, item in items):
+            return value
+        if type(value) is dict:
+            return moved
+        try:
+            if isinstance(value, MutableMapping):
+                made = copy.copy(value)
+                made.update(moved)
+                return made
+            return type(value)(moved)  # type: ignore[call-arg]
+        except TypeError:
+            return moved
+
+    def _tuple(self, value: tuple[Any, ...]) -> Any:
+        moved = [self(item) for item in value]
+        if _same(moved, value):
+            return value
+        if hasattr(value, "_fields"):
+            return type(value)(*moved)
+        try:
+            return type(value)(moved)
+        except TypeError:
+            return tuple(moved)
+
+    def _sequence(self, value: Sequence[Any]) -> Any:
+        items = list(value)
+        moved = [self(item) for item in items]
+        if _same(moved, items):
+            return value
+        if type(value) is list:
+            return moved
+        try:
+            if isinstance(value, MutableSequence):
+                made = copy.copy(value)
+                for place, item in enumerate(moved):
+                    made[place] = item
+                return made
+            return type(value)(moved)  # type: ignore[call-arg]
+        except TypeError:
+            return moved
+
+    def _dataclass(self, value: Any) -> Any:
+        owner = self._owner
+        if owner is None and not hasattr(type(value), "pin_memory"):
+            self._owner = type(value)
+        try:
+            fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+            moved = {name: self(getattr(value, name)) for name in fields}
+        finally:
+            self._owner = owner
+        if all(moved[name] is getattr(value, name) for name in fields):
+            return value
+        made = copy.copy(value)
+        for name, item in moved.items():
+            # A frozen dataclass refuses setattr.
+            object.__setattr__(made, name, item)
+        return made
+
+
+def _same(moved: list[Any], value: Sequence[Any]) -> bool:
+    return all(one is other for one, other in zip(moved, value, strict=True))
+
+
+def _to(value: Any, streams: Streams) -> Any:
+    """Calls an object's own method ``to``."""
+    kind = type(value)
+    takes = _takes_non_blocking.get(kind)
+    if takes is None:
+        takes = _takes_non_blocking[kind] = isinstance(value, torch.Tensor) or _has_parameter(value.to)
+    try:
+        return value.to(streams.device, non_blocking=streams.non_blocking) if takes else value.to(streams.device)
+    except Exception as error:
+        if not isinstance(value, torch.Tensor):
+            error.add_note(f"prefetch_to_device() called the method to() of a {kind.__module__}.{kind.__qualname__}")
+        raise
+
+
+def _has_parameter(method: Any) -> bool:
+    try:
+        parameters = inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return False
+    return "non_blocking" in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values())

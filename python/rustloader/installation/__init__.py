@@ -1,0 +1,1 @@
+"""Puts the engine under the loaders of a whole program."""

@@ -1,0 +1,195 @@
+"""``rustloader.install()``: every DataLoader of the process uses the engine, also those that a framework builds."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import dataloader as torch_dataloader
+
+from rustloader.installation import stateful as stateful_install
+from rustloader.installation.replacement import Replacement, full_name
+from rustloader.iterator.core import _MultiProcessingDataLoaderIter as OurIter
+from rustloader.settings import options
+from rustloader.system.install_handle import Installed
+from rustloader.system.torch_side import IterType, TorchIter
+
+logger = logging.getLogger("rustloader")
+
+_NAME = "_MultiProcessingDataLoaderIter"
+_lock = threading.RLock()
+_torchs = Replacement(TorchIter, OurIter, "torch's iterator")
+
+
+@options.takes(options.Options)
+def install(values: dict[str, Any]) -> None:
+    """Makes every ``torch.utils.data.DataLoader`` with workers in this process use the Rust engine.
+
+    For programs whose loaders are built by a framework. It replaces torch's iterator class in torch's module and in
+    other loaded modules that hold it. Existing loaders use the engine from their next iterator on. A class derived from
+    torch's iterator before this call stays on it, and one that overrides methods without a counterpart in the engine
+    falls back to it; the logger ``rustloader`` then warns.
+
+    The arguments are options that frameworks drop when they rebuild a loader. Each applies to all loaders that have
+    torch's default for it, until ``uninstall()``; further calls add options.
+
+    Raises:
+        TypeError: An option has the wrong type.
+        ValueError: An option cannot have that value.
+        RuntimeError: The program has replaced torch's iterator class or, with ``stateful=True``, torchdata's loader;
+            or torchdata cannot be imported.
+
+    Examples:
+        >>> rustloader.install(prefetch_factor=4)
+        >>> loader = torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=2)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+        >>> rustloader.stats(loader).batches
+        2
+        >>> rustloader.uninstall()
+    """
+    with _lock:
+        present = torch_dataloader._MultiProcessingDataLoaderIter
+        if present is not OurIter and present is not TorchIter:
+            raise RuntimeError(
+                f"torch.utils.data.dataloader.{_NAME} was replaced by {full_name(present)}; "
+                "call rustloader.install() before that is imported"
+            )
+        before = options.current()
+        options.add(values)
+        try:
+            _follow_stateful()
+        except RuntimeError:
+            options.replace(before)
+            raise
+        if IterType.stand_in is None:
+            _put_in()
+
+
+def uninstall() -> None:
+    """Undoes ``install()``, its options included.
+
+    Running iterators keep using the engine. Does nothing if nothing is installed.
+
+    Examples:
+        >>> rustloader.install()
+        >>> rustloader.uninstall()
+        >>> rustloader.is_installed()
+        False
+    """
+    with _lock:
+        options.replace({})
+        _follow_stateful()
+        if IterType.stand_in is None:
+            if torch_dataloader._MultiProcessingDataLoaderIter is OurIter:  # the program has restored it
+                torch_dataloader._MultiProcessingDataLoaderIter = TorchIter  # type: ignore[misc]
+            return
+        IterType.stand_in = None
+        _torchs.take_out()
+        present = torch_dataloader._MultiProcessingDataLoaderIter
+        if present is not TorchIter:
+            text = "torch.utils.data.dataloader.%s was replaced by %s after rustloader.install(), and stays so"
+            logger.warning(text, _NAME, full_name(present))
+
+
+def is_installed() -> bool:
+    """Answers whether torch's loaders use the Rust engine now.
+
+    Returns:
+        True from ``install()`` to ``uninstall()``, and in the body of ``with rustloader.installed():``.
+
+    Examples:
+        >>> rustloader.is_installed()
+        False
+        >>> with rustloader.installed():
+        ...     rustloader.is_installed()
+        True
+    """
+    return IterType.stand_in is not None
+
+
+@options.takes(options.Options)
+def installed(values: dict[str, Any]) -> Installed:
+    """Installs the engine for the body of a ``with`` statement, in all threads, and then restores the previous state.
+
+    Returns:
+        A context manager, also a decorator. It has no truth value: call ``rustloader.is_installed()`` to ask.
+
+    Raises:
+        TypeError: An option has the wrong type; on entering. Or the context manager is used as a truth value.
+        ValueError: An option cannot have that value; on entering.
+        RuntimeError: As from ``install()``; on entering.
+
+    Examples:
+        >>> loader = torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=2)
+        >>> with rustloader.installed():
+        ...     batches = list(loader)
+        >>> rustloader.stats(loader).batches
+        2
+    """
+    return Installed(lambda: _installed(values))
+
+
+class _Entered:
+    """A ``with`` statement that has been entered.
+
+    Attributes:
+        before: The options to be restored at its end; None: nothing was installed.
+    """
+
+    def __init__(self) -> None:
+        self.before = options.current() if is_installed() else None
+
+
+# In the order of their entering.
+_entered: list[_Entered] = []
+
+
+@contextlib.contextmanager
+def _installed(values: dict[str, Any]) -> Iterator[None]:
+    # A `with` statement that the interpreter's exit ends restores nothing: the names of this module may be None.
+    is_finalizing = sys.is_finalizing
+    with _lock:
+        own = _Entered()
+        install(**values)
+        _entered.append(own)
+    try:
+        yield
+    finally:
+        if not is_finalizing():
+            with _lock:
+                _leave(own)
+
+
+def _leave(own: _Entered) -> None:
+    """Restores what was before a ``with`` statement. If another thread has entered one since, that one does it."""
+    place = _entered.index(own)
+    _entered.remove(own)
+    if place < len(_entered):
+        _entered[place].before = own.before
+    elif own.before is None:
+        uninstall()
+    else:
+        options.replace(own.before)
+        if not is_installed():
+            _put_in()
+        _follow_stateful()
+
+
+def _follow_stateful() -> None:
+    """Replaces torchdata's class, or restores it, as the options say."""
+    if options.current().get("stateful", False):
+        stateful_install.put_in()
+    else:
+        stateful_install.take_out()
+
+
+def _put_in() -> None:
+    """Replaces torch's class wherever loaded modules hold it."""
+    IterType.stand_in = OurIter
+    text = "".join(f", {name}={value!r}" for name, value in options.current().items())
+    _torchs.put_in(f"DataLoaders with workers use the Rust engine{text}")

@@ -1,0 +1,101 @@
+"""Follows ``RUSTLOADER_INSTALL``: calls :func:`rustloader.install` once the program has imported torch.
+
+It does not import torch itself: programs may set variables for that import, or never do it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from multiprocessing import spawn
+from typing import Any
+
+from rustloader.settings.limits import INSTALL, parse_install
+from rustloader.system.after_import import AfterImport
+from rustloader.system.patches import Patch
+
+logger = logging.getLogger("rustloader")
+
+# The import hook that waits for torch; None until the variable takes effect.
+_following: _AfterTorch | None = None
+
+
+def follow(setting: str) -> None:
+    """Applies a value of the variable: 1, 0, or options of ``install()``, as in ``prefetch_factor=4,in_order=0``.
+
+    Raises:
+        ValueError: The value is none of these.
+    """
+    global _following
+    options = parse_install(setting)
+    if options is None:
+        return
+    if _following is None:
+        _following = _AfterTorch(options)
+        _children_follow()
+        if "torch" not in sys.modules:
+            _following.wait()
+    # The command `run` adds options to those of the variable.
+    _following.options |= options
+    if not _following.is_waiting:
+        _install(options)
+
+
+def follow_variable() -> None:
+    """Applies the variable. A command of this package that finds a wrong value says so in one line, and ends.
+
+    Raises:
+        ValueError: The value is wrong, and this is no command of the package.
+    """
+    try:
+        follow(os.environ[INSTALL])
+    except ValueError as error:
+        if not _is_command():
+            raise
+        print(f"rustloader: {error}. Change {INSTALL}, or unset it.", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _is_command() -> bool:
+    """Whether this process is ``python -m rustloader`` or the script ``rustloader``. While Python imports the package
+    of the module that it is to run, ``sys.argv`` begins with "-m"."""
+    if sys.argv[:1] != ["-m"]:
+        return os.path.basename((sys.argv or [""])[0]) == "rustloader"
+    given = " ".join(sys.orig_argv[1:])
+    return "-m rustloader" in given or "-mrustloader" in given
+
+
+def _install(options: dict[str, Any]) -> None:
+    try:
+        importlib.import_module("rustloader").install(**options)
+    except RuntimeError as error:
+        logger.warning("%s has no effect: %s", INSTALL, error)
+
+
+class _AfterTorch(AfterImport):
+    """Installs after the import of torch."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__("torch", lambda: _install(self.options))
+        self.options = options
+
+
+class _Here:
+    """Imports this package when unpickled, from the same place."""
+
+    def __reduce__(self) -> Any:
+        parent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        return exec, (f"import sys; {parent!r} in sys.path or sys.path.append({parent!r}); import rustloader",)
+
+
+def _children_follow() -> None:
+    """Makes processes that multiprocessing spawns follow the variable. They unpickle the preparation data before they
+    import the program's main module."""
+    prepare = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {"rustloader": _Here(), **prepare(name)}
+
+    Patch("multiprocessing.spawn.get_preparation_data", spawn).put_in(get_preparation_data)

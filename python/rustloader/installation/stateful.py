@@ -1,0 +1,116 @@
+"""``install(stateful=True)``: ``torchdata.stateful_dataloader`` has rustloader's StatefulDataLoader."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from rustloader.installation.replacement import Replacement, full_name, log_level
+
+logger = logging.getLogger("rustloader")
+
+_PACKAGE = "torchdata.stateful_dataloader"
+_CLASS = "StatefulDataLoader"
+# torchdata's modules and rustloader's in their place, for a program without torchdata.
+_SUBMODULES = {
+    f"{_PACKAGE}.sampler": "rustloader.stateful_dataloader.sampler",
+    f"{_PACKAGE}.stateful": "rustloader.stateful_dataloader.stateful",
+    f"{_PACKAGE}.stateful_dataloader": "rustloader.stateful_dataloader.loader",
+}
+_replacement: Replacement | None = None
+# Modules that were added because torchdata is not installed.
+_added: dict[str, types.ModuleType] = {}
+_logged = False
+
+
+def put_in() -> None:
+    """Puts the class in the place of torchdata's, or adds the modules if torchdata is not installed.
+
+    Does nothing if that is done already.
+
+    Raises:
+        RuntimeError: The program has replaced torchdata's class, or torchdata cannot be imported.
+    """
+    if _added or (_replacement and _replacement.in_place):
+        return
+    try:
+        installed = _is_there()
+        package = importlib.import_module(_PACKAGE) if installed else None
+    except ImportError as error:
+        raise RuntimeError(
+            f"{_PACKAGE} cannot be imported ({error}); repair or uninstall torchdata, or leave out stateful=True"
+        ) from error
+    if package is None:
+        _add_modules()
+    else:
+        _replace(package)
+
+
+def take_out() -> None:
+    """Undoes ``put_in``, or does nothing."""
+    if _replacement is not None:
+        _replacement.take_out()
+    for name, module in reversed(_added.items()):
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+        parent, _, child = name.rpartition(".")
+        if parent in sys.modules and vars(sys.modules[parent]).get(child) is module:
+            delattr(sys.modules[parent], child)
+    _added.clear()
+
+
+def _is_there() -> bool:
+    """Whether torchdata has the module. Raises ImportError if torchdata is installed and its import fails."""
+    try:
+        return _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is not None
+    except ModuleNotFoundError as error:
+        if error.name not in ("torchdata", _PACKAGE):
+            raise
+        return False
+
+
+def _replace(package: types.ModuleType) -> None:
+    global _replacement
+    ours = _ours()
+    if _replacement is None:
+        home = importlib.import_module(f"{_PACKAGE}.stateful_dataloader")
+        _replacement = Replacement(getattr(home, _CLASS), ours, f"torchdata's {_CLASS}")
+    present = getattr(package, _CLASS)
+    if present is not ours and present is not _replacement.original:
+        raise RuntimeError(
+            f"{_PACKAGE}.{_CLASS} was replaced by {full_name(present)}; "
+            "call rustloader.install(stateful=True) before that is imported"
+        )
+    _replacement.put_in(f"torchdata's {_CLASS} is rustloader's")
+
+
+def _add_modules() -> None:
+    global _logged
+    package = _made(_PACKAGE)
+    modules = {"torchdata": _made("torchdata"), _PACKAGE: package}
+    modules |= {name: importlib.import_module(home) for name, home in _SUBMODULES.items()}
+    vars(package).update({_CLASS: _ours(), "Stateful": modules[f"{_PACKAGE}.stateful"].Stateful})
+    vars(package)["__all__"] = ["Stateful", _CLASS]
+    for name, module in modules.items():
+        if name not in sys.modules:  # an older torchdata without the package
+            sys.modules[name] = _added[name] = module
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, module)
+    logger.log(log_level(again=_logged), "torchdata is not installed: %s is rustloader's", _PACKAGE)
+    _logged = True
+
+
+def _made(name: str) -> types.ModuleType:
+    """A package without files."""
+    return importlib.util.module_from_spec(ModuleSpec(name, None, is_package=True))
+
+
+def _ours() -> Any:
+    """The class. It is looked up late, because its import takes time and few programs need it here."""
+    return getattr(importlib.import_module("rustloader.stateful_dataloader"), _CLASS)

@@ -1,0 +1,110 @@
+"""The public names on systems other than Linux. They need no extension, and loaders run on torch's own iterator."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from rustloader.metrics.figures import Stats, check_interval, no_loader
+from rustloader.metrics.wrappers import loader_in
+from rustloader.settings import options
+from rustloader.system.install_handle import Installed
+
+logger = logging.getLogger("rustloader")
+
+_WHY = f"the engine of rustloader needs Linux, and this is {sys.platform}"
+_warned = False
+
+
+def __getattr__(name: str) -> Any:
+    """Provides ``__version__``, which is the extension's on Linux."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return metadata.version("rustloader")
+
+
+def warn() -> None:
+    """Logs once that loaders run on torch's iterator."""
+    global _warned
+    # A spawned worker runs the script's top level again, and must not repeat the warning.
+    process = multiprocessing.current_process()
+    if not (_warned or process.daemon or getattr(process, "_inheriting", False)):
+        _warned = True
+        logger.warning("DataLoaders run on torch's own iterator: %s", _WHY)
+
+
+def engine_batches() -> int:
+    """Always 0: there is no engine."""
+    return 0
+
+
+def sample_seed() -> int:
+    """Always a RuntimeError: without the engine loaders have torch's seeds."""
+    raise RuntimeError(f"sample_seed() has no seed here: {_WHY}")
+
+
+def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: float = 1800.0) -> Any:
+    """Returns ``x`` itself, or what the function ``x`` returns: there is no memory that processes share."""
+    return x() if callable(x) and not any(hasattr(x, name) for name in ("__getitem__", "__iter__")) else x
+
+
+class StatefulDataLoader(DataLoader[Any]):
+    """Always a NotImplementedError: states need the engine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"StatefulDataLoader: {_WHY}")
+
+
+@options.takes(options.Options)
+def install(values: dict[str, Any]) -> None:
+    """Only logs a warning: loaders stay on torch's iterator, with their own options."""
+    warn()
+
+
+def uninstall() -> None:
+    """Does nothing: nothing is installed."""
+
+
+def is_installed() -> bool:
+    """Always False: there is no engine."""
+    return False
+
+
+@options.takes(options.Options)
+def installed(values: dict[str, Any]) -> Installed:
+    """``install()`` for the body of a ``with`` statement."""
+    return Installed(_installed)
+
+
+@contextlib.contextmanager
+def _installed() -> Iterator[None]:
+    warn()
+    yield
+
+
+def stats(source: Any) -> Stats:
+    """Returns statistics whose note says why there are none. Raises TypeError for other objects."""
+    source = loader_in(source, lambda _: False)
+    if not isinstance(source, (DataLoader, _BaseDataLoaderIter)):
+        raise no_loader(source)
+    workers: int = getattr(source, "num_workers", 0) or getattr(source, "_num_workers", 0)
+    return Stats(num_workers=workers, cores=os.cpu_count() or 1, note=_WHY)
+
+
+@contextlib.contextmanager
+def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
+    """Calls ``callback`` with ``stats(source)`` at the end of the body. Raises ValueError as the engine's does."""
+    check_interval(every)
+    try:
+        yield
+    finally:
+        callback(stats(source))

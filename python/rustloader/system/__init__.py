@@ -1,0 +1,1 @@
+"""What the package needs of the system, of Python and of torch."""

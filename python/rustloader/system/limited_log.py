@@ -1,0 +1,68 @@
+"""A log that stays short when a fault repeats itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+# Messages about faults that a log gets within a number of seconds. The rest are counted.
+LOG_LINES = 20
+LOG_SECONDS = 60.0
+
+
+class LimitedLog:
+    """Passes at most ``LOG_LINES`` messages to a logger in ``LOG_SECONDS``, which begin with the first one.
+
+    Further messages are counted. The first message after that time, or ``flush``, logs how many were left out. There is
+    no lock, because a fork could copy it while a thread holds it: with several threads one more may get through.
+
+    Args:
+        logger: Logger that gets the messages.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._end = -float("inf")
+        self._lines = 0
+        self._left_out = 0
+        # The highest level of the messages that were left out.
+        self._level = logging.NOTSET
+
+    def warning(self, text: str, *args: Any) -> None:
+        """Logs a warning, unless the limit is reached."""
+        self.log(logging.WARNING, text, *args)
+
+    def info(self, text: str, *args: Any) -> None:
+        """Logs a piece of information, unless the limit is reached."""
+        self.log(logging.INFO, text, *args)
+
+    def log(self, level: int, text: str, *args: Any) -> None:
+        """Logs a message, unless the limit is reached. Messages of a level that the logger drops do not count."""
+        if not self._logger.isEnabledFor(level):
+            return
+        now = self._clock()
+        if now >= self._end:
+            self._end, self._lines = now + LOG_SECONDS, 0
+            self.flush()
+        if self._lines < LOG_LINES:
+            self._lines += 1
+            self._logger.log(level, text, *args)
+        else:
+            self._left_out += 1
+            self._level = max(self._level, level)
+
+    def flush(self) -> None:
+        """Logs how many messages were left out since the last such line, if any."""
+        count, level = self._left_out, self._level
+        if count:
+            self._left_out, self._level = 0, logging.NOTSET
+            text = "%d more messages about faults were left out: the log gets %d of them in %.0f s"
+            self._logger.log(level, text, count, LOG_LINES, LOG_SECONDS)
+
+
+# Restarts, stuck workers and failed samples.
+faults = LimitedLog(logging.getLogger("rustloader"))

@@ -1,0 +1,77 @@
+"""The ranks of a distributed program on this machine, as its launcher (torchrun, Slurm, MPI) tells them.
+
+A variable that is missing, empty, or no number in ASCII digits tells nothing. The first one that tells something
+counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+
+import rustloader.system.procfs as procfs
+
+# By launcher: how many ranks there are, and which of them this process is.
+_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+# For each node, as in "2(x3),1".
+_SLURM_SIZES = "SLURM_STEP_TASKS_PER_NODE"
+
+
+def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
+    """The number in a variable of the environment; None if there is none."""
+    text = environment.get(name, "")
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
+def size() -> int | None:
+    """The number of ranks on this machine, 1 or more; None if nothing tells."""
+    return next((found for name in _SIZES if (found := number(name))), None) or _slurm_size()
+
+
+def rank() -> int | None:
+    """The number of this rank among those of this machine, from 0; None if nothing tells."""
+    found = _number_in(os.environ)
+    return None if found is None else found[1]
+
+
+def _slurm_size() -> int | None:
+    sizes: list[int] = []
+    for part in os.environ.get(_SLURM_SIZES, "").split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,5})\))?", part)
+        if not found:
+            return None
+        sizes += [int(found[1])] * int(found[2] or 1)
+    node = number("SLURM_NODEID")
+    return (sizes[node] or None) if node is not None and node < len(sizes) else None
+
+
+def are_bound(cores: Iterable[int]) -> bool:
+    """Whether the ranks have cores of their own: this one may use ``cores``, and its launcher others. Linux only."""
+    try:
+        return os.sched_getaffinity(_launcher()) != set(cores)
+    except OSError:
+        # The launcher has ended.
+        return False
+
+
+def _launcher() -> int:
+    """The pid of the launcher: the nearest ancestor that did not start with this rank's number.
+
+    Those before it are a rank's own wrappers (a shell, ``uv run``, ``conda run``), which have the rank's cores.
+    """
+    pid, own = os.getppid(), _number_in(os.environ)
+    while own is not None and number_of(pid) == own and (parent := procfs.parent(pid)):
+        pid = parent
+    return pid
+
+
+def number_of(pid: int) -> tuple[str, int] | None:
+    """The variable with a rank's number that a process started with, and the number; None if there is none."""
+    lines = (procfs.read(f"/proc/{pid}/environ") or "").split("\0")
+    return _number_in(dict(line.split("=", 1) for line in lines if "=" in line))
+
+
+def _number_in(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    return next(((name, found) for name in _RANKS if (found := number(name, environment)) is not None), None)

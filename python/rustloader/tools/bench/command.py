@@ -1,0 +1,186 @@
+"""``bench``: measures a user's loader on torch's iterator and on the engine, in turn."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from rustloader.settings.options import PREFETCH_FACTOR
+from rustloader.system.cores import usable_cores
+from rustloader.tools.bench.comparison import CONFIDENCE
+from rustloader.tools.bench.elsewhere import RAY, Cluster, Price, check_ray
+from rustloader.tools.bench.memory import Peak, used
+from rustloader.tools.bench.passes import Limits, Pass
+from rustloader.tools.bench.plan import Plan, check_plot
+from rustloader.tools.bench.progress import Progress
+from rustloader.tools.bench.recommendation import Choice, recommend
+from rustloader.tools.bench.results import Point, Side, settle, starting
+from rustloader.tools.bench.settings import Setting
+from rustloader.tools.bench.side import BenchSide
+from rustloader.tools.bench.summary import Summary
+from rustloader.tools.bench.timeline import Timeline
+from rustloader.tools.probe.factory import Unusable, check_target
+from rustloader.tools.probe.process import Probe
+
+# Samples of the memory that suffice, and maximum number of passes to take them.
+_LOOKS, _WARM_UPS = 10, 5
+# Maximum number of batches in the picture, without those of the start.
+_SHOWN = 40
+_ENGINES = ("torch", "rustloader")
+
+
+def main(options: Any) -> int:
+    """Measures and prints the result. Returns 0, or 2 if there was nothing to measure."""
+    try:
+        check_target(options.factory)
+        if options.plot is not None:
+            check_plot(options.plot)
+        if options.ray:
+            check_ray()
+        _Bench(options).run()
+    except Unusable as error:
+        print(f"rustloader bench: {error.message(options.verbose)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class _Bench:
+    """One run of the command."""
+
+    def __init__(self, options: Any) -> None:
+        self._options = options
+        self._plan = Plan(options)
+        self._limits = Limits(options.batches, self._plan.seconds, options.step)
+        self._about: dict[str, Any] = {}
+        self._spent = 0.0  # seconds of measurements
+        self._probes = 0
+
+    def run(self) -> None:
+        if not self._options.json:
+            print(f"{self._options.factory}: {self._plan}", flush=True)
+        settings = self._plan.settings
+        with Progress(self._plan.steps or self._plan.budget or 0.0) as progress:
+            points = [self._point(setting, len(settings) - k, progress) for k, setting in enumerate(settings)]
+            settle(points)
+            # torch has no setting but the number of workers.
+            varied = {"torch": {point.workers for point in points}, "rustloader": points}
+            swept = [engine for engine in _ENGINES if len(varied[engine]) > 1]
+            choices = {engine: recommend(points, engine, usable_cores()) for engine in swept}
+            summary = Summary(self._options, self._plan, self._about, points, choices)
+            timelines = self._timelines(summary.shown.setting, progress) if self._options.plot else {}
+        print(json.dumps(summary.as_dict(), indent=2) if self._options.json else summary.text())
+        if self._options.plot:
+            self._draw(points, choices, timelines)
+
+    def _draw(self, points: list[Point], choices: dict[str, Choice], timelines: dict[str, Timeline]) -> None:
+        from rustloader.tools.bench.picture import draw
+
+        path, options = self._options.plot, self._options
+        figure = draw(options.factory, points, choices, timelines, options.step)
+        try:
+            figure.savefig(path)
+        except OSError as error:
+            raise Unusable(f"the plot cannot be written to {path}: {error.strerror or error}") from None
+        if not options.json:
+            print(f"\nThe plot is in {path}.")
+
+    def _point(self, setting: Setting, left: int, progress: Progress) -> Point:
+        """Measures both engines with one setting, the first of ``left`` remaining ones."""
+        with ExitStack() as stack:
+            names = _ENGINES[:1] if setting.workers == 0 else _ENGINES + ((RAY,) if self._options.ray else ())
+            where = f"{setting}: " if str(setting) else ""
+            progress.say(f"{where}making the loaders")
+            probes = [stack.enter_context(self._probe(name, setting)) for name in names]
+            self._about, *others = [probe.answer() for probe in probes]
+            sides = {probe.engine: Side() for probe in probes}
+            for probe in probes:
+                progress.say(f"{where}{probe.engine}, warming up")
+                self._warm_up(probe, sides[probe.engine])
+                progress.step(self._at(0.0))
+            begin = time.monotonic()
+            both = sides["torch"], sides.get("rustloader", sides["torch"])
+            point = Point(self._about["num_workers"], *both, options=setting.options, ray=sides.get(RAY))
+            self._epochs(point, probes, begin, self._plan.share(self._spent, left), where, progress)
+            self._spent += time.monotonic() - begin
+            if not point.alone:
+                started = {} if self._about["persistent_workers"] else starting(point.rustloader)
+                point.verdict = probes[1].ask("verdict") | started
+            if point.ray is not None:
+                settle([point])
+                ours, there = point.rustloader, Cluster(**others[-1]["cluster"])
+                cpu = ours.median("cpu_seconds_per_batch")
+                point.price = Price(ours.batch_bytes, cpu, usable_cores(), there)
+        return point
+
+    def _epochs(
+        self, point: Point, probes: list[Probe], begin: float, share: float, where: str, progress: Progress
+    ) -> None:
+        """Measures pairs of epochs, one of each engine in alternating order, until there are enough."""
+        sides = {"torch": point.torch, "rustloader": point.rustloader, RAY: point.ray or Side()}
+        number, longest = 0, 0.0
+        while self._goes_on(point, number, share - (time.monotonic() - begin), longest):
+            number += 1
+            started = time.monotonic()
+            for probe in probes if number % 2 else reversed(probes):
+                of = f" of {self._plan.epochs}" if self._plan.epochs else ""
+                progress.say(f"{where}{probe.engine}, epoch {number}{of}")
+                sides[probe.engine].passes.append(Pass(**probe.ask("run", number, self._limits, False)))
+                progress.step(self._at(time.monotonic() - begin))
+            longest = max(longest, time.monotonic() - started)
+
+    def _goes_on(self, point: Point, done: int, seconds: float, longest: float) -> bool:
+        """Whether to measure one more pair of epochs after ``done`` pairs, with ``seconds`` of the budget left. The
+        longest pair took ``longest`` seconds."""
+        if self._plan.epochs is not None:
+            return done < self._plan.epochs
+        if done == 0:
+            return True
+        settle([point])
+        if point.torch.too_few or point.rustloader.too_few:
+            return seconds > 0
+        comparison, interval = point.comparison, point.torch.interval
+        alone = interval.confidence >= CONFIDENCE and interval.narrow
+        decided = alone if comparison is None else comparison.decided
+        return seconds > longest and not decided
+
+    def _at(self, seconds: float) -> float | None:
+        """The position of the bar after ``seconds`` with this setting; None if it counts steps."""
+        return None if self._plan.steps else self._spent + seconds
+
+    def _warm_up(self, probe: Probe, side: Side) -> None:
+        """Runs the first passes, which measure memory and sizes, not time."""
+        before = used(probe.group)
+        peak = Peak(probe.group)
+        for _ in range(_WARM_UPS):
+            side.batch_bytes = probe.ask("run", 0, self._limits, True, meanwhile=peak.look)["batch_bytes"]
+            if peak.looks >= _LOOKS:
+                break
+        if before is not None and peak.bytes is not None:
+            side.memory_bytes = max(0, peak.bytes - before)
+
+    def _timelines(self, setting: Setting, progress: Progress) -> dict[str, Timeline]:
+        """Records the timeline of each engine, if there are workers."""
+        if not (workers := setting.workers):
+            return {}
+        # Twice the batches that are in flight at the start.
+        skipped = 2 * workers * (self._about["prefetch_factor"] or PREFETCH_FACTOR)
+        limits = self._limits._replace(batches=skipped + _SHOWN)
+        found = {}
+        for name in _ENGINES:
+            progress.say(f"the plot: {name}")
+            with tempfile.TemporaryDirectory(prefix="rustloader-bench-") as folder:
+                with self._probe(name, setting, folder) as probe:
+                    probe.answer()
+                    found[name] = Timeline(workers, skipped, **probe.ask("watch", limits))
+        return found
+
+    def _probe(self, engine: str, setting: Setting, records: str | None = None) -> Probe:
+        side = BenchSide(self._options.factory, engine, setting, records, quiet=self._probes > 0)
+        self._probes += 1
+        probe = Probe(side, self._options.timeout + self._options.step)
+        probe.request("about")
+        return probe

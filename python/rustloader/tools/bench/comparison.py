@@ -1,0 +1,145 @@
+"""Compares two engines by the rates of their epochs, with distribution-free confidence intervals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from rustloader.system.texts import count_of
+from rustloader.tools.bench.layout import times
+
+# The verdict on rustloader, compared with torch.
+Outcome = Literal["faster", "slower", "no measurable difference", "too few to tell"]
+
+# Minimum epochs and batches of each engine for a verdict.
+FEWEST_EPOCHS, FEWEST_BATCHES = 3, 50
+# Target confidence of intervals. It takes 6 values.
+CONFIDENCE = 0.95
+# Ratios from the inverse of this to this count as equal. Processes that do the same work differ by up to this factor
+# during their whole life, because their memory lies at different addresses.
+_EQUAL = 1.03
+# Maximum ratio of an interval's ends for a narrow interval, and for one that shows a small difference.
+_NARROW, _SMALL = 1.1, 1.25
+# Minimum ratio for an interval that is clearly away from 1.
+_CLEAR = 1.1
+
+
+class Interval(NamedTuple):
+    """A confidence interval of a median."""
+
+    low: float
+    high: float
+    # The probability that the interval contains the median of the distribution.
+    confidence: float
+
+    @property
+    def narrow(self) -> bool:
+        """Whether more values would add little."""
+        return self.high <= self.low * _NARROW
+
+    def overlaps(self, other: Interval) -> bool:
+        """Whether the two intervals intersect."""
+        return self.low <= other.high and other.low <= self.high
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """The narrowest distribution-free interval for a median that has a confidence of at least ``CONFIDENCE``.
+
+    Its ends are order statistics, the k-th smallest and the k-th largest value. A value lies below the median with
+    probability 1/2, so the interval misses the median with probability 2 P(B < k), where B is binomial with n trials.
+    Source: W. R. Thompson, "On confidence ranges for the median and other expectation distributions for populations of
+    unknown distribution form", Annals of Mathematical Statistics 7 (1936), 122-128.
+
+    With fewer than 6 values the interval is their whole range, and its confidence is lower.
+
+    Example:
+        >>> median_interval([3.0, 1.0, 2.0])
+        Interval(low=1.0, high=3.0, confidence=0.75)
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    k, missed = 1, 2 / 2**n
+    while (more := missed + 2 * math.comb(n, k) / 2**n) <= 1 - CONFIDENCE:
+        k, missed = k + 1, more
+    return Interval(ordered[k - 1], ordered[n - k], max(0.0, 1 - missed))
+
+
+class Comparison(NamedTuple):
+    """The speed of rustloader relative to torch.
+
+    ``ratio`` is the median of the ratios of the pairs of epochs, and ``low`` to ``high`` its confidence interval; above
+    1 rustloader is faster. ``batches`` counts the engine with fewer. ``reason`` explains "too few to tell".
+    """
+
+    verdict: Outcome
+    ratio: float
+    low: float
+    high: float
+    confidence: float
+    pairs: int
+    batches: int
+    reason: str = ""
+
+    @property
+    def decided(self) -> bool:
+        """Whether more epochs would hardly change the result."""
+        interval = Interval(self.low, self.high, self.confidence)
+        clear = self.low >= _CLEAR or self.high <= 1 / _CLEAR
+        return self.verdict != "too few to tell" and self.confidence >= CONFIDENCE and (interval.narrow or clear)
+
+    def __str__(self) -> str:
+        found = f"{times(self.ratio)} as fast as torch"
+        found += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs, "
+        found += f"{self.confidence:.0%} confidence)."
+        return {
+            "faster": f"rustloader is {found}",
+            "slower": f"rustloader is slower: {found}",
+            "no measurable difference": f"No measurable difference: rustloader is {found}",
+            "too few to tell": f"Too few to tell: {self.reason}.",
+        }[self.verdict]
+
+
+def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Comparison:
+    """Compares two engines by pairs of epochs that were measured one after the other.
+
+    There is a winner only if the confidence interval of the pairs' ratio lies outside the range that counts as equal,
+    and the intervals of the two engines' rates do not overlap. With up to 8 epochs these are the whole ranges. There is
+    no measurable difference if the interval of the ratio reaches 1 and is not wide; else there are too few to tell.
+
+    Args:
+        theirs, ours: batches per second of torch and of rustloader in each epoch.
+        batches: batches of each engine.
+
+    Example:
+        >>> compare([10.0, 11.0, 12.0], [30.0, 33.0, 36.0], 300).verdict
+        'faster'
+    """
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    low, high, confidence = median_interval(ratios)
+
+    def comparison(verdict: Outcome, reason: str = "") -> Comparison:
+        return Comparison(verdict, statistics.median(ratios), low, high, confidence, len(ratios), batches, reason)
+
+    if reason := too_few(len(ratios), batches):
+        return comparison("too few to tell", reason)
+    if low <= _EQUAL and high >= 1 / _EQUAL:
+        if high <= low * _SMALL:
+            return comparison("no measurable difference")
+        found = f"{times(low)} to {times(high)} as fast as torch, based on {len(ratios)} pairs of epochs"
+        return comparison("too few to tell", f"rustloader is {found}")
+    if median_interval(ours).overlaps(median_interval(theirs)):
+        leader = "rustloader" if low > 1 else "torch"
+        reason = f"{leader} was faster in most pairs of epochs, but the rates of the two overlap"
+        return comparison("too few to tell", reason)
+    return comparison("faster" if low > 1 else "slower")
+
+
+def too_few(epochs: int, batches: int) -> str:
+    """Why there are too few epochs or batches for a verdict, or an empty text."""
+    if epochs < FEWEST_EPOCHS:
+        return f"{count_of(epochs, 'epoch')} of each engine, and it takes at least {FEWEST_EPOCHS}"
+    if batches < FEWEST_BATCHES:
+        return f"{count_of(batches, 'batch')} of each engine, and it takes at least {FEWEST_BATCHES}"
+    return ""

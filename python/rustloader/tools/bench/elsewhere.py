@@ -1,0 +1,192 @@
+"""Workers on a Ray cluster, for ``bench --ray``: how they are given to a loader, and when they pay."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+import select
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rustloader.system.texts import count_of, duration, size
+from rustloader.tools.bench.layout import number
+from rustloader.tools.probe.cluster import reach
+from rustloader.tools.probe.factory import Unusable, check_target
+
+# The engine's name in results.
+RAY = "ray"
+# Seconds for which the link is measured, and bytes of a send and of a receive.
+_LINK_SECONDS, _PIECE = 1.0, 1 << 20
+# Seconds without a byte after which the measurement is given up.
+_LINK_SILENCE = 10.0
+
+
+def check_ray() -> None:
+    """Raises ``Unusable`` where Ray is not installed, before anything runs."""
+    if importlib.util.find_spec("ray") is None:
+        raise Unusable("--ray needs Ray: pip install rustloader[ray]")
+
+
+def give_workers(loader: Any, engine: str) -> None:
+    """Gives a loader the workers of an engine: on the cluster, or here. A factory's own RayContext is kept."""
+    from rustloader.remote.context import is_remote
+
+    given = loader.multiprocessing_context
+    if engine == RAY and not is_remote(given):
+        from rustloader.ray import RayContext
+
+        loader.multiprocessing_context = RayContext()
+    elif engine != RAY and is_remote(given):
+        loader.multiprocessing_context = None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a cluster has for workers.
+
+    Attributes:
+        cpus: CPUs that are free.
+        nodes: nodes besides this machine.
+        link: bytes per second over one connection from such a node, or from this machine if there is none.
+    """
+
+    cpus: float
+    nodes: int
+    link: float
+
+
+def connect() -> Any:
+    """Connects this process to the cluster that RAY_ADDRESS names, or that runs on this machine. Returns Ray."""
+    import ray
+
+    if not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS") or "auto"
+        try:
+            reach(address)
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:
+            found = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise Unusable(
+                f"--ray: no Ray cluster answers at {address}: {found}\n"
+                "  start one (`ray start --head`), or name one by RAY_ADDRESS"
+            ) from None
+    return ray
+
+
+def carry(target: str) -> None:
+    """Has the factory's file sent with what it defines: no node can import it. A module must be installed there."""
+    place, _, is_file = check_target(target)
+    if is_file:
+        module = sys.modules[os.path.splitext(os.path.basename(place))[0]]
+        connect().cloudpickle.register_pickle_by_value(module)
+
+
+def measure() -> dict[str, Any]:
+    """A ``Cluster`` as a dictionary."""
+    ray = connect()
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    others = [node for node in nodes if node != here]
+    link = _link(ray, (others or nodes)[0])
+    return asdict(Cluster(ray.available_resources().get("CPU", 0.0), len(others), link))
+
+
+def _send(address: str, port: int, seconds: float) -> None:
+    """Runs on a node."""
+    piece = bytes(_PIECE)
+    with socket.create_connection((address, port), timeout=10.0) as connection:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            connection.sendall(piece)
+
+
+def _link(ray: Any, node: str) -> float:
+    """Bytes per second that a process of the node sends to this one. Nothing is done with the bytes."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from rustloader.remote import handshake
+
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    send = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=place)(_send)
+    address = ray.util.get_node_ip_address()
+    with handshake.listen(address) as listener:
+        sent = send.remote(address, listener.getsockname()[1], _LINK_SECONDS)
+        while not select.select([listener], [], [], 0.5)[0]:
+            if ray.wait([sent], timeout=0)[0]:
+                ray.get(sent)  # it raises why nothing came
+        connection, _ = listener.accept()
+    with connection:
+        connection.settimeout(_LINK_SILENCE)
+        total, buffer, begin = 0, bytearray(_PIECE), time.monotonic()
+        try:
+            while count := connection.recv_into(buffer):
+                total += count
+        except TimeoutError:
+            raise Unusable(
+                f"--ray: node {node} sent nothing for {_LINK_SILENCE:g} s while the link was measured"
+            ) from None
+        return total / (time.monotonic() - begin)
+
+
+@dataclass(frozen=True)
+class Price:
+    """When workers on a cluster pay: the formula of the page "Beyond one machine".
+
+    Attributes:
+        batch_bytes, cpu_seconds: bytes of a batch, and processor time that it takes.
+        cores: cores of this machine for workers.
+        cluster: the cluster.
+    """
+
+    batch_bytes: float
+    cpu_seconds: float
+    cores: int
+    cluster: Cluster
+
+    @property
+    def local(self) -> float:
+        """Batches per second that all cores of this machine make."""
+        return self.cores / max(self.cpu_seconds, 1e-9)
+
+    @property
+    def carried(self) -> float:
+        """Batches per second that the link carries."""
+        return self.cluster.link / max(self.batch_bytes, 1.0)
+
+    @property
+    def replaced(self) -> float:
+        """Cores that make as many batches as the link carries."""
+        return self.carried * self.cpu_seconds
+
+    @property
+    def pays(self) -> bool:
+        """Whether workers on the cluster make more batches than this machine's cores, and the link carries more."""
+        return self.replaced > self.cores and self.cluster.cpus > self.cores
+
+    def __str__(self) -> str:
+        cores = count_of(self.cores, "core")
+        text = f"A batch has {size(self.batch_bytes)} and takes {duration(self.cpu_seconds)} of processor time, so the "
+        text += f"{cores} here make at most {number(self.local)} batches/s. The link carries "
+        text += f"{number(self.cluster.link / 1e6)} MB/s: {number(self.carried)} batches/s, the work of "
+        text += f"{number(self.replaced)} cores. "
+        free = f"{self.cluster.cpus:g} CPUs are free in the cluster"
+        if self.replaced <= self.cores:
+            text += f"Workers on the cluster do not pay: the link carries no more than {cores} here make."
+        elif self.cluster.cpus <= self.cores:
+            text += f"Workers on the cluster do not pay: {free}, no more than the {cores} here."
+        else:
+            most = min(self.cluster.cpus, math.ceil(self.replaced))
+            text += f"Workers on the cluster pay from {self.cores + 1} of them on, and gain up to {most:g}: {free}."
+        if not self.cluster.nodes:
+            text += " It has no node but this machine, so the link is the loopback and its CPUs are the cores here."
+        return text
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rates = {"local_batches_per_second": self.local, "carried_batches_per_second": self.carried}
+        return {**asdict(self), **rates, "replaced_cores": self.replaced, "pays": self.pays}

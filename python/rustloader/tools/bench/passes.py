@@ -1,0 +1,166 @@
+"""Times a pass over a loader. This module does not import torch before there is a loader."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from rustloader.tools.probe.machine import cpu_seconds
+from rustloader.tools.probe.side import end_workers
+
+# Seconds between two marks. Reading the clocks of all processes takes a few microseconds.
+_BETWEEN = 0.05
+# Seconds between two progress callbacks.
+_BEAT = 0.25
+
+
+class Limits(NamedTuple):
+    """The end of a pass: a number of batches (None: the whole epoch), or seconds from the first batch on. A training
+    step is simulated by ``step`` seconds of sleep."""
+
+    batches: int | None
+    seconds: float
+    step: float = 0.0
+
+
+class Watcher(Protocol):
+    """Receives progress callbacks of a pass."""
+
+    def began(self, iterator: Any) -> None:
+        """Called after the start of the workers."""
+
+    def beat(self) -> None:
+        """Called after a batch, at most a few times per second."""
+
+    def failed(self, error: Exception) -> None:
+        """Called after an error of the loader, before its workers are shut down."""
+
+
+class Mark(NamedTuple):
+    """The progress of a pass: batches, clock in seconds, processor time of all processes."""
+
+    batches: int
+    time: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The measurements of one pass over a loader.
+
+    Attributes:
+        complete: whether the epoch ended before the limits.
+        seconds, first_batch_seconds: from ``iter()`` to the last and to the first batch.
+        cpu_seconds_per_batch: processor time of all processes.
+        steady_batches_per_second, steady_cpu_seconds_per_batch: without the start of the workers, see ``steady()``;
+            None if there are too few batches.
+        batch_bytes: mean bytes of tensors, arrays and bytes objects in a batch; 0 if they were not counted.
+    """
+
+    batches: int
+    complete: bool
+    seconds: float
+    first_batch_seconds: float
+    batches_per_second: float
+    cpu_seconds_per_batch: float
+    steady_batches_per_second: float | None = None
+    steady_cpu_seconds_per_batch: float | None = None
+    batch_bytes: float = 0.0
+
+
+def run_pass(loader: Any, limits: Limits, weigh: bool = False, watcher: Watcher | None = None) -> Pass:
+    """Iterates over a DataLoader up to ``limits``. ``weigh`` counts the bytes of the batches, which takes time. Raises
+    StopIteration if the loader is empty."""
+    gc.collect()
+    begin = _mark(0)
+    with iterating(loader, watcher) as iterator:
+        return _pass(loader, iterator, limits, weigh, watcher, begin)
+
+
+@contextlib.contextmanager
+def iterating(loader: Any, watcher: Watcher | None) -> Iterator[Any]:
+    """Creates an iterator, and ends its workers afterwards, unless they are persistent."""
+    iterator = iter(loader)
+    try:
+        if watcher is not None:
+            watcher.began(iterator)
+        yield iterator
+    except Exception as error:
+        if watcher is not None:
+            watcher.failed(error)
+        raise
+    finally:
+        if not (loader.persistent_workers and loader.num_workers > 0):
+            end_workers(iterator)
+
+
+def _pass(loader: Any, iterator: Any, limits: Limits, weigh: bool, watcher: Watcher | None, begin: Mark) -> Pass:
+    from rustloader.tools.probe.leaves import nbytes
+
+    rhythm = max(1, loader.num_workers)
+    # From then on each worker receives a task for each batch that is taken.
+    warm = rhythm * (loader.prefetch_factor or 1)
+    taken, weight, complete = 0, 0, False
+    marks: list[Mark] = []
+    batch = next(iterator)
+    now = first = due = beat = time.perf_counter()
+    deadline = first + limits.seconds
+    while True:
+        taken += 1
+        if weigh:
+            weight += nbytes(batch)
+        del batch
+        # Workers may finish in step: only marks at the same position of a round are comparable.
+        if now >= due and taken >= warm and (taken - warm) % rhythm == 0:
+            marks.append(_mark(taken))
+            due = marks[-1].time + _BETWEEN
+        if watcher is not None and now >= beat:
+            watcher.beat()
+            beat = now + _BEAT
+        if taken == limits.batches or now >= deadline:
+            break
+        if limits.step:
+            time.sleep(limits.step)
+        batch = next(iterator, marks)
+        if batch is marks:
+            complete = True
+            break
+        now = time.perf_counter()
+    rate, cpu = _rates(begin, Mark(taken, now, _mark(taken).cpu))
+    window = steady(marks, taken)
+    steady_rate, steady_cpu = (None, None) if window is None else _rates(*window)
+    return Pass(
+        batches=taken,
+        complete=complete,
+        seconds=now - begin.time,
+        first_batch_seconds=first - begin.time,
+        batches_per_second=rate,
+        cpu_seconds_per_batch=cpu,
+        steady_batches_per_second=steady_rate,
+        steady_cpu_seconds_per_batch=steady_cpu,
+        batch_bytes=weight / taken,
+    )
+
+
+def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
+    """The first and the last mark, if at least half of all batches lie between them; else None. A rate between them
+    leaves out the start of the workers and the batches that were ready by then."""
+    if len(marks) >= 2 and 2 * (marks[-1].batches - marks[0].batches) >= batches:
+        return marks[0], marks[-1]
+    return None
+
+
+def _rates(begin: Mark, end: Mark) -> tuple[float, float]:
+    """Batches per second, and processor seconds per batch."""
+    batches = end.batches - begin.batches
+    return batches / (end.time - begin.time), (end.cpu - begin.cpu) / batches
+
+
+def _mark(batches: int) -> Mark:
+    cpu = cpu_seconds(worker.pid for worker in multiprocessing.active_children() if worker.pid is not None)
+    return Mark(batches, time.perf_counter(), cpu)

@@ -1,0 +1,155 @@
+"""The plot of ``bench``: timelines, and the rates of a sweep. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from rustloader.system.texts import count_of
+from rustloader.tools.bench.layout import listed
+from rustloader.tools.bench.recommendation import Choice
+from rustloader.tools.bench.results import Point, Side, merged
+from rustloader.tools.bench.settings import Setting
+from rustloader.tools.bench.timeline import Timeline
+
+# The palette of Okabe and Ito, which colour-blind readers can distinguish.
+_COLOURS = {"fetch": "#56B4E9", "collate": "#0072B2", "send": "#009E73", "wait": "#E69F00", "step": "#BBBBBB"}
+_WORDS = {
+    "fetch": "worker: fetch",
+    "collate": "worker: collate",
+    "send": "worker: send",
+    "wait": "main: in next()",
+    "step": "main: training step",
+}
+_ENGINES = {"torch": "#D55E00", "rustloader": "#0072B2"}
+# Of the curves of a sweep: torch, then rustloader with each combination of options.
+_CURVES = [*_ENGINES.values(), "#009E73", "#E69F00", "#56B4E9", "#CC79A7"]
+# Maximum number of workers with a lane.
+_LANES = 16
+# Maximum share of a timeline for a bar without edges.
+_THIN = 0.01
+_CAPTION = (
+    "One run of each engine, recorded apart from the measurement. Blank: idle. "
+    "What torch's workers send is not shown: a background thread sends it; rustloader's is drawn at its mean."
+)
+_INK = "#333333"
+
+
+def draw(
+    title: str, points: list[Point], choices: dict[str, Choice], timelines: dict[str, Timeline], step: float
+) -> Figure:
+    """Draws a timeline for each engine, if there are workers, and the rates of a sweep. ``choices`` and ``timelines``
+    are by engine; ``step`` is the duration of the training step in seconds."""
+    swept = len(points) > 1
+    lanes = 1 + min(_LANES, next((one.workers for one in timelines.values()), 0))
+    heights = [0.5 + 0.32 * lanes] * len(timelines) + [3.4] * swept
+    figure = Figure(figsize=(10, sum(heights) + 0.75 * len(heights) + 0.6), dpi=120, layout="constrained")
+    figure.suptitle(title, fontsize=13, color=_INK)
+    panels = list(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
+    if timelines:
+        draw_timelines(panels[: len(timelines)], timelines, step)
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(_COLOURS)}  # beside the title
+        look = {"handlelength": 1, "columnspacing": 1.2, "borderaxespad": 0.2, "frameon": False, "fontsize": 8}
+        panels[0].legend(handles=timeline_legend(timelines, step), **place, **look)
+        figure.supxlabel(_CAPTION, fontsize=8, color=_INK)
+    if swept:
+        _draw_rates(panels[-1], points, choices)
+    return figure
+
+
+def timeline_legend(timelines: dict[str, Timeline], step: float) -> list[Patch]:
+    """The entries of the legend for these timelines."""
+    seen = {what for one in timelines.values() for spans in one.spans.values() for what, *_ in spans}
+    shown = [kind for kind in _COLOURS if kind in seen or kind == "wait" or (kind == "step" and step)]
+    return [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in shown]
+
+
+def draw_timelines(panels: Sequence[Axes], timelines: dict[str, Timeline], step: float) -> None:
+    """Draws each engine's timeline on its panel, with the same batches and the same scale."""
+    # The same batches of both engines, after those that were in flight at the start.
+    count = min(len(one.got) for one in timelines.values())
+    first = min(*(one.skipped for one in timelines.values()), count // 2)
+    windows = {name: one.window(first, count) for name, one in timelines.items()}
+    longest = max(end - begin for begin, end in windows.values())
+    for panel, (name, one) in zip(panels, timelines.items(), strict=True):
+        begin, end = windows[name]
+        draw_timeline(panel, one, begin, end, step)
+        panel.set_xlim(0, longest * 1e3)
+        panel.axvspan((end - begin) * 1e3, longest * 1e3, color="#F4F4F4", lw=0)
+        text = f"{name}, {count_of(one.workers, 'worker')}: {count - first} batches in {(end - begin) * 1e3:,.0f} ms"
+        panel.set_title(text, loc="left", fontsize=11, color=_ENGINES[name])
+    panels[-1].set_xlabel("ms", color=_INK)
+
+
+def draw_timeline(panel: Axes, timeline: Timeline, begin: float, end: float, step: float) -> None:
+    """Draws one engine's timeline from ``begin`` to ``end``: a lane for the main process and one for each worker. The x
+    axis is in milliseconds from ``begin``. A ``step`` of 0 seconds is not drawn."""
+
+    def bars(lane: int, spans: list[tuple[float, float]], kind: str) -> None:
+        inside = [(max(a, begin), min(b, end)) for a, b in spans if b > begin and a < end]
+        ranges = [((a - begin) * 1e3, (b - a) * 1e3) for a, b in inside]
+        # White edges separate bars, but would hide the shortest ones.
+        edges = [0.3 if b - a > _THIN * (end - begin) else 0.0 for a, b in inside]
+        panel.broken_barh(ranges, (lane - 0.4, 0.8), facecolors=_COLOURS[kind], edgecolors="white", linewidths=edges)
+
+    asked, got = timeline.asked, timeline.got
+    bars(0, list(zip(asked, got, strict=False)), "wait")
+    if step:
+        bars(0, list(zip(got, asked[1:], strict=False)), "step")
+    shown = range(min(timeline.workers, _LANES))
+    for worker in shown:
+        for kind in ("fetch", "collate", "send"):
+            spans = [(a, b) for what, a, b in timeline.spans.get(worker, ()) if what == kind]
+            bars(worker + 1, spans, kind)
+    more = "" if timeline.workers <= _LANES else f" of {timeline.workers}"
+    panel.set_yticks([0, *(worker + 1 for worker in shown)], ["main", *(f"worker {worker}{more}" for worker in shown)])
+    panel.set_ylim(len(shown) + 0.6, -0.6)
+    _plain(panel)
+    panel.tick_params(axis="y", length=0)
+
+
+def _draw_rates(panel: Axes, points: list[Point], choices: dict[str, Choice]) -> None:
+    for (label, sides), colour in zip(_curves(points), _CURVES * len(points), strict=False):
+        rates = [side.rate for side in sides.values()]
+        panel.plot(list(sides), rates, marker="o", color=colour, label=label, linewidth=1.8)
+        for count, side in sides.items():
+            panel.plot([count] * len(side.rates), side.rates, "o", color=colour, alpha=0.35, markersize=3)
+    panel.set_xticks(sorted({point.workers for point in points}))
+    panel.set_xlabel("num_workers", color=_INK)
+    panel.set_ylabel("batches/s", color=_INK)
+    panel.set_ylim(bottom=0)
+    panel.set_title(f"{_recommended(choices)} (small dots: epochs)", loc="left", fontsize=11, color=_INK)
+    panel.legend(frameon=False, fontsize=9)
+    _plain(panel)
+
+
+def _curves(points: list[Point]) -> list[tuple[str, dict[int, Side]]]:
+    """The rates by number of workers: of torch, and of rustloader with each combination of options."""
+    curves = [("torch", {point.workers: point.torch for point in merged(points)})]
+    for options in dict.fromkeys(point.options for point in points if not (point.alone and len(points) > 1)):
+        # Without workers the options have no effect.
+        sides = {point.workers: point.rustloader for point in points if point.options == options or point.alone}
+        curves.append((f"rustloader{f', {Setting(None, options)}' if options else ''}", sides))
+    return curves
+
+
+def _recommended(choices: dict[str, Choice]) -> str:
+    chosen = {engine: choice for engine, choice in choices.items() if choice.workers is not None}
+    if not chosen:
+        return "Too few epochs to recommend a number of workers"
+    if any(choice.options for choice in chosen.values()):
+        return "; ".join(f"Recommended with {engine}: {choice.setting}" for engine, choice in chosen.items())
+    return (
+        f"Recommended num_workers: {listed([f'{choice.workers} with {engine}' for engine, choice in chosen.items()])}"
+    )
+
+
+def _plain(panel: Axes) -> None:
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    for side in ("bottom", "left"):
+        panel.spines[side].set_color("#999999")
+    panel.tick_params(colors=_INK, labelsize=9)

@@ -1,0 +1,113 @@
+"""Plans a run of ``bench``: its duration and its plot."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from rustloader.system.texts import count_of, duration
+from rustloader.tools.bench.layout import listed
+from rustloader.tools.bench.settings import SWEPT, settings_of
+from rustloader.tools.probe.factory import Unusable
+
+# Default seconds of an epoch, and of all epochs with one number of workers.
+_SECONDS, _BUDGET = 3.0, 60.0
+# Minimum number of epochs that the budget allows: eight pairs.
+_EPOCHS = 16
+
+
+class Plan:
+    """The duration of a run. Raises ``Unusable`` if the options leave nothing to compare.
+
+    Attributes:
+        settings: each setting to measure.
+        epochs: epochs of each engine; None: until the result is clear or the budget is spent.
+        budget: seconds for all measurements; None with a fixed number of epochs.
+        seconds: maximum duration of an epoch.
+    """
+
+    def __init__(self, options: Any) -> None:
+        if options.workers == [0]:
+            raise Unusable(
+                "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
+                "Measure it beside a loader with workers: --workers 0,2"
+            )
+        self.settings = list(settings_of(options))
+        self._given = options
+        self.epochs: int | None = options.epochs
+        self.seconds: float = options.seconds or _SECONDS
+        self.budget: float | None = None
+        self._batches: int | None = options.batches
+        if self.epochs is None and options.budget is None:
+            self.budget = max(_BUDGET, _EPOCHS * self.seconds) * len(self.settings)
+        elif self.epochs is None:
+            self.budget = float(options.budget)
+            self.seconds = options.seconds or min(_SECONDS, self.budget / len(self.settings) / _EPOCHS)
+
+    @property
+    def steps(self) -> int:
+        """Number of passes, the warm-up included, with a fixed number of epochs; else 0."""
+        engines = 3 if self._given.ray else 2
+        sides = sum(1 if setting.workers == 0 else engines for setting in self.settings)
+        return sides * (1 + self.epochs) if self.epochs else 0
+
+    def share(self, spent: float, left: int) -> float:
+        """Seconds for the next of ``left`` remaining settings, after ``spent`` seconds."""
+        return max(0.0, (self.budget or 0.0) - spent) / left
+
+    def _varied(self) -> Iterator[str]:
+        """What is set or varied. A single number of workers is in the result alone."""
+        if self._given.workers and len(self._given.workers) > 1:
+            yield f"{listed(self._given.workers)} workers"
+        for name in SWEPT:
+            if values := getattr(self._given, name):
+                yield f"{name}={listed(values)}"
+
+    def __str__(self) -> str:
+        most = f"at most {duration(self.seconds)}"
+        if self._batches is not None:
+            most += f" or {count_of(self._batches, 'batch')}"
+        ray = self._given.ray
+        text = f"epochs of {'torch, rustloader and rustloader on Ray' if ray else 'torch and rustloader'}"
+        if self.epochs is not None:
+            text = f"{count_of(self.epochs, 'epoch')} of torch and of rustloader"
+            if ray:
+                text = f"{count_of(self.epochs, 'epoch')} of torch, of rustloader and of rustloader on Ray"
+        text += f" in turn, each {most}"
+        if varied := list(self._varied()):
+            text = f"with {', '.join(varied)}: {text}"
+        if self.budget is None:
+            return text
+        budget = f"{self.budget / 60:.0f} min" if self.budget > 90 else f"{self.budget:g} s"
+        return f"{text}; up to {budget} after a warm-up, or until the result is clear"
+
+
+def check_plot(path: str) -> None:
+    """Raises ``Unusable`` if a plot cannot be drawn or written, before the measurements."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "matplotlib":
+            raise Unusable("--plot needs matplotlib: pip install 'rustloader[plot]'") from None
+        raise Unusable(f"--plot needs matplotlib, and its import failed: {error}") from None
+    suffix = os.path.splitext(path)[1].removeprefix(".").lower()
+    supported = sorted(FigureCanvasBase.get_supported_filetypes())
+    if suffix not in supported:
+        known = listed([f".{name}" for name in supported], "or")
+        raise Unusable(f"--plot {path}: the name of the file must end in {known}")
+    try:
+        # Some formats need other programs, as .pgf needs LaTeX.
+        Figure(figsize=(1, 1)).savefig(io.BytesIO(), format=suffix)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise Unusable(f"--plot {path}: matplotlib cannot write .{suffix} files here: {reason}") from None
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise Unusable(f"--plot {path}: there is no folder {folder}")
+    if os.path.isdir(path):
+        raise Unusable(f"--plot {path}: this is a folder; name a file")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise Unusable(f"--plot {path}: no permission to write there")

@@ -1,0 +1,273 @@
+"""The measurements of ``bench`` as medians, intervals, ratios, tables and JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from rustloader.system.texts import duration, size
+from rustloader.tools.bench.comparison import Comparison, Interval, compare, median_interval, too_few
+from rustloader.tools.bench.elsewhere import Price
+from rustloader.tools.bench.layout import WIDTH, aligned, number, times
+from rustloader.tools.bench.passes import Pass
+from rustloader.tools.bench.settings import SWEPT, Setting
+
+
+@dataclass
+class Side:
+    """A loader on one engine, with one setting.
+
+    Attributes:
+        batch_bytes: mean bytes of a batch.
+        memory_bytes: peak memory of all its processes, less their memory before ``iter()``.
+        steady: whether rates and processor time leave out the start of the workers; see ``settle()``.
+    """
+
+    passes: list[Pass] = field(default_factory=list)
+    batch_bytes: float = 0.0
+    memory_bytes: int | None = None
+    steady: bool = False
+
+    def median(self, name: str) -> float:
+        """The median of a figure over all passes."""
+        return statistics.median(self._figures(name))
+
+    @property
+    def rate(self) -> float:
+        """Batches per second."""
+        return self.median("batches_per_second")
+
+    @property
+    def rates(self) -> list[float]:
+        """Batches per second of each pass."""
+        return self._figures("batches_per_second")
+
+    @property
+    def interval(self) -> Interval:
+        """The confidence interval of the rate."""
+        return median_interval(self.rates)
+
+    @property
+    def batches(self) -> int:
+        """Batches of all passes."""
+        return sum(one.batches for one in self.passes)
+
+    @property
+    def too_few(self) -> str:
+        """Why the rate is not reliable, or an empty text."""
+        return too_few(len(self.passes), self.batches)
+
+    @property
+    def cores_used(self) -> float:
+        """Mean number of cores that all processes together used."""
+        return self.median("cpu_seconds_per_batch") * self.rate
+
+    def _figures(self, name: str) -> list[float]:
+        if self.steady and name in ("batches_per_second", "cpu_seconds_per_batch"):
+            name = f"steady_{name}"
+        return [getattr(one, name) for one in self.passes]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        epochs = [asdict(one) for one in self.passes]
+        for epoch in epochs:
+            del epoch["batch_bytes"]  # only the warm-up measures it
+        return {
+            "batches_per_second": self.rate,
+            "interval": self.interval._asdict(),
+            "megabytes_per_second": self.rate * self.batch_bytes / 1e6,
+            "cpu_seconds_per_batch": self.median("cpu_seconds_per_batch"),
+            "first_batch_seconds": self.median("first_batch_seconds"),
+            "memory_bytes": self.memory_bytes,
+            "batch_bytes": self.batch_bytes,
+            "steady": self.steady,
+            "epochs": epochs,
+        }
+
+
+@dataclass
+class Point:
+    """The measurements with one setting. With 0 workers both sides are one object: torch's own loop. ``ray`` has
+    workers on a cluster, and ``price`` says when they pay; None without ``--ray`` or workers."""
+
+    workers: int
+    torch: Side = field(default_factory=Side)
+    rustloader: Side = field(default_factory=Side)
+    verdict: dict[str, Any] | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    ray: Side | None = None
+    price: Price | None = None
+
+    @property
+    def setting(self) -> Setting:
+        """The number of workers and the swept options."""
+        return Setting(self.workers, self.options)
+
+    @property
+    def alone(self) -> bool:
+        """Whether only torch's own loop was measured."""
+        return self.rustloader is self.torch
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Which engine is faster; None without workers."""
+        if self.alone:
+            return None
+        batches = min(self.torch.batches, self.rustloader.batches)
+        return compare(self.torch.rates, self.rustloader.rates, batches)
+
+    @property
+    def ratios(self) -> dict[str, float | None]:
+        """Ratios of torch to rustloader by figure, of rustloader to torch for rates; above 1 rustloader is better."""
+        ours, theirs = self.rustloader, self.torch
+        comparison = self.comparison
+
+        def by(theirs: float | None, ours: float | None) -> float | None:
+            return theirs / ours if ours and theirs is not None else None
+
+        medians = ("cpu_seconds_per_batch", "first_batch_seconds")
+        return {
+            "batches_per_second": comparison.ratio if comparison else 1.0,
+            **{name: by(theirs.median(name), ours.median(name)) for name in medians},
+            "memory_bytes": by(theirs.memory_bytes, ours.memory_bytes),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        comparison = self.comparison
+        return {
+            "workers": self.workers,
+            **({"options": dict(self.options)} if self.options else {}),
+            "torch": self.torch.as_dict(),
+            "rustloader": self.rustloader.as_dict(),
+            **({"ray": self.ray.as_dict()} if self.ray else {}),
+            **({"price": self.price.as_dict()} if self.price else {}),
+            "ratio": self.ratios,
+            "comparison": comparison._asdict() if comparison else None,
+            "verdict": self.verdict,
+        }
+
+
+def settle(points: Iterable[Point]) -> None:
+    """Makes all rates leave out the start of the workers, if all passes allow it, so that rates stay comparable."""
+    sides = [side for point in points for side in (point.torch, point.rustloader, point.ray) if side is not None]
+    steady = all(one.steady_batches_per_second is not None for side in sides for one in side.passes)
+    for side in sides:
+        side.steady = steady
+
+
+def starting(side: Side) -> dict[str, Any]:
+    """The verdict if the start of the workers takes most of an epoch; else empty. The statistics of a loader do not
+    show it in epochs of a few batches."""
+    first, whole = side.median("first_batch_seconds"), side.median("seconds")
+    if first < whole / 2 or not all(one.complete for one in side.passes):
+        return {}
+    return {
+        "kind": "starting",
+        "sentence": "The start of the workers limits; persistent_workers=True keeps them from epoch to epoch.",
+        "reason": f"the first batch takes {duration(first)} of an epoch's {duration(whole)}",
+        "workers_needed": None,
+        "predicted_gain": None,
+    }
+
+
+def merged(points: Iterable[Point]) -> list[Point]:
+    """A point for each number of workers, with all measurements of torch, which has none of the options."""
+    found: dict[int, Point] = {}
+    for point in points:
+        known = found.get(point.workers)
+        torch = point.torch if known is None else replace(known.torch, passes=known.torch.passes + point.torch.passes)
+        found[point.workers] = replace(point, torch=torch, options=())
+    return list(found.values())
+
+
+def table(point: Point) -> str:
+    """The figures for one setting."""
+    if point.alone:
+        return aligned([("", "torch's own loop"), *(row[:2] for row in _rows(point))])
+    return aligned([("", "torch", "rustloader", "ratio"), *_rows(point)])
+
+
+def _rows(point: Point) -> Iterator[tuple[str, str, str, str]]:
+    theirs, ours, ratios, comparison = point.torch, point.rustloader, point.ratios, point.comparison
+    rate = times(ratios["batches_per_second"])
+    yield "batches/s", number(theirs.rate), number(ours.rate), rate
+    interval = ours.interval
+    whole = interval.low == min(ours.rates)
+    title = "  lowest to highest" if whole else f"  {interval.confidence:.0%} confidence"
+    between = _between(comparison.low, comparison.high, times) if comparison else ""
+    yield title, _between(*theirs.interval[:2]), _between(*interval[:2]), between
+    megabytes = [number(side.rate * side.batch_bytes / 1e6) for side in (theirs, ours)]
+    yield "MB/s", megabytes[0], megabytes[1], rate
+    for title, name in (("CPU per batch", "cpu_seconds_per_batch"), ("first batch", "first_batch_seconds")):
+        yield title, duration(theirs.median(name)), duration(ours.median(name)), times(ratios[name])
+    yield "memory", _memory(theirs), _memory(ours), times(ratios["memory_bytes"])
+
+
+# Columns of a sweep's table that are left out, one after the other, while it is too wide.
+_LEAST = ("lowest to highest", "first batch")
+
+
+def sweep_table(points: Iterable[Point], chosen: Setting) -> str:
+    """The main figures for each setting, with a line per engine. Swept options have columns of their own."""
+    points = list(points)
+    swept = {name: head for name, head in SWEPT.items() if any(name in dict(point.options) for point in points)}
+    rows = [
+        _sweep_row(point, name, swept, point.setting == chosen)
+        for point in points
+        for name in (("both",) if point.alone else ("torch", "rustloader"))
+    ]
+    columns = list(rows[0])
+    table = _aligned(rows, columns, swept)
+    for left_out in _LEAST:
+        if max(map(len, table.splitlines())) <= WIDTH:
+            break
+        columns.remove(left_out)
+        table = _aligned(rows, columns, swept)
+    return table
+
+
+def _aligned(rows: list[dict[str, str]], columns: list[str], swept: dict[str, str]) -> str:
+    return aligned([columns, *([row[name] for name in columns] for row in rows)], left=2 + len(swept), gap=2)
+
+
+def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> dict[str, str]:
+    """A line for one engine, or for torch's own loop ("both"), by heading."""
+    side = point.torch if name == "both" else getattr(point, name)
+    # torch's line has the number of workers, rustloader's the options.
+    options = dict(point.options) if name == "rustloader" else {}
+    return {
+        "workers": "" if name == "rustloader" else str(point.workers),
+        "engine": "torch's loop" if name == "both" else name,
+        **{head: str(options.get(option, "")) for option, head in swept.items()},
+        "batches/s": number(side.rate),
+        "lowest to highest": _between(min(side.rates), max(side.rates)),
+        "ratio": times(point.ratios["batches_per_second"]) if name == "rustloader" else "",
+        "CPU/batch": duration(side.median("cpu_seconds_per_batch")),
+        "first batch": duration(side.median("first_batch_seconds")),
+        "memory": _memory(side),
+        "": "<-" if chosen and name != "torch" else "",
+    }
+
+
+def ray_table(points: Iterable[Point]) -> str:
+    """Local workers and workers on a cluster, with a line for each setting. Empty without ``--ray``."""
+    rows = [("", "here", "on Ray", "ratio", "MB/s on Ray", "CPU/batch here", "first batch on Ray")]
+    for point in points:
+        if (there := point.ray) is not None:
+            here = point.rustloader
+            rates = number(here.rate), number(there.rate), times(there.rate / here.rate)
+            cpu, first = there.median("cpu_seconds_per_batch"), there.median("first_batch_seconds")
+            megabytes = number(there.rate * here.batch_bytes / 1e6)
+            rows.append((str(point.setting), *rates, megabytes, duration(cpu), duration(first)))
+    return aligned(rows, gap=2) if len(rows) > 1 else ""
+
+
+def _memory(side: Side) -> str:
+    return "-" if side.memory_bytes is None else size(side.memory_bytes)
+
+
+def _between(low: float, high: float, form: Callable[[float], str] = number) -> str:
+    return f"{form(low)} to {form(high)}"

@@ -1,0 +1,41 @@
+"""What a sweep varies: the number of workers, and options that torch does not have."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rustloader.system.texts import count_of
+
+# Options that `bench` can sweep, with the headings of their columns.
+SWEPT = {"dispatch": "dispatch", "reorder_window": "window", "worker_threads": "threads"}
+
+
+class Setting(NamedTuple):
+    """A loader's settings. ``workers`` None is the factory's num_workers; ``options`` are pairs of name and value, of
+    swept options alone."""
+
+    workers: int | None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        """As in "2 workers, dispatch=shared_queue"; empty if nothing is varied."""
+        workers = () if self.workers is None else (count_of(self.workers, "worker"),)
+        return ", ".join((*workers, *(f"{name}={value}" for name, value in self.options)))
+
+    @property
+    def keywords(self) -> str:
+        """As keyword arguments: "num_workers=2, dispatch='shared_queue'"."""
+        return ", ".join(f"{name}={value!r}" for name, value in (("num_workers", self.workers), *self.options))
+
+
+def settings_of(given: Any) -> Iterator[Setting]:
+    """Each combination of the values on the command line. Without workers the options have no effect, and are not
+    varied."""
+    varied = [[(name, value) for value in values] for name in SWEPT if (values := getattr(given, name))]
+    for workers in given.workers or [None]:
+        if workers == 0:
+            yield Setting(0)
+        else:
+            yield from (Setting(workers, options) for options in itertools.product(*varied))

@@ -1,0 +1,131 @@
+"""The output of ``bench``, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rustloader.tools.bench.layout import wrapped
+from rustloader.tools.bench.plan import Plan
+from rustloader.tools.bench.recommendation import RULE, RULE_OF_OPTIONS, Choice
+from rustloader.tools.bench.results import Point, ray_table, sweep_table, table
+
+
+class Summary:
+    """The result of one run. ``about`` describes the machine and the loader; ``choices`` are the recommendations of a
+    sweep by engine."""
+
+    def __init__(
+        self, options: Any, plan: Plan, about: dict[str, Any], points: list[Point], choices: dict[str, Choice]
+    ) -> None:
+        self._options, self._plan, self._about = options, plan, about
+        self._points, self._choices = points, choices
+
+    @property
+    def shown(self) -> Point:
+        """The point to show in full: the recommended one, else the fastest."""
+        chosen = self._choices["rustloader"].setting if self._choices else None
+        with_workers = [point for point in self._points if not point.alone]
+        fastest = max(with_workers, key=lambda point: point.rustloader.rate)
+        return next((point for point in with_workers if point.setting == chosen), fastest)
+
+    def text(self) -> str:
+        """Lines that fit a terminal."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        about, point = self._about, self.shown
+        start = "persistent" if about["persistent_workers"] else "started for each epoch"
+        loader = f"({about['start_method']}, {start}), prefetch_factor={about['prefetch_factor']}"
+        if self._choices:
+            yield f"Workers {loader}\n"
+            yield sweep_table(self._points, self._choices["rustloader"].setting)
+            yield ""
+            yield from self._recommendation()
+            yield f"\nWith {point.setting}:\n"
+        else:
+            yield f"{point.setting} {loader}\n"
+        yield table(point)
+        yield ""
+        yield from self._result(point)
+        yield ""
+        yield from self._on_ray(point)
+        yield wrapped(self._notes(point))
+
+    def _on_ray(self, point: Point) -> Iterator[str]:
+        if point.price is not None:
+            yield f"Batches/s with workers here and on Ray:\n\n{ray_table(self._points)}\n"
+            yield f"{wrapped(str(point.price))}\n"
+
+    def _recommendation(self) -> Iterator[str]:
+        for engine, choice in sorted(self._choices.items()):
+            if choice.workers is None:
+                yield wrapped(f"No recommendation for {engine}: {choice.reason}.", "  ")
+            else:
+                reason = f" ({choice.reason})" if choice.reason else ""
+                yield wrapped(f"Recommended with {engine}: {choice.setting.keywords}{reason}.", "  ")
+        if any(choice.workers is not None for choice in self._choices.values()):
+            yield wrapped(f"Rule: {self._rule}.", "  ")
+
+    def _result(self, point: Point) -> Iterator[str]:
+        comparison, options = point.comparison, self._options
+        if comparison is not None:
+            yield wrapped(str(comparison), "  ")
+            if comparison.verdict == "too few to tell":
+                budget = self._plan.budget
+                longer = f"--budget {2 * budget:g}" if budget else "leave out --epochs, or give more of them"
+                yield f"  To measure longer: {longer}"
+        if point.verdict is not None:
+            yield wrapped(f"Verdict on rustloader's iterator: {point.verdict['sentence']}", "  ")
+            yield f"  {wrapped(point.verdict['reason'], '  ')}"
+        if not options.step:
+            what = "The verdict and the recommendation apply" if self._choices else "The verdict applies"
+            text = f"The loop did no training step. {what} to loading only."
+            yield wrapped(f"{text} To include your training step, pass its duration: --step SECONDS", "  ")
+
+    def _notes(self, point: Point) -> str:
+        without = "leave out the start of the workers."
+        including = "include the start of the workers: the epochs are too short to leave it out."
+        return (
+            f"Rates and CPU {without if point.rustloader.steady else including} "
+            "CPU and memory are totals of the main process and the workers; memory is the peak beyond "
+            "what there was before iter(). A ratio above 1 means that rustloader is better; that of the rates is the "
+            "median over the pairs of epochs."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        options, plan = self._options, self._plan
+        about = {name: value for name, value in self._about.items() if name not in ("machine", "num_workers")}
+        return {
+            "factory": options.factory,
+            "machine": self._about["machine"],
+            "settings": {
+                "epochs": plan.epochs,
+                "budget": plan.budget,
+                "seconds": plan.seconds,
+                "batches": options.batches,
+                "step": options.step,
+                "timeout": options.timeout,
+                "loader": about,
+            },
+            "results": [point.as_dict() for point in self._points],
+            "recommendation": self._recommended(),
+        }
+
+    def _recommended(self) -> dict[str, Any] | None:
+        if not self._choices:
+            return None
+        workers = {engine: choice.workers for engine, choice in self._choices.items()}
+        reasons = {engine: choice.reason for engine, choice in self._choices.items()}
+        options = {engine: dict(choice.options) for engine, choice in self._choices.items()}
+        swept = {"options": options} if self._sweeps_options else {}
+        return workers | swept | {"reasons": reasons, "rule": self._rule, "step": self._options.step}
+
+    @property
+    def _sweeps_options(self) -> bool:
+        return any(point.options for point in self._points)
+
+    @property
+    def _rule(self) -> str:
+        return f"{RULE}; {RULE_OF_OPTIONS}" if self._sweeps_options else RULE

@@ -1,0 +1,200 @@
+"""``check``: compares an epoch on torch's iterator with one on the engine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rustloader.system.texts import count_of
+from rustloader.tools.cli.check_side import CheckSide, Event
+from rustloader.tools.probe.deaths import advice
+from rustloader.tools.probe.factory import Unusable
+from rustloader.tools.probe.process import MORE_TIME, Probe
+
+# Maximum number of consecutive errors until an epoch is given up.
+_ERRORS_IN_A_ROW = 20
+# Seconds between two progress lines.
+_BETWEEN_LINES = 15.0
+_UNSEEDED = (
+    "The dataset, the sampler or collate_fn depends on something that no seed governs, such as time or os.urandom."
+)
+_OUT_OF_ORDER = "with in_order=False batches come as workers finish; check the loader with in_order=True."
+# Minimum limit, in seconds, for steps that are not only user code: the start of Python, the shutdown of workers.
+_PATIENT = 60.0
+_SCRIPT = 'put what runs as a script under `if __name__ == "__main__":`, or pass a larger --timeout'
+# By request: the error if it hangs, and the way out.
+_HANGS = {
+    "load": ("importing {place} took more than {limit:g} s", _SCRIPT),
+    "about": ("calling {target} took more than {limit:g} s", MORE_TIME),
+    "start": ("iter() of the loader took more than {limit:g} s", MORE_TIME),
+    "next": ("batch {batch} did not come within {limit:g} s", MORE_TIME),
+    "finish": ("the workers did not end within {limit:g} s", MORE_TIME),
+}
+_NO_ANSWER = ("the process did not answer within {limit:g} s", MORE_TIME)
+
+
+def main(options: Any) -> int:
+    """Compares, prints the result, and returns the exit status."""
+    try:
+        return _Comparison(options).run()
+    except Unusable as error:
+        print(f"rustloader check: {error.message(options.verbose)}", file=sys.stderr)
+        return 2
+
+
+class _CheckProbe(Probe):
+    """A process with the user's loader on one engine. ``quiet`` hides warnings that another process has shown."""
+
+    def __init__(self, engine: str, options: Any, quiet: bool) -> None:
+        # Both sides iterate over sets of strings in the same order. Leftovers of a side that is killed are expected.
+        hashes = os.environ.get("PYTHONHASHSEED") or str(options.seed % 2**32)
+        filters = [*filter(None, [os.environ.get("PYTHONWARNINGS")]), "ignore:resource_tracker:UserWarning"]
+        environment = {"PYTHONHASHSEED": hashes, "PYTHONWARNINGS": ",".join(filters)}
+        super().__init__(CheckSide(options.factory, engine, options.seed, quiet), options.timeout, environment)
+        self._batch = 0
+
+    def load(self) -> dict[str, Any]:
+        """Imports the user's code and calls the factory. Returns facts about the loader."""
+        self.ask("load")
+        about: dict[str, Any] = self.ask("about")
+        return about
+
+    def events(self) -> Iterator[Event]:
+        """Starts the workers, and yields the outcome of each ``next``. Raises ``Unusable`` on a death or a hang."""
+        failed = self.ask("start")
+        if failed is not None:
+            yield failed
+            return
+        while True:
+            yield self.ask("next")
+            self._batch += 1
+
+    def limit(self, awaited: str) -> float:
+        return self.timeout if awaited in ("load", "about", "start", "next") else max(self.timeout, _PATIENT)
+
+    def hang(self, awaited: str) -> tuple[str, str]:
+        text, remedy = _HANGS.get(awaited, _NO_ANSWER)
+        place, limit = self.target.rpartition(":")[0], self.limit(awaited)
+        text = text.format(place=place, target=self.target, batch=self._batch, limit=limit)
+        return f"{self.engine}: {text}", remedy
+
+    def died(self, worker: str, details: str = "") -> Unusable:
+        return Unusable(f"{self.engine}: {worker}, seen while waiting for batch {self._batch}\n  {advice(worker)}")
+
+
+class _Comparison:
+    """One run of the command."""
+
+    def __init__(self, options: Any) -> None:
+        self._options = options
+
+    def run(self) -> int:
+        """The exit status: 0 if nothing differs, 1 if something does."""
+        expected = self._torchs()
+        with self._side("rustloader") as side:
+            side.load()
+            print(f"rustloader  comparing {_counted(expected)} ...", flush=True)
+            pairs = itertools.zip_longest(expected, self._epoch(side))
+            for k, (torchs, own) in enumerate(pairs):
+                if torchs is None or own is None or torchs[:2] != own[:2]:
+                    return self._differs(k, torchs, own, side)
+                if own.kind == "batch" and k == 0:
+                    _served(side)  # before the rest of the epoch, which may take long
+                elif own.kind == "error" and k == 0:
+                    cause = f"both engines raise at the first batch: {own.text}"
+                    raise Unusable(f"nothing to compare: {cause}", own.details)
+                elif own.kind == "error":
+                    print(f"batch {k}: both raise {own.text}")
+            served = _served(side)
+        print(f"same: {_counted(expected)} compared, bit for bit; the main process's random state is the same, too")
+        batches = sum(event.kind == "batch" for event in expected)
+        part = f"{served:,} of the {batches:,} batches" if served < batches else count_of(batches, "batch")
+        print(f"{part} came from the Rust engine")
+        return 0
+
+    def _torchs(self) -> list[Event]:
+        with self._side("torch") as side:
+            about = side.load()
+            workers = count_of(about["num_workers"], "worker")
+            print(f"torch       {self._options.factory}, {workers} ...", flush=True)
+            events = list(self._epoch(side, about["may_be_endless"]))
+            if side.ask("served")[0]:
+                raise Unusable(
+                    "nothing to compare: torch's side used the Rust engine; "
+                    "the program must not call rustloader.install() after its loader is made"
+                )
+        if events[0].kind == "state":
+            raise Unusable(f"nothing to compare: the loader of {self._options.factory} gave no batch")
+        return events
+
+    def _side(self, engine: str, quiet: bool | None = None) -> _CheckProbe:
+        return _CheckProbe(engine, self._options, engine != "torch" if quiet is None else quiet)
+
+    def _epoch(self, side: _CheckProbe, may_be_endless: bool = False) -> Iterator[Event]:
+        """The events of an epoch, then the random state. Stops early after ``_ERRORS_IN_A_ROW`` errors, or one error if
+        it is the first event."""
+        due = time.monotonic() + _BETWEEN_LINES
+        in_a_row = 0
+        for k, event in enumerate(side.events(), start=1):
+            if event.kind == "end":
+                break
+            yield event
+            in_a_row = in_a_row + 1 if event.kind == "error" else 0
+            if k == in_a_row:
+                return
+            if in_a_row == _ERRORS_IN_A_ROW or k == self._options.batches:
+                break
+            if time.monotonic() >= due:
+                due = time.monotonic() + _BETWEEN_LINES
+                hint = "; --batches N ends an endless one" if may_be_endless and not self._options.batches else ""
+                print(f"{side.engine}: {count_of(k, 'batch')} so far{hint}", file=sys.stderr, flush=True)
+        yield Event("state", side.ask("finish"))
+
+    def _differs(self, k: int, torchs: Event | None, own: Event | None, side: _CheckProbe) -> int:
+        """Prints the difference. Runs torch's iterator again, to see whether it agrees with itself."""
+        kinds = {torchs.kind if torchs else None, own.kind if own else None}
+        where = "the end: the main process's random state" if kinds == {"state"} else f"batch {k}"
+        try:
+            with self._side("torch", quiet=True) as again:
+                about = again.load()
+                event = next(itertools.islice(self._epoch(again), k, None), None)
+                if not about["in_order"]:
+                    print(f"different at {where}, but {_OUT_OF_ORDER}")
+                    return 1
+                if (event[:2] if event else None) != (torchs[:2] if torchs else None):
+                    print(f"different at {where}, but torch's iterator differs from itself there as well.\n{_UNSEEDED}")
+                    return 1
+                if event is not None and own is not None and event.kind == own.kind == "batch":
+                    print(f"different at {where}: {again.ask('difference', side.ask('packed'))}")
+                    return 1
+        except Unusable as error:
+            print(f"rustloader check: torch's iterator could not be run again: {error}", file=sys.stderr)
+        print(f"different at {where}: torch {_did(torchs)}, rustloader {_did(own)}")
+        return 1
+
+
+def _served(side: _CheckProbe) -> int:
+    """The number of batches that the engine has delivered. Raises ``Unusable`` if it is 0."""
+    count: int
+    count, line = side.ask("served")
+    if count == 0:
+        why = line or "none of the batches came from the Rust engine; the loader has an iterator of its own"
+        raise Unusable(f"nothing to compare: {why}")
+    return count
+
+
+def _did(event: Event | None) -> str:
+    if event is None:
+        return "has ended before"
+    return {"batch": "gives a batch", "error": f"raises {event.text}", "state": "ends the epoch"}[event.kind]
+
+
+def _counted(events: list[Event]) -> str:
+    kinds = [event.kind for event in events]
+    batches, errors = kinds.count("batch"), kinds.count("error")
+    parts = [count_of(batches, "batch")] if batches or not errors else []
+    return " and ".join([*parts, count_of(errors, "error")] if errors else parts)

@@ -1,0 +1,117 @@
+"""The process of ``check`` with the user's loader on one engine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import random
+from typing import Any, NamedTuple
+
+from rustloader.tools.probe.factory import Unusable
+from rustloader.tools.probe.failure import failure
+from rustloader.tools.probe.side import Side, end_workers
+
+
+class Event(NamedTuple):
+    """The outcome of a ``next``. Equal outcomes have the same ``kind`` and ``key``. ``text`` and ``details`` are the
+    short form and the traceback of an error."""
+
+    kind: str  # "batch", "error", "end", or "state": the random state after the epoch
+    key: Any = None
+    text: str = ""
+    details: str = ""
+
+
+class CheckSide(Side):
+    """A loader on one engine. The methods are the requests, in this order, after ``load``. ``number`` seeds torch,
+    numpy and random."""
+
+    def __init__(self, target: str, engine: str, number: int, quiet: bool) -> None:
+        super().__init__(target, engine, quiet)
+        self._number = number
+        self._iterator: Any = None
+        self._batch: Any = None
+        self._open: contextlib.ExitStack | None = None
+
+    def about(self) -> dict[str, Any]:
+        """Creates the loader, and returns facts about it."""
+        from torch.utils.data import IterableDataset
+
+        self.seed(self._number)
+        self.make()
+        return {
+            "num_workers": self.loader.num_workers,
+            "in_order": getattr(self.loader, "in_order", True),
+            "may_be_endless": isinstance(self.loader.dataset, IterableDataset),
+        }
+
+    def start(self) -> Event | None:
+        """Starts the workers. Returns the error if that fails."""
+        self._open = contextlib.ExitStack()
+        self._open.enter_context(self.on_engine())
+        try:
+            self._iterator = iter(self.loader)
+        except (Exception, SystemExit) as error:
+            return self._raised(error)
+        self.began(self._iterator)
+        return None
+
+    def next(self) -> Event:
+        """Takes a batch."""
+        from rustloader.tools.probe.leaves import summary
+
+        self._batch = None
+        try:
+            self._batch = next(self._iterator)
+        except StopIteration:
+            return Event("end")
+        except (Exception, SystemExit) as error:
+            return self._raised(error)
+        try:
+            return Event("batch", _digest(repr(summary(self._batch)).encode(errors="surrogatepass")))
+        except Exception as error:
+            event = self._raised(error)
+            raise Unusable(f"a batch cannot be compared: {event.text}", event.details) from None
+
+    def finish(self) -> bytes:
+        """Ends the workers, and returns a digest of the random state."""
+        import numpy as np
+        import torch
+
+        end_workers(self._iterator)
+        assert self._open is not None
+        self._open.close()
+        state = (torch.get_rng_state().tolist(), np.random.get_state(), random.getstate())
+        return _digest(pickle.dumps(state))
+
+    def packed(self) -> bytes | None:
+        """The last batch, pickled; None if it cannot be pickled."""
+        try:
+            return pickle.dumps(self._batch)
+        except Exception:
+            return None
+
+    def difference(self, packed: bytes | None) -> str:
+        """Describes how the last batch, torch's, differs from the engine's."""
+        from rustloader.tools.probe.leaves import difference, summary
+
+        try:
+            other = pickle.loads(packed or b"")
+            if summary(other) == summary(self._batch):
+                return "the batches differ in what a copy does not keep"
+            return difference(self._batch, other)
+        except Exception as error:
+            return f"the batches differ; where cannot be said: {failure(error).text}"
+
+    def _raised(self, error: BaseException) -> Event:
+        """The event for an error. Raises it again if a worker has died, which ends the comparison."""
+        self.failed(error)
+        if self.dead is not None:
+            raise error
+        found = failure(error)
+        return Event("error", found.text, str(found), found.details)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()

@@ -1,0 +1,89 @@
+"""Whether the ranks of distributed programs crowd the same cores of a machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Set
+
+import rustloader.system.local_ranks as local_ranks
+import rustloader.system.procfs as procfs
+from rustloader.settings.kinds import MOST_CORES
+
+_ANY_CORE = range(MOST_CORES)
+
+
+def ranks() -> list[tuple[int, Set[int]]]:
+    """The pids of the ranks on this machine, and the cores that each may use.
+
+    A rank is a process that its launcher has given a number, as its environment says. Its children have the same
+    environment. Processes of other users cannot be read.
+    """
+    numbers = {pid: number for pid in procfs.pids() if (number := local_ranks.number_of(pid)) is not None}
+    children = defaultdict(list)
+    first = []
+    for pid, number in numbers.items():
+        parent = procfs.parent(pid)
+        if numbers.get(parent) == number:
+            children[parent].append(pid)
+        else:
+            first.append(pid)
+    found: list[tuple[int, Set[int]]] = []
+    for pid in first:
+        # A shell that starts the program may bind it.
+        while not _is_python(pid) and len(children[pid]) == 1:
+            (pid,) = children[pid]
+        # It may have ended.
+        with contextlib.suppress(OSError):
+            found.append((pid, os.sched_getaffinity(pid)))
+    return found
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
+    except OSError:
+        return False
+
+
+def obtainable_cores() -> Set[int]:
+    """The cores that a process can be bound to here: those of the machine, or of a container's or a job's cpuset."""
+    found: Set[int] = os.sched_getaffinity(0)
+
+    def ask() -> None:
+        nonlocal found
+        # The kernel keeps those of the cpuset. The affinity of this thread alone changes.
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, _ANY_CORE)
+            found = os.sched_getaffinity(0)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found
+
+
+def crowding() -> tuple[str, str] | None:
+    """What was found of the ranks' cores, and what to do, if anything; None without several ranks."""
+    found = ranks()
+    count = max(len(found), local_ranks.size() or 1)
+    if count == 1:
+        return None
+    users: dict[int, int] = defaultdict(int)
+    for _, cores in found:
+        for core in cores:
+            users[core] += 1
+    crowd = [cores for _, cores in found if any(users[core] > 1 for core in cores)]
+    if not crowd:
+        return f"{count} on this machine, none of them on another's cores", ""
+    cores = set().union(*crowd)
+    text = f"{count} on this machine, {len(crowd)} of them share cores ({procfs.core_ranges(cores)})"
+    total = len(obtainable_cores() | cores)
+    if len(cores) == total:
+        return text, ""
+    return text, (
+        f"they crowd {len(cores)} of {total} cores: bind each rank to cores of its own (numactl, taskset, "
+        "srun --cpu-bind), or give them all cores and set worker_affinity='spread'"
+    )

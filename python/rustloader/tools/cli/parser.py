@@ -1,0 +1,245 @@
+"""The arguments of the command line, and their help."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rustloader.settings.options import Option, Options, option_of
+from rustloader.tools.bench.settings import SWEPT
+
+# Upper limit of a duration, in seconds: a year. Clocks and waits of the system overflow after a few hundred years.
+_MOST_SECONDS = 366 * 86400
+# Upper limit of workers in a sweep.
+_MOST_WORKERS = 1024
+_Number = TypeVar("_Number", int, float)
+
+_ABOUT = "A drop-in replacement for torch.utils.data.DataLoader with a Rust engine."
+_EXAMPLES = """\
+examples:
+  {prog} doctor
+  {prog} run train.py --epochs 3
+  {prog} check train.py:make_loader
+  {prog} bench train.py:make_loader
+  {prog} top
+"""
+_RUN = """\
+Runs a script as `python script ...` does, and calls rustloader.install() as soon as the script imports torch: every
+DataLoader with workers uses the Rust engine, whichever library builds it. Processes that the program starts with
+multiprocessing do the same. The options apply to loaders that leave them at torch's default. Exit status: the
+script's."""
+_RUN_EXAMPLES = """\
+examples:
+  {prog} run train.py --epochs 3
+  {prog} run -m mypackage.train --epochs 3
+  {prog} run --prefetch-factor 4 train.py
+  torchrun --nproc-per-node 2 -m rustloader run train.py
+  accelerate launch -m rustloader run train.py
+"""
+_DOCTOR = """\
+Checks what the engine needs on this machine, and runs a small loader on it. Prints one block to copy into a bug
+report. Exit status: 0 if the engine works here, 1 if loaders run on torch's iterator."""
+_CHECK = """\
+Compares one epoch of a loader on torch's iterator with one on the engine, bit for bit. The factory takes no arguments
+and returns a DataLoader. It is called in a process of its own for each, with the same seeds. A dead worker, or a wait
+longer than --timeout, ends the comparison. Exit status: 0 if nothing differs, 1 if something does, 2 if there was
+nothing to compare."""
+_CHECK_EXAMPLES = """\
+examples:
+  {prog} check mypackage.data:train_loader
+  {prog} check train.py:make_loader --batches 100
+"""
+_BENCH = """\
+Measures your loader on torch's iterator and on the Rust engine, each in a process of its own, epoch by epoch in turn.
+Prints which one is faster, and what limits the loader. The factory takes no arguments and returns a DataLoader. Exit
+status: 0, or 2 if there was nothing to measure."""
+_BENCH_EXAMPLES = """\
+examples:
+  {prog} bench train.py:make_loader
+  {prog} bench train.py:make_loader --step 0.05
+  {prog} bench mypackage.data:train_loader --workers 0,1,2,4,8 --plot sweep.png
+  {prog} bench train.py:make_loader --dispatch round_robin,shared_queue --reorder-window 16,32
+  {prog} bench train.py:make_loader --budget 300 --json > bench.json
+"""
+_FACTORY = "module:function or file.py:function"
+_A_FACTORY = """
+the factory, in train.py:
+  def make_loader():
+      return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
+"""
+_TOP = """\
+Shows what the loaders of a running process do: for each worker its state, the batch it is at and for how long, where
+its time goes, and its memory; what the main process waits for, batches/s, and the verdict. Without a PID it shows the
+only process of this user that has loaders at work. It reads the shared memory of the loaders and costs the process
+nothing. Ctrl-C or q ends it. Exit status: 0, or 2 if there was nothing to see."""
+_TOP_EXAMPLES = """\
+examples:
+  {prog} top
+  {prog} top 12345
+  {prog} top 12345 --once
+  {prog} top 12345 --json --interval 10 > loaders.json
+"""
+
+
+def script_arguments(given: list[str]) -> tuple[list[str], list[str]]:
+    """Splits the arguments of `run` after the script's name: those of `run`, and those of the script."""
+    k = 1
+    while k < len(given) and given[k].startswith("-"):
+        k += 2 if given[k] in _valued_flags() else 1
+    return given[: k + 1], given[k + 1 :]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    prog = "rustloader" if os.path.basename(sys.argv[0]) == "rustloader" else "python -m rustloader"
+
+    def texts(about: str, examples: str) -> dict[str, Any]:
+        form = argparse.RawDescriptionHelpFormatter
+        return {
+            "description": about,
+            "epilog": examples.format(prog=prog),
+            "formatter_class": form,
+            "allow_abbrev": False,
+        }
+
+    parser = argparse.ArgumentParser(prog=prog, **texts(_ABOUT, _EXAMPLES))
+    parser.add_argument("--version", action="store_const", const="version", dest="command", help="print the versions")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+
+    def command(name: str, help: str, about: str, examples: str = "") -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=help, **texts(about, examples))
+
+    run = command("run", "run a script on the Rust engine", _RUN, _RUN_EXAMPLES)
+    run.add_argument("-m", dest="module", action="store_true", help="the script is a module, as with python -m")
+    _add_options(run)
+    run.add_argument("script", help="the script; what follows it are its own arguments")
+
+    doctor = command("doctor", "check whether the engine works on this machine", _DOCTOR)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    about_bench = "output of `bench --json`: also print what pinned memory its batches take"
+    doctor.add_argument("--bench", metavar="FILE", help=about_bench)
+
+    check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES + _A_FACTORY)
+    add = check.add_argument
+    add("factory", help=_FACTORY)
+    add("--batches", type=positive_int, metavar="N", help="compare the first N batches (default: the whole epoch)")
+    add("--seed", type=seed, default=0, metavar="N", help="seed for torch, numpy and random (default: 0)")
+    _add_shared(add)
+
+    bench = command("bench", "measure a loader on both engines", _BENCH, _BENCH_EXAMPLES + _A_FACTORY)
+    add = bench.add_argument
+    add("factory", help=_FACTORY)
+    add("--workers", type=counts, metavar="N,...", help="measure with each num_workers, and recommend one")
+    for name in SWEPT:
+        option, values = option_of(name), f"{option_of(name).metavar},..."
+        add(option.flag, dest=name, type=_parser_of_list(option), metavar=values, help=f"measure with each {name}")
+    sleep = "simulate a training step by sleeping SECONDS per batch (default: 0)"
+    add("--step", type=seconds, default=0.0, metavar="SECONDS", help=sleep)
+    amount = bench.add_mutually_exclusive_group()
+    budget = "measure for up to SECONDS in all, or until the result is clear (default: 60 per setting)"
+    amount.add_argument("--budget", type=positive_seconds, metavar="SECONDS", help=budget)
+    amount.add_argument("--epochs", type=positive_int, metavar="N", help="measure exactly N epochs of each engine")
+    add("--batches", type=positive_int, metavar="N", help="batches per epoch, at most (default: all)")
+    add("--seconds", type=positive_seconds, metavar="S", help="seconds per epoch, at most (default: 3)")
+    add("--ray", action="store_true", help="measure with workers on a Ray cluster too, and say whether they pay")
+    add("--plot", metavar="FILE", help="draw a timeline of the main process and the workers (needs matplotlib)")
+    add("--json", action="store_true", help="print JSON")
+    _add_shared(add)
+
+    top = command("top", "show what the loaders of a running process do", _TOP, _TOP_EXAMPLES)
+    top.add_argument("pid", nargs="?", type=positive_int, metavar="PID", help="the process (default: the only one)")
+    top.add_argument("--once", action="store_true", help="print it once, as plain text")
+    top.add_argument("--json", action="store_true", help="print it once, as JSON")
+    between = "seconds between two samples; rates and shares cover this interval (default: 1)"
+    top.add_argument("--interval", type=positive_seconds, default=1.0, metavar="SECONDS", help=between)
+    return parser
+
+
+def _add_shared(add: Callable[..., object]) -> None:
+    """Adds the options of the commands that run the user's code in other processes."""
+    without = "give up after SECONDS without progress (default: 60)"
+    add("--timeout", type=positive_seconds, default=60.0, metavar="SECONDS", help=without)
+    add("--verbose", action="store_true", help="print the whole traceback of an error in your code")
+
+
+def seed(text: str) -> int:
+    """An integer that ``torch.manual_seed`` accepts."""
+    return _number(int, text, lambda it: -(2**63) <= it < 2**64, "an integer of 64 bits")
+
+
+def positive_int(text: str) -> int:
+    """An integer of 1 or more."""
+    return _number(int, text, lambda it: it >= 1, "a positive integer")
+
+
+def seconds(text: str) -> float:
+    """A duration in seconds, from 0 to a year."""
+    return _number(float, text, lambda it: 0 <= it <= _MOST_SECONDS, "a number of seconds from 0 to a year")
+
+
+def positive_seconds(text: str) -> float:
+    """A duration in seconds, greater than 0, up to a year."""
+    return _number(float, text, lambda it: 0 < it <= _MOST_SECONDS, "a positive number of seconds, up to a year")
+
+
+def counts(text: str) -> list[int]:
+    """A comma-separated list of integers from 0 to 1,024, sorted, without duplicates: ``"4,0,2"`` is ``[0, 2, 4]``."""
+    expected = f"a comma-separated list of integers, each from 0 to {_MOST_WORKERS:,} (such as 0,2,4)"
+    try:
+        return sorted({_number(int, part, lambda it: 0 <= it <= _MOST_WORKERS, "") for part in text.split(",")})
+    except argparse.ArgumentTypeError:
+        raise _error(expected, text) from None
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for each field of ``Options``; the default is None."""
+    for name in Options.__dataclass_fields__:
+        option = option_of(name)
+        if option.metavar:
+            parser.add_argument(option.flag, dest=name, type=_parser(option), metavar=option.metavar, help=option.help)
+        else:
+            parser.add_argument(option.flag, dest=name, action="store_const", const=option.flag_value, help=option.help)
+
+
+def _valued_flags() -> set[str]:
+    """The flags of ``Options`` whose value is the next argument."""
+    return {option.flag for option in map(option_of, Options.__dataclass_fields__) if option.metavar}
+
+
+def _parser(option: Option) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return option.kind.parse(text)
+        except ValueError:
+            raise _error(option.kind.expected, text) from None
+
+    return parse
+
+
+def _parser_of_list(option: Option) -> Callable[[str], list[Any]]:
+    """The parser of comma-separated values of an option, without duplicates, in their order."""
+
+    def parse(text: str) -> list[Any]:
+        return list(dict.fromkeys(_parser(option)(part.strip()) for part in text.split(",")))
+
+    return parse
+
+
+def _number(kind: Callable[[str], _Number], text: str, valid: Callable[[_Number], bool], expected: str) -> _Number:
+    with contextlib.suppress(ValueError):
+        if valid(number := kind(text)):
+            return number
+    raise _error(expected, text)
+
+
+def _error(expected: str, text: str) -> argparse.ArgumentTypeError:
+    given = repr(text)
+    with contextlib.suppress(ValueError):
+        if math.isfinite(float(text)):
+            given = text
+    return argparse.ArgumentTypeError(f"must be {expected}, got {given}")

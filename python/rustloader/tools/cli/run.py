@@ -1,0 +1,114 @@
+"""``run``: runs a script as ``python script`` does, but on the Rust engine."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import io
+import os
+import runpy
+import sys
+import types
+from typing import Any
+
+from rustloader.installation.environment import follow  # not through the package, which would import torch
+from rustloader.settings.kinds import text_of
+from rustloader.settings.limits import INSTALL
+from rustloader.settings.options import Options
+from rustloader.system.patches import Patch
+
+
+def main(options: Any, arguments: list[str]) -> int:
+    """Runs the script and returns 0, or 2 if there is no such script."""
+    setting = _setting(options)
+    # First: the script replaces sys.path[0], through which this package may have been found.
+    _keep_findable()
+    module = types.ModuleType("__main__")
+    # The attributes of a main module depend on Python's version.
+    for attribute, value in (("__annotations__", {}), ("__cached__", None)):
+        if attribute in vars(sys.modules["__main__"]):
+            vars(module)[attribute] = value
+    try:
+        code, name = (_of_module if options.module else _of_file)(options.script, module)
+    except _NoScript as error:
+        print(f"rustloader run: {error}", file=sys.stderr)
+        return 2
+    sys.argv[:] = [name, *arguments]
+    os.environ[INSTALL] = setting
+    follow(setting)
+    sys.modules["__main__"] = module
+    _hide_own_frames(vars(module))
+    if isinstance(code, Exception):
+        raise code
+    exec(code, vars(module))
+    return 0
+
+
+class _NoScript(Exception):
+    """There is nothing to run, for the reason in the message."""
+
+
+def _setting(options: Any) -> str:
+    """The value of the environment variable for this process and those that it spawns."""
+    given = os.environ.get(INSTALL, "").strip()
+    parts = [given] if "=" in given else []
+    for name in Options.__dataclass_fields__:
+        if (value := getattr(options, name)) is not None:
+            parts.append(f"{name}={text_of(value)}")
+    return ",".join(parts) or "1"
+
+
+def _of_file(path: str, module: types.ModuleType) -> tuple[Any, str]:
+    """Returns a script's code, or the error of its compilation, and sys.argv[0]. Sets up the module and sys.path[0] as
+    `python path` does."""
+    if os.path.isdir(path):
+        raise _NoScript(f"{path} is a directory; name a script, or -m and a module")
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        raise _NoScript(f"cannot open {path}: {error.strerror}") from None
+    where = os.path.abspath(path)
+    module.__file__ = where
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", where)
+    module.__package__ = None
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    try:
+        return compile(source, where, "exec", dont_inherit=True), path
+    except (SyntaxError, ValueError) as error:
+        return error, path
+
+
+def _of_module(name: str, module: types.ModuleType) -> tuple[Any, str]:
+    """Does the same as `python -m name`."""
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()
+    try:
+        _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
+    except ImportError as error:
+        raise _NoScript(f"cannot run module {name}: {error}") from None
+    module.__spec__ = spec
+    module.__file__ = spec.origin
+    module.__loader__ = spec.loader
+    module.__package__ = spec.parent
+    if "__cached__" in vars(module):
+        module.__cached__ = spec.cached  # type: ignore[attr-defined]
+    return code, spec.origin
+
+
+def _keep_findable() -> None:
+    """Lets spawned workers find this package after sys.path[0] has become the script's folder."""
+    if importlib.machinery.PathFinder.find_spec("rustloader", sys.path[1:]) is None:
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+
+def _hide_own_frames(namespace: dict[str, Any]) -> None:
+    """Makes tracebacks begin with the script, as with `python script`."""
+    show = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        while trace is not None and trace.tb_frame.f_globals is not namespace:
+            trace = trace.tb_next
+        show(kind, error.with_traceback(trace), trace)
+
+    Patch("sys.excepthook", sys).put_in(excepthook)

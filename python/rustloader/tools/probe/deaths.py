@@ -1,0 +1,191 @@
+"""Dead and stuck workers of a process that ``check`` or ``bench`` watches.
+
+The process installs faulthandler for a signal, which writes the stack without the GIL. Forked workers inherit it; the
+stacks of other workers are unavailable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rustloader.system.procfs import exit_code, members, read, state
+from rustloader.tools.probe.failure import short_path, users
+
+# Seconds until a worker's death is reported although its iterator has not noticed it. torch checks every 5 s.
+UNNOTICED = 12.0
+# Maximum number of workers whose stacks are read.
+_ASKED = 8
+# Seconds for processes to end, and for multiprocessing's resource tracker to clean up after them.
+_CLEANING = 10.0
+# How torch and the engine report a worker's death.
+_DEATH = re.compile(r"DataLoader worker \(pid")
+# Makes a process write its stack. The engine uses SIGRTMIN+13 for its own stall warnings.
+_SIGNAL = signal.SIGRTMIN + 12
+# Seconds for a process to write its stack.
+_WAIT = 1.0
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)$')
+
+
+def how(exitcode: int) -> str:
+    """How a process ended, in words."""
+    if exitcode >= 0:
+        return f"ended with exit code {exitcode}"
+    try:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"was killed by signal {-exitcode}"
+
+
+def advice(death: str) -> str:
+    """The likely cause of a death, and the way out."""
+    if signal.SIGKILL.name in death:
+        return "the system may have been out of memory: use fewer workers or smaller batches"
+    if signal.SIGBUS.name in death:
+        return "/dev/shm may be full: use fewer workers or smaller batches, or enlarge it"
+    if "killed by" in death:
+        return "run the loader with num_workers=0 under `python -X faulthandler` to see where"
+    return "its code called sys.exit() or os._exit(), or crashed; run the loader with num_workers=0 to see where"
+
+
+def death(workers: Sequence[Any], error: BaseException) -> str | None:
+    """The worker whose death caused an error of ``next``, as "worker 1 (pid 7) ended with exit code 3", or None.
+
+    ``workers`` are the process objects of the iterator, which has not been shut down.
+    """
+    named = isinstance(error, RuntimeError) and bool(_DEATH.search(str(error)))
+    for number, worker in enumerate(workers or _of_iterator(error)):
+        code = _exitcode(worker)
+        # 0 is a normal end of a worker with an iterable dataset, unless the error names the worker.
+        if code or (code == 0 and named and str(worker.pid) in re.findall(r"\d+", str(error))):
+            return f"worker {number} (pid {worker.pid}) {how(code)}"
+    return _by_text(str(error)) if named else None
+
+
+def _of_iterator(error: BaseException) -> list[Any]:
+    """The workers that an iterator had started when its ``__init__`` failed, from the traceback."""
+    trace = error.__traceback__
+    while trace is not None:
+        workers = getattr(trace.tb_frame.f_locals.get("self"), "_workers", None)
+        if isinstance(workers, list) and workers:
+            return list(workers)
+        trace = trace.tb_next
+    return []
+
+
+def _by_text(text: str) -> str:
+    """A death as torch's message describes it, for a worker that is not in the list."""
+    if found := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
+        return f"a worker (pid {found[1]}) {how(int(found[2]))}"
+    if found := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):
+        number = next((number for number in signal.valid_signals() if signal.strsignal(number) == found[2]), None)
+        return f"a worker (pid {found[1]}) " + (f"was killed: {found[2]}" if number is None else how(-number))
+    return text.splitlines()[0]
+
+
+def dead(workers: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Number and exit code of failed workers that have not been reaped. ``workers``: process ids by number."""
+    return [(number, code) for number, pid in workers.items() if (code := exit_code(pid))]
+
+
+def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> Iterator[str]:
+    """Describes a process that hangs: dead or stopped workers, and where the main process and the workers are in user
+    code. If all are outside user code, library frames are shown. ``install`` returned ``descriptor`` in the process
+    ``group``; ``workers`` are process ids by number."""
+    odd = [f"worker {number} (pid {pid}) {problem}" for number, pid in workers.items() if (problem := _odd(pid))]
+    yield from odd[:_ASKED]
+    if descriptor is None:
+        return
+    by_owner: dict[bool, list[str]] = {True: [], False: []}
+    processes = [("the main process", group), *((f"worker {number}", pid) for number, pid in workers.items())]
+    for name, pid in processes[: 1 + _ASKED]:
+        found, is_users = _place(pid, group, descriptor)
+        if found:
+            by_owner[is_users].append(f"{name} (pid {pid}) is at {found}")
+    yield from by_owner[bool(by_owner[True] or odd)]
+
+
+def kill(group: int) -> None:
+    """Kills a process group, except multiprocessing's resource tracker. Waits until that has cleaned up semaphores and
+    shared memory, and has ended by itself."""
+    deadline = time.monotonic() + _CLEANING
+    while (found := list(members(group))) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(OSError):
+                if "multiprocessing.resource_tracker import" not in (read(f"/proc/{pid}/cmdline") or ""):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _odd(pid: int) -> str:
+    """Why a process makes no progress, if its state shows it; else ""."""
+    if code := exit_code(pid):
+        return how(code)
+    return {"T": "is stopped by a signal", "D": "waits for a disk or a network file system"}.get(state(pid), "")
+
+
+def _exitcode(worker: Any) -> int | None:
+    with contextlib.suppress(AttributeError, ValueError):  # not a process, or a closed one
+        code: int | None = worker.exitcode
+        return code
+    return None
+
+
+def install() -> int | None:
+    """Prepares this process and those that it forks. Returns the descriptor of the file that receives the stacks; None
+    if the system does not allow it."""
+    try:
+        fd = os.memfd_create("rustloader-stacks", os.MFD_CLOEXEC)
+        faulthandler.register(_SIGNAL, file=fd, all_threads=False)
+    except (OSError, RuntimeError):
+        return None
+    return fd
+
+
+def _place(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
+    """The innermost frame of a process in user code, as "file.py:12 in function", and True; or its innermost frame in a
+    library, or "", and False. ``install`` returned ``descriptor`` in the process ``owner``."""
+    try:
+        with open(f"/proc/{owner}/fd/{descriptor}", "rb") as file:
+            before = file.seek(0, os.SEEK_END)
+            if not _catches(pid):
+                return "", False
+            os.kill(pid, _SIGNAL)
+            return _innermost(_read(file.fileno(), before))
+    except OSError:
+        return "", False
+
+
+def _catches(pid: int) -> bool:
+    """Whether a process handles the signal. It would be killed otherwise."""
+    lines = (read(f"/proc/{pid}/status") or "").splitlines()
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (_SIGNAL - 1) & 1)
+
+
+def _read(descriptor: int, offset: int) -> str:
+    """The content of a file from an offset on, once it has stopped growing."""
+    text = b""
+    deadline = time.monotonic() + _WAIT
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        found = os.pread(descriptor, 1 << 16, offset)
+        if found and found == text:
+            break
+        text = found
+    return text.decode(errors="replace")
+
+
+def _innermost(text: str) -> tuple[str, bool]:
+    frames = [found.groups() for line in text.splitlines() if (found := _FRAME.match(line))]
+    chosen = next((frame for frame in frames if users(frame[0])), None)
+    if not frames:
+        return "", False
+    file, number, name = chosen or frames[0]
+    return f"{short_path(file)}:{number} in {name}", chosen is not None

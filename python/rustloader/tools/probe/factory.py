@@ -1,0 +1,199 @@
+"""Calls a user's factory, ``module:function`` or ``file.py:function``, and checks the loader that it returns."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from rustloader.settings.options import PREFETCH_FACTOR
+from rustloader.tools.probe.failure import Failure, failure
+
+# By an attribute of an object that a factory may return by mistake: what it should return.
+_INSTEAD = {
+    "train_dataloader": "return its train_dataloader()",
+    "get_train_dataloader": "return its get_train_dataloader()",
+    "setup_dataloaders": "return a DataLoader as it is before setup_dataloaders()",
+    "prepare_data_loader": "return a DataLoader as it is before prepare()",
+}
+
+_SCRIPT = '\n  put what runs as a script under `if __name__ == "__main__":`'
+
+
+class Unusable(Exception):
+    """There is nothing to compare or to measure. ``cause`` names the way out; ``details``, such as a traceback, are
+    printed with ``--verbose``."""
+
+    def __init__(self, cause: str, details: str = "") -> None:
+        super().__init__(cause, details)
+        self.details = details
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def message(self, verbose: bool) -> str:
+        """The cause, then the details or how to get them."""
+        if not self.details:
+            return str(self)
+        return f"{self}\n\n{self.details}" if verbose else f"{self}\n  --verbose prints the whole traceback"
+
+
+def check_target(target: str) -> tuple[str, str, bool]:
+    """Checks the form of a target, and that its file exists, without an import.
+
+    Returns the module or file, the name in it, and whether it is a file. Raises ``Unusable``.
+    """
+    place, colon, name = target.rpartition(":")
+    if not (colon and place and name):
+        raise Unusable(f"{target!r} names no function; write module:function or file.py:function")
+    is_file = place.endswith(".py") or os.sep in place
+    if is_file and not os.path.isfile(place):
+        hint = f"; did you mean {place}.py?" if os.path.isfile(f"{place}.py") else ""
+        raise Unusable(f"there is no file {place}{hint}")
+    return place, name, is_file
+
+
+def find(target: str) -> Callable[[], Any]:
+    """Imports the function that a target names, or raises ``Unusable``. sys.argv becomes the file or module alone."""
+    place, name, is_file = check_target(target)
+    sys.argv = [place]
+    found: Any = _file(place) if is_file else _module(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, vars(found) if hasattr(found, "__dict__") else [])
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise Unusable(f"{place} has no {name!r}{hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        kind = type(found).__name__
+        raise Unusable(f"{target} is {_a(kind)}, not a function that returns a DataLoader; write a function for it")
+    if missing := _missing(found):
+        raise Unusable(
+            f"{target} needs arguments ({', '.join(missing)}), and is called without any; "
+            "write a function without arguments that calls it"
+        )
+    return found
+
+
+def make(factory: Callable[[], Any], target: str, workers: int | None = None, remedy: str = "") -> Any:
+    """Calls a factory. Raises ``Unusable`` if it fails or returns no loader with workers.
+
+    Args:
+        factory: the function that ``find`` returned.
+        target: its name, for errors.
+        workers: num_workers to set; None keeps the factory's, which must not be 0.
+        remedy: what else the user can do about num_workers=0, as a continuation of the sentence.
+    """
+    from torch.utils.data import DataLoader
+
+    try:
+        loader = factory()
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise _failed(f"{target} failed", error) from None
+    if not isinstance(loader, DataLoader):
+        kind = type(loader).__name__
+        if inspect.iscoroutine(loader):
+            loader.close()
+        raise Unusable(f"{target} returned {_a(kind)}, not a torch.utils.data.DataLoader{_hint(loader)}")
+    if workers is None:
+        if loader.num_workers == 0:
+            raise Unusable(
+                "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
+                f"Set num_workers to 1 or more in {target}{remedy}."
+            )
+        return loader
+    loader.num_workers = workers
+    if workers == 0:
+        loader.timeout = 0  # torch's loop without workers accepts no other
+    elif loader.prefetch_factor is None:
+        loader.prefetch_factor = PREFETCH_FACTOR
+    return loader
+
+
+def _failed(what: str, error: BaseException, advice: str = "") -> Unusable:
+    found = failure(error)
+    if isinstance(error, SystemExit):
+        found = Failure(f"it called sys.exit({error.code!r})", found.where, "")
+        return Unusable(f"{what}: {found}{advice}")
+    return Unusable(f"{what}: {found}", found.details)
+
+
+def _missing(function: Any) -> list[str]:
+    """Names of the required parameters."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []  # the call decides
+    return [
+        it.name for it in parameters if it.default is it.empty and it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD)
+    ]
+
+
+def _a(kind: str) -> str:
+    """A type's name with its article."""
+    return "None" if kind == "NoneType" else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+
+
+def _hint(found: Any) -> str:
+    """What a factory should return instead of the object that it returned."""
+    from torch.utils.data import Dataset
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    if found is None:
+        return "; is a `return` missing?"
+    for kinds, remedy in (
+        ((tuple, list, dict), "return one of its loaders"),
+        (types.GeneratorType, "use `return`, not `yield`"),
+        (types.CoroutineType, "write `def`, not `async def`"),
+        (_BaseDataLoaderIter, "return the loader, not iter(loader)"),
+        (Dataset, "return a DataLoader of it"),
+    ):
+        if isinstance(found, kinds):
+            return f"; {remedy}"
+    for name, instead in _INSTEAD.items():
+        # Not hasattr, which runs properties and __getattr__.
+        if inspect.getattr_static(found, name, None) is not None:
+            return f"; {instead}"
+    if "DataLoader" in type(found).__name__ or "CombinedLoader" in type(found).__name__:
+        return "; return a DataLoader as it is before a framework wraps it"
+    return ""
+
+
+def _module(name: str) -> Any:
+    sys.path.insert(0, os.getcwd())
+    try:
+        return _import(name, name)
+    except ModuleNotFoundError as error:
+        raise Unusable(f"there is no module {error.name!r}, neither here ({os.getcwd()}) nor installed") from None
+
+
+def _file(path: str) -> Any:
+    folder, file = os.path.split(os.path.abspath(path))
+    name = os.path.splitext(file)[0]
+    if name in sys.modules or "." in name:
+        raise Unusable(f"{path} cannot be imported by the name {name!r}; give the file another one")
+    # By name, so that spawned workers can import it as well.
+    sys.path.insert(0, folder)
+    try:
+        module = _import(name, path)
+    except ModuleNotFoundError:
+        raise Unusable(f"{path} cannot be imported: the name of the file must end in .py") from None
+    found = getattr(module, "__file__", None)
+    if found is None or os.path.realpath(found) != os.path.realpath(os.path.join(folder, file)):
+        raise Unusable(f"{path} cannot be imported by the name {name!r}, which is {found or 'a package'}: rename one")
+    return module
+
+
+def _import(name: str, shown: str) -> Any:
+    """Imports a module. Raises ModuleNotFoundError only if the module itself, or a package of it, is missing."""
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise _failed(f"the import of {shown} failed", error, _SCRIPT) from None

@@ -1,0 +1,209 @@
+"""``top``: shows the loaders of a running process, from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import rustloader.system.procfs as procfs
+from rustloader.tools.top import processes
+from rustloader.tools.top.model import Loader, Look, take
+from rustloader.tools.top.view import frame, plain
+
+# Seconds that the verdict of the live view covers.
+_WINDOW = 60.0
+
+
+def main(options: Any) -> int:
+    """Shows the loaders of a process. Returns 0, or 2 if there is nothing to see."""
+    once = options.once or options.json or not sys.stdout.isatty()
+    if not once and not _has_rich():
+        return _refuse("the live view needs rich: pip install 'rustloader[cli]', or use --once or --json")
+    try:
+        pid = _choose(options.json) if options.pid is None else _main_process(options.pid, waits=not once)
+        if pid is None:
+            return 2
+        return _once(pid, options) if once else _live(pid, options.interval)
+    except processes.NothingToSee as reason:
+        return _refuse(str(reason))
+    except KeyboardInterrupt:
+        if once:
+            raise
+        return 0
+
+
+def _refuse(reason: str) -> int:
+    print(f"rustloader top: {reason}", file=sys.stderr)
+    return 2
+
+
+def _has_rich() -> bool:
+    return importlib.util.find_spec("rich") is not None
+
+
+def _choose(as_json: bool) -> int | None:
+    """The only process of this user with loaders at work. Lists them and returns None if there are several."""
+    found = processes.mains()
+    if not found:
+        whose = "" if processes.user() == "root" else f" of user {processes.user()}"
+        raise processes.NothingToSee(
+            f"no process{whose} has a loader at work on rustloader's engine now. Loaders with num_workers=0, and those "
+            "that run on torch's own iterator, are not shown"
+        )
+    if len(found) == 1:
+        return next(iter(found))
+    listed = [{"pid": pid, "command": processes.command(pid), "loaders": len(own)} for pid, own in found.items()]
+    if as_json:
+        print(json.dumps({"processes": listed}, indent=2))
+    else:
+        print(f"{'pid':>8}  {'loaders':>7}  command")
+        for it in listed:
+            print("{pid:>8}  {loaders:>7}  {command}".format(**it))
+    _refuse("several processes have loaders at work; choose one: rustloader top PID")
+    return None
+
+
+def _main_process(pid: int, waits: bool) -> int:
+    """The process whose loaders to show: the main process if ``pid`` is a worker. ``waits`` also accepts a process
+    without loaders that uses the engine. Raises ``NothingToSee``."""
+    found = processes.loaders(pid)
+    if procfs.has_ended(pid):
+        raise processes.NothingToSee(f"process {pid} has ended")
+    inner = processes.inner_pid(pid)
+    if any(it.figures.pid == inner for it in found):
+        return pid
+    if found:
+        return _parent_of(pid, inner, found[-1])
+    if not processes.has_extension(pid):
+        raise processes.NothingToSee(
+            f"process {pid} does not use rustloader's engine. Its loaders, if it has any, run on torch's own iterator: "
+            "see rustloader.install() and `rustloader run`"
+        )
+    if not waits:
+        raise processes.NothingToSee(
+            f"process {pid} uses rustloader, but none of its loaders is at work on the engine now: it is between two "
+            "epochs, its loaders have num_workers=0, or they run on torch's own iterator"
+        )
+    return pid
+
+
+def _parent_of(pid: int, inner: int, seen: processes.Seen) -> int:
+    outer = processes.outer_pids(pid)
+    main = seen.figures.pid if outer is None else outer.get(seen.figures.pid)
+    if main is None or procfs.has_ended(main):
+        raise processes.NothingToSee(f"process {pid} is a worker, or another child, of a process that has ended")
+    numbers = [number for number, worker in enumerate(seen.figures.workers) if worker.totals.pid == inner]
+    what = f"worker {numbers[0]} of a loader" if numbers else "a child"
+    print(f"Process {pid} is {what} of process {main}, which is shown.", file=sys.stderr)
+    return int(main)
+
+
+class _Watch:
+    """Samples of a process over time."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._looks: list[dict[Any, Look]] = []  # the latest last
+
+    def look(self) -> None:
+        """Takes a sample. Raises ``NothingToSee`` if the process has ended."""
+        self._looks.append({it.key: it for it in take(self.pid)})
+        now = time.monotonic()
+        # The last two in any case: an interval may be longer than the window.
+        young = [look for look in self._looks[:-2] if _age(look, now) <= _WINDOW]
+        self._looks = (young + self._looks[-2:])[-1000:]
+
+    def loaders(self) -> list[Loader]:
+        """The loaders of the last sample, the oldest first."""
+        before = self._looks[-2] if len(self._looks) > 1 else {}
+
+        def earliest(key: Any) -> Any:
+            return next((look[key] for look in self._looks[:-1] if key in look), None)
+
+        return [Loader(self.pid, before.get(key), now, earliest(key)) for key, now in self._looks[-1].items()]
+
+
+def _age(look: dict[Any, Look], now: float) -> float:
+    return max((now - seen.figures.now for seen in look.values()), default=0.0)
+
+
+def _once(pid: int, options: Any) -> int:
+    """Prints the result of two samples that are the interval apart."""
+    watch = _Watch(pid)
+    watch.look()
+    time.sleep(options.interval)
+    watch.look()
+    loaders, command = watch.loaders(), processes.command(pid)
+    if options.json:
+        result = {
+            "pid": pid,
+            "user": processes.owner(pid),
+            "command": command,
+            "memory_bytes": procfs.resident(pid),
+            "pss_bytes": procfs.proportional(pid),
+            "loaders": [loader.as_dict() for loader in loaders],
+        }
+        print(json.dumps(result, indent=2))
+        return 0
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+    print(plain(frame(pid, command, loaders, width)))
+    return 0
+
+
+def _live(pid: int, interval: float) -> int:
+    """Shows the loaders until the user or the end of the process ends the view."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console, watch, command = Console(), _Watch(pid), processes.command(pid)
+
+    def drawn() -> Text:
+        width, height = console.size
+        lines = frame(pid, command, watch.loaders(), width, height - 1)
+        lines += [[]] * (height - 1 - len(lines))
+        lines.append([(f"every {interval:g} s; q ends", "dim")])
+        parts = [part for line in lines for part in (*line, ("\n", ""))]
+        return Text.assemble(*parts[:-1], no_wrap=True, overflow="crop")
+
+    try:
+        watch.look()
+        with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(drawn(), refresh=True)
+                if pressed(interval) == "q":
+                    return 0
+                watch.look()
+    except processes.NothingToSee as reason:
+        print(f"{str(reason)[0].upper()}{str(reason)[1:]}.")
+        return 0
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yields a function that waits up to the given seconds for a key."""
+    import termios
+    import tty
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select(inputs, [], [], seconds)
+        return os.read(sys.stdin.fileno(), 1).decode(errors="replace") if ready else ""
+
+    inputs = [sys.stdin] if sys.stdin is not None and sys.stdin.isatty() else []
+    if not inputs:
+        yield pressed
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

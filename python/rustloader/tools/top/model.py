@@ -1,0 +1,310 @@
+"""The model of ``top``: a loader, from two samples of its shared memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import rustloader.system.procfs as procfs
+from rustloader._core import Observed, ObservedWorker, WorkerTotals
+from rustloader.metrics.cpu_time import NOTHING, WorkTime, of_process, of_work
+from rustloader.metrics.figures import Stats, counted, worker_stats
+from rustloader.metrics.memory import own
+from rustloader.metrics.parts import ArenaStats, PinningStats, SchedulingStats, WorkerStats
+from rustloader.metrics.verdict import Verdict
+from rustloader.system.cores import usable_cores
+from rustloader.tools.top import processes
+from rustloader.tools.top.processes import Seen
+
+# Minimum seconds at one batch, and minimum multiple of the mean time per batch, for a worker that counts as stuck.
+_LONG, _TIMES = 2.0, 10.0
+# The same for the first batch and for the start of a worker, in seconds.
+_LONG_AT_FIRST = 30.0
+# Minimum seconds for a verdict that does not depend on chance.
+_SETTLED = 10.0
+_BUSY = {"fetch": "fetching", "collate": "collating", "pack": "packing", "publish": "sending"}
+
+
+@dataclass(frozen=True)
+class Look:
+    """A sample of a loader's iterator.
+
+    Attributes:
+        file: device and inode of its arena.
+        figures: the result of ``_core.inspect_arena``.
+        pids: process ids of its workers in this PID namespace, if known.
+        times: processor times of their work.
+    """
+
+    file: tuple[int, int]
+    figures: Observed
+    pids: tuple[int | None, ...]
+    times: tuple[WorkTime, ...]
+
+    @property
+    def key(self) -> tuple[tuple[int, int], float]:
+        """Identifies the iterator: a later one may have the same arena."""
+        return self.file, self.figures.started
+
+
+def take(pid: int) -> list[Look]:
+    """Samples the loaders of a process, the oldest first. Raises ``NothingToSee`` if it is gone or not readable."""
+    found = processes.loaders(pid)
+    if procfs.has_ended(pid):
+        raise processes.NothingToSee(f"process {pid} has ended")
+    inner, outer = processes.inner_pid(pid), processes.outer_pids(pid)
+    return [_look(it, outer) for it in found if it.figures.pid == inner]
+
+
+def _look(seen: Seen, outer: dict[int, int] | None) -> Look:
+    totals = [worker.totals for worker in seen.figures.workers]
+    inner = [worker.pid for worker in totals]
+    pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
+    times = (None if pid is None else of_process(pid) for pid in pids)
+    work = tuple(of_work(time, worker) for time, worker in zip(times, totals, strict=True))
+    return Look(seen.file, seen.figures, pids, work)
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """A sample of a worker. ``pid`` is in this PID namespace, if known; shares cover the last interval.
+    ``fetch_cpu_share`` is the processor time of the fetches that ended in it, as a share of their time; None if there
+    is none."""
+
+    id: int
+    pid: int | None
+    state: str
+    batch: int | None
+    seconds: float
+    index: str | None
+    shares: dict[str, float]
+    fetch_cpu_share: float | None
+    queued: int
+    ready: int
+    memory_bytes: int | None
+    pss_bytes: int | None
+    private_bytes: int | None
+    shared_bytes: int
+    tasks: int
+    usual_seconds: float | None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it works on a batch."""
+        return self.state in _BUSY.values()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its batch, or its start, takes much longer than usual."""
+        if self.state == "starting":
+            return self.seconds >= _LONG_AT_FIRST
+        usual = _LONG_AT_FIRST / _TIMES if self.usual_seconds is None else self.usual_seconds
+        return self.is_busy and self.seconds >= max(_LONG, _TIMES * usual)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the worker is stuck or stopped, or ended too early."""
+        return self.is_stuck or self.state in ("ended", "stopped")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        fields = asdict(self)
+        return fields | {"usual_batch_seconds": fields.pop("usual_seconds"), "stuck": self.is_stuck}
+
+
+class Loader:
+    """A loader, from two samples.
+
+    Args:
+        pid: its main process.
+        before: the sample at the begin of the interval; None if the loader did not exist yet.
+        now: the latest sample.
+        earlier: the sample at the begin of the verdict's time; None: the start of the iterator.
+    """
+
+    def __init__(self, pid: int, before: Look | None, now: Look, earlier: Look | None = None) -> None:
+        self.pid, self._before, self._now, self._earlier = pid, before, now, earlier
+        self.figures = now.figures
+
+    @cached_property
+    def seconds(self) -> float:
+        """The length of the interval."""
+        return max(1e-9, self.figures.now - (self._before.figures.now if self._before else self.figures.started))
+
+    @property
+    def age_seconds(self) -> float:
+        """Seconds since the creation of the iterator."""
+        return max(1e-9, self.figures.now - self.figures.started)
+
+    @cached_property
+    def total(self) -> Stats:
+        """The statistics since the creation of the iterator."""
+        return stats_of(self.pid, self.workers, self._now)
+
+    @cached_property
+    def recent(self) -> Stats:
+        """The statistics of the interval."""
+        return stats_of(self.pid, self.workers, self._now, self._before)
+
+    @cached_property
+    def verdict(self) -> tuple[Verdict, float | None]:
+        """The verdict, and the number of seconds that it covers; None: since the start."""
+        seconds = 0.0 if self._earlier is None else self.figures.now - self._earlier.figures.now
+        if seconds >= _SETTLED:
+            verdict = judged(stats_of(self.pid, self.workers, self._now, self._earlier), self.figures).verdict()
+            if verdict.kind not in ("too_few", "unknown"):
+                return verdict, seconds
+        return judged(self.total, self.figures).verdict(), None
+
+    @property
+    def batches_per_second(self) -> float:
+        """In the interval."""
+        return self.recent.batches / self.seconds
+
+    @property
+    def main_shares(self) -> dict[str, float]:
+        """The shares of the interval that the main process spent waiting, in the training step, at work in ``next``,
+        and between two epochs or at the start of one."""
+        recent = self.recent
+        waiting = recent.waited_seconds + recent.first_seconds
+        parts = {"waiting": waiting, "step": recent.step_seconds, "next": recent.own_seconds}
+        shares = {name: min(1.0, seconds / self.seconds) for name, seconds in parts.items()}
+        return shares | {"between": max(0.0, 1.0 - sum(shares.values()))}
+
+    @cached_property
+    def workers(self) -> tuple[WorkerView, ...]:
+        """The workers by number."""
+        return tuple(self._worker(number, worker) for number, worker in enumerate(self.figures.workers))
+
+    def _worker(self, number: int, now: ObservedWorker) -> WorkerView:
+        totals = now.totals
+        spent = totals.since(self._before.figures.workers[number].totals) if self._before else totals
+        states = {
+            "fetch": spent.fetch,
+            "collate": spent.collate,
+            "pack": spent.pack + spent.publish,
+            "idle": spent.idle,
+            "starting": spent.starting,
+        }
+        whole = max(sum(states.values()) + spent.left, self.seconds)
+        pid = self._now.pids[number]
+        at_batch = now.state in _BUSY
+        state = _BUSY.get(now.state, now.state)
+        if state != "left" and pid and procfs.has_ended(pid):
+            state = "ended"
+        elif pid and procfs.is_stopped(pid):
+            state = "stopped"
+        rollup = procfs.rollup(pid) if pid else {}
+        busy = totals.fetch + totals.collate + totals.pack + totals.publish
+        # Without the current batch, which is compared with the mean.
+        busy -= now.seconds_at_batch if at_batch else 0.0
+        return WorkerView(
+            id=number,
+            pid=pid,
+            state=state,
+            batch=now.batch if at_batch else None,
+            seconds=now.seconds_at_batch if at_batch else now.seconds_in_state,
+            index=now.index if at_batch else None,
+            shares={name: seconds / whole for name, seconds in states.items()},
+            fetch_cpu_share=spent.fetch_cpu / spent.fetch_measured if spent.fetch_measured else None,
+            queued=now.queued,
+            ready=now.ready,
+            memory_bytes=procfs.resident(pid) if pid else None,
+            pss_bytes=rollup.get("Pss"),
+            private_bytes=own(pid, rollup) if pid else None,
+            shared_bytes=now.warm,
+            tasks=totals.tasks,
+            usual_seconds=max(0.0, busy) / totals.tasks if totals.tasks else None,
+        )
+
+    @property
+    def stuck(self) -> tuple[WorkerView, ...]:
+        """The marked workers."""
+        return tuple(worker for worker in self.workers if worker.is_marked)
+
+    @property
+    def state(self) -> str:
+        """The state of the main process."""
+        if procfs.is_stopped(self.pid):
+            return "stopped"
+        return "stopping" if self.figures.stopping else self.figures.state
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        verdict, seconds = self.verdict
+        figures = self.figures
+        settings = ("prefetch_factor", "in_order", "persistent", "pinning")
+        return {
+            "num_workers": len(self.workers),
+            **{name: getattr(figures, name) for name in settings},
+            "age_seconds": self.age_seconds,
+            "interval_seconds": self.seconds,
+            "main": {"state": self.state, "seconds": figures.seconds_in_state, "shares": self.main_shares},
+            "batches_per_second": self.batches_per_second,
+            "bytes_per_second": self.recent.bytes / self.seconds,
+            "batches_per_second_since_start": self.total.batches / self.age_seconds,
+            "epoch_batches": figures.epoch_batches,
+            "workers": [worker.as_dict() for worker in self.workers],
+            "stats": self.total.as_dict(),
+            "verdict": asdict(verdict) | {"seconds": seconds},
+        }
+
+
+def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look | None = None) -> Stats:
+    """The statistics of an iterator between two samples, or since its creation."""
+    figures = now.figures
+    counts = figures.counts.since(since.figures.counts) if since else figures.counts
+    return Stats(
+        num_workers=len(workers),
+        cores=_cores(pid),
+        iterators=1,
+        **counted(counts, (_spent(view, now, since) for view in workers)),
+        workers=tuple(_worker_stats(view, now, since) for view in workers),
+        arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
+        pinning=PinningStats(figures.pinning, counts.pinned, counts.pinning_seconds),
+    )
+
+
+def judged(stats: Stats, figures: Observed) -> Stats:
+    """The statistics that a verdict goes by: it must know that workers run on other machines. Their other settings are
+    unknown, and no advice goes by what stands for them."""
+    if not figures.remote:
+        return stats
+    prefetch_factor, in_order = figures.prefetch_factor, figures.in_order
+    elsewhere = SchedulingStats(prefetch_factor, in_order, map_style=False, per_sample=False, remote=True)
+    return replace(stats, scheduling=elsewhere)
+
+
+def _spent(view: WorkerView, now: Look, since: Look | None) -> WorkerTotals:
+    """A worker's counters between two samples, or since its start."""
+    totals = now.figures.workers[view.id].totals
+    return totals.since(since.figures.workers[view.id].totals) if since else totals
+
+
+def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStats:
+    spent, time = _spent(view, now, since), now.times[view.id]
+    if since:
+        time = _between(time, since.times[view.id])
+    alive = view.state not in ("left", "ended")
+    return worker_stats(view.id, view.pid or 0, alive, view.memory_bytes or 0, spent, time, view.private_bytes)
+
+
+def _between(now: WorkTime, before: WorkTime) -> WorkTime:
+    """The difference of two processor times; ``NOTHING`` if one is unknown."""
+    if now.cpu is None or before.cpu is None:
+        return NOTHING
+    queued = None if now.queued is None or before.queued is None else max(0.0, now.queued - before.queued)
+    return WorkTime(max(0.0, now.cpu - before.cpu), queued)
+
+
+def _cores(pid: int) -> int:
+    """Cores that a process may use, by its affinity and, if it is in the cgroup of this process, by the CPU quota."""
+    try:
+        affinity = len(os.sched_getaffinity(pid))
+    except OSError:
+        affinity = os.cpu_count() or 1
+    own, other = (procfs.read(f"/proc/{it}/cgroup") for it in ("self", pid))
+    same = affinity <= len(os.sched_getaffinity(0)) and own == other
+    return usable_cores(affinity) if same else affinity

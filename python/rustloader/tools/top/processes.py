@@ -1,0 +1,148 @@
+"""Finds processes of this machine and their loaders through /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rustloader._core import Observed, inspect_arena
+from rustloader.system.procfs import pids, read
+
+# The target of an arena's link in /proc/PID/fd.
+_ARENA = "/memfd:rustloader (deleted)"
+
+
+class NothingToSee(Exception):
+    """Why there is nothing to show of a process, in one line."""
+
+
+class Seen(NamedTuple):
+    """A loader's iterator: device and inode of its arena, and the result of ``_core.inspect_arena``."""
+
+    file: tuple[int, int]
+    figures: Observed
+
+
+def loaders(pid: int) -> list[Seen]:
+    """The loaders at work whose arenas a process has open or has inherited, the oldest first. Raises ``NothingToSee``
+    if there is no such process, it belongs to another user, or its arenas cannot be read."""
+    try:
+        found = dict(_open_arenas(pid)) or dict(_mapped_arenas(pid))
+    except PermissionError:
+        raise NothingToSee(_forbidden(pid)) from None
+    except OSError:
+        raise NothingToSee(f"there is no process {pid}") from None
+    seen = (Seen(file, figures) for file, figures in found.items() if figures is not None)
+    return sorted(seen, key=lambda it: it.figures.started)
+
+
+def mains() -> dict[int, list[Seen]]:
+    """The processes of this user (for root: of all users) that have loaders of their own at work."""
+    found = {}
+    for pid in pids():
+        with contextlib.suppress(OSError, NothingToSee):
+            if os.geteuid() in (0, os.stat(f"/proc/{pid}").st_uid):
+                if own := [it for it in loaders(pid) if it.figures.pid == inner_pid(pid)]:
+                    found[pid] = own
+    return found
+
+
+def _open_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
+    folder = f"/proc/{pid}/fd"
+    for name in os.listdir(folder):
+        # The process may close the file or end at any time.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if os.readlink(f"{folder}/{name}") == _ARENA:
+                yield _observe(pid, f"{folder}/{name}")
+
+
+def _mapped_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
+    """The arenas of a process that has closed their descriptors. Opening them needs root."""
+    for line in _maps(pid):
+        if line.endswith(_ARENA):
+            with contextlib.suppress(FileNotFoundError):
+                yield _observe(pid, f"/proc/{pid}/map_files/{line.split()[0]}")
+
+
+def _observe(pid: int, path: str) -> tuple[tuple[int, int], Observed | None]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        return (status.st_dev, status.st_ino), inspect_arena(descriptor)
+    except RuntimeError as error:
+        raise NothingToSee(f"the loaders of process {pid} cannot be read: {error}") from None
+    finally:
+        os.close(descriptor)
+
+
+def _maps(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/maps", errors="replace") as file:
+        return file.read().splitlines()
+
+
+def _forbidden(pid: int) -> str:
+    name = owner(pid)
+    if name is None:
+        return f"there is no process {pid}"
+    if name == user():
+        return f"process {pid} does not let other processes of its user look at it; run this with sudo"
+    return f"process {pid} belongs to {name}; run as that user or with sudo"
+
+
+def has_extension(pid: int) -> bool:
+    """Whether a process has loaded rustloader's extension."""
+    with contextlib.suppress(OSError):
+        return any("/rustloader/_core." in line for line in _maps(pid))
+    return False
+
+
+def user() -> str:
+    """The name of this process's user."""
+    return _name(os.geteuid())
+
+
+def owner(pid: int) -> str | None:
+    """The name of a process's user; None if there is no such process."""
+    try:
+        return _name(os.stat(f"/proc/{pid}").st_uid)
+    except OSError:
+        return None
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def command(pid: int) -> str:
+    """A process's command line, or its name if that is empty."""
+    text = " ".join((read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").split())
+    if text:
+        return "".join(letter if letter.isprintable() else "?" for letter in text)
+    name = read(f"/proc/{pid}/comm")
+    return "?" if name is None else f"[{name.strip()}]"
+
+
+def inner_pid(pid: int) -> int:
+    """The id of a process in its own PID namespace, which differs in a container."""
+    lines = (read(f"/proc/{pid}/status") or "").splitlines()
+    return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), pid)
+
+
+def outer_pids(pid: int) -> dict[int, int] | None:
+    """The ids in this PID namespace by the ids in the process's namespace; None if the namespaces are the same."""
+    namespace = _namespace(pid)
+    if namespace is None or namespace == _namespace(os.getpid()):
+        return None
+    return {inner_pid(other): other for other in pids() if _namespace(other) == namespace}
+
+
+def _namespace(pid: int) -> str | None:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    return None

@@ -1,0 +1,241 @@
+"""The view of ``top``: lines for a terminal of any size, and for plain text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from rustloader.system.texts import count_of, size
+from rustloader.tools.top.model import Loader, WorkerView
+
+# Parts of a line, each with a style of rich.
+Line = list[tuple[str, str]]
+
+_COLOURS = {
+    "fetching": "green",
+    "collating": "cyan",
+    "packing": "blue",
+    "sending": "blue",
+    "starting": "yellow",
+    "ended": "bold red",
+    "stopped": "bold red",
+    "idle": "dim",
+    "left": "dim",
+}
+_ALARM = "bold red"
+# Columns of the table: heading, alignment and width. The index column takes the rest.
+_COLUMNS = {"worker": ">6", "pid": ">7", "state": "<9", "batch": ">6", "for": ">6"}
+_COLUMNS |= {"fetch": ">5", "cpu": ">5", "coll": ">5", "pack": ">5", "idle": ">5", "memory": ">7"}
+# Columns that a terminal with fewer columns than this has no room for.
+_WIDE, _WIDE_FROM = {"pid", "cpu"}, 96
+# Column of the text in a loader's lines.
+_INDENT = 14
+
+
+def plain(lines: Sequence[Line]) -> str:
+    """The lines as text."""
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def frame(pid: int, command: str, loaders: Sequence[Loader], width: int, height: int | None = None) -> list[Line]:
+    """The lines for a process and each of its loaders. A height limits the tables."""
+    head = f"process {pid}: "
+    lines: list[Line] = [[(head, "bold"), (_cut(command, width - len(head)), "")]]
+    if not loaders:
+        return [*lines, [], [("No loader is running now; the process may be between two epochs.", "dim")]]
+    above = _summaries(loaders, width, compact=False)
+    if height is not None and _left(above, height) < sum(len(loader.workers) for loader in loaders):
+        above = _summaries(loaders, width, compact=True)
+    room = None if height is None else _left(above, height)
+    for place, (part, loader) in enumerate(zip(above, loaders, strict=True)):
+        share = None if room is None else max(1, room // (len(loaders) - place))
+        table = list(_table(loader, width, share))
+        lines += [[], *part, *table]
+        room = None if room is None else room - len(table) + 1
+    return lines if height is None else lines[:height]
+
+
+def _summaries(loaders: Sequence[Loader], width: int, compact: bool) -> list[list[Line]]:
+    return [list(_summary(number, loader, width, compact)) for number, loader in enumerate(loaders, 1)]
+
+
+def _left(summaries: list[list[Line]], height: int) -> int:
+    """Lines for rows of tables, without the summaries, a line at the top, and two lines for each loader."""
+    return height - 1 - sum(len(part) + 2 for part in summaries)
+
+
+def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator[Line]:
+    """The lines above a loader's table; fewer if the terminal is too low for the table."""
+    figures, total = loader.figures, loader.total
+    settings = [count_of(len(loader.workers), "worker"), f"prefetch_factor={figures.prefetch_factor}"]
+    settings += [] if figures.in_order else ["in_order=False"]
+    settings += ["persistent_workers"] if figures.persistent else []
+    settings += ["pinned"] if figures.pinning else []
+    title = f"{', '.join(settings)}; made {_time(loader.age_seconds)} ago"
+    yield [(f"{f'loader {number}':<{_INDENT}}", "bold"), (_cut(title, width - _INDENT), "")]
+    yield _line("main", _main(loader), width, "bold yellow" if _waits(loader) else "")
+    shares = loader.main_shares
+    names = [name for name in _SHARES if name != "between" or shares[name] >= 0.01]
+    parts = ", ".join(f"{_percent(shares[name])} {_SHARES[name]}" for name in names)
+    yield _line(f"last {_time(loader.seconds)}", parts, width)
+    epoch = f"epoch {total.epochs}, " if figures.persistent else ""
+    rates = f"{_rate(loader.batches_per_second)} ({size(loader.recent.bytes / loader.seconds)}/s), since the start "
+    rates += f"{_rate(total.batches / loader.age_seconds)}; {epoch}{count_of(figures.epoch_batches, 'batch')}"
+    yield _line("batches", rates, width)
+    if not compact:
+        yield _line("memory", _memory(loader), width)
+    yield from _paragraph("verdict", _verdict(loader), width, compact)
+    for worker in loader.stuck:
+        yield from _paragraph("!", _alarm(worker), width, compact, _ALARM)
+
+
+_SHARES = {
+    "waiting": "waiting",
+    "step": "in the training step",
+    "next": "at work in next()",
+    "between": "between epochs or starting one",
+}
+
+
+def _memory(loader: Loader) -> str:
+    figures, rss = loader.figures, _shows_rss(loader)
+    workers = [used for worker in loader.workers if (used := _used(worker, rss)) is not None]
+    shared = f"shared {size(figures.warm)}, {size(figures.leased)} of it in tensors of main; workers "
+    return shared + (size(sum(workers)) + (" RSS" if rss else "") if workers else "n/a")
+
+
+def _shows_rss(loader: Loader) -> bool:
+    """Whether to show the memory of workers as RSS, because the PSS of one is not readable."""
+    return any(worker.memory_bytes is not None and worker.pss_bytes is None for worker in loader.workers)
+
+
+def _used(worker: WorkerView, rss: bool) -> int | None:
+    return worker.memory_bytes if rss else worker.pss_bytes
+
+
+def _verdict(loader: Loader) -> str:
+    if loader.stuck and _waits(loader):
+        # The measurements from before say less.
+        who = "worker" if len(loader.stuck) == 1 else "workers"
+        return f"The loop waits for the {who} marked below."
+    verdict, seconds = loader.verdict
+    return f"{verdict.sentence} ({'since the start' if seconds is None else f'last {_time(seconds)}'})"
+
+
+def _waits(loader: Loader) -> bool:
+    return loader.figures.state in ("first", "waiting")
+
+
+def _main(loader: Loader) -> str:
+    figures = loader.figures
+    time = _time(figures.seconds_in_state)
+    if loader.state == "stopped":
+        return "stopped by a signal or a debugger"
+    if loader.state == "stopping":
+        return "shutting down the workers"
+    batch = figures.epoch_batches
+    at_step = f" of batch {batch - 1}" if batch else ""
+    words = {
+        "starting": f"starting workers or an epoch for {time}",
+        "next": f"in next() for {time}, at work",
+        "first": f"waiting for the first batch of the epoch for {time}",
+        "waiting": f"waiting for batch {batch} for {time}",
+        "step": f"in the training step{at_step} for {time}",
+        "between": f"between two epochs for {time}",
+    }
+    return words[figures.state]
+
+
+def _alarm(worker: WorkerView) -> str:
+    who = f"worker {worker.id} (pid {worker.pid})" if worker.pid else f"worker {worker.id}"
+    indices = f", indices {worker.index}" if worker.index else ""
+    at = ("" if worker.batch is None else f" at batch {worker.batch}") + indices
+    if worker.state == "ended":
+        return f"{who} has ended{at}."
+    if worker.state == "stopped":
+        return f"{who} is stopped by a signal or a debugger{at}."
+    if worker.state == "starting":
+        return f"{who} has been starting for {_time(worker.seconds)}."
+    usual = f" Its batches take {_time(worker.usual_seconds)} on average." if worker.usual_seconds is not None else ""
+    return f"{who} has been {worker.state} batch {worker.batch} for {_time(worker.seconds)}{indices}.{usual}"
+
+
+def _table(loader: Loader, width: int, room: int | None) -> Iterator[Line]:
+    columns = {name: form for name, form in _COLUMNS.items() if name not in _WIDE or width >= _WIDE_FROM}
+    rss = _shows_rss(loader)
+    heads = {name: name for name in columns} | ({"memory": "RSS"} if rss else {})
+    yield [(_row(columns, heads, "indices", width), "dim")]
+    shown = list(loader.workers)
+    if room is not None and len(shown) > room:
+        # Without room for all, marked workers come first.
+        stuck = {worker.id for worker in loader.stuck}
+        first = sorted(shown, key=lambda worker: (worker.id not in stuck, worker.id))[: max(0, room - 1)]
+        shown = sorted(first, key=lambda worker: worker.id)
+    for worker in shown:
+        row = _row(columns, _cells(worker, rss), worker.index or "", width)
+        if worker.is_marked:
+            yield [(row, _ALARM)]
+        else:
+            before, state, behind = row.partition(worker.state)
+            yield [(before, ""), (state, _COLOURS.get(worker.state, "")), (behind, "")]
+    if len(shown) < len(loader.workers):
+        more = count_of(len(loader.workers) - len(shown), "more worker")
+        yield [(_cut(f"       ... {more}: make the window taller, or use --once", width), "dim")]
+
+
+def _cells(worker: WorkerView, rss: bool) -> dict[str, str]:
+    shares, used = worker.shares, _used(worker, rss)
+    return {
+        "worker": ("!" if worker.is_marked else "") + str(worker.id),
+        "pid": str(worker.pid or "-"),
+        "state": worker.state,
+        "batch": "-" if worker.batch is None else str(worker.batch),
+        "for": _time(worker.seconds),
+        "fetch": _percent(shares["fetch"]),
+        "cpu": "-" if worker.fetch_cpu_share is None else _percent(worker.fetch_cpu_share),
+        "coll": _percent(shares["collate"]),
+        "pack": _percent(shares["pack"]),
+        "idle": _percent(shares["idle"]),
+        "memory": "n/a" if used is None else size(used),
+    }
+
+
+def _row(columns: dict[str, str], cells: dict[str, str], last: str, width: int) -> str:
+    row = " ".join(format(cells[name], form) for name, form in columns.items())
+    return f"{row}  {_cut(last, width - len(row) - 2)}" if width > len(row) + 2 else row[:width]
+
+
+def _line(name: str, text: str, width: int, style: str = "") -> Line:
+    return [(f"  {name:<11} ", "dim"), (_cut(text, width - _INDENT), style)]
+
+
+def _paragraph(name: str, text: str, width: int, compact: bool, style: str = "") -> Iterator[Line]:
+    """A line if compact, else the wrapped text."""
+    first = f"  {name:<11} "
+    if compact:
+        yield [(_cut(first + text, width), style)]
+        return
+    for line in textwrap.wrap(text, max(40, width), initial_indent=first, subsequent_indent=" " * _INDENT):
+        yield [(line, style)]
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: max(0, room - 3)] + "..."
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:.1f}/s" if per_second < 99.95 else f"{per_second:,.0f}/s"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 99.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
