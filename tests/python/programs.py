@@ -21,7 +21,7 @@ from support import DataLoader, gone, same, state_of, torchs_type, wait_until, w
 from torch.utils.data import _utils, default_collate
 
 import rustloader
-from rustloader.workers import stalls
+from rustloader.supervision import stalls
 
 # A batch of 4 images is too large to lie in the message itself.
 SIZE, BATCH = 24, 4

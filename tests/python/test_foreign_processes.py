@@ -33,8 +33,9 @@ if not TORCH_MODE:
     from rustloader import _core, report
     from rustloader.iterator import fallback
     from rustloader.settings.limits import StallLimits
+    from rustloader.supervision import stalls
     from rustloader.system import cleanup, interrupts
-    from rustloader.workers import group, serialize, stalls
+    from rustloader.workers import group, serialize
     from rustloader.workers import process as worker_process
 
 FORK = multiprocessing.get_context("fork")
@@ -287,7 +288,8 @@ def test_the_engine_takes_no_such_pid(pid):
         from rustloader.system import interrupts
         from rustloader.settings.limits import StallLimits
         from support import config_of
-        from rustloader.workers import serialize, stalls
+        from rustloader.supervision import stalls
+        from rustloader.workers import serialize
         callbacks = serialize.loads, serialize.dumps_alone, interrupts.is_interrupt, stalls.warn
         engine = _core.Engine(config_of(num_workers=1), StallLimits(0.0, 0.0, 0.0), *callbacks)
         try:
@@ -417,7 +419,7 @@ def test_a_process_that_cannot_be_joined_holds_up_no_other(caplog, monkeypatch):
     assert all(map(gone, pids))
     lines = [line for line in logged(caplog) if line.startswith("a step of a DataLoader's shutdown failed: TypeError")]
     assert len(lines) == 2, caplog.text
-    assert iterator._group not in group._live
+    assert iterator._mode.group not in group._live
     for process in iterator._workers:
         del process._popen.poll
         process.join()

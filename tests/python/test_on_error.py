@@ -280,6 +280,6 @@ def test_nothing_stands_between_torch_and_the_dataset_without_the_option(kw):
         type(iterator._dataset_fetcher) is fetch._MapDatasetFetcher and type(iterator._dataset_fetcher.dataset) is Shown
     )
     iterator = iter(DataLoader(Shown(6), num_workers=1, **kw))
-    assert iterator._failures is None and iterator._make_job().config.on_error == "raise"
+    assert iterator._epochs.failures is None and iterator._mode.config.on_error == "raise"
     with pytest.raises(ValueError, match="bad 1"):
         list(DataLoader(Broken(), batch_size=4, num_workers=1, **kw))

@@ -72,7 +72,7 @@ class Recorded:
 def test_s4_the_pin_thread_is_told_to_end_before_the_workers(host):
     iterator = iter(DataLoader(Images(40), batch_size=2, num_workers=2, pin_memory=True))
     pids, calls = worker_pids(iterator), []
-    iterator._group.engine = Recorded(iterator._engine(), calls)
+    iterator._mode.group.engine = Recorded(iterator._engine(), calls)
     iterator._shutdown_workers()
     ending = [name for name in calls if name in ("stop_pinning", "close", "join_pinning", "wait_gone")]
     assert ending[:4] == ["stop_pinning", "close", "join_pinning", "wait_gone"]

@@ -23,6 +23,7 @@ from support import (
 from torch.utils.data import Dataset, IterableDataset
 
 from rustloader._core import ERROR
+from rustloader.iterator.epochs import Epochs
 
 pytestmark = pytest.mark.ours
 
@@ -210,7 +211,7 @@ def test_an_error_of_reading_that_is_never_raised_is_collected():
         answer = [None, None]
         iterator._core.next(answer, iterator._sampler_iter)
         # As after a signal handler that raises at the return.
-        iterator._rescued = answer
+        iterator._mode.rescued = answer
 
     cut_off(iterator)
     iterator._shutdown_workers()
@@ -406,24 +407,19 @@ def test_tasks_at_which_a_worker_ends_leave_no_gap(sizes, in_order, persistent):
 # The first worker
 
 
-class Beginning(LoaderIter):
-    """An iterator whose epochs begin with a given worker."""
+class From(Epochs):
+    """Epochs that begin with a given worker."""
 
     first = 2
 
-    def _engine(self):
-        return Begins(super()._engine(), self.first)
+    def first_worker(self, it):
+        return self.first
 
 
-class Begins:
-    def __init__(self, engine, first):
-        self.engine, self.first = engine, first
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    def begin(self, *args):
-        self.engine.begin(*args[:4], first_worker=self.first)
+class Beginning(LoaderIter):
+    def __init__(self, loader):
+        self._epochs = From()
+        super().__init__(loader)
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -433,11 +429,11 @@ def test_the_first_task_goes_to_the_first_worker(in_order):
     made = dict(iterator)
     # With in_order=False, a task after the first round goes to a worker that has room.
     assert [made[i] for i in range(9 if in_order else 3)] == [(i + 2) % 3 for i in range(9 if in_order else 3)]
-    iterator.first = 1
+    iterator._epochs.first = 1
     iterator._reset(loader)
     made = dict(iterator)
     assert [made[i] for i in range(3)] == [1, 2, 0]
-    iterator.first = 3
+    iterator._epochs.first = 3
     with pytest.raises(ValueError, match="there is no worker 3"):
         iterator._reset(loader)
     iterator._shutdown_workers()

@@ -21,7 +21,8 @@ from support import (
 
 if not TORCH_MODE:
     from rustloader import LoaderTimeoutError, WorkerDiedError
-    from rustloader.workers import process, restarts
+    from rustloader.supervision import restarts
+    from rustloader.workers import process
 
 pytestmark = [pytest.mark.ours, pytest.mark.warns]
 
@@ -87,7 +88,7 @@ def test_an_interrupt_during_a_restart_loses_nothing(tmp_path, moment, kind):
 def test_an_interrupt_just_after_a_restart_loses_nothing():
     """The new process is killed, because the engine may not know it yet: another death."""
     iterator = iter(loader_of(Mortal(N), max_restarts=4))
-    group, found = iterator._group, [next(iterator)]
+    group, found = iterator._mode.group, [next(iterator)]
     real = group.engine
 
     class Registering:

@@ -13,9 +13,10 @@ if not TORCH_MODE:
     from torch.utils.data import _utils
 
     import rustloader
-    from rustloader.workers import deaths, main, process, restarts
+    from rustloader.supervision import deaths, restarts
+    from rustloader.supervision.restarts import Restarts
+    from rustloader.workers import main, process
     from rustloader.workers.group import WorkerGroup
-    from rustloader.workers.restarts import Restarts
     from rustloader.workers.snapshots import WorkerStart
 
 pytestmark = pytest.mark.ours
@@ -277,7 +278,7 @@ def test_the_cause_of_a_death_in_words():
 
 
 def test_a_group_asks_once_for_each_death_whether_memory_ran_out():
-    group = WorkerGroup(None, [], None)
+    group = WorkerGroup(None, [], None, None, None)
     answers = iter([True, False])
     group._oom_kills = SimpleNamespace(grew=lambda: next(answers))
     assert group.was_out_of_memory(killed(), -9) and group.was_out_of_memory(killed(), -9)

@@ -14,7 +14,7 @@ from sample_data import Numbers, Slow, worker_id
 from support import STARTED, DataLoader, gone, state_of, values, wait_until, within, worker_pids
 from torch.utils.data import IterableDataset
 
-import rustloader.workers.stalls
+import rustloader.supervision.stalls
 
 pytestmark = [
     pytest.mark.ours,
@@ -36,7 +36,7 @@ def told(monkeypatch, tmp_path):
         if named := re.search(r"the batch of index (\d+)\.", lines[-1]):
             (tmp_path / f"told {named[1]}").touch()
 
-    monkeypatch.setattr(rustloader.workers.stalls.logger, "warning", warning)
+    monkeypatch.setattr(rustloader.supervision.stalls.logger, "warning", warning)
     return lines
 
 
@@ -234,7 +234,7 @@ def test_the_start_of_a_later_epoch_is_named(limits, monkeypatch, tmp_path):
             told.append(line)
             (tmp_path / "told").touch()
 
-    monkeypatch.setattr(rustloader.workers.stalls.logger, "warning", warning)
+    monkeypatch.setattr(rustloader.supervision.stalls.logger, "warning", warning)
     loader = DataLoader(Epochs(tmp_path), batch_size=None, num_workers=1, persistent_workers=True)
     assert [list(loader) for _ in range(3)] == [[0, 1, 2]] * 3
     [text] = told

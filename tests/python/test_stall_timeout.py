@@ -18,7 +18,7 @@ from support import STARTED, DataLoader, finish, gone, run_script, start_script,
 from torch.utils.data import IterableDataset
 
 import rustloader
-from rustloader.workers import stalls
+from rustloader.supervision import stalls
 from rustloader.workers.snapshots import WorkerStart
 
 pytestmark = [

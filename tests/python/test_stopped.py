@@ -14,7 +14,7 @@ from pinning_support import pinning
 from sample_data import Numbers, WhoAmI
 from support import DataLoader, finish, gone, start_script, wait_until, within, worker_pids
 
-import rustloader.workers.stalls
+import rustloader.supervision.stalls
 
 pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")]
 
@@ -189,7 +189,7 @@ def test_a_worker_that_was_named_while_a_batch_waited_for_it_is_named_again_wher
         if "state: fetch" in told[-1]:
             (tmp_path / "told").touch()
 
-    monkeypatch.setattr(rustloader.workers.stalls.logger, "warning", warning)
+    monkeypatch.setattr(rustloader.supervision.stalls.logger, "warning", warning)
     monkeypatch.setenv("RUSTLOADER_STALL_START_SECONDS", "0")
     monkeypatch.setenv("RUSTLOADER_STALL_ITEM_SECONDS", "1")
     iterator = iter(DataLoader(Waits(3, tmp_path / "told"), batch_size=None, num_workers=1, prefetch_factor=1))

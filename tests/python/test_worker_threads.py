@@ -27,7 +27,7 @@ from support import (
 from torch.utils.data import Subset
 from torch.utils.data._utils import fetch
 
-import rustloader.workers.stalls
+import rustloader.supervision.stalls
 from rustloader.fetch.threads import Pool, ThreadedDataset
 
 pytestmark = [
@@ -475,7 +475,7 @@ def test_a_stall_warning_has_the_stacks_of_the_threads(tmp_path, monkeypatch):
         told.append(text % args)
         (tmp_path / "go").touch()
 
-    monkeypatch.setattr(rustloader.workers.stalls.logger, "warning", warning)
+    monkeypatch.setattr(rustloader.supervision.stalls.logger, "warning", warning)
     loader = DataLoader(StuckSamples(4, tmp_path), batch_size=4, num_workers=1, worker_threads=2)
     iterator = iter(loader)
     assert wait_until(lambda: iterator._dataset.begun() == 2)

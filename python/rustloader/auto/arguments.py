@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import rustloader.system.local_ranks as local_ranks
+from rustloader.system.protocols import LoaderLike
 
 AUTO = "auto"
 # Place of num_workers among the arguments of torch's class.
@@ -40,9 +41,9 @@ def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     return args, kwargs | {"num_workers": count}, count
 
 
-def refuse_text(loader: Any) -> None:
+def refuse_text(loader: LoaderLike) -> None:
     """Raises TypeError if a program has set ``num_workers`` of a loader to a text."""
-    value = loader.num_workers
+    value: object = loader.num_workers
     if isinstance(value, str):
         raise TypeError(
             f"num_workers of a DataLoader must be an integer once the loader is made, got {value!r}: pass "

@@ -21,6 +21,7 @@ from rustloader.remote.context import is_remote
 from rustloader.settings import loader_state, options
 from rustloader.settings.config import LoaderConfig
 from rustloader.system.cores import effective_cores, ranks_on_cores
+from rustloader.system.protocols import IteratorLike, LoaderLike
 from rustloader.system.texts import count_of, size
 
 logger = logging.getLogger("rustloader")
@@ -56,7 +57,7 @@ class Tuner:
         """Sets the number of workers of the next epoch."""
         self.count, self._is_pinned = count, True
 
-    def reconsider(self, loader: Any, config: LoaderConfig) -> None:
+    def reconsider(self, loader: LoaderLike, config: LoaderConfig) -> None:
         """Decides how many workers the epoch that begins has, and logs a change."""
         watch, self._watch = self._watch, None
         is_pinned, self._is_pinned = self._is_pinned, False
@@ -81,7 +82,7 @@ class Tuner:
             if config.seed_by == "worker" and loader_state.of(loader).is_new(_SEEDS):
                 logger.info(_SEEDS)
 
-    def watch(self, iterator: Any) -> None:
+    def watch(self, iterator: IteratorLike) -> None:
         """Begins with the figures of an epoch of an iterator that has `count` workers."""
         self._watch = _Watch(ledger.of(iterator).alone(), self.count)
 
@@ -132,7 +133,7 @@ class _Watch:
         return [tasks - earlier for tasks, earlier in zip(now, before + [0] * len(now), strict=False)]
 
 
-def of(loader: Any) -> Tuner | None:
+def of(loader: LoaderLike) -> Tuner | None:
     """The tuner of a loader with "auto", by its own argument or by ``install()``; else None."""
     own = loader_state.has_auto(loader)
     if not own and not (options.current().get("num_workers") and loader.num_workers > 0):
@@ -147,7 +148,7 @@ def of(loader: Any) -> Tuner | None:
     return tuner
 
 
-def follow(loader: Any, config: LoaderConfig) -> Tuner | None:
+def follow(loader: LoaderLike, config: LoaderConfig) -> Tuner | None:
     """The tuner of a loader, after its decision about the epoch that begins; None without "auto"."""
     tuner = of(loader)
     if tuner is not None:
@@ -158,7 +159,7 @@ def follow(loader: Any, config: LoaderConfig) -> Tuner | None:
     return tuner
 
 
-def pin(loader: Any, count: int) -> bool:
+def pin(loader: LoaderLike, count: int) -> bool:
     """Gives the next epoch of a loader with "auto" a number of workers. Returns False without "auto"."""
     own, tuner = loader_state.has_auto(loader), of(loader)
     if tuner is None:

@@ -24,7 +24,7 @@ class Iter(Protocol):
 
     def _engine(self) -> Engine: ...
 
-    def _dismiss(self, worker_id: int) -> None: ...
+    def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None: ...
 
 
 class _DoneEvent:
@@ -62,7 +62,7 @@ class _IndexQueue(_Queue):
                 "the engine of rustloader sends index batches by itself; a subclass of the iterator that sends its own "
                 "has to override _try_put_index, and then runs on torch's iterator"
             )
-        self._iterator._dismiss(self._worker_id)
+        self._iterator._mark_worker_as_unavailable(self._worker_id)
 
 
 class _Part:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
@@ -15,6 +14,7 @@ from rustloader.errors import ErrorLimitExceeded
 from rustloader.fetch.failures import Failure
 from rustloader.metrics.faults import KEPT_FAILURES, Faults
 from rustloader.system.limited_log import faults as fault_log
+from rustloader.system.protocols import LoaderLike
 
 # Failures that the error's text names.
 _NAMED = 3
@@ -117,7 +117,7 @@ def _share(fraction: float, samples: int) -> int:
     return math.floor(fraction * samples + 1e-9)
 
 
-def of(loader: Any, limit: float | None, faults: Faults) -> FailureCount:
+def of(loader: LoaderLike, limit: float | None, faults: Faults) -> FailureCount:
     """The count for a new iterator of a loader."""
     sampler = loader._index_sampler
     batch_size = getattr(sampler, "batch_size", 1) if loader._auto_collation else 1
@@ -129,7 +129,7 @@ def of(loader: Any, limit: float | None, faults: Faults) -> FailureCount:
     )
 
 
-def _samples_of(loader: Any) -> int | None:
+def _samples_of(loader: LoaderLike) -> int | None:
     """The number of samples of an epoch, or None."""
     source = loader.dataset
     if loader._dataset_kind == _DatasetKind.Map:

@@ -16,11 +16,13 @@ from rustloader._core import Engine
 from rustloader.metrics import ledger
 from rustloader.remote.context import is_remote
 from rustloader.settings import loader_state, options
-from rustloader.settings.config import LoaderConfig
+from rustloader.settings.config import LoaderConfig, original
 from rustloader.settings.limits import stall_limits
+from rustloader.supervision import stalls
 from rustloader.system import interrupts
+from rustloader.system.protocols import LoaderLike
 from rustloader.system.torch_side import TorchIter, is_torchs
-from rustloader.workers import serialize, stalls
+from rustloader.workers import serialize
 from rustloader.workers.process import process_class
 
 logger = logging.getLogger("rustloader")
@@ -44,7 +46,7 @@ _FOREIGN_NAMES = frozenset({*_UNUSED_METHODS, "_data_queue"})
 _REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)
 
 
-def why_not(cls: type, base: type, loader: Any) -> str | None:
+def why_not(cls: type, base: type, loader: LoaderLike) -> str | None:
     """Why the engine cannot serve a loader, or None. The iterator's class ``cls`` is ``base`` or a subclass of it."""
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return "its dataset is a DataPipe"
@@ -54,7 +56,7 @@ def why_not(cls: type, base: type, loader: Any) -> str | None:
     return _replaced_part(TorchIter, base) or _foreign_part(cls, base)
 
 
-def context_of(loader: Any) -> Any:
+def context_of(loader: LoaderLike) -> Any:
     """The multiprocessing context that starts a loader's workers."""
     context = loader.multiprocessing_context
     return torch.multiprocessing if context is None else context
@@ -125,11 +127,11 @@ def tell_lost_options(source: Any, config: LoaderConfig) -> None:
         logger.warning(_LOST, ", ".join(lost), "has" if len(lost) == 1 else "have")
 
 
-def round_robin(iterator: Any, config: LoaderConfig, kind: str) -> LoaderConfig:
+def round_robin(loader: LoaderLike, config: LoaderConfig, kind: str) -> LoaderConfig:
     """The settings with round robin, for datasets of a kind that a shared queue does not apply to. Logs once."""
     if config.dispatch == "round_robin":
         return config
-    if loader_state.of(iterator).is_new(_NO_QUEUE):
+    if loader_state.of(original(loader)).is_new(_NO_QUEUE):
         logger.info(_NO_QUEUE.format(kind))
     return config.changed(dispatch="round_robin")
 

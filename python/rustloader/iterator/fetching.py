@@ -13,11 +13,12 @@ from rustloader.metrics.parts import SchedulingStats
 from rustloader.remote.context import is_remote
 from rustloader.settings import loader_state, options
 from rustloader.settings.config import LoaderConfig, original
+from rustloader.system.protocols import IteratorLike, LoaderLike
 
 logger = logging.getLogger("rustloader")
 
 
-def adapted(loader: Any, config: LoaderConfig) -> LoaderConfig:
+def adapted(loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
     """The settings with those replaced that have no effect for the dataset. Logs once per loader which and why."""
     changed: dict[str, Any] = {}
     if config.worker_threads > 1 and (reason := _why_one_after_the_other(loader)) is not None:
@@ -31,7 +32,7 @@ def adapted(loader: Any, config: LoaderConfig) -> LoaderConfig:
     return config.changed(**changed) if changed else config
 
 
-def check(loader: Any) -> None:
+def check(loader: LoaderLike) -> None:
     """Raises ValueError if the loader's own options do not go with its dataset."""
     count = options.in_force(loader, "worker_threads")
     if count > 1 and loader._dataset_kind == _DatasetKind.Iterable:
@@ -41,7 +42,9 @@ def check(loader: Any) -> None:
         )
 
 
-def scheduling(loader: Any, iterator: Any, config: LoaderConfig, auto_workers: int | None = None) -> SchedulingStats:
+def scheduling(
+    loader: LoaderLike, iterator: IteratorLike, config: LoaderConfig, auto_workers: int | None = None
+) -> SchedulingStats:
     """The settings that statistics show. What torch's constructor has read of the loader may be a property of the
     program, and comes from the iterator."""
     map_style = loader._dataset_kind == _DatasetKind.Map
@@ -63,7 +66,7 @@ def scheduling(loader: Any, iterator: Any, config: LoaderConfig, auto_workers: i
     )
 
 
-def seeding(loader: Any, config: LoaderConfig, drawn: int) -> Seeding | None:
+def seeding(loader: LoaderLike, config: LoaderConfig, drawn: int) -> Seeding | None:
     """The seeds of the epoch that a loader begins next; None: those of torch. ``drawn`` is torch's base seed of the
     iterator, and counts if this is the loader's first epoch."""
     if config.seed_by == "worker":
@@ -71,18 +74,18 @@ def seeding(loader: Any, config: LoaderConfig, drawn: int) -> Seeding | None:
     return next_epoch(loader, Seeding(config.seed_by == "sample", drawn, 0))
 
 
-def next_epoch(loader: Any, seeding: Seeding) -> Seeding:
+def next_epoch(loader: LoaderLike, seeding: Seeding) -> Seeding:
     """The seeds of the epoch that a loader begins next."""
     base_seed, epoch = loader_state.epochs(original(loader)) or (seeding.base_seed, 0)
     return Seeding(seeding.by_sample, base_seed, epoch)
 
 
-def note_begun(loader: Any, seeding: Seeding) -> None:
+def note_begun(loader: LoaderLike, seeding: Seeding) -> None:
     """Counts an epoch that has begun. One that failed to begin, or was interrupted, gives its number to the next."""
     loader_state.set_epochs(original(loader), seeding.base_seed, seeding.epoch + 1)
 
 
-def _not_apart(loader: Any) -> str | None:
+def _not_apart(loader: LoaderLike) -> str | None:
     """Why the samples of a batch cannot be told apart, or None."""
     if torchs.takes_batches(loader._dataset_kind, loader.dataset, loader._auto_collation):
         return f"the __getitems__ of {type(loader.dataset).__qualname__} makes a whole batch"
@@ -91,7 +94,7 @@ def _not_apart(loader: Any) -> str | None:
     return None
 
 
-def _why_one_after_the_other(loader: Any) -> str | None:
+def _why_one_after_the_other(loader: LoaderLike) -> str | None:
     """Why threads cannot make the samples of a batch at the same time, or None."""
     if loader._dataset_kind == _DatasetKind.Iterable:
         return "the samples of an iterable dataset come one after the other"
@@ -100,7 +103,7 @@ def _why_one_after_the_other(loader: Any) -> str | None:
     return _not_apart(loader)
 
 
-def _tell(loader: Any, text: str, level: int = logging.INFO) -> None:
+def _tell(loader: LoaderLike, text: str, level: int = logging.INFO) -> None:
     """Logs a text once per loader."""
     if loader_state.of(original(loader)).is_new(text):
         logger.log(level, "a DataLoader: %s", text)

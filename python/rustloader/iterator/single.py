@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import _utils
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from rustloader._core import gather
 from rustloader.fetch import tables
@@ -18,9 +18,10 @@ from rustloader.metrics import ledger
 from rustloader.settings.config import LoaderConfig, resolve
 from rustloader.system import moved_storages
 from rustloader.system.interrupts import is_interrupt
+from rustloader.system.protocols import LoaderLike, SingleIterator
 
 
-def prepare(iterator: Any, loader: Any) -> None:
+def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
     """Prepares a new iterator of a loader; leaves iterators of other classes than torch's alone."""
     if type(iterator) is not _SingleProcessDataLoaderIter:
         return
@@ -37,7 +38,7 @@ def prepare(iterator: Any, loader: Any) -> None:
         )
 
 
-def prepare_fetcher(iterator: Any, loader: Any, seeding: Seeding | None) -> None:
+def prepare_fetcher(iterator: SingleIterator, loader: LoaderLike, seeding: Seeding | None) -> None:
     """Lets the fetcher of an iterator seed, or gather the rows of a table."""
     if seeding is not None:
         iterator._dataset_fetcher = SeededFetcher(iterator._dataset_fetcher, iterator._dataset_kind, seeding)
@@ -49,7 +50,7 @@ def prepare_fetcher(iterator: Any, loader: Any, seeding: Seeding | None) -> None
 
 
 def guarded(
-    iterator: Any, loader: Any, config: LoaderConfig, seeding: Seeding | None, epoch: int = 0
+    iterator: SingleIterator, loader: LoaderLike, config: LoaderConfig, seeding: Seeding | None, epoch: int = 0
 ) -> tuple[Guard, failures.FailureCount] | None:
     """Guards the fetcher of an iterator, if the options of its loader ask for that.
 

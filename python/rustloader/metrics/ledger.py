@@ -18,6 +18,7 @@ from rustloader.metrics.faults import Faults
 from rustloader.metrics.memory import Allowance
 from rustloader.metrics.parts import SchedulingStats
 from rustloader.system.forks import at_fork
+from rustloader.system.protocols import IteratorLike, LoaderLike
 from rustloader.system.weak_table import WeakTable
 
 _NUMBER = re.compile(r"\d+")
@@ -143,11 +144,11 @@ def of(source: Any) -> Ledger:
     return find(source) or _ledgers.keep(source, Ledger())
 
 
-def open_for(iterator: Any, loader: Any) -> None:
+def open_for(iterator: IteratorLike, loader: LoaderLike) -> None:
     _ledgers.keep(iterator, Ledger(of(loader)))
 
 
-def end_workers(iterator: Any) -> None:
+def end_workers(iterator: IteratorLike) -> None:
     """Saves the processor times of an iterator's workers before they end."""
     ledger = find(iterator)
     if ledger is not None:

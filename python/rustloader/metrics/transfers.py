@@ -2,8 +2,8 @@
 
 import threading
 from dataclasses import dataclass, replace
-from typing import Any
 
+from rustloader.system.protocols import LoaderLike
 from rustloader.system.texts import duration, size
 from rustloader.system.weak_table import WeakTable
 
@@ -81,7 +81,7 @@ _transfers: WeakTable[Transfers] = WeakTable()
 find, keep = _transfers.find, _transfers.keep
 
 
-def of(loader: Any) -> Transfers:
+def of(loader: LoaderLike) -> Transfers:
     """The transfers of a loader, created if there are none."""
     return find(loader) or keep(loader, Transfers())
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from rustloader.settings import kinds, loader_state, options
 from rustloader.settings.options import Option
+from rustloader.system.protocols import IteratorLike, LoaderLike
 
 # Arguments of torch's class that an iterator is configured by. ``resolve`` does not check them: torch does.
 _TORCHS = ("num_workers", "prefetch_factor", "in_order", "persistent_workers", "timeout")
@@ -52,7 +53,7 @@ class LoaderConfig:
         return dataclasses.replace(self, **values)
 
 
-def resolve(loader: Any) -> LoaderConfig:
+def resolve(loader: LoaderLike) -> LoaderConfig:
     """The settings of a loader of any class: its own, and those of ``install()`` where it has torch's defaults.
 
     Raises:
@@ -65,7 +66,7 @@ def resolve(loader: Any) -> LoaderConfig:
     return LoaderConfig(**values)
 
 
-def _installed(loader: Any) -> dict[str, Any]:
+def _installed(loader: LoaderLike) -> dict[str, Any]:
     """The options of ``install()`` that apply to a loader."""
     found: dict[str, Any] = {}
     for name, value in options.current().items():
@@ -83,7 +84,7 @@ def _installed(loader: Any) -> dict[str, Any]:
 class _View:
     """A view of a loader with some attributes replaced. The loader itself does not change."""
 
-    def __init__(self, loader: Any, values: dict[str, Any]) -> None:
+    def __init__(self, loader: LoaderLike, values: dict[str, Any]) -> None:
         self.__dict__.update(values)
         self._rustloader_loader = loader
 
@@ -91,12 +92,12 @@ class _View:
         return getattr(self._rustloader_loader, name)
 
 
-def view(loader: Any, **values: Any) -> Any:
+def view(loader: LoaderLike, **values: Any) -> Any:
     """A view of a loader with some attributes replaced."""
     return _View(loader, values)
 
 
-def torchs_view(loader: Any, config: LoaderConfig) -> Any:
+def torchs_view(loader: LoaderLike, config: LoaderConfig) -> Any:
     """The loader as torch's code is to see it."""
     installed = _installed(loader)
     values = {name: installed[name] for name in installed if not options.option_of(name).keyword}
@@ -105,12 +106,12 @@ def torchs_view(loader: Any, config: LoaderConfig) -> Any:
     return _View(loader, values) if values else loader
 
 
-def original(loader: Any) -> Any:
+def original(loader: LoaderLike) -> Any:
     """The loader itself, of a view of it."""
     return loader._rustloader_loader if isinstance(loader, _View) else loader
 
 
-def keep_iterator(loader: Any, config: LoaderConfig, iterator: Any) -> None:
+def keep_iterator(loader: LoaderLike, config: LoaderConfig, iterator: IteratorLike) -> None:
     """Makes a loader keep its iterator if only an option makes its workers persistent. torch's ``__iter__`` reads both
     attributes."""
     if config.persistent_workers and not loader.persistent_workers:

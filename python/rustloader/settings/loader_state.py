@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from rustloader.system.protocols import IteratorLike, LoaderLike
 from rustloader.system.weak_table import WeakTable
 
 if TYPE_CHECKING:
@@ -53,18 +54,18 @@ def of(source: Any) -> LoaderState:
     return _states.find(source) or _states.keep(source, LoaderState())
 
 
-def share(iterator: Any, loader: Any) -> None:
+def share(iterator: IteratorLike, loader: LoaderLike) -> None:
     """Lets an iterator, which keeps no loader, have the state of its loader."""
     _states.keep(iterator, of(loader))
 
 
-def given(loader: Any, name: str) -> Any:
+def given(loader: LoaderLike, name: str) -> Any:
     """The value of an option that a loader's constructor was given, or None."""
     names = getattr(loader, GIVEN, ())
     return getattr(loader, name, None) if type(names) is tuple and name in names else None
 
 
-def give(loader: Any, values: dict[str, Any]) -> None:
+def give(loader: LoaderLike, values: dict[str, Any]) -> None:
     """Sets options of a loader as its constructor does. Frameworks rebuild a loader from its attributes."""
     for name, value in values.items():
         setattr(loader, name, value)
@@ -72,33 +73,33 @@ def give(loader: Any, values: dict[str, Any]) -> None:
         setattr(loader, GIVEN, tuple(dict.fromkeys((*getattr(loader, GIVEN, ()), *values))))
 
 
-def epochs(loader: Any) -> tuple[int, int] | None:
+def epochs(loader: LoaderLike) -> tuple[int, int] | None:
     """The base seed of a loader and the number of the epoch that it begins next; None before its first epoch with
     ``seed_by``."""
     return getattr(loader, "__dict__", {}).get(EPOCHS)
 
 
-def set_epochs(loader: Any, base_seed: int, epoch: int) -> None:
+def set_epochs(loader: LoaderLike, base_seed: int, epoch: int) -> None:
     # Past a class that refuses attributes.
     object.__setattr__(loader, EPOCHS, (base_seed, epoch))
 
 
-def forget_epochs(loader: Any) -> None:
+def forget_epochs(loader: LoaderLike) -> None:
     """Makes the next epoch of a loader its first one: it takes a new base seed."""
     vars(loader).pop(EPOCHS, None)
 
 
-def has_auto(loader: Any) -> bool:
+def has_auto(loader: LoaderLike) -> bool:
     """Whether a loader was made with "auto", and its program has set no other number since."""
     return type(number := getattr(loader, AUTO, None)) is int and number == loader.num_workers
 
 
-def forget_auto(loader: Any) -> None:
+def forget_auto(loader: LoaderLike) -> None:
     """Makes the present number of workers of a loader its own."""
     vars(loader).pop(AUTO, None)
 
 
-def set_auto(loader: Any, count: int) -> None:
+def set_auto(loader: LoaderLike, count: int) -> None:
     """Sets the number of workers of a loader with "auto"."""
     loader.num_workers = count
     setattr(loader, AUTO, count)

@@ -29,6 +29,7 @@ from rustloader.settings.kinds import (
     Size,
     StartMethod,
 )
+from rustloader.system.protocols import LoaderLike
 
 # torch's default for a loader with workers.
 PREFETCH_FACTOR = 2
@@ -274,7 +275,7 @@ def check_without_workers(given: dict[str, Any], num_workers: int) -> None:
             )
 
 
-def in_force(loader: Any, name: str) -> Any:
+def in_force(loader: LoaderLike, name: str) -> Any:
     """The value of an option for a loader of any class. Raises as ``Options`` does for a value that the program has
     set there."""
     option = option_of(name)

@@ -15,12 +15,13 @@ from rustloader.stateful_dataloader.recording import may_be_stateful, recorder_o
 from rustloader.stateful_dataloader.sampler import RandomSampler
 from rustloader.stateful_dataloader.schema import Draws, SamplerState
 from rustloader.stateful_dataloader.sources import Source, start_of
+from rustloader.system.protocols import LoaderLike
 
 # Samplers that draw random numbers.
 _DRAWING = ("random", "subset", "weighted")
 
 
-def draws(loader: Any, index_sampler: Any, with_base_seed: bool) -> Draws:
+def draws(loader: LoaderLike, index_sampler: Any, with_base_seed: bool) -> Draws:
     """Makes the draws of the next ``iter()`` and its first ``next``, in torch's order.
 
     Args:
@@ -37,7 +38,7 @@ def draws(loader: Any, index_sampler: Any, with_base_seed: bool) -> Draws:
     return Draws(base_seed, _draw(kind_of(index_sampler)))
 
 
-def foreseen(loader: Any, index_sampler: Any) -> Draws:
+def foreseen(loader: LoaderLike, index_sampler: Any) -> Draws:
     """What ``draws`` would return, with a base seed. Draws from copies of the generators, which costs little."""
     copies: dict[int, torch.Generator] = {}
 
@@ -78,7 +79,7 @@ class ForeseenDraws:
 
     are_made = False
 
-    def __init__(self, loader: Any, index_sampler: Any) -> None:
+    def __init__(self, loader: LoaderLike, index_sampler: Any) -> None:
         self.draws = foreseen(loader, index_sampler)
         own = loader.generator
         self._watches = [SeedWatch(generator) for generator in ([None] if own is None else [None, own])]
@@ -103,7 +104,7 @@ class KeptDraws:
 
     are_made = True
 
-    def __init__(self, loader: Any, index_sampler: Any, with_base_seed: bool) -> None:
+    def __init__(self, loader: LoaderLike, index_sampler: Any, with_base_seed: bool) -> None:
         own = loader.generator
         generators = [None] if own is None else [None, own]
         before = [_of(generator).get_state() for generator in generators]

@@ -20,6 +20,7 @@ from rustloader.iterator import indices
 from rustloader.iterator.starts import shard_start
 from rustloader.stateful_dataloader.schema import SamplerState, check_random_start, check_shard_start
 from rustloader.stateful_dataloader.stateful import Stateful
+from rustloader.system.protocols import LoaderLike
 from rustloader.system.torch_side import known_code
 
 # The samplers of torch whose order this package can begin anywhere, by the code that yields their indices.
@@ -135,7 +136,7 @@ _SHARD_TEXTS = {
 }
 
 
-def check(saved: SamplerState, loader: Any) -> None:
+def check(saved: SamplerState, loader: LoaderLike) -> None:
     """Checks that a loader's sampler can go on where a saved one was.
 
     Args:

@@ -369,7 +369,7 @@ def _drop_next(iterator: _Iter) -> bool:
     except StopIteration:
         return False
     except Exception:
-        if getattr(iterator, "_last", None) not in (None, StopIteration):
+        if iterator.has_died():
             raise
     return True
 

@@ -15,29 +15,29 @@ from rustloader._core import BACK_BATCHES, observed
 from rustloader.fetch.failures import EmptyBatchError
 from rustloader.fetch.inline import SeededFetcher
 from rustloader.iterator import fetching
-from rustloader.iterator.core import warn_of_length
 from rustloader.iterator.single import guarded, prepare_fetcher
+from rustloader.iterator.texts import warn_of_length
 from rustloader.settings.config import resolve
-from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy
+from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy, worker_after
 from rustloader.stateful_dataloader.schema import DatasetState, Draws, copied
 from rustloader.stateful_dataloader.state import Plan
 from rustloader.system.interrupts import is_interrupt
+from rustloader.system.protocols import StatefulLoaderLike
 from rustloader.workers import resuming
 from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart, read
 
 
-class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
+class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
     """Iterates without workers, as torch's iterator does."""
 
     finished = False
-    _frames_to_caller = 6
     # Answers when the index batch of `_drawn` was drawn.
     _drawn_at = -1
     # A batch whose failures are being counted.
     _kept: list[Any] = []  # noqa: RUF012
 
-    def __init__(self, loader: Any, plan: Plan, about_dataset: DatasetState) -> None:
-        self._prepare(loader, plan, about_dataset)
+    def __init__(self, loader: StatefulLoaderLike, plan: Plan, about_dataset: DatasetState) -> None:
+        self._epoch = Positioned(loader, plan, about_dataset)
         self._start = start = plan.workers[0] if plan.workers else WorkerStart()
         # The index batch that is being made. An interrupt leaves it here for the next call.
         self._drawn: list[Any] = []
@@ -46,14 +46,14 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         # Snapshots after a number of answers, the latest last.
         self._snapshots: list[tuple[int, bytes]] = []
         resuming.load_dataset(loader.dataset, start)
-        self._call_torchs_init(super(Positioned, self).__init__, loader)
+        self._epoch.init_torchs(self, super().__init__, loader)
         resuming.load_iterator(self._dataset_fetcher, start)
-        self._maker = Snapshots(SnapshotPolicy(self._every, plan.low), 1, self._dataset_kind)
+        self._maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
         config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
-        self._seeding = self._seeds_from_here(fetching.seeding(loader, config, int(self._base_seed)))
-        prepare_fetcher(self, loader, self._seeding)
+        self._epoch.seed_from(fetching.seeding(loader, config, int(self._base_seed)))
+        prepare_fetcher(self, loader, self._epoch.seeding)
         # What decides about failing samples and counts them; None if nothing does.
-        self._guarded = guarded(self, loader, config, self._seeding, plan.epoch)
+        self._guarded = guarded(self, loader, config, self._epoch.seeding, plan.epoch)
         if self._guarded is not None:
             self._guarded[1].next_earlier = plan.failures
             self._guarded[1].begin_epoch()
@@ -71,15 +71,17 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
             if self._maker.has_state:
                 self._snapshots.append((0, first))
         is_map = self._dataset_kind == _DatasetKind.Map
-        self.sampling = self._sample_from(self.origin, torchs, low - count if is_map else low)
+        self._epoch.sampling = sampling = self._epoch.sample_from(
+            self, self.origin, torchs, low - count if is_map else low
+        )
         if count:
             if is_map:
-                batches: Any = [own_copy(batch) for batch in itertools.islice(self.sampling.iterator, count)]
+                batches: Any = [own_copy(batch) for batch in itertools.islice(sampling.iterator, count)]
             else:
                 # The index batches of an iterable dataset are all alike.
                 batches = itertools.repeat(next(iter(self._index_sampler)), count)
             resuming.replay(fetcher, batches, self._dataset_kind, self._fetch_again)
-        return self.sampling.iterator
+        return sampling.iterator
 
     def _fetch_again(self, index: Any) -> object:
         if self._guarded is not None:
@@ -87,8 +89,21 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         return self._dataset_fetcher.fetch(index)
 
     @property
-    def _answers(self) -> int:
-        return self._num_yielded - self.origin.yielded + self._raised
+    def origin(self) -> Plan:
+        """What the epoch started from."""
+        return self._epoch.origin
+
+    def delivered_nothing(self) -> bool:
+        """Whether neither a batch nor the end has come out of the epoch."""
+        return self._epoch.delivered_nothing(self) and not self.finished
+
+    def failed_to_resume(self) -> bool:
+        """Whether nothing was delivered because the state could not be loaded. The constructor would have raised."""
+        return False
+
+    def has_died(self) -> bool:
+        """Whether every later ``next`` raises an error that is not the end."""
+        return False
 
     def __next__(self) -> Any:
         if observed():
@@ -134,7 +149,7 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
 
     def _next_answer(self) -> Any:
         """The batch of the next index batch."""
-        answers = self._answers
+        answers = self._epoch.answers(self)
         if self._drawn_at != answers:
             self._drawn.clear()
             self._drawn_at = answers
@@ -158,7 +173,7 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
             # What a signal handler raises leaves the batch to the next call.
             if not is_interrupt(error, handled):
                 self._errors.append(answers)
-                self._raised += 1
+                self._epoch.raised += 1
             raise
         if self._maker.has_state:
             self._keep_snapshot(answers)
@@ -166,7 +181,7 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
 
     def _end(self) -> None:
         if not self.finished:
-            self._note_end()
+            self._epoch.warn_if_empty(self)
         self.finished = True
 
     def _keep_snapshot(self, answers: int) -> None:
@@ -200,15 +215,17 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
         """
         # Once: another thread may be in `next`.
         yielded = self._num_yielded
-        answers = yielded - self.origin.yielded + self._raised - before_error
+        answers = yielded - self.origin.yielded + self._epoch.raised - before_error
         if back:
             answers = self._answers_before(answers, back)
         low, ahead = ordinals(self.origin, answers, [])
         # First: the state of a dataset may hold that of a generator.
-        self.sampling.draw()
+        self._epoch.sampling.draw()
         worker = self._worker(answers, back == 0 and not before_error, finished)
-        sampler = self.sampling.state(low - worker.replayed if self._dataset_kind == _DatasetKind.Map else low)
-        return self._state(low, ahead, yielded - back, finished, draws, sampler, [worker])
+        sampler = self._epoch.sampling.state(low - worker.replayed if self._dataset_kind == _DatasetKind.Map else low)
+        yielded -= back
+        failures = self._failures_after(yielded)
+        return self._epoch.state(self, low, ahead, yielded, finished, draws, sampler, [worker], failures)
 
     def _worker(self, answers: int, is_last: bool, finished: bool) -> WorkerStart:
         """The state of dataset and fetcher, and how many batches were made after it."""
@@ -222,11 +239,11 @@ class _StatefulSingleProcessIter(Positioned, _SingleProcessDataLoaderIter):
                 made = None
         if made is not None:
             # The batches that were made again are in it.
-            worker = self._worker_after(start, answers, answers, made)
+            worker = worker_after(start, answers, answers, made)
             worker.replay = 0
         else:
-            worker = self._worker_after(start, answers, *self._newest_snapshot(answers))
-        self._warn_if_frozen(worker)
+            worker = worker_after(start, answers, *self._newest_snapshot(answers))
+        self._epoch.warn_if_frozen(self, worker)
         if not maker.has_state and self._dataset_kind == _DatasetKind.Map:
             worker.replay = 0
         return worker

@@ -20,6 +20,7 @@ from rustloader.stateful_dataloader.schema import (
     copied,
     of,
 )
+from rustloader.system.protocols import LoaderLike, StatefulLoaderLike
 from rustloader.workers.snapshots import WorkerStart, is_stateful
 
 
@@ -42,7 +43,7 @@ class Plan(State):
     resumed: bool = False
 
 
-def read(state: Any, loader: Any) -> Plan:
+def read(state: Any, loader: LoaderLike) -> Plan:
     """Reads a state for a loader.
 
     Raises:
@@ -54,7 +55,7 @@ def read(state: Any, loader: Any) -> Plan:
         raise ValueError(f"the state cannot be read: {error}; load what state_dict() returned") from error
 
 
-def _read(state: Any, loader: Any) -> Plan:
+def _read(state: Any, loader: LoaderLike) -> Plan:
     def check(part: DatasetState | SamplerState) -> None:
         if isinstance(part, DatasetState):
             _check_dataset(part, dataset_of(loader))
@@ -76,14 +77,14 @@ def _read(state: Any, loader: Any) -> Plan:
     return plan
 
 
-def _place_without_workers(plan: Plan, state: Any, loader: Any) -> None:
+def _place_without_workers(plan: Plan, state: Any, loader: LoaderLike) -> None:
     if loader._dataset_kind == _DatasetKind.Iterable:
         of(state, FETCHER_STATE, dict)
         if plan.dataset is None and not plan.workers[0].has_state:
             plan.workers[0].replay = plan.yielded
 
 
-def _place_with_workers(plan: Plan, loader: Any) -> None:
+def _place_with_workers(plan: Plan, loader: LoaderLike) -> None:
     steps, count = plan.steps, plan.num_workers
     plan.first_worker = (plan.last_worker + 1) % count
     if loader._dataset_kind == _DatasetKind.Iterable:
@@ -100,7 +101,7 @@ def _place_with_workers(plan: Plan, loader: Any) -> None:
         plan.first_worker = (plan.first_worker + steps) % count
 
 
-def _check_position(plan: Plan, loader: Any) -> None:
+def _check_position(plan: Plan, loader: LoaderLike) -> None:
     saved = plan.sampler or SamplerState()
     # What is left after a `reshard` is dealt anew from this batch on.
     first = saved.start.get("first") if isinstance(saved.start, Mapping) else None
@@ -127,7 +128,7 @@ def check_workers(plan: Plan, num_workers: int) -> None:
         )
 
 
-def fresh(loader: Any, draws: Draws) -> dict[str, Any]:
+def fresh(loader: StatefulLoaderLike, draws: Draws) -> dict[str, Any]:
     """The state of a loader before its first epoch, and the draws of that."""
     workers, dataset = loader.num_workers, loader.dataset
     starts = [WorkerStart() for _ in range(workers or 1)]
@@ -147,7 +148,7 @@ def fresh(loader: Any, draws: Draws) -> dict[str, Any]:
     ).to_torchdata()
 
 
-def dataset_of(loader: Any) -> DatasetState:
+def dataset_of(loader: LoaderLike) -> DatasetState:
     """What a state says about the dataset."""
     dataset = loader.dataset
     if loader._dataset_kind == _DatasetKind.Iterable:
@@ -170,7 +171,7 @@ def _check_dataset(saved: DatasetState, present: DatasetState) -> None:
         )
 
 
-def _check_workers_states(plan: Plan, loader: Any) -> None:
+def _check_workers_states(plan: Plan, loader: LoaderLike) -> None:
     """Checks that the states of the workers are for the dataset, and notes whether others can go on from them."""
     is_iterable, has_state = loader._dataset_kind == _DatasetKind.Iterable, is_stateful(loader.dataset)
     for start in plan.workers:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
+import sys
 import types
 from abc import ABCMeta
 from collections.abc import Callable
@@ -16,6 +18,9 @@ TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 TORCHS_INIT: Any = TorchIter.__init__
 TORCHS_GET_ITERATOR: Any = torch_dataloader.DataLoader._get_iterator
 TORCHS_NEXT: Any = torch_dataloader._BaseDataLoaderIter.__next__
+
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 class IterType(ABCMeta):
@@ -86,6 +91,14 @@ def in_torch(caller: Callable[..., Any], name: str, function: Callable[..., Any]
         args: Its arguments.
     """
     return _caller(getattr(caller, "__code__", _call.__code__), name)(function, *args)
+
+
+def frames_to_program() -> int:
+    """The `stacklevel` with which a warning of the caller names the code that has called this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def forget_locals(error: BaseException) -> None:

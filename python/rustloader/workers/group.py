@@ -77,12 +77,23 @@ class WorkerGroup:
     Args:
         engine: The engine that sends tasks to the workers and signals them.
         processes: List to append the processes to. Programs can reach and change it.
+        context: The multiprocessing context.
+        dataset: The dataset.
         on_exit: Function to call when the interpreter's exit has ended the workers.
     """
 
-    def __init__(self, engine: Engine, processes: list[Any], on_exit: weakref.WeakMethod[Callable[[], None]]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        processes: list[Any],
+        context: Any,
+        dataset: Any,
+        on_exit: weakref.WeakMethod[Callable[[], None]],
+    ) -> None:
         self.engine = engine
         self.processes = processes
+        self.context = context
+        self._dataset = dataset
         self._on_exit = on_exit
         # The dataset of workers on other machines.
         self._blob: remote.Blob | None = None
@@ -94,26 +105,24 @@ class WorkerGroup:
         self._out_of_memory: dict[int, tuple[int, bool]] = {}
         _live.add(self)
 
-    def start(self, context: Any, dataset: Any, job: Job, counts_oom_kills: bool = False) -> None:
+    def start(self, job: Job, counts_oom_kills: bool = False) -> None:
         """Starts all workers. After an error some may run; the caller must end them.
 
         Args:
-            context: The multiprocessing context.
-            dataset: The dataset.
             job: What the workers share.
             counts_oom_kills: Whether ``was_out_of_memory`` is to know. This reads files of the memory cgroups.
         """
         if counts_oom_kills:
             self._oom_kills = OomKills()
-        if is_remote(context):
-            self._blob = remote.Blob(context, dataset, job)
+        if is_remote(self.context):
+            self._blob = remote.Blob(self.context, self._dataset, job)
             self._start_remote(range(job.config.num_workers), self._blob, job)
             return
-        process.start_helpers(context)
+        process.start_helpers(self.context)
         with deferred_signals() as unblock:
-            self._start(range(job.config.num_workers), context, dataset, job, unblock)
+            self._start(range(job.config.num_workers), job, unblock)
 
-    def replace(self, worker_id: int, context: Any, dataset: Any, job: Job, unblock: list[int]) -> int:
+    def replace(self, worker_id: int, job: Job, unblock: list[int]) -> int:
         """Starts a process in place of a dead one, and returns its pid. After an error the worker is still vacant, or
         its new process has been killed. The caller defers signals; ``unblock`` is what ``deferred_signals`` gave it."""
         self.engine.vacate(worker_id)
@@ -124,7 +133,7 @@ class WorkerGroup:
         if self._blob is not None:
             self._start_remote([worker_id], self._blob, job)
             return int(self.processes[worker_id].pid)
-        (pid,) = self._start([worker_id], context, dataset, job, unblock)
+        (pid,) = self._start([worker_id], job, unblock)
         return pid
 
     def _start_remote(self, worker_ids: Sequence[int], blob: remote.Blob, job: Job) -> None:
@@ -145,12 +154,12 @@ class WorkerGroup:
             self._out_of_memory[death.worker_id] = death.generation, answer
         return answer
 
-    def _start(self, worker_ids: Sequence[int], context: Any, dataset: Any, job: Job, unblock: list[int]) -> list[int]:
+    def _start(self, worker_ids: Sequence[int], job: Job, unblock: list[int]) -> list[int]:
         """Starts processes, while signals are deferred."""
         job.numpy_arena = NUMPY_ARENA.get()
         job.sigterm_seconds = SIGTERM.get() if _survives_sigterm() else None
         job.unblock = unblock
-        method = process.start_method(context)
+        method = process.start_method(self.context)
         with contextlib.ExitStack() as stack:
             common, gates = None, None
             if method != "fork" and self._reports is None:
@@ -158,25 +167,27 @@ class WorkerGroup:
                 with contextlib.suppress(OSError):
                     self._reports = Reports()
             if len(worker_ids) > 1 and method != "fork":
-                if job.starts is None and (common := PickledOnce.of(arguments.marked(dataset, job, job))) is not None:
+                if (
+                    job.starts is None
+                    and (common := PickledOnce.of(arguments.marked(self._dataset, job, job))) is not None
+                ):
                     stack.callback(common.close)
                 if method == "spawn":
                     gates = Gates(len(worker_ids))
                     stack.callback(gates.close)
             begin_forks()
             stack.callback(end_forks)
-            return [self._start_one(worker_id, context, dataset, job, common, gates) for worker_id in worker_ids]
+            return [self._start_one(worker_id, job, common, gates) for worker_id in worker_ids]
 
-    def _start_one(
-        self, worker_id: int, context: Any, dataset: Any, job: Job, common: PickledOnce | None, gates: Gates | None
-    ) -> int:
+    def _start_one(self, worker_id: int, job: Job, common: PickledOnce | None, gates: Gates | None) -> int:
         with contextlib.nullcontext() if gates is None else gates.next() as gate:
-            payload = Payload(Connection(self.engine, worker_id), dataset, job, worker_id, common, gate, self._reports)
-            worker = context.Process(target=main.run, args=(payload,))
+            connection = Connection(self.engine, worker_id)
+            payload = Payload(connection, self._dataset, job, worker_id, common, gate, self._reports)
+            worker = self.context.Process(target=main.run, args=(payload,))
             worker.daemon = True
             try:
                 try:
-                    is_forked = process.start_method(context) == "fork"
+                    is_forked = process.start_method(self.context) == "fork"
                     has_calls = not is_forked and (gate is not None or payload.cores is not None)
                     first = calling_first(worker, payload.first_calls) if has_calls else contextlib.nullcontext()
                     with arguments.naming(), first:

@@ -284,7 +284,7 @@ class Session:
         return {
             "main": self.note.events,
             "workers": recorder.workers(self.note.folder),
-            "handed over": [*self.handed_over, *(["an iterator"] if any(it._passthrough for it in own) else [])],
+            "handed over": [*self.handed_over, *(["an iterator"] if any(it._core is None for it in own) else [])],
             "missing": self.delivered - (rustloader.engine_batches() - self.engine_before),
         }
 

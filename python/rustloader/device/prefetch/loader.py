@@ -18,6 +18,7 @@ from rustloader.device.prefetch.streams import streams_of
 from rustloader.metrics import transfers
 from rustloader.metrics.transfers import Transfers
 from rustloader.metrics.wrappers import loader_in
+from rustloader.system.protocols import LoaderLike
 
 logger = logging.getLogger("rustloader")
 
@@ -192,14 +193,14 @@ class StatefulDeviceLoader(DeviceLoader):
 DeviceLoader.__module__ = "rustloader"
 
 
-def _tell_once(transfers: Transfers, loader: Any, unpinned: set[type]) -> None:
+def _tell_once(transfers: Transfers, loader: LoaderLike, unpinned: set[type]) -> None:
     """Logs once per loader that copies are from pageable memory, and why."""
     why = why_pageable(loader, unpinned)
     if transfers.note_pageable(why):
         logger.info("prefetch_to_device: %s", why)
 
 
-def why_pageable(loader: Any, unpinned: set[type]) -> str:
+def why_pageable(loader: LoaderLike, unpinned: set[type]) -> str:
     """Why batches are not pinned, with the remedy."""
     names = ", ".join(sorted(kind.__qualname__ for kind in unpinned if not hasattr(kind, "pin_memory")))
     if getattr(loader, "pin_memory", False) and names:

@@ -11,7 +11,8 @@ from typing import Any
 from rustloader._core import Death
 from rustloader.errors import WorkerDiedError, WorkerStalledError
 from rustloader.settings.limits import STATUS_AFTER
-from rustloader.workers import remote, stalls
+from rustloader.supervision import stalls
+from rustloader.workers import remote
 from rustloader.workers.memory_events import OUT_OF_MEMORY
 
 # What torch says of the cause.

@@ -11,7 +11,7 @@ import torch
 
 from rustloader._core import Death
 from rustloader.settings.limits import BACK_OFF, BACK_OFF_MOST, DEATHS_SHOWN, POISON_AFTER
-from rustloader.workers import stalls
+from rustloader.supervision import stalls
 
 logger = logging.getLogger("rustloader")
 

@@ -1,0 +1,116 @@
+"""What the epochs of an iterator begin with: settings, seeds, index batches, the jobs of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data.dataloader import _DatasetKind
+
+from rustloader._core import Death, Engine
+from rustloader.fetch.seeds import Seeding
+from rustloader.iterator import fallback, fetching, indices
+from rustloader.iterator.failures import FailureCount
+from rustloader.settings.config import LoaderConfig
+from rustloader.system.protocols import LoaderLike, WorkersIterator
+from rustloader.system.torch_side import TORCHS_INIT, in_torch
+from rustloader.workers.bootstrap import Job
+from rustloader.workers.snapshots import WorkerStart
+
+
+class Epochs:
+    """The epochs of an iterator, each from its beginning. Those of a StatefulDataLoader may begin at a position.
+
+    Methods take the iterator, which may not be referred to: its end is that of the workers.
+
+    Attributes:
+        seeding: The seeds of the epoch, unless they are torch's.
+        failures: Counts failed samples. None counts nothing.
+        raised: Number of answers in this epoch that were no batch: errors, and batches that had no samples left.
+        on_engine: Whether the engine does the work; else torch's own iterator does.
+        has_ended: Whether that has ended.
+        is_deleted: Whether the iterator is deleted, so that nothing can ask for a state.
+        may_change_workers: Whether the workers of a persistent loader may be replaced by others between epochs.
+    """
+
+    seeding: Seeding | None = None
+    failures: FailureCount | None = None
+    raised = 0
+    on_engine = True
+    has_ended = is_deleted = False
+    may_change_workers = True
+
+    @property
+    def yielded(self) -> int:
+        """Number of batches of the present epoch before its start."""
+        return 0
+
+    def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
+        """The settings that the engine and the workers get. Logs once which options have no effect."""
+        if loader._dataset_kind == _DatasetKind.Iterable:
+            config = fallback.round_robin(loader, config, "an iterable dataset")
+        return fetching.adapted(loader, config)
+
+    def init_torchs(self, it: WorkersIterator, init: Callable[[Any], None], loader: LoaderLike) -> None:
+        """Calls torch's constructor, which draws the base seed."""
+        in_torch(TORCHS_INIT, "__init__", init, loader)
+
+    def seed(self, it: WorkersIterator, loader: LoaderLike, config: LoaderConfig) -> None:
+        """Sets the seeds of the first epoch."""
+        self.seeding = fetching.seeding(loader, config, int(it._base_seed))
+
+    # An epoch begins: `plan`, `index_batches`, the engine's beginning, `begun`. An error in between leads to `failed`.
+
+    def plan(self, it: WorkersIterator) -> None:
+        """Decides where the epoch that begins starts."""
+
+    def first_worker(self, it: WorkersIterator) -> int:
+        """The worker that gets the first task of the epoch that begins."""
+        return 0
+
+    def index_batches(self, it: WorkersIterator, torchs: Iterator[Any]) -> Any:
+        """The index batches of the epoch that begins; ``torchs`` is torch's iterator over the sampler."""
+        self.raised = 0
+        return indices.stream(it._index_sampler, torchs)
+
+    def message(self, loader: LoaderLike) -> dict[str, Any]:
+        """What the workers of a persistent loader are told when an epoch begins. It has the next seeds."""
+        if self.seeding is not None:
+            self.seeding = fetching.next_epoch(loader, self.seeding)
+            return {"epoch": self.seeding.epoch}
+        return {} if self.failures is None else {"epoch": self.failures.epoch}
+
+    def check(self, it: WorkersIterator, engine: Engine, is_first: bool) -> None:
+        """Called when the engine has begun an epoch, which counts unless this raises."""
+
+    def begun(self, it: WorkersIterator) -> None:
+        """Notes that the epoch has begun."""
+
+    def failed(self) -> bool:
+        """Whether the iterator delivers nothing after an error in its beginning, until an epoch has begun."""
+        return False
+
+    # Workers.
+
+    def complete(self, job: Job) -> None:
+        """Completes a job."""
+
+    def complete_first(self, it: WorkersIterator, job: Job) -> None:
+        """Completes the job of workers that begin with an engine's first epoch."""
+
+    def complete_next(self, job: Job) -> None:
+        """Completes the job of a process that follows a death, in the present epoch."""
+
+    def start_after(self, it: WorkersIterator, engine: Engine, death: Death) -> WorkerStart | None:
+        """Where a worker goes on after a death. An iterable dataset makes its batches again up to there."""
+        if it._dataset_kind != _DatasetKind.Iterable or not death.answers:
+            return None
+        return WorkerStart(replay=death.answers)
+
+    # The end.
+
+    def ended(self, it: WorkersIterator) -> None:
+        """Called at the end of an epoch."""
+
+    def before_shutdown(self, it: WorkersIterator, engine: Engine) -> None:
+        """Called before the workers are told to leave."""

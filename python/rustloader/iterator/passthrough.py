@@ -1,0 +1,80 @@
+"""An iterator's mode where the engine cannot behave as torch does: every method is torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from rustloader.iterator.epochs import Epochs
+from rustloader.system import hooks
+from rustloader.system.cleanup import clean_up_after, quietly
+from rustloader.system.protocols import LoaderLike, WorkersIterator
+from rustloader.workers import process
+
+
+class TorchsMode:
+    """Calls the methods of torch's iterator.
+
+    Args:
+        ours: The engine's iterator class, which torch's follows in the MRO.
+        epochs: What epochs begin with.
+    """
+
+    engine = None
+    batches = 0
+
+    def __init__(self, ours: type[_BaseDataLoaderIter], epochs: Epochs) -> None:
+        self._ours, self.epochs = ours, epochs
+        epochs.on_engine = False
+
+    def _torchs(self, it: WorkersIterator) -> Any:
+        return super(self._ours, it)
+
+    def start(self, it: WorkersIterator, loader: LoaderLike) -> None:
+        """Calls torch's constructor, which starts the workers and the first epoch."""
+        try:
+            self.epochs.init_torchs(it, self._torchs(it).__init__, loader)
+        except BaseException as error:
+            clean_up_after(error, lambda: self._abandon(it))
+            raise
+
+    def _abandon(self, it: WorkersIterator) -> None:
+        """Ends what torch's failed constructor started: torch's clean-up needs attributes that it had yet to set."""
+        try:
+            self.shut_down(it)
+        except Exception as error:
+            for worker in it._workers:
+                quietly(process.kill, worker)
+            if not isinstance(error, AttributeError):
+                raise
+
+    def begin(self, it: WorkersIterator, loader: LoaderLike, is_first: bool) -> None:
+        self.epochs.plan(it)
+        self._torchs(it)._reset(loader, is_first)
+        # torch begins with the first batches in between.
+        it._num_yielded = self.epochs.yielded
+        self.epochs.begun(it)
+
+    def next(self, it: WorkersIterator) -> Any:
+        hooks.run()
+        try:
+            return self._torchs(it).__next__()
+        except StopIteration:
+            self.epochs.ended(it)
+            self.epochs.has_ended = True
+            raise
+        except Exception:
+            self.epochs.raised += 1
+            raise
+
+    next_observed = next
+
+    def next_data(self, it: WorkersIterator) -> Any:
+        return self._torchs(it)._next_data()
+
+    def shut_down(self, it: WorkersIterator) -> None:
+        self._torchs(it)._shutdown_workers()
+
+    def dismiss(self, it: WorkersIterator, worker_id: int, shutdown: bool) -> None:
+        self._torchs(it)._mark_worker_as_unavailable(worker_id, shutdown)

@@ -1,0 +1,415 @@
+"""An iterator's mode where the engine does the work: workers, order and transport."""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import _utils
+from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, VACANT, Death, Engine
+from rustloader.auto import tuner
+from rustloader.auto.tuner import Tuner
+from rustloader.device import pinning
+from rustloader.fetch.failures import EmptyBatch, EmptyBatchError, Failure, Reported
+from rustloader.iterator import failures, fallback, fetching
+from rustloader.iterator.epochs import Epochs
+from rustloader.iterator.failures import FailureCount
+from rustloader.iterator.texts import TOO_LONG_WITH_WORKERS, timed_out, warn_of_length
+from rustloader.metrics import ledger
+from rustloader.remote.context import is_remote
+from rustloader.settings import loader_state
+from rustloader.settings.config import LoaderConfig
+from rustloader.settings.limits import EXIT_GRACE
+from rustloader.supervision import deaths
+from rustloader.supervision.restarts import Restarts
+from rustloader.supervision.supervisor import Supervisor
+from rustloader.system import hooks, moved_storages
+from rustloader.system.cleanup import clean_up_after
+from rustloader.system.protocols import LoaderLike, WorkersIterator
+from rustloader.system.torch_side import forget_locals, is_torchs
+from rustloader.workers import affinity
+from rustloader.workers.bootstrap import Job
+from rustloader.workers.group import WorkerGroup
+
+# None if a program replaced torch's method before this import. Comparing with it spares most batches a further check.
+_torchs_next_index: Any = _BaseDataLoaderIter._next_index
+if not is_torchs(_torchs_next_index, torch_dataloader):
+    _torchs_next_index = None
+
+
+class Session:
+    """An engine with its workers, from the iterator's construction to its end.
+
+    It does not refer to the iterator, whose end is that of the workers: methods take it.
+
+    Args:
+        it: The iterator, whose attributes of torch's are set.
+        loader: Its loader.
+        config: Its settings.
+        engine: An engine without workers.
+        epochs: What epochs begin with.
+        of_auto: Decides about the number of workers, with num_workers="auto".
+
+    Attributes:
+        last: Makes the error that every later `next` raises once the epoch has ended or a worker has died.
+        rescued: An answer that a signal handler kept from the caller. The next call returns it.
+    """
+
+    supervisor: Supervisor
+    # The cores of each worker, also of those that follow a death.
+    _cores: list[list[int]] | None = None
+    # Failures of an empty batch that are yet to be counted. A signal handler that raises leaves them to the next call.
+    _uncounted: list[Failure] | None = None
+
+    def __init__(
+        self,
+        it: WorkersIterator,
+        loader: LoaderLike,
+        config: LoaderConfig,
+        engine: Engine,
+        epochs: Epochs,
+        of_auto: Tuner | None,
+    ) -> None:
+        self.config, self.epochs, self._tuner = config, epochs, of_auto
+        self.counters, self._state = ledger.of(it), loader_state.of(it)
+        self._context = fallback.context_of(loader)
+        self.last: Callable[[], BaseException] | None = None
+        self.rescued: list[Any] | None = None
+        self._own(it, engine)
+        self.counters.serve(fetching.scheduling(loader, it, config, None if of_auto is None else of_auto.count))
+        epochs.seed(it, loader, config)
+        if not config.raises:
+            epochs.failures = failures.of(loader, config.max_errors, self.counters.faults)
+
+    def _own(self, it: WorkersIterator, engine: Engine) -> None:
+        """Takes an engine without workers."""
+        on_exit = weakref.WeakMethod(it._note_exit)
+        self.group = WorkerGroup(engine, it._workers, self._context, it._dataset, on_exit)
+
+    @property
+    def engine(self) -> Engine:
+        return self.group.engine
+
+    @property
+    def batches(self) -> int:
+        """Number of batches that the engine has delivered."""
+        return self.engine.batches
+
+    # Workers.
+
+    def start(self, it: WorkersIterator, loader: LoaderLike) -> None:
+        """Starts the workers and the first epoch."""
+        self._start_workers(it)
+        it._reset(loader, first_iter=True)
+
+    def _start_workers(self, it: WorkersIterator) -> None:
+        engine, limit = self.engine, self.config.max_restarts
+        moved_storages.watch()
+        self.counters.add(engine.meter)
+        engine.belongs_to(self._state.pages)
+        passes_over = self.epochs.failures is not None and it._dataset_kind == _DatasetKind.Map
+        restarts = Restarts(limit, passes_over) if limit else None
+        new_streams = self.epochs.seeding is None
+        self.supervisor = Supervisor(self.group, self.counters, self._state, restarts, new_streams)
+        try:
+            if not is_remote(self._context):  # those elsewhere have other cores
+                cores = affinity.of_workers(self.config.worker_affinity, it._num_workers)
+                if cores is not None:
+                    self._cores = cores
+            self.group.start(self._first_job(it), counts_oom_kills=limit > 0)
+            if not is_remote(self._context):
+                self.counters.start_workers([worker.pid for worker in it._workers], engine.meter)
+            if it._pin_memory:
+                pinner = pinning.Pinner(it._pin_memory_device)
+                engine.start_pinning(begin=pinner.begin, plain=pinner.plain, pin=pinner.pin, failure=pinner.failure)
+                it._pin_memory_thread = pinning.Thread(engine)
+                it._pin_memory_thread_done_event = pinning.DoneEvent(engine)
+        except BaseException as error:
+            # An incomplete set of workers is useless. A further iter() of a persistent loader starts all again.
+            clean_up_after(error, it._shutdown_workers)
+            raise
+
+    def _restart(self, it: WorkersIterator) -> None:
+        """Starts new workers for a persistent loader whose workers died or were shut down."""
+        it._shutdown_workers()
+        engine, reason = fallback.make_engine(self.config)
+        if engine is None:
+            raise RuntimeError(f"the workers of the DataLoader cannot be started again: {reason}")
+        it._workers.clear()
+        self._own(it, engine)
+        it._shutdown = False
+        self.last = None
+        self._start_workers(it)
+
+    def _job(self, it: WorkersIterator) -> Job:
+        count = self.epochs.failures
+        job = Job(
+            dataset_kind=it._dataset_kind,
+            auto_collation=it._auto_collation,
+            collate_fn=it._collate_fn,
+            drop_last=it._drop_last,
+            base_seed=int(it._base_seed),
+            init_fn=it._worker_init_fn,
+            config=self.config,
+            seeding=self.epochs.seeding,
+            max_errors=None if count is None else count.allowed,
+            epoch=0 if count is None else count.epoch,
+            poison={} if self.supervisor.restarts_workers else None,
+            cores=self._cores,
+        )
+        self.epochs.complete(job)
+        return job
+
+    def _first_job(self, it: WorkersIterator) -> Job:
+        """The job of the workers that begin with the engine's first epoch."""
+        job = self._job(it)
+        self.epochs.complete_first(it, job)
+        return job
+
+    def _next_job(self, it: WorkersIterator, death: Death) -> Job:
+        """The job of the process that follows a death, in the engine's present epoch."""
+        job = self._job(it)
+        job.generation, job.first_task, job.answers = death.generation + 1, death.first_task, death.answers
+        if self.supervisor.restarts_workers:
+            job.poison = self.supervisor.poison_of(death.worker_id)
+        job.starts = [None] * it._num_workers
+        job.starts[death.worker_id] = self.epochs.start_after(it, self.engine, death)
+        self.epochs.complete_next(job)
+        return job
+
+    def _fill(self, it: WorkersIterator, death: Death) -> None:
+        self.supervisor.fill(death, lambda death: self._next_job(it, death))
+
+    # Epochs.
+
+    def begin(self, it: WorkersIterator, loader: LoaderLike, is_first: bool) -> None:
+        """Begins an epoch."""
+        if self.last is _not_begun:
+            self.last = None
+        self.epochs.plan(it)
+        try:
+            if not is_first:
+                self._retune(it, loader)
+            self._begin(it, loader, is_first)
+            self.epochs.begun(it)
+        except BaseException:
+            if self.epochs.failed() and self.last is None:
+                self.last = _not_begun
+            raise
+        if self._tuner is not None:
+            self._tuner.watch(it)
+
+    def _begin(self, it: WorkersIterator, loader: LoaderLike, is_first: bool) -> None:
+        epochs, count = self.epochs, self.epochs.failures
+        it._reset_torchs(loader, is_first)
+        if self.last is StopIteration:
+            self.last = None
+        if count is not None:
+            count.begin_epoch()
+            self._uncounted = None
+        told = {} if is_first else epochs.message(loader)
+        begins_engine = is_first
+        if not is_first and (it._shutdown or self.last is not None or not self.engine.is_ours):
+            self._restart(it)
+            begins_engine = True
+        self.rescued = None
+        self.supervisor.begin_epoch()
+        engine, first_worker = self.engine, epochs.first_worker(it)
+        answer: list[Any] = [None, None]
+        message = pickle.dumps(told) if told else b""
+        engine.begin(answer, draw_of(it), begins_engine, message, first_worker)
+        while answer[0] == VACANT:
+            self._fill(it, answer[1])
+            engine.begin(answer, draw_of(it), begins_engine, message, first_worker)
+        code, value = answer
+        if code != END:
+            self._raise_for(it, code, value)
+        epochs.check(it, engine, is_first)
+        if epochs.seeding is not None:
+            fetching.note_begun(loader, epochs.seeding)
+        if count is not None:
+            count.next_epoch += 1
+        it._workers_status = [True] * it._num_workers
+
+    def _retune(self, it: WorkersIterator, loader: LoaderLike) -> None:
+        """Takes the number of workers that a persistent loader with num_workers="auto" is to have. If it has changed,
+        the workers leave, so that the epoch starts others."""
+        if not self.epochs.may_change_workers:
+            return
+        self._note_memory(it)
+        self._tuner = tuned = tuner.follow(loader, self.config)
+        if tuned is None or tuned.count == it._num_workers:
+            return
+        it._shutdown_workers()
+        it._num_workers = tuned.count
+        self.config = self.config.changed(num_workers=tuned.count)
+        self.counters.note_workers(tuned.count)
+
+    def _note_memory(self, it: WorkersIterator) -> None:
+        """Lets the tuner read the memory of workers that run on this machine."""
+        if self._tuner is not None and not it._shutdown and not is_remote(self._context):
+            self._tuner.note_memory(worker.pid for worker in it._workers)
+
+    # Batches.
+
+    def next(self, it: WorkersIterator) -> Any:
+        """The next batch, counted as torch counts it."""
+        if it._sampler_iter is None:
+            it._reset()  # type: ignore[call-arg]
+        data = it._next_data()
+        it._num_yielded += 1
+        # No call here either, as in `_answer`.
+        length = it._IterableDataset_len_called
+        if length is not None and it._num_yielded > length and it._dataset_kind == _DatasetKind.Iterable:
+            warn_of_length(it, TOO_LONG_WITH_WORKERS)
+        return data
+
+    def next_observed(self, it: WorkersIterator) -> Any:
+        """The next batch, for profilers and hooks."""
+        hooks.run()
+        with torch.autograd.profiler.record_function(it._profile_name):
+            return self.next(it)
+
+    def next_data(self, it: WorkersIterator) -> Any:
+        """The next batch, or the error in its place, or StopIteration."""
+        if self.epochs.failures is not None:
+            return self._unwrap(it, self.epochs.failures)
+        return self._answer(it)
+
+    def _answer(self, it: WorkersIterator) -> Any:
+        last = self.last
+        if last is not None:
+            raise last()
+        if it._shutdown:
+            self.engine.stay()
+            # As in torch, which has then marked all workers as unavailable.
+            raise StopIteration
+        answer, self.rescued = self.rescued, None
+        if answer is None:
+            answer = [None, None]
+            engine = self.group.engine
+            try:
+                engine.next(answer, draw_of(it))
+                while answer[0] == VACANT:
+                    death, answer[0] = answer[1], None
+                    self._fill(it, death)
+                    engine.next(answer, draw_of(it))
+                if it._dataset_kind == _DatasetKind.Iterable:
+                    it._workers_status[:] = engine.active() or it._workers_status
+            except BaseException as error:
+                if answer[0] is not None and answer[0] != VACANT:
+                    # A signal handler raised just after the answer arrived. The next call returns it.
+                    self.rescued = answer
+                elif isinstance(error, RuntimeError):
+                    # Another thread may have reached the end, or found a death, while this one waited.
+                    last = self.last
+                    if last is not None:
+                        raise last()  # noqa: B904
+                raise
+        # No call may come between here and the return: a signal handler could run in it, and the batch would be lost.
+        code, value = answer
+        if code == BATCH:
+            return value
+        if code == ERROR:
+            self.epochs.raised += 1
+            if value.__class__ is EmptyBatch:
+                self._uncounted = value.failures
+            try:
+                value.reraise()
+            except BaseException as error:
+                forget_locals(error)
+                raise
+        if code == END:
+            self.epochs.ended(it)
+            self.last = StopIteration
+            if not it._persistent_workers:
+                it._shutdown_workers()
+            raise StopIteration
+        self._raise_for(it, code, value)
+        raise AssertionError(f"the engine returned an unknown code: {code}")
+
+    def _unwrap(self, it: WorkersIterator, count: FailureCount) -> Any:
+        """The next batch under ``on_error``. Passes over those without samples, and counts failures."""
+        while True:
+            if self._uncounted is not None:
+                self._count_failures(it, count, self._uncounted, is_empty=True)
+                self._uncounted = None
+            try:
+                data = self._answer(it)
+            except EmptyBatchError:
+                continue
+            # Before any call: a signal handler could run in it, and the batch would be lost.
+            self.rescued = [BATCH, data]
+            if isinstance(data, Reported):
+                self._count_failures(it, count, data.failures)
+                data = data.batch
+            self.rescued = None
+            return data
+
+    def _count_failures(
+        self, it: WorkersIterator, count: FailureCount, found: list[Failure], is_empty: bool = False
+    ) -> None:
+        """Raises beyond ``max_errors``, now and at each later call."""
+        error = count.add(found, it._num_yielded + 1, is_empty)
+        if error is not None:
+            self.last, self.rescued, self._uncounted = error, None, None
+            self.engine.close()
+            raise error()
+
+    def _raise_for(self, it: WorkersIterator, code: int, value: Any) -> None:
+        """Raises the error of an answer that is neither a batch nor the end."""
+        if code == TIMED_OUT:
+            raise timed_out(it)
+        engine = self.engine
+        if code == DEAD:
+            self.last = self.supervisor.error_of(value)
+            engine.close()
+            raise self.last()
+        if code == NO_PIN_THREAD:
+            self.last = deaths.pin_thread_error(value)
+            engine.close()
+            # The thread reports its failure just before it ends.
+            engine.join_pinning(EXIT_GRACE)
+            raise self.last()
+
+    # The end.
+
+    def shut_down(self, it: WorkersIterator) -> None:
+        """Ends the workers, as `_shutdown_workers` says."""
+        group = self.group
+        if it._shutdown or not group.engine.is_ours or group.exiting():
+            return
+        try:
+            self.epochs.before_shutdown(it, group.engine)
+            self._note_memory(it)
+        finally:
+            it._shutdown = True
+            it._workers_status = [False] * it._num_workers
+            ledger.end_workers(it)
+            group.end(_utils.MP_STATUS_CHECK_INTERVAL)
+
+    def dismiss(self, it: WorkersIterator, worker_id: int, shutdown: bool = False) -> None:
+        """Marks a worker as dismissed by a copied shutdown routine. Once all are, the workers exit."""
+        it._workers_status[worker_id] = False
+        if not any(it._workers_status):
+            self.engine.close()
+
+
+def _not_begun() -> RuntimeError:
+    return RuntimeError("this epoch has not begun, because iter() raised an error: call iter() of the loader again")
+
+
+def draw_of(it: WorkersIterator) -> Iterator[Any] | Callable[[], Any]:
+    """The source of the next index. Without a Python frame in between, an interrupt cannot lose an index."""
+    next_index = type(it)._next_index
+    if next_index is _torchs_next_index or is_torchs(next_index, torch_dataloader):
+        source: Iterator[Any] = it._sampler_iter
+        return source
+    method: Callable[[], Any] = it._next_index
+    return method

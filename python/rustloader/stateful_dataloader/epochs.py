@@ -1,0 +1,308 @@
+"""The epochs of a StatefulDataLoader with workers: each begins at a position, and has a state."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data.dataloader import _DatasetKind
+
+from rustloader._core import BACK_BATCHES, Death, Engine, Snapshot
+from rustloader.iterator import fallback, fetching
+from rustloader.iterator.epochs import Epochs
+from rustloader.iterator.texts import timed_out
+from rustloader.settings.config import LoaderConfig
+from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy, worker_after
+from rustloader.stateful_dataloader.sampling import Sampling
+from rustloader.stateful_dataloader.schema import DatasetState, Draws
+from rustloader.stateful_dataloader.set_epoch import EpochRecorder
+from rustloader.stateful_dataloader.state import Plan
+from rustloader.system.protocols import LoaderLike, StatefulLoaderLike, WorkersIterator
+from rustloader.workers.bootstrap import Job
+from rustloader.workers.snapshots import OF_STATE, SnapshotPolicy, WorkerStart, read
+
+
+class StatefulEpochs(Positioned, Epochs):
+    """Epochs that begin at a position.
+
+    Args:
+        loader: The loader.
+        plan: What the first epoch starts from.
+        dataset: What a state says about the dataset.
+        told: Has the epochs that the program tells its dataset.
+    """
+
+    # The snapshots of each worker, once its engine has ended.
+    _frozen: list[list[Snapshot]] | None = None
+    _started = False
+    # The index batches of the epoch, if those that are made again were taken from them.
+    _begun: Sampling | None = None
+    # Whether the engine has begun the epoch.
+    _has_begun = False
+
+    def __init__(
+        self, loader: StatefulLoaderLike, plan: Plan, dataset: DatasetState, told: EpochRecorder | None
+    ) -> None:
+        super().__init__(loader, plan, dataset)
+        # What the next epoch starts from, until it has begun.
+        self._plan: Plan | None = plan
+        self._told_epoch = told
+        # A map-style dataset without a state needs its position alone.
+        self._has_states = dataset.is_iterable or bool(dataset.stateful)
+        self._wants_snapshots = self._has_states or loader.worker_init_fn is not None
+        # Workers that leave would take the state of their dataset along.
+        self.may_change_workers = not dataset.stateful
+
+    def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
+        config = super().adapted(loader, config)
+        if self.dataset.stateful:
+            config = fallback.round_robin(loader, config, "a dataset with a state of its own")
+        return config.changed(snapshots=self._wants_snapshots)
+
+    def seed(self, it: WorkersIterator, loader: LoaderLike, config: LoaderConfig) -> None:
+        self.seed_from(fetching.seeding(loader, config, int(it._base_seed)))
+
+    # An epoch begins.
+
+    def set_plan(self, it: WorkersIterator, plan: Plan) -> None:
+        """Sets what the next epoch starts from, of a persistent loader."""
+        self._plan = dataclasses.replace(plan, base_seed=int(it._base_seed))
+
+    def plan(self, it: WorkersIterator) -> None:
+        plan = self._next_plan(it)
+        if self.failures is not None:
+            # Counted by the loader, so that a resumed epoch has its number.
+            self.failures.next_epoch, self.failures.next_earlier = plan.epoch, plan.failures
+
+    def _next_plan(self, it: WorkersIterator) -> Plan:
+        """What the epoch that begins starts from. One that failed to begin is begun again."""
+        if self._plan is None:
+            self._plan = Plan(base_seed=int(it._base_seed), epoch=self.origin.epoch + 1)
+        plan = self._plan
+        if not self.on_engine and it._dataset_kind == _DatasetKind.Iterable:
+            # torch's workers begin at the beginning.
+            return Plan(base_seed=plan.base_seed, epoch=plan.epoch, drop=plan.yielded + plan.drop)
+        return plan
+
+    def first_worker(self, it: WorkersIterator) -> int:
+        return self.origin.first_worker if self.origin.num_workers == it._num_workers else 0
+
+    def index_batches(self, it: WorkersIterator, torchs: Iterator[Any]) -> Any:
+        # From here on states are of the new epoch. No code of the program has run since the counters were reset.
+        plan = self._next_plan(it)
+        begun, self._begun = self._begun, None
+        self.sampling = begun or self.sample_from(it, plan, torchs, plan.low)
+        self._frozen = None
+        self._started = self.has_ended = self._has_begun = False
+        self.origin, self.raised, it._num_yielded = plan, 0, plan.yielded
+        return self.sampling.iterator
+
+    def message(self, loader: LoaderLike) -> dict[str, Any]:
+        message = super().message(loader)
+        told = None if self._told_epoch is None else self._told_epoch.since_last_epoch()
+        return message if told is None else message | {"set_epoch": told}
+
+    def check(self, it: WorkersIterator, engine: Engine, is_first: bool) -> None:
+        if is_first and it._worker_init_fn is not None:
+            self._raise_failed_start(it, engine)
+        elif not is_first and self._has_states:
+            # What persistent workers carry over from the last epoch is in their first snapshots alone.
+            self._await_started(it, engine)
+        if self._told_epoch is not None:
+            self._told_epoch.note_begun()
+
+    def begun(self, it: WorkersIterator) -> None:
+        self._has_begun, self._plan = True, None
+
+    def failed(self) -> bool:
+        # The engine may be in the new epoch, whose batches would have no exact state.
+        return not self._has_begun
+
+    def _await_started(self, it: WorkersIterator, engine: Engine) -> None:
+        if engine.wait_started(it._timeout) is None:
+            raise timed_out(it)
+
+    def _raise_failed_start(self, it: WorkersIterator, engine: Engine) -> None:
+        """Raises an error of worker_init_fn or iter(dataset)."""
+        self._await_started(it, engine)
+        for worker in range(it._num_workers):
+            found = engine.snapshot(worker, 0)
+            error = pickle.loads(found.payload) if found is not None and found.is_error else None
+            if error is not None and not error.where.startswith(OF_STATE):
+                it._shutdown_workers()
+                error.reraise()
+
+    # Workers.
+
+    def complete(self, job: Job) -> None:
+        job.epoch = self.origin.epoch if self._plan is None else self._plan.epoch
+        if self._wants_snapshots:
+            job.snapshots = SnapshotPolicy(self.every, self.origin.low)
+
+    def complete_first(self, it: WorkersIterator, job: Job) -> None:
+        self._frozen, plan = None, self._plan
+        # None: the process of a persistent loader begins again, with an epoch from its beginning.
+        if plan is not None and plan.workers and self._has_states:
+            job.starts = self._starts(it, plan)
+
+    def complete_next(self, job: Job) -> None:
+        # The program may have told its dataset another epoch since this one began.
+        job.told = None if self._told_epoch is None else self._told_epoch.in_force
+
+    def _starts(self, it: WorkersIterator, plan: Plan) -> list[WorkerStart | None]:
+        """What each worker starts from. For a map-style dataset this takes the index batches that they fetch again."""
+        if it._dataset_kind == _DatasetKind.Iterable:
+            return [*plan.workers]
+        wanted = [_last_ordinals(plan, worker) for worker in range(it._num_workers)]
+        oldest = min((found[0] for found in wanted if found), default=plan.low)
+        begun = self.sample_from(it, plan, iter(it._index_sampler), oldest)
+        drawn = zip(range(oldest, plan.low), begun.iterator, strict=False)
+        again = {ordinal: own_copy(batch) for ordinal, batch in drawn}
+        if not begun.is_repeatable:
+            self._begun = begun
+        return [
+            dataclasses.replace(start, replay=[again[ordinal] for ordinal in found if ordinal in again])
+            for start, found in zip(plan.workers, wanted, strict=True)
+        ]
+
+    def start_after(self, it: WorkersIterator, engine: Engine, death: Death) -> WorkerStart | None:
+        if not self._has_states:
+            return super().start_after(it, engine, death)
+        worker, answers = death.worker_id, death.answers
+        found = engine.snapshot(worker, answers)
+        while found is not None and found.is_error:
+            # The error in place of a state. An earlier one serves as well.
+            found = engine.snapshot(worker, found.answers - 1) if found.answers else None
+        count, made = (0, None) if found is None else (found.answers, read(found.payload))
+        after = worker_after(self._start_of(worker), answers, count, made)
+        if it._dataset_kind == _DatasetKind.Map:
+            # The index batches of its earlier answers are gone.
+            after.replay = 0
+        return after.resumed()
+
+    def _start_of(self, worker: int) -> WorkerStart:
+        starts = self.origin.workers
+        return starts[worker] if starts else WorkerStart()
+
+    # The state.
+
+    def ended(self, it: WorkersIterator) -> None:
+        self.warn_if_empty(it)
+
+    def state_at(
+        self, it: WorkersIterator, back: int, finished: bool, draws: Draws | None, before_error: bool = False
+    ) -> dict[str, Any]:
+        """The state after the last batch that was delivered, or ``back`` batches before.
+
+        ``draws``: Those of the next epoch. ``before_error``: Without the last answer, which is an error.
+        """
+        origin = self.origin
+        # Once: another thread may be in `next`.
+        yielded = it._num_yielded
+        answers = yielded - origin.yielded + self.raised - before_error
+        if not self.on_engine and back:
+            raise ValueError("back must be 0: this loader runs on torch's own iterator")
+        if not self.on_engine or not self._has_begun:
+            # In the latter case the engine is still at the last epoch.
+            tasks, beyond, counts, last = answers, [], [0] * it._num_workers, None
+        else:
+            position = it._engine().position(answers, back)
+            tasks, beyond, counts, last = position.low, position.ahead, position.per_worker, position.last_worker
+        low, ahead = ordinals(origin, tasks, beyond)
+        if last is None:
+            last = (self.first_worker(it) - 1) % it._num_workers
+        sampled_at, workers = low, None
+        if self._has_states and self.on_engine:
+            workers = self._workers_after(it, counts)
+            if it._dataset_kind == _DatasetKind.Map and not ahead:
+                sampled_at -= it._num_workers * max(worker.replayed for worker in workers)
+        sampler, yielded = self.sampling.state(max(sampled_at, 0)), yielded - back
+        failures = self._failures_after(yielded)
+        return self.state(it, low, ahead, yielded, finished, draws, sampler, workers, failures, last)
+
+    def _failures_after(self, yielded: int) -> int:
+        if self.failures is None or not self._has_begun:
+            return self.origin.failures
+        return self.failures.count_after(yielded)
+
+    def _workers_after(self, it: WorkersIterator, counts: list[int]) -> list[WorkerStart]:
+        """The newest snapshots that are no younger than the position, and what was delivered after them."""
+        if not self._started and self._frozen is None and self._has_begun:
+            # The state of a worker that does not start in time is the one that it starts from.
+            self._started = bool(it._engine().wait_started(it._timeout))
+        found = []
+        for worker, answers in enumerate(counts):
+            count, made = self._snapshot(it, worker, answers)
+            if made is not None:
+                self.warn_if_frozen(it, made)
+            after = worker_after(self._start_of(worker), answers, count, made)
+            if it._dataset_kind == _DatasetKind.Map and (not it._in_order or self.origin.ahead):
+                # Which worker made a batch is not known.
+                after.replay = 0
+            found.append(after)
+        return found
+
+    def failed_to_resume(self, it: WorkersIterator) -> bool:
+        """Whether nothing was delivered because a worker could not load the state that the epoch comes from."""
+        if it._num_yielded > self.origin.yielded or not self.raised or not self._has_states or not self.on_engine:
+            return False
+        starts = (self._found(it, worker, 0) for worker in range(it._num_workers))
+        return any(found is not None and found.is_error for found in starts)
+
+    def _found(self, it: WorkersIterator, worker: int, answers: int) -> Snapshot | None:
+        """A worker's newest snapshot, or the error in its place, after at most that many of its answers."""
+        if not self._has_begun:
+            return None
+        if self._frozen is None:
+            snapshot: Snapshot | None = it._engine().snapshot(worker, answers)
+            return snapshot
+        return next((kept for kept in reversed(self._frozen[worker]) if kept.answers <= answers), None)
+
+    def _snapshot(self, it: WorkersIterator, worker: int, answers: int) -> tuple[int, WorkerStart | None]:
+        """A worker's newest snapshot after at most that many of its answers."""
+        found = self._found(it, worker, answers)
+        if found is None:
+            return 0, None
+        if not found.is_error:
+            return found.answers, read(found.payload)
+        made = pickle.loads(found.payload)
+        if not made.where.startswith(OF_STATE):
+            # Of the worker's start: `next` raises it in place of every batch of this worker.
+            return 0, None
+        made.reraise()
+        raise AssertionError("an error that was not raised")
+
+    def before_shutdown(self, it: WorkersIterator, engine: Engine) -> None:
+        if self._frozen is None and self._has_states and not self.is_deleted:
+            self._frozen = self._all_snapshots(it, engine)
+
+    def _all_snapshots(self, it: WorkersIterator, engine: Engine) -> list[list[Snapshot]]:
+        """All snapshots that a state can need. They are gone with the engine."""
+        answers = self.answers(it)
+        counts: list[list[int]] = [[] for _ in range(it._num_workers)]
+        for back in range(BACK_BATCHES, -1, -1):
+            try:
+                position = engine.position(answers, back)
+            except ValueError:
+                continue
+            for worker, count in enumerate(position.per_worker):
+                counts[worker].append(count)
+        found: list[list[Snapshot]] = [[] for _ in range(it._num_workers)]
+        for worker, asked in enumerate(counts):
+            # From the newest on, each once: they may be large.
+            while asked and (snapshot := engine.snapshot(worker, max(asked))) is not None:
+                found[worker].insert(0, snapshot)
+                asked = [count for count in asked if count < snapshot.answers]
+        return found
+
+
+def _last_ordinals(plan: Plan, worker: int) -> list[int]:
+    """The ordinals of the index batches that a worker fetches again, in order; worker i mod N made them."""
+    count = plan.workers[worker].replay
+    if not isinstance(count, int):
+        return []
+    step = plan.num_workers
+    last = plan.low - 1 - (plan.first_worker - 1 - worker) % step
+    return [ordinal for ordinal in range(last - (count - 1) * step, last + 1, step) if ordinal >= 0]

@@ -1,0 +1,151 @@
+"""Starts dead workers again, as ``Restarts`` decides, and makes the errors of final deaths."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from rustloader._core import Death
+from rustloader.errors import WorkerDiedError
+from rustloader.metrics.ledger import Ledger
+from rustloader.remote.context import is_remote
+from rustloader.settings.loader_state import LoaderState
+from rustloader.supervision import deaths
+from rustloader.supervision.restarts import FORK_WARNING, Restarts, hazard_of_fork
+from rustloader.system.limited_log import faults as fault_log
+from rustloader.workers import process, remote
+from rustloader.workers.bootstrap import Job
+from rustloader.workers.group import WorkerGroup, deferred_signals
+
+logger = logging.getLogger("rustloader")
+
+_NEW_STREAMS = (
+    "a DataLoader: a worker that is started again goes on with other random numbers; with seed_by='batch' or 'sample' "
+    "it makes the same batches again"
+)
+
+
+class Supervisor:
+    """Decides what follows the deaths of a group's workers.
+
+    Args:
+        group: The workers.
+        counters: Statistics of the iterator.
+        state: What is remembered of its loader, to say things once.
+        restarts: Decides about deaths; None: each is final.
+        new_streams: Whether a worker that is started again goes on with other random numbers.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, counters: Ledger, state: LoaderState, restarts: Restarts | None, new_streams: bool
+    ) -> None:
+        self._group, self._counters, self._state = group, counters, state
+        self._restarts, self._new_streams = restarts, new_streams
+
+    @property
+    def restarts_workers(self) -> bool:
+        """Whether dead workers may be started again."""
+        return self._restarts is not None
+
+    def begin_epoch(self) -> None:
+        """Forgets the deaths of the last epoch."""
+        if self._restarts is not None:
+            self._restarts.begin_epoch()
+
+    def poison_of(self, worker_id: int) -> dict[int, dict[int, str]]:
+        """The samples that a worker passes over, as in `Job.poison`."""
+        return {} if self._restarts is None else self._restarts.poison.get(worker_id, {})
+
+    def fill(self, death: Death, make_job: Callable[[Death], Job]) -> None:
+        """Starts a vacant worker again, or postpones this, or makes its death final. After an error the engine asks
+        again.
+
+        Args:
+            death: What the engine answered, with `VACANT`.
+            make_job: Makes the job of the new process.
+        """
+        restarts, engine = self._restarts, self._group.engine
+        assert restarts is not None
+        # Before signals are blocked: what the helpers start inherits their mask.
+        process.start_helpers(self._group.context)
+        # A signal handler that calls `next` comes before or after this. Another thread in `next` gets the same answer.
+        with self._deferred_signals() as unblock, restarts.lock:
+            if restarts.is_settled(death):
+                return
+            seconds = self._decide(restarts, death)
+            if seconds == 0.0:
+                try:
+                    self._replace(restarts, death, make_job(death), unblock)
+                    return
+                except (OSError, remote.StartError) as error:
+                    if isinstance(error, OSError) and not process.is_refused(error):
+                        raise
+                    seconds = restarts.on_failed_start(death, error)
+            if seconds is None:
+                engine.give_up(death.worker_id)
+                restarts.settle(death)
+            else:
+                engine.postpone(death.worker_id, seconds)
+
+    def error_of(self, death: Death) -> Callable[[], WorkerDiedError]:
+        """Returns a function that makes the error of a final death."""
+        worker = self._process_of(death)
+        report, start_notes = self._group.notes_of_start(death, deaths.end_of(death, worker)[0])
+        if self._restarts is None:
+            return deaths.error_of(death, worker, history=start_notes, report=report)
+        count = self._restarts.restarts_of(death.worker_id)
+        notes = (*start_notes, *self._restarts.notes(death.worker_id))
+        return deaths.error_of(death, worker, count, notes, self._was_out_of_memory(death, worker), report)
+
+    def _deferred_signals(self) -> contextlib.AbstractContextManager[list[int]]:
+        """Defers signals while a process starts. On another machine that takes seconds, and cleans up after one."""
+        return contextlib.nullcontext([]) if is_remote(self._group.context) else deferred_signals()
+
+    def _process_of(self, death: Death) -> Any:
+        """The process that has died, or None: programs can reach the list and may have emptied it."""
+        processes = self._group.processes
+        return processes[death.worker_id] if death.worker_id < len(processes) else None
+
+    def _was_out_of_memory(self, death: Death, worker: Any) -> bool:
+        return self._group.was_out_of_memory(death, deaths.end_of(death, worker)[0])
+
+    def _decide(self, restarts: Restarts, death: Death) -> float | None:
+        """Seconds until a worker is to be started again; None: not at all."""
+        if restarts.is_counted(death):
+            return restarts.on_death(death)
+        worker = self._process_of(death)
+        out_of_memory = self._was_out_of_memory(death, worker)
+        return restarts.on_death(death, deaths.cause(death, worker, out_of_memory), death.has_begun, out_of_memory)
+
+    def _replace(self, restarts: Restarts, death: Death, job: Job, unblock: list[int]) -> None:
+        """Starts the process, and logs it."""
+        worker_id = death.worker_id
+        self._warn_of_fork()
+        watched = self._counters.workers()
+        if watched is not None:
+            watched.keep(worker_id)
+        pid = self._group.replace(worker_id, job, unblock)
+        restarts.on_restart(death)
+        if watched is not None:
+            watched.replace(worker_id, pid)
+        line = restarts.line_of(worker_id)
+        self._counters.faults.note_restart(line, death.stalled, self._group.was_out_of_memory(death, None))
+        fault_log.warning(
+            "DataLoader %s. It was started again as pid %d: %d of max_restarts=%d in this epoch",
+            line,
+            pid,
+            restarts.survived,
+            restarts.limit,
+        )
+        if self._new_streams and self._state.is_new(_NEW_STREAMS):
+            logger.info(_NEW_STREAMS)
+
+    def _warn_of_fork(self) -> None:
+        """Warns once per loader where a fork may copy locks that other threads hold."""
+        if process.start_method(self._group.context) != "fork":
+            return
+        hazard = hazard_of_fork()
+        if hazard is not None and self._state.is_new(FORK_WARNING):
+            logger.warning(FORK_WARNING, hazard)

@@ -1,0 +1,106 @@
+"""What this package reads of torch's loaders and iterators, and of its own."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class LoaderLike(Protocol):
+    """A ``torch.utils.data.DataLoader``, one of another library with the same attributes, or a view of one."""
+
+    @property
+    def dataset(self) -> Any: ...
+    @property
+    def generator(self) -> torch.Generator | None: ...
+    @property
+    def multiprocessing_context(self) -> Any: ...
+    @property
+    def worker_init_fn(self) -> Any: ...
+    @property
+    def prefetch_factor(self) -> Any: ...
+    @property
+    def persistent_workers(self) -> bool: ...
+    @property
+    def in_order(self) -> bool: ...
+    @property
+    def _dataset_kind(self) -> int: ...
+    @property
+    def _auto_collation(self) -> bool: ...
+    @property
+    def _index_sampler(self) -> Any: ...
+    @property
+    def _IterableDataset_len_called(self) -> Any: ...
+
+    num_workers: int
+    _iterator: Any
+
+
+class StatefulLoaderLike(LoaderLike, Protocol):
+    """A ``StatefulDataLoader``."""
+
+    snapshot_every_n_steps: int | None
+    _epochs: int
+
+
+class IteratorLike(Protocol):
+    """torch's iterator over a loader, with or without workers."""
+
+    @property
+    def _dataset(self) -> Any: ...
+    @property
+    def _dataset_kind(self) -> int: ...
+    @property
+    def _auto_collation(self) -> bool: ...
+    @property
+    def _collate_fn(self) -> Any: ...
+    @property
+    def _drop_last(self) -> bool: ...
+    @property
+    def _index_sampler(self) -> Any: ...
+    @property
+    def _pin_memory(self) -> bool: ...
+    @property
+    def _pin_memory_device(self) -> Any: ...
+    @property
+    def _timeout(self) -> float: ...
+    @property
+    def _persistent_workers(self) -> bool: ...
+    @property
+    def _profile_name(self) -> str: ...
+    @property
+    def _shared_seed(self) -> Any: ...
+    @property
+    def _IterableDataset_len_called(self) -> Any: ...
+
+    _num_workers: int
+    _base_seed: Any
+    _sampler_iter: Any
+    _num_yielded: int
+
+
+class SingleIterator(IteratorLike, Protocol):
+    """An iterator without workers."""
+
+    _dataset_fetcher: Any
+
+
+class WorkersIterator(IteratorLike, Protocol):
+    """The iterator of this package with workers."""
+
+    _workers: list[Any]
+    _workers_status: Any
+    _worker_init_fn: Any
+    _shutdown: bool
+    _in_order: bool
+    _pin_memory_thread: Any
+    _pin_memory_thread_done_event: Any
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None: ...
+    def _reset_torchs(self, loader: Any, first_iter: bool) -> None: ...
+    def _next_index(self) -> Any: ...
+    def _next_data(self) -> Any: ...
+    def _shutdown_workers(self) -> None: ...
+    def _note_exit(self) -> None: ...
+    def _engine(self) -> Any: ...
