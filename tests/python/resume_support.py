@@ -11,7 +11,7 @@ from test_seeds import drawn
 from torch.utils.data import IterableDataset, get_worker_info
 
 import rustloader
-from rustloader.iterator import core
+from rustloader.iterator import session
 from rustloader.workers import main
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import Publisher, SnapshotPolicy, read
@@ -26,7 +26,7 @@ class Workers:
         folder.mkdir()
         self.folder = folder
         self.set()
-        monkeypatch.setattr(core, "Job", self.job)
+        monkeypatch.setattr(session, "Job", self.job)
         # Workers are forked.
         monkeypatch.setattr(main, "Publisher", self.publisher)
 

@@ -19,8 +19,9 @@ from torch.utils.data import IterableDataset, RandomSampler, Subset, _DatasetKin
 from torch.utils.data._utils import fetch
 
 from rustloader.fetch import inline
-from rustloader.fetch.inline import SeededFetcher
+from rustloader.fetch.inline import StepFetcher
 from rustloader.fetch.seeds import Apart, Seeding, Seeds, ordinal_of
+from rustloader.fetch.step import Step
 
 pytestmark = pytest.mark.ours
 
@@ -563,7 +564,8 @@ def test_the_counters_of_a_stream_can_be_set(streams_kept):
 
 def fetcher_of(dataset, seeding):
     kind = _DatasetKind.Iterable if isinstance(dataset, IterableDataset) else _DatasetKind.Map
-    return SeededFetcher(_DatasetKind.create_fetcher(kind, dataset, True, with_draws, False), kind, seeding)
+    step = Step(dataset, kind, True, Seeds(seeding, int(kind == _DatasetKind.Iterable)))
+    return StepFetcher(step, _DatasetKind.create_fetcher(kind, dataset, True, with_draws, False))
 
 
 @pytest.mark.parametrize("seed_by", UNITS)

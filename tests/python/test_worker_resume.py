@@ -25,9 +25,10 @@ from test_seeds import drawn
 from torch.utils.data import IterableDataset, _DatasetKind
 from torch.utils.data._utils import fetch
 
-from rustloader.fetch.inline import SeededFetcher
-from rustloader.fetch.seeds import Seeding
-from rustloader.iterator import core
+from rustloader.fetch.inline import StepFetcher
+from rustloader.fetch.seeds import Seeding, Seeds
+from rustloader.fetch.step import Step
+from rustloader.iterator import session
 from rustloader.workers import resuming
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart, read
@@ -241,7 +242,8 @@ def test_a_replay_without_workers(kind, seed_by):
         resuming.load_dataset(dataset, start)
         plain = _DatasetKind.create_fetcher(kind, dataset, True, collate, False)
         resuming.load_iterator(plain, start)
-        it = SeededFetcher(plain, kind, Seeding(seed_by == "sample", BASE, 0, first_ordinal))
+        seeds = Seeds(Seeding(seed_by == "sample", BASE, 0, first_ordinal), int(kind == _DatasetKind.Iterable))
+        it = StepFetcher(Step(dataset, kind, True, seeds), plain)
         resuming.load_counters(it.seeds, start)
         return it
 
@@ -382,7 +384,7 @@ def test_the_dataset_is_told_the_epoch_before_its_iterator_is_made(workers, make
     loader = make(make_dataset(), persistent_workers=True, collate_fn=as_list, seed_by="batch")
     list(loader)
     told = {"set_epoch": ((2,), {})}
-    monkeypatch.setattr(core, "pickle", types.SimpleNamespace(dumps=lambda message: pickle.dumps(message | told)))
+    monkeypatch.setattr(session, "pickle", types.SimpleNamespace(dumps=lambda message: pickle.dumps(message | told)))
     batches = list(loader)
     if isinstance(loader.dataset, Told):
         assert batches[0][1][1] == [2, 0]

@@ -12,7 +12,7 @@ from sample_data import Numbers, as_list, untouched
 from support import outcome
 from torch.utils.data import IterableDataset
 
-from rustloader.iterator import core, fallback
+from rustloader.iterator import fallback, session
 from rustloader.workers import snapshots
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import SnapshotPolicy, WorkerStart
@@ -104,7 +104,7 @@ def engine(monkeypatch):
     def begin(*starts, every=1, first_ordinal=0):
         policy = SnapshotPolicy(every, first_ordinal)
         job = functools.partial(Job, snapshots=policy, starts=list(starts) or None)
-        monkeypatch.setattr(core, "Job", job)
+        monkeypatch.setattr(session, "Job", job)
 
     begin()
     return begin

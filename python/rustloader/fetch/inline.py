@@ -1,38 +1,38 @@
-"""Seeded fetching in the main process, for ``num_workers=0``."""
+"""Fetching in the main process, for ``num_workers=0``."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import _DatasetKind
 
-from rustloader.fetch import seeds, torchs
-from rustloader.fetch.guard import unguarded
+from rustloader.fetch import seeds
+from rustloader.fetch.step import Step
 
 
-class SeededFetcher:
-    """torch's fetcher, with seeds before each batch or sample.
+class StepFetcher:
+    """Takes a step for each batch, in the place of torch's fetcher. The program's own generators stay as they were.
 
-    The program's own generators are afterwards as if nothing had been drawn.
+    Args:
+        step: The step, which takes the fetcher.
+        fetcher: torch's fetcher.
+        gathers: As in `Step.use`.
 
     Attributes:
         inner: torch's fetcher.
-        seeds: The seeds, with their counters.
+        seeds: The seeds, with their counters; None: torch's.
         number: Number of the next batch among those that are made for this epoch.
     """
 
-    def __init__(self, fetcher: Any, kind: int, seeding: seeds.Seeding) -> None:
-        self.inner, self._kind = fetcher, kind
-        self.seeds = seeds.Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
+    def __init__(self, step: Step, fetcher: Any, gathers: Callable[[], Any] | None = None) -> None:
+        self._step, self.inner, self.seeds = step, fetcher, step.seeds
+        fetcher.collate_fn = step.collating(fetcher.collate_fn)
+        step.use(fetcher, gathers)
         self.number = 0
-        fetcher.collate_fn = self.seeds.for_collating(fetcher.collate_fn)
-        if kind == _DatasetKind.Map and torchs.is_own(kind):
-            fetcher.dataset = torchs.by_sample(fetcher.dataset)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "inner"), name)
@@ -41,21 +41,13 @@ class SeededFetcher:
         """Makes a batch, as torch's fetcher does."""
         number = self.number
         self.number += 1
-        with _streams_kept():
-            return self.inner.fetch(self.seeds.begin_batch(number, index, self._apart()))
+        with contextlib.nullcontext() if self.seeds is None else _streams_kept():
+            return self._step.fetch(number, index)
 
     def go_back(self, batches: int) -> None:
         """Makes the next batches those before the present one: with a map-style dataset they get the seeds that they
         had."""
         self.number -= batches
-
-    def _apart(self) -> seeds.Apart:
-        fetcher = self.inner
-        batched = fetcher.auto_collation
-        dataset = unguarded(fetcher.dataset)
-        if not torchs.is_own(self._kind) or torchs.takes_batches(self._kind, dataset, batched):
-            return seeds.Apart.NO
-        return seeds.Apart.EACH if batched else seeds.Apart.ONE
 
 
 @contextlib.contextmanager

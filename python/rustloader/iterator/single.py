@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import _utils
+from torch.utils.data import _DatasetKind, _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from rustloader._core import gather
 from rustloader.fetch import tables
 from rustloader.fetch.guard import Guard
-from rustloader.fetch.inline import SeededFetcher
-from rustloader.fetch.seeds import Seeding
+from rustloader.fetch.inline import StepFetcher
+from rustloader.fetch.seeds import Seeding, Seeds
+from rustloader.fetch.step import Step
 from rustloader.iterator import failures, fetching, indices
 from rustloader.metrics import ledger
 from rustloader.settings.config import LoaderConfig, resolve
@@ -28,8 +29,7 @@ def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
     iterator._sampler_iter = indices.stream(iterator._index_sampler, iterator._sampler_iter)
     config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
     seeding = fetching.seeding(loader, config, int(iterator._base_seed))
-    prepare_fetcher(iterator, loader, seeding)
-    found = guarded(iterator, loader, config, seeding)
+    found = prepare_fetcher(iterator, loader, config, seeding)
     if found is not None:
         guard, count = found
         iterator._sampler_iter = _Indices(iterator._sampler_iter, count)
@@ -38,32 +38,45 @@ def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
         )
 
 
-def prepare_fetcher(iterator: SingleIterator, loader: LoaderLike, seeding: Seeding | None) -> None:
-    """Lets the fetcher of an iterator seed, or gather the rows of a table."""
-    if seeding is not None:
-        iterator._dataset_fetcher = SeededFetcher(iterator._dataset_fetcher, iterator._dataset_kind, seeding)
-        fetching.note_begun(loader, seeding)
-    # In a worker of another loader default_collate makes shared tensors.
-    elif _utils.worker.get_worker_info() is None:
-        moved_storages.watch()
-        tables.use(iterator._dataset_fetcher, iterator._collate_fn, gather)
-
-
-def guarded(
+def prepare_fetcher(
     iterator: SingleIterator, loader: LoaderLike, config: LoaderConfig, seeding: Seeding | None, epoch: int = 0
 ) -> tuple[Guard, failures.FailureCount] | None:
-    """Guards the fetcher of an iterator, if the options of its loader ask for that.
+    """Lets the fetcher of an iterator take the step that the options of its loader ask for.
 
     Args:
-        iterator: The iterator, whose fetcher is prepared.
+        iterator: The iterator.
         loader: The loader.
         config: Its settings.
         seeding: The seeds of the epoch, unless they are torch's.
         epoch: Number of the epoch under torch's seeds.
 
     Returns:
-        What decides about failing samples, and their count.
+        What decides about failing samples, and their count; None if nothing does.
     """
+    kind = iterator._dataset_kind
+    seeds = None if seeding is None else Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
+    found = _guarded(iterator, loader, config, seeding, epoch)
+    guard = None if found is None else found[0]
+    step = Step(iterator._dataset, kind, iterator._auto_collation, seeds, guard)
+    made = StepFetcher(step, iterator._dataset_fetcher, lambda: _gather_rows(iterator))
+    if seeds is not None or guard is not None:
+        iterator._dataset_fetcher = made
+    if seeding is not None:
+        fetching.note_begun(loader, seeding)
+    return found
+
+
+def _gather_rows(iterator: SingleIterator) -> None:
+    """Lets the fetcher of an iterator gather the rows of a table."""
+    # In a worker of another loader default_collate makes shared tensors.
+    if _utils.worker.get_worker_info() is None:
+        moved_storages.watch()
+        tables.use(iterator._dataset_fetcher, iterator._collate_fn, gather)
+
+
+def _guarded(
+    iterator: SingleIterator, loader: LoaderLike, config: LoaderConfig, seeding: Seeding | None, epoch: int
+) -> tuple[Guard, failures.FailureCount] | None:
     if config.raises:
         return None
     base_seed = int(iterator._base_seed)
@@ -79,8 +92,6 @@ def guarded(
         limit=count.allowed,
         is_foreign=is_interrupt,
     )
-    fetcher = iterator._dataset_fetcher
-    guard.attach(fetcher.inner if isinstance(fetcher, SeededFetcher) else fetcher, iterator._dataset_kind)
     return guard, count
 
 
@@ -124,7 +135,6 @@ class GuardedFetcher:
         """Makes the batch of an index batch, or of the next one with samples. Raises beyond ``max_errors``."""
         guard = self._guard
         while True:
-            guard.begin()
             try:
                 data = self.inner.fetch(index)
             except Exception as error:

@@ -13,9 +13,9 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 
 from rustloader._core import BACK_BATCHES, observed
 from rustloader.fetch.failures import EmptyBatchError
-from rustloader.fetch.inline import SeededFetcher
+from rustloader.fetch.inline import StepFetcher
 from rustloader.iterator import fetching
-from rustloader.iterator.single import guarded, prepare_fetcher
+from rustloader.iterator.single import prepare_fetcher
 from rustloader.iterator.texts import warn_of_length
 from rustloader.settings.config import resolve
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy, worker_after
@@ -51,13 +51,12 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
         config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
         self._epoch.seed_from(fetching.seeding(loader, config, int(self._base_seed)))
-        prepare_fetcher(self, loader, self._epoch.seeding)
         # What decides about failing samples and counts them; None if nothing does.
-        self._guarded = guarded(self, loader, config, self._epoch.seeding, plan.epoch)
+        self._guarded = prepare_fetcher(self, loader, config, self._epoch.seeding, plan.epoch)
         if self._guarded is not None:
             self._guarded[1].next_earlier = plan.failures
             self._guarded[1].begin_epoch()
-        if isinstance(self._dataset_fetcher, SeededFetcher):
+        if isinstance(self._dataset_fetcher, StepFetcher):
             resuming.load_counters(self._dataset_fetcher.seeds, start)
         self._sampler_iter = self._resume_sampler(self._sampler_iter)
         self._num_yielded = plan.yielded
@@ -80,13 +79,8 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             else:
                 # The index batches of an iterable dataset are all alike.
                 batches = itertools.repeat(next(iter(self._index_sampler)), count)
-            resuming.replay(fetcher, batches, self._dataset_kind, self._fetch_again)
+            resuming.replay(fetcher, batches, self._dataset_kind)
         return sampling.iterator
-
-    def _fetch_again(self, index: Any) -> object:
-        if self._guarded is not None:
-            self._guarded[0].begin()
-        return self._dataset_fetcher.fetch(index)
 
     @property
     def origin(self) -> Plan:
@@ -153,7 +147,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         if self._drawn_at != answers:
             self._drawn.clear()
             self._drawn_at = answers
-        elif self._drawn and isinstance(self._dataset_fetcher, SeededFetcher):
+        elif self._drawn and isinstance(self._dataset_fetcher, StepFetcher):
             self._dataset_fetcher.number = answers
         if not self._drawn:
             # A single call of C code draws and stores: no signal handler runs in between.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -22,8 +23,9 @@ from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped, see
 from rustloader.fetch import tables, torchs
 from rustloader.fetch.failures import EmptyBatch, Failure
 from rustloader.fetch.guard import Guard
-from rustloader.fetch.seeds import MAX_SEED, Apart, Seeds
-from rustloader.fetch.threads import Pool, ThreadedDataset
+from rustloader.fetch.seeds import MAX_SEED, Seeds
+from rustloader.fetch.step import Step
+from rustloader.fetch.threads import Pool
 from rustloader.system.texts import name_of
 from rustloader.workers import converting, resuming, serialize
 from rustloader.workers.bootstrap import Job, Payload
@@ -94,19 +96,8 @@ class _Worker:
         self.broken: ExceptionWrapper | None = None
         self.init_failed = False
         self.exhausted = False
-        self.fetcher: Any = None
-        # What the fetcher asks for samples: the dataset, or a stand-in.
-        self.source: Any = dataset
-        # The fetcher's `fetch`, if it is torch's own.
-        self.torchs_fetch: Any = None
         # Whether batches may have arrays in the place of tensors.
         self.converts = False
-        # Seeds batches or samples, if an option asks for it.
-        self.seeds: Seeds | None = None
-        # Makes the samples of a batch at the same time, if an option asks for it.
-        self.pool: Pool | None = None
-        # Decides about samples that fail, if an option asks for it.
-        self.guard: Guard | None = None
         # Sends snapshots of the dataset's state, if the loader can resume.
         self.publisher: Publisher | None = None
         # Number of batches of an iterable dataset to fetch and drop before the first task.
@@ -124,6 +115,7 @@ class _Worker:
         np.random.seed(numpys)
         info = _utils.worker.WorkerInfo(id=worker_id, num_workers=job.config.num_workers, seed=seed, dataset=dataset)
         context.install(port, info)
+        self.step = self.make_step(worker_id)
         try:
             if job.init_fn is not None:
                 job.init_fn(worker_id)
@@ -131,23 +123,40 @@ class _Worker:
             self.broken = ExceptionWrapper(where=self.where)
             self.init_failed = True
         else:
-            if job.seeding is not None:
-                number = worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0
-                self.seeds = Seeds(job.seeding, number, job.first_task)
-            if not job.config.raises and torchs.is_own(job.dataset_kind):
-                self.guard = self.make_guard(worker_id)
             self.make_fetcher(start, job.told)
         policy = job.snapshots
         if policy is not None:
-            snapshots = Snapshots(policy, job.config.num_workers, job.dataset_kind, self.seeds)
+            snapshots = Snapshots(policy, job.config.num_workers, job.dataset_kind, self.step.seeds)
             offset = policy.first_ordinal - job.first_task
             self.publisher = Publisher(port, snapshots, offset, self.where, job.answers)
-            self.publisher.first(self.broken, self.fetcher, dataset, start is not None and bool(start.replay))
+            self.publisher.first(self.broken, self.step.fetcher, dataset, start is not None and bool(start.replay))
         # What the program has made so far is kept for long, and it may have chosen where arrays lie.
         if job.numpy_arena:
             self.port.use_numpy_arena()
         if start is not None and self.broken is None:
             self.begin_replay(start.replay, worker_id)
+
+    def make_step(self, worker_id: int) -> Step:
+        """What makes the batches."""
+        job, config, seeds, guard = self.job, self.job.config, None, None
+        if job.seeding is not None:
+            number = worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0
+            seeds = Seeds(job.seeding, number, job.first_task)
+        if not config.raises and torchs.is_own(job.dataset_kind):
+            guard = self.make_guard(worker_id)
+        has_threads = config.worker_threads > 1
+        # Several threads come to the samples in no order.
+        places = job.poison is not None and job.dataset_kind == _DatasetKind.Map and not has_threads
+        return Step(
+            self.dataset,
+            job.dataset_kind,
+            job.auto_collation,
+            seeds,
+            guard,
+            make_pool=self.make_pool if has_threads else None,
+            # A shutdown ends the fetch between two samples.
+            marked=functools.partial(self.port.stoppable, shows_places=places),
+        )
 
     def make_guard(self, worker_id: int) -> Guard:
         """What decides about the samples that fail."""
@@ -173,12 +182,11 @@ class _Worker:
             start: Where a resumed epoch begins.
             told: Arguments of the dataset's ``set_epoch``, or None.
         """
-        job = self.job
+        job, step = self.job, self.step
         is_torchs_own = torchs.is_own(job.dataset_kind)
         self.converts = is_torchs_own and job.numpy_arena and converting.is_torchs_own(job.collate_fn)
         collate_fn = converting.converter(self.port) if self.converts else job.collate_fn
-        if self.seeds is not None:
-            collate_fn = self.seeds.for_collating(collate_fn)
+        collate_fn = step.collating(collate_fn)
         if is_torchs_own:
             collate_fn = self.port.timed(collate_fn)
         try:
@@ -187,36 +195,22 @@ class _Worker:
                 self.dataset.set_epoch(*args, **kwargs)
             if start is not None:
                 resuming.load_dataset(self.dataset, start)
-            if self.seeds is not None:
-                self.seeds.begin_iterator()
-            self.fetcher = _DatasetKind.create_fetcher(
+            if step.seeds is not None:
+                step.seeds.begin_iterator()
+            fetcher = _DatasetKind.create_fetcher(
                 job.dataset_kind, self.dataset, job.auto_collation, collate_fn, job.drop_last
             )
             if start is not None:
-                resuming.load_iterator(self.fetcher, start)
-                resuming.load_counters(self.seeds, start)
-            self.torchs_fetch = type(self.fetcher).fetch if is_torchs_own else None
-            self.source = self.dataset
-            has_threads = False
-            if self.seeds is None and job.config.worker_threads == 1:
-                tables.use(self.fetcher, job.collate_fn, self.port.gather)
-            elif is_torchs_own and job.dataset_kind == _DatasetKind.Map:
-                self.fetcher.dataset = self.source = torchs.by_sample(self.dataset)
-                has_threads = job.config.worker_threads > 1 and not getattr(self.source, "__getitems__", None)
-            if self.guard is not None:
-                self.source = self.guard.attach(self.fetcher, job.dataset_kind, self.threaded if has_threads else None)
-            elif has_threads:
-                self.fetcher.dataset = self.threaded(self.source)
+                resuming.load_iterator(fetcher, start)
+                resuming.load_counters(step.seeds, start)
+            step.use(fetcher, lambda: tables.use(fetcher, job.collate_fn, self.port.gather))
             self.broken = None
         except Exception:
             self.broken = ExceptionWrapper(where=self.where)
 
-    def threaded(self, source: Any) -> ThreadedDataset:
-        """A dataset whose samples threads make, by way of ``__getitems__``, which torch's fetcher prefers."""
-        if self.pool is None:
-            self.pool = Pool(self.job.config.worker_threads, self.check_stop, self.port.enter_thread)
-        before = None if self.seeds is None else self.seeds.mark_sample
-        return ThreadedDataset(source, self.pool, before)
+    def make_pool(self) -> Pool:
+        """The threads for the samples of a batch."""
+        return Pool(self.job.config.worker_threads, self.check_stop, self.port.enter_thread)
 
     def check_stop(self) -> None:
         """Raises WorkerStopped when the loader shuts down."""
@@ -225,7 +219,7 @@ class _Worker:
 
     def loop(self) -> None:
         """Answers tasks until the main process ends the worker or is gone."""
-        port = self.port
+        port, step = self.port, self.step
         while True:
             code, task, index = port.receive()
             if code == LEAVE:
@@ -246,30 +240,30 @@ class _Worker:
             try:
                 if self.replay:
                     self.end_replay(index)
-                data = self.fetcher.fetch(self.indices(task, index))
+                data = step.fetch(task, index)
                 if type(data) is ExceptionWrapper:
                     # The dataset has caught and wrapped an error itself. torch raises that, too.
                     self.send_error(task, data)
                     del data, index
                     continue
-                if self.guard is not None:
-                    if self.converts and self.guard.has_failures():
+                if step.guard is not None:
+                    if self.converts and step.guard.has_failures():
                         data = converting.tensors_of(data)
-                    data = self.guard.reported(data)
+                    data = step.guard.reported(data)
             except Exception as error:
-                failures = None if self.guard is None else self.guard.why_empty(error, self.job.dataset_kind)
+                failures = None if step.guard is None else step.guard.why_empty(error, self.job.dataset_kind)
                 if failures is not None:
                     self.send_empty(task, failures)
                 elif isinstance(error, StopIteration) and self.job.dataset_kind == _DatasetKind.Iterable:
                     self.exhausted = True
                     if self.publisher is not None:
-                        self.publisher.at_end(self.fetcher, self.dataset)
+                        self.publisher.at_end(self.step.fetcher, self.dataset)
                     port.exhausted(task)
                 else:
                     self.send_error(task, ExceptionWrapper(self.explained(error), where=self.where))
             else:
                 if self.publisher is not None:
-                    self.publisher.after(task, self.fetcher, self.dataset)
+                    self.publisher.after(task, self.step.fetcher, self.dataset)
                 # The batch's only reference: what nothing else in the worker refers to is sent without a copy.
                 batch = [data]
                 del data
@@ -293,15 +287,15 @@ class _Worker:
         self.port.resumed()
         self.exhausted = False
         self.replay = 0
-        if self.seeds is not None:
-            self.seeds.begin_epoch(message["epoch"], first_task)
-        if self.guard is not None:
-            self.guard.epoch = message["epoch"]
+        if self.step.seeds is not None:
+            self.step.seeds.begin_epoch(message["epoch"], first_task)
+        if self.step.guard is not None:
+            self.step.guard.epoch = message["epoch"]
         if not self.init_failed:
             self.make_fetcher(told=message.get("set_epoch"))
         if self.publisher is not None:
             self.publisher.begin_epoch(first_task)
-            self.publisher.first(self.broken, self.fetcher, self.dataset)
+            self.publisher.first(self.broken, self.step.fetcher, self.dataset)
 
     def begin_replay(self, batches: int | list[Any], worker_id: int) -> None:
         """Fetches again what a map-style dataset made after its state. An iterable one waits for the first task, which
@@ -324,28 +318,10 @@ class _Worker:
         def fetch(batch: tuple[int, Any]) -> object:
             self.check_stop()
             self.port.progress()
-            return self.fetcher.fetch(self.indices(*batch))
+            return self.step.fetch(*batch)
 
-        resuming.replay(self.fetcher, batches, self.job.dataset_kind, fetch)
+        resuming.replay(self.step.fetcher, batches, self.job.dataset_kind, fetch)
         self.port.progress(ends=True)
-
-    def indices(self, task: int, index: Any) -> Any:
-        """An index batch as the fetcher gets it. Where torch's fetcher only iterates over it, a shutdown ends the fetch
-        between two samples, and each sample can have its own seed."""
-        job, apart = self.job, Apart.ONE
-        if self.guard is not None:
-            self.guard.begin(task)
-        if type(self.fetcher).fetch is not self.torchs_fetch:
-            apart = Apart.NO
-        elif job.auto_collation:
-            if job.dataset_kind == _DatasetKind.Map and getattr(self.source, "__getitems__", None):
-                apart = Apart.NO
-            else:
-                apart = Apart.EACH if self.pool is None else Apart.ONE
-                # Several threads come to the samples in no order.
-                places = job.poison is not None and job.dataset_kind == _DatasetKind.Map and self.pool is None
-                index = self.port.stoppable(index, shows_places=places)
-        return index if self.seeds is None else self.seeds.begin_batch(task, index, apart)
 
     def send(self, task: int, batch: list[Any]) -> None:
         """Sends the one item of a list, or the error that prevents it. May empty the list."""
@@ -387,11 +363,11 @@ class _Worker:
     def send_empty(self, task: int, failures: list[Failure]) -> None:
         """Answers a task whose samples have all failed. As an error, the answer counts and is no batch."""
         if self.publisher is not None:
-            self.publisher.after(task, self.fetcher, self.dataset)
+            self.publisher.after(task, self.step.fetcher, self.dataset)
         self.port.send_error(task, serialize.dumps_alone(EmptyBatch(failures)))
 
     def send_error(self, task: int, error: ExceptionWrapper) -> None:
         """Answers a task with an error."""
         if self.publisher is not None:
-            self.publisher.after(task, self.fetcher, self.dataset)
+            self.publisher.after(task, self.step.fetcher, self.dataset)
         self.port.send_error(task, serialize.dumps_error(error))

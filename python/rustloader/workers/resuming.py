@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import _DatasetKind
 
 from rustloader.fetch import torchs
-from rustloader.fetch.inline import SeededFetcher
+from rustloader.fetch.inline import StepFetcher
 from rustloader.workers.snapshots import WorkerStart, is_stateful
 
 
@@ -55,7 +55,7 @@ def replay(fetcher: Any, batches: Iterable[Any], kind: int, fetch: Callable[[Any
         fetch: Fetches a batch; by default the fetcher does.
     """
     inner = fetcher
-    if isinstance(fetcher, SeededFetcher):
+    if isinstance(fetcher, StepFetcher):
         inner = fetcher.inner
         if kind == _DatasetKind.Map:
             batches = list(batches)

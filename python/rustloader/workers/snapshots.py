@@ -17,7 +17,7 @@ from torch.utils.data import _DatasetKind
 
 from rustloader._core import Port
 from rustloader.fetch.guard import unguarded
-from rustloader.fetch.inline import SeededFetcher
+from rustloader.fetch.inline import StepFetcher
 from rustloader.fetch.seeds import Seeds
 from rustloader.settings.limits import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.workers import by_value, serialize
@@ -209,7 +209,7 @@ class Snapshots:
 
     def _besides(self, fetcher: Any) -> tuple[Any, ...]:
         """The fields of a snapshot after the states."""
-        seeds = fetcher.seeds if isinstance(fetcher, SeededFetcher) else self._seeds
+        seeds = fetcher.seeds if isinstance(fetcher, StepFetcher) else self._seeds
         counters = (0, 0) if seeds is None else (seeds.batches, seeds.samples)
         ended = self._is_iterable and getattr(fetcher, "ended", False)
         return ended, 0, *counters, 0, self._is_frozen
