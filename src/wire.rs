@@ -1,7 +1,8 @@
 //! The ring entries and the message head, as both sides read and write them.
 //!
 //! A task entry is `[task, kind | inline length << 32, block, length, inline ...]`: index batches of up to
-//! [`INLINE_BYTES`] bytes travel in the entry itself, others in a block of the main process's region.
+//! [`INLINE_BYTES`] bytes travel in the entry itself, others in a block of the main process's region. (A byte ring would have to
+//! be fed in pieces while the worker drains it, and the main process cannot feed it while the user trains.)
 //!
 //! A result entry is `[task, kind | block << 32, length, checksum, fetch us | collate us << 32, pack us | copies << 32,
 //! bytes, copied bytes]`. Its block holds the message: the number of leaves, a table of the leaves' blocks and lengths, and the payload.

@@ -30,9 +30,11 @@
 //! # State kept elsewhere
 //! - The scheduler keeps the staged batch, the refills for exhausted workers, and the death that it raises. They are part of
 //!   torch's algorithm, and `tests/scheduler_model.rs` compares them to torch's fields.
-//! - The Python iterator keeps `_last`, which all calls raise after an end or a death, because waiting threads and forked
-//!   children cannot access this state; and `_rescued`, an answer that a signal handler cut off after the engine had returned.
-//!   Both outrank this table, `_last` first.
+//! - Python's `Session` keeps `last`, which all calls raise after an end or a death, because waiting threads and forked children
+//!   cannot access this state; and `rescued`, an answer that a signal handler cut off after the engine had returned. Both
+//!   outrank this table, `last` first.
+//!
+//! `tests/delivery_model.rs` compares this table and the code with a reference model.
 
 use std::collections::VecDeque;
 

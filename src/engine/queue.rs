@@ -1,4 +1,8 @@
 //! The engine's side of the queue that workers share: it knows which worker holds each task.
+//!
+//! The workers sleep on one futex. A task wakes one of them; a control message, which travels in a worker's own ring, and the end
+//! wake all. A worker that was killed in its sleep stays counted, which costs needless wakes. One that was killed after its wake-up
+//! strands no task: its death wakes the others, and each polls once per [`IDLE_SLICE`](crate::config::IDLE_SLICE).
 
 use std::sync::Arc;
 

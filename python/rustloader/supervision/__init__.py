@@ -1,1 +1,1 @@
-"""Deaths and stalls of workers: what they mean, what follows, and what is said of them."""
+"""Deaths and stalls of workers: their causes, the decision that follows, and the texts of errors and warnings."""

@@ -1,4 +1,8 @@
-"""The process-wide state that a worker replaces."""
+"""The process-wide state that a worker replaces.
+
+It is why workers are processes and not threads of the main process: ``get_worker_info()``, the seeds of ``random``,
+NumPy and torch, and the port that torch's shared memory and NumPy's arrays come from exist once per process.
+"""
 
 from __future__ import annotations
 

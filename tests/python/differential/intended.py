@@ -31,7 +31,7 @@ def first_error_of_a_worker_again(program, theirs, ours):
 
 def views_without_holes(program, theirs, ours):
     """A view with holes that shares no element with another tensor of its batch may arrive compact, in the same order
-    of dimensions: a few rows of a large tensor must not move all of it (ARCHITECTURE.md)."""
+    of dimensions: a few rows of a large tensor must not move all of it (`STORAGE_WASTE` in src/config.rs)."""
     if program.is_ordered and program.error_in != "sampler":
         pairs = zip(_items(theirs["main"]), _items(ours["main"]), strict=False)
     else:
