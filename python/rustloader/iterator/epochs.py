@@ -59,9 +59,9 @@ class Epochs:
         """Sets the seeds of the first epoch."""
         self.seeding = fetching.seeding(loader, config, int(it._base_seed))
 
-    # An epoch begins: `plan`, `index_batches`, the engine's beginning, `begun`. An error in between leads to `failed`.
+    # An epoch begins: `beginning`, `index_batches`, the engine, `begun`. An error in between leads to `failed`.
 
-    def plan(self, it: WorkersIterator) -> None:
+    def beginning(self, it: WorkersIterator) -> None:
         """Decides where the epoch that begins starts."""
 
     def first_worker(self, it: WorkersIterator) -> int:

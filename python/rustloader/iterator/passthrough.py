@@ -50,7 +50,7 @@ class TorchsMode:
                 raise
 
     def begin(self, it: WorkersIterator, loader: LoaderLike, is_first: bool) -> None:
-        self.epochs.plan(it)
+        self.epochs.beginning(it)
         self._torchs(it)._reset(loader, is_first)
         # torch begins with the first batches in between.
         it._num_yielded = self.epochs.yielded

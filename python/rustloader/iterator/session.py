@@ -135,7 +135,7 @@ class Session:
             clean_up_after(error, it._shutdown_workers)
             raise
 
-    def _restart(self, it: WorkersIterator) -> None:
+    def _start_again(self, it: WorkersIterator) -> None:
         """Starts new workers for a persistent loader whose workers died or were shut down."""
         it._shutdown_workers()
         engine, reason = fallback.make_engine(self.config)
@@ -183,8 +183,8 @@ class Session:
         self.epochs.complete_next(job)
         return job
 
-    def _fill(self, it: WorkersIterator, death: Death) -> None:
-        self.supervisor.fill(death, lambda death: self._next_job(it, death))
+    def _replace_dead(self, it: WorkersIterator, death: Death) -> None:
+        self.supervisor.replace_dead(death, lambda death: self._next_job(it, death))
 
     # Epochs.
 
@@ -192,7 +192,7 @@ class Session:
         """Begins an epoch."""
         if self.last is _not_begun:
             self.last = None
-        self.epochs.plan(it)
+        self.epochs.beginning(it)
         try:
             if not is_first:
                 self._retune(it, loader)
@@ -216,7 +216,7 @@ class Session:
         told = {} if is_first else epochs.message(loader)
         begins_engine = is_first
         if not is_first and (it._shutdown or self.last is not None or not self.engine.is_ours):
-            self._restart(it)
+            self._start_again(it)
             begins_engine = True
         self.rescued = None
         self.supervisor.begin_epoch()
@@ -225,7 +225,7 @@ class Session:
         message = pickle.dumps(told) if told else b""
         engine.begin(answer, draw_of(it), begins_engine, message, first_worker)
         while answer[0] == VACANT:
-            self._fill(it, answer[1])
+            self._replace_dead(it, answer[1])
             engine.begin(answer, draw_of(it), begins_engine, message, first_worker)
         code, value = answer
         if code != END:
@@ -298,7 +298,7 @@ class Session:
                 engine.next(answer, draw_of(it))
                 while answer[0] == VACANT:
                     death, answer[0] = answer[1], None
-                    self._fill(it, death)
+                    self._replace_dead(it, death)
                     engine.next(answer, draw_of(it))
                 if it._dataset_kind == _DatasetKind.Iterable:
                     it._workers_status[:] = engine.active() or it._workers_status

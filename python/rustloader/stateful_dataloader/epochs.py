@@ -14,11 +14,11 @@ from rustloader.iterator import fallback, fetching
 from rustloader.iterator.epochs import Epochs
 from rustloader.iterator.texts import timed_out
 from rustloader.settings.config import LoaderConfig
+from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy, worker_after
 from rustloader.stateful_dataloader.sampling import Sampling
 from rustloader.stateful_dataloader.schema import DatasetState, Draws
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder
-from rustloader.stateful_dataloader.state import Plan
 from rustloader.system.protocols import LoaderLike, StatefulLoaderLike, WorkersIterator
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import OF_STATE, SnapshotPolicy, WorkerStart, read
@@ -66,11 +66,11 @@ class StatefulEpochs(Positioned, Epochs):
 
     # An epoch begins.
 
-    def set_plan(self, it: WorkersIterator, plan: Plan) -> None:
+    def begin_next_at(self, it: WorkersIterator, plan: Plan) -> None:
         """Sets what the next epoch starts from, of a persistent loader."""
         self._plan = dataclasses.replace(plan, base_seed=int(it._base_seed))
 
-    def plan(self, it: WorkersIterator) -> None:
+    def beginning(self, it: WorkersIterator) -> None:
         plan = self._next_plan(it)
         if self.failures is not None:
             # Counted by the loader, so that a resumed epoch has its number.

@@ -15,13 +15,14 @@ from rustloader.auto import arguments, tuner
 from rustloader.dataloader import DataLoader
 from rustloader.settings import loader_state
 from rustloader.settings.config import resolve
-from rustloader.stateful_dataloader import sampling, shuffle_buffers, state
+from rustloader.stateful_dataloader import plan as plans
+from rustloader.stateful_dataloader import sampling, shuffle_buffers
 from rustloader.stateful_dataloader.draws import ForeseenDraws, KeptDraws, SeedWatch
 from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter
+from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.schema import Draws, SamplerState
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder, recorder_of
 from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter
-from rustloader.stateful_dataloader.state import Plan
 from rustloader.system.torch_side import TORCHS_GET_ITERATOR, in_torch
 from rustloader.workers.snapshots import is_stateful
 
@@ -198,7 +199,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         loaded = None
         if state_dict != {}:
             # One copy for the dataset, which may change it.
-            plan = state.read(copy.deepcopy(state_dict), self)
+            plan = plans.read(copy.deepcopy(state_dict), self)
             loaded = copy.deepcopy(dict(state_dict)), plan
             if plan.finished or plan.next is not None:
                 # Now: a program that seeds its generator for the next epoch has the last word.
@@ -227,11 +228,11 @@ class StatefulDataLoader(DataLoader[_T_co]):
             plan = loaded[1]
             bound = plan.num_workers if plan.is_bound else 0
             if not (bound and tuner.pin(self, bound)):
-                state.check_workers(plan, self.num_workers)
+                plans.check_workers(plan, self.num_workers)
             self._begin_from(copy.deepcopy(plan))
             self._loaded, self._resumed_from = None, loaded
         elif self._iterator is not None and self.persistent_workers and self.num_workers > 0:
-            self._iterator.plan(self._plan_of_next())
+            self._iterator.begin_next_at(self._plan_of_next())
             self._iterator._reset(self)
         else:
             self._begin(self._plan_of_next())
@@ -243,7 +244,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return self._make_iterator(Plan(epoch=self._epochs))
 
     def _make_iterator(self, plan: Plan) -> Any:
-        about = state.dataset_of(self)
+        about = plans.dataset_of(self)
         if self.num_workers == 0:
             return _StatefulSingleProcessIter(self, plan, about)
         told = self._recorder()
@@ -311,7 +312,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0))
         elif self._keeps_workers():
             self._begin(plan)
-            self._iterator.plan(begun)
+            self._iterator.begin_next_at(begun)
             self._iterator._reset(self)
             return
         self._begin(begun)
@@ -344,7 +345,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
     def _state_before_iter(self) -> dict[str, Any]:
         if self._loaded is not None:
             return copy.deepcopy(self._loaded[0])
-        return copy.deepcopy(self._interim) or state.fresh(self, self._draws_of_first())
+        return copy.deepcopy(self._interim) or plans.fresh(self, self._draws_of_first())
 
     def _draws_of_first(self) -> Draws:
         """The draws that the first ``iter()`` makes. It keeps to them."""

@@ -7,9 +7,9 @@ from typing import Any
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
 from rustloader.iterator.session import Session
 from rustloader.stateful_dataloader.epochs import StatefulEpochs
+from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.schema import DatasetState, Draws
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder
-from rustloader.stateful_dataloader.state import Plan
 from rustloader.system.protocols import StatefulLoaderLike
 
 
@@ -35,9 +35,9 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
         ended = isinstance(self._mode, Session) and self._mode.last is StopIteration
         return ended or self._epochs.has_ended
 
-    def plan(self, plan: Plan) -> None:
+    def begin_next_at(self, plan: Plan) -> None:
         """Sets what the next epoch starts from, of a persistent loader."""
-        self._epochs.set_plan(self, plan)
+        self._epochs.begin_next_at(self, plan)
 
     def delivered_nothing(self) -> bool:
         """Whether neither a batch nor the end has come out of the present epoch."""

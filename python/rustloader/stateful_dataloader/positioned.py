@@ -14,9 +14,9 @@ from rustloader.fetch.seeds import Seeding, ordinal_of
 from rustloader.settings import loader_state
 from rustloader.settings.config import view
 from rustloader.settings.limits import FROZEN_AFTER
+from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
 from rustloader.stateful_dataloader.schema import DatasetState, Draws, SamplerState, State, copied
-from rustloader.stateful_dataloader.state import Plan
 from rustloader.system.protocols import IteratorLike, LoaderLike, StatefulLoaderLike
 from rustloader.system.torch_side import TORCHS_INIT, frames_to_program, in_torch
 from rustloader.workers.snapshots import WorkerStart

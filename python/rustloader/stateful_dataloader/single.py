@@ -18,9 +18,9 @@ from rustloader.iterator import fetching
 from rustloader.iterator.single import prepare_fetcher
 from rustloader.iterator.texts import warn_of_length
 from rustloader.settings.config import resolve
+from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy, worker_after
 from rustloader.stateful_dataloader.schema import DatasetState, Draws, copied
-from rustloader.stateful_dataloader.state import Plan
 from rustloader.system.interrupts import is_interrupt
 from rustloader.system.protocols import StatefulLoaderLike
 from rustloader.workers import resuming

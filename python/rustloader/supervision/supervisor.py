@@ -58,7 +58,7 @@ class Supervisor:
         """The samples that a worker passes over, as in `Job.poison`."""
         return {} if self._restarts is None else self._restarts.poison.get(worker_id, {})
 
-    def fill(self, death: Death, make_job: Callable[[Death], Job]) -> None:
+    def replace_dead(self, death: Death, make_job: Callable[[Death], Job]) -> None:
         """Starts a vacant worker again, or postpones this, or makes its death final. After an error the engine asks
         again.
 
