@@ -58,6 +58,7 @@ __all__ = [
     "_roundtrip",
     "_trim_pool",
     "begin_forks",
+    "call_into",
     "cpu_quota",
     "descends",
     "end_forks",
@@ -679,6 +680,23 @@ def engine_batches() -> int:
         >>> batches = list(rustloader.DataLoader(range(8), batch_size=4, num_workers=2))
         >>> rustloader.engine_batches() - before
         2
+    """
+
+def call_into(into: list[Any], function: Callable[..., Any], /, *args: Any) -> None:
+    """Calls ``function`` with ``args`` and appends what it returns to ``into``. No signal handler can lose the value.
+
+    A handler may raise wherever Python runs it, and an item of an iterator or a draw of a generator comes only once.
+    Python runs handlers after a call, at the begin of a function, and where a loop goes back; after no other bytecode.
+    Hence two rules:
+
+    * To take a value and to keep it is one call, of this function. In ``kept.append(next(items))`` a handler may raise
+      between the two calls, and the item is gone. Here the value is in ``into`` before a handler runs. ``into`` belongs
+      to an object that outlives the error, so that the next attempt finds the value there.
+    * To hand the value on is a stretch without a call, such as ``self._kept, self._count = [], count; return value``. A
+      handler finds all of it done, or nothing. The comment "One step to a signal handler" marks such a stretch, from
+      there to the end of its block, and a test checks that it has no call and no loop.
+
+    An error of ``function``, StopIteration included, passes through. ``into`` then stays as it is.
     """
 
 def observed() -> bool:

@@ -30,7 +30,7 @@ mod _core {
         port::PyPort,
         remote::PyLink,
         sharing::{ShareBuilder, SharedData, SharedItems, SharedIterator, SharedPairs, SharedStore},
-        signals::DeferredSignals,
+        signals::{DeferredSignals, call_into},
     };
     #[pymodule_export]
     use crate::codec::roundtrip::{_collate, _roundtrip};

@@ -1,12 +1,29 @@
-//! Deferring signals while workers are forked.
+//! What signal handlers must not interrupt: taking a value, and forking workers.
 
 use std::sync::Mutex;
 
 use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
 
+use crate::interop::exit_guard::call;
 use crate::sync::lock;
 use crate::sys::deferred_signals::{Deferred, defer};
 use crate::sys::signal::Mask;
+
+/// Calls a function and appends what it returns to a list, before Python can run a signal handler.
+///
+/// Python runs handlers in its own code, between two bytecodes. Between the end of the call and the append there are none: code of
+/// Python that runs here, in a finalizer of an argument, prints what a handler raises and goes on. `_core.pyi` says what follows
+/// for the caller.
+#[pyfunction]
+#[pyo3(signature = (into, function, /, *args))]
+pub fn call_into<'py>(
+    into: &Bound<'py, PyList>,
+    function: &Bound<'py, PyAny>,
+    args: Bound<'py, PyTuple>,
+) -> PyResult<()> {
+    into.append(call(function, args)?)
+}
 
 /// A context in which signals are deferred. Entering and leaving are one call each: Python may run a handler of another signal
 /// after each call, which must not come between the steps.

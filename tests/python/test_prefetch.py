@@ -381,7 +381,7 @@ def test_what_a_handler_raises_at_any_call_loses_no_batch(device):
 
         def profile(frame, event, argument, counted=counted, at=at):
             # Python runs no handler between the return of `__next__` and the loop.
-            own = frame.f_code.co_filename.startswith(f"{folder}/prefetch/")
+            own = frame.f_code.co_filename.startswith(f"{folder}/device/prefetch/")
             if own and event in ("c_return", "call") and not in_destructor(frame):
                 counted[0] += 1
                 if counted[0] == at:

@@ -23,7 +23,7 @@ from torch.utils.data import distributed, sampler
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import BatchSampler, RandomSampler
 
-from rustloader._core import IndexStream
+from rustloader._core import IndexStream, call_into
 from rustloader.iterator.starts import Start, shard, shard_start
 from rustloader.system.interrupts import is_interrupt
 from rustloader.system.torch_side import known_code
@@ -149,13 +149,11 @@ class _Permutations:
         if not self._drawn:
             if self._notes and not self._is_private:
                 self._start.note({"generator": self._generator.get_state()})
-            # A single call of C code draws and stores: no signal handler runs in between.
-            draw = functools.partial(torch.randperm, generator=self._generator)
-            self._drawn.extend(map(draw, (self._size,)))
+            call_into(self._drawn, functools.partial(torch.randperm, self._size, generator=self._generator))
         array = _array(self._drawn[0])
         if ended:
             array = array[: self._sampler.num_samples % self._size]
-        # No call may come from here on: a signal handler could run in it.
+        # One step to a signal handler.
         self._whole, self._ended, self._drawn, self._notes = whole, ended, [], False
         return array
 

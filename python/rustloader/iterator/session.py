@@ -264,7 +264,7 @@ class Session:
             it._reset()  # type: ignore[call-arg]
         data = it._next_data()
         it._num_yielded += 1
-        # No call here either, as in `_answer`.
+        # No call here either.
         length = it._IterableDataset_len_called
         if length is not None and it._num_yielded > length and it._dataset_kind == _DatasetKind.Iterable:
             warn_of_length(it, TOO_LONG_WITH_WORKERS)
@@ -312,9 +312,9 @@ class Session:
                     if last is not None:
                         raise last()  # noqa: B904
                 raise
-        # No call may come between here and the return: a signal handler could run in it, and the batch would be lost.
         code, value = answer
         if code == BATCH:
+            # One step to a signal handler, from the answer's arrival on: see `call_into`.
             return value
         if code == ERROR:
             self.epochs.raised += 1

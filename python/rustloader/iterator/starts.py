@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rustloader._core import call_into
+
 _NUMBERS = ("epoch", "seed", "rank", "num_replicas")
 
 
@@ -54,8 +56,7 @@ class Start:
     def seed(self) -> int:
         """The seed of a RandomSampler without a generator, drawn once as torch draws it."""
         if not self._seeds and (self.given is None or self._is_owed):
-            # A single call of C code draws and stores: no signal handler runs in between.
-            self._seeds.extend(map(torch.Tensor.random_, (torch.empty((), dtype=torch.int64),)))
+            call_into(self._seeds, torch.Tensor.random_, torch.empty((), dtype=torch.int64))
         if self.given is not None:
             return int(self.given["seed"])
         return int(self._seeds[0].item())

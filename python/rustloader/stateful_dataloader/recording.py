@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from rustloader._core import call_into
 from rustloader.settings.limits import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.stateful_dataloader.kinds import Kind
 from rustloader.stateful_dataloader.sampler import as_stateful, batch_state, load_batch_state
@@ -45,8 +46,10 @@ class Inner:
     def begin(self) -> Iterator[Any]:
         """Makes the iterator, once."""
         if not self._iterators:
-            found = iter(self._sampler) if self._saved is None else load_batch_state(self._saved, self._sampler)
-            self._iterators.append(found)
+            if self._saved is None:
+                call_into(self._iterators, iter, self._sampler)
+            else:
+                call_into(self._iterators, load_batch_state, self._saved, self._sampler)
         return self._iterators[0]
 
     def __iter__(self) -> Iterator[Any]:
@@ -148,10 +151,7 @@ class Recorder(Iterator[Any]):
         if not self._drawn:
             if self._iterator is None:
                 self.begin()
-            # A single call of C code draws and stores: no signal handler runs in between.
-            self._drawn.extend(map(next, (self._iterator,)))
-            if not self._drawn:
-                raise StopIteration
+            call_into(self._drawn, next, self._iterator)
         batch = self._drawn[0]
         position = self._position + 1
         samples = self._samples
@@ -159,7 +159,7 @@ class Recorder(Iterator[Any]):
             samples += len(batch)
         if self._every and position % self._every == 0 and self._has_time():
             self._take(self._iterator, position, samples)
-        # No call from here on: a signal handler that raises in it would lose the index batch.
+        # One step to a signal handler.
         self._position, self._samples, self._drawn = position, samples, []
         return batch
 

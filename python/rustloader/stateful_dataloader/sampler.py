@@ -6,8 +6,9 @@ itself, or that were written for torchdata's.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import sampler as torch_sampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from rustloader._core import call_into
 from rustloader.stateful_dataloader.schema import INNER_ITER_STATE, INNER_STATE, SAMPLES_YIELDED
 from rustloader.stateful_dataloader.stateful import Stateful
 
@@ -93,21 +95,29 @@ class _RandomIterator(Iterator[int]):
         self._count = sampler.num_samples
         self._state: torch.Tensor = sampler.generator.get_state()
         self.yielded = 0
-        # The indices drawn last, and how many were yielded before them.
-        self._drawn, self._before = self._draw(), 0
+        # Indices that were drawn and are not in use yet.
+        self._next: list[torch.Tensor] = []
+        # The indices in use, and how many were yielded before them.
+        self._drawn, self._before = self._draw()().tolist(), 0
 
-    def _draw(self) -> list[int]:
+    def _draw(self) -> Callable[[], torch.Tensor]:
+        """What draws the next indices."""
         generator = self._sampler.generator
         if self._sampler.replacement:
-            return torch.randint(self._size, (self._CHUNK,), dtype=torch.int64, generator=generator).tolist()
-        return torch.randperm(self._size, generator=generator).tolist()
+            size = (self._CHUNK,)
+            return functools.partial(torch.randint, self._size, size, dtype=torch.int64, generator=generator)
+        return functools.partial(torch.randperm, self._size, generator=generator)
 
     def __next__(self) -> int:
         if self.yielded == self._count:
             raise StopIteration
         if self.yielded - self._before == len(self._drawn):
-            self._drawn, self._before = self._draw(), self.yielded
-        # No call from here on: a signal handler that raises in it would lose the index.
+            if not self._next:
+                call_into(self._next, self._draw())
+            drawn = self._next[0].tolist()
+            # One step to a signal handler.
+            self._drawn, self._before, self._next = drawn, self.yielded, []
+        # One step to a signal handler.
         index = self._drawn[self.yielded - self._before]
         self.yielded += 1
         return index
@@ -119,8 +129,8 @@ class _RandomIterator(Iterator[int]):
         yielded, state = state_dict["yielded"], state_dict["generator"]
         self._sampler.generator.set_state(state)
         self._state = state
-        self.yielded = 0
-        self._drawn, self._before = self._draw(), 0
+        self.yielded, self._next = 0, []
+        self._drawn, self._before = self._draw()().tolist(), 0
         for _ in itertools.islice(self, yielded):
             pass
 
@@ -168,7 +178,7 @@ class _BatchIterator(Iterator[list[int]]):
         count = len(batch)
         if not count or (self._drop_last and count < self._batch_size):
             raise StopIteration
-        # No call from here on: a signal handler that raises in it would lose the batch.
+        # One step to a signal handler.
         self._pending = []
         self.samples_yielded += count
         return batch

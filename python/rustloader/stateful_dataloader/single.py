@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-from rustloader._core import BACK_BATCHES, observed
+from rustloader._core import BACK_BATCHES, call_into, observed
 from rustloader.fetch.failures import EmptyBatchError
 from rustloader.fetch.inline import StepFetcher
 from rustloader.iterator import fetching
@@ -129,6 +129,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
                 raise
         # What a signal handler raises in this call leaves the batch to the next one.
         self._count_failures()
+        # One step to a signal handler.
         data, self._kept = self._kept[0], []
         return data
 
@@ -150,11 +151,11 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         elif self._drawn and isinstance(self._dataset_fetcher, StepFetcher):
             self._dataset_fetcher.number = answers
         if not self._drawn:
-            # A single call of C code draws and stores: no signal handler runs in between.
-            self._drawn.extend(itertools.islice(self._sampler_iter, 1))
-        if not self._drawn:
-            self._end()
-            raise StopIteration
+            try:
+                call_into(self._drawn, next, self._sampler_iter)
+            except StopIteration:
+                self._end()
+                raise
         handled = sys.exception()
         try:
             data = self._dataset_fetcher.fetch(self._drawn[0])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
+from rustloader._core import call_into
 from rustloader.iterator.starts import Start, shard, shard_start
 from rustloader.stateful_dataloader.kinds import Kind
 from rustloader.stateful_dataloader.schema import INNER_ITER_STATE, SamplerState
@@ -54,7 +55,7 @@ class Source:
         """Draws what the first index needs, once."""
         with self._lock:
             if not self._begun:
-                self._begun.append(self._make())
+                call_into(self._begun, self._make)
             return self._begun[0][0]
 
     def __iter__(self) -> Iterator[Any]:

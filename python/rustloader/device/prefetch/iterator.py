@@ -1,19 +1,18 @@
 """The iterator of a prefetcher: batches that were taken from the loader, in order, and their delivery.
 
 What a signal handler raises in ``next`` loses no batch: it is in one of two places at any time, `Position.ahead` or the
-answer of a call. Moves between them are assignments, and Python runs handlers only in calls.
+answer of a call. It moves from one to the other as `_core.call_into` says.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rustloader._core import call_into
 from rustloader.device.prefetch.lane import Copied, Lane
 from rustloader.system.cleanup import forget_frames
 from rustloader.system.interrupts import is_interrupt
@@ -54,7 +53,7 @@ class Position:
     """
 
     def __init__(self) -> None:
-        self.ahead: deque[Any] = deque()
+        self.ahead: list[Any] = []
         self.taking = 0
         self.has_ended = False
 
@@ -118,7 +117,7 @@ class DeviceIterator:
             if answer[0] is not None:
                 self._rescued = answer
             raise
-        # No call may come between here and the return: a signal handler could raise in it.
+        # One step to a signal handler.
         taken = answer[0]
         if taken is _END:
             raise StopIteration
@@ -182,11 +181,12 @@ class DeviceIterator:
         first = ahead[0]
         if isinstance(first, Copied):
             lane.lend(first)
-            # From here to the return there is no call, see `__next__`.
+            target = min(self._target + 1, lane.depth + 1)
+            # One step to a signal handler.
             answer[0] = first
             del ahead[0]
             position.taking += 1
-            self._target = min(self._target + 1, lane.depth + 1)
+            self._target = target
             return
         lane.settle()
         answer[0] = first
@@ -213,15 +213,16 @@ class DeviceIterator:
             if ahead:
                 _note_frames(self._error)
             failed = _Failed(self._error, is_counted=self._is_counted)
-            # No call in between: a signal handler that raises in it would leave the error in both places, or none.
+            # One step to a signal handler: the error is in one of both places.
             ahead += (failed,)
             self._error = None
             return
         count, handled = len(ahead), sys.exception()
         raised = _errors_of(self._inner)
         try:
-            # A single call of C code takes and stores: no signal handler runs in between.
-            ahead.extend(itertools.islice(self._inner, 1))
+            call_into(ahead, next, self._inner)
+        except StopIteration:
+            ahead.append(_END)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -231,8 +232,6 @@ class DeviceIterator:
             # If a batch is there, a handler has raised after the call.
             if len(ahead) > count or is_interrupt(self._error, handled):
                 _raise(self, "_error")
-        elif len(ahead) == count:
-            ahead.append(_END)
 
     def _copy(self, place: int) -> None:
         ahead = self._ahead
@@ -257,7 +256,7 @@ class DeviceIterator:
         if place:
             _note_frames(self._failure)
         failed = _Failed(self._failure, is_batch=True)
-        # No call in between, as in `_pull`.
+        # One step to a signal handler, as in `_pull`.
         ahead[place] = failed
         self._failure = None
 

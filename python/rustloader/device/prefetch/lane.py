@@ -183,7 +183,7 @@ class Lane:
         if copied.loans is None:
             loans = self._loans(copied.made, stream)
             source = _Source(copied.done, copied.host, (copied.begun, reached, copied.nbytes))
-            # Straight on, so that a signal handler finds all of this done or nothing.
+            # One step to a signal handler.
             self._lent += loans
             self._sources += (source,)
             copied.loans, copied.made, copied.host = loans, {}, None
@@ -235,7 +235,7 @@ class Lane:
             else:
                 kept.append(loan)
         retired_now = [*found.values()]
-        # No call from here on: a signal handler could raise in it, and storages would be in neither list.
+        # One step to a signal handler: a storage is in one of the two lists.
         self._retired += retired_now
         self._lent = kept
 

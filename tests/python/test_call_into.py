@@ -1,0 +1,249 @@
+"""`_core.call_into`, and the rules that its documentation gives: no error of a signal handler loses a value."""
+
+import ast
+import dis
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import run_script, rustloader
+from torch.utils.data import RandomSampler
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader._core import call_into
+    from rustloader.iterator.indices import _Permutations
+    from rustloader.iterator.starts import Start
+    from rustloader.stateful_dataloader import sampler
+    from rustloader.stateful_dataloader.sampling import sampling
+
+    PACKAGE = Path(rustloader.__path__[0])
+
+
+def test_it_appends_what_the_call_returns():
+    kept = [1]
+    assert call_into(kept, next, iter([2])) is None
+    call_into(kept, dict)
+    call_into(kept, divmod, 7, 4)
+    assert kept == [1, 2, {}, (1, 3)]
+
+
+def test_errors_pass_and_append_nothing():
+    kept = []
+    with pytest.raises(StopIteration):
+        call_into(kept, next, iter(()))
+    with pytest.raises(ZeroDivisionError) as caught:
+        call_into(kept, lambda: 1 / 0)
+    assert caught.traceback[-1].name == "<lambda>"
+    with pytest.raises(TypeError, match="not callable"):
+        call_into(kept, 5)
+    with pytest.raises(TypeError):
+        call_into((), dict)
+    assert kept == []
+
+
+def runs_handlers(name):
+    """Whether Python runs signal handlers after a bytecode of this name. The next test holds it against Python."""
+    return "CALL" in name or name == "RESUME" or "JUMP_BACKWARD" in name
+
+
+def test_where_python_runs_handlers():
+    # In a process of its own: pytest-timeout has the alarm of this one.
+    status, out, err = run_script("""
+        import collections, dis
+        found = collections.Counter()
+        def handler(signum, frame):
+            if frame.f_code is work.__code__:
+                found[dis.opname[frame.f_code.co_code[frame.f_lasti]]] += 1
+        class Holder: pass
+        def work(holder, items):
+            for number in range(1000):
+                holder.kept, holder.count = [number], number
+                first, second = holder.kept[0], items[1]
+                holder.count += first + second
+                items[0] = holder.count if first is not None else second
+                del holder.kept[0]
+                items += (first,)
+                del items[-1]
+                dict(a=first)
+            return holder.count
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
+        while found.total() < 500:
+            work(Holder(), [0, 1])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(*found)
+    """)
+    assert (status, err) == (0, ""), err
+    assert out.split() and all(map(runs_handlers, out.split())), out
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt at the n-th place of some modules where Python would run a signal handler."""
+
+    def __init__(self, at, files):
+        self.at, self.files, self.places, self.where, self.last = at, files, 0, None, {}
+
+    def __call__(self, frame, event, _):
+        if not frame.f_code.co_filename.startswith(self.files):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            before = self.last.get(frame)
+            self.last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if before is not None and runs_handlers(before):
+                self.places += 1
+                if self.places == self.at:
+                    self.where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
+                    raise KeyboardInterrupt
+        return self
+
+    def next(self, iterator):
+        self.last, tracer = {}, sys.gettrace()
+        sys.settrace(self)
+        try:
+            return next(iterator)
+        finally:
+            sys.settrace(tracer)
+
+
+def with_interrupts(make, at, files):
+    """The items of an iterator, and where the interrupt was; None if there is no such place."""
+    iterator, interrupts, got = make(), Interrupts(at, files), []
+    while True:
+        try:
+            got.append(interrupts.next(iterator))
+        except KeyboardInterrupt:
+            continue
+        except StopIteration:
+            return got, interrupts.where
+
+
+def losses(make, files=None, places=5):
+    """Where an interrupt changes what an iterator yields."""
+    expected, found = list(make()), []
+    for at in itertools.count(1):
+        got, where = with_interrupts(make, at, files or str(PACKAGE))
+        if where is None:
+            assert at > places
+            return found
+        if got != expected:
+            found.append(where)
+
+
+class Safe:
+    """Hands items on as the documentation says."""
+
+    def __init__(self, items):
+        self.items, self.kept, self.count = iter(items), [], 0
+
+    def __iter__(self):
+        return self
+
+    def take(self):
+        call_into(self.kept, next, self.items)
+
+    def __next__(self):
+        if not self.kept:
+            self.take()
+        value, count = self.kept[0], max(self.count, 0) + 1
+        # One step to a signal handler.
+        self.kept, self.count = [], count
+        return value, count
+
+
+class TwoCalls(Safe):
+    def take(self):
+        self.kept.append(next(self.items))
+
+
+class CallBeforeTheReturn(Safe):
+    def __next__(self):
+        value, _ = super().__next__()
+        return value, max(self.count, 0)
+
+
+def test_a_value_is_lost_only_without_the_rules():
+    assert losses(lambda: Safe("abc"), __file__) == []
+    assert losses(lambda: TwoCalls("abc"), __file__)
+    assert losses(lambda: CallBeforeTheReturn("abc"), __file__)
+
+
+class Counted:
+    """A sampler with a state."""
+
+    def __init__(self, size):
+        self.size, self.at = size, 0
+
+    def __iter__(self):
+        return map(self.draw, range(self.size))
+
+    def draw(self, _):
+        self.at += 1
+        return self.at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def recorded():
+    # Not in torch's BatchSampler: an error ends its generator.
+    index_sampler = Counted(3)
+    return sampling(index_sampler, iter(index_sampler), None, 0, (), 1, map_style=True).iterator
+
+
+def drawn(replacement):
+    generator = torch.Generator().manual_seed(3)
+    size = sampler._RandomIterator._CHUNK + 3 if replacement else 3
+    return iter(sampler.RandomSampler(range(3), replacement, size, generator))
+
+
+def permutations():
+    torch.manual_seed(3)
+    inner = RandomSampler(range(3), num_samples=7)
+    draw = _Permutations(inner, Start())
+    return iter(lambda: None if (array := draw()) is None else [*array], None)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        recorded,
+        lambda: drawn(False),
+        lambda: drawn(True),
+        lambda: iter(sampler.BatchSampler(range(5), 2, False)),
+        permutations,
+    ],
+    ids=["recorder", "permutation", "with replacement", "batches", "index stream"],
+)
+def test_no_index_is_lost(make):
+    assert losses(make) == []
+
+
+MARK = "# One step to a signal handler"
+STEPS = [path for path in PACKAGE.rglob("*.py") if MARK in path.read_text()] if rustloader is not None else []
+OTHER = (ast.Call, ast.For, ast.While, ast.With, ast.comprehension, ast.Yield, ast.YieldFrom, ast.Import, ast.Assert)
+
+
+@pytest.mark.parametrize("path", STEPS, ids=lambda path: path.stem)
+def test_steps_have_no_call(path):
+    text = path.read_text()
+    lists = [found for node in ast.walk(ast.parse(text)) for _, found in ast.iter_fields(node)]
+    blocks = [it for it in lists if isinstance(it, list) and it and isinstance(it[0], ast.stmt)]
+    for number, line in enumerate(text.splitlines(), 1):
+        if MARK in line:
+            # The rest of the block whose next statement is the first one below the mark.
+            rests = [block[at:] for block in blocks for at, it in enumerate(block) if it.lineno > number]
+            step = min(rests, key=lambda rest: rest[0].lineno)
+            calls = [found for it in step for found in ast.walk(it) if isinstance(found, OTHER)]
+            assert not calls, f"line {calls[0].lineno}"
+
+
+def test_there_are_steps():
+    assert len(STEPS) > 4
