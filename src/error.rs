@@ -94,17 +94,6 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// An [`Error::Os`] of the calling thread's `errno`.
-    pub fn last_os(call: &'static str, hint: &'static str) -> Self {
-        Self::last_os_with(call, |_| hint.to_owned())
-    }
-
-    /// The same with a computed hint. `errno` is read first, because the computation may call the system.
-    pub fn last_os_with(call: &'static str, hint: impl FnOnce(i32) -> String) -> Self {
-        let errno = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
-        Self::Os { call, errno, hint: hint(errno) }
-    }
-
     /// An [`Error::Corrupt`].
     pub fn corrupt(what: impl Into<String>) -> Self {
         Self::Corrupt { what: what.into() }

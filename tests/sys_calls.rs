@@ -13,23 +13,23 @@ const WITHOUT: &[(&str, &str, &str)] = &[
     ("map.rs", "munlock", "its result does not matter: what stays locked cannot be released before the end"),
     ("map.rs", "munmap", "there is no caller left to report to; a refusal leaks address space"),
     ("map.rs", "sysconf", "answered by the C library"),
-    ("memfd.rs", "fcntl", "F_GET_SEALS, after F_ADD_SEALS, which has one, was refused"),
+    ("memfd.rs", "fcntl_get_seals", "after fcntl_add_seals, which has one, was refused"),
     ("private.rs", "_exit", "does not come back"),
     ("private.rs", "mprotect", "the child ends if it is refused"),
-    ("private.rs", "mremap", "handled like a refused mmap, which has one"),
+    ("private.rs", "mremap_fixed", "handled like a refused mmap_anonymous, which has one"),
     ("private.rs", "poll", "its answer does not matter: the wait has a limit"),
-    ("proc_fd.rs", "lseek", "the file was opened just before; a refusal is an empty file"),
+    ("proc_fd.rs", "seek", "the file was opened just before; a refusal is an empty file"),
     ("proc_fd.rs", "pread", "a short answer and none are the same; open has a failpoint"),
     ("sealed.rs", "munmap", "there is no caller left to report to; a refusal leaks address space"),
     ("pidfd.rs", "strsignal", "no system call"),
     ("signal.rs", "_exit", "does not come back"),
     ("signal.rs", "getppid", "cannot be refused"),
+    ("signal.rs", "gettid", "cannot be refused"),
     ("signal.rs", "pthread_sigmask", "its result does not matter: signals then also reach our own threads"),
     ("signal.rs", "sigaddset", "no system call"),
     ("signal.rs", "sigemptyset", "no system call"),
     ("signal.rs", "sigfillset", "no system call"),
     ("signal.rs", "sigismember", "no system call"),
-    ("signal.rs", "syscall", "gettid, which cannot be refused"),
     ("sigterm.rs", "__errno_location", "no system call"),
     ("sigterm.rs", "getpid", "cannot be refused"),
     ("sigterm.rs", "raise", "in a signal's handler; cannot be refused"),
@@ -39,11 +39,16 @@ const WITHOUT: &[(&str, &str, &str)] = &[
         "timer_settime",
         "in a signal's handler; refused, the signal does what it does without it",
     ),
-    ("socket.rs", "setsockopt", "refused for other sockets than TCP's, which need no option"),
+    ("socket.rs", "set_socket_keepalive", "refused for no socket"),
+    ("socket.rs", "set_tcp_keepcnt", "refused for other sockets than TCP's, which need no option"),
+    ("socket.rs", "set_tcp_keepidle", "as above"),
+    ("socket.rs", "set_tcp_keepintvl", "as above"),
+    ("socket.rs", "set_tcp_nodelay", "as above"),
+    ("socket.rs", "set_tcp_user_timeout", "as above"),
     ("socket.rs", "shutdown", "refused only for a connection that has ended"),
     ("symbol.rs", "dlopen", "no system call for what is loaded already"),
     ("symbol.rs", "dlsym", "no system call"),
-    ("thread.rs", "prctl", "a name for people; its answer does not matter"),
+    ("thread.rs", "set_name", "a name for people; its answer does not matter"),
 ];
 
 /// The sources under `folder`, without tests and comments.
@@ -85,22 +90,34 @@ fn src() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("src")
 }
 
-/// Each place of `head` followed by a name and an opening parenthesis: the place and the name.
-fn calls<'a>(text: &'a str, head: &str) -> Vec<(usize, &'a str)> {
-    let starts = text.match_indices(head).map(|(at, _)| at + head.len());
+/// Each call of libc or rustix by its whole path: its place and the function's name.
+fn calls(text: &str) -> Vec<(usize, &str)> {
+    let heads = ["libc::", "rustix::"];
+    let starts = heads.iter().flat_map(|head| text.match_indices(head).map(|(at, head)| at + head.len()));
     let name = |at: usize| {
         let rest = &text[at..];
-        let end = rest.find(|c: char| c != '_' && !c.is_ascii_alphanumeric())?;
-        rest[end..].starts_with('(').then_some((at, &rest[..end]))
+        let end = rest.find(|c: char| c != '_' && c != ':' && !c.is_ascii_alphanumeric())?;
+        let path = rest[end..].starts_with('(').then_some(&rest[..end])?;
+        (!path.contains(|c: char| c.is_ascii_uppercase())).then_some((at, path.rsplit(':').next()?))
     };
-    starts.filter_map(name).filter(|(_, name)| name.chars().all(|c| !c.is_ascii_uppercase())).collect()
+    starts.filter_map(name).collect()
+}
+
+/// Imports of functions and modules, whose calls [`calls`] would not see. Types and constants begin with a capital, and
+/// `retry_on_intr` enters no kernel.
+fn imports(text: &str) -> Vec<&str> {
+    let of_both = |line: &&str| line.contains("use libc::") || line.contains("use rustix::");
+    let names = |line| str::trim_matches(line, ['{', '}', ';']).split(", ");
+    let imported = text.lines().filter(of_both).filter_map(|line| line.rsplit("::").next()).flat_map(names);
+    imported.filter(|name| !name.starts_with(char::is_uppercase) && *name != "retry_on_intr").collect()
 }
 
 /// What a source does that belongs into `sys`, or lacks a failpoint there.
 fn faults(path: &Path, text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let file = path.file_name().unwrap().to_str().unwrap();
-    for (at, name) in calls(text, "libc::") {
+    found.extend(imports(text).iter().map(|name| format!("{name} is imported in {file}")));
+    for (at, name) in calls(text) {
         if !path.parent().unwrap().ends_with("sys") {
             found.push(format!("{name} is called in {}", path.display()));
         }
@@ -130,7 +147,7 @@ fn calls_stand_in_sys_and_have_a_failpoint() {
     for (path, text) in sources(&src()) {
         assert_eq!(faults(&path, &text), Vec::<String>::new());
         let file = path.file_name().unwrap().to_str().unwrap();
-        for (_, name) in calls(&text, "libc::") {
+        for (_, name) in calls(&text) {
             seen += 1;
             unused.retain(|(place, call, _)| (*place, *call) != (file, name));
         }
@@ -149,6 +166,10 @@ fn a_call_in_the_wrong_place_or_without_a_failpoint_is_found() {
         ),
         ("src/sys/pidfd.rs", "unsafe { libc::kill(pid, 0) }", "kill in pidfd.rs has no failpoint"),
         ("src/sys/pidfd.rs", "unsafe { libc::munmap(begin, len) }", "munmap in pidfd.rs has no failpoint"),
+        ("src/sys/map.rs", "rustix::fs::fstat(fd)", "fstat in map.rs has no failpoint"),
+        ("src/store/mod.rs", "failpoint!(\"x\", rustix::fs::sync())", "sync is called in src/store/mod.rs"),
+        ("src/sys/map.rs", "use rustix::fs::fstat;", "fstat is imported in map.rs"),
+        ("src/sys/map.rs", "use rustix::event::{PollFd, poll};", "poll is imported in map.rs"),
         ("src/config.rs", "std::fs::read(path)", "a file is read in config.rs"),
         ("src/sys/mod.rs", "std::fs::read(path); std::fs::read(path)", "a file is read in mod.rs"),
         ("src/engine/pin.rs", "thread::Builder::new()", "a thread is started in pin.rs"),
@@ -165,7 +186,8 @@ fn a_call_in_the_wrong_place_or_without_a_failpoint_is_found() {
     }
     for (path, code) in [
         ("src/sys/pidfd.rs", "failpoint!(\"x\", libc::kill(pid, 0))"),
-        ("src/sys/map.rs", "libc::munmap(begin, len)"),
+        ("src/sys/map.rs", "rustix::mm::munmap(begin, len)"),
+        ("src/sys/map.rs", "use rustix::io::{Errno, retry_on_intr};\nuse rustix::mm::Advice;"),
     ] {
         assert_eq!(faults(Path::new(path), code), Vec::<String>::new());
     }

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use rustix::event::Timespec;
+
 /// The time since an unspecified point (boot) common to all processes of the machine.
 pub fn monotonic() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
@@ -40,16 +42,12 @@ pub fn queued_ns() -> u64 {
 
 /// Yields the processor to another ready thread.
 pub fn yield_now() {
-    // SAFETY: sched_yield has no precondition.
-    unsafe { libc::sched_yield() };
+    rustix::thread::sched_yield();
 }
 
 /// Converts a duration, saturating.
-pub(super) fn timespec(time: Duration) -> libc::timespec {
-    libc::timespec {
-        tv_sec: libc::time_t::try_from(time.as_secs()).unwrap_or(libc::time_t::MAX),
-        tv_nsec: time.subsec_nanos() as _,
-    }
+pub(super) fn timespec(time: Duration) -> Timespec {
+    Timespec::try_from(time).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
 }
 
 #[cfg(test)]

@@ -1,11 +1,14 @@
 //! The doorbell: an eventfd.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::event::EventfdFlags;
+use rustix::io::Errno;
 
 use super::failpoint::failpoint;
 use super::owned::KnownFd;
-use super::{descriptor_hint, errno, retry};
-use crate::error::{Error, Result};
+use super::{descriptor_hint, refused, retry_on_intr};
+use crate::error::Result;
 
 /// The remedy when the descriptor no longer names the eventfd.
 const REPLACED: &str = "the descriptor was closed or replaced by other code";
@@ -19,14 +22,9 @@ pub struct EventFd(KnownFd);
 impl EventFd {
     /// Creates one, at zero and closed on exec.
     pub fn new() -> Result<Self> {
-        // SAFETY: eventfd takes plain numbers.
-        let call = || unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        let fd = failpoint!("eventfd", -1, call());
-        if fd == -1 {
-            return Err(Error::last_os("eventfd", descriptor_hint(errno())));
-        }
-        // SAFETY: the kernel has just made this descriptor, and nothing else owns it.
-        Ok(Self(KnownFd::new(unsafe { OwnedFd::from_raw_fd(fd) })))
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let fd = failpoint!("eventfd", rustix::event::eventfd(0, flags));
+        fd.map(Self::from_owned_fd).map_err(|errno| refused("eventfd", errno, descriptor_hint(errno)))
     }
 
     /// Wraps a descriptor from another process, made by [`EventFd::new`] and so non-blocking.
@@ -40,13 +38,11 @@ impl EventFd {
             return Ok(());
         }
         let one = 1_u64.to_ne_bytes();
-        // SAFETY: `one` has the 8 bytes that are read from it.
-        let call = || unsafe { libc::write(self.0.as_fd().as_raw_fd(), one.as_ptr().cast(), one.len()) };
-        // A full counter (EAGAIN) is readable already.
-        if retry(|| failpoint!("eventfd_write", -1, call())) == -1 && errno() != libc::EAGAIN {
-            return Err(Error::last_os("write(eventfd)", REPLACED));
+        match retry_on_intr(|| failpoint!("eventfd_write", rustix::io::write(self.as_fd(), &one))) {
+            // A full counter is readable already.
+            Ok(_) | Err(Errno::AGAIN) => Ok(()),
+            Err(errno) => Err(refused("write(eventfd)", errno, REPLACED)),
         }
-        Ok(())
     }
 
     /// Makes it unreadable until the next ring; false if its number names another file. Call it before checking what the
@@ -56,13 +52,10 @@ impl EventFd {
             return Ok(false);
         }
         let mut count = [0_u8; 8];
-        // SAFETY: `count` has room for the 8 bytes that are written to it.
-        let mut call =
-            || unsafe { libc::read(self.0.as_fd().as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
-        if retry(|| failpoint!("eventfd_read", -1, call())) == -1 && errno() != libc::EAGAIN {
-            return Err(Error::last_os("read(eventfd)", REPLACED));
+        match retry_on_intr(|| failpoint!("eventfd_read", rustix::io::read(self.as_fd(), &mut count))) {
+            Ok(_) | Err(Errno::AGAIN) => Ok(true),
+            Err(errno) => Err(refused("read(eventfd)", errno, REPLACED)),
         }
-        Ok(true)
     }
 
     /// The descriptor to wait on.
@@ -74,13 +67,16 @@ impl EventFd {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::os::fd::AsRawFd;
+
+    use rustix::event::{PollFd, PollFlags, Timespec};
 
     use super::*;
+    use crate::error::Error;
 
     fn readable(event: &EventFd) -> bool {
-        let mut entry = libc::pollfd { fd: event.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: `entry` is one entry, and the count is 1.
-        unsafe { libc::poll(&mut entry, 1, 0) == 1 }
+        let mut entries = [PollFd::from_borrowed_fd(event.as_fd(), PollFlags::IN)];
+        rustix::event::poll(&mut entries, Some(&Timespec::default())) == Ok(1)
     }
 
     #[test]
@@ -101,9 +97,7 @@ mod tests {
         let made = EventFd::new().unwrap();
         let event = EventFd::from_owned_fd(made.as_fd().try_clone_to_owned().unwrap());
         let most = (u64::MAX - 1).to_ne_bytes();
-        // SAFETY: `most` has the 8 bytes that are read from it.
-        let wrote = unsafe { libc::write(event.as_fd().as_raw_fd(), most.as_ptr().cast(), 8) };
-        assert_eq!(wrote, 8);
+        assert_eq!(rustix::io::write(event.as_fd(), &most), Ok(8));
         event.ring().unwrap();
         assert!(readable(&event));
     }

@@ -4,11 +4,14 @@
 //! Without the cargo feature `failpoints` nothing of this is compiled, and [`failpoint!`] is the bare call.
 //! Only atomics are used, so failpoints work in forked children.
 
-/// `failpoint!("kind", failure, call)`: the value of `call`, or `failure` with `errno` set if a failpoint applies.
+/// `failpoint!("kind", call)`: the result of `call`, or the error of a failpoint that applies.
 macro_rules! failpoint {
-    ($kind:literal, $failure:expr, $call:expr) => {{
+    ($kind:literal, $call:expr) => {{
         #[cfg(feature = "failpoints")]
-        let answer = if $crate::sys::failpoint::hit($kind) { $failure } else { $call };
+        let answer = match $crate::sys::failpoint::hit($kind) {
+            Some(errno) => Err(From::from(errno)),
+            None => $call,
+        };
         #[cfg(not(feature = "failpoints"))]
         let answer = $call;
         answer
@@ -23,6 +26,8 @@ pub use seam::{Effect, calls, clear, environment, hit, kinds, set, set_from};
 mod seam {
     use std::ffi::CStr;
     use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+
+    use rustix::io::Errno;
 
     use crate::error::{Error, Result};
 
@@ -110,29 +115,25 @@ mod seam {
         }
     }
 
-    /// Counts a call of `kind`; true when it must fail, with `errno` set. For the macro.
+    /// Counts a call of `kind`; returns the error with which it must fail. For the macro.
     #[doc(hidden)]
-    pub fn hit(kind: &str) -> bool {
+    pub fn hit(kind: &str) -> Option<Errno> {
         read_environment();
         let Some(point) = point(kind) else { panic!("failpoint {kind} is not in the list of kinds") };
         let call = point.calls.fetch_add(1, Ordering::AcqRel) + 1;
         let first = point.first.load(Ordering::Acquire);
         if first == 0 || call < first || call > point.last.load(Ordering::Acquire) {
-            return false;
+            return None;
         }
         let value = point.value.load(Ordering::Acquire);
         match point.effect.load(Ordering::Acquire) {
-            0 => {
-                // SAFETY: __errno_location answers the calling thread's own errno.
-                unsafe { *libc::__errno_location() = value };
-                true
-            }
+            0 => Some(Errno::from_raw_os_error(value)),
             // SAFETY: _exit has no precondition.
             1 => unsafe { libc::_exit(value) },
             3 => {
                 // SAFETY: raise takes a plain number.
                 unsafe { libc::raise(libc::SIGSTOP) };
-                false
+                None
             }
             _ => loop {
                 // SAFETY: kill and getpid take plain numbers.

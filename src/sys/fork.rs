@@ -4,8 +4,11 @@ use std::cell::Cell;
 use std::panic::catch_unwind;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 
+use rustix::io::Errno;
+
 use super::failpoint::failpoint;
-use crate::error::{Error, Result};
+use super::refused;
+use crate::error::Result;
 
 /// A step that runs around forks. Parent and child run the steps in this order, [`ForkHandlers::prepare`] in the reverse one.
 /// The order of their installation does not matter.
@@ -89,13 +92,14 @@ fn hook() -> Result<()> {
     install(Step::Generation, &COUNTER);
     // Two concurrent calls install the hooks twice; the second of two in one fork finds nothing to do.
     // SAFETY: the hooks are plain functions that stay as long as the process (the library is not unloaded).
-    let call =
-        || unsafe { libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child)) };
-    let refused = failpoint!("atfork", libc::ENOMEM, call());
-    if refused != 0 {
-        let hint = "the C library has no memory left".to_owned();
-        return Err(Error::Os { call: "pthread_atfork", errno: refused, hint });
-    }
+    let call = || match unsafe {
+        libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child))
+    } {
+        0 => Ok(()),
+        errno => Err(Errno::from_raw_os_error(errno)),
+    };
+    failpoint!("atfork", call())
+        .map_err(|errno| refused("pthread_atfork", errno, "the C library has no memory left"))?;
     // SYNC: forks-counted (pairs with the Acquires in `generation` and `count_forks`).
     HOOKED.store(true, Ordering::Release);
     Ok(())

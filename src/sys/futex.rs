@@ -3,10 +3,16 @@
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
+use rustix::io::Errno;
+use rustix::thread::futex::Flags;
+
 use super::clock::timespec;
-use super::errno;
 use super::failpoint::failpoint;
-use crate::error::{Error, Result};
+use super::refused;
+use crate::error::Result;
+
+/// The remedy when a call is refused.
+const UNMAPPED: &str = "the word must lie in mapped memory";
 
 /// Why [`wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,31 +31,21 @@ pub enum Wake {
 /// the word may lie in a mapping that other processes share.
 pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Result<Wake> {
     let timeout = timeout.map(timespec);
-    let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-    // SAFETY: `word` is a live aligned word, and `timeout` is null or points to a timespec that outlives the call.
-    let call =
-        || unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, expected, timeout) };
-    if failpoint!("futex_wait", -1, call()) == 0 {
-        return Ok(Wake::Woken);
-    }
-    match errno() {
-        libc::EAGAIN => Ok(Wake::Changed),
-        libc::ETIMEDOUT => Ok(Wake::TimedOut),
-        libc::EINTR => Ok(Wake::Interrupted),
-        _ => Err(Error::last_os("futex(FUTEX_WAIT)", "the word must lie in mapped memory")),
+    let call = || rustix::thread::futex::wait(word, Flags::empty(), expected, timeout.as_ref());
+    match failpoint!("futex_wait", call()) {
+        Ok(()) => Ok(Wake::Woken),
+        Err(Errno::AGAIN) => Ok(Wake::Changed),
+        Err(Errno::TIMEDOUT) => Ok(Wake::TimedOut),
+        Err(Errno::INTR) => Ok(Wake::Interrupted),
+        Err(errno) => Err(refused("futex(FUTEX_WAIT)", errno, UNMAPPED)),
     }
 }
 
 /// Wakes up to `n` threads, of any process, that sleep on `word`; returns their number.
 pub fn wake(word: &AtomicU32, n: u32) -> Result<u32> {
     let n = n.min(i32::MAX as u32);
-    // SAFETY: `word` is a live aligned word; FUTEX_WAKE uses its address only.
-    let call = || unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, n) };
-    let woken = failpoint!("futex_wake", -1, call());
-    if woken == -1 {
-        return Err(Error::last_os("futex(FUTEX_WAKE)", "the word must lie in mapped memory"));
-    }
-    Ok(woken as u32)
+    let woken = failpoint!("futex_wake", rustix::thread::futex::wake(word, Flags::empty(), n));
+    woken.map(|woken| woken as u32).map_err(|errno| refused("futex(FUTEX_WAKE)", errno, UNMAPPED))
 }
 
 #[cfg(test)]

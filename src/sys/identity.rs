@@ -3,7 +3,8 @@
 use std::os::fd::RawFd;
 
 use super::failpoint::failpoint;
-use crate::error::{Error, Result};
+use super::{by_number, refused};
+use crate::error::Result;
 
 /// Identifies an open file by device, inode and kind.
 ///
@@ -21,18 +22,13 @@ pub struct FdIdentity {
 impl FdIdentity {
     /// The identity of the file that `fd` names. Takes no lock, so a forked child can call it.
     pub fn of(fd: RawFd) -> Result<Self> {
-        let hint = |_| format!("descriptor {fd} was closed by other code");
-        Self::look(fd).ok_or_else(|| Error::last_os_with("fstat", hint))
+        Self::look(fd)
+            .map_err(|errno| refused("fstat", errno, format!("descriptor {fd} was closed by other code")))
     }
 
-    /// `None`, with `errno` set, if `fd` names no file.
-    fn look(fd: RawFd) -> Option<Self> {
-        // SAFETY: a stat64 of zeroes is a valid one.
-        let mut stat: libc::stat64 = unsafe { std::mem::zeroed() };
-        // SAFETY: `stat` is a local struct that the kernel fills; any number may be passed.
-        let answer = failpoint!("fstat", -1, unsafe { libc::fstat64(fd, &mut stat) });
-        let kind = stat.st_mode & libc::S_IFMT;
-        (answer == 0).then_some(Self { device: stat.st_dev, inode: stat.st_ino, kind })
+    fn look(fd: RawFd) -> rustix::io::Result<Self> {
+        let stat = failpoint!("fstat", by_number(fd).and_then(rustix::fs::fstat))?;
+        Ok(Self { device: stat.st_dev, inode: stat.st_ino, kind: stat.st_mode & libc::S_IFMT })
     }
 
     /// Device and inode.
@@ -42,7 +38,7 @@ impl FdIdentity {
 
     /// Whether `fd` names a file of the same inode; false for a closed one.
     pub fn same_inode(&self, fd: RawFd) -> bool {
-        Self::look(fd) == Some(*self)
+        Self::look(fd) == Ok(*self)
     }
 }
 
@@ -54,6 +50,7 @@ mod tests {
     use super::super::event::EventFd;
     use super::super::memfd;
     use super::*;
+    use crate::error::Error;
 
     #[test]
     fn files_pipes_and_memfds_are_told_apart() {

@@ -1,21 +1,19 @@
 //! Shared memory maps of a file.
 
 use std::ops::Range;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
+
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
+use rustix::process::Resource;
 
 use super::cgroup::Roots;
 use super::failpoint::failpoint;
 use super::memory;
-use super::{errno, read_file, retry};
+use super::{limit, read_file, refused, retry_on_intr};
 use crate::error::{Error, Result};
-
-/// Maps present pages without faults, 16 at a time (Linux 5.14).
-const MADV_POPULATE_READ: libc::c_int = 22;
-
-/// Allocates pages as a write would; returns an errno where a write would be SIGBUS (Linux 5.14).
-const MADV_POPULATE_WRITE: libc::c_int = 23;
 
 /// The size of a page of memory in bytes.
 pub fn page_size() -> usize {
@@ -25,15 +23,10 @@ pub fn page_size() -> usize {
 
 /// Bytes of address space left to this process; `None` without a limit.
 pub fn address_space_left() -> Option<u64> {
-    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is a local struct that the kernel fills.
-    let mut call = || unsafe { libc::getrlimit64(libc::RLIMIT_AS, &mut limit) };
-    if failpoint!("getrlimit", -1, call()) == -1 || limit.rlim_cur == libc::RLIM64_INFINITY {
-        return None;
-    }
+    let limit = limit(Resource::As)?;
     let statm = read_file("/proc/self/statm".as_ref()).unwrap_or_default();
     let pages = String::from_utf8_lossy(&statm).split(' ').next().and_then(|word| word.parse::<u64>().ok());
-    Some(limit.rlim_cur.saturating_sub(pages.unwrap_or(0) * page_size() as u64))
+    Some(limit.saturating_sub(pages.unwrap_or(0) * page_size() as u64))
 }
 
 /// A shared, writable mapping of a file, excluded from core dumps and inherited by forked children. Other processes
@@ -59,42 +52,24 @@ impl Mapping {
         if len == 0 {
             return Err(Error::usage("a mapping of 0 bytes"));
         }
-        // SAFETY: a stat64 of zeroes is a valid one.
-        let mut stat: libc::stat64 = unsafe { std::mem::zeroed() };
-        // SAFETY: `stat` is a local struct that the kernel fills.
-        if failpoint!("fstat", -1, unsafe { libc::fstat64(fd.as_raw_fd(), &mut stat) }) == -1 {
-            return Err(Error::last_os("fstat", "the descriptor was closed by other code"));
-        }
-        if (stat.st_size as u64) < len as u64 {
-            let size = stat.st_size;
+        let size = size_of_file(fd)?;
+        if size < len as u64 {
             return Err(Error::usage(format!("a mapping of {len} bytes of a file that has {size}")));
         }
         // Not accessible yet: after mlockall(MCL_FUTURE) the kernel would populate every page, more than the machine's memory.
-        let (protection, flags) = (libc::PROT_NONE, libc::MAP_SHARED | libc::MAP_NORESERVE);
-        let (any, fd) = (std::ptr::null_mut(), fd.as_raw_fd());
-        // SAFETY: the kernel chooses a free address range.
-        let call = || unsafe { libc::mmap(any, len, protection, flags, fd, 0) };
-        let start = failpoint!("mmap", libc::MAP_FAILED, call());
-        if start == libc::MAP_FAILED {
-            return Err(Error::last_os_with("mmap", |_| address_space_hint(len as u64)));
-        }
-        let Some(start) = NonNull::new(start.cast::<u8>()) else {
-            return Err(Error::usage("mmap answered address 0"));
-        };
+        let start = map_file(fd, len, ProtFlags::empty(), MapFlags::SHARED)?;
         let mapping = Self { start, len, page: page_size() };
+        let start = start.as_ptr().cast();
         // Locked pages could not be released. For pages that were never locked this does nothing.
         // SAFETY: the range is the mapping just made.
-        unsafe { libc::munlock(mapping.start.as_ptr().cast(), len) };
-        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let _ = unsafe { rustix::mm::munlock(start, len) };
+        let protection = MprotectFlags::READ | MprotectFlags::WRITE;
         // SAFETY: the range is the mapping just made.
-        let call = || unsafe { libc::mprotect(mapping.start.as_ptr().cast(), len, protection) };
-        if failpoint!("mprotect", -1, call()) == -1 {
-            return Err(Error::last_os("mprotect", "run without the sandbox or tool that restricts it"));
-        }
+        failpoint!("mprotect", unsafe { rustix::mm::mprotect(start, len, protection) }).map_err(|errno| {
+            refused("mprotect", errno, "run without the sandbox or tool that restricts it")
+        })?;
         // A refusal only makes core dumps larger.
-        // SAFETY: the range is the mapping just made.
-        let call = || unsafe { libc::madvise(mapping.start.as_ptr().cast(), len, libc::MADV_DONTDUMP) };
-        failpoint!("dontdump", -1, call());
+        let _ = failpoint!("dontdump", mapping.advise(&(0..len), Advice::LinuxDontDump));
         Ok(mapping)
     }
 
@@ -116,9 +91,11 @@ impl Mapping {
     /// refusing: check [`memory::available`] first.
     pub fn populate(&self, range: Range<usize>) -> Result<()> {
         let pages = self.touched(&range)?;
-        let call = || failpoint!("populate", -1, self.advise(&pages, MADV_POPULATE_WRITE));
-        if !pages.is_empty() && retry(call) != 0 {
-            match out_of_memory(&pages, errno()) {
+        let call = || failpoint!("populate", self.advise(&pages, Advice::LinuxPopulateWrite));
+        if !pages.is_empty()
+            && let Err(errno) = retry_on_intr(call)
+        {
+            match out_of_memory(&pages, errno) {
                 Some(error) => return Err(error),
                 // EINVAL from an older kernel, any other errno from a sandbox.
                 None => self.touch(&pages),
@@ -134,11 +111,11 @@ impl Mapping {
     /// Errors: as of [`Mapping::populate`]. Without kernel support it does nothing.
     pub fn map_in(&self, range: Range<usize>) -> Result<()> {
         let pages = self.touched(&range)?;
-        let call = || failpoint!("map_in", -1, self.advise(&pages, MADV_POPULATE_READ));
-        if !pages.is_empty() && retry(call) != 0 {
-            out_of_memory(&pages, errno()).map_or(Ok(()), Err)?;
+        let call = || failpoint!("map_in", self.advise(&pages, Advice::LinuxPopulateRead));
+        match retry_on_intr(|| if pages.is_empty() { Ok(()) } else { call() }) {
+            Ok(()) => Ok(()),
+            Err(errno) => out_of_memory(&pages, errno).map_or(Ok(()), Err),
         }
-        Ok(())
     }
 
     /// Releases the memory of the whole pages inside `range`, for all processes; they read as zeroes afterwards. The rest of
@@ -146,10 +123,9 @@ impl Mapping {
     pub fn remove(&self, range: Range<usize>) -> Result<()> {
         self.check(&range)?;
         let Some(pages) = self.inside(&range) else { return Ok(()) };
-        if retry(|| failpoint!("remove", -1, self.advise(&pages, libc::MADV_REMOVE))) == 0 {
-            return Ok(());
-        }
-        Err(Error::last_os("madvise(MADV_REMOVE)", "the memory stays with the DataLoader until it ends"))
+        retry_on_intr(|| failpoint!("remove", self.advise(&pages, Advice::LinuxRemove))).map_err(|errno| {
+            refused("madvise(MADV_REMOVE)", errno, "the memory stays with the DataLoader until it ends")
+        })
     }
 
     fn check(&self, range: &Range<usize>) -> Result<()> {
@@ -173,11 +149,11 @@ impl Mapping {
         (start < end).then_some(start..end)
     }
 
-    fn advise(&self, pages: &Range<usize>, advice: libc::c_int) -> libc::c_int {
+    fn advise(&self, pages: &Range<usize>, advice: Advice) -> rustix::io::Result<()> {
         let start = self.start.as_ptr().wrapping_add(pages.start);
         // SAFETY: `pages` lies in the mapping up to its last page's end, and none of the advices unmaps; MADV_REMOVE changes
         // bytes, as the owner of the range requests.
-        unsafe { libc::madvise(start.cast(), pages.len(), advice) }
+        unsafe { rustix::mm::madvise(start.cast(), pages.len(), advice) }
     }
 
     /// Writes every page with its current value.
@@ -195,8 +171,29 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: `new` mapped the range, it is unmapped once, and no pointer into it may outlive `self`.
-        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
     }
+}
+
+/// The length of an open file in bytes.
+pub(super) fn size_of_file(fd: BorrowedFd<'_>) -> Result<u64> {
+    let stat = failpoint!("fstat", rustix::fs::fstat(fd));
+    stat.map(|stat| stat.st_size as u64)
+        .map_err(|errno| refused("fstat", errno, "the descriptor was closed by other code"))
+}
+
+/// Maps the first `len` bytes of a file anywhere. Its pages need no swap space before they are written.
+pub(super) fn map_file(
+    fd: BorrowedFd<'_>,
+    len: usize,
+    protection: ProtFlags,
+    flags: MapFlags,
+) -> Result<NonNull<u8>> {
+    let (any, flags) = (std::ptr::null_mut(), flags | MapFlags::NORESERVE);
+    // SAFETY: the kernel chooses a free address range.
+    let start = failpoint!("mmap", unsafe { rustix::mm::mmap(any, len, protection, flags, fd, 0) })
+        .map_err(|errno| refused("mmap", errno, address_space_hint(len as u64)))?;
+    NonNull::new(start.cast()).ok_or_else(|| Error::usage("mmap answered address 0"))
 }
 
 /// The error of [`Mapping::new`] in a process with only `left` bytes of address space.
@@ -213,16 +210,16 @@ pub(super) fn address_space_hint(wanted: u64) -> String {
 }
 
 /// The error for an errno of a populating madvise that concerns memory.
-fn out_of_memory(pages: &Range<usize>, errno: i32) -> Option<Error> {
+fn out_of_memory(pages: &Range<usize>, errno: Errno) -> Option<Error> {
     let why = match errno {
-        libc::EHWPOISON => "the machine's memory has a hardware fault there",
-        libc::EFAULT | libc::ENOMEM | libc::EAGAIN => "the kernel has no free page for it",
+        Errno::HWPOISON => "the machine's memory has a hardware fault there",
+        Errno::FAULT | Errno::NOMEM | Errno::AGAIN => "the kernel has no free page for it",
         _ => return None,
     };
     let room = memory::available(&Roots::default());
     Some(Error::NoMemory {
         wanted: pages.len() as u64,
-        limit: format!("{why} (madvise: {}); {}", std::io::Error::from_raw_os_error(errno), room.limit),
+        limit: format!("{why} (madvise: {}); {}", std::io::Error::from(errno), room.limit),
         headroom: room.bytes,
         passing: false,
     })

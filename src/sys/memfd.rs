@@ -1,32 +1,29 @@
 //! Anonymous files in memory.
 
 use std::ffi::CString;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::io::Errno;
+use rustix::process::Resource;
 
 use super::failpoint::failpoint;
-use super::{descriptor_hint, errno, retry};
+use super::{descriptor_hint, limit, refused, retry_on_intr};
 use crate::error::{Error, Result};
-
-/// The file can never be made executable (Linux 6.3). It also sets `F_SEAL_EXEC`.
-const MFD_NOEXEC_SEAL: libc::c_uint = 0x0008;
 
 /// Creates a file of `len` bytes without pages, closed on exec. /proc shows `name`.
 ///
 /// Errors: [`Error::Os`] of `memfd_create`, or of `ftruncate` where `len` is too much (`EFBIG`, `ENOSPC`, `EINVAL`).
 pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
     let name = CString::new(name).map_err(|_| Error::usage("the name of a memfd has a NUL byte"))?;
-    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-    // SAFETY: `name` is a C string that outlives the call.
-    let open = |flags| failpoint!("memfd_create", -1, unsafe { libc::memfd_create(name.as_ptr(), flags) });
-    let mut fd = open(flags | MFD_NOEXEC_SEAL);
-    if fd == -1 && errno() == libc::EINVAL {
-        fd = open(flags);
-    }
-    if fd == -1 {
-        return Err(Error::last_os("memfd_create", descriptor_hint(errno())));
-    }
-    // SAFETY: the kernel has just made this descriptor, and nothing else owns it.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let open = |flags| failpoint!("memfd_create", rustix::fs::memfd_create(&name, flags));
+    // With this flag (Linux 6.3) the file can never be made executable. It also sets `F_SEAL_EXEC`.
+    let fd = match open(flags | MemfdFlags::NOEXEC_SEAL) {
+        Err(Errno::INVAL) => open(flags),
+        made => made,
+    };
+    let fd = fd.map_err(|errno| refused("memfd_create", errno, descriptor_hint(errno)))?;
     set_len(&fd, len)?;
     Ok(fd)
 }
@@ -36,46 +33,36 @@ pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
 fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
     let refused = |errno, why: &str| {
         let hint = format!("a file of {len} bytes in memory was wanted{why}");
-        Error::Os { call: "ftruncate", errno, hint }
+        refused("ftruncate", errno, hint)
     };
     let too_long = ": raise the limit of file sizes (`ulimit -f`, RLIMIT_FSIZE)";
-    let Ok(wanted) = libc::off64_t::try_from(len) else { return Err(refused(libc::EFBIG, "")) };
-    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is a local struct that the kernel fills.
-    let mut call = || unsafe { libc::getrlimit64(libc::RLIMIT_FSIZE, &mut limit) };
-    let known = failpoint!("getrlimit", -1, call()) == 0;
-    if known && limit.rlim_cur != libc::RLIM64_INFINITY && len > limit.rlim_cur {
-        return Err(refused(libc::EFBIG, too_long));
+    if i64::try_from(len).is_err() {
+        return Err(refused(Errno::FBIG, ""));
     }
-    // SAFETY: ftruncate64 takes an open descriptor and a number.
-    let call = || failpoint!("ftruncate", -1, unsafe { libc::ftruncate64(fd.as_raw_fd(), wanted) });
-    if retry(call) == -1 {
-        let errno = errno();
-        return Err(refused(errno, if errno == libc::EFBIG { too_long } else { "" }));
+    if limit(Resource::Fsize).is_some_and(|limit| len > limit) {
+        return Err(refused(Errno::FBIG, too_long));
     }
-    Ok(())
+    retry_on_intr(|| failpoint!("ftruncate", rustix::fs::ftruncate(fd, len)))
+        .map_err(|errno| refused(errno, if errno == Errno::FBIG { too_long } else { "" }))
 }
 
 /// Seals the length of a file of [`create`], so that no access to its mapping can be SIGBUS for want of length, and seals
 /// the seals. Punching holes stays allowed. Sealing again is no error.
 pub fn seal(fd: BorrowedFd<'_>) -> Result<()> {
-    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-    // SAFETY: fcntl with F_ADD_SEALS takes a number.
-    if failpoint!("seal", -1, unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) }) == 0 {
-        return Ok(());
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    let has_them = || rustix::fs::fcntl_get_seals(fd).is_ok_and(|present| present.contains(seals));
+    match failpoint!("seal", rustix::fs::fcntl_add_seals(fd, seals)) {
+        Err(errno) if !has_them() => {
+            Err(refused("fcntl(F_ADD_SEALS)", errno, "the file must be a memfd that allows seals"))
+        }
+        _ => Ok(()),
     }
-    let error = Error::last_os("fcntl(F_ADD_SEALS)", "the file must be a memfd that allows seals");
-    // SAFETY: fcntl with F_GET_SEALS takes no further argument.
-    let present = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
-    if present != -1 && present & seals == seals { Ok(()) } else { Err(error) }
 }
 
 /// Seals a file of [`create`] against writing, which the kernel refuses while any process maps it writable; returns
 /// whether it is sealed.
 pub fn seal_writing(fd: BorrowedFd<'_>) -> bool {
-    // SAFETY: fcntl with F_ADD_SEALS takes a number.
-    let call = || unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_WRITE) };
-    failpoint!("seal_write", -1, call()) == 0
+    failpoint!("seal_write", rustix::fs::fcntl_add_seals(fd, SealFlags::WRITE)).is_ok()
 }
 
 #[cfg(test)]
@@ -85,15 +72,10 @@ mod tests {
 
     use super::*;
 
-    fn descriptor_flags(fd: BorrowedFd<'_>) -> i32 {
-        // SAFETY: fcntl with F_GETFD takes no further argument.
-        unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFD) }
-    }
-
     #[test]
     fn a_sealed_file_keeps_its_length() {
         let fd = create("rustloader-test", 1 << 20).unwrap();
-        assert_eq!(descriptor_flags(fd.as_fd()), libc::FD_CLOEXEC);
+        assert_eq!(rustix::io::fcntl_getfd(&fd), Ok(rustix::io::FdFlags::CLOEXEC));
         seal(fd.as_fd()).unwrap();
         seal(fd.as_fd()).unwrap();
         let file = File::from(fd);

@@ -2,6 +2,19 @@
 //!
 //! Code that a forked child can reach takes no process-wide lock and logs nothing. Each error names the call and the
 //! remedy. Calls interrupted by a signal are repeated, except waits, which report it.
+//!
+//! Calls go through rustix: its types carry the rules that `unsafe` would state, and it enters the kernel without the C
+//! library. Each call is written with its whole path, so that `tests/sys_calls.rs` finds it. These stay the C library's:
+//!
+//! - `clock_gettime` and `sysconf`: for them rustix reads the auxiliary vector, before Linux 6.4 from /proc with an allocation;
+//!   the C library knows it already. The clock is no faster.
+//! - `getrlimit` and `sysinfo`: rustix does not check their answer, which a sandbox may refuse.
+//! - `sendmsg` and `recvmsg`: rustix takes slices, but others may change the bytes meanwhile.
+//! - `kill` and `pidfd_send_signal`: rustix names neither signal 0 nor real-time signals without `unsafe`.
+//! - `close` of a number, in [`left_behind`]: no safer in rustix.
+//! - `ioctl` of a pidfd: rustix has no type for the request, and its general call is no safer.
+//! - `pthread_atfork`, `sigaction`, signal masks, `timer_create`, `raise`, `_exit`, `getrusage`, `strsignal`, `dlopen`: rustix
+//!   has no stable call for them, and the C library keeps state of its own for most.
 
 pub mod cgroup;
 pub mod clock;
@@ -29,35 +42,58 @@ pub mod socket;
 pub mod symbol;
 pub mod thread;
 
-/// The calling thread's `errno`.
-fn errno() -> i32 {
-    std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
+use std::os::fd::{BorrowedFd, RawFd};
+
+use rustix::io::{Errno, retry_on_intr};
+use rustix::process::Resource;
+
+use crate::error::Error;
+
+/// The answer of a call of the C library that answers -1 if it is refused.
+fn answer<T: PartialEq + From<i8>>(answer: T) -> rustix::io::Result<T> {
+    if answer != T::from(-1) {
+        return Ok(answer);
+    }
+    Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
 }
 
-/// Repeats `call` while a signal interrupts it.
-fn retry<T: Copy + PartialEq + From<i8>>(mut call: impl FnMut() -> T) -> T {
-    loop {
-        let answer = call();
-        if answer != T::from(-1) || errno() != libc::EINTR {
-            return answer;
-        }
+/// The error of a refused call.
+fn refused(call: &'static str, errno: Errno, hint: impl Into<String>) -> Error {
+    Error::Os { call, errno: errno.raw_os_error(), hint: hint.into() }
+}
+
+/// A descriptor by its number alone: for calls that ask the kernel what it names, or whether it is readable.
+fn by_number(fd: RawFd) -> rustix::io::Result<BorrowedFd<'static>> {
+    if fd < 0 {
+        return Err(Errno::BADF);
     }
+    // SAFETY: it is not -1. If other code has closed it, the kernel refuses it, or names another file.
+    Ok(unsafe { BorrowedFd::borrow_raw(fd) })
+}
+
+/// A limit of this process; `None` without one, and where the system does not tell.
+fn limit(resource: Resource) -> Option<u64> {
+    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is a local struct that the kernel fills.
+    let mut call = || answer(unsafe { libc::getrlimit64(resource as _, &mut limit) });
+    let known = failpoint::failpoint!("getrlimit", call()).is_ok();
+    (known && limit.rlim_cur != libc::RLIM64_INFINITY).then_some(limit.rlim_cur)
 }
 
 /// Reads a file of /proc or /sys.
 fn read_file(path: &std::path::Path) -> std::io::Result<Vec<u8>> {
-    failpoint::failpoint!("proc", Err(std::io::Error::last_os_error()), std::fs::read(path))
+    failpoint::failpoint!("proc", std::fs::read(path))
 }
 
 /// The remedy when a new descriptor is refused.
-fn descriptor_hint(errno: i32) -> &'static str {
+fn descriptor_hint(errno: Errno) -> &'static str {
     match errno {
-        libc::EMFILE => {
+        Errno::MFILE => {
             "this process has too many open files: raise `ulimit -n`, or close files that it no longer needs"
         }
-        libc::ENFILE => "the machine has too many open files: raise the sysctl fs.file-max",
-        libc::ENOMEM => "the kernel has no memory left",
-        libc::ENOSYS | libc::EPERM => "the kernel or its sandbox (seccomp) does not allow this call",
+        Errno::NFILE => "the machine has too many open files: raise the sysctl fs.file-max",
+        Errno::NOMEM => "the kernel has no memory left",
+        Errno::NOSYS | Errno::PERM => "the kernel or its sandbox (seccomp) does not allow this call",
         _ => "",
     }
 }

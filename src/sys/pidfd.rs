@@ -1,11 +1,15 @@
 //! Processes: liveness, exit status, signals.
 
 use std::ffi::CStr;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions};
 
 use super::failpoint::failpoint;
 use super::owned::KnownFd;
-use super::{descriptor_hint, errno, read_file, retry};
+use super::{answer, descriptor_hint, read_file, refused, retry_on_intr};
 use crate::error::{Error, Result};
 
 /// `_IOWR(0xFF, 11, struct pidfd_info)` of <linux/pidfd.h>, for the struct's first 64 bytes.
@@ -45,19 +49,16 @@ pub struct PidFd(KnownFd);
 impl PidFd {
     /// Opens the process `pid`, alive or not yet reaped. The descriptor is closed on exec.
     pub fn open(pid: i32) -> Result<Self> {
-        // SAFETY: pidfd_open takes plain numbers.
-        let call = || unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-        let fd = failpoint!("pidfd_open", -1, call());
-        if fd == -1 {
-            let hint = |errno| match errno {
-                libc::ESRCH => format!("there is no process {pid} any more"),
-                libc::EINVAL => format!("{pid} is no process"),
+        let call = || rustix::process::pidfd_open(numbered(pid)?, PidfdFlags::empty());
+        let fd = failpoint!("pidfd_open", call()).map_err(|errno| {
+            let hint = match errno {
+                Errno::SRCH => format!("there is no process {pid} any more"),
+                Errno::INVAL => format!("{pid} is no process"),
                 errno => descriptor_hint(errno).to_owned(),
             };
-            return Err(Error::last_os_with("pidfd_open", hint));
-        }
-        // SAFETY: the kernel has just made this descriptor, and nothing else owns it.
-        Ok(Self(KnownFd::new(unsafe { OwnedFd::from_raw_fd(fd as i32) })))
+            refused("pidfd_open", errno, hint)
+        })?;
+        Ok(Self(KnownFd::new(fd)))
     }
 
     /// Whether the descriptor still names the process.
@@ -67,26 +68,21 @@ impl PidFd {
 
     /// Whether the process has ended, reaped or not. Never blocks.
     pub fn has_exited(&self) -> Result<bool> {
-        let mut entry = libc::pollfd { fd: self.0.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: `entry` is one entry.
-        let answer = retry(|| failpoint!("pidfd_poll", -1, unsafe { libc::poll(&mut entry, 1, 0) }));
-        if answer == -1 {
-            return Err(Error::last_os("poll(pidfd)", ""));
+        let mut entry = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)];
+        let mut call = || rustix::event::poll(&mut entry, Some(&Timespec::default()));
+        retry_on_intr(|| failpoint!("pidfd_poll", call()))
+            .map_err(|errno| refused("poll(pidfd)", errno, ""))?;
+        let found = entry[0].revents();
+        if found.contains(PollFlags::NVAL) {
+            return Err(refused("poll(pidfd)", Errno::BADF, "the descriptor was closed by other code"));
         }
-        if entry.revents & libc::POLLNVAL != 0 {
-            let hint = "the descriptor was closed by other code".to_owned();
-            return Err(Error::Os { call: "poll(pidfd)", errno: libc::EBADF, hint });
-        }
-        Ok(entry.revents != 0)
+        Ok(!found.is_empty())
     }
 
     /// The exit status, without reaping. `None` while the process lives, or if the kernel does not report it: before Linux
     /// 6.15 it does only for unreaped children of this process.
     pub fn status(&self) -> Option<ExitStatus> {
-        match wait_status(libc::P_PIDFD, self.0.as_fd().as_raw_fd() as libc::id_t) {
-            Ok(status) => status,
-            Err(()) => self.recorded_status(),
-        }
+        wait_status(WaitId::PidFd(self.as_fd())).unwrap_or_else(|_| self.recorded_status())
     }
 
     /// The kernel's record of a process reaped elsewhere.
@@ -95,8 +91,8 @@ impl PidFd {
         // SAFETY: the request number encodes a size of 64 bytes, that of `info`.
         let mut call =
             || unsafe { libc::ioctl(self.0.as_fd().as_raw_fd(), PIDFD_GET_INFO as _, &raw mut info) };
-        let answer = failpoint!("pidfd_get_info", -1, call());
-        if answer == -1 || info.mask & PIDFD_INFO_EXIT == 0 {
+        failpoint!("pidfd_get_info", answer(call())).ok()?;
+        if info.mask & PIDFD_INFO_EXIT == 0 {
             return None;
         }
         let status = info.exit_code;
@@ -111,10 +107,12 @@ impl PidFd {
         let (fd, none) = (self.0.as_fd().as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
         // SAFETY: a null siginfo asks the kernel to fill in what kill(2) would.
         let call = || unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, none, 0) };
-        if failpoint!("pidfd_send_signal", -1, call()) == 0 || errno() == libc::ESRCH {
-            return Ok(());
+        match failpoint!("pidfd_send_signal", answer(call())) {
+            Ok(_) | Err(Errno::SRCH) => Ok(()),
+            Err(errno) => {
+                Err(refused("pidfd_send_signal", errno, format!("signal {signal} to a worker process")))
+            }
         }
-        Err(Error::last_os_with("pidfd_send_signal", |_| format!("signal {signal} to a worker process")))
     }
 
     /// The descriptor, readable once the process has ended.
@@ -126,43 +124,42 @@ impl PidFd {
 /// Whether the process `pid` started at `start_time` (0: any) has ended, for systems without pidfds. Children are
 /// checked by waitid: /proc shows a zombie while other threads of it run, before its status is available.
 pub fn has_exited(pid: i32, start_time: u64) -> bool {
-    match wait_status(libc::P_PID, pid as libc::id_t) {
+    match status_of_child(pid) {
         Ok(Some(_)) => true,
         // A different start time: another child reused the number.
         Ok(None) => self::start_time(pid).is_ok_and(|time| start_time != 0 && time != start_time),
-        Err(()) => !runs(pid, start_time),
+        Err(_) => !runs(pid, start_time),
     }
 }
 
 /// The exit status of the child `pid`, without reaping, for systems without pidfds. `None` while it lives, and for a
 /// process that is no child or was reaped.
 pub fn child_status(pid: i32) -> Option<ExitStatus> {
-    wait_status(libc::P_PID, libc::id_t::try_from(pid).ok()?).ok().flatten()
+    status_of_child(pid).ok().flatten()
 }
 
-/// A process's status by waitid, without reaping; an error where waitid fails.
-fn wait_status(kind: libc::idtype_t, id: libc::id_t) -> std::result::Result<Option<ExitStatus>, ()> {
-    // SAFETY: a siginfo_t of zeroes is a valid one.
-    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-    let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-    // SAFETY: `info` is a local struct that the kernel fills.
-    let mut call = || unsafe { libc::waitid(kind, id, &mut info, flags) };
-    if retry(|| failpoint!("waitid", -1, call())) == -1 {
-        return Err(());
-    }
-    // SAFETY: waitid has filled in a child's fields, or left the zeroes.
-    let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
-    Ok(match info.si_code {
-        _ if pid == 0 => None,
-        libc::CLD_EXITED => Some(ExitStatus::Code(status)),
-        libc::CLD_KILLED | libc::CLD_DUMPED => Some(ExitStatus::Signal(status)),
-        _ => None,
-    })
+fn status_of_child(pid: i32) -> rustix::io::Result<Option<ExitStatus>> {
+    wait_status(WaitId::Pid(numbered(pid)?))
+}
+
+/// A process's status by waitid, without reaping.
+fn wait_status(id: WaitId<'_>) -> rustix::io::Result<Option<ExitStatus>> {
+    let flags = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    let status = retry_on_intr(|| failpoint!("waitid", rustix::process::waitid(id.clone(), flags)))?;
+    Ok(status.and_then(|status| {
+        let code = status.exit_status().map(ExitStatus::Code);
+        code.or_else(|| status.terminating_signal().map(ExitStatus::Signal))
+    }))
+}
+
+/// A process by its number, for the kernel: `EINVAL` for a number that no process has.
+fn numbered(pid: i32) -> rustix::io::Result<Pid> {
+    Pid::from_raw(pid.max(0)).ok_or(Errno::INVAL)
 }
 
 /// Whether the process `pid` is an unreaped child of this process.
 pub fn is_child(pid: i32) -> bool {
-    wait_status(libc::P_PID, pid as libc::id_t).is_ok()
+    status_of_child(pid).is_ok()
 }
 
 /// Whether the process `pid` is a child or grandchild of this one, as under multiprocessing's fork server. False for
@@ -221,9 +218,8 @@ pub fn runs(pid: i32, start_time: u64) -> bool {
 
 /// Whether the process `pid` exists, perhaps as a zombie.
 fn exists(pid: i32) -> bool {
-    // SAFETY: signal 0 only checks.
-    let answer = failpoint!("kill", -1, unsafe { libc::kill(pid, 0) });
-    answer == 0 || errno() != libc::ESRCH
+    let call = || rustix::process::test_kill_process(numbered(pid)?);
+    failpoint!("kill", call()) != Err(Errno::SRCH)
 }
 
 fn parse_start_time(stat: &[u8]) -> Option<u64> {

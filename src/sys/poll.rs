@@ -1,11 +1,16 @@
 //! Waits for many descriptors at once.
 
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::Duration;
+
+use rustix::event::epoll::{CreateFlags, EventData, EventFlags};
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 
 use super::clock::timespec;
 use super::failpoint::failpoint;
-use super::{descriptor_hint, errno};
+use super::{by_number, descriptor_hint, refused};
 use crate::config::{EPOLL_EVENTS, POLL_MAX};
 use crate::error::{Error, Result};
 
@@ -27,7 +32,7 @@ pub enum WaitOutcome {
 #[derive(Debug)]
 pub struct PollSet {
     /// `array[i]` belongs to `tokens[i]`.
-    array: Vec<libc::pollfd>,
+    array: Vec<PollFd<'static>>,
     tokens: Vec<u64>,
     /// Used once there were more than [`POLL_MAX`] descriptors, unless refused.
     epoll: Option<OwnedFd>,
@@ -64,13 +69,14 @@ impl PollSet {
         if self.tokens.contains(&token) {
             return Err(Error::usage(format!("token {token} is waited on twice")));
         }
-        if self.array.iter().any(|entry| entry.fd == fd) {
+        if self.array.iter().any(|entry| entry.as_fd().as_raw_fd() == fd) {
             return Err(Error::usage(format!("descriptor {fd} is waited on twice")));
         }
+        let fd = by_number(fd).map_err(|errno| refused("poll", errno, "a number that is no descriptor"))?;
         if self.epoll.as_ref().is_some_and(|epoll| register(epoll, fd, token).is_err()) {
             self.epoll = None;
         }
-        self.array.push(libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+        self.array.push(PollFd::from_borrowed_fd(fd, PollFlags::IN));
         self.tokens.push(token);
         if self.epoll.is_none() && self.array.len() > POLL_MAX {
             // If that fails (no descriptor left), ppoll serves any number.
@@ -87,13 +93,10 @@ impl PollSet {
         let Some(at) = self.tokens.iter().position(|other| *other == token) else {
             return Err(Error::usage(format!("token {token} is not waited on")));
         };
-        let fd = self.array.swap_remove(at).fd;
+        let entry = self.array.swap_remove(at);
         self.tokens.swap_remove(at);
         let Some(epoll) = &self.epoll else { return Ok(()) };
-        let (epoll, none) = (epoll.as_raw_fd(), std::ptr::null_mut());
-        // SAFETY: EPOLL_CTL_DEL reads no event.
-        let call = || unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_DEL, fd, none) };
-        if failpoint!("epoll_ctl", -1, call()) == 0 {
+        if failpoint!("epoll_ctl", rustix::event::epoll::delete(epoll, entry.as_fd())).is_ok() {
             return Ok(());
         }
         // It was closed before. If a forked process still holds its file, the epoll reports it forever and only a new one
@@ -122,20 +125,16 @@ impl PollSet {
 
     fn ppoll(&mut self, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {
         let timeout = timeout.map(timespec);
-        let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        let (entries, count) = (self.array.as_mut_ptr(), self.array.len() as libc::nfds_t);
-        // SAFETY: the array has `count` entries, and `timeout` is null or points to a timespec that outlives the call.
-        let call = || unsafe { libc::ppoll(entries, count, timeout, std::ptr::null()) };
-        let answer = failpoint!("ppoll", -1, call());
-        if answer <= 0 {
+        let answer = failpoint!("ppoll", rustix::event::poll(&mut self.array, timeout.as_ref()));
+        if !matches!(answer, Ok(1..)) {
             return nothing(answer, "ppoll");
         }
         for (entry, token) in self.array.iter().zip(&self.tokens) {
-            if entry.revents & libc::POLLNVAL != 0 {
-                let hint = format!("descriptor {} was closed by other code", entry.fd);
-                return Err(Error::Os { call: "ppoll", errno: libc::EBADF, hint });
+            if entry.revents().contains(PollFlags::NVAL) {
+                let hint = format!("descriptor {} was closed by other code", entry.as_fd().as_raw_fd());
+                return Err(refused("ppoll", Errno::BADF, hint));
             }
-            if entry.revents != 0 {
+            if !entry.revents().is_empty() {
                 ready.push(*token);
             }
         }
@@ -144,15 +143,10 @@ impl PollSet {
 
     /// An epoll of all descriptors.
     fn new_epoll(&self) -> Result<OwnedFd> {
-        // SAFETY: epoll_create1 takes a plain number.
-        let fd = failpoint!("epoll_create", -1, unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) });
-        if fd == -1 {
-            return Err(Error::last_os("epoll_create1", descriptor_hint(errno())));
-        }
-        // SAFETY: the kernel has just made this descriptor, and nothing else owns it.
-        let epoll = unsafe { OwnedFd::from_raw_fd(fd) };
+        let epoll = failpoint!("epoll_create", rustix::event::epoll::create(CreateFlags::CLOEXEC))
+            .map_err(|errno| refused("epoll_create1", errno, descriptor_hint(errno)))?;
         for (entry, token) in self.array.iter().zip(&self.tokens) {
-            register(&epoll, entry.fd, *token)?;
+            register(&epoll, entry.as_fd(), *token)?;
         }
         Ok(epoll)
     }
@@ -174,40 +168,36 @@ impl Drop for PollSet {
     }
 }
 
-fn register(epoll: &OwnedFd, fd: RawFd, token: u64) -> Result<()> {
-    let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: token };
-    // SAFETY: `event` outlives the call, which copies it.
-    let mut call = || unsafe { libc::epoll_ctl(epoll.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &mut event) };
-    if failpoint!("epoll_ctl", -1, call()) == 0 {
-        return Ok(());
-    }
-    Err(Error::last_os_with("epoll_ctl", |errno| match errno {
-        libc::ENOSPC => "raise the sysctl fs.epoll.max_user_watches".to_owned(),
-        _ => format!("descriptor {fd} cannot be waited on"),
-    }))
+fn register(epoll: &OwnedFd, fd: BorrowedFd<'_>, token: u64) -> Result<()> {
+    let data = EventData::new_u64(token);
+    failpoint!("epoll_ctl", rustix::event::epoll::add(epoll, fd, data, EventFlags::IN)).map_err(|errno| {
+        let hint = match errno {
+            Errno::NOSPC => "raise the sysctl fs.epoll.max_user_watches".to_owned(),
+            _ => format!("descriptor {} cannot be waited on", fd.as_raw_fd()),
+        };
+        refused("epoll_ctl", errno, hint)
+    })
 }
 
 fn epoll_wait(epoll: &OwnedFd, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {
-    // Rounded up, so that the caller does not spin through the last fraction of a millisecond.
-    let millis =
-        timeout.map_or(-1, |time| i32::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX));
-    let mut events = [libc::epoll_event { events: 0, u64: 0 }; EPOLL_EVENTS];
-    let (fd, buffer) = (epoll.as_raw_fd(), events.as_mut_ptr());
-    // SAFETY: `events` has room for EPOLL_EVENTS entries.
-    let call = || unsafe { libc::epoll_wait(fd, buffer, EPOLL_EVENTS as i32, millis) };
-    let answer = failpoint!("epoll_wait", -1, call());
-    if answer <= 0 {
-        return nothing(answer, "epoll_wait");
+    // The kernel's limit for epoll, in milliseconds. rustix rounds up, so that the caller does not spin through the last
+    // fraction of one.
+    let timeout = timeout.map(|time| timespec(time.min(Duration::from_millis(i32::MAX as u64))));
+    let mut events = [const { MaybeUninit::uninit() }; EPOLL_EVENTS];
+    match failpoint!("epoll_wait", rustix::event::epoll::wait(epoll, &mut events, timeout.as_ref())) {
+        Ok((found, _)) if !found.is_empty() => {
+            ready.extend(found.iter().map(|event| event.data.u64()));
+            Ok(WaitOutcome::Ready)
+        }
+        answer => nothing(answer.map(|_| 0), "epoll_wait"),
     }
-    ready.extend(events[..answer as usize].iter().map(|event| event.u64));
-    Ok(WaitOutcome::Ready)
 }
 
-/// The outcome for an answer of 0 or -1.
-fn nothing(answer: i32, call: &'static str) -> Result<WaitOutcome> {
-    match errno() {
-        _ if answer == 0 => Ok(WaitOutcome::TimedOut),
-        libc::EINTR => Ok(WaitOutcome::Interrupted),
-        errno => Err(Error::last_os(call, descriptor_hint(errno))),
+/// The outcome of a wait that found nothing.
+fn nothing(answer: rustix::io::Result<usize>, call: &'static str) -> Result<WaitOutcome> {
+    match answer {
+        Ok(_) => Ok(WaitOutcome::TimedOut),
+        Err(Errno::INTR) => Ok(WaitOutcome::Interrupted),
+        Err(errno) => Err(refused(call, errno, descriptor_hint(errno))),
     }
 }

@@ -1,10 +1,14 @@
 //! Private copies of shared memory in a forked child, and the parent's wait for them.
 
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::io::{PipeReader, PipeWriter};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags};
+use rustix::mm::{MapFlags, MprotectFlags, MremapFlags, ProtFlags};
+
+use super::clock::timespec;
 use super::failpoint::failpoint;
-use super::retry;
+use super::retry_on_intr;
 
 /// Replaces the whole pages from `start` on, `len` bytes, by private ones with the same bytes: ordinary memory of this process.
 /// If the system refuses, they become inaccessible, so that an access ends the process and changes nothing. Takes no lock.
@@ -12,16 +16,15 @@ use super::retry;
 /// # Safety
 /// The range is mapped and readable, it belongs to no other thread, and no reference to it is used during the call.
 pub unsafe fn make_private(start: *mut u8, len: usize) {
-    let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    let (any, protection) = (std::ptr::null_mut(), ProtFlags::READ | ProtFlags::WRITE);
     // SAFETY: the kernel chooses a free address range.
-    let call = || unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, -1, 0) };
-    let copy = failpoint!("private", libc::MAP_FAILED, call());
-    if copy != libc::MAP_FAILED {
+    let call = || unsafe { rustix::mm::mmap_anonymous(any, len, protection, MapFlags::PRIVATE) };
+    if let Ok(copy) = failpoint!("private", call()) {
         // SAFETY: both ranges have `len` bytes, the caller's is readable, and the copy's is new.
         unsafe { std::ptr::copy_nonoverlapping(start, copy.cast(), len) };
-        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        let (flags, place) = (MremapFlags::MAYMOVE, start.cast());
         // SAFETY: moves the copy over the caller's range, which nothing else uses.
-        if unsafe { libc::mremap(copy, len, len, flags, start) } != libc::MAP_FAILED {
+        if unsafe { rustix::mm::mremap_fixed(copy, len, len, flags, place) }.is_ok() {
             return;
         }
     }
@@ -35,7 +38,7 @@ pub unsafe fn make_private(start: *mut u8, len: usize) {
 /// As of [`make_private`].
 pub unsafe fn make_inaccessible(start: *mut u8, len: usize) {
     // SAFETY: the caller's range.
-    if unsafe { libc::mprotect(start.cast(), len, libc::PROT_NONE) } != 0 {
+    if unsafe { rustix::mm::mprotect(start.cast(), len, MprotectFlags::empty()) }.is_err() {
         // SAFETY: the child ends rather than write to memory of its parent.
         unsafe { libc::_exit(127) };
     }
@@ -44,21 +47,14 @@ pub unsafe fn make_inaccessible(start: *mut u8, len: usize) {
 /// Lets a parent wait after a fork until its child has passed a point, or has ended.
 #[derive(Debug)]
 pub struct Gate {
-    ours: OwnedFd,
-    childs: OwnedFd,
+    ours: PipeReader,
+    childs: PipeWriter,
 }
 
 impl Gate {
     /// Call it before the fork. `None`: the system refuses a pipe.
     pub fn new() -> Option<Self> {
-        let mut ends = [-1; 2];
-        // SAFETY: the kernel fills two descriptors.
-        let mut call = || unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) };
-        if failpoint!("pipe", -1, call()) == -1 {
-            return None;
-        }
-        // SAFETY: the kernel has just made these descriptors, and nothing else owns them.
-        let [ours, childs] = ends.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
+        let (ours, childs) = failpoint!("pipe", std::io::pipe()).ok()?;
         Some(Self { ours, childs })
     }
 
@@ -66,19 +62,20 @@ impl Gate {
     /// child.
     pub fn wait(self, limit: Duration) {
         drop(self.childs);
-        let mut poll = libc::pollfd { fd: self.ours.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let mut entry = [PollFd::new(&self.ours, PollFlags::IN)];
         let start = Instant::now();
-        let _ = retry(|| {
-            let left = limit.saturating_sub(start.elapsed()).as_millis();
-            // SAFETY: one local structure.
-            unsafe { libc::poll(&mut poll, 1, i32::try_from(left).unwrap_or(i32::MAX)) }
+        let _ = retry_on_intr(|| {
+            let left = timespec(limit.saturating_sub(start.elapsed()));
+            rustix::event::poll(&mut entry, Some(&left))
         });
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
+    use std::os::fd::{AsFd, AsRawFd};
+
+    use rustix::process::{Pid, WaitOptions};
 
     use super::super::map::{Mapping, page_size};
     use super::super::memfd;
@@ -92,10 +89,8 @@ mod tests {
             // SAFETY: no exit handler runs.
             unsafe { libc::_exit(i32::from(!check())) };
         }
-        let mut status = -1;
-        // SAFETY: `status` is a local number that the kernel fills.
-        assert_eq!(retry(|| unsafe { libc::waitpid(pid, &mut status, 0) }), pid);
-        status == 0
+        let end = || rustix::process::waitpid(Pid::from_raw(pid), WaitOptions::empty());
+        retry_on_intr(end).unwrap().is_some_and(|(_, status)| status.exit_status() == Some(0))
     }
 
     #[test]

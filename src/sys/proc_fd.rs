@@ -1,11 +1,14 @@
 //! Reads files of another process through /proc.
 
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{Mode, OFlags, SeekFrom};
+use rustix::io::Errno;
 
 use super::failpoint::failpoint;
 use super::identity::FdIdentity;
-use super::{descriptor_hint, errno};
-use crate::error::{Error, Result};
+use super::{descriptor_hint, refused};
+use crate::error::Result;
 
 /// Opens the file that the process `pid` has under the number `fd`, if it has this device and inode. No other file is
 /// opened: that would wake a FIFO's peer, and may have any effect on a device.
@@ -14,52 +17,43 @@ use crate::error::{Error, Result};
 /// process's files, or has no such number.
 pub fn open(pid: i32, fd: i32, place: (u64, u64)) -> Result<OwnedFd> {
     // O_PATH: a reference that allows only fstat.
-    let found = open_path(&format!("/proc/{pid}/fd/{fd}\0"), libc::O_PATH)?;
+    let found = open_path(&format!("/proc/{pid}/fd/{fd}"), OFlags::PATH)?;
     if FdIdentity::of(found.as_raw_fd())?.place() == place {
-        return open_path(&format!("/proc/self/fd/{}\0", found.as_raw_fd()), libc::O_RDONLY);
+        return open_path(&format!("/proc/self/fd/{}", found.as_raw_fd()), OFlags::RDONLY);
     }
     let hint = format!("process {pid} has another file under the number {fd} by now");
-    Err(Error::Os { call: "open(/proc/PID/fd)", errno: libc::EBADF, hint })
+    Err(refused("open(/proc/PID/fd)", Errno::BADF, hint))
 }
 
-/// Opens a path that ends with a NUL byte.
-fn open_path(path: &str, flags: i32) -> Result<OwnedFd> {
-    debug_assert!(path.ends_with('\0'));
-    // SAFETY: `path` ends with a NUL byte.
-    let call = || unsafe { libc::open(path.as_ptr().cast(), flags | libc::O_CLOEXEC) };
-    let file = failpoint!("peek", -1, call());
-    if file == -1 {
-        return Err(Error::last_os("open(/proc/PID/fd)", descriptor_hint(errno())));
-    }
-    // SAFETY: the kernel has just made this descriptor, and nothing else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(file) })
+fn open_path(path: &str, flags: OFlags) -> Result<OwnedFd> {
+    let call = || rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty());
+    failpoint!("peek", call()).map_err(|errno| refused("open(/proc/PID/fd)", errno, descriptor_hint(errno)))
 }
 
 /// Reads at most `most` bytes from `start` on.
 pub fn read(file: BorrowedFd<'_>, start: usize, most: usize) -> Vec<u8> {
     let mut bytes = vec![0; most];
-    // SAFETY: `bytes` has room for `most` bytes.
-    let len = unsafe { libc::pread(file.as_raw_fd(), bytes.as_mut_ptr().cast(), most, start as libc::off_t) };
-    bytes.truncate(usize::try_from(len).unwrap_or(0));
+    let len = rustix::io::pread(file, &mut bytes, start as u64);
+    bytes.truncate(len.unwrap_or(0));
     bytes
 }
 
 /// The file's length in bytes; 0 if unknown.
 pub fn len(file: BorrowedFd<'_>) -> usize {
-    // SAFETY: lseek takes plain numbers; the descriptor's position is not used.
-    let end = unsafe { libc::lseek(file.as_raw_fd(), 0, libc::SEEK_END) };
-    usize::try_from(end).unwrap_or(0)
+    // The descriptor's position is not used.
+    rustix::fs::seek(file, SeekFrom::End(0)).map_or(0, |end| end as usize)
 }
 
 #[cfg(test)]
 mod tests {
     use std::ffi::CString;
     use std::io::Read;
-    use std::os::fd::AsFd;
+    use std::os::fd::{AsFd, FromRawFd};
     use std::os::unix::fs::FileExt;
 
     use super::super::memfd;
     use super::*;
+    use crate::error::Error;
 
     #[test]
     fn only_the_file_that_is_meant_is_opened() {

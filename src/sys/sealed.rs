@@ -1,15 +1,21 @@
 //! Memfds that nobody can change any more: written once by calls, sealed, then mapped.
 
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
+use rustix::fs::SealFlags;
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags};
+use rustix::process::Resource;
+
 use super::failpoint::failpoint;
-use super::map::address_space_hint;
-use super::{errno, retry};
+use super::map::{map_file, size_of_file};
+use super::{limit, refused, retry_on_intr};
 use crate::error::{Error, Result};
 
 /// The seals of such a file: with them no access to a mapping of it can be SIGBUS, and its bytes never change.
-const SEALS: i32 = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_WRITE | libc::F_SEAL_SEAL;
+const SEALS: SealFlags =
+    SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::WRITE).union(SealFlags::SEAL);
 
 /// Writes all bytes at a position of a memfd. Its pages come into being within the call, so that a lack of memory is an
 /// error and not a SIGBUS.
@@ -17,27 +23,22 @@ const SEALS: i32 = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_WRITE 
 /// Errors: [`Error::Os`], with `ENOMEM` or `ENOSPC` where the kernel has no page.
 pub fn write_at(fd: BorrowedFd<'_>, mut bytes: &[u8], mut at: u64) -> Result<()> {
     while !bytes.is_empty() {
-        let end = at.checked_add(bytes.len() as u64).and_then(|end| libc::off64_t::try_from(end).ok());
+        let end = at.checked_add(bytes.len() as u64).filter(|end| i64::try_from(*end).is_ok());
         let Some(end) = end else { return Err(too_long(at)) };
-        let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: `limit` is a local struct that the kernel fills.
-        let mut call = || unsafe { libc::getrlimit64(libc::RLIMIT_FSIZE, &mut limit) };
         // Beyond the limit the call would raise SIGXFSZ.
-        let known = failpoint!("getrlimit", -1, call()) == 0;
-        if known && limit.rlim_cur != libc::RLIM64_INFINITY && end as u64 > limit.rlim_cur {
-            return Err(too_long(end as u64));
+        if limit(Resource::Fsize).is_some_and(|limit| end > limit) {
+            return Err(too_long(end));
         }
-        let (from, len, offset) = (bytes.as_ptr().cast(), bytes.len(), at as libc::off64_t);
-        // SAFETY: the bytes are a slice's.
-        let call = || failpoint!("pwrite", -1, unsafe { libc::pwrite64(fd.as_raw_fd(), from, len, offset) });
-        match retry(call) {
-            written @ 1.. => {
-                bytes = bytes.get(written as usize..).unwrap_or_default();
+        match retry_on_intr(|| failpoint!("pwrite", rustix::io::pwrite(fd, bytes, at))) {
+            Ok(0) => return Err(Error::usage("pwrite wrote nothing")),
+            Ok(written) => {
+                bytes = bytes.get(written..).unwrap_or_default();
                 at += written as u64;
             }
-            0 => return Err(Error::usage("pwrite wrote nothing")),
-            _ if errno() == libc::EFBIG => return Err(too_long(end as u64)),
-            _ => return Err(Error::last_os("pwrite", "the memory of a shared object could not be written")),
+            Err(Errno::FBIG) => return Err(too_long(end)),
+            Err(errno) => {
+                return Err(refused("pwrite", errno, "the memory of a shared object could not be written"));
+            }
         }
     }
     Ok(())
@@ -52,11 +53,9 @@ fn too_long(len: u64) -> Error {
 
 /// Seals a memfd against every change, and the seals.
 pub fn seal_all(fd: BorrowedFd<'_>) -> Result<()> {
-    // SAFETY: fcntl with F_ADD_SEALS takes a number.
-    if failpoint!("seal", -1, unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, SEALS) }) == 0 {
-        return Ok(());
-    }
-    Err(Error::last_os("fcntl(F_ADD_SEALS)", "the kernel or its sandbox does not allow seals"))
+    failpoint!("seal", rustix::fs::fcntl_add_seals(fd, SEALS)).map_err(|errno| {
+        refused("fcntl(F_ADD_SEALS)", errno, "the kernel or its sandbox does not allow seals")
+    })
 }
 
 /// A private mapping of a sealed file, inherited by forked children. A write through it, if it is writable, changes this
@@ -78,38 +77,20 @@ impl SealedMap {
     ///
     /// Errors: [`Error::Foreign`] if it lacks them or is empty, [`Error::Os`] of a refused call.
     pub fn new(fd: BorrowedFd<'_>, is_writable: bool) -> Result<Self> {
-        // SAFETY: fcntl with F_GET_SEALS takes no further argument.
-        let call = || unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
-        let seals = failpoint!("get_seals", -1, call());
-        if seals == -1 && errno() == libc::EBADF {
-            return Err(Error::last_os("fcntl(F_GET_SEALS)", "the descriptor was closed by other code"));
+        match failpoint!("get_seals", rustix::fs::fcntl_get_seals(fd)) {
+            Ok(seals) if seals.contains(SEALS) => {}
+            Err(errno @ Errno::BADF) => {
+                let hint = "the descriptor was closed by other code";
+                return Err(refused("fcntl(F_GET_SEALS)", errno, hint));
+            }
+            _ => return Err(Error::foreign("it is no sealed file in memory")),
         }
-        if seals == -1 || seals & SEALS != SEALS {
-            return Err(Error::foreign("it is no sealed file in memory"));
-        }
-        // SAFETY: a stat64 of zeroes is a valid one.
-        let mut stat: libc::stat64 = unsafe { std::mem::zeroed() };
-        // SAFETY: `stat` is a local struct that the kernel fills.
-        if failpoint!("fstat", -1, unsafe { libc::fstat64(fd.as_raw_fd(), &mut stat) }) == -1 {
-            return Err(Error::last_os("fstat", "the descriptor was closed by other code"));
-        }
-        let Some(len) = usize::try_from(stat.st_size).ok().filter(|len| *len > 0) else {
+        let Some(len) = usize::try_from(size_of_file(fd)?).ok().filter(|len| *len > 0) else {
             return Err(Error::foreign("it is empty"));
         };
-        let writing = if is_writable { libc::PROT_WRITE } else { 0 };
-        // Pages that no process writes to need no swap space.
-        let (protection, flags) = (libc::PROT_READ | writing, libc::MAP_PRIVATE | libc::MAP_NORESERVE);
-        let (any, fd) = (std::ptr::null_mut(), fd.as_raw_fd());
-        // SAFETY: the kernel chooses a free address range.
-        let call = || unsafe { libc::mmap(any, len, protection, flags, fd, 0) };
-        let start = failpoint!("mmap", libc::MAP_FAILED, call());
-        if start == libc::MAP_FAILED {
-            return Err(Error::last_os_with("mmap", |_| address_space_hint(len as u64)));
-        }
-        match NonNull::new(start.cast::<u8>()) {
-            Some(start) => Ok(Self { start, len }),
-            None => Err(Error::usage("mmap answered address 0")),
-        }
+        let writing = if is_writable { ProtFlags::WRITE } else { ProtFlags::empty() };
+        let start = map_file(fd, len, ProtFlags::READ | writing, MapFlags::PRIVATE)?;
+        Ok(Self { start, len })
     }
 
     /// The first byte, valid for [`SealedMap::len`] bytes while the mapping lives.
@@ -136,7 +117,7 @@ impl SealedMap {
 impl Drop for SealedMap {
     fn drop(&mut self) {
         // SAFETY: the range is this value's mapping, which nothing uses any more.
-        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
 

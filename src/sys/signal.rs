@@ -1,6 +1,10 @@
 //! Signals of this thread and to other processes; the immediate exit of this one.
 
+use rustix::io::Errno;
+use rustix::process::Pid;
+
 use super::failpoint::failpoint;
+use super::{answer, refused};
 use crate::config::STACK_SIGNAL;
 use crate::error::{Error, Result};
 
@@ -61,11 +65,10 @@ pub fn kill(pid: i32, signal: i32) -> Result<()> {
         return Err(Error::usage(format!("kill of {pid}, which is a group and no process")));
     }
     // SAFETY: kill takes plain numbers.
-    let answer = failpoint!("kill", -1, unsafe { libc::kill(pid, signal) });
-    if answer == 0 || super::errno() == libc::ESRCH {
-        return Ok(());
+    match failpoint!("kill", answer(unsafe { libc::kill(pid, signal) })) {
+        Ok(_) | Err(Errno::SRCH) => Ok(()),
+        Err(errno) => Err(refused("kill", errno, format!("signal {signal} to process {pid}"))),
     }
-    Err(Error::last_os_with("kill", |_| format!("signal {signal} to process {pid}")))
 }
 
 /// The signal on which a worker dumps its stack: real-time, because programs use the others, and from the middle of the
@@ -88,7 +91,7 @@ pub(super) fn action_of(signal: i32) -> Option<libc::sigaction> {
     let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
     // SAFETY: a null action changes nothing; `now` is a local struct that the call fills.
     let mut call = || unsafe { libc::sigaction(signal, std::ptr::null(), &mut now) };
-    (failpoint!("sigaction", -1, call()) == 0).then_some(now)
+    failpoint!("sigaction", answer(call())).is_ok().then_some(now)
 }
 
 /// Sets the action of `signal`; returns whether that succeeded.
@@ -98,7 +101,7 @@ pub(super) fn action_of(signal: i32) -> Option<libc::sigaction> {
 pub(super) unsafe fn set_action(signal: i32, action: &libc::sigaction) -> bool {
     // SAFETY: the caller's contract; the old action is not requested.
     let call = || unsafe { libc::sigaction(signal, action, std::ptr::null_mut()) };
-    failpoint!("sigaction", -1, call()) == 0
+    failpoint!("sigaction", answer(call())).is_ok()
 }
 
 /// Makes this process ignore `signal`; if refused, its action stays.
@@ -136,14 +139,12 @@ pub fn exit_now(code: i32) -> ! {
 
 /// The parent process.
 pub fn getppid() -> i32 {
-    // SAFETY: getppid has no precondition.
-    unsafe { libc::getppid() }
+    Pid::as_raw(rustix::process::getppid())
 }
 
 /// The calling thread's id.
 pub fn gettid() -> i32 {
-    // SAFETY: gettid has no precondition.
-    unsafe { libc::syscall(libc::SYS_gettid) as i32 }
+    rustix::thread::gettid().as_raw_pid()
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::clock::timespec;
 use super::failpoint::failpoint;
+use super::{answer, refused};
 use crate::error::{Error, Result};
 
 /// Why the handler runs.
@@ -59,9 +60,8 @@ pub fn install(decide: fn(Cause) -> Answer) -> Result<()> {
     let mut timer: libc::timer_t = std::ptr::null_mut();
     // SAFETY: both are local structs, one read, one filled.
     let mut call = || unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer) };
-    if failpoint!("timer", -1, call()) == -1 {
-        return Err(Error::last_os("timer_create", "raise `ulimit -i` (RLIMIT_SIGPENDING)"));
-    }
+    failpoint!("timer", answer(call()))
+        .map_err(|errno| refused("timer_create", errno, "raise `ulimit -i` (RLIMIT_SIGPENDING)"))?;
     // SAFETY: getpid has no precondition.
     let seat = Seat { pid: unsafe { libc::getpid() }, timer: timer as usize, decide };
     SEAT.set(seat).map_err(|_| Error::usage("a second handler for SIGTERM"))?;
@@ -72,10 +72,9 @@ pub fn install(decide: fn(Cause) -> Answer) -> Result<()> {
     action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART | libc::SA_ONSTACK;
     // SAFETY: the handler has the type of SA_SIGINFO and stays as long as the process.
     let call = || unsafe { libc::sigaction(libc::SIGTERM, &action, std::ptr::null_mut()) };
-    if failpoint!("sigaction", -1, call()) == -1 {
-        return Err(Error::last_os("sigaction", "the handler for SIGTERM"));
-    }
-    Ok(())
+    failpoint!("sigaction", answer(call()))
+        .map_err(|errno| refused("sigaction", errno, "the handler for SIGTERM"))
+        .map(drop)
 }
 
 extern "C" fn handler(_signal: libc::c_int, info: *const libc::siginfo_t, _context: *const libc::c_void) {
@@ -100,7 +99,9 @@ extern "C" fn handler(_signal: libc::c_int, info: *const libc::siginfo_t, _conte
 
 fn set_timer(timer: usize, after: Duration) -> bool {
     let never = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    let time = libc::itimerspec { it_interval: never, it_value: timespec(after) };
+    let after = timespec(after);
+    let after = libc::timespec { tv_sec: after.tv_sec as _, tv_nsec: after.tv_nsec as _ };
+    let time = libc::itimerspec { it_interval: never, it_value: after };
     // SAFETY: the timer is this process's; `time` outlives the call.
     unsafe { libc::timer_settime(timer as libc::timer_t, 0, &time, std::ptr::null_mut()) == 0 }
 }

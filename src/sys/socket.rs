@@ -4,12 +4,16 @@ use std::marker::PhantomData;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::Shutdown;
+
 use super::clock::timespec;
-use super::errno;
 use super::failpoint::failpoint;
 use super::left_behind;
 use super::owned::KnownFd;
-use crate::error::{Error, Result};
+use super::{answer, refused, retry_on_intr};
+use crate::error::Result;
 
 /// The remedy when the connection breaks.
 const BROKEN: &str = "the other end has gone, or the network between the machines is down";
@@ -99,7 +103,7 @@ impl Socket {
 
     fn check(&self, call: &'static str) -> Result<()> {
         match self.0.is_replaced() {
-            true => Err(Error::Os { call, errno: libc::EBADF, hint: REPLACED.into() }),
+            true => Err(refused(call, Errno::BADF, REPLACED)),
             false => Ok(()),
         }
     }
@@ -107,21 +111,14 @@ impl Socket {
     /// Lets the kernel find an end of the connection without a packet: it probes an idle connection, and gives up on bytes that
     /// are not acknowledged within `limit`. Does nothing for other sockets than TCP's.
     pub fn keep_alive(&self, limit: Duration) {
-        let millis = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
-        let seconds = (millis / 1000).max(1);
-        let options = [
-            (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
-            (libc::IPPROTO_TCP, libc::TCP_NODELAY, 1),
-            (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, (seconds / 2).max(1)),
-            (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, (seconds / 6).max(1)),
-            (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3),
-            (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, millis),
-        ];
-        for (level, name, value) in options {
-            let size = size_of::<i32>() as libc::socklen_t;
-            // SAFETY: `value` is an int of `size` bytes.
-            unsafe { libc::setsockopt(self.raw(), level, name, (&raw const value).cast(), size) };
-        }
+        let millis = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX) as u32;
+        let part = |n| Duration::from_secs(u64::from(millis / 1000 / n).max(1));
+        let _ = rustix::net::sockopt::set_socket_keepalive(self.as_fd(), true);
+        let _ = rustix::net::sockopt::set_tcp_nodelay(self.as_fd(), true);
+        let _ = rustix::net::sockopt::set_tcp_keepidle(self.as_fd(), part(2));
+        let _ = rustix::net::sockopt::set_tcp_keepintvl(self.as_fd(), part(6));
+        let _ = rustix::net::sockopt::set_tcp_keepcnt(self.as_fd(), 3);
+        let _ = rustix::net::sockopt::set_tcp_user_timeout(self.as_fd(), millis);
     }
 
     /// Sends what fits into the socket's buffer.
@@ -136,7 +133,7 @@ impl Socket {
         // SAFETY: the header names `parts`, whose bytes stay readable during the call. The kernel alone reads them: if they change
         // meanwhile, old or new ones are sent.
         let call = || unsafe { libc::sendmsg(self.raw(), &message, flags) };
-        moved(super::retry(|| failpoint!("socket_send", -1, call())), "sendmsg", false)
+        moved(retry_on_intr(|| failpoint!("socket_send", answer(call()))), "sendmsg", false)
     }
 
     /// Receives what is there, into `first`, and what that has no room for into `second`: each an address and its bytes.
@@ -153,7 +150,7 @@ impl Socket {
         message.msg_iovlen = parts.len() as _;
         // SAFETY: the header names `parts`, whose bytes the caller owns.
         let mut call = || unsafe { libc::recvmsg(self.raw(), &raw mut message, libc::MSG_DONTWAIT) };
-        moved(super::retry(|| failpoint!("socket_receive", -1, call())), "recvmsg", true)
+        moved(retry_on_intr(|| failpoint!("socket_receive", answer(call()))), "recvmsg", true)
     }
 
     /// Waits until there is something to receive if `receives`, or room to send if `sends`, or until `bell` is readable, or a signal
@@ -165,23 +162,19 @@ impl Socket {
         bell: Option<BorrowedFd<'_>>,
         limit: Option<Duration>,
     ) -> Result<Found> {
-        let events = if receives { libc::POLLIN } else { 0 } | if sends { libc::POLLOUT } else { 0 };
-        // The kernel passes over a negative number.
-        let bell = bell.map_or(-1, |bell| bell.as_raw_fd());
-        let mut entries = [
-            libc::pollfd { fd: self.raw(), events, revents: 0 },
-            libc::pollfd { fd: bell, events: libc::POLLIN, revents: 0 },
-        ];
-        let limit = limit.map(timespec);
-        let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: two entries and a count of 2; the time is a local or null.
-        let mut call = || unsafe { libc::ppoll(entries.as_mut_ptr(), 2, limit, std::ptr::null()) };
-        match failpoint!("ppoll", -1, call()) {
-            -1 if errno() == libc::EINTR => Ok(Found::default()),
-            -1 => Err(Error::last_os("ppoll", BROKEN)),
-            _ => Ok(Found {
-                readable: entries[0].revents & !libc::POLLOUT != 0,
-                rung: entries[1].revents != 0,
+        let mut events = PollFlags::empty();
+        events.set(PollFlags::IN, receives);
+        events.set(PollFlags::OUT, sends);
+        let second = bell.unwrap_or(self.as_fd());
+        let mut entries = [(self.as_fd(), events), (second, PollFlags::IN)]
+            .map(|(fd, events)| PollFd::from_borrowed_fd(fd, events));
+        let asked = &mut entries[..1 + usize::from(bell.is_some())];
+        match failpoint!("ppoll", rustix::event::poll(asked, limit.map(timespec).as_ref())) {
+            Err(Errno::INTR) => Ok(Found::default()),
+            Err(errno) => Err(refused("ppoll", errno, BROKEN)),
+            Ok(_) => Ok(Found {
+                readable: !entries[0].revents().difference(PollFlags::OUT).is_empty(),
+                rung: !entries[1].revents().is_empty(),
             }),
         }
     }
@@ -192,12 +185,12 @@ impl Socket {
             return;
         }
         let how = match how {
-            std::net::Shutdown::Read => libc::SHUT_RD,
-            std::net::Shutdown::Write => libc::SHUT_WR,
-            std::net::Shutdown::Both => libc::SHUT_RDWR,
+            std::net::Shutdown::Read => Shutdown::Read,
+            std::net::Shutdown::Write => Shutdown::Write,
+            std::net::Shutdown::Both => Shutdown::Both,
         };
-        // SAFETY: shutdown takes plain numbers. Refused only where the connection has ended.
-        unsafe { libc::shutdown(self.raw(), how) };
+        // Refused only where the connection has ended.
+        let _ = rustix::net::shutdown(self.as_fd(), how);
     }
 }
 
@@ -207,13 +200,12 @@ impl Drop for Socket {
     }
 }
 
-fn moved(count: isize, call: &'static str, receives: bool) -> Result<Moved> {
-    match usize::try_from(count) {
+fn moved(count: rustix::io::Result<isize>, call: &'static str, receives: bool) -> Result<Moved> {
+    match count {
         Ok(0) if receives => Ok(Moved::End),
-        Ok(0) => Ok(Moved::Nothing),
-        Ok(count) => Ok(Moved::Bytes(count)),
-        Err(_) if matches!(errno(), libc::EAGAIN | libc::EINTR) => Ok(Moved::Nothing),
-        Err(_) => Err(Error::last_os(call, BROKEN)),
+        Ok(0) | Err(Errno::AGAIN) => Ok(Moved::Nothing),
+        Ok(count) => Ok(Moved::Bytes(count as usize)),
+        Err(errno) => Err(refused(call, errno, BROKEN)),
     }
 }
 
@@ -223,6 +215,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::*;
+    use crate::error::Error;
     use crate::sys::event::EventFd;
 
     #[test]

@@ -1,5 +1,7 @@
 //! Starts the crate's threads, and names the calling one.
 
+use std::ffi::CStr;
+
 use super::failpoint::failpoint;
 
 /// Starts a detached thread with `stack` bytes of stack. The thread must block signals itself.
@@ -14,7 +16,7 @@ pub fn spawn_joinable(
     work: impl FnOnce() + Send + 'static,
 ) -> std::io::Result<std::thread::JoinHandle<()>> {
     let builder = std::thread::Builder::new().name(name.into()).stack_size(stack);
-    failpoint!("thread", Err(std::io::Error::last_os_error()), builder.spawn(work))
+    failpoint!("thread", builder.spawn(work))
 }
 
 /// Names the calling thread for `ps -L`, `py-spy` and debuggers, up to the kernel's 15 bytes.
@@ -25,8 +27,9 @@ pub fn set_name(name: &str) {
         end -= 1;
     }
     text[..end].copy_from_slice(&name.as_bytes()[..end]);
-    // SAFETY: `text` ends with a NUL byte and outlives the call; PR_SET_NAME reads nothing else.
-    unsafe { libc::prctl(libc::PR_SET_NAME, text.as_ptr()) };
+    if let Ok(text) = CStr::from_bytes_until_nul(&text) {
+        let _ = rustix::thread::set_name(text);
+    }
 }
 
 #[cfg(test)]
