@@ -400,7 +400,8 @@ def test_t10_options_that_frameworks_drop():
     with rustloader.installed(in_order=False, prefetch_factor=5, multiprocessing_context="fork"), from_engine(6):
         with iterating(loader) as iterator:
             assert (iterator._in_order, iterator._prefetch_factor) == (False, 5)
-            assert iterator._context.get_start_method() == "fork" and iterator._context is not torch.multiprocessing
+            context = iterator._mode.group.context
+            assert context.get_start_method() == "fork" and context is not torch.multiprocessing
             assert sorted(values(iterator)) == list(range(6))
     assert (loader.in_order, loader.prefetch_factor, loader.multiprocessing_context) == (True, 2, None)
 

@@ -314,7 +314,8 @@ def test_tables_keep_their_gather(workers):
         assert [i for i, _ in failed(rustloader.stats(loader))] == [77, 99]
         iterator = iter(DataLoader(dataset, on_error="skip"))
         assert (
-            isinstance(iterator._dataset_fetcher.inner, TableFetcher) and iterator._dataset_fetcher.dataset is dataset
+            isinstance(iterator._dataset_fetcher.inner.inner, TableFetcher)
+            and iterator._dataset_fetcher.dataset is dataset
         )
 
 
