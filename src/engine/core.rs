@@ -7,9 +7,9 @@ use super::completions::{self, Arrival};
 use super::delivery::{self, Delivery};
 use super::handle::Handle;
 use super::inbox::Inbox;
+use super::liveness::Liveness;
 use super::outbox::Outbox;
 use super::process::Process;
-use super::supervisor::Supervisor;
 use super::times::Times;
 use super::types::{Progress, Step};
 use super::{page, pin};
@@ -30,7 +30,7 @@ pub struct Engine<T, B: Send + 'static = (), E = ()> {
     pub(super) delivery: Delivery<T, B, E>,
     pub(super) outbox: Outbox,
     pub(super) inbox: Inbox<B>,
-    pub(super) supervisor: Supervisor,
+    pub(super) liveness: Liveness,
     pub(super) times: Times,
     /// Each worker begins an epoch with a snapshot.
     pub(super) snapshots: bool,
@@ -60,7 +60,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(Self {
             inbox: Inbox::new(handle.clone())?,
             outbox: Outbox::new(handle.clone()),
-            supervisor: Supervisor::new(handle.clone(), settings.restarts),
+            liveness: Liveness::new(handle.clone(), settings.restarts),
             times: Times::new(arena, handle.meter.clone()),
             handle,
             delivery: Delivery::new(settings.fills()),
@@ -107,7 +107,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         around: impl FnOnce(pin::Body<P>) -> std::result::Result<(), String> + Send + 'static,
     ) -> Result<()> {
         let results = if self.snapshots { 2 * self.max_tasks() } else { self.max_tasks() };
-        self.inbox.start_pinning(prepare, results, self.supervisor.restarts(), around)?;
+        self.inbox.start_pinning(prepare, results, self.liveness.restarts(), around)?;
         self.times.show_option(PINNING);
         Ok(())
     }
@@ -210,7 +210,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.times.tick();
         self.event(Event::EpochReset)?;
         self.handle.answers().begin_epoch();
-        self.supervisor.begin_epoch();
+        self.liveness.begin_epoch();
         let first_task = self.scheduler.first_task().0;
         self.outbox.begin_epoch(first_task, message);
         self.times.show_epoch(first_task);

@@ -75,8 +75,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if self.outbox.queue().is_some() && !self.scheduler.is_oldest_of(worker, task) {
             self.outbox.answered(incoming.worker, &incoming.entry)?;
         }
-        if self.supervisor.restarts() && incoming.answers() && task >= self.scheduler.first_task() {
-            self.supervisor.count_answer(incoming.worker);
+        if self.liveness.restarts() && incoming.answers() && task >= self.scheduler.first_task() {
+            self.liveness.count_answer(incoming.worker);
         }
         let result = Arrival { incoming, ready };
         self.event(match kind {
@@ -106,7 +106,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
         let mut is_lost = false;
         if let Some(tied) = self.delivery.untie(Some(worker)) {
-            is_lost = self.supervisor.restarts();
+            is_lost = self.liveness.restarts();
             match tied {
                 tied if !is_lost => self.completed(tied.incoming, tied.ready)?,
                 Arrival { incoming, ready: None } => completions::discard(&self.handle.arena, &incoming),
@@ -117,7 +117,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         while let Some(completions) = self.inbox.rings()
             && let Some(incoming) = completions.pop(worker)?
         {
-            is_lost |= self.supervisor.restarts() && incoming.entry.kind == ResultKind::Tied;
+            is_lost |= self.liveness.restarts() && incoming.entry.kind == ResultKind::Tied;
             if is_lost {
                 completions::discard(&self.handle.arena, &incoming);
             } else {

@@ -5,22 +5,23 @@
 //! prepared batches to `next` (`pin.rs`).
 //!
 //! [`Engine`] (`core.rs`) delegates to its parts, each with private fields and a file of its own: [`delivery`], what `next` owes;
-//! `outbox`, what goes to the workers; `inbox`, what comes from them; `supervisor`, stuck and dead workers; `times`, the clock and
-//! the status page. `intake`, `wait`, `stuck`, `restart`, `news`, `statistics` and `shutdown` are the pages of `impl Engine`, which
+//! `outbox`, what goes to the workers; `inbox`, what comes from them; `liveness`, stuck and dead workers; `times`, the clock and
+//! the status page. `intake`, `wait`, `stall_checks`, `deaths`, `restart`, `news`, `statistics` and `shutdown` are the pages of `impl Engine`, which
 //! move events between the parts. A file uses only files below it (`tests/layers.rs`): pages, core, parts, [`Handle`], types.
 
 mod answers;
 pub mod completions;
 mod core;
+mod deaths;
 pub mod delivery;
 pub mod gate;
 pub mod handle;
 mod inbox;
 mod intake;
 mod links;
+mod liveness;
 mod news;
 mod outbox;
-pub mod overdue;
 mod page;
 pub mod pin;
 mod pin_control;
@@ -30,13 +31,10 @@ mod queue;
 mod restart;
 mod shutdown;
 pub mod snapshots;
-mod stack;
-pub mod stall;
-mod stalls;
+mod stall_checks;
+pub mod stalls;
 mod statistics;
 mod status;
-mod stuck;
-mod supervisor;
 mod times;
 mod types;
 mod wait;

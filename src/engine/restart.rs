@@ -3,52 +3,16 @@
 use std::time::Duration;
 
 use super::core::Engine;
-use super::types::DeathReport;
 use crate::config::TIED_EXIT;
 use crate::error::{Error, Result};
 use crate::id::WorkerId;
-use crate::scheduler::{Death, Event};
+use crate::scheduler::Event;
 use crate::wire::TaskKind;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Whether workers that die may be replaced.
     pub fn restarts(&self) -> bool {
-        self.supervisor.restarts()
-    }
-
-    /// Reports a worker's death to the scheduler.
-    pub(super) fn died(&mut self, worker: u32) -> Result<()> {
-        let held = self.outbox.lost_with(worker);
-        self.supervisor.keep_remains(worker);
-        self.event(Event::WorkerDied { worker: WorkerId(worker), held })?;
-        if self.outbox.queue().is_some() {
-            // It may have taken a wake-up with it, while another task waits and the others sleep.
-            self.handle.wake(worker)?;
-        }
-        self.effects()
-    }
-
-    /// Details of a death.
-    pub fn report(&self, death: Death) -> DeathReport<'_, T> {
-        let worker = death.worker.0;
-        let remains = self.supervisor.remains_of(worker);
-        let tasks = || self.scheduler.tasks_of(death.worker);
-        let at = tasks().find(|(task, _)| task.0 == remains.task);
-        let task = at.or_else(|| tasks().next());
-        let first_task = self.scheduler.first_task().0;
-        DeathReport {
-            worker,
-            pid: remains.pid,
-            status: remains.status,
-            index: task.map(|(_, index)| index),
-            task: task.and_then(|(task, _)| task.0.checked_sub(first_task)),
-            answers: self.supervisor.answers_of(worker),
-            has_begun: at.is_some() && remains.has_begun,
-            place: at.and(remains.place),
-            generation: remains.generation,
-            stalled: remains.stalled,
-            first_task,
-        }
+        self.liveness.restarts()
     }
 
     /// Empties a vacant worker's slot for its next process, see [`Engine::started`]. Its published results count, its leases
@@ -67,14 +31,14 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
         let result = self.outbox.reset_worker(worker);
         self.sticky(result)?;
-        self.supervisor.forget(worker);
+        self.liveness.forget(worker);
         Ok(())
     }
 
     /// Whether the tied result could not be opened because its worker ends, and may be replaced: then it is made again. Call it
     /// before [`Engine::opened`] with an error.
     pub fn lost_tied(&mut self) -> Result<bool> {
-        let worker = self.delivery.tied_worker().filter(|_| self.supervisor.restarts());
+        let worker = self.delivery.tied_worker().filter(|_| self.liveness.restarts());
         let Some(worker) = worker.filter(|worker| self.handle.exits(*worker, TIED_EXIT)) else {
             return Ok(false);
         };
@@ -100,7 +64,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// A vacant worker has a process again.
     pub(super) fn replaced(&mut self, worker: u32) -> Result<()> {
         self.event(Event::WorkerReplaced(WorkerId(worker)))?;
-        self.supervisor.replaced(worker);
+        self.liveness.replaced(worker);
         self.handle.answers().resumed(worker);
         let result = self.effects();
         self.sticky(result)

@@ -56,7 +56,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         let start = sys::clock::monotonic();
         self.handle.on_duty();
         let limit = deadline.map_or(WAIT_SLICE, |deadline| deadline.saturating_sub(start).min(WAIT_SLICE));
-        match self.inbox.sleep(limit.min(self.supervisor.overdue.slice(start)))? {
+        match self.inbox.sleep(limit.min(self.liveness.overdue.slice(start)))? {
             Some(WaitOutcome::Interrupted | WaitOutcome::TimedOut) => pool::trim(),
             Some(WaitOutcome::Ready) | None => {}
         }

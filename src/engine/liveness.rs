@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::handle::Handle;
-use super::overdue::Overdue;
 use super::process::Process;
 use super::stalls::Stalls;
+use super::stalls::overdue::Overdue;
 use crate::shm::layout::WorkerState;
 use crate::sync::Ordering;
 use crate::sys::pidfd::ExitStatus;
@@ -26,7 +26,7 @@ pub(super) struct Remains {
 
 /// Watches the workers' processes.
 #[derive(Debug)]
-pub(super) struct Supervisor {
+pub(super) struct Liveness {
     handle: Arc<Handle>,
     /// Workers that are named in the log.
     pub(super) stalls: Stalls,
@@ -40,7 +40,7 @@ pub(super) struct Supervisor {
     remains: BTreeMap<u32, Remains>,
 }
 
-impl Supervisor {
+impl Liveness {
     pub(super) fn new(handle: Arc<Handle>, restarts: bool) -> Self {
         let workers = handle.arena.geometry().workers;
         Self {

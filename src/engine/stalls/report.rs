@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::process::Process;
+use crate::engine::process::Process;
 use crate::id::TaskId;
 use crate::shm::arena::Arena;
 use crate::shm::layout::WorkerState;
@@ -35,29 +35,34 @@ pub struct Stall {
     pub time: Duration,
     /// Limit of the wait for its stack; `None` for no stack dump.
     pub patience: Option<Duration>,
-    /// The limit of [`Engine::kill_stalls`](super::Engine::kill_stalls), if the worker has exceeded it: [`Engine::kill`](super::Engine::kill) it.
+    /// The limit of [`Engine::kill_stalls`](crate::engine::Engine::kill_stalls), if the worker has exceeded it: [`Engine::kill`](crate::engine::Engine::kill) it.
     pub exceeds: Option<Duration>,
 }
 
 /// What a worker that is waited for shows of itself.
-pub(super) struct Shown {
-    pub(super) process: Arc<Process>,
+pub(in crate::engine) struct Shown {
+    pub(in crate::engine) process: Arc<Process>,
     /// Its first unanswered task.
-    pub(super) oldest: Option<TaskId>,
-    pub(super) state: WorkerState,
+    pub(in crate::engine) oldest: Option<TaskId>,
+    pub(in crate::engine) state: WorkerState,
     /// Its current task, or its last one.
-    pub(super) task: TaskId,
+    pub(in crate::engine) task: TaskId,
     /// Tasks that it has answered.
-    pub(super) answers: u64,
+    pub(in crate::engine) answers: u64,
     /// Time at which its state began.
-    pub(super) since: Duration,
+    pub(in crate::engine) since: Duration,
     /// Time at which it took its task; in a replay, at which it began the present batch.
-    pub(super) task_since: Duration,
+    pub(in crate::engine) task_since: Duration,
 }
 
 impl Shown {
     /// What a worker's status page shows now.
-    pub(super) fn of(arena: &Arena, worker: u32, process: Arc<Process>, oldest: Option<TaskId>) -> Self {
+    pub(in crate::engine) fn of(
+        arena: &Arena,
+        worker: u32,
+        process: Arc<Process>,
+        oldest: Option<TaskId>,
+    ) -> Self {
         let page = &arena.control(worker).status;
         let time = |word: &AtomicU64| Duration::from_nanos(word.load(Ordering::Relaxed));
         Self {
@@ -72,7 +77,7 @@ impl Shown {
     }
 
     /// Whether the first unanswered task, or the message that begins an epoch, waits for the worker to take it.
-    pub(super) fn is_waited_for(&self) -> bool {
+    pub(in crate::engine) fn is_waited_for(&self) -> bool {
         match self.state {
             WorkerState::Idle => true,
             // It has published the previous batch, and not taken the next one.
@@ -82,7 +87,7 @@ impl Shown {
     }
 
     /// Whether the pin thread holds the worker's answer.
-    pub(super) fn is_answered(&self) -> bool {
+    pub(in crate::engine) fn is_answered(&self) -> bool {
         self.state == WorkerState::Idle
             && self.answers > 0
             && self.oldest.is_some_and(|oldest| self.task >= oldest)

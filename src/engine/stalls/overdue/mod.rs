@@ -9,14 +9,14 @@
 
 use std::time::Duration;
 
-use super::stall::{Phase, Shown, Stall};
+use super::report::{Phase, Shown, Stall};
 use crate::config::{KILLED_STACK, STALL_CHECK, STALL_PAUSE, WAIT_SLICE};
 use crate::id::TaskId;
 use crate::shm::layout::WorkerState;
 use crate::sys;
 use crate::sys::pidfd::ExitStatus;
 
-/// What [`Engine::kill`](super::Engine::kill) has done.
+/// What [`Engine::kill`](crate::engine::Engine::kill) has done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Killed {
     /// It has sent SIGKILL.
@@ -87,7 +87,7 @@ impl Watched {
 
 /// The limit, and what the checks have found.
 #[derive(Debug)]
-pub(super) struct Overdue {
+pub(in crate::engine) struct Overdue {
     /// `None`: no worker is killed.
     limit: Option<Duration>,
     /// Time of the last check.
@@ -100,25 +100,25 @@ pub(super) struct Overdue {
 }
 
 impl Overdue {
-    pub(super) fn new(workers: u32) -> Self {
+    pub(in crate::engine) fn new(workers: u32) -> Self {
         let (zero, watched) = (Duration::ZERO, vec![Watched::default(); workers as usize].into());
         Self { limit: None, looked: zero, watching: zero, due: Duration::MAX, watched }
     }
 
     /// Forgets a worker's process.
-    pub(super) fn forget(&mut self, worker: u32) {
+    pub(in crate::engine) fn forget(&mut self, worker: u32) {
         self.watched[worker as usize] = Watched::default();
     }
 
     /// Whether a worker that ended like that was killed for the limit.
-    pub(super) fn was_killed(&self, worker: u32, status: Option<ExitStatus>) -> bool {
+    pub(in crate::engine) fn was_killed(&self, worker: u32, status: Option<ExitStatus>) -> bool {
         let by_it = matches!(status, None | Some(ExitStatus::Signal(libc::SIGKILL)));
         by_it && self.watched[worker as usize].killed
     }
 
     /// The longest wait that begins now. A task that is taken during the wait is seen within half of its limit.
     #[inline]
-    pub(super) fn slice(&self, now: Duration) -> Duration {
+    pub(in crate::engine) fn slice(&self, now: Duration) -> Duration {
         match self.limit {
             None => Duration::MAX,
             Some(limit) => self.due.saturating_sub(now).min(limit / 2).max(Duration::from_millis(1)),
@@ -126,7 +126,7 @@ impl Overdue {
     }
 
     /// Whether to check the workers now.
-    pub(super) fn begins_check(&mut self, now: Duration) -> bool {
+    pub(in crate::engine) fn begins_check(&mut self, now: Duration) -> bool {
         if self.limit.is_none() {
             return false;
         }
@@ -138,12 +138,12 @@ impl Overdue {
     }
 
     /// Sets the time in one batch after which a worker is to be killed; `None`: never.
-    pub(super) fn set_limit(&mut self, limit: Option<Duration>) {
+    pub(in crate::engine) fn set_limit(&mut self, limit: Option<Duration>) {
         self.limit = limit;
     }
 
     /// Whether a worker that shows this exceeds the limit, once for each batch. If it will later, `next` is at most that time.
-    pub(super) fn exceeds(
+    pub(in crate::engine) fn exceeds(
         &mut self,
         worker: u32,
         shown: Option<&Shown>,
@@ -166,12 +166,12 @@ impl Overdue {
     }
 
     /// Notes that a check has found no other worker, and that the next one exceeds the limit at `next`.
-    pub(super) fn checked(&mut self, now: Duration, next: Duration) {
+    pub(in crate::engine) fn checked(&mut self, now: Duration, next: Duration) {
         (self.looked, self.due) = (now.max(self.looked), next);
     }
 
     /// The report of a worker that exceeds the limit.
-    pub(super) fn stall_of(
+    pub(in crate::engine) fn stall_of(
         &self,
         worker: u32,
         shown: &Shown,
@@ -193,7 +193,7 @@ impl Overdue {
     }
 
     /// Kills a worker that exceeds the limit, and that shows this now.
-    pub(super) fn kill(&mut self, worker: u32, shown: Option<Shown>) -> Killed {
+    pub(in crate::engine) fn kill(&mut self, worker: u32, shown: Option<Shown>) -> Killed {
         // The stack dump took some time, in which nothing was checked.
         self.looked = self.looked.max(sys::clock::monotonic());
         let watched = &mut self.watched[worker as usize];

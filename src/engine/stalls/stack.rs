@@ -4,10 +4,10 @@
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use super::handle::Handle;
-use super::process::Process;
-use super::stall::Stall;
+use super::report::Stall;
 use crate::config::{STACK_CHECK, STACK_SETTLED, STACK_SHOWN, STACK_SIGNAL};
+use crate::engine::handle::Handle;
+use crate::engine::process::Process;
 use crate::shm::layout::StackFile;
 use crate::sync::Ordering;
 use crate::sys;

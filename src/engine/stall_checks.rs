@@ -3,20 +3,20 @@
 use std::time::Duration;
 
 use super::core::Engine;
-use super::overdue::Killed;
-use super::stall::{Shown, Stall};
-use super::supervisor::Supervisor;
+use super::liveness::Liveness;
+use super::stalls::overdue::Killed;
+use super::stalls::report::{Shown, Stall};
 use crate::id::WorkerId;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Sets the limits of the phases (`None`: never stuck), and the [`Stall::patience`].
     pub fn name_stalls(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
-        self.supervisor.stalls.set_limits(limits, patience);
+        self.liveness.stalls.set_limits(limits, patience);
     }
 
     /// Sets the time in one batch after which a worker is a stall to be killed; `None`: never.
     pub fn kill_stalls(&mut self, limit: Option<Duration>) {
-        self.supervisor.overdue.set_limit(limit);
+        self.liveness.overdue.set_limit(limit);
     }
 
     /// A stuck worker that has not been reported. Call after each [`Engine::after_wait`] until there is none.
@@ -26,36 +26,36 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return Some(stall);
         }
         // The waiting event may be the result.
-        if !self.supervisor.stalls.begins_check(now) || self.inbox.has_news() {
+        if !self.liveness.stalls.begins_check(now) || self.inbox.has_news() {
             return None;
         }
         let workers = 0..self.arena().geometry().workers;
         let found = workers.into_iter().find_map(|worker| {
             let shown = self.shown_by(worker)?;
-            self.supervisor.stalls.stall_of(worker, &shown, now)
+            self.liveness.stalls.stall_of(worker, &shown, now)
         });
         if found.is_none() {
-            self.supervisor.stalls.checked(now);
+            self.liveness.stalls.checked(now);
         }
         found
     }
 
     /// A worker that has exceeded the limit of [`Engine::kill_stalls`], once for each batch.
     pub(super) fn overdue(&mut self, now: Duration) -> Option<Stall> {
-        if !self.supervisor.overdue.begins_check(now) {
+        if !self.liveness.overdue.begins_check(now) {
             return None;
         }
         let mut next = Duration::MAX;
         for worker in 0..self.arena().geometry().workers {
             let shown = self.shown_by(worker);
-            let Supervisor { stalls, overdue, .. } = &mut self.supervisor;
+            let Liveness { stalls, overdue, .. } = &mut self.liveness;
             if overdue.exceeds(worker, shown.as_ref(), now, &mut next)
                 && let Some(shown) = shown.filter(|shown| !shown.process.has_exited())
             {
                 return Some(overdue.stall_of(worker, &shown, now, stalls.patience()));
             }
         }
-        self.supervisor.overdue.checked(now, next);
+        self.liveness.overdue.checked(now, next);
         None
     }
 
@@ -72,6 +72,6 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// from this process is killed.
     pub fn kill(&mut self, stall: &Stall) -> Killed {
         let shown = self.shown_by(stall.worker);
-        self.supervisor.overdue.kill(stall.worker, shown)
+        self.liveness.overdue.kill(stall.worker, shown)
     }
 }

@@ -80,7 +80,7 @@ impl Rig {
                 return None;
             }
             // As a wait does.
-            from = (from + WAIT_SLICE.min(self.engine.supervisor.overdue.slice(self.zero + from))).min(to);
+            from = (from + WAIT_SLICE.min(self.engine.liveness.overdue.slice(self.zero + from))).min(to);
         }
     }
 }
@@ -115,11 +115,11 @@ fn a_worker_is_overdue_at_its_limit_and_is_named_once() {
 #[test]
 fn without_a_limit_nothing_is_overdue() {
     let mut rig = Rig::with_tasks();
-    assert_eq!(rig.engine.supervisor.overdue.slice(rig.zero), LIMIT / 2);
+    assert_eq!(rig.engine.liveness.overdue.slice(rig.zero), LIMIT / 2);
     rig.engine.kill_stalls(None);
     rig.show(0, WorkerState::Fetch, 0, ms(0));
     assert!(rig.found(ms(0), ms(60_000)).is_none());
-    assert_eq!(rig.engine.supervisor.overdue.slice(rig.zero), Duration::MAX);
+    assert_eq!(rig.engine.liveness.overdue.slice(rig.zero), Duration::MAX);
 }
 
 #[test]
@@ -222,13 +222,13 @@ fn checks_are_rare_until_one_is_due() {
     // Not seen: the last check was just before.
     rig.show(0, WorkerState::Fetch, 1, ms(2));
     assert!(rig.check(ms(100)).is_none());
-    assert_eq!(rig.engine.supervisor.overdue.watched[0].work.task(), Some(TaskId(0)));
+    assert_eq!(rig.engine.liveness.overdue.watched[0].work.task(), Some(TaskId(0)));
     assert!(rig.check(ms(101)).is_none());
-    assert_eq!(rig.engine.supervisor.overdue.watched[0].work.task(), Some(TaskId(1)));
+    assert_eq!(rig.engine.liveness.overdue.watched[0].work.task(), Some(TaskId(1)));
     // Half of the limit after it was seen.
-    assert_eq!(rig.engine.supervisor.overdue.slice(rig.zero + ms(101)), ms(65));
-    assert_eq!(rig.engine.supervisor.overdue.slice(rig.zero + ms(160)), ms(6));
-    assert_eq!(rig.engine.supervisor.overdue.slice(rig.zero + ms(170)), ms(1));
+    assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(101)), ms(65));
+    assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(160)), ms(6));
+    assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(170)), ms(1));
     assert!(rig.check(ms(165)).is_none());
     assert!(rig.check(ms(166)).is_some());
 }
@@ -254,7 +254,7 @@ fn an_overdue_worker_is_killed_and_its_death_says_so() {
     rig.show(0, WorkerState::Fetch, 7, ms(20_000));
     assert!(rig.found(ms(20_000), ms(60_000)).is_none());
     assert_eq!(rig.engine.kill(&stall), Killed::WentOn);
-    rig.engine.supervisor.forget(0);
+    rig.engine.liveness.forget(0);
     assert!(!rig.engine.report(death).stalled);
 }
 
@@ -278,7 +278,7 @@ fn a_worker_that_has_gone_on_is_not_killed() {
     // Another batch of a replay.
     rig.show(0, WorkerState::Fetch, 0, ms(5));
     assert_eq!(rig.engine.kill(&stall), Killed::WentOn);
-    assert!(!rig.engine.supervisor.overdue.watched[0].killed);
+    assert!(!rig.engine.liveness.overdue.watched[0].killed);
 }
 
 #[test]
@@ -289,7 +289,7 @@ fn an_ended_worker_is_not_overdue() {
     rig.processes[0].wait().unwrap();
     assert!(rig.found(ms(0), ms(60_000)).is_none());
     // Waits are not shortened for it.
-    assert_eq!(rig.engine.supervisor.overdue.slice(rig.zero + ms(60_000)), LIMIT / 2);
+    assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(60_000)), LIMIT / 2);
 }
 
 #[test]
@@ -303,7 +303,7 @@ fn a_process_that_does_not_descend_from_this_one_is_not_killed() {
     rig.show(0, WorkerState::Fetch, 0, ms(0));
     let (_, stall) = rig.found(ms(0), ms(60_000)).unwrap();
     assert_eq!((stall.pid, rig.engine.kill(&stall)), (parent, Killed::No));
-    assert!(!rig.engine.supervisor.overdue.watched[0].killed);
+    assert!(!rig.engine.liveness.overdue.watched[0].killed);
 }
 
 #[test]

@@ -1,11 +1,15 @@
-//! Detection of workers that are stuck in their start or at one batch. [`super::overdue`] kills some of them.
+//! Detection of workers that are stuck in their start or at one batch. [`overdue`] kills some of them.
 //!
 //! While the main process waits for results it checks the status pages a few times per second, without a thread or any cost
 //! per batch.
 
+pub mod overdue;
+pub mod report;
+mod stack;
+
 use std::time::Duration;
 
-use super::stall::{Phase, Shown, Stall};
+use self::report::{Phase, Shown, Stall};
 use crate::config::STALL_CHECK;
 use crate::id::TaskId;
 use crate::shm::layout::WorkerState;

@@ -1,0 +1,44 @@
+//! Deaths of workers: the scheduler hears of them, and what is reported of each.
+
+use super::core::Engine;
+use super::types::DeathReport;
+use crate::error::Result;
+use crate::id::WorkerId;
+use crate::scheduler::{Death, Event};
+
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
+    /// Reports a worker's death to the scheduler.
+    pub(super) fn died(&mut self, worker: u32) -> Result<()> {
+        let held = self.outbox.lost_with(worker);
+        self.liveness.keep_remains(worker);
+        self.event(Event::WorkerDied { worker: WorkerId(worker), held })?;
+        if self.outbox.queue().is_some() {
+            // It may have taken a wake-up with it, while another task waits and the others sleep.
+            self.handle.wake(worker)?;
+        }
+        self.effects()
+    }
+
+    /// Details of a death.
+    pub fn report(&self, death: Death) -> DeathReport<'_, T> {
+        let worker = death.worker.0;
+        let remains = self.liveness.remains_of(worker);
+        let tasks = || self.scheduler.tasks_of(death.worker);
+        let at = tasks().find(|(task, _)| task.0 == remains.task);
+        let task = at.or_else(|| tasks().next());
+        let first_task = self.scheduler.first_task().0;
+        DeathReport {
+            worker,
+            pid: remains.pid,
+            status: remains.status,
+            index: task.map(|(_, index)| index),
+            task: task.and_then(|(task, _)| task.0.checked_sub(first_task)),
+            answers: self.liveness.answers_of(worker),
+            has_begun: at.is_some() && remains.has_begun,
+            place: at.and(remains.place),
+            generation: remains.generation,
+            stalled: remains.stalled,
+            first_task,
+        }
+    }
+}
