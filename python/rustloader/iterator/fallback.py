@@ -29,8 +29,6 @@ logger = logging.getLogger("rustloader")
 
 _NO_QUEUE = "dispatch='shared_queue' does not apply to {}; its workers keep round robin"
 
-# Options that torch's iterator does not have and that change what a loader delivers, or whether it goes on.
-_OPTIONS = ("max_restarts", "stall_timeout", "on_error", "max_errors", "seed_by")
 _LOST = "%s of a DataLoader %s no effect: it runs on torch's own iterator"
 
 # The methods of a worker's process that torch calls. The engine replaces multiprocessing's own and no others: it waits
@@ -122,7 +120,8 @@ def fall_back(source: Any, reason: str, context: Any = None) -> None:
 
 def tell_lost_options(source: Any, config: LoaderConfig) -> None:
     """Warns once per loader of options that torch's iterator does not have, but for those that are about speed."""
-    lost = [name for name in _OPTIONS if getattr(config, name) != options.option_of(name).default]
+    missed = ((name, options.option_of(name)) for name in options.keywords())
+    lost = [name for name, option in missed if option.is_missed and getattr(config, name) != option.default]
     if lost and loader_state.of(source).is_new(_LOST):
         logger.warning(_LOST, ", ".join(lost), "has" if len(lost) == 1 else "have")
 

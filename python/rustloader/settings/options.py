@@ -54,6 +54,9 @@ class Option:
         effective: Converts a value to the loader's attribute.
         keyword: Whether ``rustloader.DataLoader`` has it as a keyword argument, which torch's class has not.
         default: Value in force where neither the loader nor ``install()`` sets one.
+        is_missed: Whether a loader without it delivers something else, or ends where it would go on. There is a warning
+            where torch's own iterator has to do without.
+        needs_workers: What cannot be done without workers; empty for an option that works without.
     """
 
     text: str
@@ -66,6 +69,8 @@ class Option:
     effective: Callable[[Any], Any] = lambda value: value
     keyword: bool = False
     default: Any = None
+    is_missed: bool = False
+    needs_workers: str = ""
 
 
 def _context(value: Any) -> Any:
@@ -166,6 +171,7 @@ class Options:
         flag="--seed-by",
         metavar="UNIT",
         keyword=True,
+        is_missed=True,
     )
     worker_threads: int | None = _field(
         "Number of samples of a batch that a worker fetches at a time, for slow storage (map-style datasets only; "
@@ -188,6 +194,8 @@ class Options:
         metavar="N",
         keyword=True,
         default=0,
+        is_missed=True,
+        needs_workers="start it again",
     )
     stall_timeout: float | None = _field(
         "Seconds in one batch after which a worker is killed, and counts as dead (default: None, never).",
@@ -197,6 +205,8 @@ class Options:
         flag="--stall-timeout",
         metavar="SECONDS",
         keyword=True,
+        is_missed=True,
+        needs_workers="kill it",
     )
     on_error: str | Callable[[Any, Exception], Any] | None = _field(  # noqa: RUF009
         'What an exception of a sample does: "raise" as in torch, "skip" leaves the sample out, "replace" takes '
@@ -209,6 +219,7 @@ class Options:
         metavar="POLICY",
         keyword=True,
         default="raise",
+        is_missed=True,
     )
     max_errors: int | float | None = _field(
         "Number of samples of an epoch that may fail under ``on_error``, or their share of it as a float between 0.0 "
@@ -219,6 +230,7 @@ class Options:
         flag="--max-errors",
         metavar="N",
         keyword=True,
+        is_missed=True,
     )
     worker_affinity: str | Sequence[int | Collection[int]] | None = _field(
         'Cores that each worker runs on: "spread" deals those of this process to the workers, a list has one core, or '
@@ -267,11 +279,12 @@ def check_without_workers(given: dict[str, Any], num_workers: int) -> None:
     """Raises ValueError for an option that a loader without workers cannot keep."""
     if num_workers:
         return
-    for name, cannot in (("max_restarts", "start it again"), ("stall_timeout", "kill it")):
-        if given.get(name):
+    for name, value in given.items():
+        cannot = option_of(name).needs_workers
+        if cannot and value:
             raise ValueError(
-                f"{name}={given[name]} needs workers: with num_workers=0 the samples are made in the program's own "
-                f"process, and nothing can {cannot}; set num_workers to 1 or more, or leave {name} out"
+                f"{name}={value} needs workers: with num_workers=0 the samples are made in the program's own process, "
+                f"and nothing can {cannot}; set num_workers to 1 or more, or leave {name} out"
             )
 
 
