@@ -210,39 +210,67 @@ class StatefulEpochs(Positioned, Epochs):
         else:
             position = it._engine().position(answers, back)
             tasks, beyond, counts, last = position.low, position.ahead, position.per_worker, position.last_worker
+            if it._dataset_kind == _DatasetKind.Iterable:
+                # Tasks that found no data depend on how far workers were ahead.
+                tasks, beyond = sum(counts), []
         low, ahead = ordinals(origin, tasks, beyond)
         if last is None:
             last = (self.first_worker(it) - 1) % it._num_workers
         sampled_at, workers = low, None
         if self._has_states and self.on_engine:
-            workers = self._workers_after(it, counts)
+            workers = self._workers_after(it, counts, finished)
             if it._dataset_kind == _DatasetKind.Map and not ahead:
                 sampled_at -= it._num_workers * max(worker.replayed for worker in workers)
-        sampler, yielded = self.sampling.state(max(sampled_at, 0)), yielded - back
-        failures = self._failures_after(yielded)
-        return self.state(it, low, ahead, yielded, finished, draws, sampler, workers, failures, last)
+        yielded -= back
+        return self.state(
+            it,
+            low=low,
+            ahead=tuple(ahead),
+            yielded=yielded,
+            last_worker=last,
+            finished=finished,
+            sampler=self.sampling.state(max(sampled_at, 0)),
+            workers=[WorkerStart()] * it._num_workers if workers is None else workers,
+            has_records=workers is not None,
+            failures=self._failures_after(yielded),
+            next=draws,
+        )
 
     def _failures_after(self, yielded: int) -> int:
         if self.failures is None or not self._has_begun:
             return self.origin.failures
         return self.failures.count_after(yielded)
 
-    def _workers_after(self, it: WorkersIterator, counts: list[int]) -> list[WorkerStart]:
+    def _workers_after(self, it: WorkersIterator, counts: list[int], finished: bool) -> list[WorkerStart]:
         """The newest snapshots that are no younger than the position, and what was delivered after them."""
         if not self._started and self._frozen is None and self._has_begun:
             # The state of a worker that does not start in time is the one that it starts from.
             self._started = bool(it._engine().wait_started(it._timeout))
         found = []
         for worker, answers in enumerate(counts):
-            count, made = self._snapshot(it, worker, answers)
+            start = self._start_of(worker)
+            has_ended = not start.ended and (finished or self._has_passed_end(it, worker, counts))
+            count, made = self._snapshot(it, worker, answers + has_ended)
             if made is not None:
                 self.warn_if_frozen(it, made)
-            after = worker_after(self._start_of(worker), answers, count, made)
+            after = worker_after(start, answers, count, made)
             if it._dataset_kind == _DatasetKind.Map and (not it._in_order or self.origin.ahead):
                 # Which worker made a batch is not known.
                 after.replay = 0
             found.append(after)
         return found
+
+    def _has_passed_end(self, it: WorkersIterator, worker: int, counts: list[int]) -> bool:
+        """Whether a position lies beyond the end of a worker's data, if that comes after its answers. In round robin it
+        does if another worker has answered a task that is later than the one of the end."""
+        if not it._in_order or it._dataset_kind == _DatasetKind.Map:
+            return False
+        first, turn = self.first_worker(it), counts[worker] + 1
+
+        def place(of: int) -> int:
+            return (of - first) % it._num_workers
+
+        return any((count, place(other)) > (turn, place(worker)) for other, count in enumerate(counts))
 
     def failed_to_resume(self, it: WorkersIterator) -> bool:
         """Whether nothing was delivered because a worker could not load the state that the epoch comes from."""
@@ -291,6 +319,9 @@ class StatefulEpochs(Positioned, Epochs):
                 counts[worker].append(count)
         found: list[list[Snapshot]] = [[] for _ in range(it._num_workers)]
         for worker, asked in enumerate(counts):
+            if asked:
+                # The one of the end.
+                asked.append(max(asked) + 1)
             # From the newest on, each once: they may be large.
             while asked and (snapshot := engine.snapshot(worker, max(asked))) is not None:
                 found[worker].insert(0, snapshot)

@@ -16,7 +16,7 @@ from rustloader.settings.config import view
 from rustloader.settings.limits import FROZEN_AFTER
 from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
-from rustloader.stateful_dataloader.schema import DatasetState, Draws, SamplerState, State, copied
+from rustloader.stateful_dataloader.schema import DatasetState, State, copied
 from rustloader.system.protocols import IteratorLike, LoaderLike, StatefulLoaderLike
 from rustloader.system.torch_side import TORCHS_INIT, frames_to_program, in_torch
 from rustloader.workers.snapshots import WorkerStart
@@ -105,38 +105,18 @@ class Positioned:
         if self.origin.resumed and self.delivered_nothing(it):
             warnings.warn(_EMPTY, stacklevel=frames_to_program())
 
-    def state(
-        self,
-        it: IteratorLike,
-        low: int,
-        ahead: list[int],
-        yielded: int,
-        finished: bool,
-        draws: Draws | None,
-        sampler: SamplerState,
-        workers: list[WorkerStart] | None,
-        failures: int,
-        last_worker: int = -1,
-    ) -> dict[str, Any]:
+    def state(self, it: IteratorLike, **position: Any) -> dict[str, Any]:
+        """The state of the present epoch at a position: fields of `State` that depend on it."""
         seeding = self.seeding
         return State(
             num_workers=it._num_workers,
-            low=low,
-            ahead=tuple(ahead),
-            yielded=yielded,
-            last_worker=last_worker,
-            finished=finished,
-            sampler=sampler,
-            workers=[WorkerStart()] * it._num_workers if workers is None else workers,
-            has_records=workers is not None,
             base_seed=int(it._base_seed),
             len_called=it._IterableDataset_len_called,
             shared_seed=it._shared_seed,
             epoch=self.origin.epoch,
             dataset=self.dataset,
             seeds=None if seeding is None else (seeding.base_seed, seeding.epoch),
-            failures=failures,
-            next=draws,
+            **position,
         ).to_torchdata()
 
 
@@ -149,14 +129,14 @@ def worker_after(start: WorkerStart, answers: int, count: int, made: WorkerStart
     Args:
         start: What it started from.
         answers: Number of its answers since.
-        count: Number of its answers before its snapshot.
+        count: Number of its answers before its snapshot, and one more for a snapshot of its end.
         made: The snapshot, or None.
     """
     if made is None or (count == 0 and start.has_state):
         made = dataclasses.replace(
             start, dataset_state=copied(start.dataset_state), iterator_state=copied(start.iterator_state)
         )
-    replay = answers - count + (start.replayed if count == 0 else 0)
+    replay = max(answers - count, 0) + (start.replayed if count == 0 else 0)
     return dataclasses.replace(made, delivered=start.delivered + answers, replay=replay)
 
 

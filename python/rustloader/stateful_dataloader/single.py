@@ -219,8 +219,18 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         worker = self._worker(answers, back == 0 and not before_error, finished)
         sampler = self._epoch.sampling.state(low - worker.replayed if self._dataset_kind == _DatasetKind.Map else low)
         yielded -= back
-        failures = self._failures_after(yielded)
-        return self._epoch.state(self, low, ahead, yielded, finished, draws, sampler, [worker], failures)
+        return self._epoch.state(
+            self,
+            low=low,
+            ahead=tuple(ahead),
+            yielded=yielded,
+            finished=finished,
+            sampler=sampler,
+            workers=[worker],
+            has_records=True,
+            failures=self._failures_after(yielded),
+            next=draws,
+        )
 
     def _worker(self, answers: int, is_last: bool, finished: bool) -> WorkerStart:
         """The state of dataset and fetcher, and how many batches were made after it."""

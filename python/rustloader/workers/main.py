@@ -129,7 +129,7 @@ class _Worker:
             snapshots = Snapshots(policy, job.config.num_workers, job.dataset_kind, self.step.seeds)
             offset = policy.first_ordinal - job.first_task
             self.publisher = Publisher(port, snapshots, offset, self.where, job.answers)
-            self.publisher.first(self.broken, self.step.fetcher, dataset, start is not None and bool(start.replay))
+            self.publisher.first(self.broken, self.step.fetcher, dataset)
         # What the program has made so far is kept for long, and it may have chosen where arrays lie.
         if job.numpy_arena:
             self.port.use_numpy_arena()

@@ -232,21 +232,18 @@ class Publisher:
         self._answers = answers
         # Whether this epoch's error was sent. There is one at most.
         self._failed = False
-        # Whether batches are fetched again between the first snapshot and the first answer.
-        self._has_replay = False
 
     def begin_epoch(self, first_task: int) -> None:
         """Begins another epoch, whose batches are the tasks from ``first_task``. ``first`` has to follow."""
         self._offset, self._answers, self._failed = -first_task, 0, False
 
-    def first(self, error: ExceptionWrapper | None, fetcher: Any, dataset: Any, has_replay: bool = False) -> None:
+    def first(self, error: ExceptionWrapper | None, fetcher: Any, dataset: Any) -> None:
         """Sends the snapshot of the epoch's start, or the error that the worker has in its place. A process that goes
         on in the middle of an epoch sends neither: the main process has the snapshot that it starts from."""
-        self._has_replay = has_replay
         if error is None:
-            self._send(self._snapshots.first, fetcher, dataset, is_wanted=not self._answers)
+            self._send(self._snapshots.first, self._answers, fetcher, dataset, is_wanted=not self._answers)
         elif not self._answers:
-            self._fail(error)
+            self._fail(error, self._answers)
 
     def after(self, task: int, fetcher: Any, dataset: Any) -> None:
         """Counts an answer, and sends the snapshot after it if one is due. Comes before the answer itself: when the
@@ -254,26 +251,26 @@ class Publisher:
         self._answers += 1
         if self._snapshots.is_due(task + self._offset):
             with self._snapshots.charged():
-                self._send(self._snapshots.make, fetcher, dataset)
+                self._send(self._snapshots.make, self._answers, fetcher, dataset)
 
     def at_end(self, fetcher: Any, dataset: Any) -> None:
-        """Sends the snapshot of an iterable dataset that has ended, without regard to its cost."""
+        """Sends the snapshot of an iterable dataset that has ended, without regard to its cost. It counts one answer
+        more: the state of a position before the end does not depend on whether the worker has found the end yet."""
         # torch's fetcher notes this only where it makes batches.
         fetcher.ended = True
-        # Before the first answer, the state is that of the first snapshot and the replay.
-        if not self._failed and (self._answers or not self._has_replay):
-            self._send(self._snapshots.make, fetcher, dataset)
+        if not self._failed:
+            self._send(self._snapshots.make, self._answers + 1, fetcher, dataset)
 
-    def _send(self, make: Any, fetcher: Any, dataset: Any, is_wanted: bool = True) -> None:
+    def _send(self, make: Any, answers: int, fetcher: Any, dataset: Any, is_wanted: bool = True) -> None:
         try:
             payload = make(fetcher, dataset)
         except Exception:
-            self._fail(ExceptionWrapper(where=f"{OF_STATE}, {self._where}"))
+            self._fail(ExceptionWrapper(where=f"{OF_STATE}, {self._where}"), answers)
             return
         if is_wanted:
-            self._port.send_snapshot(self._answers, payload, False)
+            self._port.send_snapshot(answers, payload, False)
 
-    def _fail(self, error: ExceptionWrapper) -> None:
+    def _fail(self, error: ExceptionWrapper, answers: int) -> None:
         self._failed = True
         self._snapshots.stop()
-        self._port.send_snapshot(self._answers, serialize.dumps_error(error), True)
+        self._port.send_snapshot(answers, serialize.dumps_error(error), True)

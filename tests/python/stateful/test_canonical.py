@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -124,6 +125,48 @@ def test_a_state_does_not_tell_how_its_position_was_reached(make, workers, every
         for place in range(at, 5):
             assert next(iterator) == batches[place] or make is Plain
             assert plain(resumed.state_dict()) == states[place + 1][0], place
+
+
+class Ending(IterableDataset):
+    """Has a number of samples for each worker, and takes its time to say that there are no more."""
+
+    def __init__(self, sizes, seconds=0.0):
+        self.sizes, self.seconds, self.place = sizes, seconds, 0
+
+    def __iter__(self):
+        while self.place < self.sizes[worker_id()]:
+            self.place += 1
+            yield 10 * worker_id() + self.place
+        time.sleep(self.seconds)
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def walked(sizes, seconds, step=0.0, state=None):
+    """The batches of an epoch, each with the state after it; at last the state of the end. A step takes that long."""
+    torch.manual_seed(5)
+    loader = loader_of(lambda: Ending(sizes, seconds), len(sizes), batch_size=1)
+    if state is not None:
+        loader.load_state_dict(state)
+    found = []
+    for batch in loader:
+        time.sleep(step)
+        found.append((batch, loader.state_dict()))
+    # That state has the next epoch's draws, too, which are others after a resume.
+    return [*found, ("the end", loader.state_dict()["_snapshot"])]
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (2, 2), (0, 2), (2, 0), (1, 4, 2)], ids=str)
+def test_nor_whether_a_worker_has_found_its_end_yet(sizes):
+    late, early = walked(sizes, 0.2), walked(sizes, 0, step=0.05)
+    assert [plain(it) for it in late] == [plain(it) for it in early]
+    for at, (_, state) in enumerate(early[:-2]):
+        assert [plain(it) for it in walked(sizes, 0, state=state)] == [plain(it) for it in early[at + 1 :]]
 
 
 def plain_and_real(loader):
