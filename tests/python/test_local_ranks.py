@@ -70,7 +70,7 @@ def test_bound_ranks_have_other_cores_than_their_launcher(monkeypatch):
     assert not local_ranks.are_bound([100_000])
 
 
-ASKS = "import os; from rustloader import local_ranks; print(local_ranks.are_bound(os.sched_getaffinity(0)))"
+ASKS = "import os; from rustloader.system import local_ranks; print(local_ranks.are_bound(os.sched_getaffinity(0)))"
 # A shell that stays, and runs the rest of its command.
 WRAPPER = ["sh", "-c", '"$@"; exit', "sh"]
 MINE = sorted(os.sched_getaffinity(0))

@@ -283,3 +283,33 @@ def test_torchs_own_loader_is_untouched():
     iterator = iter(torch.utils.data.DataLoader(Numbers(3), num_workers=1))
     assert type(iterator) is TorchIter and not isinstance(iterator, LoaderIter)
     assert len(list(iterator)) == 3
+
+
+class Bare:
+    """A fetcher of a program, with nothing of torch's."""
+
+    __slots__ = ("dataset_of_its_own",)
+
+    def __init__(self, dataset):
+        self.dataset_of_its_own = dataset
+
+    def fetch(self, indices):
+        return [self.dataset_of_its_own[i] for i in indices]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_fetcher_of_the_program_is_left_alone(workers, stateful, monkeypatch):
+    kind = torch_dataloader._DatasetKind
+    monkeypatch.setattr(kind, "create_fetcher", staticmethod(lambda _, dataset, *rest: Bare(dataset)))
+    loader = (rustloader.StatefulDataLoader if stateful else DataLoader)(range(6), batch_size=4, num_workers=workers)
+    assert list(loader) == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_also_one_that_worker_init_fn_puts_in():
+    def init(worker):
+        make = staticmethod(lambda _, dataset, *rest: Bare(dataset))
+        torch_dataloader._DatasetKind.create_fetcher = make
+
+    loader = DataLoader(range(6), batch_size=4, num_workers=1, worker_init_fn=init, on_error="skip")
+    assert list(loader) == [[0, 1, 2, 3], [4, 5]]

@@ -15,7 +15,7 @@ from rustloader.fetch.step import Step
 
 
 class StepFetcher:
-    """Takes a step for each batch, in the place of torch's fetcher. The program's own generators stay as they were.
+    """Takes a step for each batch, in the place of torch's fetcher. Seeds leave the program's generators as they were.
 
     Args:
         step: The step, which takes the fetcher.
@@ -30,7 +30,8 @@ class StepFetcher:
 
     def __init__(self, step: Step, fetcher: Any, gathers: Callable[[], Any] | None = None) -> None:
         self._step, self.inner, self.seeds = step, fetcher, step.seeds
-        fetcher.collate_fn = step.collating(fetcher.collate_fn)
+        if step.seeds is not None:
+            fetcher.collate_fn = step.collating(fetcher.collate_fn)
         step.use(fetcher, gathers)
         self.number = 0
 

@@ -117,9 +117,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         _Streams._reset(self, loader, first_iter)
 
     def __next__(self) -> Any:
-        mode = self._mode
-        if mode is None:  # a subclass that calls the base's constructor alone, and has its own `_next_data`
-            return super().__next__()
+        # Without a mode: a subclass that calls the base's constructor alone, and has its own `_next_data`.
+        mode = self._mode or Session
         return mode.next_observed(self) if observed() else mode.next(self)
 
     def _next_data(self) -> Any:

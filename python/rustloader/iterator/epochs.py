@@ -28,7 +28,6 @@ class Epochs:
         failures: Counts failed samples. None counts nothing.
         raised: Number of answers in this epoch that were no batch: errors, and batches that had no samples left.
         on_engine: Whether the engine does the work; else torch's own iterator does.
-        has_ended: Whether that has ended.
         is_deleted: Whether the iterator is deleted, so that nothing can ask for a state.
         may_change_workers: Whether the workers of a persistent loader may be replaced by others between epochs.
     """
@@ -37,7 +36,7 @@ class Epochs:
     failures: FailureCount | None = None
     raised = 0
     on_engine = True
-    has_ended = is_deleted = False
+    is_deleted = False
     may_change_workers = True
 
     @property
@@ -59,7 +58,7 @@ class Epochs:
         """Sets the seeds of the first epoch."""
         self.seeding = fetching.seeding(loader, config, int(it._base_seed))
 
-    # An epoch begins: `beginning`, `index_batches`, the engine, `begun`. An error in between leads to `failed`.
+    # An epoch begins: `beginning`, `index_batches`, the engine, `begun`. `owes_an_epoch` follows an error.
 
     def beginning(self, it: WorkersIterator) -> None:
         """Decides where the epoch that begins starts."""
@@ -80,14 +79,14 @@ class Epochs:
             return {"epoch": self.seeding.epoch}
         return {} if self.failures is None else {"epoch": self.failures.epoch}
 
-    def check(self, it: WorkersIterator, engine: Engine, is_first: bool) -> None:
+    def engine_begun(self, it: WorkersIterator, engine: Engine, is_first: bool) -> None:
         """Called when the engine has begun an epoch, which counts unless this raises."""
 
     def begun(self, it: WorkersIterator) -> None:
         """Notes that the epoch has begun."""
 
-    def failed(self) -> bool:
-        """Whether the iterator delivers nothing after an error in its beginning, until an epoch has begun."""
+    def owes_an_epoch(self) -> bool:
+        """Whether the iterator delivers nothing after an error in a beginning, until an epoch has begun."""
         return False
 
     # Workers.

@@ -23,6 +23,8 @@ class TorchsMode:
 
     engine = None
     batches = 0
+    has_failed = False
+    has_ended = False
 
     def __init__(self, ours: type[_BaseDataLoaderIter], epochs: Epochs) -> None:
         self._ours, self.epochs = ours, epochs
@@ -51,6 +53,7 @@ class TorchsMode:
 
     def begin(self, it: WorkersIterator, loader: LoaderLike, is_first: bool) -> None:
         self.epochs.beginning(it)
+        self.has_ended = False
         self._torchs(it)._reset(loader, is_first)
         # torch begins with the first batches in between.
         it._num_yielded = self.epochs.yielded
@@ -62,7 +65,7 @@ class TorchsMode:
             return self._torchs(it).__next__()
         except StopIteration:
             self.epochs.ended(it)
-            self.epochs.has_ended = True
+            self.has_ended = True
             raise
         except Exception:
             self.epochs.raised += 1

@@ -101,6 +101,16 @@ class Session:
         """Number of batches that the engine has delivered."""
         return self.engine.batches
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the epoch has ended."""
+        return self.last is StopIteration
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether every later ``next`` raises an error that is not the end."""
+        return self.last not in (None, StopIteration)
+
     # Workers.
 
     def start(self, it: WorkersIterator, loader: LoaderLike) -> None:
@@ -199,7 +209,7 @@ class Session:
             self._begin(it, loader, is_first)
             self.epochs.begun(it)
         except BaseException:
-            if self.epochs.failed() and self.last is None:
+            if self.epochs.owes_an_epoch() and self.last is None:
                 self.last = _not_begun
             raise
         if self._tuner is not None:
@@ -230,7 +240,7 @@ class Session:
         code, value = answer
         if code != END:
             self._raise_for(it, code, value)
-        epochs.check(it, engine, is_first)
+        epochs.engine_begun(it, engine, is_first)
         if epochs.seeding is not None:
             fetching.note_begun(loader, epochs.seeding)
         if count is not None:
@@ -258,23 +268,25 @@ class Session:
 
     # Batches.
 
-    def next(self, it: WorkersIterator) -> Any:
+    @staticmethod
+    def next(it: WorkersIterator) -> Any:
         """The next batch, counted as torch counts it."""
         if it._sampler_iter is None:
             it._reset()  # type: ignore[call-arg]
         data = it._next_data()
         it._num_yielded += 1
-        # No call here either.
+        # No call until the return, as `call_into` says.
         length = it._IterableDataset_len_called
         if length is not None and it._num_yielded > length and it._dataset_kind == _DatasetKind.Iterable:
             warn_of_length(it, TOO_LONG_WITH_WORKERS)
         return data
 
-    def next_observed(self, it: WorkersIterator) -> Any:
+    @staticmethod
+    def next_observed(it: WorkersIterator) -> Any:
         """The next batch, for profilers and hooks."""
         hooks.run()
         with torch.autograd.profiler.record_function(it._profile_name):
-            return self.next(it)
+            return Session.next(it)
 
     def next_data(self, it: WorkersIterator) -> Any:
         """The next batch, or the error in its place, or StopIteration."""
@@ -394,7 +406,7 @@ class Session:
             ledger.end_workers(it)
             group.end(_utils.MP_STATUS_CHECK_INTERVAL)
 
-    def dismiss(self, it: WorkersIterator, worker_id: int, shutdown: bool = False) -> None:
+    def dismiss(self, it: WorkersIterator, worker_id: int, shutdown: bool) -> None:
         """Marks a worker as dismissed by a copied shutdown routine. Once all are, the workers exit."""
         it._workers_status[worker_id] = False
         if not any(it._workers_status):

@@ -57,10 +57,11 @@ def prepare_fetcher(
     seeds = None if seeding is None else Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
     found = _guarded(iterator, loader, config, seeding, epoch)
     guard = None if found is None else found[0]
+    if seeds is None and guard is None:
+        _gather_rows(iterator)
+        return None
     step = Step(iterator._dataset, kind, iterator._auto_collation, seeds, guard)
-    made = StepFetcher(step, iterator._dataset_fetcher, lambda: _gather_rows(iterator))
-    if seeds is not None or guard is not None:
-        iterator._dataset_fetcher = made
+    iterator._dataset_fetcher = StepFetcher(step, iterator._dataset_fetcher, lambda: _gather_rows(iterator))
     if seeding is not None:
         fetching.note_begun(loader, seeding)
     return found

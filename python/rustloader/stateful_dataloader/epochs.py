@@ -38,7 +38,7 @@ class StatefulEpochs(Positioned, Epochs):
     _frozen: list[list[Snapshot]] | None = None
     _started = False
     # The index batches of the epoch, if those that are made again were taken from them.
-    _begun: Sampling | None = None
+    _sampling_begun: Sampling | None = None
     # Whether the engine has begun the epoch.
     _has_begun = False
 
@@ -92,10 +92,10 @@ class StatefulEpochs(Positioned, Epochs):
     def index_batches(self, it: WorkersIterator, torchs: Iterator[Any]) -> Any:
         # From here on states are of the new epoch. No code of the program has run since the counters were reset.
         plan = self._next_plan(it)
-        begun, self._begun = self._begun, None
+        begun, self._sampling_begun = self._sampling_begun, None
         self.sampling = begun or self.sample_from(it, plan, torchs, plan.low)
         self._frozen = None
-        self._started = self.has_ended = self._has_begun = False
+        self._started = self._has_begun = False
         self.origin, self.raised, it._num_yielded = plan, 0, plan.yielded
         return self.sampling.iterator
 
@@ -104,7 +104,7 @@ class StatefulEpochs(Positioned, Epochs):
         told = None if self._told_epoch is None else self._told_epoch.since_last_epoch()
         return message if told is None else message | {"set_epoch": told}
 
-    def check(self, it: WorkersIterator, engine: Engine, is_first: bool) -> None:
+    def engine_begun(self, it: WorkersIterator, engine: Engine, is_first: bool) -> None:
         if is_first and it._worker_init_fn is not None:
             self._raise_failed_start(it, engine)
         elif not is_first and self._has_states:
@@ -116,7 +116,7 @@ class StatefulEpochs(Positioned, Epochs):
     def begun(self, it: WorkersIterator) -> None:
         self._has_begun, self._plan = True, None
 
-    def failed(self) -> bool:
+    def owes_an_epoch(self) -> bool:
         # The engine may be in the new epoch, whose batches would have no exact state.
         return not self._has_begun
 
@@ -161,7 +161,7 @@ class StatefulEpochs(Positioned, Epochs):
         drawn = zip(range(oldest, plan.low), begun.iterator, strict=False)
         again = {ordinal: own_copy(batch) for ordinal, batch in drawn}
         if not begun.is_repeatable:
-            self._begun = begun
+            self._sampling_begun = begun
         return [
             dataclasses.replace(start, replay=[again[ordinal] for ordinal in found if ordinal in again])
             for start, found in zip(plan.workers, wanted, strict=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
-from rustloader.iterator.session import Session
 from rustloader.stateful_dataloader.epochs import StatefulEpochs
 from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.schema import DatasetState, Draws
@@ -30,10 +29,14 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
         return self._epochs.origin
 
     @property
+    def raised(self) -> int:
+        """Number of answers in the present epoch that were no batch."""
+        return self._epochs.raised
+
+    @property
     def finished(self) -> bool:
         """Whether the epoch has ended."""
-        ended = isinstance(self._mode, Session) and self._mode.last is StopIteration
-        return ended or self._epochs.has_ended
+        return self._mode is not None and self._mode.has_ended
 
     def begin_next_at(self, plan: Plan) -> None:
         """Sets what the next epoch starts from, of a persistent loader."""
@@ -49,7 +52,7 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
 
     def has_died(self) -> bool:
         """Whether every later ``next`` raises an error that is not the end."""
-        return isinstance(self._mode, Session) and self._mode.last not in (None, StopIteration)
+        return self._mode is not None and self._mode.has_failed
 
     def state(
         self, back: int, finished: bool, draws: Draws | None = None, *, before_error: bool = False

@@ -87,6 +87,11 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         """What the epoch started from."""
         return self._epoch.origin
 
+    @property
+    def raised(self) -> int:
+        """Number of answers that were no batch."""
+        return self._epoch.raised
+
     def delivered_nothing(self) -> bool:
         """Whether neither a batch nor the end has come out of the epoch."""
         return self._epoch.delivered_nothing(self) and not self.finished
@@ -105,7 +110,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
                 data = self._next_data()
         else:
             data = self._next_data()
-        # No call from here on: a signal handler that raises in it would lose a batch that counts.
+        # No call from here on, as `call_into` says: a signal handler that raises in it would lose a batch that counts.
         self._num_yielded += 1
         length: Any = self._IterableDataset_len_called
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
@@ -119,6 +124,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         while not self._kept:
             if count.error is not None:
                 raise count.error()
+            # Also where the sampler ends or raises, and nothing is fetched.
             guard.begin()
             try:
                 self._kept = [self._next_answer()]

@@ -20,9 +20,6 @@ TORCHS_GET_ITERATOR: Any = torch_dataloader.DataLoader._get_iterator
 TORCHS_NEXT: Any = torch_dataloader._BaseDataLoaderIter.__next__
 
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-
-
 class IterType(ABCMeta):
     """The metaclass of the engine's iterator class.
 
@@ -95,8 +92,10 @@ def in_torch(caller: Callable[..., Any], name: str, function: Callable[..., Any]
 
 def frames_to_program() -> int:
     """The `stacklevel` with which a warning of the caller names the code that has called this package."""
+    # By the names that code has, which may have been compiled elsewhere.
+    package = os.path.join(os.path.dirname(os.path.dirname(frames_to_program.__code__.co_filename)), "")
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
     return level
 

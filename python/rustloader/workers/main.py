@@ -115,7 +115,7 @@ class _Worker:
         np.random.seed(numpys)
         info = _utils.worker.WorkerInfo(id=worker_id, num_workers=job.config.num_workers, seed=seed, dataset=dataset)
         context.install(port, info)
-        self.step = self.make_step(worker_id)
+        self.step = Step(dataset, job.dataset_kind, job.auto_collation)
         try:
             if job.init_fn is not None:
                 job.init_fn(worker_id)
@@ -123,6 +123,8 @@ class _Worker:
             self.broken = ExceptionWrapper(where=self.where)
             self.init_failed = True
         else:
+            # After the program's function, which may have put a fetcher of its own in place of torch's.
+            self.step = self.make_step(worker_id)
             self.make_fetcher(start, job.told)
         policy = job.snapshots
         if policy is not None:
