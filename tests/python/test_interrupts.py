@@ -1,20 +1,23 @@
 """Signal handlers that raise, calls that are given up, and starts that fail: nothing is lost and nothing is stuck."""
 
+import contextlib
 import errno
 import functools
+import gc
 import multiprocessing.process
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 from sample_data import Given, Held, Numbers, Shards, untouched
-from support import DataLoader, gone, in_time, outcome, run_script, waits_in_next, while_next_waits
-from torch.utils.data import IterableDataset
+from support import DataLoader, gone, in_time, outcome, run_script, rustloader, waits_in_next, while_next_waits
+from torch.utils.data import Dataset, IterableDataset
 
 pytestmark = pytest.mark.ours
 
@@ -615,3 +618,30 @@ def error_of(function):
     except Exception as error:
         return error
     raise AssertionError("no error")
+
+
+class Bad(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        if i == 1:
+            raise ValueError("bad")
+        return i
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("kw", [{}, {"on_error": "skip"}], ids=str)
+@pytest.mark.parametrize("stateful", [False, True])
+def test_an_error_that_was_looked_at_keeps_nothing_alive(stateful, kw):
+    make = rustloader.StatefulDataLoader if stateful else rustloader.DataLoader
+    gc.disable()
+    try:
+        iterator = make(Bad(), batch_size=2, **kw)._get_iterator()
+        kept = weakref.ref(iterator)
+        with contextlib.suppress(ValueError):
+            next(iterator)
+        del iterator
+        assert kept() is None
+    finally:
+        gc.enable()

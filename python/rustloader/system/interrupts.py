@@ -10,6 +10,8 @@ from typing import Any
 
 # The error that the caller of `is_interrupt` handles.
 _PRESENT: Any = object()
+# Before Python 3.13 a frame of a function keeps the dict that `f_locals` makes of its variables.
+_CACHES_LOCALS = sys.version_info < (3, 13)
 
 
 def is_interrupt(error: BaseException | None, handled: BaseException | None = _PRESENT) -> bool:
@@ -42,4 +44,7 @@ def _is_handler(frame: FrameType) -> bool:
     given = [values.get(name) for name in names]
     if varargs is not None:
         given.extend(values.get(varargs) or ())
+    if _CACHES_LOCALS and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        # The frame keeps this copy of its variables. With the error among them it would be a cycle.
+        values.clear()
     return any(value is frame.f_back for value in given)
