@@ -16,6 +16,7 @@ from support import (
     gone,
     outcome,
     run_script,
+    rustloader,
     values,
     wait_until,
     within,
@@ -262,3 +263,21 @@ def test_the_end_of_the_interpreter_with_a_copied_routine_in_del():
         copied_shutdown(iterator)
     """)
     assert (status, out, err) == (0, "0\n", "")
+
+
+@pytest.mark.ours
+def test_an_interrupt_while_workers_start_again_leaves_none_half_started(monkeypatch):
+    loader = DataLoader(Numbers(6), num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    assert len(list(iterator)) == 6
+    iterator._shutdown_workers()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rustloader.system.moved_storages, "watch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    assert iterator._shutdown and outcome(next, iterator) == ("end",)
+    assert values(list(loader)) == [[i] for i in range(6)]

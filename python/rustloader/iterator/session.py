@@ -61,7 +61,6 @@ class Session:
         rescued: An answer that a signal handler kept from the caller. The next call returns it.
     """
 
-    supervisor: Supervisor
     # The cores of each worker, also of those that follow a death.
     _cores: list[list[int]] | None = None
     # Failures of an empty batch that are yet to be counted. A signal handler that raises leaves them to the next call.
@@ -89,8 +88,13 @@ class Session:
 
     def _own(self, it: WorkersIterator, engine: Engine) -> None:
         """Takes an engine without workers."""
-        on_exit = weakref.WeakMethod(it._note_exit)
+        config, on_exit = self.config, weakref.WeakMethod(it._note_exit)
+        passes_over = not config.raises and it._dataset_kind == _DatasetKind.Map
+        restarts = Restarts(config.max_restarts, passes_over) if config.max_restarts else None
         self.group = WorkerGroup(engine, it._workers, self._context, it._dataset, on_exit)
+        self.supervisor = Supervisor(
+            self.group, self.counters, self._state, restarts, new_streams=config.seed_by == "worker"
+        )
 
     @property
     def engine(self) -> Engine:
@@ -119,20 +123,18 @@ class Session:
         it._reset(loader, first_iter=True)
 
     def _start_workers(self, it: WorkersIterator) -> None:
-        engine, limit = self.engine, self.config.max_restarts
-        moved_storages.watch()
-        self.counters.add(engine.meter)
-        engine.belongs_to(self._state.pages)
-        passes_over = self.epochs.failures is not None and it._dataset_kind == _DatasetKind.Map
-        restarts = Restarts(limit, passes_over) if limit else None
-        new_streams = self.epochs.seeding is None
-        self.supervisor = Supervisor(self.group, self.counters, self._state, restarts, new_streams)
+        engine = self.engine
         try:
+            it._shutdown = False
+            self.last = None
+            moved_storages.watch()
+            self.counters.add(engine.meter)
+            engine.belongs_to(self._state.pages)
             if not is_remote(self._context):  # those elsewhere have other cores
                 cores = affinity.of_workers(self.config.worker_affinity, it._num_workers)
                 if cores is not None:
                     self._cores = cores
-            self.group.start(self._first_job(it), counts_oom_kills=limit > 0)
+            self.group.start(self._first_job(it), counts_oom_kills=self.config.max_restarts > 0)
             if not is_remote(self._context):
                 self.counters.start_workers([worker.pid for worker in it._workers], engine.meter)
             if it._pin_memory:
@@ -153,8 +155,6 @@ class Session:
             raise RuntimeError(f"the workers of the DataLoader cannot be started again: {reason}")
         it._workers.clear()
         self._own(it, engine)
-        it._shutdown = False
-        self.last = None
         self._start_workers(it)
 
     def _job(self, it: WorkersIterator) -> Job:
