@@ -32,7 +32,7 @@ from rustloader._core import __version__
 
 TOKEN_BYTES = 32
 # Raise it with every change of the handshake, of the job, or of the frames that follow (src/transport/frame.rs).
-PROTOCOL = 3
+PROTOCOL = 4
 _MAGIC = b"rustload"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
