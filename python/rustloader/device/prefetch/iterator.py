@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rustloader._core import call_into
 from rustloader.device.prefetch.lane import Copied, Lane
 from rustloader.system.cleanup import forget_frames
+from rustloader.system.handover import call_into
 from rustloader.system.interrupts import is_interrupt
 
 
