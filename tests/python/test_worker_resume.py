@@ -53,14 +53,14 @@ def test_a_start_has_its_order_and_the_replay_is_not_collated(workers):
     # The snapshot comes after the batch is made.
     assert batches[1][1] == [*start, 5, 6, 7, 8, 9, 10, "collate", "state", 11, 12]
     states = [(count, state.dataset_state, state.iterator_state, state.ended) for count, state, _ in workers.sent()]
-    i = [(0, 5, False), (1, 11, False), (2, 13, False), (3, 14, True), (3, 14, True)]
+    i = [(0, 5, False), (1, 11, False), (2, 13, False), (3, 14, True), (4, 14, True)]
     assert states == [(count, {"mark": 3}, {"i": i}, ended) for count, i, ended in i]
 
 
 def test_without_a_start_an_epoch_begins_as_ever(workers):
     batches = list(make(Tail(4), worker_init_fn=log_init))
     assert batches[0] == ([0, 1], ["init", "iter", "state", 0, 1])
-    assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 2]
+    assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 3]
 
 
 def test_what_has_no_state_is_not_told_one(workers):
@@ -73,7 +73,7 @@ def test_what_has_no_state_is_not_told_one(workers):
     workers.set(WorkerStart({"mark": 3}, {"i": 5}))
     assert [samples for samples, _ in make(Plain())] == [[0, 1], [2, 3], [4, 5]]
     sent = [(count, state.ended) for count, state, _ in workers.sent()]
-    assert sent == [(0, False), (3, True)]
+    assert sent == [(0, False), (4, True)]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -85,7 +85,7 @@ def test_a_worker_whose_dataset_had_ended_makes_nothing(workers, count, batch_si
     assert list(loader) == [[[2, 3]], [2, 3]][batch_size is None] * (count - 1)
     # It takes one step, at which a generator takes note of its place.
     sent = [(count, state.iterator_state, state.ended) for count, state, _ in workers.sent(0)]
-    assert sent == [(0, {"i": 3}, True)] * 2
+    assert sent == [(0, {"i": 3}, True), (1, {"i": 3}, True)]
 
 
 @pytest.mark.parametrize("batch_size", [2, None])
@@ -107,7 +107,7 @@ def test_a_dataset_that_ends_in_the_replay_is_not_asked_again(workers, batch_siz
 
     loader = make(Once(5), 2, batch_size=batch_size, collate_fn=untouched)
     assert list(loader) == ([3, 4] if batch_size is None else [[4]])
-    assert [count for count, _, _ in workers.sent(0)] == [0]
+    assert [count for count, _, _ in workers.sent(0)] == [0, 1]
     assert workers.sent(1)[-1][1].ended is True
 
 
