@@ -86,7 +86,7 @@ class _Here:
     """Imports this package when unpickled, from the same place."""
 
     def __reduce__(self) -> Any:
-        parent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         return exec, (f"import sys; {parent!r} in sys.path or sys.path.append({parent!r}); import rustloader",)
 
 
