@@ -14,6 +14,7 @@ from typing import Any
 
 from rustloader.settings.limits import INSTALL, parse_install
 from rustloader.system.after_import import AfterImport
+from rustloader.system.package import FOLDER
 from rustloader.system.patches import Patch
 
 logger = logging.getLogger("rustloader")
@@ -86,7 +87,7 @@ class _Here:
     """Imports this package when unpickled, from the same place."""
 
     def __reduce__(self) -> Any:
-        parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        parent = os.path.dirname(FOLDER)
         return exec, (f"import sys; {parent!r} in sys.path or sys.path.append({parent!r}); import rustloader",)
 
 

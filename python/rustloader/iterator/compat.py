@@ -9,28 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
-from rustloader._core import Engine, Progress
-
-
-class Iter(Protocol):
-    """The members of the iterator that the stand-ins use."""
-
-    _workers: list[Any]
-
-    @property
-    def _core(self) -> Engine | None: ...
-
-    def _engine(self) -> Engine: ...
-
-    def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None: ...
+from rustloader._core import Progress
+from rustloader.system.protocols import WorkersIterator
 
 
 class _DoneEvent:
     """Stands in for the event that tells torch's workers to exit."""
 
-    def __init__(self, iterator: Iter) -> None:
+    def __init__(self, iterator: WorkersIterator) -> None:
         self._core = iterator._engine()
 
     def set(self) -> None:
@@ -53,7 +41,7 @@ class _Queue:
 class _IndexQueue(_Queue):
     """Stands in for a worker's index queue. Putting ``None`` tells the worker to exit."""
 
-    def __init__(self, iterator: Iter, worker_id: int) -> None:
+    def __init__(self, iterator: WorkersIterator, worker_id: int) -> None:
         self._iterator, self._worker_id = iterator, worker_id
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
@@ -75,7 +63,7 @@ class _Part:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, iterator: Iter | None, owner: type) -> Any:
+    def __get__(self, iterator: WorkersIterator | None, owner: type) -> Any:
         if iterator is None:
             raise AttributeError(f"type object {owner.__name__!r} has no attribute {self._name!r}")
         if iterator._core is None:
@@ -83,10 +71,10 @@ class _Part:
         return _PARTS[self._name](iterator)
 
 
-def _counter(name: str, count: Callable[[Progress], Any]) -> Callable[[Iter], Any]:
+def _counter(name: str, count: Callable[[Progress], Any]) -> Callable[[WorkersIterator], Any]:
     """A stand-in for a counter, which ``count`` derives from the engine's progress."""
 
-    def read(iterator: Iter) -> Any:
+    def read(iterator: WorkersIterator) -> Any:
         progress = iterator._engine().progress()
         if progress is None:
             raise AttributeError(f"{name} cannot be read while next() runs")
@@ -108,7 +96,7 @@ _COUNTERS: dict[str, Callable[[Progress], Any]] = {
     "_worker_queue_idx_cycle": lambda progress: _cycle(progress.sent, len(progress.loads)),
 }
 
-_PARTS: dict[str, Callable[[Iter], Any]] = {
+_PARTS: dict[str, Callable[[WorkersIterator], Any]] = {
     "_workers_done_event": _DoneEvent,
     "_index_queues": lambda iterator: [_IndexQueue(iterator, i) for i in range(len(iterator._workers))],
     "_worker_result_queue": lambda iterator: _Queue(),

@@ -186,8 +186,7 @@ class Session:
         """The job of the process that follows a death, in the engine's present epoch."""
         job = self._job(it)
         job.generation, job.first_task, job.answers = death.generation + 1, death.first_task, death.answers
-        if self.supervisor.restarts_workers:
-            job.poison = self.supervisor.poison_of(death.worker_id)
+        job.poison = self.supervisor.poison_of(death.worker_id)
         job.starts = [None] * it._num_workers
         job.starts[death.worker_id] = self.epochs.start_after(it, self.engine, death)
         self.epochs.complete_next(job)

@@ -201,7 +201,7 @@ class StatefulEpochs(Positioned, Epochs):
         origin = self.origin
         # Once: another thread may be in `next`.
         yielded = it._num_yielded
-        answers = yielded - origin.yielded + self.raised - before_error
+        answers = self.answers(yielded) - before_error
         if not self.on_engine and back:
             raise ValueError("back must be 0: this loader runs on torch's own iterator")
         if not self.on_engine or not self._has_begun:
@@ -284,8 +284,7 @@ class StatefulEpochs(Positioned, Epochs):
         if not self._has_begun:
             return None
         if self._frozen is None:
-            snapshot: Snapshot | None = it._engine().snapshot(worker, answers)
-            return snapshot
+            return it._engine().snapshot(worker, answers)
         return next((kept for kept in reversed(self._frozen[worker]) if kept.answers <= answers), None)
 
     def _snapshot(self, it: WorkersIterator, worker: int, answers: int) -> tuple[int, WorkerStart | None]:
@@ -308,7 +307,7 @@ class StatefulEpochs(Positioned, Epochs):
 
     def _all_snapshots(self, it: WorkersIterator, engine: Engine) -> list[list[Snapshot]]:
         """All snapshots that a state can need. They are gone with the engine."""
-        answers = self.answers(it)
+        answers = self.answers(it._num_yielded)
         counts: list[list[int]] = [[] for _ in range(it._num_workers)]
         for back in range(BACK_BATCHES, -1, -1):
             try:

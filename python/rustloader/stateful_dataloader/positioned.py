@@ -64,9 +64,9 @@ class Positioned:
         """Number of batches before the position."""
         return self.origin.yielded
 
-    def answers(self, it: IteratorLike) -> int:
-        """Number of answers in this epoch: batches and errors."""
-        return int(it._num_yielded) - self.origin.yielded + self.raised
+    def answers(self, yielded: int) -> int:
+        """Number of answers in this epoch, batches and errors, at a number of delivered batches."""
+        return yielded - self.origin.yielded + self.raised
 
     def init_torchs(self, it: IteratorLike, init: Callable[[Any], None], loader: LoaderLike) -> None:
         """Calls torch's constructor, and sets the base seed of the position."""

@@ -150,7 +150,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
 
     def _next_answer(self) -> Any:
         """The batch of the next index batch."""
-        answers = self._epoch.answers(self)
+        answers = self._epoch.answers(self._num_yielded)
         if self._drawn_at != answers:
             self._drawn.clear()
             self._drawn_at = answers
@@ -216,7 +216,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         """
         # Once: another thread may be in `next`.
         yielded = self._num_yielded
-        answers = yielded - self.origin.yielded + self._epoch.raised - before_error
+        answers = self._epoch.answers(yielded) - before_error
         if back:
             answers = self._answers_before(answers, back)
         low, ahead = ordinals(self.origin, answers, [])

@@ -14,6 +14,7 @@ from rustloader.installation.environment import follow  # not through the packag
 from rustloader.settings.kinds import text_of
 from rustloader.settings.limits import INSTALL
 from rustloader.settings.options import Options
+from rustloader.system.package import FOLDER
 from rustloader.system.patches import Patch
 
 
@@ -99,7 +100,7 @@ def _of_module(name: str, module: types.ModuleType) -> tuple[Any, str]:
 def _keep_findable() -> None:
     """Lets spawned workers find this package after sys.path[0] has become the script's folder."""
     if importlib.machinery.PathFinder.find_spec("rustloader", sys.path[1:]) is None:
-        sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
+        sys.path.append(os.path.dirname(FOLDER))
 
 
 def _hide_own_frames(namespace: dict[str, Any]) -> None:

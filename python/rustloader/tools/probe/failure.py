@@ -10,10 +10,11 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rustloader.system.package import FOLDER
+
 # torch's message for an exception raised in a worker.
 _WORKER = re.compile(r"(?:^|: )Caught \S+ in (?:DataLoader (worker) process( \d+)|(pin memory thread).*)\.$")
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)$')
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # Longest first: packages may lie below the standard library.
 _LIBRARIES = sorted(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -59,7 +60,7 @@ def failure(error: BaseException) -> Failure:
 
 def users(file: str) -> bool:
     """Whether a source file is user code: neither in a library nor in this package."""
-    return not file.startswith(("<", _OURS + os.sep, *_LIBRARIES))
+    return not file.startswith(("<", FOLDER + os.sep, *_LIBRARIES))
 
 
 def short_path(file: str) -> str:
@@ -89,4 +90,4 @@ def _innermost(frames: Iterator[tuple[str, int, str]]) -> str:
 
 
 def _is_machinery(file: str) -> bool:
-    return file.startswith(("<frozen importlib", _OURS + os.sep)) or file == importlib.__file__
+    return file.startswith(("<frozen importlib", FOLDER + os.sep)) or file == importlib.__file__
