@@ -21,10 +21,8 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help venv build failpoints demo test test-fast test-rust test-loom test-python test-gpu stress-gpu sanitize-gpu fuzz fuzz-programs fuzz-ray resume-programs soak faults kill restarts connections stress-ray \
-	interrupts ends drops forks failures mutants asan audit lint bench bench-save bench-check compare \
-	compare-memory compare-sharing compare-growth compare-scheduling compare-auto compare-starts compare-resuming compare-restarts compare-breakdown compare-peers compare-ray compare-gpu \
-	reliability-figures ecosystem test-ray wheel dist docs clean
+.PHONY: help demo test test-all test-fast test-rust test-loom test-python test-alone test-docs test-gpu test-ray ecosystem stress mutants \
+	asan audit lint compare bench bench-check venv build failpoints wheel dist docs clean
 
 help: ## Show this text
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -35,103 +33,97 @@ help: ## Show this text
 	@echo 'Variables, with their current values:'
 	@echo '  PYTHON=$(PYTHON)   the Python of .venv: a name or a path, 3.11 or newer'
 	@echo '  TORCH=$(TORCH)   the torch of .venv, as an argument of pip, for instance TORCH=torch==2.6.0'
-	@echo '  ARGS=$(ARGS)   more arguments for demo, compare, bench and tests, for instance ARGS=--help'
+	@echo '  ARGS=$(ARGS)   more arguments for the program or the tests, for instance ARGS=--help'
+	@echo '  KIND=$(KIND)   what make compare or make stress runs'
 	@echo
 	@echo 'Targets that use Python first set up .venv (about 5 GB with torch), and keep it until PYTHON or TORCH changes.'
 
 demo: build ## See what rustloader gains on this machine, and that a training's losses stay the same (ARGS=--help)
 	$(BIN)/python examples/demo $(ARGS)
 
-test: build test-rust test-loom test-python ## Run all tests: Rust, loom, Python
+test: build test-rust test-loom test-python ## Run the tests: Rust, loom, and a short form of all Python tests (10 minutes on two cores)
 
-test-rust: ## Run the Rust tests only, with failpoints
+test-all: build test-rust test-loom ## Run all tests in full, without Ray (40 minutes on two cores)
+	@$(MAKE) test-python LANE=
+	@$(MAKE) test-alone
+
+test-rust: ## Run the Rust tests, with failpoints
 	$(CARGO) test --features failpoints
 
 # A target directory of its own: other RUSTFLAGS would make cargo build everything again each time.
-test-loom: ## Run the loom models of the lock-free parts only
+test-loom: ## Run the loom models of the lock-free parts
 	RUSTFLAGS="$$RUSTFLAGS --cfg loom" $(CARGO) test --release --target-dir target/loom --test 'loom_*'
 
 # Tests that run at the same time: they wait about as long as they work, so twice the cores, up to 8. Each of the processes
-# that run them takes 400 MB.
+# that run them takes 400 MB. A worker of pytest-xdist that has run out of tests takes some of another's.
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
-# A worker of pytest-xdist that has run out of tests takes some of another's.
-SHARED := --dist worksteal --max-worker-restart 0
+PARALLEL := -n $(JOBS) --dist worksteal --max-worker-restart 0 -m 'not alone'
+
+LANE ?= --short
+test-python: build failpoints ## Run a short form of all Python tests (LANE= in full; ARGS='-k name')
+	$(PYTEST) tests/python $(PARALLEL) $(LANE) $(ARGS)
+
+test-alone: build ## Run the tests that need the machine to themselves
+	$(PYTEST) tests/python -m alone $(ARGS)
+
+test-docs: build ## Run the tests of documents, examples and packaging in full
+	$(PYTEST) tests/python/docs $(PARALLEL) $(ARGS)
 
 # Scheduler, engine, shared memory and codec in Rust; in Python an end-to-end file for each package, and the class.
-FAST := class iteration worker codec pinning stats cli_arguments cli_bench_passes
-test-fast: build ## Run a part of the tests, for work on the code (under 90 s on two cores)
+FAST := parity/test_class parity/test_iteration parity/test_worker unit/test_codec device/test_pinning tools/test_stats \
+	tools/test_cli_arguments tools/test_cli_bench_passes
+test-fast: build ## Run a part of the tests, for work on the code (a minute on two cores)
 	$(CARGO) test --features failpoints --lib --test '*_model' --test 'engine_*' --test garbage
-	$(PYTEST) $(FAST:%=tests/python/test_%.py) -n $(JOBS) $(SHARED) -m 'not alone and not slow' $(ARGS)
+	$(PYTEST) $(FAST:%=tests/python/%.py) $(PARALLEL) --short $(ARGS)
 
-LAST_FAILED := .pytest_cache/v/cache/lastfailed
-
-# Two passes, the second for the tests marked `alone`. Status 5: a pass has none. After a crash there is no list of what failed.
-PASS = $(PYTEST) tests/python $(1) $(ARGS) || case $$? in 1) status=1 ;; 5) ;; *) rm -f $(LAST_FAILED); exit 1 ;; esac
-test-python: build failpoints ## Run the Python tests only (ARGS='-k name'; JOBS=1 runs one at a time)
-ifeq ($(JOBS),1)
-	$(PYTEST) tests/python $(ARGS)
+# Programs that break things at random, each for minutes; `make test` runs a short form of each.
+STRESS.kill := faults.kill
+STRESS.matrix := faults.matrix --all
+STRESS.restarts := faults.restarts
+STRESS.connections := faults.connections
+STRESS.interrupts := faults.interrupts
+STRESS.ends := faults.ends --all
+STRESS.drops := faults.drops
+STRESS.forks := faults.forks
+STRESS.failures := faults.failures
+STRESS.soak := faults.soak
+STRESS.batches := roundtrip.fuzz
+STRESS.programs := differential --coverage
+STRESS.resume := stateful.model
+STRESS.ray := faults.connections --ray --epochs 100000 --minutes 10
+STRESS.ray-programs := differential --start-method ray
+STRESS.gpu := faults.device_stress
+STRESS.gpu-sanitizer := faults.device_stress --small --epochs 1
+STRESS.KINDS := $(sort $(patsubst STRESS.%,%,$(filter-out STRESS.KINDS,$(filter STRESS.%,$(.VARIABLES)))))
+SANITIZER ?= compute-sanitizer
+stress: build ## Break things at random: KIND=kill, interrupts, restarts, ... (make stress alone lists them)
+ifeq ($(KIND),)
+	@echo 'make stress KIND=..., with ARGS=--help for what it does: $(STRESS.KINDS)'
+else ifeq ($(STRESS.$(KIND)),)
+	@echo 'error: KIND=$(KIND) is none of $(STRESS.KINDS)' >&2; exit 1
+else ifneq ($(filter ray%,$(KIND)),)
+	@$(MAKE) $(RAY)/.made-with
+	@$(IN_ITS_OWN_NETWORK) cd tests/lib; "$$@" $(abspath $(RAY))/bin/python -m $(STRESS.$(KIND)) $(ARGS)
+else ifeq ($(KIND),gpu-sanitizer)
+	@command -v $(SANITIZER) >/dev/null || { echo 'error: $(SANITIZER) was not found. It comes with the CUDA toolkit: put its bin folder on PATH, or name it in SANITIZER.' >&2; exit 1; }
+	cd tests/lib && $(SANITIZER) --target-processes application-only --report-api-errors no --error-exitcode 1 $(abspath $(BIN))/python -m $(STRESS.$(KIND)) $(ARGS)
 else
-	@set -x; status=0; $(call PASS,-n $(JOBS) $(SHARED) -m 'not alone'); $(call PASS,-m alone); exit $$status
+	@$(MAKE) $(if $(filter failures,$(KIND)),failpoints,build)
+	cd tests/lib && $(abspath $(BIN))/python -m $(STRESS.$(KIND)) $(ARGS)
 endif
-
-fuzz: build ## Send random trees through both loaders and compare (ARGS='--trees 20000 --seed 1')
-	cd tests/python && $(abspath $(BIN))/python -m roundtrip.fuzz $(ARGS)
 
 mutants: build ## Break the code in one place after the other: do the tests notice? (ARGS='--list', ARGS=--help)
 	$(BIN)/python tests/mutants/run.py $(ARGS)
 
-# Each takes minutes; `make test` runs a short form of each.
-faults: build ## End a worker in every way at every place, under every kind of loader (ARGS='--only fork')
-	cd tests/python && ../../$(BIN)/python -m faults.matrix --all $(ARGS)
-
-kill: build ## Kill a worker or the main process at random moments (ARGS='--epochs 500 --seed 1')
-	cd tests/python && ../../$(BIN)/python -m faults.kill $(ARGS)
-
-restarts: build ## Kill workers that start again, at random moments (ARGS='--epochs 500 --seed 1', ARGS='--leaks 1000')
-	cd tests/python && $(abspath $(BIN))/python -m faults.restarts $(ARGS)
-
-connections: build ## Workers elsewhere over connections that fail, at random moments (ARGS='--epochs 500 --seed 1')
-	cd tests/python && $(abspath $(BIN))/python -m faults.connections $(ARGS)
-
-stress-ray: build $(RAY)/.made-with ## The same on a Ray cluster that loses nodes and main processes, for 10 minutes (ARGS='--minutes 2')
-	@$(IN_ITS_OWN_NETWORK) cd tests/python; "$$@" $(abspath $(RAY))/bin/python -m faults.connections --ray --epochs 100000 --minutes 10 $(ARGS)
-
-interrupts: build ## Press Ctrl-C at random moments (ARGS='--count 1000 --seed 1')
-	cd tests/python && ../../$(BIN)/python -m faults.interrupts $(ARGS)
-
-ends: build ## End the main process in every way at every place (ARGS='--only fork')
-	cd tests/python && ../../$(BIN)/python -m faults.ends --all $(ARGS)
-
-drops: build ## Drop iterators at any moment, in every way (ARGS='--count 1000 --seed 1')
-	cd tests/python && ../../$(BIN)/python -m faults.drops $(ARGS)
-
-forks: build ## Fork while other loaders work (ARGS='--forks 500 --seed 1')
-	cd tests/python && ../../$(BIN)/python -m faults.forks $(ARGS)
-
-failures: build failpoints ## Make each system call of an epoch fail, or end its process (ARGS='--kind mmap')
-	cd tests/python && ../../$(BIN)/python -m faults.failures $(ARGS)
-
-fuzz-programs: build ## Run random programs through both loaders and compare (ARGS='--programs 5000 --seed 7')
-	cd tests/python && ../../$(BIN)/python -m differential --coverage $(ARGS)
-
-fuzz-ray: build $(RAY)/.made-with ## The same with workers on a Ray cluster (ARGS='--programs 200 --seed 7')
-	@$(IN_ITS_OWN_NETWORK) cd tests/python; "$$@" $(abspath $(RAY))/bin/python -m differential --start-method ray $(ARGS)
-
-resume-programs: build ## Stop and resume loaders in random programs, against a model (ARGS='--programs 10000 --seed 1')
-	cd tests/python && $(abspath $(BIN))/python -m stateful.model $(ARGS)
-
-soak: build ## Run loaders of random kinds with faults mixed in (ARGS='--minutes 20 --seed 1')
-	cd tests/python && $(abspath $(BIN))/python -m faults.soak $(ARGS)
-
 # The extension needs an ASan runtime in the process before it: gcc's, and the C++ library, so that torch's exceptions pass.
-ASAN_TESTS := test_codec.py test_tensors.py test_leases.py test_transport_torch.py test_damage.py
+ASAN_TESTS := codec tensors leases transport_torch damage
 asan: build ## Run the Rust tests and some Python tests under AddressSanitizer (needs a nightly Rust and gcc's libasan)
 	RUSTFLAGS="$$RUSTFLAGS -Zsanitizer=address" $(CARGO) +nightly test --tests --no-fail-fast --features failpoints --target $(HOST) --target-dir target/asan
 	RUSTFLAGS="$$RUSTFLAGS -Zsanitizer=address" $(CARGO) +nightly build --lib --features python --target $(HOST) --target-dir target/asan
 	rm -rf target/asan/python && mkdir target/asan/python && cp -r python/rustloader target/asan/python/
 	cp target/asan/$(HOST)/debug/librustloader.so target/asan/python/rustloader/_core.abi3.so
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		PYTHONPATH=target/asan/python $(BIN)/python -m pytest $(addprefix tests/python/,$(ASAN_TESTS)) $(ARGS)
+		PYTHONPATH=target/asan/python $(BIN)/python -m pytest $(ASAN_TESTS:%=tests/python/unit/test_%.py) $(ARGS)
 
 # Both ask databases on the network, which lint does not need.
 audit: $(VENV)/.made-with ## Look for known vulnerabilities of the dependencies (cargo install cargo-audit; needs the network)
@@ -142,14 +134,6 @@ audit: $(VENV)/.made-with ## Look for known vulnerabilities of the dependencies 
 # On a machine without a CUDA device all of them are skipped.
 test-gpu: build ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests/python -m gpu $(ARGS)
-
-stress-gpu: build ## Delay streams and drop batches on a CUDA device, for 10 minutes (ARGS='--minutes 2')
-	cd tests/python && $(abspath $(BIN))/python -m faults.device_stress $(ARGS)
-
-SANITIZER ?= compute-sanitizer
-sanitize-gpu: build ## Run an epoch with small batches under compute-sanitizer, on a CUDA device
-	@command -v $(SANITIZER) >/dev/null || { echo 'error: $(SANITIZER) was not found. It comes with the CUDA toolkit: put its bin folder on PATH, or name it in SANITIZER.' >&2; exit 1; }
-	cd tests/python && $(SANITIZER) --target-processes application-only --report-api-errors no --error-exitcode 1 $(abspath $(BIN))/python -m faults.device_stress --small --epochs 1 $(ARGS)
 
 lint: build ## Run formatters, linters and type checkers for Rust and Python
 	$(CARGO) fmt --check
@@ -167,57 +151,36 @@ failpoints: target/failpoints/.built ## Build the extension with failpoints, for
 bench: ## Run the Rust benchmarks of scheduler, ring and arena (criterion; no Python)
 	$(CARGO) bench $(ARGS)
 
-bench-save: ## Run the Rust benchmarks and keep the results for `make bench-check`
-	$(CARGO) bench $(ARGS) -- --save-baseline before
-
-bench-check: ## Run the Rust benchmarks and compare with `make bench-save` (exit status 2 if anything became slower)
+bench-check: ## Run the Rust benchmarks and compare with those of `make bench ARGS='-- --save-baseline before'` (exit status 2 if anything became slower)
 	$(CARGO) bench $(ARGS) -- --baseline before >target/bench-check.txt
 	@cat target/bench-check.txt
 	@! grep --quiet 'Performance has regressed' target/bench-check.txt
 
-compare: build ## Compare with torch's DataLoader (ARGS='--quick', ARGS='--persistent', ARGS=--help)
-	$(BIN)/python benches/compare.py $(ARGS)
-
-compare-memory: build ## Compare the peak memory of both loaders (needs the right to create a cgroup)
-	$(BIN)/python benches/memory.py $(ARGS)
-
-compare-sharing: build ## Measure what rustloader.share() saves, and what reading and building cost (ARGS='--parts reads')
-	$(BIN)/python benches/sharing.py $(ARGS)
-
-compare-growth: build ## Measure how both loaders grow with workers, prefetching, leaves and bytes (ARGS='--only workers')
-	$(BIN)/python benches/growth.py $(ARGS)
-
-compare-scheduling: build ## Compare uneven batches, slow storage, large samplers and tables (ARGS='--rows spikes')
-	$(BIN)/python benches/scheduling.py $(ARGS)
-
-compare-auto: build ## Measure num_workers="auto" against fixed numbers of workers (ARGS='--rows eight')
-	$(BIN)/python benches/auto.py $(ARGS)
-
-compare-starts: build ## Compare the time to the first batch under forkserver and spawn (ARGS='--rows spawn')
-	$(BIN)/python benches/starts.py $(ARGS)
-
-compare-resuming: build ## Compare what saving and resuming a position cost with torchdata (ARGS='--rows state')
-	$(BIN)/python benches/resuming.py $(ARGS)
-
-compare-restarts: build ## Measure what the options against faults cost (ARGS='--rows tokens')
-	$(BIN)/python benches/restarts.py $(ARGS)
-
-compare-breakdown: build ## Measure where the time of a batch goes
-	$(BIN)/python benches/breakdown.py $(ARGS)
-
-compare-peers: build ## Compare with the loaders of torchdata and SPDL too (those missing in .venv are left out)
-	$(BIN)/python benches/peers.py $(ARGS)
-
-compare-ray: build $(RAY)/.made-with ## Compare workers on a Ray cluster with local ones (ARGS='--rows big')
+# Programs that measure, in benches/. Each interleaves what it compares in one run.
+COMPARE.auto := auto
+COMPARE.breakdown := breakdown
+COMPARE.gpu := gpu to_device registered
+COMPARE.growth := growth
+COMPARE.memory := memory
+COMPARE.peers := peers
+COMPARE.ray := remote
+COMPARE.reliability := reliability
+COMPARE.restarts := restarts
+COMPARE.resuming := resuming
+COMPARE.rows := compare
+COMPARE.scheduling := scheduling
+COMPARE.sharing := sharing
+COMPARE.starts := starts
+COMPARE.KINDS := $(sort $(patsubst COMPARE.%,%,$(filter-out COMPARE.KINDS,$(filter COMPARE.%,$(.VARIABLES)))))
+compare: build ## Compare with torch's DataLoader (ARGS='--quick'), or measure something else: KIND=memory, resuming, ...
+ifeq ($(COMPARE.$(or $(KIND),rows)),)
+	@echo 'error: KIND=$(KIND) is none of $(COMPARE.KINDS)' >&2; exit 1
+else ifeq ($(KIND),ray)
+	@$(MAKE) $(RAY)/.made-with
 	@$(IN_ITS_OWN_NETWORK) "$$@" $(RAY)/bin/python benches/remote.py $(ARGS)
-
-compare-gpu: build ## Compare pinned batches and their way to the device, on a CUDA device
-	$(BIN)/python benches/gpu.py $(ARGS)
-	$(BIN)/python benches/to_device.py $(ARGS)
-	$(BIN)/python benches/registered.py
-
-reliability-figures: build ## Measure how fast faults are seen and how long shutdowns take (ARGS='--write docs/reliability.md')
-	$(BIN)/python benches/reliability.py $(ARGS)
+else
+	@set -ex; for program in $(COMPARE.$(or $(KIND),rows)); do $(BIN)/python benches/$$program.py $(ARGS); done
+endif
 
 # Not a part of `make test`: it needs the network once, and what it tests is written by others.
 ecosystem: build $(ECOSYSTEM)/.made-with ## Run Lightning, transformers, timm and nine more on both loaders (another 6 GB)

@@ -1,4 +1,4 @@
-"""How soon ``num_workers="auto"`` settles, and what it costs against the best fixed number: `make compare-auto`.
+"""How soon ``num_workers="auto"`` settles, and what it costs against the best fixed number: `make compare KIND=auto`.
 
 Each row is a dataset whose samples take a while without a processor, and a loop that takes 10 ms per batch. So the best
 number of workers is known, and two cores are enough to measure it. In each round a new loader with "auto" and loaders

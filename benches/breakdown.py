@@ -1,4 +1,4 @@
-"""Where the time of a batch goes, by rustloader's own statistics: `make compare-breakdown`.
+"""Where the time of a batch goes, by rustloader's own statistics: `make compare KIND=breakdown`.
 
 Workers are persistent. One epoch warms up, then some are measured together. Times are microseconds per batch: the
 workers' parts are sums over all workers, main's are those of its thread. `sum` is the share of the workers' wall time

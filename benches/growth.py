@@ -1,4 +1,4 @@
-"""How the time of a batch grows with workers, prefetching, leaves and bytes: `make compare-growth`.
+"""How the time of a batch grows with workers, prefetching, leaves and bytes: `make compare KIND=growth`.
 
 Workers are persistent. After one epoch to warm up, torch's loader and rustloader's run in turn; the figures are medians
 of the rounds.

@@ -1,4 +1,4 @@
-"""Peak memory of two epochs through torch's loader and through rustloader's: `make compare-memory`.
+"""Peak memory of two epochs through torch's loader and through rustloader's: `make compare KIND=memory`.
 
 Each measurement is a new process in its own memory cgroup, so everything counts: private memory of all processes, and
 shared memory, mapped or not. What the process had before the first iter() is subtracted. Needs the right to create a

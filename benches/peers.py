@@ -1,4 +1,4 @@
-"""Compare with loaders of other projects: torchdata.nodes and SPDL (`make compare-peers`).
+"""Compare with loaders of other projects: torchdata.nodes and SPDL (`make compare KIND=peers`).
 
 The rows are those of the comparison with torch (rows.py), with shorter epochs; 2 workers each, in all forms that a
 peer offers: processes, threads, and SPDL's one process with threads in it. Each is built as its own documentation

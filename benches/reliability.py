@@ -401,7 +401,7 @@ def main() -> None:
     for only, mark, make in (("restarts", RESTARTS, restart_table), ("faults", FIGURES, tables)):
         if options.only not in (None, only):
             continue
-        text = f"`make reliability-figures`, on {machine()}; {options.trials} trials each.\n\n{make(options)}"
+        text = f"`make compare KIND=reliability`, on {machine()}; {options.trials} trials each.\n\n{make(options)}"
         print(text)
         if options.write:
             write(options.write, text, mark)

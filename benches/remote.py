@@ -1,4 +1,4 @@
-"""Workers as Ray actors, against local workers and a bare connection: `make compare-ray`.
+"""Workers as Ray actors, against local workers and a bare connection: `make compare KIND=ray`.
 
 A cluster of two nodes on this machine, two workers, two batches of each under way, workers kept. All sides take turns;
 a ratio is the median of the rounds' ratios. `bare` is two processes that send the same bytes over TCP, and this one,

@@ -1,4 +1,4 @@
-"""What the options against faults cost: `make compare-restarts`. `make reliability-figures` measures the faults.
+"""What the options against faults cost (`make compare KIND=restarts`). `KIND=reliability` measures the faults.
 
 equal   the batches of an epoch in which workers are killed 100 times, against one without; `seed_by="sample"`
 NAME    a row of `make compare`, in batches per second with all options and without, in alternating order, 2 workers;

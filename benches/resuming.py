@@ -1,4 +1,4 @@
-"""What saving and resuming a position cost: `make compare-resuming`.
+"""What saving and resuming a position cost: `make compare KIND=resuming`.
 
 Each row runs rustloader's StatefulDataLoader and torchdata's in alternating order, with a lower bound where there is
 one. The figures are medians of the rounds. Where an epoch resumes, the first batch is compared with the right one.

@@ -1,4 +1,4 @@
-"""Uneven batches, slow storage, large samplers and tables: `make compare-scheduling`.
+"""Uneven batches, slow storage, large samplers and tables: `make compare KIND=scheduling`.
 
 Each row runs torch's loader, rustloader's with the row's options, and a lower bound, in alternating order. The figures
 are medians of the rounds. Work is a sleep, which needs no processor, so four workers are fair on two cores.

@@ -1,4 +1,4 @@
-"""What `rustloader.share` saves and costs, for 1,000,000 items: `make compare-sharing`.
+"""What `rustloader.share` saves and costs, for 1,000,000 items: `make compare KIND=sharing`.
 
 Each measurement is a program of its own, in a fresh interpreter. The sides take turns. A figure is the median of the
 rounds.

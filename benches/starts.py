@@ -1,4 +1,4 @@
-"""How long a loader takes from its construction to its first batch: `make compare-starts`.
+"""How long a loader takes from its construction to its first batch: `make compare KIND=starts`.
 
 Each measurement is a program of its own, in a fresh interpreter. torch and rustloader take turns; a ratio is the median
 of the rounds' ratios. `import` is the time that the same program's `import torch` takes.

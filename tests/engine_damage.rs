@@ -83,7 +83,7 @@ fn a_head_of_the_shared_queue_that_hides_a_task_is_no_silent_wait() {
     }
 }
 
-/// Found by `tests/python/test_damage.py`: the error reported an internal error.
+/// Found by `tests/python/unit/test_damage.py`: the error reported an internal error.
 #[test]
 fn a_worker_that_says_it_has_taken_less_than_it_has_is_broken() {
     let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();

@@ -11,7 +11,7 @@ import pytest
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 
 # For stop_and_resume.py, which a test there uses too.
-sys.path.append(str(Path(__file__).parents[1] / "python"))
+sys.path.append(str(Path(__file__).parents[1] / "lib"))
 
 
 def pytest_report_header(config):

@@ -5,7 +5,7 @@ from test_examples import EXAMPLES, on_torch, outcome
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(1200)]
 
-# The workers are processes of this machine, as tests/python/remote_support.py starts them.
+# The workers are processes of this machine, as tests/lib/remote_support.py starts them.
 PROGRAM = f"""
 import runpy, sys
 from pathlib import Path

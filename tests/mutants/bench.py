@@ -21,7 +21,7 @@ LOGS = WORK / "logs"
 
 # What mutants are made of, and what all Python tests read.
 PRODUCT = ("python/rustloader/", "src/", "Cargo.toml", "Cargo.lock", "pyproject.toml")
-HELPERS = ("tests/python/conftest.py", "tests/python/support.py", "tests/python/sample_data.py")
+HELPERS = ("tests/python/conftest.py", "tests/lib/support.py", "tests/lib/sample_data.py")
 
 # Seconds without output after which a run hangs: more than any test may take (conftest.py ends most of them before),
 # what the imports before the first test may take on a busy machine, and a build.
@@ -116,7 +116,10 @@ def file_of(target: str) -> str:
     if is_cargo(target):
         return target
     name = target.split("::")[0]
-    return name if name.startswith("tests/") else f"tests/python/{name}"
+    if name.startswith("tests/"):
+        return name
+    found = [str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "python").rglob(name)]
+    return found[0] if found else f"tests/python/{name}"
 
 
 def exists(target: str) -> bool:

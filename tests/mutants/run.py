@@ -246,7 +246,7 @@ def report(mutants: list[Mutant], broken: dict[str, str], product: str, diffs: b
 
 
 def short(by: str) -> str:
-    return re.sub(r"^tests/python/", "", by)
+    return re.sub(r"^tests/python/(\w+/)?", "", by)
 
 
 def main() -> int:

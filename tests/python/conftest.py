@@ -37,6 +37,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+pytest_plugins = ["lanes"]
+
 CRASHED = pytest.StashKey[bool]()
 
 

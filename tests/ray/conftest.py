@@ -10,7 +10,7 @@ import pytest
 # An actor's start takes seconds, and on a busy machine many of them.
 os.environ.update(RUSTLOADER_STALL_START_SECONDS="600", RUSTLOADER_STALL_ITEM_SECONDS="600")
 # Stand-ins for devices, the cluster.
-sys.path.append(os.path.join(os.path.dirname(__file__), "../python"))
+sys.path.append(os.path.join(os.path.dirname(__file__), "../lib"))
 
 import ray_cluster
 from ray_cluster import actors

@@ -1,4 +1,4 @@
-"""Connections of actors that fail at random, and actors that are killed or lost; `make stress-ray` tries more."""
+"""Connections of actors that fail at random, and actors that are killed or lost; `make stress KIND=ray` tries more."""
 
 import collections
 import random

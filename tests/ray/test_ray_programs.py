@@ -1,4 +1,4 @@
-"""Random programs, with torch's workers here and ours on the cluster: `make fuzz-ray` runs more of them."""
+"""Random programs, with torch's workers here and ours on the cluster: `make stress KIND=ray-programs` runs more."""
 
 import os
 import subprocess

@@ -2,7 +2,7 @@
 
 An attribute of a foreign module or class is replaced by a :class:`Patch`, which refuses a place that is not listed.
 What is no attribute, or belongs to one object only, is changed by its own module, and listed with a place in words.
-``tests/python/test_patch_list.py`` compares the list with what a program and its workers find.
+``tests/python/unit/test_patch_list.py`` compares the list with what a program and its workers find.
 """
 
 from __future__ import annotations

@@ -1,0 +1,383 @@
+"""Workers elsewhere over connections that fail: `make stress KIND=connections`, `KIND=ray`.
+
+Connections are closed, reset, half closed, delayed, cut into pieces or silent, in the handshake or at any byte after
+it; workers are killed or stopped. With `--ray` the workers are actors of a cluster of two nodes, one of which may be
+lost, and main processes are killed as well. Required: the batches of each epoch are those of undisturbed local
+workers, bit for bit; the log has nothing else to say; nothing is left behind.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+import remote_support
+import torch
+from remote_support import LoopbackContext
+
+from . import restart_data
+from .proxy import FATAL, KINDS, Fault, Proxy
+from .restarts import Log, end_of, overdue
+from .trials import drawn, quiet
+
+# Seconds in which a trial has to end, and in which workers have to be gone.
+LIMIT = 200
+GONE = 40
+STALL = 5.0
+# Bytes that no handshake has.
+HANDSHAKE = 100_000
+# Deaths that one sample does not survive are three.
+DEATHS = 2
+
+
+class Disturbed:
+    """A context whose connections go through proxies. `faults`: what happens to them, in the order of the launches."""
+
+    def disturb(self, faults):
+        self.faults, self.proxies = iter(faults), []
+        return self
+
+    def launch(self, blob, call):
+        fault = next(self.faults, Fault())
+        if fault.kind != "none":
+            self.proxies.append(Proxy(call.address, (call.address, call.port), fault))
+            call = dataclasses.replace(call, port=self.proxies[-1].port)
+        return super().launch(blob, call)
+
+    def close(self):
+        for proxy in self.proxies:
+            proxy.close()
+
+
+def serve(path, call):
+    """A worker that does not tell on stderr of a cut in its handshake."""
+    try:
+        remote_support.serve_file(path, call)
+    except ConnectionError:
+        sys.exit(1)
+
+
+class Loopback(Disturbed, LoopbackContext):
+    """Processes of this machine."""
+
+    def __init__(self, folder):
+        super().__init__(folder, serve)
+
+    def close(self):
+        super().close()
+        for worker in self.workers:
+            worker.process.join(GONE)
+            if worker.process.exitcode is None:
+                worker.kill()
+                raise RuntimeError(f"worker {worker.process.pid} is left")
+
+
+class Trial(NamedTuple):
+    """A loader, what happens to its connections in the order of their starts, and to its workers at which batches."""
+
+    kind: str
+    workers: int
+    prefetch: int
+    persistent: bool
+    in_order: bool
+    dispatch: str | None
+    window: int | str | None
+    seed_by: str | None
+    pickled: bool
+    batch_size: int | None
+    shuffle: bool
+    n: int
+    size: int
+    delay: float
+    epochs: int
+    faults: tuple[Fault, ...]
+    # (what, share of the batches of all epochs)
+    blows: tuple[tuple[str, float], ...]
+    seed: int
+
+    @classmethod
+    def random(cls, rng, on_ray=False):
+        yes = lambda chance=0.5: rng.random() < chance  # noqa: E731
+        kind = rng.choice(["map", "map", "stream", "stateful stream"])
+        streams = "stream" in kind
+        faults, blows = [], []
+        for _ in range(rng.randint(1, 4)):
+            fault = Fault(
+                rng.choice(KINDS),
+                rng.choice([rng.randrange(1000), rng.randrange(20_000), rng.randrange(1_000_000)]),
+                rng.choice([0.001, 0.02, 0.5]),
+                rng.choice([1, 7, 100]),
+            )
+            if fault.kind == "silence":
+                # One in the handshake takes the whole limit of a start, which is an error.
+                fault = fault._replace(after=max(fault.after, HANDSHAKE))
+            deaths = sum(it.kind in FATAL for it in faults)
+            faults.append(fault if fault.kind not in FATAL or deaths < DEATHS else Fault())
+        whats = ["kill", "kill", "stop", "kill as it starts"] + ["lose the node"] * 2 * on_ray
+        for _ in range(DEATHS - sum(it.kind in FATAL for it in faults)):
+            if yes():
+                blows.append((rng.choice(whats), rng.random()))
+        return cls(
+            kind=kind,
+            workers=rng.randint(1, 2),
+            prefetch=rng.randint(1, 3),
+            persistent=yes(),
+            in_order=yes(0.7),
+            dispatch=None if streams else rng.choice([None, "shared_queue"]),
+            window=rng.choice([None, None, 8, "64kB"]),
+            seed_by=rng.choice([None, "batch", "sample"]),
+            pickled=yes(0.2),
+            batch_size=rng.choice([None, 1, 4]),
+            shuffle=not streams and yes(),
+            n=rng.choice([24, 60, 120]),
+            size=rng.choice([1, 100, 6000, 100_000]),
+            delay=rng.choice([0, 0.0005, 0.002]),
+            epochs=rng.choice([1, 1, 2]),
+            faults=tuple(faults),
+            blows=tuple(sorted(blows, key=lambda blow: blow[1])),
+            seed=rng.randrange(1 << 31),
+        )
+
+
+class Play:
+    """A trial under way. `make_context(folder)` gives its context, `lose` loses a node of its cluster."""
+
+    def __init__(self, trial, folder, figures, make_context, lose=None):
+        self.trial, self.folder, self.figures, self.lose = trial, folder, figures, lose
+        self.make_context = make_context
+        self.wrong = []
+
+    def loader(self, context, **options):
+        import rustloader
+
+        trial = self.trial
+        dataset = restart_data.KINDS[trial.kind](
+            trial.n, trial.size, trial.delay, trial.seed_by is not None, pickled=trial.pickled
+        )
+        dataset.workers = trial.workers
+        torch.manual_seed(trial.seed)
+        return rustloader.DataLoader(
+            dataset,
+            batch_size=trial.batch_size,
+            shuffle=trial.shuffle,
+            collate_fn=restart_data.as_list if trial.pickled and trial.batch_size else None,
+            num_workers=trial.workers,
+            prefetch_factor=trial.prefetch,
+            multiprocessing_context=context,
+            persistent_workers=trial.persistent,
+            in_order=trial.in_order,
+            dispatch=trial.dispatch,
+            reorder_window=trial.window,
+            seed_by=trial.seed_by,
+            **options,
+        )
+
+    def run(self):
+        loader = self.loader("fork")
+        expected = [list(map(restart_data.content, loader)) for _ in range(self.trial.epochs)]
+        end_of(loader)
+        context = self.make_context(Path(self.folder)).disturb(self.trial.faults)
+        self.disturbed(context, expected)
+        context.close()
+        self.figures.update(f"fault: {proxy.fault.kind}" for proxy in context.proxies if proxy.happened)
+        return self.wrong
+
+    def disturbed(self, context, expected):
+        import rustloader
+
+        loader = None
+        while loader is None:
+            loader = self.all_epochs(context, expected)
+        faults = rustloader.stats(loader).faults
+        self.figures["epochs"] += len(expected)
+        self.figures["restarts"] += faults.restarts
+        self.figures["stalls"] += faults.stalls
+        end_of(loader)
+
+    def all_epochs(self, context, expected):
+        """Runs the epochs of a loader, and returns it. None if the start of an iterator's workers has failed: there are
+        no restarts in it, so the program begins anew."""
+        loader = self.loader(context, max_restarts=20, stall_timeout=STALL)
+        total = sum(map(len, expected))
+        blows = [(what, int(share * total)) for what, share in self.trial.blows]
+        seen = 0
+        for epoch, right in enumerate(expected):
+            try:
+                iterator = iter(loader)
+            except RuntimeError as error:
+                if "cannot start" not in str(error) or not any(proxy.happened for proxy in context.proxies):
+                    raise
+                self.figures["failed starts"] += 1
+                return None
+            got = []
+            for batch in iterator:
+                got.append(restart_data.content(batch))
+                seen += 1
+                while blows and blows[0][1] < seen:
+                    self.strike(blows.pop(0)[0], iterator)
+            self.compare(epoch, got, right)
+            del iterator
+        return loader
+
+    def strike(self, what, iterator):
+        worker = random.Random(self.trial.seed).choice(iterator._workers)
+        self.figures[what] += 1
+        if what == "lose the node":
+            self.lose()
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+
+    def compare(self, epoch, got, right):
+        if not self.trial.in_order:
+            got, right = collections.Counter(got), collections.Counter(right)
+        if got != right:
+            self.wrong.append(f"epoch {epoch}: {len(got)} batches, {len(right)} expected, or others")
+
+
+# Ray
+
+MAIN = """
+import sys
+from faults import connections, restart_data
+import ray, rustloader, rustloader.ray
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+data = restart_data.Samples(1_000_000, 100, 0.001, False)
+context = rustloader.ray.RayContext(num_cpus=0.5)
+loader = rustloader.DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context=context)
+print("starts", flush=True)
+for batch in loader:
+    print("batch", flush=True)
+"""
+
+
+def actors(folder):
+    """A context of actors."""
+    import rustloader.ray
+
+    class Actors(Disturbed, rustloader.ray.RayContext):
+        pass
+
+    return Actors(num_cpus=1)
+
+
+def kill_main(address, rng, figures):
+    """Kills a main process at a random moment, in the start of its workers or later."""
+    command = [sys.executable, "-c", MAIN, address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        process.stdout.readline()
+        if rng.random() < 0.5:
+            time.sleep(rng.random() * 3)
+        else:
+            [process.stdout.readline() for _ in range(rng.randrange(1, 50))]
+        process.kill()
+    figures["kill main"] += 1
+
+
+def actors_left():
+    """The pids of actors in this network namespace, once those that are about to end have had their time."""
+    from ray_cluster import actors
+
+    deadline = time.monotonic() + GONE
+    while (pids := actors()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return pids
+
+
+def run_on_ray(args, log):
+    """Runs trials on a cluster: (number of wrong ones, figures)."""
+    import ray
+    import ray_cluster
+
+    rng = random.Random(args.seed)
+    with ray_cluster.folder():
+        nodes = ray_cluster.Nodes()
+        ray.init(address=nodes.address, log_to_driver=False)
+
+        def between(figures):
+            nodes.complete()
+            if rng.random() < 0.2 and args.only is None:
+                kill_main(nodes.address, rng, figures)
+            pids = actors_left()
+            return [f"left behind: {pids}"] if pids else []
+
+        trials = functools.partial(Play, make_context=actors, lose=nodes.lose)
+        try:
+            return run_all(args, log, trials, functools.partial(Trial.random, on_ray=True), between)
+        finally:
+            ray.shutdown()
+            nodes.cluster.shutdown()
+
+
+# Both
+
+
+def run_all(args, log, play, make, between):
+    """Runs trials until there are enough epochs or minutes: (number of wrong ones, figures)."""
+    failed, figures, start = 0, collections.Counter(), time.monotonic()
+    signal.signal(signal.SIGALRM, overdue)
+    made = type("Made", (), {"random": staticmethod(make)})
+    for name, trial in drawn(made, args.epochs, args):
+        wrong = []
+        with tempfile.TemporaryDirectory(prefix="connections-") as folder:
+            signal.alarm(LIMIT)
+            try:
+                wrong += play(trial, folder, figures).run()
+            except Exception:
+                wrong.append(traceback.format_exc())
+            signal.alarm(0)
+        figures["trials"] += 1
+        wrong += log.lines + between(figures)
+        log.lines.clear()
+        if wrong:
+            print(f"WRONG {name}", *wrong, sep="\n", flush=True)
+        failed += bool(wrong)
+        if figures["trials"] % 20 == 0:
+            print(f"{figures['trials']} trials, {failed} wrong, {dict(figures)}", flush=True)
+        if figures["epochs"] >= args.epochs or (args.minutes and time.monotonic() - start > 60 * args.minutes):
+            break
+    return failed, figures
+
+
+def arguments():
+    parser = argparse.ArgumentParser(prog="python -m faults.connections", description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=100, help="how many epochs at least")
+    parser.add_argument("--minutes", type=float, help="stop after this time")
+    parser.add_argument("--seed", type=int, help="of loaders and faults; by default another one each time")
+    parser.add_argument("--only", type=int, help="only the trial of this number")
+    parser.add_argument("--ray", action="store_true", help="workers as actors of a Ray cluster")
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
+    quiet()
+    logger, log = logging.getLogger("rustloader"), Log()
+    import rustloader  # noqa: F401
+
+    logger.addHandler(log)
+    logger.propagate = False
+    start = time.monotonic()
+    if args.ray:
+        failed, figures = run_on_ray(args, log)
+    else:
+        failed, figures = run_all(args, log, functools.partial(Play, make_context=Loopback), Trial.random, lambda _: [])
+    print(f"{figures['trials']} trials, {failed} wrong, {time.monotonic() - start:.0f} s: {dict(figures)}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

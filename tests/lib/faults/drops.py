@@ -1,0 +1,255 @@
+"""Iterators that are dropped at any moment and in any way: `make stress KIND=drops ARGS='--count 1000 --seed S'`.
+
+Required: the workers, and the pin thread, are gone with the iterator; what was taken before is right and stays so;
+Python has nothing to complain of; after each fifty, and at the end, nothing is left of any of them.
+"""
+
+import argparse
+import contextlib
+import errno
+import gc
+import multiprocessing.process
+import os
+import signal
+import sys
+import threading
+import time
+from typing import NamedTuple
+
+from .trials import Numbered, drawn, number, quiet
+
+# Weighted: a fork server and a spawned interpreter take their time.
+METHODS = ["fork"] * 60 + ["forkserver"] * 3 + ["spawn"]
+WAYS = ["del", "cycle", "traceback", "thread", "child", "twice", "replaced", "failed", "vacant"]
+# Seconds in which a thread or a child has to come to its end.
+LIMIT = 60
+
+
+class Trial(NamedTuple):
+    """A loader, how much is taken from it, and how its iterator goes."""
+
+    way: str
+    method: str
+    workers: int
+    persistent: bool
+    in_order: bool
+    pinned: bool
+    pickled: bool
+    size: int
+    taken: int
+    kept: bool
+
+    @classmethod
+    def random(cls, rng):
+        return cls(
+            way=rng.choice(WAYS),
+            method=rng.choice(METHODS),
+            workers=rng.randint(1, 3),
+            persistent=rng.random() < 0.3,
+            in_order=rng.random() < 0.7,
+            pinned=rng.random() < 0.3,
+            pickled=rng.random() < 0.3,
+            size=rng.choice([1, 100, 6000, 50_000]),
+            taken=rng.choice([0, 1, 2, 7, 30]),
+            kept=rng.random() < 0.3,
+        )
+
+
+class Holder:
+    """Part of a cycle."""
+
+
+class Expected(Exception):
+    pass
+
+
+class Drop:
+    def __init__(self, trial):
+        from support import DataLoader
+
+        self.trial = trial
+        self.loader = DataLoader(
+            Numbered(30, trial.size, trial.pickled),
+            batch_size=None,
+            num_workers=trial.workers,
+            multiprocessing_context=trial.method,
+            persistent_workers=trial.persistent,
+            in_order=trial.in_order,
+            pin_memory=trial.pinned,
+            max_restarts=3 if trial.way == "vacant" else None,
+        )
+        self.pids, self.kept = [], []
+
+    def begun(self):
+        """An iterator after some batches."""
+        iterator = iter(self.loader)
+        self.pids += [worker.pid for worker in iterator._workers]
+        numbers = []
+        for _ in range(self.trial.taken):
+            batch = next(iterator)
+            numbers.append(number(batch))
+            if self.trial.kept:
+                self.kept.append((numbers[-1], batch))
+        assert len(set(numbers)) == len(numbers)
+        assert not self.trial.in_order or numbers == list(range(self.trial.taken))
+        # A persistent loader holds the iterator as well.
+        if self.trial.way not in ("twice", "replaced"):
+            self.loader._iterator = None
+        return iterator
+
+    def run(self):
+        from support import gone, wait_until
+
+        getattr(self, "by_" + self.trial.way)()
+        self.loader._iterator = None
+        assert wait_until(lambda: all(map(gone, self.pids)), 10), "a worker has survived"
+        assert all(number(batch) == i for i, batch in self.kept), "a batch that was kept has changed"
+
+    def by_del(self):
+        iterator = self.begun()
+        del iterator
+
+    def by_cycle(self):
+        holder = Holder()
+        holder.iterator, holder.me = self.begun(), holder
+        del holder
+        gc.collect()
+
+    def by_traceback(self):
+        def body():
+            iterator = self.begun()
+            raise Expected(iterator)
+
+        try:
+            body()
+        except Expected as error:
+            kept = error
+        del kept
+        gc.collect()
+
+    def by_thread(self):
+        """The last reference is a local variable of a thread that ends."""
+
+        def body():
+            iterator = self.begun()
+            done.append(iterator is not None)
+
+        done = []
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join(LIMIT)
+        assert not thread.is_alive() and done == [True], "the thread does not end"
+
+    def by_child(self):
+        """A forked child drops what it has inherited; the parent continues before it does."""
+        iterator = self.begun()
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                faults = []
+                sys.unraisablehook = faults.append
+                self.kept.clear()
+                del iterator
+                gc.collect()
+                status = 2 if faults else 0
+            finally:
+                os._exit(status)
+        end = time.monotonic() + LIMIT
+        while not (found := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
+            time.sleep(0.001)
+        if not found[0]:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+        assert found == (pid, 0), f"the child: {found}"
+        for batch in iterator:
+            number(batch)
+            del batch
+
+    def by_twice(self):
+        iterator = self.begun()
+        iterator._shutdown_workers()
+        iterator._shutdown_workers()
+        del iterator
+
+    def by_replaced(self):
+        """A new epoch begins, while the iterator of the last one is held, or is the same."""
+        first = self.begun()
+        second = self.begun()
+        assert (first is second) == self.trial.persistent
+        del first, second
+
+    def by_failed(self):
+        """The start of the last worker fails: nothing is made, and nothing is left of the others."""
+        real, starts = multiprocessing.process.BaseProcess.start, []
+
+        def start(process):
+            starts.append(process)
+            if len(starts) == self.trial.workers:
+                raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+            real(process)
+            self.pids.append(process.pid)
+
+        multiprocessing.process.BaseProcess.start = start
+        try:
+            self.begun()
+            raise AssertionError("it starts without its worker")
+        except OSError as error:
+            assert error.errno == errno.EAGAIN, error
+        finally:
+            multiprocessing.process.BaseProcess.start = real
+
+    def by_vacant(self):
+        """A worker has died, and no call has started it again; or one has, and is dropped with the new worker."""
+        iterator = self.begun()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[0], signal.SIGKILL)
+        if self.trial.kept:
+            number(next(iterator, self.loader.dataset[0]))
+            self.pids += [worker.pid for worker in iterator._workers]
+        del iterator
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m faults.drops", description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=1000, help="how many iterators")
+    parser.add_argument("--seed", type=int, help="of loaders and ways; by default another one each time")
+    parser.add_argument("--only", type=int, help="only the iterator of this number")
+    args = parser.parse_args()
+    from conftest import left_after, state
+    from pinning_support import pinning
+    from support import wait_until
+
+    import rustloader  # noqa: F401
+
+    quiet()
+    gc.freeze()
+    complaints = []
+    sys.unraisablehook = lambda it: complaints.append(f"{it.exc_type.__name__}: {it.exc_value} in {it.object!r}")
+    failed, start, before = 0, time.monotonic(), state()
+    count = args.count if args.only is None else 1
+    for done, (name, trial) in enumerate(drawn(Trial, args.count, args), 1):
+        wrong = []
+        with contextlib.ExitStack() as stack:
+            host = stack.enter_context(pinning()) if trial.pinned else None
+            try:
+                Drop(trial).run()
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+                del error
+            if host is not None and not wait_until(lambda host=host: gc.collect() is not None and not host.live):
+                wrong.append("pinned memory is kept")
+        wrong += complaints
+        complaints.clear()
+        if (done % 50 == 0 or done == count or wrong) and (over := left_after(before, 5)):
+            wrong.append(f"left behind: {over}")
+        if wrong:
+            print(f"WRONG {name}", *wrong, sep="\n", flush=True)
+        failed += bool(wrong)
+    print(f"{count} iterators, {failed} wrong, {time.monotonic() - start:.0f} s")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""A main process ends, in every way and at every place, whatever its workers are doing: `make stress KIND=ends`.
+
+Required: it ends within its deadline, even when its workers are in items of a minute and ignore SIGTERM; with the
+exit status and output that belong to the way it ends, and at most one traceback; a second later no worker and no file
+is left.
+"""
+
+import argparse
+import contextlib
+import itertools
+import multiprocessing.util
+import os
+import random
+import signal
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import Dataset
+
+from . import mains
+from .matrix import covering
+
+# Ways of the process itself come by a signal's handler, wherever it is then; "return" is the end of the script.
+WAYS = ["SIGKILL", "SIGTERM", "os._exit", "error", "sys.exit", "return"]
+PLACES = ["next", "user", "shutdown"]
+METHODS = ["fork", "forkserver", "spawn"]
+IGNORED = "Exception ignored in"
+STATUS = {"SIGKILL": -signal.SIGKILL, "SIGTERM": -signal.SIGTERM, "os._exit": 3, "error": 1, "sys.exit": 4, "return": 0}
+
+
+class Case(NamedTuple):
+    way: str
+    place: str
+    method: str
+    # Workers are in items of a minute and ignore SIGTERM.
+    stuck: bool
+    persistent: bool
+    pinned: bool
+
+    def __str__(self):
+        flags = [name for name in ("stuck", "persistent", "pinned") if getattr(self, name)]
+        return " ".join([self.way, self.place, self.method, *flags])
+
+
+def all_cases():
+    """The full product, without what cannot be: a script does not return from the midst of next()."""
+    yes_no = (False, True)
+    product = itertools.starmap(Case, itertools.product(WAYS, PLACES, METHODS, yes_no, yes_no, yes_no))
+    return [case for case in product if case.way != "return" or case.place == "user"]
+
+
+class Items(Dataset):
+    """Quick ones, then those that take a minute each."""
+
+    def __init__(self, stuck):
+        self.stuck = stuck
+
+    def __len__(self):
+        return 1_000_000
+
+    def __getitem__(self, i):
+        if self.stuck and i >= 4:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                time.sleep(60)
+        return torch.full((5000,), i)
+
+
+class Mine(Exception):
+    pass
+
+
+class Program:
+    """A script with two workers that comes to one of the places and stays there until it is ended."""
+
+    def __init__(self, case):
+        self.case = case
+
+    def run(self):
+        from support import DataLoader
+
+        case = self.case
+        signal.signal(signal.SIGUSR1, self.end)
+        if case.pinned:
+            mains.pin_for_good()
+        self.loader = DataLoader(
+            Items(case.stuck),
+            batch_size=None,
+            num_workers=2,
+            worker_init_fn=linger if case.place == "shutdown" else None,
+            multiprocessing_context=case.method,
+            persistent_workers=case.persistent,
+            pin_memory=case.pinned,
+        )
+        iterator = iter(self.loader)
+        mains.tell("pids", [worker.pid for worker in iterator._workers])
+        for _ in range(4):
+            next(iterator)
+        mains.tell("there")
+        getattr(self, case.place)(iterator)
+
+    def end(self, *_):
+        match self.case.way:
+            case "os._exit":
+                os._exit(3)
+            case "error":
+                raise Mine
+            case "sys.exit":
+                sys.exit(4)
+
+    def next(self, iterator):
+        while True:
+            next(iterator)
+
+    def user(self, iterator):
+        self.kept = iterator
+        if self.case.way != "return":
+            while True:
+                sum(range(1000))
+
+    def shutdown(self, iterator):
+        """One that takes a while, because its workers do. No start of workers beside it: in Python's own hooks around a
+        fork what a signal's handler raises is printed and ignored."""
+        iterator._shutdown_workers()
+        self.user(iterator)
+
+
+def linger(_):
+    """A worker_init_fn: the worker takes its time to leave."""
+    multiprocessing.util.Finalize(None, time.sleep, (2,), exitpriority=1)
+
+
+def drive(main, case, figures, limit):
+    """Ends it; what is wrong, in words."""
+    main.listen(mains.LIMIT * 2, lambda told: any(kind == "there" for kind, _ in told))
+    if not main.said("there"):
+        main.abandon()
+        return ["it does not come to the place"]
+    # A little into the wait, or into the shutdown.
+    main.listen(0.1)
+    start, sent, status = time.monotonic(), 0, None
+    # A shutdown has 5 s, an exit 0.7 s after that.
+    while status is None and time.monotonic() - start < 20 + limit:
+        # What the handler raises in a callback, as of a weak reference, Python prints and ignores: so it is sent again.
+        if case.way != "return" and sent <= main.output().count(IGNORED):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(main.pid, getattr(signal, case.way, signal.SIGUSR1))
+            sent += 1
+        status = main.wait(0.5)
+    figures["took"] = max(figures["took"], time.monotonic() - start)
+    wrong = []
+    if status is None:
+        wrong.append("it does not end")
+        main.abandon()
+    elif status != STATUS[case.way]:
+        wrong.append(f"it ends with status {status}")
+    gone = main.none_left(max(5, limit))
+    figures["gone"] = max(figures["gone"], gone or 0)
+    if gone is None or gone > limit:
+        wrong.append(f"workers left, gone after {gone} s")
+    return wrong
+
+
+def wrong_words(case, output):
+    """What the output has that the end does not justify."""
+    tracebacks = output.count("Traceback (most recent call last)") - output.count(IGNORED)
+    if case.way == "error":
+        return [] if tracebacks == 1 and output.rstrip().endswith("Mine") else [f"{tracebacks} tracebacks"]
+    return ["it wrote something"] if tracebacks or (output.strip() and IGNORED not in output) else []
+
+
+def arguments():
+    parser = argparse.ArgumentParser(prog="python -m faults.ends", description=__doc__.partition("\n")[0])
+    parser.add_argument("--all", action="store_true", help="the full product, not only a set that covers each pair")
+    parser.add_argument("--seed", type=int, default=0, help="of the covering set")
+    parser.add_argument("--limit", type=float, default=1.0, help="seconds that workers have after main's end")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases with these words")
+    return parser.parse_args()
+
+
+def main():
+    """In the driver the exit status, in a new main process the program that it is to run."""
+    args = arguments()
+    mains.prepare()
+    cases = [case for case in all_cases() if set(args.only) <= set(str(case).split())]
+    cases = cases if args.all else covering(args.seed, cases)
+    figures, start = dict.fromkeys(["took", "gone"], 0), time.monotonic()
+    random.Random(args.seed).shuffle(cases)
+    failed, run = mains.run_all(
+        [(str(case), case) for case in cases],
+        Program,
+        drive=lambda process, case: drive(process, case, figures, args.limit),
+        words=wrong_words,
+    )
+    if run is not None:
+        return run
+    print(
+        f"{len(cases)} ends, {failed} wrong, {time.monotonic() - start:.0f} s; longest until main has ended "
+        f"{figures['took']:.2f} s, from there to the last worker's end {figures['gone']:.2f} s"
+    )
+    return lambda: sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()()

@@ -1,0 +1,180 @@
+"""Forks while other loaders are at work: `make stress KIND=forks ARGS='--forks 500 --seed S'`.
+
+Two threads iterate, one of them over a persistent loader; a third loader has started and waits. The main thread forks
+at random moments. Required: all data are right in parent and child; an inherited iterator does nothing in the child;
+what the child releases is its own; it can load for itself; no thread waits for a lock that is never released. Half of
+the forks are made beside plain loaders, half beside loaders that pin.
+"""
+
+import argparse
+import contextlib
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import torch
+from torch.utils.data import Dataset
+
+from .trials import number, quiet, seed_of
+
+# Seconds after which a child counts as one that hangs.
+LIMIT = 60
+
+
+class Items(Dataset):
+    """Sample i is filled with i: in a message, or in a block of its own."""
+
+    def __init__(self, n=40):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return torch.full((10 if i % 3 == 0 else 8000,), float(i))
+
+
+class Busy:
+    """A thread that iterates, epoch after epoch."""
+
+    def __init__(self, loader):
+        self.loader, self.over, self.epochs, self.error = loader, threading.Event(), 0, None
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self):
+        try:
+            while not self.over.is_set():
+                assert [number(batch) for batch in self.loader] == list(range(self.loader.dataset.n))
+                self.epochs += 1
+        except BaseException:
+            self.error = traceback.format_exc()
+
+    def end(self):
+        self.over.set()
+        self.thread.join()
+
+
+class Forks:
+    def __init__(self, pinned):
+        self.pinned = pinned
+
+    def loader(self, **kw):
+        from support import DataLoader
+
+        return DataLoader(Items(), **({"batch_size": None, "num_workers": 2, "pin_memory": self.pinned} | kw))
+
+    def run(self, count, rng):
+        """Forks `count` times; returns a description of each failure."""
+        from support import worker_pids
+
+        wrong = []
+        waiting = iter(self.loader(prefetch_factor=3))
+        held = [next(waiting) for _ in range(5)]
+        busy = [Busy(self.loader(persistent_workers=True)), Busy(self.loader(num_workers=1))]
+        try:
+            for at in range(count):
+                time.sleep(rng.random() * rng.choice([0, 0.002, 0.02]))
+                text = self.fork(waiting, held, loads=at % 10 == 0, drops=rng.random() < 0.5)
+                if text:
+                    wrong.append(f"child {at}: {text}")
+                if list(map(number, held)) != list(range(5)):
+                    wrong.append(f"child {at}: what the parent holds has changed")
+        finally:
+            for thread in busy:
+                thread.end()
+        wrong += [thread.error for thread in busy if thread.error]
+        if not all(thread.epochs for thread in busy):
+            wrong.append("the other loaders did not come to the end of an epoch")
+        if [number(batch) for batch in waiting] != list(range(5, 40)):
+            wrong.append("the parent's own iterator has lost batches")
+        for thread in busy:
+            if thread.loader.persistent_workers and thread.loader._iterator is not None:
+                pids = worker_pids(thread.loader._iterator)
+                if any(not os.path.exists(f"/proc/{pid}") for pid in pids):
+                    wrong.append("a worker of the persistent loader has gone")
+                thread.loader._iterator._shutdown_workers()
+        return wrong
+
+    def fork(self, waiting, held, loads, drops):
+        """One child: what it complains of."""
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(LIMIT)
+            status = 1
+            try:
+                os.close(reader)
+                self.child([waiting], held, loads, drops)
+                status = 0
+            except BaseException:
+                os.write(writer, traceback.format_exc().encode())
+            finally:
+                os._exit(status)
+        os.close(writer)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        # Not to the end of the file: a worker that a thread has since started may keep the other end open.
+        os.set_blocking(reader, False)
+        try:
+            text = os.read(reader, 1 << 16).decode(errors="replace")
+        except BlockingIOError:
+            text = ""
+        os.close(reader)
+        return "it hangs" if status == -signal.SIGALRM else text or (status and f"it ends with status {status}")
+
+    def child(self, iterators, held, loads, drops):
+        from support import engine_batches
+
+        assert list(map(number, held)) == list(range(5)), "what is held has changed"
+        before = engine_batches()
+        try:
+            next(iterators[0])
+            raise AssertionError("an inherited iterator gives a batch")
+        except RuntimeError as error:
+            assert "belongs to the process" in str(error), error
+        iterators[0]._shutdown_workers()
+        if drops:
+            iterators.clear()
+            held.clear()
+            gc.collect()
+        assert engine_batches() == before, "the engine has worked in the child"
+        assert len(os.listdir("/proc/self/task")) == 1, "a thread in the child"
+        if loads:
+            assert [number(batch) for batch in self.loader(num_workers=1)] == list(range(40)), "a loader of the child's"
+            assert held == [] or list(map(number, held)) == list(range(5)), "what is held has changed"
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m faults.forks", description=__doc__.partition("\n")[0])
+    parser.add_argument("--forks", type=int, default=500, help="how many in each of the two halves")
+    parser.add_argument("--seed", type=int, help="of the moments; by default another one each time")
+    args = parser.parse_args()
+    from conftest import left_after, state
+    from pinning_support import pinning
+
+    quiet()
+    seed = seed_of(args)
+    failed = 0
+    for pinned in (False, True):
+        start, rng = time.monotonic(), random.Random(f"{seed}-{pinned}")
+        with contextlib.ExitStack() as stack:
+            if pinned:
+                stack.enter_context(pinning())
+            before = state()
+            wrong = Forks(pinned).run(args.forks, rng)
+            if over := left_after(before, 10):
+                wrong.append(f"left behind: {over}")
+        name = "with pin threads" if pinned else "without pinning"
+        print("\n".join(wrong), end="\n" * bool(wrong))
+        print(f"{args.forks} forks {name}, {len(wrong)} wrong, {time.monotonic() - start:.0f} s", flush=True)
+        failed += len(wrong)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""Workers that are killed at random moments and start again: `make stress KIND=restarts ARGS='--epochs 500 --seed S'`.
+
+SIGKILL goes to one worker, to two at once, to one and then to its replacement as it starts, to one while
+`state_dict()` reads a snapshot, and to one during shutdown. Other workers are stuck, or have bad samples. Required: the
+batches of each epoch are those of an undisturbed run, bit for bit; those that are kept do not change; the iterator
+keeps its identity; the log has nothing else to say; nothing is left behind.
+`--leaks 1000` restarts the workers of one iterator that often instead, and compares what the process holds.
+"""
+
+import argparse
+import collections
+import contextlib
+import gc
+import logging
+import multiprocessing.forkserver
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from typing import NamedTuple
+
+import torch
+
+from . import restart_data, restart_leaks
+from .killer import Kill, Killer, Plan
+from .restart_data import KINDS
+from .trials import drawn, quiet
+
+# Seconds in which a trial has to end.
+LIMIT = 120
+STALL = 0.7
+METHODS = ["fork"] * 25 + ["forkserver"]
+# What the log may say of a restart, a fork beside a thread, a stall and a bad sample, and of those left out.
+EXPLAINED = re.compile(
+    "was started again as pid|starts a dead worker again by a fork|It was killed: stall_timeout is|"
+    "sample.* has failed and was skipped|more messages about faults were left out"
+)
+
+
+class Trial(NamedTuple):
+    """A loader, and who is killed when."""
+
+    kind: str
+    stateful: bool
+    method: str
+    workers: int
+    prefetch: int
+    persistent: bool
+    in_order: bool
+    dispatch: str | None
+    window: int | str | None
+    seed_by: str | None
+    pinned: bool
+    pickled: bool
+    batch_size: int | None
+    shuffle: bool
+    n: int
+    size: int
+    delay: float
+    bad: int
+    stuck: str
+    epochs: int
+    kept: bool
+    by_thread: bool
+    # Kills of each epoch, their moments as shares of an undisturbed epoch.
+    kills: tuple
+    seed: int
+
+    @classmethod
+    def random(cls, rng):
+        yes = lambda chance=0.5: rng.random() < chance  # noqa: E731
+        kind = rng.choice(["map", "map", "map", "counting map", "stream", "stateful stream"])
+        streams, stateful = "stream" in kind, kind not in ("map", "stream") or yes(0.3)
+        epochs = rng.choice([1, 1, 2, 3])
+        return cls(
+            kind=kind,
+            stateful=stateful,
+            method=rng.choice(METHODS),
+            workers=rng.randint(1, 4),
+            prefetch=rng.randint(1, 3),
+            persistent=yes(),
+            in_order=yes(0.7),
+            dispatch=None if streams else rng.choice([None, "shared_queue"]),
+            window=rng.choice([None, None, 1, 8, "64kB"]),
+            seed_by=rng.choice([None, "batch", "sample"]),
+            pinned=yes(0.2),
+            pickled=yes(0.2),
+            batch_size=rng.choice([None, 1, 4]),
+            shuffle=not streams and yes(),
+            n=rng.choice([24, 60, 120]),
+            size=rng.choice([1, 100, 6000, 50_000]),
+            delay=rng.choice([0, 0.0005, 0.002]),
+            bad=rng.choice([0, 0, 1, 5]),
+            stuck=rng.choice([""] * 12 + ["asleep", "with the GIL"]),
+            epochs=epochs,
+            kept=yes(0.3),
+            by_thread=yes(),
+            kills=tuple(kills(rng, stateful, last=epoch == epochs - 1) for epoch in range(epochs)),
+            seed=rng.randrange(1 << 31),
+        )
+
+    @property
+    def draws(self):
+        return self.seed_by is not None
+
+
+def kills(rng, stateful, last):
+    """The kills of an epoch."""
+    hows = rng.choices(["one", "two", "replacement"], [4, 2, 2], k=rng.choice([0, 1, 1, 2]))
+    found = [Kill(how, rng.random() * 1.1, rng.choice([0, 0.002, 0.02]) * rng.random()) for how in hows]
+    found.sort(key=lambda kill: kill.after)
+    if stateful and rng.random() < 0.4:
+        found.append(Kill("state", delay=rng.choice([0, 0.0002, 0.001]) * rng.random()))
+    if last and rng.random() < 0.3:
+        found.append(Kill("shutdown", delay=rng.choice([0, 0.001, 0.01]) * rng.random()))
+    return tuple(found)
+
+
+class Play:
+    """A trial under way."""
+
+    def __init__(self, trial, folder, figures):
+        self.trial, self.folder, self.figures = trial, folder, figures
+        self.kept, self.wrong, self.states = [], [], []
+        bad = range(3, trial.n, max(1, trial.n // trial.bad)) if trial.bad else ()
+        self.bad = frozenset(list(bad)[: trial.bad])
+
+    def loader(self, disturbed):
+        from support import DataLoader
+
+        import rustloader
+
+        trial = self.trial
+        dataset = KINDS[trial.kind](
+            trial.n,
+            trial.size,
+            trial.delay,
+            trial.draws,
+            self.bad,
+            stuck=trial.n // 2 if trial.stuck else None,
+            held=trial.stuck == "with the GIL",
+            pickled=trial.pickled,
+            folder=self.folder if disturbed else None,
+        )
+        dataset.workers = trial.workers
+        options = {"max_restarts": 20} if disturbed else {}
+        if disturbed and trial.stuck:
+            options["stall_timeout"] = STALL
+        torch.manual_seed(trial.seed)
+        return (rustloader.StatefulDataLoader if trial.stateful else DataLoader)(
+            dataset,
+            batch_size=trial.batch_size,
+            shuffle=trial.shuffle,
+            collate_fn=restart_data.as_list if trial.pickled and trial.batch_size else None,
+            num_workers=trial.workers,
+            worker_init_fn=dataset.init,
+            prefetch_factor=trial.prefetch,
+            multiprocessing_context=trial.method,
+            persistent_workers=trial.persistent,
+            in_order=trial.in_order,
+            dispatch=trial.dispatch,
+            reorder_window=trial.window,
+            seed_by=trial.seed_by,
+            pin_memory=trial.pinned,
+            on_error="skip" if trial.bad else None,
+            **options,
+        )
+
+    def run(self):
+        loader, self.expected, spans = self.loader(disturbed=False), [], []
+        for _ in range(self.trial.epochs):
+            start = time.monotonic()
+            self.expected.append([(restart_data.numbers(batch), restart_data.content(batch)) for batch in loader])
+            spans.append(time.monotonic() - start)
+            seen = sorted(i for batch, _ in self.expected[-1] for i in batch)
+            assert seen == loader.dataset.good, "the undisturbed run is wrong"
+        end_of(loader)
+        parents = {os.getpid(), multiprocessing.forkserver._forkserver._forkserver_pid}
+        killer = Killer(parents, self.folder, self.trial.by_thread)
+        try:
+            self.disturbed(killer, spans)
+        finally:
+            killer.close()
+        if any(restart_data.content(batch) != before for batch, before in self.kept):
+            self.wrong.append("a batch that was kept has changed")
+        return self.wrong
+
+    def disturbed(self, killer, spans):
+        import rustloader
+
+        loader = self.loader(disturbed=True)
+        for epoch, kills in enumerate(self.trial.kills):
+            shots = [kill._replace(after=kill.after * spans[epoch]) for kill in kills]
+            # A sample that is under way at three deaths is poison. One that is stuck costs a death.
+            killer.begin(Plan(tuple(shots), 1 if self.trial.stuck else 2, self.trial.seed + epoch))
+            try:
+                self.epoch(loader, epoch, killer, {kill.how for kill in kills})
+            finally:
+                killed = killer.end()
+            self.figures["epochs"] += 1
+            self.figures.update(f"killed: {how}" for how, _, _ in killed)
+        faults = rustloader.stats(loader).faults
+        self.figures["restarts"] += faults.restarts
+        self.figures["stalls"] += faults.stalls
+        end_of(loader)
+        # Not earlier: that seeds the generators.
+        for state in self.states:
+            self.resume(*state)
+
+    def epoch(self, loader, epoch, killer, hows):
+        rng = torch.Generator().manual_seed(self.trial.seed + epoch)
+        expected = self.expected[epoch]
+        at = int(torch.randint(max(1, len(expected)), (), generator=rng))
+        iterator = iter(loader)
+        workers, got, state = iterator._workers, [], None
+        for batch in iterator:
+            got.append((restart_data.numbers(batch), restart_data.content(batch)))
+            if self.trial.kept and not self.trial.pinned and len(self.kept) < 10:
+                self.kept.append((batch, got[-1][1]))
+            del batch
+            if len(got) == at + 1 and "state" in hows:
+                killer.say("state")
+                until = time.monotonic() + 0.003
+                while state is None or time.monotonic() < until:
+                    state = loader.state_dict()
+            if len(got) == at + 1 and "shutdown" in hows:
+                killer.say("shutdown")
+                iterator._shutdown_workers()
+                self.compare(epoch, got, expected, whole=False)
+                break
+        else:
+            self.compare(epoch, got, expected)
+        if iterator._workers is not workers or len(workers) != self.trial.workers:
+            self.wrong.append("the iterator has another list of workers")
+        if state is not None:
+            self.states.append((state, epoch, got[: at + 1]))
+
+    def resume(self, state, epoch, before):
+        """A loader that nothing disturbs goes on from the state."""
+        loader = self.loader(disturbed=False)
+        loader.load_state_dict(state)
+        rest = [(restart_data.numbers(batch), restart_data.content(batch)) for batch in loader]
+        end_of(loader)
+        self.compare(f"{epoch}, resumed after {len(before)} batches", before + rest, self.expected[epoch])
+        self.figures["resumed"] += 1
+
+    def compare(self, name, got, expected, whole=True):
+        if self.trial.in_order:
+            right = got == (expected if whole else expected[: len(got)])
+        else:
+            more, fewer = map(collections.Counter, (got, expected))
+            right = not more - fewer and (not whole or not fewer - more)
+        if not right:
+            shown = [[batch for batch, _ in batches] for batches in (got, expected)]
+            text = f"got {shown[0]}, expected {shown[1]}" if shown[0] != shown[1] else f"other contents, {shown[0]}"
+            self.wrong.append(f"epoch {name}: {text}")
+
+
+def end_of(loader):
+    """Ends persistent workers."""
+    iterator, loader._iterator = loader._iterator, None
+    if iterator is not None:
+        iterator._shutdown_workers()
+
+
+class Log(logging.Handler):
+    """Keeps the lines that no restart, stall or bad sample explains."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        if not EXPLAINED.search(record.getMessage()):
+            self.lines.append(f"logged: {record.getMessage()}")
+
+
+def overdue(*_):
+    raise TimeoutError("the trial does not end")
+
+
+def arguments():
+    parser = argparse.ArgumentParser(prog="python -m faults.restarts", description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=100, help="how many epochs at least")
+    parser.add_argument("--seed", type=int, help="of loaders and moments; by default another one each time")
+    parser.add_argument("--only", type=int, help="only the trial of this number")
+    parser.add_argument("--leaks", type=int, metavar="N", help="restart the workers of one iterator N times instead")
+    parser.add_argument("--kind", choices=restart_leaks.KINDS, help="with --leaks: only this kind of loader")
+    return parser.parse_args()
+
+
+def run_all(args, log):
+    """Runs trials until there are enough epochs: (number of wrong ones, figures)."""
+    from conftest import left_after, state
+    from pinning_support import pinning
+
+    failed, figures, before = 0, collections.Counter(), state()
+    signal.signal(signal.SIGALRM, overdue)
+    for name, trial in drawn(Trial, args.epochs, args):
+        wrong = []
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="restarts-"))
+            if trial.pinned:
+                stack.enter_context(pinning())
+            signal.alarm(LIMIT)
+            try:
+                wrong += Play(trial, folder, figures).run()
+            except Exception:
+                wrong.append(traceback.format_exc())
+            signal.alarm(0)
+        figures["trials"] += 1
+        wrong += log.lines
+        log.lines.clear()
+        if (figures["trials"] % 20 == 0 or wrong) and (over := left_after(before, 5)):
+            wrong.append(f"left behind: {over}")
+            before = state()
+        if wrong:
+            print(f"WRONG {name}", *wrong, sep="\n", flush=True)
+        failed += bool(wrong)
+        if figures["trials"] % 50 == 0:
+            print(f"{figures['trials']} trials, {failed} wrong, {dict(figures)}", flush=True)
+        if figures["epochs"] >= args.epochs:
+            break
+    if over := left_after(before, 10):
+        print(f"WRONG at the end\nleft behind: {over}")
+        failed += 1
+    return failed, figures
+
+
+def main():
+    args = arguments()
+    quiet()
+    # A state may be taken after the last batch.
+    warnings.filterwarnings("ignore", "an epoch of 0 batches")
+    import rustloader  # noqa: F401
+
+    multiprocessing.set_forkserver_preload(["torch", "numpy", "rustloader"])
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.resource_tracker.ensure_running()
+    gc.freeze()
+    logger, log = logging.getLogger("rustloader"), Log()
+    logger.addHandler(log)
+    logger.propagate = False
+    if args.leaks:
+        sys.exit(bool(restart_leaks.run(args.leaks, args.kind)))
+    start = time.monotonic()
+    failed, figures = run_all(args, log)
+    shots = sum(count for name, count in figures.items() if name.startswith("killed"))
+    print(f"{figures['trials']} trials, {failed} wrong, {time.monotonic() - start:.0f} s: {dict(figures)}")
+    # Kills at the end of an epoch need no restart. Were most of them too late, the driver would prove nothing.
+    if args.only is None and shots >= 20 and figures["restarts"] < shots / 4:
+        print(f"WRONG {shots} kills, and only {figures['restarts']} restarts")
+        failed += 1
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Endurance: loaders of random kinds with faults mixed in, for as long as you like (`make stress KIND=soak`).
+
+One main process makes one loader after the other. Each batch is compared by its hash with that of torch's loader, up to
+a fault and behind it; with restarts, a stall's limit or bad samples that are left out, up to the end. Some batches are
+kept over many epochs and checked again. A line a minute shows what the process holds; the exit status is 1 if a batch
+was wrong, a fault had another end than it should, or the figures have grown.
+"""
+
+import argparse
+import collections
+import contextlib
+import itertools
+import logging
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+
+import torch
+from support import DataLoader, TorchDataLoader, arena_bytes, mappings, open_files, trim_pool, within
+
+from .soak_data import KINDS, Fault, Spec, hash_of, loader_of, without_bad
+
+METHODS = ["fork"] * 30 + ["forkserver", "spawn"]
+# What happens in an epoch. Half of them run undisturbed.
+FAULTS = ("error", "unpicklable", "segv", "exit", "kill", "break", "stop", "fork", "late", "thread", "stuck", "bad")
+MORTAL = ("segv", "exit", "kill")  # those that end a worker
+RESTARTS = 10
+LIMIT = 120.0  # seconds in which an epoch has to end
+KEPT = 30  # batches that are kept, the oldest one leaves
+
+
+class Soak:
+    def __init__(self, seed, folder):
+        self.rng, self.folder = random.Random(seed), folder
+        self.known = {}
+        self.kept = collections.deque()
+        self.counts = collections.Counter()
+        self.wrong = []
+
+    def expected(self, spec):
+        """The hashes of torch's batches."""
+        if spec not in self.known:
+            if len(self.known) > 200:
+                self.known.clear()
+            self.known[spec] = [hash_of(batch) for batch in without_bad(TorchDataLoader, spec)]
+        return self.known[spec]
+
+    def any_spec(self):
+        choose = self.rng.choice
+        stream = self.rng.random() < 0.25
+        return Spec(
+            kind=choose(KINDS),
+            stream=stream,
+            length=choose([7, 40, 160]),
+            batch_size=choose([None, 1, 3, 8]),
+            workers=self.rng.randint(1, 4),
+        )
+
+    def any_fault(self, spec):
+        if self.rng.random() < 0.5:
+            return None
+        name = self.rng.choice(FAULTS)
+        return Fault(name, self.rng.randrange(spec.length), os.path.join(self.folder, "happened"))
+
+    def epoch(self):
+        """One loader with or without a fault; one to three epochs of it."""
+        spec, rng = self.any_spec(), self.rng
+        fault = self.any_fault(spec)
+        if fault is not None and fault.name == "bad":
+            spec = spec._replace(bad=fault.index)
+        expected = self.expected(spec)
+        options = {
+            "num_workers": spec.workers,
+            "prefetch_factor": rng.randint(1, 4),
+            "persistent_workers": rng.random() < 0.4,
+            "in_order": rng.random() < 0.7,
+            "multiprocessing_context": rng.choice(METHODS),
+            "pin_memory": rng.random() < 0.25,
+            "dispatch": rng.choice([None, "shared_queue"]),
+            "reorder_window": rng.choice([None, None, 1, 3, 32, "64kB"]),
+            "worker_threads": None if spec.stream else rng.choice([None, None, 3]),
+        }
+        options |= self.survival(fault, options)
+        about = f"{spec} {fault} {options}"
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.forget, fault)
+            if options["pin_memory"]:
+                from pinning_support import pinning
+
+                stack.enter_context(pinning())
+            loader = loader_of(DataLoader, spec, fault, **options)
+            for number in range(rng.randint(1, 3)):
+                now, before = (fault, None) if number == 0 else (None, fault)
+                self.one(loader, spec, now, before, expected, options, about)
+
+    def survival(self, fault, options):
+        """The options that let an epoch survive its fault, or end it."""
+        match fault and fault.name:
+            case "late":
+                return {"timeout": 0.3 if options["multiprocessing_context"] == "fork" else 0}
+            case "stuck":
+                return {"stall_timeout": 1, "max_restarts": RESTARTS}
+            case "bad":
+                return {"on_error": "skip", "max_restarts": self.rng.choice([None, RESTARTS])}
+        return {"max_restarts": self.rng.choice([None, RESTARTS])}
+
+    @staticmethod
+    def forget(fault):
+        if fault is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(fault.marker)
+
+    def one(self, loader, spec, fault, before, expected, options, about):
+        body = lambda: self.iterate(loader, fault, before, expected, options)  # noqa: E731
+        try:
+            with within(LIMIT):
+                wrong = in_a_thread(body) if fault is not None and fault.name == "thread" else body()
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"
+        self.counts["epochs"] += 1
+        self.counts["faults"] += fault is not None
+        if wrong:
+            self.wrong.append(f"{wrong}\n    {about}")
+            print(f"WRONG {self.wrong[-1]}", flush=True)
+
+    def iterate(self, loader, fault, before, expected, options):
+        """Describes what is wrong with an epoch; None if nothing is. `before` is the fault of the previous epoch."""
+        name = None if fault is None else fault.name
+        if name is None and options.get("timeout"):
+            name = "late"  # a busy machine, or leftovers of the previous epoch
+        moment = self.rng.randrange(max(1, len(expected)))
+        iterator, got, errors = begun(loader, before), [], []
+        for number in itertools.count():
+            if name is not None and number == moment and self.disturb(name, iterator) == "break":
+                # The iterator goes, with batches under way.
+                break
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            except Exception as error:
+                errors.append(error)
+                if len(errors) > 1 or is_final(error):
+                    break
+                continue
+            got.append(hash_of(batch))
+            self.counts["batches"] += 1
+            if not options["pin_memory"] and self.rng.random() < 0.02:
+                self.keep(batch, got[-1])
+        del iterator
+        return self.judge(name, expected, got, errors, options)
+
+    def disturb(self, name, iterator):
+        """What the main process does to itself or to a worker."""
+        pid = self.rng.choice([worker.pid for worker in iterator._workers])
+        match name:
+            case "break":
+                return "break"
+            case "kill":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            case "stop":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+                    threading.Timer(0.05, lambda: go_on(pid)).start()
+            case "fork":
+                child = os.fork()
+                if child == 0:
+                    os._exit(sum(hash_of(batch) != before for batch, before in self.kept))
+                if os.waitpid(child, 0)[1]:
+                    self.wrong.append("a forked child saw other batches than were kept")
+        return None
+
+    def judge(self, name, expected, got, errors, options):
+        texts, in_order = [str(error) for error in errors], options["in_order"]
+        if name in MORTAL and options["max_restarts"]:
+            name = "restart"
+        if in_order:
+            # One batch may be missing, in whose place an error came.
+            rest = iter(expected)
+            if not all(any(one == other for other in rest) for one in got):
+                return f"{len(got)} batches are no part of torch's, in its order"
+        elif collections.Counter(got) - collections.Counter(expected):
+            return "batches that torch's loader does not give"
+        missing = len(expected) - len(got)
+        match name:
+            case None | "stop" | "fork" | "thread" | "restart" | "stuck" | "bad":
+                fine = not errors and missing == 0
+            case "break":
+                fine = not errors
+            case "error":
+                fine = missing >= 0 and len(errors) <= 1 and all("sample" in text for text in texts)
+            case "unpicklable":
+                fine = len(errors) <= 1 and (missing <= 1 or in_order)
+            case _ if name in MORTAL:
+                fine = all("DataLoader worker" in text and "pid" in text for text in texts)
+                fine = fine and (bool(errors) or missing == 0)
+            case "late":
+                fine = all("timed out" in text for text in texts) and (bool(errors) or missing == 0)
+        return None if fine else f"{name}: {missing} batches missing, errors {texts}"
+
+    def keep(self, batch, before):
+        self.kept.append((batch, before))
+        if len(self.kept) > KEPT:
+            batch, before = self.kept.popleft()
+            if hash_of(batch) != before:
+                self.wrong.append("a batch that was kept has changed")
+                print(f"WRONG {self.wrong[-1]}", flush=True)
+
+
+def begun(loader, before):
+    """A new epoch. With a timeout the workers of a persistent loader may still be at the one before; and a death that
+    no next() has raised, as it came after the last batch, is raised here once."""
+    mortal = before is not None and before.name in MORTAL
+    while True:
+        try:
+            return iter(loader)
+        except RuntimeError as error:
+            died = mortal and is_final(error)
+            if not died and "timed out" not in str(error):
+                raise
+            mortal = mortal and not died
+
+
+def is_final(error):
+    text = str(error)
+    return "exited unexpectedly" in text or "is killed by signal" in text or "timed out" in text
+
+
+def go_on(pid):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def in_a_thread(body):
+    result = []
+    thread = threading.Thread(target=lambda: result.append(body()))
+    thread.start()
+    thread.join()
+    return result[0] if result else "the thread has ended by an error"
+
+
+def held():
+    """What this process holds."""
+    trim_pool()
+    with open("/proc/self/status") as file:
+        sizes = dict(line.split(":", 1) for line in file)
+    return {
+        "anonymous_mib": int(sizes["RssAnon"].split()[0]) >> 10,
+        "arena_mib": arena_bytes() >> 20,
+        "descriptors": len(open_files()),
+        "mappings": len(mappings()),
+        "threads": int(sizes["Threads"]),
+    }
+
+
+def grown(lines):
+    """Which figures are larger in the last third of the minutes than in the second one, in words."""
+    third = len(lines) // 3
+    if third < 2:
+        return []
+    middle, last = lines[third : 2 * third], lines[-third:]
+    allowed = {"anonymous_mib": 64, "arena_mib": 64, "descriptors": 8, "mappings": 8, "threads": 2}
+    found = []
+    for name, slack in allowed.items():
+        before, after = (sorted(line[name] for line in part)[len(part) // 2] for part in (middle, last))
+        if after > before + slack:
+            found.append(f"{name} has grown from {before} to {after}")
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="make stress KIND=soak", description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=20, help="how long (%(default)s)")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of loaders and faults (the time)")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    logging.getLogger("rustloader").setLevel(logging.ERROR)  # a line for each restart, and each bad sample
+    print(f"seed {args.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        soak, lines, start = Soak(args.seed, folder), [], time.monotonic()
+        while (spent := time.monotonic() - start) < args.minutes * 60:
+            soak.epoch()
+            if time.monotonic() - start >= 60 * (len(lines) + 1):
+                lines.append(held())
+                counts = ", ".join(f"{n} {name}" for name, n in soak.counts.items())
+                print(f"{spent / 60:4.1f} min: {counts}, {len(soak.wrong)} wrong; {lines[-1]}", flush=True)
+        soak.kept.clear()
+    last = held()
+    print(f"at the end: {dict(soak.counts)}, {len(soak.wrong)} wrong; {last}")
+    problems = soak.wrong + grown(lines)
+    for problem in problems:
+        print(problem)
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

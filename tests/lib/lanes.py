@@ -1,0 +1,146 @@
+"""Choose the tests of a run: the short form of all of them (`--short`), or one of several equal shares (`--shard 2/4`).
+
+Both go by tests/durations.json: the seconds that a case of each test function takes on two cores, beside others. A
+function that is not in it counts as quick. `--record-durations` writes the file from a run.
+"""
+
+import itertools
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[1] / "durations.json"
+
+# In a short run a function has this many seconds for its cases; one that takes longer for a single case is left out.
+SECONDS_OF_A_FUNCTION = 2.0
+SECONDS_OF_A_CASE = 5.0
+# What is not in the file takes less than `RECORDED`.
+RECORDED, QUICK = 0.1, 0.02
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("lanes")
+    group.addoption("--short", action="store_true", help="run a short form of all tests")
+    group.addoption("--shard", metavar="I/N", type=shard, help="run one of N shares that take about the same time")
+    group.addoption("--quarantined", action="store_true", help="run the tests marked quarantined, too")
+    group.addoption("--record-durations", action="store_true", help=f"write {FILE.name} from this run")
+
+
+def pytest_configure(config):
+    if config.option.record_durations and not hasattr(config, "workerinput"):  # not in pytest-xdist's workers
+        config.pluginmanager.register(Recorder())
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if (marker := item.get_closest_marker("quarantined")) and not config.option.quarantined:
+            (reason,) = marker.args
+            item.add_marker(pytest.mark.skip(reason=f"quarantined: {reason}"))
+    functions = defaultdict(list)
+    for item in items:
+        functions[function_of(item.nodeid)].append(item)
+    kept = set(items)
+    if config.option.short:
+        seconds = read()
+        kept = {item for name, cases in functions.items() for item in short(cases, seconds.get(name, QUICK))}
+    if config.option.shard:
+        number, count = config.option.shard
+        seconds = read()
+        costs = {name: len(kept & set(cases)) * seconds.get(name, QUICK) for name, cases in functions.items()}
+        mine = share(costs, number, count)
+        kept = {item for name in mine for item in functions[name] if item in kept}
+    left_out = [item for item in items if item not in kept]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item in kept]
+
+
+class Recorder:
+    """Writes how long a case of each function took."""
+
+    def __init__(self):
+        self.cases = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report):
+        self.cases[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self):
+        functions = defaultdict(list)
+        for nodeid, seconds in self.cases.items():
+            functions[function_of(nodeid)].append(seconds)
+        write({name: sum(cases) / len(cases) for name, cases in functions.items()})
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+def short(cases, seconds):
+    """The cases of one test function that a short run has: all of them, or as many as there is time for, at least one.
+    None if one alone takes too long."""
+    if seconds > SECONDS_OF_A_CASE:
+        return []
+    count = max(1, int(SECONDS_OF_A_FUNCTION / seconds))
+    if len(cases) <= count:
+        return cases
+    values = [{name: distinct(value) for name, value in parameters(case).items()} for case in cases]
+    return [cases[i] for i in cover(values, count)]
+
+
+def cover(cases, count):
+    """The places of at most `count` cases, dicts of one set of keys, that together have as many values as they can, and
+    then as many pairs of values. Greedy."""
+    chosen = []
+    for size in (1, 2):
+        of_case = [set(itertools.combinations(case.items(), min(size, len(case)))) for case in cases]
+        missing = set().union(*of_case) - set().union(*(of_case[i] for i in chosen))
+        while missing and len(chosen) < count:
+            best = max(range(len(cases)), key=lambda i: len(of_case[i] & missing))
+            chosen.append(best)
+            missing -= of_case[best]
+    return chosen
+
+
+def share(costs, number, count):
+    """The names that the share with this number (from 1) runs: the longest goes to whoever has least so far."""
+    shares = [(0.0, []) for _ in range(count)]
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+        least = min(range(count), key=lambda i: shares[i][0])
+        total, names = shares[least]
+        shares[least] = (total + costs[name], [*names, name])
+    return shares[number - 1][1]
+
+
+# --- helpers --------------------------------------------------------------------------------------
+
+
+def shard(text):
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise ValueError(text)
+    return int(number), int(count)
+
+
+def function_of(nodeid):
+    """A test's file and function, without its folder and its parameters: a file may move."""
+    return nodeid.partition("[")[0].rpartition("/")[2]
+
+
+def parameters(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def distinct(value):
+    """The value if it is a simple one; for others, which may have no `==`, the object itself."""
+    return value if isinstance(value, (str, bytes, int, float, type(None))) else id(value)
+
+
+def read():
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+def write(seconds):
+    """Replaces what was measured; functions that did not run keep their entries."""
+    kept = {name: s for name, s in (read() | seconds).items() if s >= RECORDED}
+    FILE.write_text(json.dumps({name: round(kept[name], 1) for name in sorted(kept)}, indent=0) + "\n")

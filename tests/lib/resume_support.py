@@ -1,0 +1,176 @@
+"""Workers that begin where a test says, and the snapshots that they send."""
+
+import dataclasses
+import pickle
+import types
+
+import torch
+from generators import drawn
+from sample_data import Numbers
+from support import DataLoader
+from torch.utils.data import IterableDataset, get_worker_info
+
+import rustloader
+from rustloader.iterator import session
+from rustloader.workers import main
+from rustloader.workers.bootstrap import Job
+from rustloader.workers.snapshots import Publisher, SnapshotPolicy, read
+
+BASE = 7
+
+
+class Workers:
+    """Gives workers a start and a policy, and keeps the snapshots that they send."""
+
+    def __init__(self, folder, monkeypatch):
+        folder.mkdir()
+        self.folder = folder
+        self.set()
+        monkeypatch.setattr(session, "Job", self.job)
+        # Workers are forked.
+        monkeypatch.setattr(main, "Publisher", self.publisher)
+
+    def set(self, *starts, every=1, first_ordinal=0, ahead=()):
+        self.starts, self.policy, self.ahead = list(starts) or None, SnapshotPolicy(every, first_ordinal), ahead
+        for file in self.folder.iterdir():
+            file.unlink()
+
+    def job(self, *, seeding, **kw):
+        if seeding is not None:
+            seeding = dataclasses.replace(seeding, first_ordinal=self.policy.first_ordinal, ahead=self.ahead)
+        return Job(seeding=seeding, snapshots=self.policy, starts=self.starts, **kw)
+
+    def publisher(self, port, *args):
+        return Publisher(types.SimpleNamespace(send_snapshot=self.keep), *args)
+
+    def keep(self, count, payload, is_error):
+        with open(self.folder / str(get_worker_info().id), "ab") as file:
+            pickle.dump((count, payload, is_error), file)
+        return True
+
+    def sent(self, worker=0):
+        """(count, state or error, is_error) of each snapshot of a worker."""
+        found = []
+        if (path := self.folder / str(worker)).exists():
+            with open(path, "rb") as file:
+                while file.peek(1):
+                    count, payload, is_error = pickle.load(file)
+                    found.append((count, (pickle.loads if is_error else read)(payload), is_error))
+        return found
+
+    def start(self, answers, worker, replay):
+        """How the worker begins after some of its answers, from its newest snapshot then."""
+        _, state, _ = [it for it in self.sent(worker) if it[0] <= answers][-1]
+        return dataclasses.replace(state, replay=replay)
+
+
+def make(dataset, count=1, **kw):
+    torch.manual_seed(BASE)
+    return DataLoader(dataset, num_workers=count, **dict(collate_fn=logged, batch_size=2) | kw)
+
+
+def log():
+    return get_worker_info().dataset.log
+
+
+def logged(samples):
+    """The samples, and what was done in the worker before."""
+    before = list(log())
+    log().append("collate")
+    return samples, before
+
+
+def log_init(worker_id):
+    log().append("init")
+
+
+class Logged:
+    """Has a state. Notes what is done with it."""
+
+    def __init__(self):
+        self.log = []
+        self.mark = None
+
+    def state_dict(self):
+        self.log.append("state")
+        return {"mark": self.mark}
+
+    def load_state_dict(self, state):
+        self.log.append(f"load {state}")
+        self.mark = state["mark"]
+
+
+class Tail(Logged, IterableDataset):
+    """The numbers below n. Its iterator has a state, too."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.n = n
+
+    def __iter__(self):
+        self.log.append("iter")
+        return TailIterator(self)
+
+    def __getitem__(self, i):
+        raise AssertionError
+
+
+class TailIterator:
+    def __init__(self, dataset):
+        self.dataset, self.i = dataset, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.dataset.log.append(self.i)
+        if self.i >= self.dataset.n:
+            raise StopIteration
+        self.i += 1
+        return self.i - 1
+
+    def state_dict(self):
+        return {"i": self.i}
+
+    def load_state_dict(self, state):
+        self.dataset.log.append(f"load iterator {state}")
+        self.i = state["i"]
+
+
+class Recalling(Numbers):
+    """Sample i is (i, the samples made before it, what it drew). What it has made is its state."""
+
+    def __init__(self, n, in_order=True):
+        super().__init__(n)
+        self.made, self.in_order = [], in_order
+
+    def __getitem__(self, i):
+        before = list(self.made) if self.in_order else None
+        self.made.append(int(i))
+        return int(i), before, drawn() if self.in_order else rustloader.sample_seed()
+
+    def state_dict(self):
+        return {"made": sorted(self.made)}
+
+    def load_state_dict(self, state):
+        self.made = list(state["made"])
+
+
+class Faulty(Recalling):
+    """Samples 2 and 9 fail."""
+
+    error = KeyError
+
+    def __getitem__(self, i):
+        sample = super().__getitem__(i)
+        if i in (2, 9):
+            raise self.error(f"sample {int(i)}")
+        return sample
+
+
+def with_draws(samples):
+    return samples, drawn()
+
+
+def bad_init(worker_id):
+    raise KeyError("init")

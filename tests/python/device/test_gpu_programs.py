@@ -1,0 +1,118 @@
+"""The programs that need a CUDA device (`KIND=gpu` of `make compare` and `make stress`), as far as they run without.
+
+They are for machines with a card, and must not break at their first use there.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree
+from unittest import mock
+
+import pytest
+import torch
+from support import HERE, ROOT, rustloader
+
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
+
+BENCHES = ROOT / "benches"
+
+
+def run(*command, folder=HERE):
+    arguments = [sys.executable, *map(str, command)]
+    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = dict(os.environ, PYTHONPATH=path)
+    done = subprocess.run(
+        arguments, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=550
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("program", ["gpu.py", "to_device.py"])
+def test_a_comparison_runs_as_a_whole_without_a_card(program, tmp_path):
+    step = ["--step", "1"] if program == "to_device.py" else []
+    arguments = ["--device", "cpu", "--quick", "--rounds", "1", "--workers", "1", "--rows", "tokens", *step]
+    arguments += ["--trace", tmp_path / "out"]
+    status, out, err = run(BENCHES / program, *arguments)
+    assert status == 0, out + err
+    assert "no card: the CPU, no figures to quote" in out and "tokens" in out and "FAILED" not in out
+    assert json.loads((tmp_path / "out.tokens.json").read_text())["traceEvents"]
+    rows = ["cudaMemcpyAsync", "memcpy", "torch pageable", "torch pinned", "ours pageable", "ours"]
+    assert all(row in out for row in rows) if program == "to_device.py" else "ratio" in out
+
+
+def test_registering_runs_as_a_whole_without_a_card():
+    arguments = ["--device", "cpu", "--mib", "4", "--grain", "2", "--sizes", "0.5,1", "--rounds", "1"]
+    status, out, err = run(BENCHES / "registered.py", *arguments)
+    assert status == 0, out + err
+    assert "no figures to quote" in out and "ms per 2 MiB" in out and "unregister" in out
+    status, _, err = run(BENCHES / "registered.py", "--device", "cpu", "--sizes", "100")
+    assert status == 2 and "a batch must fit into a grain" in err
+
+
+def test_a_profile_is_drawn(tmp_path):
+    def event(category, name, stream, begin, microseconds):
+        times = {"ph": "X", "ts": begin, "dur": microseconds}
+        return {"cat": category, "name": name, "args": {"stream": stream}} | times
+
+    events = [
+        event("kernel", "gemm", 7, 0, 3000),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 13, 2000, 2000),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 7, 5000, 100),
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000},
+    ]
+    trace, picture = tmp_path / "trace.json", tmp_path / "overlap.svg"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    status, out, err = run(BENCHES / "overlap.py", trace, picture)
+    assert status == 0, err
+    assert out.startswith("50% of the time of copies to the device a kernel ran, too")
+    root = xml.etree.ElementTree.parse(picture).getroot()
+    words = [it.text for it in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "5.1 ms: 50% of the copies to the device beside kernels" in words
+    assert "stream 7" in words and "stream 13" in words
+    trace.write_text(json.dumps({"traceEvents": events[3:]}))
+    status, _, err = run(BENCHES / "overlap.py", trace, picture)
+    assert status == 2 and "has no work of a device" in err
+
+
+def test_without_the_sanitizer_make_says_where_it_comes_from(tmp_path):
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    # Its prerequisites are left alone: -o takes them as they are.
+    command = ["make", "-o", "build", "stress", "KIND=gpu-sanitizer", "SANITIZER=no-such-sanitizer"]
+    done = subprocess.run(command, cwd=BENCHES.parent, capture_output=True, text=True)
+    assert done.returncode != 0 and "no-such-sanitizer was not found. It comes with the CUDA toolkit" in done.stderr
+
+
+NEED_A_CARD = [*(BENCHES / name for name in ("gpu.py", "to_device.py", "registered.py")), "faults/device_stress.py"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
+@pytest.mark.parametrize("program", NEED_A_CARD, ids=str)
+def test_without_a_card_they_say_that_they_need_one(program):
+    status, out, err = run(program)
+    assert (status, out) == (2, "") and err.startswith("no CUDA device: this ") and "for a machine that has one" in err
+
+
+def test_the_stress_finds_nothing_wrong_on_the_stand_in():
+    status, out, err = run("-m", "faults.device_stress", "--stand-in", "--epochs", "12", "--seed", "3")
+    assert status == 0, out + err
+    assert out.startswith("12 epochs, ") and "on a device without hardware: all sums right (--seed 3)" in out
+
+
+def test_the_stress_notices_a_stream_that_does_not_wait():
+    from faults import device_stress
+    from standin import StandIn
+
+    rng = random.Random(1)
+    loader = rustloader.DataLoader(device_stress.Stamped(160, 64), batch_size=4, num_workers=1)
+    side = device_stress.WithoutHardware(rng)
+    with (
+        mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: side.device),
+        mock.patch.object(StandIn, "wait", lambda self, stream, event: None),
+        pytest.raises(device_stress.Wrong),
+    ):
+        device_stress.epoch(loader, side, rng)

@@ -1,0 +1,256 @@
+"""The pin thread from the start of the workers to their end (S1-S8 with pinning; the attribute table)."""
+
+import collections
+import contextlib
+import gc
+import itertools
+import threading
+
+import pytest
+import torch
+from copied_shutdown import copied_shutdown
+from pinning_support import pinning
+from sample_data import Epochs, Images, Numbers, Shards
+from support import (
+    TORCH_MODE,
+    DataLoader,
+    TorchDataLoader,
+    arena_bytes,
+    epoch,
+    from_engine,
+    gone,
+    in_thread,
+    mappings,
+    open_files,
+    outcome,
+    outcomes_of,
+    threads_named,
+    trim_pool,
+    values,
+    wait_until,
+    within,
+    worker_pids,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+THREAD = "pt_data_pin" if TORCH_MODE else "rl_pin"
+
+
+@pytest.fixture
+def host():
+    with pinning() as host:
+        yield host
+        assert wait_until(lambda: gc.collect() is not None and not host.live), "pinned memory was kept back"
+
+
+def none_left(pids):
+    return wait_until(lambda: all(map(gone, pids)) and threads_named(THREAD) == 0)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_s1_an_iterator_dropped_in_mid_epoch_ends_thread_and_workers(host, taken):
+    iterator = iter(DataLoader(Images(40), batch_size=2, num_workers=2, pin_memory=True))
+    pids = worker_pids(iterator)
+    for _ in range(taken):
+        next(iterator)
+    del iterator
+    assert none_left(pids)
+
+
+class Recorded:
+    """An engine, and the order in which its methods are called."""
+
+    def __init__(self, engine, calls):
+        self.engine, self.calls = engine, calls
+
+    def __getattr__(self, name):
+        self.calls.append(name)
+        return getattr(self.engine, name)
+
+
+@pytest.mark.ours
+def test_s4_the_pin_thread_is_told_to_end_before_the_workers(host):
+    iterator = iter(DataLoader(Images(40), batch_size=2, num_workers=2, pin_memory=True))
+    pids, calls = worker_pids(iterator), []
+    iterator._mode.group.engine = Recorded(iterator._engine(), calls)
+    iterator._shutdown_workers()
+    ending = [name for name in calls if name in ("stop_pinning", "close", "join_pinning", "wait_gone")]
+    assert ending[:4] == ["stop_pinning", "close", "join_pinning", "wait_gone"]
+    assert none_left(pids)
+
+
+def test_p18_the_end_of_an_epoch_ends_thread_and_workers(host):
+    iterator = iter(DataLoader(Numbers(6), num_workers=2, pin_memory=True))
+    pids, thread = worker_pids(iterator), iterator._pin_memory_thread
+    assert values(iterator) == [[i] for i in range(6)]
+    assert not thread.is_alive() and all(map(gone, pids))
+    assert outcome(next, iterator) == ("end",)
+
+
+def test_p11_persistent_epochs_also_after_a_break(host):
+    loader = DataLoader(Numbers(24), batch_size=2, num_workers=3, pin_memory=True, persistent_workers=True)
+    expected = values(TorchDataLoader(Numbers(24), batch_size=2))
+    for taken in (2, 0, 11, 12, 5, 1):
+        iterator = iter(loader)
+        thread = iterator._pin_memory_thread
+        assert values(itertools.islice(iterator, taken)) == expected[:taken]
+    with from_engine(12):
+        assert values(loader) == expected
+    assert loader._iterator is iterator and iterator._pin_memory_thread is thread and threads_named(THREAD) == 1
+    iterator._shutdown_workers()
+
+
+def test_p15_datasets_that_end_at_different_times(host):
+    def found(cls, in_order):
+        loader = cls(Shards([5, 0, 9]), batch_size=2, num_workers=3, pin_memory=True, in_order=in_order)
+        return outcomes_of(loader, 12)
+
+    assert found(DataLoader, True) == found(TorchDataLoader, True)
+    assert sorted(found(DataLoader, False)) == sorted(found(TorchDataLoader, False))
+
+
+def test_persistent_iterable_epochs(host):
+    loader = DataLoader(Epochs(), batch_size=None, num_workers=2, pin_memory=True, persistent_workers=True)
+    for number in range(3):
+        got = list(loader)
+        assert got == [[w, number, i] for i in range(3) for w in range(2)]
+    loader._iterator._shutdown_workers()
+
+
+def test_counters_are_torchs_at_every_step(host):
+    def counters(iterator):
+        tasks = {task: info[0] for task, info in iterator._task_info.items()}
+        return iterator._send_idx, iterator._rcvd_idx, tasks
+
+    def steps(cls):
+        iterator = iter(cls(Numbers(7), num_workers=2, pin_memory=True))
+        return [counters(iterator), *((batch.tolist(), counters(iterator)) for batch in iterator)]
+
+    assert steps(DataLoader) == steps(TorchDataLoader)
+
+
+def test_two_iterators_at_once_each_with_a_thread(host):
+    loader = DataLoader(Numbers(30), num_workers=2, pin_memory=True)
+    first, second = iter(loader), iter(loader)
+    assert wait_until(lambda: threads_named(THREAD) == 2)
+    for i, (a, b) in enumerate(zip(first, second, strict=True)):
+        assert a.item() == b.item() == i
+    assert wait_until(lambda: threads_named(THREAD) == 0)
+
+
+def test_next_from_other_threads(host):
+    iterator = in_thread(lambda: iter(DataLoader(Numbers(20), num_workers=2, pin_memory=True)))
+    got = [in_thread(next, iterator).item() for _ in range(5)] + [x.item() for x in iterator]
+    assert got == list(range(20))
+
+
+@pytest.mark.ours
+def test_two_threads_in_one_next_and_one_that_shuts_down(host):
+    iterator = iter(DataLoader(Shards([100_000]), batch_size=None, num_workers=1, pin_memory=True))
+    got = collections.deque()
+
+    def consume():
+        with contextlib.suppress(RuntimeError, StopIteration):
+            while True:
+                got.append(int(next(iterator)[1]))
+
+    consumers = [threading.Thread(target=consume) for _ in range(2)]
+    for thread in consumers:
+        thread.start()
+    assert wait_until(lambda: len(got) > 50)
+    with within(20):
+        iterator._shutdown_workers()
+    for thread in consumers:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(set(got)) == len(got)
+    assert sorted(got)[: len(got) - 2] == list(range(len(got) - 2)), "all but what the shutdown took from under them"
+    assert none_left(worker_pids(iterator))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("taken", [0, 3, 30])
+def test_a_copied_shutdown_routine_ends_thread_and_workers(host, persistent, taken):
+    iterator = iter(DataLoader(Numbers(30), num_workers=2, pin_memory=True, persistent_workers=persistent))
+    for _ in range(taken):
+        next(iterator)
+    with within(20):
+        copied_shutdown(iterator)
+    assert [w.exitcode for w in iterator._workers] == [0, 0]
+    assert not iterator._pin_memory_thread.is_alive()
+    iterator._shutdown_workers()
+    copied_shutdown(iterator)
+    assert none_left(worker_pids(iterator))
+
+
+@pytest.mark.ours
+def test_join_waits_for_the_thread_as_long_as_it_is_told_to(host):
+    host.delay = 3
+    iterator = iter(DataLoader(Numbers(30), num_workers=1, pin_memory=True))
+    assert wait_until(lambda: THREAD in host.threads), "it is in the allocator"
+    iterator._pin_memory_thread_done_event.set()
+    iterator._pin_memory_thread.join(0.01)
+    assert iterator._pin_memory_thread.is_alive()
+    iterator._pin_memory_thread.join()
+    assert not iterator._pin_memory_thread.is_alive()
+
+
+@pytest.mark.ours
+def test_the_thread_that_was_told_to_end_has_exited_unexpectedly(host):
+    """As in torch's loader, where next() notices after up to 5 s."""
+    iterator = iter(DataLoader(Numbers(30), num_workers=1, pin_memory=True))
+    event, thread = iterator._pin_memory_thread_done_event, iterator._pin_memory_thread
+    assert not event.is_set()
+    event.set()
+    assert event.is_set()
+    thread.join(60)
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="Pin memory thread exited unexpectedly"):
+        values(iterator)
+    assert wait_until(lambda: all(map(gone, worker_pids(iterator))))
+
+
+@pytest.mark.ours
+def test_a_thread_that_cannot_be_started_is_an_error_of_iter(host, monkeypatch):
+    def fail(self, device):
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr("rustloader.device.pinning.Pinner.__init__", fail)
+    loader = DataLoader(Numbers(4), num_workers=2, pin_memory=True, persistent_workers=True)
+    with within(10), pytest.raises(RuntimeError, match="no device"):
+        iter(loader)
+    monkeypatch.undo()
+    assert values(loader) == [[i] for i in range(4)]
+    loader._iterator._shutdown_workers()
+
+
+@pytest.mark.ours
+def test_the_arena_of_an_epoch_is_used_by_the_next_and_nothing_grows(host):
+    loader = DataLoader(Images(24, (3, 128, 128)), batch_size=4, num_workers=2, pin_memory=True)
+    trim_pool()
+    files, arenas, memory = [], [], []
+    for k in range(4):
+        for taken, _ in zip(range(6), loader, strict=False):
+            if k == 2 and taken == 3:
+                break  # pinned and not taken
+        assert wait_until(lambda: threads_named(THREAD) == 0), "the thread holds descriptors to its end"
+        files.append(len(open_files()))
+        arenas.append(len(mappings()))
+        memory.append(arena_bytes())
+    assert arenas == [1] * 4, "one arena, from the pool each time"
+    assert files[1:] == files[:-1]
+    assert max(memory) < 2 * memory[0] + (1 << 20)
+
+
+@pytest.mark.ours
+def test_blocks_of_batches_that_nobody_took_are_given_back(host):
+    loader = DataLoader(Images(400, (3, 64, 64)), batch_size=4, num_workers=2, pin_memory=True, persistent_workers=True)
+    for _ in range(12):
+        iterator = iter(loader)
+        next(iterator)
+    assert len(epoch(loader)) == 100
+    used, held = iterator._core.memory()
+    assert held < 1 << 20 and used < 8 << 20, "the workers' own reserve, and warm pages for what is under way"
+    iterator._shutdown_workers()
+    assert torch.equal(next(iter(loader))[0][0], Images(1, (3, 64, 64)).image(0))
+    loader._iterator._shutdown_workers()

@@ -1,0 +1,51 @@
+"""docs/compatibility.md stays true: each library of `make ecosystem` has its row, each row its example and its test."""
+
+import ast
+import re
+
+import pytest
+from support import ROOT
+
+pytestmark = pytest.mark.ours
+
+DOCUMENT = (ROOT / "docs" / "compatibility.md").read_text()
+REQUIREMENTS = (ROOT / "tests" / "ecosystem" / "requirements.txt").read_text()
+TESTS = ast.parse((ROOT / "tests" / "ecosystem" / "test_examples.py").read_text())
+
+# The decorators of a test, and the ways to switch that it goes through.
+WAYS = {"ways": "install, run", "ways_and_import": "import, install, run"}
+
+
+def rows():
+    """The cells of each row, with those of the row above where the first is empty."""
+    above = None
+    for line in DOCUMENT.splitlines():
+        cells = re.split(r"\s*\|\s*", line)[1:-1]
+        if line.startswith("|") and not line.startswith("|---") and cells[0] != "library":
+            assert len(cells) == 6, line
+            above = cells if cells[0] else [cell or over for cell, over in zip(cells, above, strict=True)]
+            yield above
+
+
+ROWS = list(rows())
+
+
+def is_comparison(node):
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "compare"
+
+
+def test_every_library_has_a_row_with_its_version():
+    libraries = set(re.findall("(?m)^[a-z].*", REQUIREMENTS)) - {"pytest", "pytest-timeout"}
+    assert {first.split()[0] for first, *_ in ROWS} == libraries | {"torch"}
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for _, version, *_ in ROWS)
+
+
+def test_every_row_names_an_example_and_its_test():
+    calls = {}
+    for node in TESTS.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            (way,) = [WAYS[name.id] for name in node.decorator_list if isinstance(name, ast.Name)]
+            (example,) = [call.args[0].value for call in ast.walk(node) if is_comparison(call)]
+            calls[node.name] = (f"`{example}.py`", way)
+    assert {test: (example, way) for _, _, way, example, _, test in ROWS} == calls
+    assert all((ROOT / "examples" / f"{example.strip('`')}").exists() for _, _, _, example, _, _ in ROWS)

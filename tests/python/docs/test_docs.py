@@ -1,0 +1,305 @@
+"""The documentation: its Python runs, the commands and options in it exist, its links lead somewhere.
+
+Every block of code names its language: `python` runs, page by page, in a process of its own, after docs_given.py;
+`sh` is checked command by command; `text` is not code (output, a drawing). One that cannot be tested begins with
+`# Not run by the tests: why`, for readers to see, and is skipped here by that reason.
+"""
+
+import functools
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from typing import NamedTuple
+
+import pytest
+from support import ROOT, run_script
+
+from rustloader.tools.cli import parser
+
+pytestmark = pytest.mark.ours
+
+PAGES = {str(path.relative_to(ROOT)): path for path in [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]}
+LANGUAGES = {"python", "sh", "text"}
+NOT_RUN = "# Not run by the tests: "
+# Of a page that starts more workers than this machine has cores.
+MANY_WORKERS = "'ignore', 'This DataLoader will create', UserWarning"
+# Commands of other packages, which are not looked into.
+OTHERS = {"git", "cd", "conda"}
+# Variables of the C library.
+OTHERS_VARIABLES = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
+# Files and modules that stand for the reader's own.
+READERS = {"train.py", "mypackage.train", "mypackage.data:train_loader", "train.py:make_loader"}
+
+
+class Block(NamedTuple):
+    page: str
+    line: int  # of its first line, from 1
+    language: str
+    text: str
+
+    @property
+    def not_run(self):
+        first = self.text.partition("\n")[0]
+        return first.removeprefix(NOT_RUN) if first.startswith(NOT_RUN) else None
+
+
+def blocks(page):
+    """The fenced blocks of a page. The remaining lines are not code, whatever they look like."""
+    found, opened = [], None
+    for number, line in enumerate(PAGES[page].read_text().splitlines(), 1):
+        fence = re.fullmatch(r"( *)(`{3,}|~{3,})\s*(.*)", line)
+        if opened is None and fence:
+            opened, body = (number, *fence.groups()), []
+        elif opened and fence and fence[2].startswith(opened[2]) and not fence[3]:
+            found.append(Block(page, opened[0] + 1, opened[3].split(" ")[0], "".join(body)))
+            opened = None
+        elif opened:
+            body.append(line.removeprefix(opened[1]) + "\n")
+    assert opened is None, f"{page}:{opened[0]}: a fence without an end"
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def place(block):
+    return f"{block.page}:{block.line}"
+
+
+def test_every_block_says_what_it_is():
+    unknown = [f"{place(b)}: {b.language!r}" for b in BLOCKS if b.language not in LANGUAGES]
+    assert not unknown, f"{unknown}; a block is one of {sorted(LANGUAGES)}"
+    assert {block.language for block in BLOCKS} == LANGUAGES
+    assert not [b for b in BLOCKS if b.language == "text" and b.not_run is not None]
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.not_run is not None], ids=place)
+def test_a_block_that_is_not_run_says_why(block):
+    assert re.fullmatch(r"[a-z].*\.|[A-Z].*\.", block.not_run), "a reason is a sentence"
+    pytest.skip(f"not run: {block.not_run}")
+
+
+# Python
+
+
+def page_script(page):
+    """The Python of a page as one script whose lines have the numbers that they have in the page."""
+    lines = [""] * len(PAGES[page].read_text().splitlines())
+    lines[0] = (
+        f"import warnings; warnings.simplefilter('error'); warnings.filterwarnings({MANY_WORKERS}); "
+        "from docs_given import *"
+    )
+    for block in (b for b in blocks(page) if b.language == "python" and b.not_run is None):
+        body = block.text.splitlines()
+        lines[block.line - 1 : block.line - 1 + len(body)] = body
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" for b in blocks(page))])
+def test_the_python_of_a_page_runs(page, tmp_path):
+    script = tmp_path / (page.replace("/", "_").replace(".", "_") + ".py")
+    status, out, err = run_script(page_script(page), 550, file=script, head="", fresh=False, cwd=tmp_path)
+    # Nor does the loader say anything in the log.
+    assert (status, err) == (0, ""), f"{page}\n{out}{err}"
+
+
+# Commands
+
+
+def commands(block):
+    """The commands of a shell block, as lists of words."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        command = []
+        for word in [*words, ";"]:
+            if word in ("&&", "||", "|", ";"):
+                if command:
+                    yield command
+                command = []
+            else:
+                command.append(word)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "sh" and b.not_run is None], ids=place)
+def test_the_commands_of_a_block_exist(block):
+    found = list(commands(block))
+    assert found
+    for words in found:
+        check_command(words)
+
+
+def check_command(words):
+    while (variable := re.match(r"([A-Za-z_]+)=", words[0])) is not None:
+        assert variable[1] in known_variables() | OTHERS_VARIABLES, variable[1]
+        words = words[1:]
+    name, *rest = words
+    if name in OTHERS:
+        return
+    if name == "make":
+        check_make(rest)
+    elif name == "pip":
+        check_pip(rest)
+    elif name == "uv":
+        assert rest[0] == "pip", words
+        check_pip(rest[1:])
+    elif name == "rustloader":
+        check_ours(rest)
+    elif name in ("python", "torchrun", "accelerate"):
+        at = [k for k in range(len(rest)) if rest[k : k + 2] == ["-m", "rustloader"]]
+        if at:
+            check_launcher(name, rest[: at[0]])
+            check_ours(rest[at[0] + 2 :])
+        else:
+            assert name == "python" and is_there(rest[0]), words
+            check_script(rest)
+    else:
+        raise AssertionError(f"no check for {words}")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_make_targets_in_the_text_exist(page):
+    for command in re.findall(r"`(make [^`\n]+)`", PAGES[page].read_text()):
+        words = [word for word in shlex.split(command)[1:] if word != "..." and not word.startswith("ARGS=")]
+        check_make(words)
+
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+KINDS = {name.lower(): re.findall(rf"^{name}\.([a-z-]+) :=", MAKEFILE, re.MULTILINE) for name in ("STRESS", "COMPARE")}
+
+
+def check_make(words):
+    targets = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
+    for word in words:
+        variable, equals, value = word.partition("=")
+        if variable == "KIND":
+            assert value in KINDS[words[0]], words
+        else:
+            assert (variable in ("JOBS", "LANE", "PYTHON", "TORCH")) if equals else word in targets, word
+
+
+def check_pip(words):
+    assert words[0] == "install"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words[1:]:
+        what = re.fullmatch(r"(\.|rustloader)(?:\[(.*)\])?", word)
+        assert what and set((what[2] or "").split(",")) <= {"", *extras}, word
+
+
+def check_launcher(name, words):
+    if name == "torchrun":
+        options = known_options("torch.distributed.run")
+        assert {word.partition("=")[0] for word in words if word.startswith("-")} <= options, words
+    else:
+        assert words == {"python": [], "accelerate": ["launch"]}[name]
+
+
+def check_ours(words):
+    """Words after `python -m rustloader`."""
+    if words[0].startswith("-"):
+        assert words[0] in ("--help", "--version"), words
+        return
+    command, *rest = words
+    ours, scripts = parser.script_arguments(words) if command == "run" else (words, [])
+    options = {word.partition("=")[0] for word in ours[1:] if word.startswith("-")}
+    assert options <= known_options("rustloader", command) | {"-m"}, words
+    if command in ("doctor", "top") or "--help" in words:
+        return
+    # All else than a name of a file is a value of an option.
+    assert any(map(is_there, rest)), f"{words}: name a file, or one of {sorted(READERS)}"
+    if command == "run":
+        check_script([ours[-1], *scripts])
+
+
+def is_there(name):
+    return name in READERS or (ROOT / name).is_file()
+
+
+def check_script(words):
+    """The repository's script accepts the options that it is given."""
+    script, *rest = words
+    if script not in READERS:
+        source = (ROOT / script).read_text()
+        assert all(word.partition("=")[0] in source for word in rest if word.startswith("-")), words
+
+
+@functools.cache
+def known_options(module, *command):
+    done = subprocess.run([sys.executable, "-m", module, *command, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", done.stdout))
+
+
+@functools.cache
+def known_variables():
+    """Environment variables that our sources name."""
+    sources = [*ROOT.glob("python/**/*.py"), *ROOT.glob("src/**/*.rs")]
+    return {name for path in sources for name in re.findall(r"RUSTLOADER_[A-Z_]+", path.read_text())}
+
+
+def test_the_reference_has_all_environment_variables():
+    of_tests = {"RUSTLOADER_FAILPOINT", "RUSTLOADER_MEMORY_ROOT"}
+    told = set(re.findall(r"^\| `(RUSTLOADER_[A-Z_]+)` \|", PAGES["docs/options.md"].read_text(), re.MULTILINE))
+    assert told == known_variables() - of_tests
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make no-such-target",
+        "make test ARGS=-k",
+        "pip install rustloader[no-such-extra]",
+        "python -m rustloader no-such-command train.py",
+        "python -m rustloader run --no-such-option train.py",
+        "python -m rustloader check no_such_file.py:make",
+        "torchrun --no-such-option 2 -m rustloader run train.py",
+        "RUSTLOADER_NO_SUCH=1 python -m rustloader run train.py",
+        "python examples/no_such_file.py",
+        "python examples/train_digits.py --no-such-option",
+        "python -m rustloader run examples/train_digits.py --no-such-option",
+        "no-such-command",
+    ],
+)
+def test_a_command_that_is_wrong_is_found(command):
+    with pytest.raises(AssertionError):
+        check_command(shlex.split(command))
+
+
+# Links
+
+
+def without_code(text):
+    text = re.sub(r"^( *)(```|~~~).*?^\1\2 *$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(path):
+    """The anchors of a page's headings, as GitHub makes them in the root, and mkdocs in docs/."""
+    found = set()
+    text = re.sub(r"^( *)(```|~~~).*?^\1\2 *$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for title in re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE):
+        slug = re.sub(r"[^\w\s-]", "", title.replace("`", "")).strip().lower()
+        found.add(re.sub(r"[-\s]+", "-", slug) if path.parent == ROOT / "docs" else slug.replace(" ", "-"))
+    return found | set(re.findall(r"^::: (\S+)", text, re.MULTILINE))  # mkdocstrings gives each object one
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    here = PAGES[page]
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(here.read_text())):
+        if re.match(r"https?://", target):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (here.parent / file).resolve() if file else here
+        assert path.exists() and path.is_relative_to(ROOT), f"{page}: {target}"
+        assert not anchor or anchor in anchors(path), f"{page}: {target}: no such heading"
+
+
+def test_the_site_has_every_page():
+    """What mkdocs itself checks (`make docs`), where it is not installed."""
+    nav = re.search(r"^nav:\n((?: +- .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)[1]
+    assert sorted(re.findall(r": (\S+\.md)$", nav, re.MULTILINE)) == sorted(
+        str(path.relative_to(ROOT / "docs")) for path in PAGES.values() if path.parent == ROOT / "docs"
+    )

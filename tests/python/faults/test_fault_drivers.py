@@ -1,0 +1,52 @@
+"""The fault drivers of `make stress`, for a few rounds each. They print the seed and the round of what is wrong."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import refusals
+
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
+
+
+def drive(module, *arguments):
+    path = os.pathsep.join([refusals.HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    command = [sys.executable, "-m", f"faults.{module}", *map(str, arguments)]
+    environment = dict(os.environ, PYTHONPATH=path)
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=380
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_s3_a_kill_at_a_random_moment_is_named_and_leaves_nothing():
+    # The machine may be busy: `make stress KIND=kill` has a limit of one second.
+    drive("kill", "--epochs", 8, "--seed", 1, "--limit", 30)
+
+
+def test_an_interrupt_at_a_random_moment_ends_the_process():
+    drive("interrupts", "--count", 8, "--seed", 1, "--limit", 60)
+
+
+def test_whatever_ends_main_its_workers_are_gone():
+    drive("ends", "--limit", 30, "--only", "fork")
+
+
+def test_an_iterator_may_be_dropped_at_any_moment_in_any_way():
+    drive("drops", "--count", 20, "--seed", 1)
+
+
+def test_connections_may_fail_at_any_byte():
+    drive("connections", "--epochs", 8, "--seed", 2)
+
+
+def test_forks_while_other_loaders_work():
+    drive("forks", "--forks", 8, "--seed", 1)
+
+
+def test_a_failing_call_is_done_without_or_named():
+    if not os.path.exists(refusals.CORE):
+        reason = "the extension with failpoints is not built: make failpoints"
+        (pytest.fail if os.environ.get("RUSTLOADER_REQUIRE_ALL") else pytest.skip)(reason)
+    drive("failures", "--some", 15)

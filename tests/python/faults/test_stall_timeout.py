@@ -1,0 +1,566 @@
+"""stall_timeout: a worker that is in one batch for longer is killed, and counts as dead."""
+
+import ctypes
+import functools
+import os
+import pickle
+import re
+import signal
+import threading
+import time
+import types
+
+import pytest
+from pinning_support import pinning
+from resume_support import Workers
+from sample_data import Dying, Numbers, Slow, untouched, worker_id
+from support import STARTED, DataLoader, finish, gone, run_script, start_script, values, wait_until, within, worker_pids
+from torch.utils.data import IterableDataset
+
+import rustloader
+from rustloader.supervision import stalls
+from rustloader.workers.snapshots import WorkerStart
+
+pytestmark = [
+    pytest.mark.ours,
+    pytest.mark.warns,
+    pytest.mark.filterwarnings("ignore:.*multi-thread:DeprecationWarning"),
+]
+
+# Seconds that no batch takes here unless it is stuck, seconds for batches that are slow, and of one that is stuck.
+LIMIT, PATIENT, LONG = 1.0, 2.0, 600
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The warnings about workers that were killed."""
+    lines = []
+    log = types.SimpleNamespace(warning=lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(stalls, "fault_log", log)
+    return lines
+
+
+def keep_the_gil():
+    # Signals do not end the call.
+    reader, _ = os.pipe()
+    ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
+
+
+def match_without_end():
+    # The engine of regular expressions keeps the GIL.
+    re.match(r"(a*)*b", "a" * 40)
+
+
+def wait_for_a_lock():
+    lock = threading.Lock()
+    with lock:
+        lock.acquire(timeout=LONG)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep():
+    time.sleep(LONG)
+
+
+def block_all_signals():
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+    sleep()
+
+
+class Stuck(Numbers):
+    """Writes the time to a file before it calls a function in the place of one sample."""
+
+    def __init__(self, file, function, n=8, at=3):
+        super().__init__(n)
+        self.file, self.function, self.at = file, function, at
+
+    def __getitem__(self, i):
+        if i == self.at:
+            self.get_stuck()
+        return super().__getitem__(i)
+
+    def get_stuck(self):
+        self.file.write_text(str(time.monotonic()))
+        self.function()
+
+    def began(self):
+        return float(self.file.read_text())
+
+
+def stalled_error(iterator):
+    with within(STARTED), pytest.raises(rustloader.WorkerStalledError) as caught:
+        next(iterator)
+    return caught.value
+
+
+@pytest.mark.parametrize("way", [keep_the_gil, match_without_end, wait_for_a_lock, stop, block_all_signals])
+def test_a_stuck_worker_is_killed_and_its_batch_raises(told, tmp_path, way):
+    dataset = Stuck(tmp_path / "began", way)
+    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, stall_timeout=LIMIT))
+    pids = worker_pids(iterator)
+    assert [int(next(iterator)) for _ in range(3)] == [0, 1, 2]
+    error = stalled_error(iterator)
+    took = time.monotonic() - dataset.began()
+    # 0.3 s later, unless the machine is busy.
+    assert LIMIT <= took < LIMIT + 30
+    text = (
+        "DataLoader worker 1 was in one batch for longer than stall_timeout and was killed; the log has its stack, and "
+        f"a larger stall_timeout allows slower batches. DataLoader worker (pid {pids[1]}) is killed by signal: Killed. "
+    )
+    assert str(error) == text
+    assert (error.worker_id, error.pid, error.exitcode, error.index) == (1, pids[1], -signal.SIGKILL, 3)
+    assert error.__notes__ == ["Worker 1 was to fetch the batch of index 3."]
+    assert str(stalled_error(iterator)) == text
+    assert all(wait_until(functools.partial(gone, pid)) for pid in pids)
+    [line] = told
+    what = rf"DataLoader worker 1 \(pid {pids[1]}\) has worked on one batch for [\d.]+ s \(state: fetch\), "
+    assert re.match(what + r"the batch of index 3\. It was killed: stall_timeout is 1 s\. ", line), line
+
+
+def test_the_log_has_the_stack(told, tmp_path):
+    """The stack of a worker that is killed is awaited for 0.2 s, in which a busy machine may not write it."""
+
+    def has_stack():
+        told.clear()
+        dataset = Stuck(tmp_path / "began", keep_the_gil, n=1, at=0)
+        stalled_error(iter(DataLoader(dataset, batch_size=None, num_workers=1, stall_timeout=0.5)))
+        [line] = told
+        found = re.search(r"Its stack:\n.*most recent call first.*in keep_the_gil\n.*in get_stuck\n", line, re.S)
+        assert found or "Stack unavailable: it did not answer within 0.2 s" in line
+        return found
+
+    assert wait_until(has_stack, 120)
+
+
+def test_a_stopped_worker_has_no_stack(told, tmp_path):
+    stalled_error(iter(DataLoader(Stuck(tmp_path / "b", stop, 1, 0), num_workers=1, stall_timeout=0.5)))
+    [line] = told
+    assert "Stack unavailable: it did not answer within 0.2 s: it is stopped" in line
+
+
+def test_the_stack_can_be_switched_off(told, monkeypatch, tmp_path):
+    monkeypatch.setenv("RUSTLOADER_STALL_STACK_SECONDS", "0")
+    stalled_error(iter(DataLoader(Stuck(tmp_path / "b", sleep, 1, 0), num_workers=1, stall_timeout=0.5)))
+    [line] = told
+    assert line.endswith("Stack unavailable: RUSTLOADER_STALL_STACK_SECONDS is 0.")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(multiprocessing_context="forkserver"),
+        dict(multiprocessing_context="spawn"),
+        dict(dispatch="shared_queue"),
+        dict(dispatch="shared_queue", in_order=False),
+        dict(in_order=False),
+        dict(persistent_workers=True),
+        dict(reorder_window=8),
+        dict(worker_threads=2),
+        dict(seed_by="sample"),
+    ],
+    ids=str,
+)
+def test_a_stuck_worker_is_killed_whatever_the_options(told, tmp_path, options):
+    dataset = Stuck(tmp_path / "began", sleep)
+    iterator = iter(DataLoader(dataset, batch_size=1, num_workers=2, stall_timeout=LIMIT, **options))
+    got = []
+    with within(STARTED), pytest.raises(rustloader.WorkerStalledError) as caught:
+        for batch in iterator:
+            got.append(int(batch[0]))
+    error = caught.value
+    assert 3 not in got and set(got) >= {0, 1, 2} and error.exitcode == -signal.SIGKILL
+    assert error.index == [3] and len(told) == 1 and f"(pid {error.pid})" in told[0]
+    assert str(error).endswith(f". DataLoader worker (pid {error.pid}) is killed by signal: Killed. ")
+
+
+def test_the_other_workers_are_delivered_meanwhile(told, tmp_path):
+    dataset = Stuck(tmp_path / "began", sleep, n=40, at=1)
+    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, in_order=False, stall_timeout=LIMIT))
+    got = [int(next(iterator)) for _ in range(30)]
+    assert 1 not in got and told == []
+    stalled = False
+    while not stalled:
+        try:
+            next(iterator)
+        except rustloader.WorkerStalledError:
+            stalled = True
+    assert len(told) == 1
+
+
+def test_a_stuck_worker_is_killed_with_the_pin_thread(told, tmp_path):
+    with pinning():
+        dataset = Stuck(tmp_path / "began", keep_the_gil)
+        loader = DataLoader(dataset, batch_size=None, num_workers=2, pin_memory=True, stall_timeout=LIMIT)
+        iterator = iter(loader)
+        assert [int(next(iterator)) for _ in range(3)] == [0, 1, 2]
+        assert stalled_error(iterator).index == 3
+    assert len(told) == 1
+
+
+class SecondEpoch(Numbers):
+    """Gets stuck at a sample of the second epoch."""
+
+    def __init__(self, at):
+        super().__init__(4)
+        self.at = at
+        self.fetched = 0
+
+    def __getitem__(self, i):
+        self.fetched += 1
+        if self.fetched == 3 and i == self.at:
+            sleep()
+        return super().__getitem__(i)
+
+
+def test_a_later_epoch_of_persistent_workers(told):
+    options = dict(batch_size=None, num_workers=2, persistent_workers=True, stall_timeout=LIMIT)
+    loader = DataLoader(SecondEpoch(1), **options)
+    assert values(loader) == [0, 1, 2, 3]
+    iterator = iter(loader)
+    assert int(next(iterator)) == 0
+    assert stalled_error(iterator).index == 1
+    assert len(told) == 1
+
+
+def test_a_worker_stuck_in_an_abandoned_epoch_does_not_stop_the_next_one(told, tmp_path):
+    dataset = Stuck(tmp_path / "began", sleep, n=4, at=1)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True, stall_timeout=LIMIT)
+    assert int(next(iter(loader))) == 0
+    assert wait_until(dataset.file.exists)
+    with within(STARTED), pytest.raises(rustloader.WorkerStalledError) as caught:
+        iter(loader)
+    assert caught.value.worker_id == 1 and len(told) == 1
+
+
+class StuckToCollate:
+    def __call__(self, samples):
+        if 3 in map(int, samples):
+            sleep()
+        return samples
+
+
+def test_a_worker_that_is_stuck_in_collate_fn_is_killed(told):
+    options = dict(num_workers=1, batch_size=2, collate_fn=StuckToCollate(), stall_timeout=LIMIT)
+    iterator = iter(DataLoader(Numbers(4), **options))
+    assert values(next(iterator)) == [0, 1]
+    assert stalled_error(iterator).index == [2, 3]
+    assert "(state: collate)" in told[0]
+
+
+def test_a_stopped_worker_that_does_not_take_its_task_is_killed(told):
+    options = dict(batch_size=None, num_workers=1, persistent_workers=True, stall_timeout=LIMIT)
+    loader = DataLoader(Numbers(2), **options)
+    iterator = iter(loader)
+    assert values(iterator) == [0, 1]
+    [pid] = worker_pids(iterator)
+    assert wait_until(lambda: iterator._core.worker_status(0)["state"] == "idle")
+    os.kill(pid, signal.SIGSTOP)
+    with within(STARTED), pytest.raises(rustloader.WorkerStalledError):
+        iter(loader)
+
+
+# Workers that are left alone
+
+
+def test_slow_batches_within_the_limit(told):
+    """Together they take longer."""
+    slow = Slow(10, dict.fromkeys(range(10), 0.3))
+    assert values(DataLoader(slow, batch_size=None, num_workers=1, stall_timeout=PATIENT)) == [*range(10)]
+    assert told == []
+
+
+class OneStream(IterableDataset):
+    """The stream of worker 0 alone has samples. They take longer than the limit, together."""
+
+    def __iter__(self):
+        for i in range(10 if worker_id() == 0 else 0):
+            time.sleep(0.3)
+            yield i
+
+
+def test_a_worker_without_a_task_is_not_killed(told):
+    options = dict(batch_size=None, num_workers=2, persistent_workers=True, stall_timeout=PATIENT)
+    loader = DataLoader(OneStream(), **options)
+    assert [list(loader) for _ in range(2)] == [[*range(10)]] * 2
+    iterator = iter(loader)
+    assert next(iterator) == 0
+    # The program takes its time.
+    time.sleep(PATIENT + 0.5)
+    assert list(iterator) == [*range(1, 10)] and told == []
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_start_does_not_count(told, method):
+    options = dict(batch_size=None, num_workers=1, multiprocessing_context=method, stall_timeout=PATIENT)
+    loader = DataLoader(Numbers(2), worker_init_fn=SlowStart(), **options)
+    assert values(loader) == [0, 1] and told == []
+
+
+class SlowStart:
+    """A worker_init_fn."""
+
+    def __call__(self, _):
+        time.sleep(2 * PATIENT)
+
+
+class SlowIter(IterableDataset):
+    def __iter__(self):
+        time.sleep(2 * PATIENT)
+        return iter(range(2))
+
+
+def test_the_start_of_a_later_epoch_does_not_count(told):
+    options = dict(batch_size=None, num_workers=1, persistent_workers=True, stall_timeout=PATIENT)
+    loader = DataLoader(SlowIter(), **options)
+    assert [list(loader), list(loader)] == [[0, 1]] * 2 and told == []
+
+
+class SlowStream(IterableDataset):
+    def __iter__(self):
+        for i in range(12):
+            time.sleep(0.3)
+            yield i
+
+
+@pytest.fixture
+def workers(tmp_path, monkeypatch):
+    return Workers(tmp_path / "snapshots", monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+def test_a_replay_is_not_one_batch(told, workers, kind):
+    options = dict(batch_size=None, num_workers=1, collate_fn=untouched, stall_timeout=PATIENT)
+    if kind == "map":
+        workers.set(WorkerStart(replay=[*range(10)]), first_ordinal=10)
+        dataset, wanted = Slow(12, dict.fromkeys(range(12), 0.3)), [*range(12)]
+    else:
+        workers.set(WorkerStart(replay=10))
+        dataset, wanted = SlowStream(), [10, 11]
+    assert values(DataLoader(dataset, **options)) == wanted
+    assert told == []
+
+
+class StuckStream(IterableDataset):
+    def __iter__(self):
+        yield from range(2)
+        sleep()
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+def test_a_batch_of_a_replay_has_its_limit(told, workers, kind, tmp_path):
+    if kind == "map":
+        workers.set(WorkerStart(replay=[0, 3]), first_ordinal=2)
+        dataset = Stuck(tmp_path / "began", sleep)
+    else:
+        workers.set(WorkerStart(replay=4))
+        dataset = StuckStream()
+    stalled_error(iter(DataLoader(dataset, batch_size=None, num_workers=1, stall_timeout=PATIENT)))
+    [line] = told
+    assert f"(state: {'starting' if kind == 'map' else 'fetch'})" in line
+
+
+def test_without_the_option_no_worker_is_killed(told):
+    assert values(DataLoader(Slow(2, {1: 1.0}), batch_size=None, num_workers=1)) == [0, 1]
+    assert told == []
+
+
+SUSPENDED = """
+import time
+from pathlib import Path
+class Busy:
+    def __len__(self): return 1
+    def __getitem__(self, i):
+        Path({file!r}).touch()
+        # The process may be stopped in the midst of it.
+        for _ in range(20):
+            time.sleep(0.05)
+        return i
+print(list(DataLoader(Busy(), batch_size=None, num_workers=1, stall_timeout={limit})))
+"""
+
+
+def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
+    """The worker has half of the limit to finish its batch."""
+    file, limit = tmp_path / "began", 4
+    script = start_script(SUSPENDED.format(file=str(file), limit=limit))
+    assert wait_until(file.exists, STARTED)
+    os.killpg(script.pid, signal.SIGSTOP)
+    time.sleep(limit + 1)
+    os.killpg(script.pid, signal.SIGCONT)
+    assert finish(script) == (0, "[0]\n", "")
+
+
+# Restarts
+
+
+class StuckOnce(Numbers):
+    """Gets stuck at some samples, at each of them once."""
+
+    def __init__(self, folder, at, function=sleep, n=8):
+        super().__init__(n)
+        self.folder, self.at, self.function = folder, at, function
+
+    def __getitem__(self, i):
+        get_stuck_once(self.folder, i, self.at, self.function)
+        return super().__getitem__(i)
+
+
+def get_stuck_once(folder, i, at, function=sleep):
+    if i in at and not (folder / str(i)).exists():
+        (folder / str(i)).touch()
+        function()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(multiprocessing_context="forkserver"),
+        dict(dispatch="shared_queue"),
+        dict(persistent_workers=True),
+        dict(num_workers=1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", [sleep, keep_the_gil, stop])
+def test_a_stuck_worker_is_replaced_and_no_batch_is_lost(told, tmp_path, way, options):
+    options = dict(num_workers=2, batch_size=None, stall_timeout=LIMIT, max_restarts=2) | options
+    loader = DataLoader(StuckOnce(tmp_path, (2, 5), way), **options)
+    with within(STARTED):
+        assert values(loader) == [*range(8)]
+    faults = rustloader.stats(loader).faults
+    assert (faults.restarts, faults.stalls, faults.out_of_memory) == (2, 2, 0)
+    assert len(told) == 2 and len(faults.deaths) == 2
+    assert all("stall_timeout" in line for line in faults.deaths)
+    if options.get("persistent_workers"):
+        assert values(loader) == [*range(8)] and len(told) == 2
+
+
+def test_a_stuck_worker_is_replaced_with_the_pin_thread(told, tmp_path):
+    with pinning():
+        options = dict(num_workers=2, batch_size=None, pin_memory=True, stall_timeout=LIMIT, max_restarts=1)
+        assert values(DataLoader(StuckOnce(tmp_path, (3,)), **options)) == [*range(8)]
+    assert len(told) == 1
+
+
+class StuckOnceStream(IterableDataset):
+    """Its samples together take longer than the limit."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __iter__(self):
+        for i in range(12):
+            time.sleep(0.3)
+            get_stuck_once(self.folder, i, (9,))
+            yield i
+
+
+def test_the_replay_after_a_restart_takes_longer_than_the_limit(told, tmp_path):
+    options = dict(num_workers=1, batch_size=None, stall_timeout=PATIENT, max_restarts=1)
+    assert values(DataLoader(StuckOnceStream(tmp_path), **options)) == [*range(12)]
+    assert len(told) == 1
+
+
+def test_beyond_max_restarts_the_stall_is_an_error(told, tmp_path):
+    dataset = Stuck(tmp_path / "began", sleep, n=2, at=1)
+    iterator = iter(DataLoader(dataset, num_workers=1, batch_size=None, stall_timeout=0.5, max_restarts=1))
+    assert int(next(iterator)) == 0
+    error = stalled_error(iterator)
+    assert (error.restarts, error.index, len(told)) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_batch_that_is_always_too_slow_costs_three_workers_wherever_they_are(told, tmp_path, on_error):
+    dataset = StuckOnce(tmp_path, range(4))
+    options = dict(num_workers=1, batch_size=4, stall_timeout=0.5, max_restarts=100, on_error=on_error)
+    loader = DataLoader(dataset, **options)
+    error = stalled_error(iter(loader))
+    assert (error.restarts, error.index, len(told)) == (2, [0, 1, 2, 3], 3)
+    assert error.__notes__[-1] == "3 workers have died in its batch, which is not tried again."
+    assert rustloader.stats(loader).faults.skipped == 0
+
+
+def test_a_crash_is_no_stall(told):
+    options = dict(num_workers=1, batch_size=None, stall_timeout=60, max_restarts=1)
+    with pytest.raises(rustloader.WorkerDiedError) as caught:
+        list(DataLoader(Dying(2, 1, signal.SIGKILL), **options))
+    assert type(caught.value) is rustloader.WorkerDiedError and told == []
+
+
+# The error, the log, the option
+
+
+def test_a_log_that_raises_does_not_save_the_worker(monkeypatch, tmp_path):
+    class Interrupted(Exception):
+        pass
+
+    def raises(*_):
+        raise Interrupted
+
+    monkeypatch.setattr(stalls, "fault_log", types.SimpleNamespace(warning=raises))
+    iterator = iter(DataLoader(Stuck(tmp_path / "began", sleep, 2, 0), num_workers=1, stall_timeout=0.5))
+    with within(STARTED), pytest.raises(Interrupted):
+        next(iterator)
+    assert stalled_error(iterator).worker_id == 0
+
+
+def test_the_warning_goes_to_the_logger(caplog, tmp_path):
+    stalled_error(iter(DataLoader(Stuck(tmp_path / "b", stop, 1, 0), num_workers=1, stall_timeout=0.5)))
+    [record] = [record for record in caplog.records if "It was killed" in record.getMessage()]
+    assert (record.name, record.levelname) == ("rustloader", "WARNING")
+    assert "stall_timeout is 0.5 s" in record.getMessage()
+
+
+def test_a_worker_that_cannot_be_killed_is_named_otherwise(told):
+    stalls.warn(1, 7, False, 12.0, "fetch", [3], None, "why", (10.0, False))
+    assert told == [
+        "DataLoader worker 1 (pid 7) has worked on one batch for 12 s (state: fetch), the batch of index [3]. "
+        "stall_timeout is 10 s, but this process kills no process that does not descend from it. "
+        "Stack unavailable: why."
+    ]
+
+
+def test_the_error_survives_a_pickle(told, tmp_path):
+    error = stalled_error(iter(DataLoader(Stuck(tmp_path / "b", stop, 1, 0), num_workers=1, stall_timeout=0.5)))
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is rustloader.WorkerStalledError and str(again) == str(error)
+    assert (again.worker_id, again.index) == (0, [0])
+
+
+def test_a_loader_from_torch_has_the_option_of_install(tmp_path):
+    source = f"""
+    import time, torch.utils.data, rustloader, logging
+    logging.disable()
+    class Stuck:
+        def __len__(self): return 1
+        def __getitem__(self, i): time.sleep({LONG})
+    rustloader.install(stall_timeout=0.5)
+    try:
+        list(torch.utils.data.DataLoader(Stuck(), num_workers=1))
+    except rustloader.WorkerStalledError as error:
+        print("stalled", error.index)
+    """
+    assert run_script(source) == (0, "stalled [0]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("option", "cannot"), [({"stall_timeout": 2.5}, "kill it"), ({"max_restarts": 3}, "start it again")]
+)
+def test_without_workers_the_option_is_an_error(option, cannot):
+    [(name, value)] = option.items()
+    text = (
+        f"{name}={value} needs workers: with num_workers=0 the samples are made in the program's own process, and "
+        f"nothing can {cannot}; set num_workers to 1 or more, or leave {name} out"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        DataLoader(Numbers(2), **option)
+    assert DataLoader(Numbers(2), num_workers=1, **option).num_workers == 1
+
+
+@pytest.mark.parametrize("default", [{"stall_timeout": None}, {"max_restarts": None}, {"max_restarts": 0}], ids=str)
+def test_without_workers_the_default_may_be_given(default):
+    assert values(DataLoader(Numbers(2), batch_size=None, **default)) == [0, 1]

@@ -1,0 +1,213 @@
+"""Programs run through both loaders, with equal records: see ``differential/``."""
+
+import copy
+import dataclasses
+
+import pytest
+from differential import compare, generate, play, processes, shrink
+from differential.program import Program, wrong
+from support import OLD_TORCH, finish, start_script
+
+# What stands in the iterator itself is that of 2.15 with every version of torch, and differs from an old one's.
+old = pytest.mark.skipif(OLD_TORCH, reason="the records of torch 2.6 differ in what its iterator does in its own way")
+pytestmark = [pytest.mark.ours, old]
+
+
+def run(*args):
+    """The tester's exit status and output. It forks, so it has a process of its own."""
+    process = start_script(f"""
+        import runpy
+        sys.argv = {["differential", *args]!r}
+        runpy.run_module("differential", run_name="__main__", alter_sys=False)
+    """)
+    return finish(process, 800)
+
+
+# These take about 20 s on two cores; `make stress KIND=programs` runs others.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "method, programs, seconds", [("fork", 40, 70), ("forkserver", 2, 20), ("spawn", 1, 20), ("remote", 2, 20)], ids=str
+)
+def test_programs_give_the_same_records(method, programs, seconds):
+    status, out, err = run(
+        "--start-method", method, "--programs", f"{programs}", "--seed", "1", "--seconds", f"{seconds}"
+    )
+    assert status == 0, f"{out}\n{err}"
+    assert " programs in " in out and not out.startswith("0 programs")
+
+
+# The tester itself: it must be able to fail.
+
+
+@pytest.fixture(scope="module")
+def records():
+    """A program, and two equal records of it."""
+    program = Program(samples=("int", "holes"), structure="tuple", sampler="random", init="draws", collate="list")
+    ((_, theirs, ours),) = processes.run_all([program], 2)
+    return program, theirs, ours
+
+
+def events(record, name):
+    return [event for event in record["main"] if event[0] == name]
+
+
+def another_batch(record):
+    events(record, "next")[3][3][0][1][0][1][0][1] = "99"
+
+
+def another_dtype(record):
+    events(record, "next")[0][3][0][1][0][1][1][1] = "torch.float64"
+
+
+def batches_in_another_order(record):
+    one, other = events(record, "next")[:2]
+    one[3], other[3] = other[3], one[3]
+
+
+def strides_of_another_order(record):
+    events(record, "next")[0][3][0][1][0][1][1][8]["strides"] = [7]
+
+
+def a_moved_generator(record):
+    events(record, "rng")[2][2] += 1
+
+
+def a_sampler_asked_too_early(record):
+    k = max(k for k, event in enumerate(record["main"]) if event[0] == "sampler")
+    record["main"].insert(k - 3, record["main"].pop(k))
+
+
+def a_warning_more(record):
+    record["main"].insert(9, ["warning", "UserWarning", "text", "user"])
+
+
+def a_worker_alive(record):
+    events(record, "alive")[0][1][0] = True
+
+
+def an_attribute(record):
+    events(record, "the iterator has")[0][3][0][1] = "1"
+
+
+def a_worker_with_another_seed(record):
+    record["workers"]["1-1"][0][1][2] += 1
+
+
+def a_call_left_out(record):
+    del record["workers"]["2-0"][-1]
+
+
+def a_batch_of_torchs_iterator(record):
+    record["missing"] = 1
+
+
+def a_hand_over(record):
+    record["handed over"] = ["a DataLoader runs on torch's own iterator"]
+
+
+def something_on_stderr(record):
+    record["stderr"] = "Exception ignored in"
+
+
+DAMAGE = [
+    another_batch,
+    another_dtype,
+    batches_in_another_order,
+    strides_of_another_order,
+    a_moved_generator,
+    a_sampler_asked_too_early,
+    a_warning_more,
+    a_worker_alive,
+    an_attribute,
+    a_worker_with_another_seed,
+    a_call_left_out,
+    a_batch_of_torchs_iterator,
+    a_hand_over,
+    something_on_stderr,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
+def test_a_difference_is_found(records, damage):
+    program, theirs, ours = records
+    assert compare.differences(program, theirs, ours) == []
+    ours = copy.deepcopy(ours)
+    damage(ours)
+    assert compare.differences(program, theirs, ours)
+
+
+def test_out_of_order_the_number_of_kept_batches_is_timing_but_not_their_content():
+    # Which items a broken-off pass has got is timing, and with an error there is a batch less to keep.
+    program = Program(in_order=False, error_in="dataset", error="KeyError", error_at=(3,), pattern="shut down")
+    one, two, overwritten = ([[play.KEPT, kept]] for kept in ([True], [True, True], [True, False]))
+    assert compare.main(program, two, one) == []
+    assert compare.main(program, two, overwritten)
+
+
+def test_a_run_that_dies_is_a_difference(records, monkeypatch):
+    program, theirs, _ = records
+    monkeypatch.setattr(processes.play, "play", lambda *_: processes.os._exit(3))
+    ((_, _, ours),) = processes.run_all([program], 2)
+    assert compare.differences(program, theirs, ours)[0].startswith("our run: it died")
+
+
+def test_the_same_seed_makes_the_same_programs():
+    first, second = ([next(generator) for _ in range(20)] for generator in map(generate.Generator, "aa"))
+    assert first == second
+    assert all(wrong(program) is None and Program.from_json(program.json()) == program for program in first)
+
+
+def test_a_difference_is_shrunk_to_what_it_needs(monkeypatch):
+    def differs(program):
+        return ["here"] if "f32" in program.samples and program.num_workers >= 2 and program.persistent else []
+
+    monkeypatch.setattr(shrink, "differs", differs)
+    start = Program(
+        samples=("int", "f32"), structure="dict", num_workers=4, persistent=True, size=50, batch_size=7, init="plain"
+    )
+    smaller, found = shrink.shrink(start)
+    assert found == ["here"]
+    assert smaller == Program(samples=("f32",), num_workers=2, persistent=True, size=1, epochs=1, take=1)
+
+
+# Options: what they may not change is compared.
+
+SHARED = Program(
+    samples=("int", "f32"), structure="tuple", sampler="random", size=20, collate="list", dispatch="shared_queue"
+)
+AHEAD = dataclasses.replace(SHARED, dispatch=None, reorder_window=3)
+SEEDED = dataclasses.replace(SHARED, samples=("int", "sample seed"), seed_by="sample")
+
+
+def a_sample_made_twice(record):
+    record["workers"]["1-0"].append(next(e for e in record["workers"]["1-0"] if e[0] == "get"))
+
+
+def another_index(record):
+    [event for event in record["main"] if event[:2] == ["sampler", "next"]][3][2] = [["int", "99"]]
+
+
+def a_window_too_full(record):
+    events(record, "counters")[2][1] += 9
+
+
+def another_generator_at_the_end(record):
+    events(record, "rng")[-1][1] += 1
+
+
+@pytest.mark.parametrize(
+    "program, damages",
+    [
+        (SHARED, [another_batch, batches_in_another_order, a_sampler_asked_too_early, a_sample_made_twice]),
+        (AHEAD, [another_batch, another_index, a_window_too_full, another_generator_at_the_end, a_call_left_out]),
+        (SEEDED, [another_batch, batches_in_another_order]),
+    ],
+    ids=["shared queue", "window", "seeds"],
+)
+def test_a_difference_is_found_with_options(program, damages):
+    ((_, *records),) = processes.run_all([program], 2)
+    assert compare.differences(program, *records) == []
+    for damage in damages:
+        changed = copy.deepcopy(records)
+        damage(changed[-1])
+        assert compare.differences(program, *changed), damage.__name__

@@ -1,0 +1,583 @@
+"""`rustloader.install()`: torch's loaders on the engine, whatever code builds them, and back again (T10, T15)."""
+
+import collections.abc
+import contextlib
+import logging
+import sys
+import types
+
+import pytest
+import torch
+from sample_data import Numbers
+from support import (
+    LoaderIter,
+    TorchDataLoader,
+    finish,
+    from_engine,
+    in_thread,
+    run_script,
+    rustloader,
+    same,
+    start_script,
+    values,
+    worker_pids,
+)
+from torch.utils.data import dataloader as torch_dataloader
+
+from rustloader.installation import api as installation
+from rustloader.settings import options
+
+pytestmark = pytest.mark.ours
+
+# Not under this module's own name for it: install() would rebind that.
+TORCHS = {"iterator": torch_dataloader._MultiProcessingDataLoaderIter}
+
+# Liveness of a script that imports torch in several processes, on a machine that does much else.
+LONG = 400.0
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    yield
+    rustloader.uninstall()
+    assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+
+
+@pytest.fixture
+def module(request):
+    """A module that is loaded: a namespace to put names into."""
+    module = types.ModuleType("a_users_module")
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def torchs(n=6, **kw):
+    kw = {"num_workers": 2, "batch_size": None} | kw
+    return TorchDataLoader(Numbers(n), **kw)
+
+
+@contextlib.contextmanager
+def iterating(loader):
+    iterator = iter(loader)
+    try:
+        yield iterator
+    finally:
+        iterator._shutdown_workers()
+
+
+def lines(caplog, level):
+    return [r.getMessage() for r in caplog.records if r.name == "rustloader" and r.levelno == level]
+
+
+def test_torchs_loaders_use_the_engine_while_it_is_installed():
+    loader = torchs()
+    with from_engine(0):
+        assert values(loader) == list(range(6))
+    rustloader.install()
+    with from_engine(6):
+        assert values(loader) == list(range(6))
+    rustloader.uninstall()
+    with from_engine(0):
+        assert values(loader) == list(range(6))
+
+
+def test_batches_seeds_and_draws_stay_torchs():
+    def epochs():
+        torch.manual_seed(3)
+        loader = TorchDataLoader(Numbers(20), batch_size=3, shuffle=True, num_workers=2)
+        return [batch for _ in range(2) for batch in loader], torch.rand(3)
+
+    theirs = epochs()
+    with rustloader.installed(), from_engine(14):
+        ours = epochs()
+    assert same(ours, theirs)
+
+
+def test_an_iterator_at_work_goes_on_after_install_and_after_uninstall():
+    with iterating(torchs()) as theirs:
+        next(theirs)
+        rustloader.install()
+        with iterating(torchs()) as ours:
+            next(ours)
+            rustloader.uninstall()
+            assert values(theirs) == values(ours) == [1, 2, 3, 4, 5]
+            assert ours.engine_batches == 6
+
+
+def test_isinstance_is_true_for_both_engines_iterators():
+    Theirs = TORCHS["iterator"]
+    with iterating(torchs()) as before:
+        assert isinstance(before, Theirs) and not isinstance(before, LoaderIter)
+        assert not issubclass(type(before), LoaderIter)
+        rustloader.install()
+        assert torch_dataloader._MultiProcessingDataLoaderIter is LoaderIter
+        with iterating(torchs()) as after:
+            for iterator in (before, after):
+                assert isinstance(iterator, Theirs) and isinstance(iterator, LoaderIter)
+                assert issubclass(type(iterator), Theirs) and issubclass(type(iterator), LoaderIter)
+        assert not isinstance(iter(TorchDataLoader(Numbers(1))), LoaderIter)
+
+        class Derived(LoaderIter):
+            pass
+
+        assert not isinstance(before, Derived) and not issubclass(type(before), Derived)
+        rustloader.uninstall()
+        assert isinstance(after, Theirs) and not isinstance(before, LoaderIter)
+
+
+def test_a_persistent_iterator_from_before_serves_its_loader_to_the_end():
+    loader = torchs(persistent_workers=True)
+    assert values(loader) == list(range(6))
+    with rustloader.installed(), from_engine(0):
+        assert values(loader) == list(range(6))
+        loader._iterator._shutdown_workers()
+        loader._iterator = None
+
+
+def test_names_and_tuples_of_loaded_modules_are_rebound_and_restored(module):
+    Theirs = TORCHS["iterator"]
+    Pair = collections.namedtuple("Pair", "one two")
+    before = {
+        "name": Theirs,
+        "_loaders": (Theirs, torch_dataloader._SingleProcessDataLoaderIter),
+        "named": Pair(Theirs, 1),
+        "other": (1, 2),
+        "meant": LoaderIter,
+        "both": (LoaderIter, 3),
+    }
+    vars(module).update(before)
+    rustloader.install()
+    assert module.name is LoaderIter
+    assert module._loaders == (LoaderIter, torch_dataloader._SingleProcessDataLoaderIter)
+    assert {name: vars(module)[name] for name in ("named", "other", "meant", "both")} == {
+        name: before[name] for name in ("named", "other", "meant", "both")
+    }
+    module.late, module.late_tuple = LoaderIter, (LoaderIter, 5)  # imported from torch's module while installed
+    rustloader.uninstall()
+    assert all(vars(module)[name] is value for name, value in before.items())
+    assert module.late is Theirs and module.late_tuple == (Theirs, 5)
+
+
+def test_a_fake_loader_given_to_a_rebound_class_is_served(module):
+    """As fastai does: its tuple of classes, and an object with what torch's iterator reads."""
+    module._loaders = (TORCHS["iterator"], torch_dataloader._SingleProcessDataLoaderIter)
+    names = (
+        "_IterableDataset_len_called _auto_collation _dataset_kind _index_sampler collate_fn dataset drop_last "
+        "generator in_order multiprocessing_context num_workers persistent_workers pin_memory pin_memory_device "
+        "prefetch_factor timeout worker_init_fn"
+    ).split()
+    real = torchs()
+    fake = types.SimpleNamespace(**{name: getattr(real, name) for name in names})
+    with rustloader.installed(persistent_workers=True, prefetch_factor=3), from_engine(6):
+        iterator = module._loaders[fake.num_workers == 0](fake)
+        assert iterator._prefetch_factor == 3
+        # This iterator would never be reused.
+        assert not iterator._persistent_workers
+        assert values(iterator) == list(range(6))
+
+
+def test_modules_that_load_themselves_late_are_left_asleep(module):
+    class Late(types.ModuleType):
+        def __getattribute__(self, name):
+            raise AssertionError(f"{name} was looked up")
+
+    late = Late("a_late_module")
+    object.__getattribute__(late, "__dict__")["name"] = TORCHS["iterator"]
+    sys.modules["a_late_module"] = late
+    sys.modules["no_module_at_all"] = None
+    try:
+        rustloader.install()
+        assert object.__getattribute__(late, "__dict__")["name"] is LoaderIter
+    finally:
+        del sys.modules["a_late_module"], sys.modules["no_module_at_all"]
+
+
+@pytest.mark.warns
+def test_t15_a_class_from_before_install_stays_on_torch(module, caplog):
+    exec(
+        "from torch.utils.data import dataloader\n"
+        "from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter\n"
+        "class Mine(_MultiProcessingDataLoaderIter):\n"
+        "    def __init__(self, loader):\n"
+        "        super(Mine, self).__init__(loader)\n"
+        "class ByName(_MultiProcessingDataLoaderIter):\n"
+        "    def __init__(self, loader):\n"
+        "        _MultiProcessingDataLoaderIter.__init__(self, loader)\n"
+        "class Dotted(_MultiProcessingDataLoaderIter):\n"
+        "    def __init__(self, loader):\n"
+        "        dataloader._MultiProcessingDataLoaderIter.__init__(self, loader)\n",
+        vars(module),
+    )
+    rustloader.install()
+    assert module._MultiProcessingDataLoaderIter is TORCHS["iterator"], "its code names it as the base"
+    for cls in (module.Mine, module.ByName, module.Dotted):
+        said = [line for line in lines(caplog, logging.WARNING) if f"a_users_module.{cls.__name__} was derived" in line]
+        assert len(said) == 1 and "before the class is made" in said[0]
+        with from_engine(0):
+            iterator = cls(torchs())
+            assert isinstance(iterator, LoaderIter)
+            assert values(iterator) == list(range(6))
+    rustloader.uninstall()
+
+
+@pytest.mark.handover
+def test_t15_a_class_from_after_install_that_overrides_torchs_loop_runs_on_torch(caplog):
+    rustloader.install()
+
+    class Mine(torch_dataloader._MultiProcessingDataLoaderIter):
+        def _try_put_index(self):
+            super()._try_put_index()
+
+    class Harmless(torch_dataloader._MultiProcessingDataLoaderIter):
+        def _next_data(self):
+            return super()._next_data() + 1
+
+    with from_engine(0):
+        assert values(Mine(torchs())) == list(range(6))
+    (said,) = lines(caplog, logging.WARNING)
+    assert said.endswith("Mine overrides _try_put_index")
+    with from_engine(6):
+        assert values(Harmless(torchs())) == list(range(1, 7))
+
+
+def test_a_class_with_an_abstract_base_beside_ours_can_be_made():
+    with rustloader.installed():
+
+        class Both(torch_dataloader._MultiProcessingDataLoaderIter, collections.abc.Iterator):
+            pass
+
+        with from_engine(6):
+            assert values(Both(torchs())) == list(range(6))
+
+
+def test_a_class_of_the_programs_own_in_torchs_place_is_an_error(monkeypatch):
+    class Other(TORCHS["iterator"]):
+        pass
+
+    monkeypatch.setattr(torch_dataloader, "_MultiProcessingDataLoaderIter", Other)
+    with pytest.raises(RuntimeError, match=r"was replaced by .*Other; call rustloader\.install\(\) before"):
+        rustloader.install(in_order=False)
+    monkeypatch.undo()
+    assert rustloader.settings.options.current() == {}
+
+
+@pytest.mark.warns
+def test_a_class_put_over_ours_stays_when_we_go(caplog):
+    rustloader.install()
+
+    class Over(LoaderIter):
+        pass
+
+    torch_dataloader._MultiProcessingDataLoaderIter = Over
+    try:
+        rustloader.uninstall()
+        assert torch_dataloader._MultiProcessingDataLoaderIter is Over
+        assert "Over after rustloader.install(), and stays so" in caplog.text
+    finally:
+        torch_dataloader._MultiProcessingDataLoaderIter = TORCHS["iterator"]
+
+
+def test_ours_put_back_by_somebody_after_uninstall_can_be_taken_out():
+    for call in (rustloader.uninstall, rustloader.install):
+        torch_dataloader._MultiProcessingDataLoaderIter = LoaderIter
+        call()
+    rustloader.uninstall()
+    assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+    assert LoaderIter is rustloader.iterator.core._MultiProcessingDataLoaderIter
+
+
+def test_install_is_idempotent_and_uninstall_needs_no_install():
+    rustloader.uninstall()
+    rustloader.install()
+    rustloader.install()
+    assert torch_dataloader._MultiProcessingDataLoaderIter is LoaderIter
+    rustloader.uninstall()
+    rustloader.uninstall()
+    assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+
+
+def test_installed_leaves_things_as_they_were():
+    with pytest.raises(KeyError), rustloader.installed(prefetch_factor=4):
+        with rustloader.installed(in_order=False):
+            assert rustloader.settings.options.current() == {"prefetch_factor": 4, "in_order": False}
+        assert rustloader.settings.options.current() == {"prefetch_factor": 4}
+        assert torch_dataloader._MultiProcessingDataLoaderIter is LoaderIter
+        raise KeyError
+    assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+    assert rustloader.settings.options.current() == {}
+
+
+def test_an_installation_by_another_thread_outlives_a_context_that_was_being_entered(monkeypatch):
+    """The context restores what was installed when it took the lock."""
+    lock = installation._lock
+
+    class Contended:
+        def __enter__(self):
+            monkeypatch.setattr(installation, "_lock", lock)
+            in_thread(lambda: rustloader.install(prefetch_factor=4))
+            lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
+
+    monkeypatch.setattr(installation, "_lock", Contended())
+    with rustloader.installed(in_order=False):
+        assert options.current() == {"in_order": False, "prefetch_factor": 4}
+    assert rustloader.is_installed() and options.current() == {"prefetch_factor": 4}
+
+
+def test_installed_contexts_that_overlap_leave_things_as_they_were():
+    """As those of two threads do."""
+    first, second = rustloader.installed(prefetch_factor=4), rustloader.installed(in_order=False)
+    with contextlib.ExitStack() as stack:
+        first.__enter__()
+        stack.enter_context(second)
+        first.__exit__(None, None, None)
+        assert rustloader.is_installed() and options.current()["in_order"] is False
+    assert not rustloader.is_installed() and options.current() == {}
+    assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+
+
+def test_installed_restores_an_installation_that_its_body_has_ended():
+    rustloader.install(prefetch_factor=4)
+    with rustloader.installed(in_order=False):
+        rustloader.uninstall()
+    assert rustloader.is_installed() and options.current() == {"prefetch_factor": 4}
+    assert torch_dataloader._MultiProcessingDataLoaderIter is not TORCHS["iterator"]
+
+
+def test_one_name_asks_whether_it_is_installed():
+    assert rustloader.is_installed() is False
+    rustloader.install()
+    assert rustloader.is_installed() is True
+    rustloader.uninstall()
+    assert rustloader.is_installed() is False
+    with rustloader.installed():
+        assert rustloader.is_installed()
+        with rustloader.installed(in_order=False):
+            assert rustloader.is_installed()
+        assert rustloader.is_installed()
+    assert not rustloader.is_installed()
+
+
+def test_installed_has_no_truth_value_and_installs_nothing_before_it_is_entered():
+    with pytest.raises(TypeError, match=r"call rustloader\.is_installed\(\)"):
+        bool(rustloader.installed())
+    with pytest.raises(TypeError, match=r"is_installed"):
+        assert not rustloader.installed()
+    assert not rustloader.is_installed()
+
+
+def test_installed_decorates_no_generator_and_no_coroutine():
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    for function in (generator, coroutine):
+        with pytest.raises(TypeError, match=r"cannot decorate .*write `with rustloader\.installed\(\):` inside of it"):
+            rustloader.installed()(function)
+
+
+def test_installed_is_a_decorator_and_may_be_entered_again():
+    @rustloader.installed(prefetch_factor=4)
+    def options(depth):
+        return options(depth - 1) if depth else (rustloader.is_installed(), rustloader.settings.options.current())
+
+    for _ in range(2):
+        assert options(2) == (True, {"prefetch_factor": 4})
+        assert not rustloader.is_installed()
+    context = rustloader.installed()
+    with context, context:
+        assert rustloader.is_installed()
+    assert not rustloader.is_installed()
+
+
+def test_t10_options_that_frameworks_drop():
+    loader = torchs()
+    with rustloader.installed(in_order=False, prefetch_factor=5, multiprocessing_context="fork"), from_engine(6):
+        with iterating(loader) as iterator:
+            assert (iterator._in_order, iterator._prefetch_factor) == (False, 5)
+            context = iterator._mode.group.context
+            assert context.get_start_method() == "fork" and context is not torch.multiprocessing
+            assert sorted(values(iterator)) == list(range(6))
+    assert (loader.in_order, loader.prefetch_factor, loader.multiprocessing_context) == (True, 2, None)
+
+
+def test_t10_what_a_loader_says_itself_goes_before():
+    loader = torchs(prefetch_factor=3)
+    with rustloader.installed(prefetch_factor=5), iterating(loader) as iterator:
+        assert iterator._prefetch_factor == 3
+
+
+@pytest.mark.handover
+def test_t10_options_hold_on_torchs_iterator_too():
+    class Mine(LoaderIter):
+        def _process_data(self, *args):
+            return super()._process_data(*args)
+
+    with rustloader.installed(prefetch_factor=5), from_engine(0):
+        iterator = Mine(torchs())
+        assert iterator._prefetch_factor == 5
+        assert values(iterator) == list(range(6))
+
+
+def test_t10_persistent_workers_for_a_loader_that_lost_them():
+    loader = torchs()
+    rustloader.install(persistent_workers=True)
+    with from_engine(12):
+        iterator = iter(loader)
+        pids = worker_pids(iterator)
+        assert values(iterator) == list(range(6))
+        assert iter(loader) is iterator and worker_pids(iterator) == pids
+        assert values(iterator) == list(range(6))
+    iterator._shutdown_workers()
+
+
+@pytest.mark.parametrize(
+    "options, error, text",
+    [
+        ({"in_order": 1}, TypeError, "in_order must be True or False, got 1"),
+        ({"persistent_workers": "yes"}, TypeError, "persistent_workers must be True or False, got 'yes'"),
+        ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be a positive integer, got 0"),
+        ({"prefetch_factor": 2.0}, TypeError, "prefetch_factor must be a positive integer, got 2.0"),
+        ({"prefetch_factor": True}, TypeError, "prefetch_factor must be a positive integer, got True"),
+        ({"multiprocessing_context": "thread"}, ValueError, "must be a start method of this system (fork, "),
+        ({"multiprocessing_context": 3}, TypeError, "must be a context or the name of a start method, got 3"),
+        ({"num_workers": 3}, TypeError, "num_workers"),
+    ],
+)
+def test_wrong_options_are_errors_and_change_nothing(options, error, text):
+    for call in (rustloader.install, lambda **kw: rustloader.installed(**kw).__enter__()):
+        with pytest.raises(error) as raised:
+            call(**options)
+        assert text in str(raised.value)
+        assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+        assert rustloader.settings.options.current() == {}
+
+
+def test_it_says_once_what_it_did(caplog, monkeypatch):
+    monkeypatch.setattr(installation._torchs, "_logged", False)
+    # Not that of the fixture: classes of other tests may still be alive there, and such a module is left alone.
+    module = types.ModuleType("another_users_module")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.held = TORCHS["iterator"]
+    with caplog.at_level(logging.INFO, logger="rustloader"):
+        for _ in range(3):
+            with rustloader.installed(prefetch_factor=4):
+                pass
+    (said,) = lines(caplog, logging.INFO)
+    assert "use the Rust engine, prefetch_factor=4" in said
+    assert "torch.utils.data.dataloader._MultiProcessingDataLoaderIter" in said and "another_users_module.held" in said
+
+
+def test_our_own_loaders_are_what_they_were():
+    with rustloader.installed(), from_engine(6):
+        assert values(rustloader.DataLoader(Numbers(6), num_workers=2, batch_size=None)) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    "setting, options",
+    [
+        ("", None),
+        ("0", None),
+        ("No", None),
+        ("1", {}),
+        (" TRUE ", {}),
+        ("prefetch_factor=4", {"prefetch_factor": 4}),
+        (
+            "in_order=0, persistent_workers=1,multiprocessing_context=spawn",
+            {"in_order": False, "persistent_workers": True, "multiprocessing_context": "spawn"},
+        ),
+    ],
+)
+def test_the_environment_variable(setting, options):
+    from rustloader.settings.limits import parse_install
+
+    assert parse_install(setting) == options
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "maybe",
+        "prefetch_factor",
+        "prefetch_factor=many",
+        "prefetch_factor=0",
+        "in_order=2",
+        "1,in_order=0",
+        "x=1",
+        "multiprocessing_context=thread",
+    ],
+)
+def test_an_environment_variable_that_says_something_else(setting):
+    from rustloader.settings.limits import parse_install
+
+    with pytest.raises(ValueError) as raised:
+        parse_install(setting)
+    said = str(raised.value)
+    assert said.startswith("RUSTLOADER_INSTALL must be 1, 0, or options of rustloader.install()")
+    assert f"got {setting!r}." in said and "prefetch_factor=4,in_order=0" in said and "(fork, " in said
+
+
+@pytest.mark.timeout(LONG + 60)
+def test_the_variable_is_followed_when_torch_comes_and_by_spawned_processes(tmp_path):
+    """A rank that is spawned, and its loader's workers, which are spawned as well."""
+    script = tmp_path / "ranks.py"
+    # The head that imports torch is not for this one: the order is what is tested.
+    source = """
+        if __name__ == "__mp_main__":
+            print("rank" if "torch" not in sys.modules else "too late", flush=True)
+        else:
+            import rustloader
+            assert "torch" not in sys.modules
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+        class Numbers(Dataset):
+            def __len__(self): return 4
+            def __getitem__(self, i): return torch.tensor(i)
+        def loader(method):
+            return DataLoader(Numbers(), batch_size=None, num_workers=1, multiprocessing_context=method)
+        def rank(k):
+            import rustloader
+            got = [x.item() for x in loader(("fork", "spawn")[k])]
+            print(k, got, rustloader.engine_batches(), rustloader.settings.options.current(), flush=True)
+        if __name__ == "__main__":
+            rank(0)
+            process = torch.multiprocessing.get_context("spawn").Process(target=rank, args=(1,))
+            process.start()
+            process.join()
+            print(process.exitcode)
+    """
+    process = start_script(source, file=script, head="import sys\n", environment={"RUSTLOADER_INSTALL": "in_order=1"})
+    status, out, err = finish(process, LONG)
+    told = "[0, 1, 2, 3] 4 {'in_order': True}"
+    assert (status, out) == (0, f"0 {told}\nrank\nrank\n1 {told}\n0\n"), err
+
+
+@pytest.mark.timeout(LONG + 60)
+def test_a_script_that_installs_at_its_top_with_spawned_workers(tmp_path):
+    source = """
+        import logging
+        import torch.utils.data
+        import rustloader
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s", stream=sys.stdout)
+        rustloader.install(multiprocessing_context="spawn")
+        from sample_data import Numbers
+        if __name__ == "__main__":
+            loader = torch.utils.data.DataLoader(Numbers(4), num_workers=1, batch_size=None)
+            print([x.item() for x in loader], rustloader.engine_batches())
+    """
+    # A worker that takes long to import torch would be one more line.
+    environment = {"RUSTLOADER_STALL_START_SECONDS": "0"}
+    status, out, err = finish(start_script(source, file=tmp_path / "script.py", environment=environment), LONG)
+    assert (status, out) == (0, "INFO\n[0, 1, 2, 3] 4\n"), err
+
+
+@pytest.mark.parametrize("first", ["import rustloader; rustloader.is_installed()", "from rustloader import uninstall"])
+def test_what_is_about_installing_may_be_the_first_thing_that_a_program_uses(first):
+    source = f"{first}\nimport rustloader\nprint(rustloader.is_installed())"
+    status, out, err = run_script(source, head="", environment={"RUSTLOADER_INSTALL": "1"})
+    assert (status, out) == (0, "True\n"), err

@@ -1,0 +1,301 @@
+"""`rustloader.install(stateful=True)`: rustloader's StatefulDataLoader in torchdata's place, and back again."""
+
+import importlib
+import logging
+import sys
+import types
+
+import pytest
+import torchdata.stateful_dataloader
+from support import ROOT, run_script, rustloader
+from torch.utils.data import dataloader as torch_dataloader
+from torchdata.stateful_dataloader import stateful_dataloader as home
+
+from rustloader.installation import stateful as stateful_install
+
+pytestmark = pytest.mark.ours
+
+# Not under this module's own name for it: install() would rebind that.
+TORCHDATAS = {"loader": home.StatefulDataLoader}
+PACKAGE = "torchdata.stateful_dataloader"
+
+
+def ours():
+    return importlib.import_module("rustloader.stateful_dataloader").StatefulDataLoader
+
+
+def held():
+    return torchdata.stateful_dataloader.StatefulDataLoader, home.StatefulDataLoader
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    yield
+    rustloader.uninstall()
+    assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
+
+
+@pytest.fixture
+def module():
+    module = types.ModuleType("a_users_module")
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def lines(caplog, level):
+    return [r.getMessage() for r in caplog.records if r.name == "rustloader" and r.levelno == level]
+
+
+def test_without_the_option_torchdata_stays_as_it_is():
+    with rustloader.installed():
+        assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
+
+
+def test_the_package_and_its_module_have_ours_until_uninstall():
+    rustloader.install(stateful=True)
+    assert held() == (ours(), ours()) and ours() is not TORCHDATAS["loader"]
+    assert torchdata.stateful_dataloader.Stateful is home.Stateful
+    rustloader.install(prefetch_factor=4)
+    assert held() == (ours(), ours())
+    rustloader.uninstall()
+    assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
+
+
+def test_an_import_at_call_time_gets_ours():
+    """As accelerate does."""
+
+    def imported():
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        return StatefulDataLoader
+
+    for _ in range(2):
+        with rustloader.installed(stateful=True):
+            assert imported() is ours()
+        assert imported() is TORCHDATAS["loader"]
+
+
+def test_names_and_tuples_of_loaded_modules_are_rebound_and_restored(module):
+    theirs = TORCHDATAS["loader"]
+    before = {"name": theirs, "pair": (theirs, 1), "other": (1, 2), "meant": ours()}
+    vars(module).update(before)
+    rustloader.install(stateful=True)
+    assert (module.name, module.pair) == (ours(), (ours(), 1))
+    assert module.other is before["other"] and module.meant is ours()
+    module.late = ours()  # imported from torchdata while it is installed
+    rustloader.uninstall()
+    assert all(vars(module)[name] is value for name, value in before.items())
+    assert module.late is theirs
+
+
+def test_false_takes_it_out_and_none_leaves_it():
+    rustloader.install(stateful=True)
+    rustloader.install(stateful=None)
+    assert held() == (ours(), ours())
+    rustloader.install(stateful=False)
+    assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
+    assert rustloader.is_installed()
+
+
+def test_a_context_restores_what_it_found():
+    rustloader.install()
+    with rustloader.installed(stateful=True):
+        assert held() == (ours(), ours())
+        with rustloader.installed(stateful=False):
+            assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
+        assert held() == (ours(), ours())
+    assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
+    assert rustloader.is_installed() and rustloader.settings.options.current() == {}
+
+
+@pytest.mark.warns
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_class_from_before_install_stays_on_torchdatas(module, caplog):
+    exec(
+        "from torchdata.stateful_dataloader import StatefulDataLoader\n"
+        "class Mine(StatefulDataLoader):\n"
+        "    def __init__(self, *args, **kw):\n"
+        "        StatefulDataLoader.__init__(self, *args, **kw)\n",
+        vars(module),
+    )
+    rustloader.install(stateful=True)
+    assert module.StatefulDataLoader is TORCHDATAS["loader"], "its code names it as the base"
+    (said,) = lines(caplog, logging.WARNING)
+    assert "a_users_module.Mine was derived from torchdata's StatefulDataLoader before rustloader.install()" in said
+    assert list(module.Mine(range(4), batch_size=None)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("before", [{}, {"prefetch_factor": 3}])
+def test_a_class_of_the_programs_own_in_torchdatas_place_is_an_error(monkeypatch, before):
+    class Other(TORCHDATAS["loader"]):
+        pass
+
+    if before:
+        rustloader.install(**before)
+    monkeypatch.setattr(torchdata.stateful_dataloader, "StatefulDataLoader", Other)
+    with pytest.raises(
+        RuntimeError, match=r"^torchdata\.stateful_dataloader\.StatefulDataLoader was replaced by .*Othe"
+    ):
+        rustloader.install(stateful=True, in_order=False)
+    assert held() == (Other, TORCHDATAS["loader"])
+    monkeypatch.undo()
+    assert rustloader.settings.options.current() == before
+    assert rustloader.is_installed() is bool(before)
+    assert (torch_dataloader._MultiProcessingDataLoaderIter is rustloader.iterator.core.TorchIter) is not bool(before)
+
+
+def test_it_says_once_what_it_did(caplog, module, monkeypatch):
+    with rustloader.installed(stateful=True):
+        pass
+    monkeypatch.setattr(stateful_install._replacement, "_logged", False)
+    module.held = TORCHDATAS["loader"]
+    with caplog.at_level(logging.INFO, logger="rustloader"):
+        for _ in range(3):
+            with rustloader.installed(stateful=True):
+                pass
+    (said,) = [line for line in lines(caplog, logging.INFO) if "torchdata" in line]
+    assert said.startswith("torchdata's StatefulDataLoader is rustloader's; replaced: ")
+    assert f"{PACKAGE}.stateful_dataloader.StatefulDataLoader" in said and "a_users_module.held" in said
+
+
+# What a process without torchdata sees; a finder hides it.
+HIDDEN = """
+    import logging, sys
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+
+    class Hide:
+        def find_spec(self, name, path, target=None):
+            if name.partition(".")[0] == "torchdata":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, Hide())
+    import rustloader
+"""
+
+
+def test_without_torchdata_its_names_lead_to_ours_until_uninstall():
+    status, out, err = run_script(
+        HIDDEN
+        + """
+    rustloader.install(stateful=True)
+    rustloader.install(stateful=True)
+    import importlib.util
+    import torchdata.stateful_dataloader as package
+    import torchdata.stateful_dataloader.sampler as sampler
+    from torchdata.stateful_dataloader import Stateful, StatefulDataLoader
+    from torchdata.stateful_dataloader.stateful import Stateful as AlsoStateful
+    from torchdata.stateful_dataloader.stateful_dataloader import StatefulDataLoader as Also
+    from rustloader.stateful_dataloader import stateful as ours
+    from rustloader.stateful_dataloader import sampler as our_sampler
+
+    assert StatefulDataLoader is Also is rustloader.stateful_dataloader.StatefulDataLoader
+    assert Stateful is AlsoStateful is ours.Stateful
+    assert sampler is our_sampler and sorted(package.__all__) == ["Stateful", "StatefulDataLoader"]
+    assert importlib.util.find_spec("torchdata.stateful_dataloader") is package.__spec__
+    assert sys.modules["torchdata"].stateful_dataloader is package
+    try:
+        import torchdata.nodes
+    except ModuleNotFoundError:
+        pass
+    else:
+        raise AssertionError("only the package of the loader is provided")
+    rustloader.uninstall()
+    assert not [name for name in sys.modules if name.startswith("torchdata")]
+    try:
+        import torchdata.stateful_dataloader
+    except ModuleNotFoundError:
+        pass
+    else:
+        raise AssertionError("it is gone")
+    rustloader.install(stateful=True)
+    from torchdata.stateful_dataloader import StatefulDataLoader as Again
+    assert Again is Also
+    """,
+        head="",
+    )
+    assert status == 0, err
+    said = [line for line in out.splitlines() if "torchdata" in line]
+    assert said == [f"torchdata is not installed: {PACKAGE} is rustloader's"]
+
+
+def test_an_old_torchdata_without_the_package_gets_it_and_loses_it():
+    status, out, err = run_script(
+        """
+    import sys, types
+    old = types.ModuleType("torchdata")
+    old.__path__ = []
+    sys.modules["torchdata"] = old
+    import rustloader
+    with rustloader.installed(stateful=True):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        assert StatefulDataLoader is rustloader.stateful_dataloader.StatefulDataLoader
+        assert sys.modules["torchdata"] is old
+        assert old.stateful_dataloader is sys.modules["torchdata.stateful_dataloader"]
+    assert sys.modules["torchdata"] is old and not hasattr(old, "stateful_dataloader")
+    """,
+        head="",
+    )
+    assert (status, out, err) == (0, "", "")
+
+
+@pytest.mark.parametrize("at", ["torchdata", "torchdata.stateful_dataloader"])
+def test_a_torchdata_that_cannot_be_imported_is_an_error_and_installs_nothing(at, tmp_path):
+    folder = tmp_path / at.replace(".", "/")
+    folder.mkdir(parents=True)
+    (tmp_path / "torchdata" / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text("import no_such_module")
+    status, out, err = run_script(
+        f"""
+    import sys
+    sys.path.insert(0, {str(tmp_path)!r})
+    import rustloader
+    try:
+        rustloader.install(stateful=True)
+    except RuntimeError as error:
+        print(error)
+    assert not rustloader.is_installed() and rustloader.settings.options.current() == {{}}
+    """,
+        head="",
+    )
+    assert status == 0, err
+    assert out == (
+        f"{PACKAGE} cannot be imported (No module named 'no_such_module'); repair or uninstall torchdata, "
+        "or leave out stateful=True\n"
+    )
+
+
+@pytest.mark.parametrize("how", ["environment", "run"])
+def test_the_environment_and_run_install_it(how, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        ("import rustloader\n" if how == "environment" else "") + "import torch\n"
+        "from torchdata.stateful_dataloader import StatefulDataLoader\n"
+        "print(StatefulDataLoader.__module__)\n"
+    )
+    status, out, err = run_script(
+        f"""
+    import os, subprocess, sys
+    command = ["-m", "rustloader", "run", "--stateful"] if {how!r} == "run" else []
+    more = {{}} if {how!r} == "run" else {{"RUSTLOADER_INSTALL": "stateful=1"}}
+    subprocess.run([sys.executable, *command, {str(script)!r}], check=True, env=os.environ | more)
+    """,
+        head="",
+        cwd=ROOT,
+    )
+    assert (status, err) == (0, "")
+    assert out == f"{ours().__module__}\n"
+
+
+def test_import_of_the_package_and_install_without_the_option_do_not_import_it():
+    status, out, err = run_script(
+        """
+    import sys
+    import rustloader
+    rustloader.install()
+    rustloader.uninstall()
+    print([name for name in sys.modules if "torchdata" in name or name.startswith("rustloader.stateful_dataloader")])
+    """,
+        head="",
+    )
+    assert (status, out, err) == (0, "[]\n", "")

@@ -1,0 +1,214 @@
+"""Notebooks and the REPL: classes of `__main__`, progress bars, and Ctrl-C."""
+
+import contextlib
+import importlib.util
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+
+import pytest
+from support import ROOT, gone, run_script, wait_until
+
+pytestmark = pytest.mark.ours
+
+DEFINE = """
+import logging, os, time
+import torch, rustloader
+from rustloader import DataLoader
+
+class Squares:
+    def __len__(self):
+        return 12
+    def __getitem__(self, i):
+        return torch.tensor(i * i)
+
+class Slow(Squares):
+    def __getitem__(self, i):
+        time.sleep(0.2 if i else 0)
+        return torch.tensor(i)
+
+def flat(samples):
+    return [int(x) for x in samples]
+
+loader = DataLoader(Squares(), batch_size=4, num_workers=2, collate_fn=flat)
+"""
+SQUARES = [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81, 100, 121]]
+ITERATE = """
+iterator = iter(DataLoader(Slow(), batch_size=1, num_workers=2))
+pids = [worker.pid for worker in iterator._workers]
+for batch in iterator: print("step", flush=True)
+
+"""
+
+
+# A notebook
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    """Runs a script that can use a kernel; returns its output."""
+    for name in ("ipykernel", "jupyter_client"):
+        if importlib.util.find_spec(name) is None:
+            reason = f"{name} is not installed; the extra dev has it"
+            (pytest.fail if os.environ.get("RUSTLOADER_REQUIRE_ALL") else pytest.skip)(reason)
+    home = {name: str(tmp_path) for name in ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR")}
+
+    def run(source):
+        head = f"from notebooks import kernel\nDEFINE, ITERATE = {DEFINE!r}, {ITERATE!r}\n"
+        # A short path, for the kernel's sockets lie there.
+        status, out, err = run_script(source, head=head, environment=home | {"JUPYTER_RUNTIME_DIR": str(tmp_path)})
+        assert (status, err) == (0, ""), err
+        return out
+
+    return run
+
+
+def test_classes_and_functions_of_cells_reach_the_workers(notebook):
+    out = notebook("""
+        with kernel() as it:
+            assert it.run(DEFINE) == ("ok", "", "", [])
+            print(it.run("print(list(loader), rustloader.engine_batches())")[1], end="")
+            it.run('''
+                class Squares(Squares):
+                    def __getitem__(self, i):
+                        return torch.tensor(-i)
+                loader = DataLoader(Squares(), batch_size=4, num_workers=2, collate_fn=flat)
+            ''')
+            print(it.run("print(list(loader), rustloader.engine_batches())")[1], end="")
+    """)
+    assert out == f"{SQUARES} 3\n[[0, -1, -2, -3], [-4, -5, -6, -7], [-8, -9, -10, -11]] 6\n"
+
+
+def test_progress_and_prints_of_workers_show_in_the_cell(notebook):
+    out = notebook("""
+        with kernel() as it:
+            it.run(DEFINE)
+            status, out, err, errors = it.run('''
+                from tqdm import tqdm
+                class Talks(Squares):
+                    def __getitem__(self, i):
+                        print("sample", i, flush=True)
+                        return i
+                loader = DataLoader(Talks(), batch_size=4, num_workers=1)
+                for batch in tqdm(loader, ncols=40, mininterval=0, miniters=1):
+                    time.sleep(0.15)
+            ''')
+            assert (status, errors) == ("ok", []), err
+            bars = err.split("\\r")
+            print(any("0/3" in bar for bar in bars), any("2/3" in bar for bar in bars), "3/3" in bars[-1])
+            print(out)
+    """)
+    # The pieces of a worker's print come in messages of their own, between which a kernel may put others.
+    assert out.split() == ["True"] * 3 + [word for i in range(12) for word in ("sample", str(i))]
+
+
+def test_interrupting_a_kernel_is_one_keyboard_interrupt_and_loaders_work_on(notebook):
+    out = notebook("""
+        with kernel() as it:
+            it.run(DEFINE)
+            print(it.run(ITERATE, interrupt_at="step"))
+            print(it.run("print(list(loader))"))
+            # They got the interrupt as well, as with torch.
+            print(it.run("print([worker.join(30) or worker.is_alive() for worker in iterator._workers])"))
+    """)
+    first, second, third = out.splitlines()
+    assert first.replace("step\\n", "") == repr(("error", "", "", ["KeyboardInterrupt"]))
+    assert second == repr(("ok", f"{SQUARES}\n", "", []))
+    assert third == repr(("ok", "[False, False]\n", "", []))
+
+
+def test_the_workers_end_with_the_kernel(notebook):
+    out = notebook("""
+        with kernel() as it:
+            it.run(DEFINE)
+            it.run("iterator = iter(DataLoader(Slow(), batch_size=1, num_workers=2)); batch = next(iterator)")
+            print(it.run("print(*(worker.pid for worker in iterator._workers))")[1])
+    """)
+    pids = [int(pid) for pid in out.split()]
+    assert len(pids) == 2 and all(wait_until(lambda pid=pid: gone(pid)) for pid in pids)
+
+
+# The REPL
+
+
+class Repl:
+    """`python -i` at a terminal of its own, whose Ctrl-C goes to all that it has started."""
+
+    def __init__(self, terminal):
+        self.terminal = terminal
+        self.read("\n>>> ", first=True)
+
+    def read(self, until, first=False):
+        """What comes up to a text; with carriage returns, and what was typed, as a terminal shows it."""
+        shown, end = "\n" if first else "", time.monotonic() + 120
+        while until not in shown:
+            assert select.select([self.terminal], [], [], max(0, end - time.monotonic()))[0], shown
+            shown += os.read(self.terminal, 4096).decode().replace("\r\n", "\n")
+        return shown
+
+    def type(self, text):
+        os.write(self.terminal, text.encode())
+
+    def run(self, line):
+        """What a line gives."""
+        self.type(line + "\n")
+        shown = self.read("\n>>> ")
+        return shown.removesuffix(">>> ").removeprefix(line + "\n").removesuffix("\n")
+
+
+@pytest.fixture
+def repl(tmp_path):
+    """A REPL in which DEFINE has been run."""
+    (tmp_path / "define.py").write_text(DEFINE)
+    # The REPL of 3.13 paints its lines.
+    environment = os.environ | {"PYTHON_BASIC_REPL": "1", "TERM": "dumb", "PYTHONSTARTUP": ""}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        try:
+            os.execvpe(sys.executable, [sys.executable, "-i", str(tmp_path / "define.py")], environment)
+        finally:
+            os._exit(127)
+    yield Repl(terminal)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(terminal)
+
+
+def test_the_repl_has_classes_of_main_and_ctrl_c(repl):
+    assert repl.run("list(loader)") == repr(SQUARES)
+    assert repl.run("rustloader.engine_batches()") == "3"
+
+    start, note, walk = ITERATE.split("\n")[1:4]
+    assert repl.run(start) == "" and repl.run(note) == ""
+    pids = [int(pid) for pid in re.findall(r"\d+", repl.run("pids"))]
+    repl.type(walk + "\n\n")
+    repl.read("step\nstep\n")
+    assert len(pids) == 2 and not any(map(gone, pids))
+    repl.type("\x03")
+    shown = repl.read("\n>>> ")
+    assert shown.count("Traceback") == 1 and shown.endswith("KeyboardInterrupt\n>>> "), shown
+    assert repl.run("list(loader)") == repr(SQUARES)
+
+    repl.run("iterator = iter(DataLoader(Slow(), batch_size=1, num_workers=2))")
+    pids = [int(pid) for pid in re.findall(r"\d+", repl.run("[worker.pid for worker in iterator._workers]"))]
+    assert len(pids) == 2
+    repl.type("exit()\n")
+    assert all(wait_until(lambda pid=pid: gone(pid)) for pid in pids)
+
+
+def test_the_quick_start_runs_twice_in_a_notebook(notebook):
+    """Every Python block of the page as a cell; then all of them again, in the same kernel."""
+    page = (ROOT / "docs" / "quick-start.md").read_text()
+    cells = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(cells) > 3
+    notebook(f"""
+        with kernel() as it:
+            for cell in {cells * 2!r}:
+                status, _, _, errors = it.run(cell)
+                assert status == "ok", (cell, errors)
+    """)

@@ -1,0 +1,261 @@
+"""States that do not fit: one clear error, and the loader goes on as before. Never other batches."""
+
+import copy
+
+import pytest
+import torch
+from stateful import datasets
+from stateful.datasets import unchanged
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from rustloader.stateful_dataloader import StatefulDataLoader
+
+pytestmark = [
+    pytest.mark.ours,
+    pytest.mark.filterwarnings("ignore:load_state_dict.. replaces an iterator:UserWarning"),
+    pytest.mark.filterwarnings("ignore:an epoch of 0 batches:UserWarning"),
+]
+
+SIZE = 24
+KINDS = {
+    "map": lambda: datasets.Records(SIZE),
+    "stateful map": lambda: datasets.CountingRecords(SIZE),
+    "iterable": lambda: datasets.Shards((13, 11), with_generator=False),
+    "stateless": lambda: datasets.StatelessShards((13, 11)),
+}
+
+
+def make(kind="map", workers=0, **kw):
+    kw.setdefault("batch_size", 3)
+    return StatefulDataLoader(KINDS[kind](), num_workers=workers, collate_fn=unchanged, **kw)
+
+
+def stopped(loader, steps=3):
+    """The iterator after some batches, and the state there."""
+    iterator = iter(loader)
+    for _ in range(steps):
+        next(iterator)
+    return iterator, loader.state_dict()
+
+
+def parts(state, path=()):
+    """The paths of all values in a state, those inside a dataset's or a sampler's own state left out."""
+    for key, value in state.items():
+        yield (*path, key)
+        if isinstance(value, dict) and key not in ("dataset_state", "dataset_iter_state", "start"):
+            yield from parts(value, (*path, key))
+
+
+def changed(state, path, change):
+    state = copy.deepcopy(state)
+    inner = state
+    for key in path[:-1]:
+        inner = inner[key]
+    change(inner, path[-1])
+    return state
+
+
+def refused_or_right(loader, state, allowed):
+    """A ValueError at load_state_dict, or an epoch that `allowed` accepts."""
+    before = loader.state_dict()
+    try:
+        loader.load_state_dict(state)
+    except ValueError as error:
+        assert len(str(error)) > 20 and "\n" not in str(error), "the error says too little, or too much"
+        assert loader.state_dict() == before, "something of the state was loaded"
+        return "refused"
+    try:
+        found = list(loader)
+    except (ValueError, AssertionError):
+        return "refused"
+    assert allowed(found), found
+    return "loaded"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_that_is_missing(kind, workers):
+    loader = make(kind, workers)
+    everything = list(make(kind, workers))
+    iterator, state = stopped(loader)
+    del iterator
+    outcomes = {}
+    for path in parts(state):
+        bad = changed(state, path, lambda inner, key: inner.pop(key))
+        # Without rustloader's own key it is a state of torchdata's, and those are loaded.
+        outcomes[path] = refused_or_right(make(kind, workers), bad, lambda found: found == everything[3:])
+    assert "refused" in outcomes.values()
+    assert outcomes["_rustloader",] == "loaded"
+    required = [("_iterator_finished",), ("_rustloader", "version"), ("_rustloader", "sampler")]
+    required += [("_snapshot",), ("_steps_since_snapshot",), ("_snapshot", "_main_snapshot")] if workers else []
+    required += [("_num_yielded",), ("_sampler_iter_yielded",)] if not workers else []
+    assert {path: outcomes[path] for path in required} == dict.fromkeys(required, "refused")
+
+
+def ids(batches):
+    return [[sample["id"] if isinstance(sample, dict) else sample[0] for sample in batch] for batch in batches]
+
+
+JUNK = [None, "x", -1, 1.5, True, [], {}, (1, 2), b"", torch.zeros(2), [None], {"a": 1}, 1 << 40]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=lambda junk: repr(junk).replace(" ", ""))
+@pytest.mark.parametrize("kind, workers", [("map", 0), ("map", 2), ("stateful map", 0), ("iterable", 0)])
+def test_a_value_that_is_junk(kind, workers, junk):
+    everything = list(make(kind, workers))
+    iterator, state = stopped(make(kind, workers))
+    del iterator
+    outcomes = []
+    for path in parts(state):
+        bad = changed(state, path, lambda inner, key: inner.update({key: junk}))
+        # A number may be another position, and a state of the dataset its own; nothing comes twice or from elsewhere.
+        if path[-1] in ("dataset_state", "dataset_iter_state", "worker_id"):
+            continue
+        # Programs set this one: the next epoch follows.
+        if path == ("_iterator_finished",) and junk is True:
+            continue
+        outcomes.append(
+            refused_or_right(
+                make(kind, workers), bad, lambda found: found == everything[len(everything) - len(found) :]
+            )
+        )
+    assert outcomes.count("refused") > 5 or junk in (None, True)
+
+
+@pytest.mark.parametrize("junk", [*JUNK, object(), int], ids=lambda junk: repr(junk).replace(" ", "").split("at0x")[0])
+def test_a_state_that_is_none(junk):
+    if isinstance(junk, dict) and not junk:
+        return  # an empty dict means a fresh start
+    loader = make()
+    with pytest.raises(ValueError, match=r"state_dict\(\)"):
+        loader.load_state_dict(junk)
+    assert list(loader) == list(make())
+
+
+OTHERS = {
+    "length": (lambda: make(), lambda: StatefulDataLoader(datasets.Records(25), 3, collate_fn=unchanged), "24.*25"),
+    "batch size": (lambda: make(), lambda: make(batch_size=4), "3.*4"),
+    "no batch size": (lambda: make(), lambda: make(batch_size=None), "batch"),
+    "drop_last": (lambda: make(), lambda: make(drop_last=True), "drop_last"),
+    "shuffle": (
+        lambda: make(),
+        lambda: make(shuffle=True),
+        r"SequentialSampler.*RandomSampler|RandomSampler.*SequentialSampler",
+    ),
+    "no shuffle": (
+        lambda: make(shuffle=True),
+        lambda: make(),
+        r"SequentialSampler.*RandomSampler|RandomSampler.*SequentialSampler",
+    ),
+    "sampler": (
+        lambda: make(sampler=WeightedRandomSampler(torch.ones(SIZE), SIZE)),
+        lambda: make(sampler=RandomSampler(range(SIZE))),
+        r"WeightedRandomSampler.* RandomSampler",
+    ),
+    "length of the sampler": (
+        lambda: make(sampler=RandomSampler(range(SIZE), num_samples=12)),
+        lambda: make(sampler=RandomSampler(range(SIZE), num_samples=13)),
+        "12.*13",
+    ),
+    "batch sampler": (
+        lambda: make(batch_size=1, batch_sampler=BatchSampler(SequentialSampler(range(SIZE)), 3, False)),
+        lambda: make(batch_size=1, batch_sampler=BatchSampler(SequentialSampler(range(SIZE)), 5, False)),
+        "3.*5",
+    ),
+    "number of ranks": (
+        lambda: make(sampler=DistributedSampler(range(SIZE), 2, 0)),
+        lambda: make(sampler=DistributedSampler(range(SIZE), 3, 0)),
+        "reshard",
+    ),
+    "iterable": (lambda: make(), lambda: make("iterable"), "map-style.*iterable"),
+    "map-style": (lambda: make("iterable"), lambda: make(), "iterable.*map-style"),
+    "stateless": (lambda: make("stateful map"), lambda: make(), "state"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_of_another_loader(what, workers):
+    saver, other, text = OTHERS[what]
+    iterator, state = stopped(saver())
+    del iterator
+    loader = other()
+    loader.num_workers = 0
+    if workers:
+        if what == "stateless":
+            return
+        loader = rebuilt(loader, workers)
+    torch.manual_seed(1)
+    expected = list(loader)
+    torch.manual_seed(1)
+    iterator = iter(loader)
+    first = next(iterator)
+    with pytest.raises(ValueError, match=text):
+        loader.load_state_dict(state)
+    # The iterator goes on, and so does the loader.
+    assert [first, *iterator] == expected
+    assert len(list(loader)) == len(expected)
+
+
+def rebuilt(loader, workers):
+    """The same loader with workers."""
+    kw = {"collate_fn": loader.collate_fn, "num_workers": workers}
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        return StatefulDataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **kw)
+    if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        kw["sampler"] = loader.sampler
+    return StatefulDataLoader(loader.dataset, loader.batch_size, drop_last=loader.drop_last, **kw)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_of_a_later_version(workers):
+    iterator, state = stopped(make(workers=workers))
+    del iterator
+    state["_rustloader"]["version"] += 1
+    loader = make(workers=workers)
+    with pytest.raises(ValueError, match=r"format 2.*update rustloader"):
+        loader.load_state_dict(state)
+    assert list(loader) == list(make())
+
+
+@pytest.mark.parametrize("kind", ["stateful map", "iterable", "stateless"])
+@pytest.mark.parametrize("saved, loaded", [(0, 2), (2, 0), (2, 1), (1, 2)])
+def test_another_number_of_workers_leaves_the_loader_as_it_was(kind, saved, loaded):
+    iterator, state = stopped(make(kind, saved), 2)
+    rest = list(iterator)
+    loader = make(kind, loaded)
+    loader.load_state_dict(state)
+    for _ in range(2):
+        with pytest.raises(AssertionError, match=f"num_workers={saved}.* {loaded}"):
+            iter(loader)
+    assert loader.state_dict() == state
+    loader.num_workers, loader.prefetch_factor = saved, 2 if saved else None
+    assert list(loader) == rest
+
+
+@pytest.mark.parametrize("saved, loaded", [(0, 2), (2, 0), (1, 3)])
+def test_a_stateless_map_style_dataset_goes_on_with_any_number(saved, loaded):
+    iterator, state = stopped(make("map", saved))
+    rest = list(iterator)
+    loader = make("map", loaded)
+    loader.load_state_dict(state)
+    assert list(loader) == rest
+
+
+@pytest.mark.parametrize("back", [-1, 1.0, True, "1", None])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_back_is_a_small_number(workers, back):
+    loader = make(workers=workers)
+    for steps in (0, 2):
+        iterator = stopped(loader, steps)[0]
+        with pytest.raises(ValueError, match="back"):
+            loader.state_dict(back=back)
+        with pytest.raises(ValueError, match="back"):
+            loader.state_dict(back=steps + 1)
+    del iterator
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, "1", True])
+def test_snapshot_every_n_steps_is_a_number(every):
+    with pytest.raises(ValueError, match="snapshot_every_n_steps must be a non-negative integer"):
+        make(snapshot_every_n_steps=every)

@@ -1,0 +1,140 @@
+"""Random programs of a StatefulDataLoader against a list of batches: see ``model/``."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+from stateful.model import generate, play, shrink
+from stateful.model.program import Program, Settings, changed, wrong
+from support import HERE
+
+pytestmark = pytest.mark.ours
+
+
+def run(*arguments):
+    """The tester's exit status and output. It forks, so it has a process of its own."""
+    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = subprocess.run(
+        [sys.executable, "-m", "stateful.model", *map(str, arguments)],
+        env=dict(os.environ, PYTHONPATH=path),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+# `make stress KIND=resume` runs others.
+def test_resumed_loaders_deliver_each_batch_once():
+    status, output = run("--programs", 60, "--seed", 1, "--seconds", 150)
+    assert status == 0, output
+    assert " 0 failed" in output and not output.startswith("0 programs")
+
+
+# The tester itself: it must be able to fail.
+
+EXAMPLE = Program(
+    Settings(sizes=(9, 0, 0, 0), sampler="shuffle", batch_size=2),
+    (("iter",), ("next", 2), ("save", "now", 0), ("next", 1), ("resume", "json", {}, False), ("end",)),
+)
+
+
+class Faulty(play.Player):
+    """A player whose loader delivers other batches than it should."""
+
+    def take(self, call=None):
+        return super().take(lambda iterator: self.changed(iterator))
+
+
+class Skips(Faulty):
+    def changed(self, iterator):
+        next(iterator)
+        return next(iterator)
+
+
+class Repeats(Faulty):
+    last = None
+
+    def changed(self, iterator):
+        self.last, last = None, self.last
+        if last is None:
+            last = self.last = next(iterator)
+        return last
+
+
+class Ends(Faulty):
+    def changed(self, iterator):
+        raise StopIteration
+
+
+class ForgetsPosition(play.Player):
+    def resume(self, way, changes, same_loader):
+        super().resume(way, changes, same_loader)
+        self.loader.load_state_dict({})
+        self.iterator = iter(self.loader)
+
+
+class WritesIntoStates(play.Player):
+    def resume(self, way, changes, same_loader):
+        self.saved[0]["_num_yielded"] += 1
+        super().resume(way, changes, same_loader)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("player", [Skips, Repeats, Ends, ForgetsPosition, WritesIntoStates])
+def test_a_fault_is_found(player, monkeypatch):
+    play.run(EXAMPLE)
+    monkeypatch.setattr(play, "Player", player)
+    with pytest.raises(play.Wrong):
+        play.run(EXAMPLE)
+
+
+@pytest.mark.parametrize("sampler", ["sequential", "batch sampler"])
+def test_out_of_order_a_batch_may_come_once(sampler):
+    settings = Settings(sizes=(9, 0, 0, 0), num_workers=1, in_order=False, sampler=sampler)
+    player = play.Player(Program(settings))
+    try:
+        player.iter()
+        batches = [batch for _, batch in player.place.remaining()]
+        player.note(batches[2])
+        player.note(batches[0])
+        for batch in (batches[2], batches[0], []):
+            with pytest.raises(play.Wrong):
+                player.note(batch)
+    finally:
+        player.close()
+
+
+def test_programs_are_valid_and_differ():
+    programs = [generate.program(seed) for seed in range(300)]
+    assert programs == [generate.program(seed) for seed in range(300)]
+    assert len({program.json() for program in programs}) == 300
+    for program in programs:
+        assert Program.from_json(program.json()) == program
+        assert wrong(program.settings) is None and shrink.valid(program)
+    names = {step[0] for program in programs for step in program.steps}
+    assert names == {"iter", "next", "end", "save", "resume", "kill", "interrupt"}
+    for field in dataclasses.fields(Settings):
+        assert len({getattr(program.settings, field.name) for program in programs}) > 1
+
+
+def test_a_program_that_fails_is_shrunk_and_printed(monkeypatch):
+    """Here one fails that saves a state of a shuffled loader."""
+
+    def failure_of(program, limit):
+        saves = [step for step in program.steps if step[0] == "save"]
+        return "Wrong: found" if saves and program.settings.sampler == "shuffle" else None
+
+    monkeypatch.setattr(shrink, "failure_of", failure_of)
+    settings = changed(EXAMPLE.settings, {"num_workers": 3, "seed_by": "batch", "every": 4, "slow": (1, 2)})
+    program = dataclasses.replace(EXAMPLE, settings=settings)
+    small, failure = shrink.shrink(program, "Wrong: before", 1)
+    assert failure == "Wrong: found"
+    assert small.steps == (("save", "now", 0),)
+    assert (small.settings.num_workers, small.settings.slow, small.settings.sampler) == (0, (), "shuffle")
+    namespace = {}
+    exec(shrink.script(small), namespace)
+    assert namespace["player"].saved is not None

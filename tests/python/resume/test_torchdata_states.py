@@ -1,0 +1,429 @@
+"""What stands in a state: torchdata's keys and values, which programs read and write."""
+
+import copy
+import json
+
+import pytest
+import torch
+from stateful import datasets, libraries
+from stateful.datasets import unchanged
+from support import run_script
+
+pytestmark = pytest.mark.ours
+
+ALONE = {
+    "_index_sampler_state",
+    "_sampler_iter_state",
+    "_sampler_iter_yielded",
+    "_num_yielded",
+    "_IterableDataset_len_called",
+    "_shared_seed",
+    "fetcher_state",
+    "dataset_state",
+    "_iterator_finished",
+}
+WITH_WORKERS = {"_snapshot", "_steps_since_snapshot", "_iterator_finished"}
+SNAPSHOT = {"_snapshot_step", "_last_yielded_worker_id", "_main_snapshot", "_worker_snapshots"}
+MAIN = {
+    "_num_workers",
+    "_sampler_iter_state",
+    "_index_sampler_state",
+    "_sampler_iter_yielded",
+    "_IterableDataset_len_called",
+    "_shared_seed",
+    "_base_seed",
+}
+WORKER = {"worker_id", "dataset_state", "fetcher_state"}
+OWN = {"_rustloader"}
+EVERY = pytest.mark.parametrize("every", [1, 4])
+
+
+def worker_states(state):
+    """The states of the workers, in their order; without workers the loader's own takes their place."""
+    if "_snapshot" not in state:
+        return [state]
+    return [state["_snapshot"]["_worker_snapshots"][f"worker_{i}"] for i in range(number_of_workers(state))]
+
+
+def number_of_workers(state):
+    return len(state["_snapshot"]["_worker_snapshots"])
+
+
+def stopped(loader, steps):
+    iterator = iter(loader)
+    for _ in range(steps):
+        next(iterator)
+    return iterator
+
+
+def plain(value):
+    """Whether a state has plain types and tensors alone."""
+    if isinstance(value, dict):
+        return all(isinstance(key, (str, int)) and plain(part) for key, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(plain, value))
+    return value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor)
+
+
+def all_datasets():
+    return {
+        "map": datasets.Records(30),
+        "stateful map": datasets.CountingRecords(30),
+        "iterable": datasets.Shards((20, 10)),
+        "generator": datasets.GeneratorShards((20, 10)),
+        "stateless": datasets.StatelessShards((20, 10)),
+    }
+
+
+@pytest.mark.parametrize("kind", all_datasets())
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_keys_without_workers(lib, kind, steps):
+    loader = lib.StatefulDataLoader(all_datasets()[kind], batch_size=2, collate_fn=unchanged)
+    iterator = stopped(loader, steps)
+    state = loader.state_dict()
+    assert set(state) - OWN == ALONE
+    assert state["_num_yielded"] == state["_sampler_iter_yielded"] == steps
+    assert state["_iterator_finished"] is False and state["_IterableDataset_len_called"] is None
+    assert state["_shared_seed"] is None
+    if "map" in kind:
+        assert state["fetcher_state"] is None
+        assert state["dataset_state"] == ({"made": 2 * steps} if kind == "stateful map" else None)
+    else:
+        assert set(state["fetcher_state"]) == {"dataset_iter_state", "fetcher_ended"}
+        assert state["fetcher_state"]["fetcher_ended"] is False
+        assert state["dataset_state"] == ({"i": 2 * steps} if kind == "generator" else None)
+    assert plain(state)
+    list(iterator)
+    assert loader.state_dict()["_iterator_finished"] is True
+
+
+@pytest.mark.parametrize("kind", all_datasets())
+@pytest.mark.parametrize("steps", [0, 1, 5])
+@EVERY
+def test_keys_with_workers(lib, kind, steps, every):
+    loader = lib.StatefulDataLoader(
+        all_datasets()[kind], batch_size=2, collate_fn=unchanged, num_workers=2, snapshot_every_n_steps=every
+    )
+    iterator = stopped(loader, steps)
+    state = loader.state_dict()
+    assert set(state) - OWN == WITH_WORKERS
+    assert state["_iterator_finished"] is False
+    snapshot = state["_snapshot"]
+    assert set(snapshot) == SNAPSHOT and set(snapshot["_main_snapshot"]) == MAIN
+    assert snapshot["_snapshot_step"] + state["_steps_since_snapshot"] == steps
+    if lib.name == "torchdata":  # rustloader takes snapshots of the dataset alone, so the newest may be a later one
+        assert state["_steps_since_snapshot"] == steps % every
+    assert snapshot["_main_snapshot"]["_num_workers"] == 2
+    assert isinstance(snapshot["_main_snapshot"]["_base_seed"], int)
+    assert set(snapshot["_worker_snapshots"]) == {"worker_0", "worker_1"}
+    for number, worker in enumerate(worker_states(state)):
+        assert set(worker) == WORKER and worker["worker_id"] == number
+        if "map" in kind:
+            assert worker["fetcher_state"] is None
+        else:
+            assert worker["fetcher_state"]["fetcher_ended"] is False
+    assert plain(state)
+    list(iterator)
+    assert loader.state_dict()["_iterator_finished"] is True
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_the_state_of_each_worker_is_that_of_its_delivered_batches(lib, steps):
+    for kind, key in (("iterable", "fetcher_state"), ("generator", "dataset_state"), ("stateful map", "dataset_state")):
+        loader = lib.StatefulDataLoader(
+            all_datasets()[kind], batch_size=2, collate_fn=unchanged, num_workers=2, snapshot_every_n_steps=1
+        )
+        iterator = stopped(loader, steps)
+        states = [worker[key] for worker in worker_states(loader.state_dict())]
+        if kind == "iterable":
+            states = [state["dataset_iter_state"] for state in states]
+        counts = [state["made" if kind == "stateful map" else "i"] for state in states]
+        assert counts == [(steps + 1) // 2 * 2, steps // 2 * 2]
+        del iterator
+
+
+@EVERY
+def test_each_state_has_all_workers(lib, every):
+    """Right after iter(), after a few batches, and soon after a resume."""
+
+    def make():
+        return lib.StatefulDataLoader(
+            datasets.Shards((40, 30, 20, 10)),
+            num_workers=4,
+            collate_fn=unchanged,
+            snapshot_every_n_steps=every,
+        )
+
+    loader = make()
+    iterator = iter(loader)
+    for _ in range(9):
+        assert all(state["fetcher_state"]["dataset_iter_state"] for state in worker_states(loader.state_dict()))
+        assert number_of_workers(loader.state_dict()) == 4
+        next(iterator)
+    state = loader.state_dict()
+    rest = list(iterator)
+    loader = make()
+    loader.load_state_dict(state)
+    iterator, again = iter(loader), []
+    for _ in range(5):
+        assert number_of_workers(loader.state_dict()) == 4
+        assert all(state["fetcher_state"]["dataset_iter_state"] for state in worker_states(loader.state_dict()))
+        again.append(next(iterator))
+    assert again + list(iterator) == rest
+
+
+@pytest.mark.parametrize("every, steps", [(1, 11), (17, 11), (17, 19), (17, 34), (0, 19)])
+@pytest.mark.parametrize("kind", ["map", "stateful map", "iterable", "generator"])
+def test_a_state_between_two_snapshots(lib, kind, every, steps):
+    dataset = {
+        "map": datasets.Records(50),
+        "stateful map": datasets.CountingRecords(50),
+        "iterable": datasets.Shards((15, 20, 12, 3)),
+        "generator": datasets.GeneratorShards((15, 20, 12, 3)),
+    }[kind]
+
+    def make():
+        return lib.StatefulDataLoader(dataset, num_workers=4, collate_fn=unchanged, snapshot_every_n_steps=every)
+
+    loader = make()
+    iterator = stopped(loader, steps)
+    state = loader.state_dict()
+    rest = list(iterator)
+    loader = make()
+    loader.load_state_dict(state)
+    iterator = iter(loader)
+    state = loader.state_dict()
+    assert list(iterator) == rest
+    loader = make()
+    loader.load_state_dict(state)
+    assert list(loader) == rest
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iter_is_called_once_for_each_worker(lib, workers):
+    def calls(state, key):
+        states = worker_states(state)
+        if key == "iterator":
+            return [state["fetcher_state"]["dataset_iter_state"]["iter_calls"] for state in states]
+        return [state["dataset_state"]["iter_calls"] for state in states]
+
+    for key, dataset in (("dataset", datasets.CountedIterations(10)), ("iterator", datasets.OwnIterator(10))):
+        loader = lib.StatefulDataLoader(dataset, num_workers=workers)
+        iter(loader)
+        state = loader.state_dict()
+        assert calls(state, key) == [1] * max(workers, 1)
+        loader = lib.StatefulDataLoader(dataset, num_workers=workers)
+        loader.load_state_dict(state)
+        iter(loader)
+        # Without workers the two loaders have one dataset. rustloader's state is the loaded one until the first batch.
+        assert calls(loader.state_dict(), key) == ([1] * workers or [1 if lib.name == "rustloader" else 2])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_is_its_own_iterator_has_its_state_once(lib, workers):
+    loader = lib.StatefulDataLoader(datasets.OwnIterator(10), num_workers=workers)
+    iterator = stopped(loader, 2)
+    for state in worker_states(loader.state_dict()):
+        assert state["dataset_state"] is None
+        assert set(state["fetcher_state"]["dataset_iter_state"]) == {"i", "iter_calls"}
+    del iterator
+    loader = lib.StatefulDataLoader(datasets.BothStateful(10), num_workers=workers)
+    iterator = stopped(loader, 2)
+    for state in worker_states(loader.state_dict()):
+        assert state["dataset_state"] == {"epochs": 1}
+        assert set(state["fetcher_state"]["dataset_iter_state"]) == {"i"}
+    del iterator
+
+
+def test_a_state_may_grow_and_shrink(lib):
+    loader = lib.StatefulDataLoader(datasets.GrowingState(30), num_workers=2)
+    iterator = stopped(loader, 6)
+    state = loader.state_dict()
+    sizes = [len(worker["dataset_state"]["seen"]) for worker in worker_states(state)]
+    assert sizes == [3, 3]
+    kept = copy.deepcopy(state)
+    for _ in range(2):
+        next(iterator)
+    later = loader.state_dict()
+    assert state == kept, "a state changes when the loader goes on"
+    assert [list(worker["dataset_state"]["seen"]) for worker in worker_states(later)] == [
+        ["key 1", "key 2", "key 3"]
+    ] * 2
+    rest = list(iterator)
+    loader = lib.StatefulDataLoader(datasets.GrowingState(30), num_workers=2)
+    loader.load_state_dict(later)
+    iterator = iter(loader)
+    assert worker_states(loader.state_dict())[0]["dataset_state"] == worker_states(later)[0]["dataset_state"]
+    assert list(iterator) == rest
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("kind", ["map", "stateful map", "iterable", "generator", "stateless"])
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_a_state_goes_through_json(lib, kind, workers, batch_size):
+    dataset = {
+        "map": datasets.Records(30),
+        "stateful map": datasets.CountingRecords(30),
+        "iterable": datasets.Shards((13, 0, 9), with_generator=False),
+        "generator": datasets.GeneratorShards((13, 0, 9)),
+        "stateless": datasets.StatelessShards((13, 0, 9)),
+    }[kind]
+
+    def make():
+        return lib.StatefulDataLoader(
+            copy.deepcopy(dataset), batch_size=batch_size, num_workers=workers, collate_fn=unchanged
+        )
+
+    loader = make()
+    iterator = stopped(loader, 2)
+    text = json.dumps(loader.state_dict())
+    rest = list(iterator)
+    loader = make()
+    loader.load_state_dict(json.loads(text))
+    assert list(loader) == rest and rest
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_goes_through_torch_save(lib, workers, tmp_path):
+    def make():
+        return lib.StatefulDataLoader(
+            datasets.DrawingRecords(30), batch_size=2, num_workers=workers, shuffle=True, collate_fn=unchanged
+        )
+
+    loader = make()
+    iterator = stopped(loader, 3)
+    torch.save(loader.state_dict(), tmp_path / "state.pt")
+    rest = list(iterator)
+    loader = make()
+    loader.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert list(loader) == rest
+
+
+@pytest.mark.parametrize("saved, loaded", [(0, 3), (3, 0)])
+@pytest.mark.parametrize("kind", ["stateful map", "iterable", "generator", "stateless"])
+def test_another_number_of_workers_is_an_assertion_error(lib, kind, saved, loaded):
+    dataset = {
+        **all_datasets(),
+        "iterable": datasets.Shards((9, 9, 9)),
+        "generator": datasets.GeneratorShards((9,) * 3),
+    }
+    dataset = {**dataset, "stateless": datasets.StatelessShards((9,) * 3)}[kind]
+    loader = lib.StatefulDataLoader(dataset, num_workers=saved)
+    iterator = stopped(loader, 2)
+    state = loader.state_dict()
+    del iterator
+    loader = lib.StatefulDataLoader(dataset, num_workers=loaded)
+    loader.load_state_dict(state)
+    with pytest.raises(AssertionError):
+        iter(loader)
+
+
+def test_a_program_may_write_into_a_state(lib):
+    """As accelerate does: a batch that was read ahead is taken back."""
+    loader = lib.StatefulDataLoader(datasets.Records(20), batch_size=2, collate_fn=unchanged)
+    iterator = stopped(loader, 3)
+    state = loader.state_dict()
+    rest = list(iterator)
+    state["_sampler_iter_yielded"] -= 1
+    state["_num_yielded"] -= 1
+    if state["_sampler_iter_state"] is not None:
+        state["_sampler_iter_state"]["samples_yielded"] -= 2
+    loader = lib.StatefulDataLoader(datasets.Records(20), batch_size=2, collate_fn=unchanged)
+    loader.load_state_dict(state)
+    assert [[sample["id"] for sample in batch] for batch in loader] == [[4, 5], *([s["id"] for s in b] for b in rest)]
+
+
+class FailingIteration(datasets.Shards):
+    def __iter__(self):
+        raise ZeroDivisionError("iter has failed")
+
+
+class FailingLoad(datasets.CountingRecords):
+    def load_state_dict(self, state):
+        raise ZeroDivisionError("load_state_dict has failed")
+
+
+def fail_at_start(_):
+    raise ZeroDivisionError("worker_init_fn has failed")
+
+
+def outcome(name, kind, workers):
+    """What iter() of such a loader raises, and else what next() does."""
+    lib = libraries.library(name)
+    dataset = {**all_datasets(), "failing iter": FailingIteration((3, 3)), "failing load": FailingLoad(9)}[kind]
+    loader = lib.StatefulDataLoader(
+        dataset, num_workers=workers, worker_init_fn=None if "failing" in kind else fail_at_start
+    )
+    if kind == "failing load":
+        iterator = stopped(loader, 2)
+        loader.load_state_dict(loader.state_dict())
+        del iterator
+    where = "iter"
+    try:
+        iterator = iter(loader)
+        where = "next"
+        next(iterator)
+    except ZeroDivisionError as error:
+        return f"{where}: {str(error).splitlines()[-1]}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    "kind, workers, expected",
+    [
+        ("map", 2, "iter: ZeroDivisionError: worker_init_fn has failed"),
+        ("stateful map", 2, "iter: ZeroDivisionError: worker_init_fn has failed"),
+        ("iterable", 2, "iter: ZeroDivisionError: worker_init_fn has failed"),
+        ("failing iter", 0, "iter: iter has failed"),
+        ("failing iter", 2, "iter: ZeroDivisionError: iter has failed"),
+        ("failing load", 0, "iter: load_state_dict has failed"),
+        ("failing load", 2, "iter: ZeroDivisionError: load_state_dict has failed"),
+    ],
+)
+def test_an_error_at_the_start_surfaces_in_iter(lib, kind, workers, expected):
+    if lib.name == "rustloader" and "failing" in kind and workers:
+        expected = expected.replace("iter:", "next:")  # iter() waits for the workers if there is a worker_init_fn
+    # In a process of its own: torchdata's loader leaves its workers behind.
+    status, out, err = run_script(f"""
+        import multiprocessing, os, warnings
+        warnings.simplefilter("ignore")
+        from test_torchdata_states import outcome
+        print(outcome({lib.name!r}, {kind!r}, {workers}), flush=True)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        os._exit(0)
+    """)
+    assert (status, out) == (0, f"{expected}\n"), err
+
+
+def test_the_protocol(lib):
+    assert isinstance(lib.StatefulDataLoader(datasets.Records(3)), lib.Stateful)
+    assert isinstance(datasets.CountingRecords(3), lib.Stateful)
+    assert not isinstance(datasets.Records(3), lib.Stateful)
+    assert not isinstance(torch.utils.data.DataLoader(datasets.Records(3)), lib.Stateful)
+
+
+def test_it_is_torchs_loader(lib):
+    loader = lib.StatefulDataLoader(datasets.Records(7), 2, collate_fn=unchanged, snapshot_every_n_steps=3)
+    assert isinstance(loader, torch.utils.data.DataLoader)
+    assert loader.snapshot_every_n_steps == 3 and len(loader) == 4
+    with pytest.raises(ValueError, match="num_workers option should be non-negative"):
+        lib.StatefulDataLoader(datasets.Records(7), num_workers=-1)
+    with pytest.raises(ValueError, match="persistent_workers option needs num_workers > 0"):
+        lib.StatefulDataLoader(datasets.Records(7), persistent_workers=True)
+    with pytest.raises(ValueError, match="batch_sampler option is mutually exclusive"):
+        lib.StatefulDataLoader(datasets.Records(7), batch_size=2, batch_sampler=[[0, 1]])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("steps", [0, 4])
+def test_the_state_right_after_a_load_is_the_loaded_one(lib, workers, steps):
+    loader = lib.StatefulDataLoader(datasets.CountingRecords(20), num_workers=workers)
+    iterator = stopped(loader, steps)
+    state = copy.deepcopy(loader.state_dict())
+    del iterator
+    loader = lib.StatefulDataLoader(datasets.CountingRecords(20), num_workers=workers)
+    loader.load_state_dict(copy.deepcopy(state))
+    assert loader.state_dict() == state
+    assert loader.state_dict() == state
+    assert len(list(loader)) == 20 - steps

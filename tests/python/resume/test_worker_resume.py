@@ -1,0 +1,427 @@
+"""How workers begin a resumed epoch: real workers, with a job that has a start."""
+
+import itertools
+import pickle
+import threading
+import types
+
+import pytest
+import torch
+from generators import drawn
+from resume_support import (
+    BASE,
+    Faulty,
+    Logged,
+    Recalling,
+    Tail,
+    TailIterator,
+    Workers,
+    log_init,
+    make,
+    with_draws,
+)
+from sample_data import Numbers, as_list, untouched
+from support import config_of, outcome, wait_until, within
+from torch.utils.data import IterableDataset, _DatasetKind
+from torch.utils.data._utils import fetch
+
+from rustloader.fetch.inline import StepFetcher
+from rustloader.fetch.seeds import Seeding, Seeds
+from rustloader.fetch.step import Step
+from rustloader.iterator import session
+from rustloader.workers import resuming
+from rustloader.workers.bootstrap import Job
+from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart, read
+
+pytestmark = pytest.mark.ours
+
+
+@pytest.fixture
+def workers(tmp_path, monkeypatch):
+    return Workers(tmp_path / "snapshots", monkeypatch)
+
+
+# The order of a start
+
+
+def test_a_start_has_its_order_and_the_replay_is_not_collated(workers):
+    workers.set(WorkerStart({"mark": 3}, {"i": 5}, replay=2))
+    batches = list(make(Tail(14), worker_init_fn=log_init))
+    assert [samples for samples, _ in batches] == [[9, 10], [11, 12], [13]]
+    start = ["init", "load {'mark': 3}", "iter", "load iterator {'i': 5}", "state"]
+    assert batches[0][1] == [*start, 5, 6, 7, 8, 9, 10]
+    # The snapshot comes after the batch is made.
+    assert batches[1][1] == [*start, 5, 6, 7, 8, 9, 10, "collate", "state", 11, 12]
+    states = [(count, state.dataset_state, state.iterator_state, state.ended) for count, state, _ in workers.sent()]
+    i = [(0, 5, False), (1, 11, False), (2, 13, False), (3, 14, True), (4, 14, True)]
+    assert states == [(count, {"mark": 3}, {"i": i}, ended) for count, i, ended in i]
+
+
+def test_without_a_start_an_epoch_begins_as_ever(workers):
+    batches = list(make(Tail(4), worker_init_fn=log_init))
+    assert batches[0] == ([0, 1], ["init", "iter", "state", 0, 1])
+    assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 3]
+
+
+def test_what_has_no_state_is_not_told_one(workers):
+    class Plain(IterableDataset):
+        log = []  # noqa: RUF012
+
+        def __iter__(self):
+            return iter(range(6))
+
+    workers.set(WorkerStart({"mark": 3}, {"i": 5}))
+    assert [samples for samples, _ in make(Plain())] == [[0, 1], [2, 3], [4, 5]]
+    sent = [(count, state.ended) for count, state, _ in workers.sent()]
+    assert sent == [(0, False), (4, True)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_worker_whose_dataset_had_ended_makes_nothing(workers, count, batch_size):
+    last = WorkerStart({"mark": 1}, {"i": 2})
+    workers.set(WorkerStart({"mark": 0}, {"i": 2}, ended=True), *[last] * (count - 1))
+    loader = make(Tail(4), count, batch_size=batch_size, collate_fn=untouched)
+    assert list(loader) == [[[2, 3]], [2, 3]][batch_size is None] * (count - 1)
+    # It takes one step, at which a generator takes note of its place.
+    sent = [(count, state.iterator_state, state.ended) for count, state, _ in workers.sent(0)]
+    assert sent == [(0, {"i": 3}, True), (1, {"i": 3}, True)]
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_dataset_that_ends_in_the_replay_is_not_asked_again(workers, batch_size):
+    workers.set(WorkerStart(replay=9), WorkerStart(replay=3 if batch_size is None else 2))
+
+    class Rounds(TailIterator):
+        """Begins again if it is asked after its end."""
+
+        def __next__(self):
+            if self.i == self.dataset.n:
+                self.i = 0
+                raise StopIteration
+            return super().__next__()
+
+    class Once(Tail):
+        def __iter__(self):
+            return Rounds(self)
+
+    loader = make(Once(5), 2, batch_size=batch_size, collate_fn=untouched)
+    assert list(loader) == ([3, 4] if batch_size is None else [[4]])
+    assert [count for count, _, _ in workers.sent(0)] == [0, 1]
+    assert workers.sent(1)[-1][1].ended is True
+
+
+# Batches of a resumed epoch
+
+
+class RecallingBatches(Recalling):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+MAP_CASES = {
+    "by sample": dict(seed_by="sample"),
+    "by batch": dict(seed_by="batch"),
+    "whole batches": dict(seed_by="sample", cls=RecallingBatches),
+    "threads": dict(seed_by="sample", worker_threads=3),
+}
+
+
+@pytest.mark.parametrize("case", MAP_CASES)
+@pytest.mark.parametrize("answers", [2, 3])
+def test_a_map_style_dataset_goes_on_from_a_snapshot_and_a_replay(workers, case, answers):
+    kw = dict(MAP_CASES[case])
+    cls = kw.pop("cls", Recalling)
+    in_order = case != "threads"
+    batches = [list(range(k, k + 3)) for k in range(0, 36, 3)]
+
+    def run(batches):
+        loader = make(cls(36, in_order), 2, batch_size=1, batch_sampler=batches, collate_fn=with_draws, **kw)
+        return list(loader)
+
+    workers.set(every=12)
+    wanted = run(batches)
+    # Both workers have made `answers` batches since the first snapshot.
+    low = 2 * answers
+    of_worker = [[batch for k, batch in enumerate(batches[:low]) if k % 2 == worker] for worker in (0, 1)]
+    starts = [workers.start(0, worker, of_worker[worker]) for worker in (0, 1)]
+    workers.set(*starts, first_ordinal=low)
+    assert run(batches[low:]) == wanted[low:]
+    # Counts begin anew, states do not.
+    for worker in (0, 1):
+        sent = workers.sent(worker)
+        assert [count for count, _, _ in sent] == list(range(7 - answers))
+        assert sent[0][1].dataset_state == {"made": []}
+        assert sent[1][1].dataset_state == {"made": sorted(sum(of_worker[worker], batches[low + worker]))}
+
+
+def test_single_samples_go_on_and_are_not_converted(workers):
+    workers.set(every=0)
+    converted = []
+
+    def convert(sample):
+        converted.append(sample[0])
+        return sample, list(converted)
+
+    kw = dict(count=1, batch_size=None, collate_fn=convert, seed_by="sample")
+    wanted = list(make(Recalling(6), **kw))
+    workers.set(WorkerStart({"made": []}, replay=[0, 1]), first_ordinal=2)
+    loader = make(Recalling(6), sampler=range(2, 6), **kw)
+    assert list(loader) == [(sample, seen[2:]) for sample, seen in wanted[2:]]
+
+
+def test_ordinals_that_were_delivered_ahead_are_left_out(workers):
+    batches = [[k] for k in range(8)]
+    kw = dict(count=2, batch_size=1, collate_fn=as_list, seed_by="sample")
+    wanted = list(make(Recalling(8), batch_sampler=batches, **kw))
+    workers.set(first_ordinal=2, ahead=(3, 5))
+    found = list(make(Recalling(8), batch_sampler=[batches[k] for k in (2, 4, 6, 7)], **kw))
+    assert [it[0][2] for it in found] == [wanted[k][0][2] for k in (2, 4, 6, 7)]
+
+
+class Dice(IterableDataset):
+    """Numbers and what was drawn with them; the iterator has a state."""
+
+    def __init__(self, n, stateful):
+        self.n, self.stateful, self.log = n, stateful, []
+
+    def __iter__(self):
+        return DiceIterator(self) if self.stateful else ((i, drawn()) for i in range(self.n))
+
+
+class DiceIterator(TailIterator):
+    def __next__(self):
+        if self.i == self.dataset.n:
+            raise StopIteration
+        self.i += 1
+        return self.i - 1, drawn()
+
+
+@pytest.mark.parametrize("seed_by", ["batch", "sample"])
+@pytest.mark.parametrize("batch_size", [2, None])
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("answers", [1, 2, 3])
+def test_a_stream_goes_on_from_a_snapshot_and_a_replay(workers, seed_by, batch_size, stateful, answers):
+    def run():
+        return list(make(Dice(7, stateful), 2, batch_size=batch_size, collate_fn=with_draws, seed_by=seed_by))
+
+    workers.set(every=0)
+    wanted = run()
+    workers.set(every=4)
+    assert run() == wanted
+    # With a state there is one after two answers.
+    made = [[count for count, _, _ in workers.sent(worker) if count <= answers][-1] for worker in (0, 1)]
+    assert made == ([answers // 2 * 2] * 2 if stateful else [0, 0])
+    starts = [workers.start(answers, worker, answers - made[worker]) for worker in (0, 1)]
+    workers.set(*starts, first_ordinal=2 * answers)
+    assert run() == wanted[2 * answers :]
+
+
+def test_the_tasks_before_an_epoch():
+    for workers, first_ordinal in itertools.product(range(1, 5), range(30)):
+        for worker in range(workers):
+            made = [ordinal - first_ordinal for ordinal in range(first_ordinal) if ordinal % workers == worker]
+            for count in range(len(made)):
+                assert resuming.earlier_tasks(count, worker, workers, first_ordinal) == made[len(made) - count :]
+    # An ordinal is not negative.
+    assert resuming.earlier_tasks(3, 1, 2, 4) == [-4, -3, -1]
+
+
+@pytest.mark.parametrize("seed_by", ["batch", "sample"])
+@pytest.mark.parametrize("kind", [_DatasetKind.Map, _DatasetKind.Iterable])
+def test_a_replay_without_workers(kind, seed_by):
+    dataset = Recalling(12) if kind == _DatasetKind.Map else Dice(12, True)
+    batches = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    collated = []
+
+    def collate(samples):
+        collated.append(samples)
+        return samples, drawn()
+
+    def fetcher(dataset, start, first_ordinal):
+        resuming.load_dataset(dataset, start)
+        plain = _DatasetKind.create_fetcher(kind, dataset, True, collate, False)
+        resuming.load_iterator(plain, start)
+        seeds = Seeds(Seeding(seed_by == "sample", BASE, 0, first_ordinal), int(kind == _DatasetKind.Iterable))
+        it = StepFetcher(Step(dataset, kind, True, seeds), plain)
+        resuming.load_counters(it.seeds, start)
+        return it
+
+    first = fetcher(dataset, WorkerStart(), 0)
+    maker = Snapshots(SnapshotPolicy(1), 0, kind)
+    wanted = [first.fetch(batches[0])]
+    made = read(maker.first(first, dataset))
+    wanted += [first.fetch(batch) for batch in batches[1:]]
+    start = WorkerStart(made.dataset_state, made.iterator_state, batches=made.batches, samples=made.samples)
+    dataset = type(dataset)(*([12] if kind == _DatasetKind.Map else [12, True]))
+    again = fetcher(dataset, start, 3)
+    collated.clear()
+    resuming.replay(again, iter(batches[1:3]), kind)
+    assert collated == []
+    assert again.fetch(batches[3]) == wanted[3] and len(collated) == 1
+    if kind == _DatasetKind.Iterable:
+        resuming.replay(again, batches, kind)
+        assert again.inner.ended
+        resuming.load_iterator(plain := _DatasetKind.create_fetcher(kind, dataset, True, collate, False), start)
+        assert not plain.ended
+
+
+def test_counters_without_seeds():
+    resuming.load_counters(None, WorkerStart(batches=3))
+
+
+def test_a_job_goes_to_a_worker_without_the_starts_of_others():
+    starts = [WorkerStart(replay=1), None, WorkerStart(replay=2)]
+    job = Job(_DatasetKind.Map, True, None, False, 0, None, config_of(num_workers=3), starts=starts)
+    assert [job.of_worker(worker).starts for worker in range(3)] == [
+        [starts[0], None, None],
+        [None, None, None],
+        [None, None, starts[2]],
+    ]
+    assert job.starts is starts
+    assert job.take_start(2) is starts[2] and job.starts is None
+    assert job.of_worker(1) is job and job.take_start(1) is None
+
+
+# Errors
+
+
+class Ending(Faulty):
+    """What ends an iterable dataset is an error like others here."""
+
+    error = StopIteration
+
+
+@pytest.mark.parametrize("cls", [Faulty, Ending])
+def test_errors_in_the_replay_are_dropped_and_later_ones_are_not(workers, cls):
+    workers.set(WorkerStart(replay=[[0, 1], [2, 3], [4, 5]]), first_ordinal=3)
+    loader = make(cls(12), sampler=range(6, 12), collate_fn=as_list, seed_by="batch")
+    iterator = iter(loader)
+    assert [sample[1] for sample in next(iterator)] == [[0, 1, 2, 4, 5], [0, 1, 2, 4, 5, 6]]
+    assert outcome(next, iterator)[0] == ("error" if cls is Faulty else "end")
+    assert [sample[0] for sample in next(iterator)] == [10, 11]
+    # An error is an answer.
+    assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 3]
+
+
+def test_a_stream_that_failed_goes_on_as_it_did(workers):
+    class Broken(Tail):
+        def __iter__(self):
+            yield from range(3)
+            raise KeyError("broken")
+
+    def run():
+        iterator = iter(make(Broken(9), 1, collate_fn=as_list))
+        return [outcome(next, iterator)[0] for _ in range(3)]
+
+    assert run() == ["value", "error", "end"]
+    for replay, wanted in [(1, ["error", "end", "end"]), (2, ["end"] * 3)]:
+        workers.set(WorkerStart(replay=replay))
+        assert run() == wanted
+
+
+def test_a_fetcher_that_a_library_replaced_fetches_in_full(workers, monkeypatch):
+    def foreign(self, indices):
+        return self.collate_fn([self.dataset[i] for i in indices])
+
+    class Marked(Logged, Numbers):
+        def __init__(self):
+            Logged.__init__(self)
+            Numbers.__init__(self, 9)
+
+    monkeypatch.setattr(fetch._MapDatasetFetcher, "fetch", foreign)
+    workers.set(WorkerStart(replay=[[0, 1], [2, 3]]))
+    (samples, before), *_ = make(Marked(), sampler=range(4, 8))
+    assert torch.tensor(samples).tolist() == [4, 5] and before.count("collate") == 2
+
+
+# Epochs, and the end
+
+
+class Told(Recalling):
+    def set_epoch(self, epoch):
+        if epoch == 9:
+            raise KeyError("epoch 9")
+        self.made = [epoch]
+
+
+class ToldStream(Tail):
+    def set_epoch(self, epoch):
+        self.n = epoch
+
+
+def test_later_epochs_of_persistent_workers_begin_anew(workers):
+    workers.set(WorkerStart({"made": [50]}, replay=[[0, 1]]), first_ordinal=1)
+    kw = dict(collate_fn=with_draws, seed_by="sample")
+    loader = make(Recalling(4), persistent_workers=True, **kw)
+    list(loader)
+    first = len(workers.sent())
+    later = [[[sample[::2] for sample in samples], draws] for samples, draws in loader]
+    assert [count for count, _, _ in workers.sent()[first:]] == [0, 1, 2]
+    # One epoch later, from ordinal 0.
+    workers.set()
+    plain = make(Recalling(4), **kw)
+    list(plain)
+    assert later == [[[sample[::2] for sample in samples], draws] for samples, draws in plain]
+
+
+def test_a_replay_that_no_task_has_begun_ends_with_the_epoch(workers):
+    workers.set(WorkerStart(replay=1), WorkerStart(replay=2))
+
+    class Sampled(Tail):
+        pass
+
+    loader = make(Sampled(8), 2, persistent_workers=True, collate_fn=as_list, prefetch_factor=1)
+    # The first epoch's only task is the first worker's.
+    loader.batch_sampler.sampler = range(2)
+    assert list(loader) == [[2, 3]]
+    loader.batch_sampler.sampler = range(4)
+    assert list(loader) == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("make_dataset", [lambda: Told(8), lambda: ToldStream(8)])
+def test_the_dataset_is_told_the_epoch_before_its_iterator_is_made(workers, make_dataset, monkeypatch):
+    loader = make(make_dataset(), persistent_workers=True, collate_fn=as_list, seed_by="batch")
+    list(loader)
+    told = {"set_epoch": ((2,), {})}
+    monkeypatch.setattr(session, "pickle", types.SimpleNamespace(dumps=lambda message: pickle.dumps(message | told)))
+    batches = list(loader)
+    if isinstance(loader.dataset, Told):
+        assert batches[0][1][1] == [2, 0]
+        assert workers.sent()[5][1].dataset_state == {"made": [2]}
+        told["set_epoch"] = ((9,), {})
+        assert outcome(next, iter(loader))[:2] == ("error", KeyError)
+        assert workers.sent()[-1][2]
+        told["set_epoch"] = ((), {"epoch": 3})
+        assert next(iter(loader))[1][1] == [3, 0]
+    else:
+        assert batches == [[0, 1]]
+
+
+class Stuck(Recalling):
+    def __getitem__(self, i):
+        self.reached.touch()
+        threading.Event().wait(0.01)
+        return i
+
+
+class StuckStream(Tail):
+    def __iter__(self):
+        while True:
+            self.reached.touch()
+            threading.Event().wait(0.01)
+            yield 0
+
+
+@pytest.mark.parametrize("batch_size", [10**6, None])
+@pytest.mark.parametrize("cls", [Stuck, StuckStream])
+def test_a_shutdown_ends_a_replay(workers, cls, batch_size, tmp_path):
+    dataset = cls(9)
+    dataset.reached = tmp_path / "reached"
+    index = [0] * 10**6 if batch_size else 0
+    workers.set(WorkerStart(replay=10**6 if cls is StuckStream else [index] * 1000))
+    iterator = iter(make(dataset, collate_fn=untouched, batch_size=batch_size))
+    assert wait_until(dataset.reached.exists)
+    with within(4):
+        iterator._shutdown_workers()
+    assert [worker.exitcode for worker in iterator._workers] == [0]

@@ -1,0 +1,450 @@
+"""`python -m rustloader bench`: what it measures, what it prints, and that it leaves nothing."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+import typing
+
+import pytest
+import torch
+from support import in_session, rustloader
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader.system.procfs import members
+    from rustloader.tools import cli
+    from rustloader.tools.bench import command, passes, progress
+    from rustloader.tools.bench.side import BenchSide
+    from rustloader.tools.probe import process as probes
+    from rustloader.tools.probe.factory import Unusable
+
+# Liveness of processes that import torch, on a machine that does much else.
+LONG = 400.0
+# `--timeout` of tests that are not about it.
+PATIENT = "300"
+
+LOADERS = """
+    import os, signal, time, warnings
+    import torch
+    import rustloader
+    from torch.utils.data import DataLoader, Dataset
+
+    class Numbers(Dataset):
+        length = 96
+        fails_at = None
+        def __len__(self):
+            return self.length
+        def __getitem__(self, i):
+            if i == self.fails_at:
+                self.fail()
+            return torch.full((8,), i)
+        def fail(self):
+            raise KeyError("on purpose")
+
+    def torchs():
+        print("the user's own words")
+        return DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2)
+    def ours():
+        return rustloader.DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)
+    def single():
+        return DataLoader(Numbers(), batch_size=4, timeout=0)
+    def without_any():
+        dataset = Numbers()
+        dataset.length = 0
+        return DataLoader(dataset, num_workers=1)
+    def broken():
+        raise OSError("no such data")
+    def failing():
+        dataset = Numbers()
+        dataset.fails_at = 30
+        return DataLoader(dataset, batch_size=4, num_workers=1)
+    class Deadly(Numbers):
+        def fail(self):
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+    def suicidal():
+        os.kill(os.getpid(), 40)  # a signal without a name
+    def deadly():
+        dataset = Deadly()
+        dataset.fails_at = 0
+        return DataLoader(dataset, batch_size=4, num_workers=1)
+    class Slow(Numbers):
+        def __getitem__(self, i):
+            open("working", "w").close()
+            time.sleep(0.01)
+            return i
+    def slow():
+        return DataLoader(Slow(), batch_size=4, num_workers=2, persistent_workers=True)
+    class Exiting(Numbers):
+        def fail(self):
+            os._exit(3)
+    def exiting():
+        dataset = Exiting()
+        dataset.fails_at = 4
+        return DataLoader(dataset, batch_size=4, num_workers=2)
+    class Stuck(Numbers):
+        def fail(self):
+            open("stuck", "w").close()
+            time.sleep(600)
+    def stuck():
+        dataset = Stuck()
+        dataset.fails_at = 4
+        return DataLoader(dataset, batch_size=4, num_workers=2)
+    def tiny():
+        dataset = Numbers()
+        dataset.length = 16
+        warnings.warn("a warning of the user's")
+        return DataLoader(dataset, batch_size=4, num_workers=1)
+    def hanging():
+        for name in ("working", f"hanging-{os.getpid()}"):
+            open(name, "w").close()
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to be in, with the loaders above in loaders.py; they are imported by other processes only."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loaders.py").write_text(textwrap.dedent(LOADERS))
+    return tmp_path
+
+
+def run(*arguments, capsys):
+    patient = () if "--timeout" in arguments else ("--timeout", PATIENT)
+    status = cli.main(["bench", *arguments, *patient])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+# The command
+
+
+@pytest.mark.timeout(LONG)
+def test_a_loader_is_measured_on_both_engines(folder, capsys):
+    status, out, err = run("loaders.py:torchs", "--epochs", "2", "--step", "0.002", capsys=capsys)
+    assert status == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("loaders.py:torchs: 2 epochs of torch and of rustloader in turn")
+    assert lines[1] == "2 workers (fork, started for each epoch), prefetch_factor=2"
+    rows = {line[:19].strip(): line[19:].split() for line in lines if line}
+    assert rows[""] == ["torch", "rustloader", "ratio"]
+    for name in ("batches/s", "MB/s", "CPU per batch", "first batch", "memory"):
+        assert name in rows, out
+    assert "Too few to tell: 2 epochs of each engine, and it takes at least 3.\n" in out
+    assert "Verdict on rustloader's iterator: " in out and "--step" not in out
+    assert max(map(len, lines[1:])) <= 100
+    assert "the user's own words" not in out
+    assert "%" not in err  # no bar in a pipe
+
+
+@pytest.mark.timeout(LONG)
+def test_short_epochs_are_repeated_until_there_are_enough_batches(folder, capfd):
+    """Four batches per epoch; the warning is one that each process gives."""
+    status, out, err = run("loaders.py:tiny", "--budget", "60", "--json", capsys=capfd)
+    assert status == 0, err
+    (point,) = json.loads(out)["results"]
+    assert point["comparison"]["batches"] >= 50 and point["comparison"]["pairs"] >= 13
+    assert [epoch["batches"] for epoch in point["torch"]["epochs"]] == [4] * point["comparison"]["pairs"]
+    assert err.count("UserWarning: a warning of the user's") == 1
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal, or to a pipe."""
+
+    def __init__(self, is_one):
+        super().__init__()
+        self.isatty = lambda: is_one
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("tqdm", [True, False])
+def test_a_bar_only_on_a_terminal_and_with_tqdm(terminal, tqdm, monkeypatch):
+    if tqdm:
+        module = pytest.importorskip("tqdm", reason="the bar is optional, and tqdm is not installed")
+        monkeypatch.setattr(module.tqdm, "monitor_interval", 0)  # it would leave a thread
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys, "stderr", Terminal(terminal))
+    with progress.Progress(4) as bar:
+        for number in range(4):
+            bar.say(f"epoch {number}")
+            bar.step()
+    written = sys.stderr.getvalue()
+    assert ("epoch 3" in written and "75%" in written) if terminal and tqdm else written == ""
+
+
+@pytest.mark.timeout(LONG)
+def test_a_command_on_a_terminal(folder):
+    pytest.importorskip("tqdm", reason="the bar is optional, and tqdm is not installed")
+    main, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))  # tqdm writes nothing without room
+    command = [sys.executable, "-m", "rustloader", "bench", "loaders.py:torchs", "--epochs", "1"]
+    command += ["--timeout", PATIENT]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal) as process:
+        os.close(terminal)
+        written = b""
+        with contextlib.suppress(OSError):  # how Linux reports that the other end is closed
+            while piece := os.read(main, 4096):
+                written += piece
+        out = process.stdout.read().decode()
+    os.close(main)
+    assert process.returncode == 0 and "batches/s" in out, written
+    assert "%" not in out.splitlines()[0] and "\r" not in out
+    assert b"warming up" in written, written
+
+
+@pytest.mark.timeout(LONG)
+def test_a_sweep_as_json(folder, capsys):
+    arguments = ("--workers", "2,0,2", "--epochs", "2", "--batches", "20", "--json")
+    status, out, err = run("loaders.py:ours", *arguments, capsys=capsys)
+    assert status == 0, err
+    said = json.loads(out)
+    assert set(said) == {"factory", "machine", "settings", "results", "recommendation"}
+    assert said["factory"] == "loaders.py:ours"
+    assert said["machine"]["rustloader"] == rustloader.__version__ and said["machine"]["torch"] == torch.__version__
+    loader = {
+        "prefetch_factor": 2,
+        "batch_size": 4,
+        "persistent_workers": True,
+        "pin_memory": False,
+        "start_method": "fork",
+    }
+    limits = {"epochs": 2, "budget": None, "batches": 20, "seconds": 3.0, "step": 0.0, "timeout": 300.0}
+    assert said["settings"] == limits | {"loader": loader}
+    alone, two = said["results"]
+    assert (alone["workers"], two["workers"]) == (0, 2)
+    assert alone["rustloader"] == alone["torch"] and alone["verdict"] is None
+    assert alone["comparison"] is None and two["comparison"]["verdict"] == "too few to tell"
+    assert two["verdict"]["kind"] in set(typing.get_args(rustloader.VerdictKind)) - {"unknown"}
+    assert two["verdict"]["sentence"].endswith("."), two["verdict"]
+    # One to five epochs to warm up, and two that are measured.
+    assert two["verdict"]["stats"]["batches"] in range(60, 141, 20)
+    for side in (alone["torch"], two["torch"], two["rustloader"]):
+        assert [(epoch["batches"], epoch["complete"]) for epoch in side["epochs"]] == [(20, False)] * 2
+        assert side["batch_bytes"] == 4 * 8 * 8
+        kind = "steady_" if side["steady"] else ""
+        rates = [epoch[f"{kind}batches_per_second"] for epoch in side["epochs"]]
+        assert side["batches_per_second"] == pytest.approx(sum(rates) / 2) and min(rates) > 0
+        assert side["megabytes_per_second"] == pytest.approx(side["batches_per_second"] * 256 / 1e6)
+        assert side["cpu_seconds_per_batch"] > 0 and side["first_batch_seconds"] > 0 and side["memory_bytes"] >= 0
+    rates = [[epoch[f"{kind}batches_per_second"] for epoch in two[name]["epochs"]] for name in ("torch", "rustloader")]
+    ratio = statistics.median(ours / theirs for theirs, ours in zip(*rates, strict=True))
+    assert two["ratio"]["batches_per_second"] == pytest.approx(ratio) == two["comparison"]["ratio"]
+    # Two epochs recommend nothing.
+    assert [said["recommendation"][name] for name in ("torch", "rustloader")] == [None, None]
+    assert "5%" in said["recommendation"]["rule"] and "too few" in said["recommendation"]["reasons"]["torch"]
+
+
+@pytest.mark.timeout(LONG)
+@pytest.mark.parametrize("factory", ["torchs", "ours"])
+def test_a_sweep_of_options(factory, folder, capsys):
+    arguments = ("--dispatch", "round_robin,shared_queue", "--reorder-window", "16", "--epochs", "1", "--json")
+    status, out, err = run(f"loaders.py:{factory}", *arguments, capsys=capsys)
+    assert status == 0, err
+    said = json.loads(out)
+    swept = [{"dispatch": dispatch, "reorder_window": 16} for dispatch in ("round_robin", "shared_queue")]
+    assert [point["options"] for point in said["results"]] == swept
+    for point, options in zip(said["results"], swept, strict=True):
+        # The engine had them, and delivered each batch.
+        stats = point["verdict"]["stats"]
+        assert stats["scheduling"].items() >= options.items()
+        assert point["workers"] == 2 and stats["batches"] % 24 == 0 < stats["batches"]
+        assert [side["epochs"][0]["batches"] for side in (point["torch"], point["rustloader"])] == [24, 24]
+    assert said["recommendation"]["rustloader"] is None and "torch" not in said["recommendation"]
+
+
+@pytest.mark.timeout(LONG)
+def test_a_plot(folder):
+    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
+    # In a process of its own, because matplotlib keeps files open.
+    arguments = ("loaders.py:torchs", "--epochs", "1", "--plot", "bench.svg", "--timeout", PATIENT)
+    done = subprocess.run([sys.executable, "-m", "rustloader", "bench", *arguments], capture_output=True, text=True)
+    out = done.stdout
+    assert done.returncode == 0, done.stderr
+    assert "the user's own words" in done.stderr and "the user's own words" not in out
+    assert out.endswith("The plot is in bench.svg.\n") and "Recommended" not in out
+    assert "<svg" in (folder / "bench.svg").read_text()
+
+
+@pytest.mark.timeout(LONG)
+@pytest.mark.parametrize(
+    "target, text",
+    [
+        ("no_such_module:f", "there is no module 'no_such_module'"),
+        ("loaders:broken", "loaders:broken failed: OSError: no such data (loaders.py:{broken} in broken)\n"),
+        (
+            "loaders.py:single",
+            "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
+            "Set num_workers to 1 or more in loaders.py:single, or pass --workers 2.\n",
+        ),
+        ("loaders.py:without_any", "the loader of loaders.py:without_any yields no batches\n"),
+        (
+            "loaders.py:failing",
+            "with torch's iterator: KeyError: 'on purpose' (loaders.py:{fail} in fail, worker 0)\n",
+        ),
+        ("loaders.py:deadly", "the process with torch's iterator was killed by SIGKILL"),
+        ("loaders.py:suicidal", "the process with torch's iterator was killed by signal 40"),
+    ],
+)
+def test_what_gives_no_loader_or_no_batches(target, text, folder, capsys):
+    """The cause comes first, in a line; a traceback only behind --verbose."""
+    source = (folder / "loaders.py").read_text().splitlines()
+    numbers = {
+        "broken": next(k for k, line in enumerate(source, 1) if "no such data" in line),
+        "fail": next(k for k, line in enumerate(source, 1) if "on purpose" in line),
+    }
+    status, out, err = run(target, capsys=capsys)
+    assert status == 2 and err.startswith(f"rustloader bench: {text.format(**numbers)}"), err
+    assert len(out.splitlines()) == 1 and len(err.splitlines()) <= 2
+    assert "Traceback" not in err and "rustloader/" not in err
+
+
+@pytest.mark.parametrize(
+    "target, text",
+    [
+        ("no_such_file.py:f", "there is no file no_such_file.py\n"),
+        ("loaders.py", "'loaders.py' names no function; write module:function or file.py:function\n"),
+    ],
+)
+def test_a_wrong_target_is_refused_before_anything_is_printed(target, text, folder, capsys, monkeypatch):
+    monkeypatch.setattr(command, "_Bench", None)
+    assert run(target, capsys=capsys) == (2, "", f"rustloader bench: {text}")
+    assert run(target, "--json", capsys=capsys)[1] == ""
+
+
+def test_the_whole_traceback_behind_verbose(capsys, monkeypatch):
+    def fails(options):
+        raise Unusable("the cause", "Traceback (most recent call last): ...")
+
+    monkeypatch.setattr(command, "_Bench", fails)
+    assert run("x:y", capsys=capsys)[2] == ("rustloader bench: the cause\n  --verbose prints the whole traceback\n")
+    assert run("x:y", "--verbose", capsys=capsys)[2].startswith("rustloader bench: the cause\n\nTraceback (most recent")
+
+
+@pytest.mark.timeout(LONG)
+@pytest.mark.parametrize("engine", ["torch", "rustloader"])
+def test_a_worker_that_dies_is_named(engine, folder):
+    side = BenchSide("loaders.py:exiting", engine)
+    with probes.Probe(side, 300.0) as process:
+        process.ask("about")
+        with pytest.raises(Unusable) as raised:
+            process.ask("run", 1, passes.Limits(None, 60.0), False)
+    cause, remedy = str(raised.value).splitlines()
+    assert re.fullmatch(rf"with {engine}'s iterator, worker 1 \(pid \d+\) ended with exit code 3", cause)
+    assert "num_workers=0" in remedy
+
+
+@pytest.mark.timeout(LONG)
+@pytest.mark.parametrize("engine", ["torch", "rustloader"])
+def test_a_loader_that_hangs_is_given_up(engine, folder, monkeypatch):
+    # Before the worker hangs, torch is imported and workers start, which takes long on a busy machine.
+    stuck = (folder / "stuck").exists
+    monkeypatch.setattr(probes.Probe, "limit", lambda self, awaited: self.timeout if stuck() else 300.0)
+    side = BenchSide("loaders.py:stuck", engine)
+    with probes.Probe(side, 2.0) as process:
+        process.ask("about")
+        group = process.group
+        with pytest.raises(Unusable) as raised:
+            process.ask("run", 1, passes.Limits(None, 60.0), False)
+    lines = str(raised.value).splitlines()
+    assert lines[0] == f"with {engine}'s iterator, no batch came within 2 s"
+    assert any(re.match(r"  worker 1 \(pid \d+\) is at .*loaders.py:\d+ in fail", line) for line in lines), lines
+    assert lines[-1] == "  if it is slow and not stuck, pass a larger --timeout"
+    assert not list(members(group))
+
+
+@pytest.mark.timeout(LONG)
+def test_a_worker_whose_death_goes_unnoticed_is_named(folder, monkeypatch):
+    """As if torch's next() never returned: here the main process is in a step."""
+    monkeypatch.setattr(probes, "UNNOTICED", 0.1)
+    side = BenchSide("loaders.py:exiting", "rustloader")
+    with probes.Probe(side, 300.0) as process:
+        process.ask("about")
+        with pytest.raises(Unusable, match=r"worker 1 \(pid \d+\) ended with exit code 3"):
+            process.ask("run", 1, passes.Limits(None, 60.0, step=300.0), False)
+
+
+@pytest.mark.timeout(LONG)
+def test_a_factory_that_hangs_is_given_up(folder, capsys, monkeypatch):
+    # Before the factory hangs, Python starts and torch is imported, which takes long on a busy machine.
+    def limit(self, awaited):
+        return self.timeout if (folder / f"hanging-{self.group}").exists() else 300.0
+
+    monkeypatch.setattr(probes.Probe, "limit", limit)
+    status, _, err = run("loaders.py:hanging", "--timeout", "8", capsys=capsys)
+    assert status == 2
+    what = "with torch's iterator, loaders.py:hanging did not return a loader within 8 s"
+    assert err.startswith(f"rustloader bench: {what}\n")
+    assert re.search(r"the main process \(pid \d+\) is at \S*loaders.py:\d+ in hanging", err), err
+
+
+@pytest.mark.timeout(LONG)
+def test_a_loader_that_the_engine_does_not_serve_is_no_comparison(folder):
+    (folder / "loaders.py").write_text(
+        textwrap.dedent("""
+            from torch.utils.data import DataLoader
+            class Own(DataLoader):
+                def __iter__(self):
+                    yield from ([1], [2])
+            def own():
+                return Own([1, 2], num_workers=1)
+        """)
+    )
+    with probes.Probe(BenchSide("loaders:own", "rustloader"), 300.0) as process:
+        assert process.ask("about")["num_workers"] == 1
+        with pytest.raises(Unusable, match="nothing to compare: the Rust engine delivered nothing"):
+            process.ask("run", 0, passes.Limits(None, 5.0), True)
+
+
+# Ends
+
+
+def await_end(session, seconds=60.0):
+    """Whether a session has no process left within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while in_session(session) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not in_session(session)
+
+
+@pytest.mark.timeout(LONG)
+@pytest.mark.parametrize(
+    "target, number, status",
+    [
+        ("slow", signal.SIGINT, 130),
+        ("slow", signal.SIGTERM, 143),
+        ("slow", signal.SIGKILL, -signal.SIGKILL),
+        ("hanging", signal.SIGINT, 130),
+    ],
+)
+def test_an_end_leaves_no_process(target, number, status, folder):
+    command = [sys.executable, "-m", "rustloader", "bench", f"loaders.py:{target}", "--seconds", "300"]
+    command += ["--timeout", PATIENT]
+    kw = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **kw) as process:
+        try:
+            while not (folder / "working").exists():
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.05)
+            os.kill(process.pid, number)
+            _, err = process.communicate(timeout=LONG / 2)
+            assert process.returncode == status, err
+            assert await_end(process.pid), in_session(process.pid)
+        finally:
+            for pid in in_session(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    if number != signal.SIGKILL:
+        word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
+        assert err.endswith(f"rustloader bench: {word}\n") and "Traceback" not in err

@@ -1,0 +1,408 @@
+"""`python -m rustloader check`: what it compares, where it stops, what it prints, and that it leaves nothing."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from support import in_session, rustloader, wait_until
+
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
+
+if rustloader is not None:
+    from rustloader.tools import cli
+    from rustloader.tools.cli.check import _CheckProbe
+    from rustloader.tools.probe import deaths
+
+# Liveness of processes that import torch, on a machine that does much else.
+LONG = 400.0
+# `--timeout` of tests of hangs, and of all others.
+LIMIT, PATIENT = "40", "300"
+
+# A file of shared memory that the loaders here make; other runs of the tests have their own.
+SHM = f"check-test-{os.getpid()}"
+
+LOADERS = """
+    import ctypes, multiprocessing.shared_memory, os, random, signal, sys, time
+    import numpy as np
+    import torch
+    import rustloader
+    from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+    def on_us():
+        return rustloader.system.torch_side.IterType.stand_in is not None
+
+    class Draws(Dataset):
+        def __init__(self, at=None, act=None):
+            self.at, self.act = at, act
+        def __len__(self):
+            return 12
+        def __getitem__(self, i):
+            if i == self.at:
+                self.act(i)
+            sample = {"i": i, "x": torch.rand(3), "n": np.random.rand(2), "p": random.random()}
+            if self.at is None and self.act is not None:
+                self.act(i, sample)
+            return sample
+
+    def loader(at=None, act=None, **kw):
+        return DataLoader(Draws(at, act), **{"batch_size": 4, "num_workers": 2} | kw)
+
+    def hangs(i):
+        open("hanging", "w").close()
+        time.sleep(10000)
+    def raises(i):
+        raise KeyError(f"no sample {i}")
+
+    def shuffled():
+        return loader(shuffle=True)
+    def ours():
+        return rustloader.DataLoader(Draws(), batch_size=4, shuffle=True, num_workers=1)
+    def installing():
+        rustloader.install()
+        return loader()
+    generator = torch.Generator()
+    def with_state_of_the_module():
+        return loader(shuffle=True, generator=generator)
+    def sets():
+        return DataLoader(range(3), num_workers=1, collate_fn=lambda x: list({"a", "b", "c", "d", "e", "f"}))
+    class Odd:
+        __slots__ = ("x",)
+        def __init__(self, x):
+            self.x = x
+        def __eq__(self, other):
+            raise TypeError("no comparison")
+        __hash__ = None
+    def odd():
+        samples = [[Odd(i), float("nan"), torch.tensor([float("nan"), i])] for i in range(4)]
+        return DataLoader(samples, batch_size=2, num_workers=1, collate_fn=list)
+    class Count(IterableDataset):
+        def __iter__(self):
+            while True:
+                yield 1
+    def endless():
+        return DataLoader(Count(), batch_size=2, num_workers=2)
+
+    def failing():
+        return loader(at=5, act=raises)
+    def failing_at_once():
+        return loader(at=0, act=raises)
+    def failing_worker_init():
+        return loader(worker_init_fn=raises)
+    def failing_on_us_at_once():
+        return loader(at=0, act=lambda i: raises(i) if on_us() else None)
+    def failing_otherwise():
+        return loader(at=5, act=lambda i: raises(5 if on_us() else 6))
+    def empty():
+        return DataLoader([], num_workers=1)
+    class Own(DataLoader):
+        def __iter__(self):
+            yield from range(3)
+    def own():
+        return Own(Draws(), num_workers=1)
+
+    def change(i, sample):
+        if i == 7 and on_us():
+            sample["x"][1] = 5.0
+    def different():
+        return loader(act=change)
+    def random_anyhow():
+        return loader(act=lambda i, sample: sample.update(x=torch.tensor(list(os.urandom(8)))))
+    def out_of_order():
+        return loader(in_order=False, act=change)
+    class Shorter:
+        def __iter__(self):
+            return iter(range(8 if on_us() else 12))
+    def shorter():
+        return loader(sampler=Shorter())
+    def handed_over():
+        def refused(*args, **kw):
+            raise PermissionError(1, "Operation not permitted")
+        rustloader.iterator.fallback.Engine = refused
+        return loader()
+
+    def exiting():
+        return loader(at=5, act=lambda i: os._exit(3))
+    def killed_on_us():
+        return loader(at=5, act=lambda i: os.kill(os.getpid(), signal.SIGKILL) if on_us() else None)
+    def dying_in_init():
+        return loader(worker_init_fn=lambda i: os._exit(4))
+    def unpicklable():
+        return loader(collate_fn=lambda samples: lambda: samples)
+    def hanging():
+        return loader(at=5, act=hangs)
+    def hanging_in_c_on_us():
+        return loader(at=5, act=lambda i: ctypes.PyDLL(None).sleep(10000) if on_us() else None)
+    def hanging_in_a_sampler():
+        def sampler():
+            yield from range(8)
+            hangs(0)
+        return loader(sampler=sampler(), prefetch_factor=1)
+    def hanging_factory():
+        hangs(0)
+    def swallowing():
+        open("hanging", "w").close()
+        while True:
+            try:
+                time.sleep(1)
+            except BaseException:
+                pass
+    def hanging_with_spawn():
+        shared = multiprocessing.shared_memory.SharedMemory(create=True, size=100, name=os.environ["CHECK_TEST_SHM"])
+        return loader(at=5, act=hangs, multiprocessing_context="spawn")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CHECK_TEST_SHM", SHM)
+    (tmp_path / "loaders_of_mine.py").write_text(textwrap.dedent(LOADERS))
+    return tmp_path
+
+
+@pytest.fixture
+def check(folder, capfd):
+    """A function that runs the command on a loader: exit status, stdout, stderr."""
+
+    def run(name, *arguments):
+        patient = () if "--timeout" in arguments else ("--timeout", PATIENT)
+        status = cli.main(["check", f"loaders_of_mine.py:{name}", *arguments, *patient])
+        captured = capfd.readouterr()
+        return status, captured.out, captured.err
+
+    yield run
+    assert not list(children())
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """The limit holds for the factory and for batches alone: the imports take long on a busy machine."""
+    limit = _CheckProbe.limit
+    monkeypatch.setattr(
+        _CheckProbe, "limit", lambda self, awaited: limit(self, awaited) if awaited in ("about", "next") else 300.0
+    )
+
+
+def children():
+    """Processes of commands that were started here: they know the factory's file by their working directory."""
+    me = os.getpid()
+    for pid in in_session(os.getsid(0)):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            if int(file.read().rpartition(")")[2].split()[1]) == me:
+                with open(f"/proc/{pid}/cmdline") as file:
+                    if "rustloader.tools.probe.side" in file.read():
+                        yield pid
+
+
+# Same
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("shuffled", "3 batches"),
+        ("ours", "3 batches"),
+        ("installing", "3 batches"),
+        ("with_state_of_the_module", "3 batches"),
+        ("sets", "3 batches"),
+        ("odd", "2 batches"),
+    ],
+)
+def test_loaders_that_agree(name, told, check):
+    status, out, err = check(name)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-2:] == [
+        f"same: {told} compared, bit for bit; the main process's random state is the same, too",
+        f"{told} came from the Rust engine",
+    ]
+
+
+def test_a_part_of_an_endless_epoch_out_of_a_module(folder, capfd):
+    (folder / "sub").mkdir()
+    (folder / "loaders_of_mine.py").rename(folder / "sub" / "my-loaders.py")
+    assert cli.main(["check", "sub/my-loaders.py:endless", "--batches", "1", "--seed", "7", "--timeout", PATIENT]) == 0
+    assert capfd.readouterr().out.endswith("\n1 batch came from the Rust engine\n")
+
+
+def test_errors_in_the_midst_are_listed(check):
+    status, out, err = check("failing")
+    assert (status, err) == (0, "")
+    assert re.search(
+        r"^batch 1: both raise KeyError: 'no sample 5' \(loaders_of_mine.py:\d+ in raises, worker 1\)$", out, re.M
+    )
+    assert "same: 2 batches and 1 error compared, bit for bit" in out
+    assert out.endswith("\n2 batches came from the Rust engine\n")
+
+
+# Nothing to compare
+
+
+@pytest.mark.parametrize(
+    "name, cause",
+    [
+        ("failing_at_once", "both engines raise at the first batch: KeyError: 'no sample 0' (loaders_of_mine.py:"),
+        ("failing_worker_init", "both engines raise at the first batch: KeyError: 'no sample 0' (loaders_of_mine.py:"),
+        ("empty", "the loader of loaders_of_mine.py:empty gave no batch"),
+        ("own", "none of the batches came from the Rust engine; the loader has an iterator of its own"),
+    ],
+)
+def test_nothing_to_compare(name, cause, check):
+    status, out, err = check(name)
+    assert status == 2 and "same" not in out
+    assert err.startswith(f"rustloader check: nothing to compare: {cause}") and err.count(cause) == 1
+    assert "Traceback" not in err
+
+
+def test_a_traceback_on_demand(check):
+    status, _, err = check("failing_at_once", "--verbose")
+    first, empty, *rest = err.splitlines()
+    assert status == 2 and first.startswith("rustloader check: nothing to compare") and empty == ""
+    assert "Original Traceback (most recent call last):" in rest
+
+
+@pytest.mark.handover
+def test_a_loader_that_is_handed_over_is_no_comparison(check):
+    status, out, err = check("handed_over")
+    assert status == 2 and "same" not in out
+    assert err.startswith("rustloader check: nothing to compare: ") and err.count("Operation not permitted") == 1
+
+
+def test_no_factory(folder, capfd):
+    assert cli.main(["check", "loaders_of_mine.py:shufled"]) == 2
+    assert capfd.readouterr().err.startswith(
+        "rustloader check: loaders_of_mine.py has no 'shufled'; did you mean shuffled"
+    )
+
+
+# Different
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("different", r"different at batch 1: batch\['x'\] \(torch.Tensor float32 \[4, 3\]\): 1 of 12 elements differ"),
+        ("random_anyhow", "different at batch 0, but torch's iterator differs from itself there as well"),
+        ("out_of_order", r"different at batch \d, but with in_order=False batches come as workers finish; check the "),
+        ("shorter", "different at batch 2: torch gives a batch, rustloader ends the epoch"),
+        (
+            "failing_on_us_at_once",
+            "different at batch 0: torch gives a batch, rustloader raises KeyError: 'no sample 0'",
+        ),
+        ("failing_otherwise", r"different at batch 1: torch raises KeyError: 'no sample 6' \(loaders_of_mine.py:"),
+    ],
+)
+def test_a_difference_is_named(name, told, check):
+    status, out, err = check(name)
+    assert (status, err) == (1, "")
+    assert re.match(told, out.splitlines()[2]), out
+
+
+# Deaths and hangs
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("exiting", r"torch: worker 1 \(pid \d+\) ended with exit code 3, seen while waiting for batch \d\n  its code"),
+        (
+            "dying_in_init",
+            r"torch: (a worker|worker \d) \(pid \d+\) ended with exit code 4, seen while waiting for batch 0\n",
+        ),
+        ("killed_on_us", r"rustloader: worker 1 \(pid \d+\) was killed by SIGKILL, seen .* batch 1\n  the system may"),
+    ],
+)
+def test_the_first_death_ends_it(name, told, check):
+    status, out, err = check(name)
+    assert status == 2 and "same" not in out
+    # A thread of torch's process may print that the worker has cut its connection. That comes first.
+    _, _, said = err.rpartition("rustloader check: ")
+    assert re.match(told, said), err
+    assert said.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("(pid 7) exited unexpectedly with exit code 3. Details", "a worker (pid 7) ended with exit code 3"),
+        (f"(pid 7) is killed by signal: {signal.strsignal(9)}. ", "a worker (pid 7) was killed by SIGKILL"),
+        ("(pid(s) 7, 8) exited unexpectedly", "DataLoader worker (pid(s) 7, 8) exited unexpectedly"),
+    ],
+)
+def test_a_worker_that_no_iterator_knows_is_named_by_its_pid(text, told):
+    assert deaths.death([], RuntimeError(f"DataLoader worker {text}")) == told
+    assert deaths.death([], ValueError(f"DataLoader worker {text}")) is None
+
+
+def test_a_batch_that_cannot_be_pickled_is_named_and_not_the_wait_for_it(check):
+    status, out, err = check("unpicklable")
+    assert status == 2 and "same" not in out and "Traceback" not in err
+    assert re.match(
+        r"rustloader check: with torch's iterator, a worker cannot send its batch: \w+Error: Can't ", err
+    ), err
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        (
+            "hanging",
+            r"torch: batch 1 did not come within 40 s\n  worker 1 \(pid \d+\) is at loaders_of_mine.py:\d+ in hangs",
+        ),
+        (
+            "hanging_in_c_on_us",
+            r"rustloader: batch 1 did not come within 40 s\n  worker 1 \(pid \d+\) is at loaders_of",
+        ),
+        ("hanging_in_a_sampler", r"torch: batch 0 did not .*\n  the main process \(pid \d+\) is at .* in hangs\n"),
+        (
+            "hanging_factory",
+            r"torch: calling loaders_of_mine.py:hanging_factory took more than 40 s\n  the main process",
+        ),
+    ],
+)
+def test_a_hang_is_named_and_ended(name, told, check, patient):
+    status, out, err = check(name, "--timeout", LIMIT)
+    assert status == 2 and "same" not in out
+    assert re.match(f"rustloader check: {told}", err), err
+    assert err.endswith("\n  if it is slow and not stuck, pass a larger --timeout\n")
+
+
+@pytest.mark.timeout(LONG + 60)
+@pytest.mark.parametrize(
+    "target, number, status",
+    [
+        ("hanging", signal.SIGINT, 130),
+        ("hanging", signal.SIGTERM, 143),
+        ("hanging", signal.SIGKILL, -signal.SIGKILL),
+        ("swallowing", signal.SIGKILL, -signal.SIGKILL),
+        ("hanging_with_spawn", signal.SIGINT, 130),
+    ],
+)
+def test_an_end_leaves_nothing(target, number, status, folder):
+    command = [sys.executable, "-m", "rustloader", "check", f"loaders_of_mine.py:{target}", "--timeout", PATIENT]
+    kw = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **kw) as process:
+        try:
+            assert wait_until(lambda: (folder / "hanging").exists() or process.poll() is not None, LONG / 2)
+            os.kill(process.pid, number)
+            _, err = process.communicate(timeout=LONG / 2)
+            assert process.returncode == status, err
+            assert wait_until(lambda: not in_session(process.pid), 60.0), in_session(process.pid)
+        finally:
+            for pid in in_session(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    if number != signal.SIGKILL:
+        word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
+        assert err.endswith(f"rustloader check: {word}\n") and "Traceback" not in err
+    assert SHM not in os.listdir("/dev/shm")
+
+
+def test_a_hang_leaves_no_shared_memory(check, patient):
+    status, _, err = check("hanging_with_spawn", "--timeout", LIMIT)
+    assert status == 2 and "torch: batch 1 did not come within 40 s\n" in err and "Traceback" not in err
+    assert SHM not in os.listdir("/dev/shm")

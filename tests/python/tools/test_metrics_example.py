@@ -1,0 +1,53 @@
+"""examples/metrics_tensorboard.py: what it writes can be read back."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from support import ROOT
+
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(180)]
+
+EXAMPLE = ROOT / "examples" / "metrics_tensorboard.py"
+READ = """
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+events = EventAccumulator(sys.argv[1]).Reload()
+print(json.dumps({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}))
+"""
+
+
+def run(*command):
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tensorboard():
+    if importlib.util.find_spec("tensorboard") is None:
+        reason = "tensorboard comes with the extras tensorboard and dev, and is not installed"
+        (pytest.fail if os.environ.get("RUSTLOADER_REQUIRE_ALL") else pytest.skip)(reason)
+
+
+def test_the_curves_of_a_loader_in_event_files(tmp_path):
+    options = ("--epochs", 2, "--batches", 12, "--sample-ms", 1, "--step-ms", 2, "--every", 1e-6)
+    out = run(EXAMPLE, *options, "--logdir", tmp_path)
+    assert out.startswith("24 batches") and "worker 1" in out
+    curves = json.loads(run("-c", READ, tmp_path))
+    batches = curves["loader/batches"]
+    # One point at each `next` after the first, and one at the end.
+    steps = [step for step, _ in batches]
+    assert steps == sorted(steps) and len(steps) > 20 and batches[-1] == [24, 24.0]
+    assert all(step == value for step, value in batches)
+    for name in ("waited_seconds", "step_seconds", "workers_0_fetch_seconds", "workers_1_tasks", "arena_warm_bytes"):
+        values = [value for _, value in curves[f"loader/{name}"]]
+        assert len(values) >= len(set(steps)), name
+        assert re.search("bytes$", name) or values == sorted(values), name
+    assert sum(curves[f"loader/workers_{worker}_tasks"][-1][1] for worker in (0, 1)) == 24
+    assert curves["loader/workers_0_fetch_seconds"][-1][1] > 0 and curves["loader/step_seconds"][-1][1] >= 22 * 0.002

@@ -1,0 +1,253 @@
+"""What programs reach for in a live iterator beside its interface (T15 and the attributes in docs/parity.md)."""
+
+import contextlib
+import copy
+import itertools
+
+import pytest
+import torch
+from copied_shutdown import copied_shutdown
+from sample_data import Numbers
+from support import (
+    OLD_TORCH,
+    TORCH_MODE,
+    DataLoader,
+    LoaderIter,
+    from_engine,
+    gone,
+    outcome,
+    run_script,
+    rustloader,
+    values,
+    wait_until,
+    within,
+    worker_pids,
+)
+from torch.utils.data import dataloader as torch_dataloader
+
+COUNTERS = "_send_idx _rcvd_idx _tasks_outstanding _workers_num_tasks _workers_status".split()
+
+
+def counters(iterator):
+    # Old versions do not count a worker's tasks.
+    names = [name for name in COUNTERS if not (OLD_TORCH and name == "_workers_num_tasks")]
+    found = {name: copy.copy(getattr(iterator, name)) for name in names}
+    # How many results have arrived is a matter of time; not so how many tasks are on their way in all.
+    found.pop("_tasks_outstanding")
+    found["tasks"] = {task: info[0] for task, info in iterator._task_info.items()}
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_table_counters_are_torchs_at_every_step(workers, persistent):
+    def steps(cls):
+        loader = cls(Numbers(11), batch_size=2, num_workers=workers, persistent_workers=persistent)
+        found = []
+        for _ in range(2):
+            iterator = iter(loader)
+            found.append(counters(iterator))
+            for batch in iterator:
+                found.append((batch.tolist(), counters(iterator)))
+            found.append(counters(iterator))
+        iterator._shutdown_workers()
+        return found
+
+    assert steps(DataLoader) == steps(torch.utils.data.DataLoader)
+
+
+def test_tasks_outstanding_are_those_without_a_result():
+    iterator = iter(DataLoader(Numbers(20), num_workers=2, prefetch_factor=3))
+    assert 0 <= iterator._tasks_outstanding <= 6
+    next(iterator)
+    assert 0 <= iterator._tasks_outstanding <= 6
+    values(iterator)
+    assert iterator._tasks_outstanding == 0
+
+
+def test_the_cycle_stands_where_the_next_task_goes():
+    iterator = iter(DataLoader(Numbers(20), num_workers=3, prefetch_factor=1))
+    next(iterator)
+    assert list(itertools.islice(iterator._worker_queue_idx_cycle, 4)) == [1, 2, 0, 1]
+    iterator._shutdown_workers()
+
+
+def test_what_is_not_there_is_an_attribute_error():
+    iterator = iter(DataLoader(Numbers(3), num_workers=1))
+    for name in ("_pin_memory_thread", "_pin_memory_thread_done_event", "nonsense"):
+        assert not hasattr(iterator, name)
+    with pytest.raises(AttributeError, match="'_MultiProcessingDataLoaderIter' object has no attribute 'nonsense'"):
+        _ = iterator.nonsense
+    iterator._shutdown_workers()
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_iterator_that_has_ended_leaves_the_workers_of_the_next_one_alone(persistent):
+    """Which may work in the same shared memory."""
+    old = iter(DataLoader(Numbers(6), num_workers=2, persistent_workers=persistent))
+    done, queues = old._workers_done_event, old._index_queues
+    assert len(list(old)) == 6
+    old._shutdown_workers()
+    new = iter(DataLoader(Numbers(60), num_workers=2))
+    got = [next(new)]
+    done.set()
+    for number, queue in enumerate(queues):
+        queue.put(None)
+        old._mark_worker_as_unavailable(number, shutdown=True)
+    assert outcome(next, old) == ("end",)
+    with contextlib.suppress(RuntimeError):
+        old._engine().begin([None, None], lambda: 1, True, b"")
+    assert values(got + list(new)) == [[i] for i in range(60)]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("taken", [0, 3, 30])
+def test_table_a_copied_shutdown_routine_ends_the_workers(persistent, taken):
+    loader = DataLoader(Numbers(30), num_workers=2, persistent_workers=persistent)
+    iterator = iter(loader)
+    for _ in range(taken):
+        next(iterator)
+    with within(20):
+        copied_shutdown(iterator)
+    assert [w.exitcode for w in iterator._workers] == [0, 0]
+    assert iterator._workers_status == [False, False]
+    iterator._shutdown_workers()
+    copied_shutdown(iterator)
+
+
+def test_a_subclass_with_a_copied_shutdown_routine_runs_on_the_engine():
+    class Mine(LoaderIter):
+        def _shutdown_workers(self):
+            copied_shutdown(self)
+
+    iterator = Mine(DataLoader(Numbers(6), num_workers=2, batch_size=None))
+    with from_engine(6):
+        assert values(iterator) == list(range(6))
+    assert all(map(gone, worker_pids(iterator)))
+    iterator = Mine(DataLoader(Numbers(6), num_workers=2, batch_size=None))
+    pids = worker_pids(iterator)
+    del iterator
+    assert wait_until(lambda: all(map(gone, pids)))
+
+
+@pytest.mark.ours
+def test_the_event_alone_ends_the_workers():
+    iterator = iter(DataLoader(Numbers(20), num_workers=2))
+    event = iterator._workers_done_event
+    assert not event.is_set()
+    event.set()
+    assert event.is_set() and iterator._workers_done_event.is_set()
+    assert wait_until(lambda: all(map(gone, worker_pids(iterator))))
+
+
+@pytest.mark.ours
+def test_none_for_every_worker_ends_them():
+    iterator = iter(DataLoader(Numbers(6), num_workers=2, persistent_workers=True))
+    values(iterator)
+    for queue in iterator._index_queues:
+        queue.put(None)
+    for worker in iterator._workers:
+        worker.join(60)
+    assert [w.exitcode for w in iterator._workers] == [0, 0]
+    iterator._shutdown_workers()
+
+
+@pytest.mark.ours
+def test_an_index_put_into_a_queue_by_hand_is_refused():
+    iterator = iter(DataLoader(Numbers(6), num_workers=1))
+    with pytest.raises(RuntimeError, match="has to override _try_put_index"):
+        iterator._index_queues[0].put((7, [1]))
+    assert len(values(iterator)) == 6
+
+
+@pytest.mark.skipif(TORCH_MODE, reason="torch's iterator dies of it")
+def test_a_routine_of_a_subclass_works_after_a_worker_was_terminated():
+    """As one training framework closes its loader."""
+    iterator = iter(DataLoader(Numbers(30), num_workers=2, persistent_workers=True))
+    next(iterator)
+    for worker in iterator._workers:
+        if worker.is_alive():
+            worker.terminate()
+    iterator._shutdown_workers()
+    assert not any(worker.is_alive() for worker in iterator._workers)
+
+
+@pytest.mark.ours
+@pytest.mark.handover
+def test_t15_a_copy_of_torchs_loop_runs_whole_on_torchs_iterator(caplog):
+    class Unordered(LoaderIter):
+        def _next_data(self):
+            if not self._task_info:
+                self._shutdown_workers()
+                raise StopIteration
+            index, data = self._get_data()
+            self._tasks_outstanding -= 1
+            del self._task_info[index]
+            return self._process_data(data) if OLD_TORCH else self._process_data(data, 0)
+
+    iterator = Unordered(DataLoader(Numbers(7), num_workers=1, batch_size=None))
+    assert sorted(values(iterator)) == list(range(7))
+    assert iterator.engine_batches == 0
+    assert "Unordered._next_data uses _get_data" in caplog.text
+
+
+@pytest.mark.ours
+@pytest.mark.handover
+def test_t15_a_subclass_that_marks_workers_itself(caplog):
+    class Mine(LoaderIter):
+        def _mark_worker_as_unavailable(self, worker_id, shutdown=False):
+            super()._mark_worker_as_unavailable(worker_id, shutdown)
+
+    iterator = Mine(DataLoader(Numbers(4), num_workers=2, batch_size=None))
+    assert values(iterator) == list(range(4)) and iterator.engine_batches == 0
+    assert "Mine overrides _mark_worker_as_unavailable" in caplog.text
+
+
+def test_table_plain_attributes_are_torchs():
+    """Every plain attribute of torch's iterator is there, with torch's value."""
+    names = (
+        "_num_yielded _num_workers _prefetch_factor _persistent_workers _pin_memory _pin_memory_device _timeout "
+        "_collate_fn _drop_last _auto_collation _dataset _dataset_kind _in_order _worker_init_fn _world_size _rank "
+        "_profile_name _IterableDataset_len_called _shutdown _index_sampler"
+    ).split()
+    common = {"num_workers": 2, "batch_size": 2, "prefetch_factor": 3, "timeout": 60, "in_order": False}
+    dataset = Numbers(5)
+    ours, torchs = (iter(cls(dataset, **common)) for cls in (DataLoader, torch.utils.data.DataLoader))
+    for name in names:
+        if name != "_index_sampler":
+            assert getattr(ours, name) == getattr(torchs, name), name
+    assert type(ours._index_sampler) is type(torchs._index_sampler)
+    assert isinstance(ours, torch_dataloader._BaseDataLoaderIter) and len(ours) == len(torchs) == 3
+    assert isinstance(ours._base_seed, int) and ours._workers_status == torchs._workers_status == [True, True]
+    for iterator in (ours, torchs):
+        iterator._shutdown_workers()
+
+
+def test_the_end_of_the_interpreter_with_a_copied_routine_in_del():
+    status, out, err = run_script("""
+        from sample_data import Numbers
+        from copied_shutdown import copied_shutdown
+        iterator = iter(DataLoader(Numbers(100), num_workers=2, persistent_workers=True))
+        print(next(iterator).item())
+        copied_shutdown(iterator)
+    """)
+    assert (status, out, err) == (0, "0\n", "")
+
+
+@pytest.mark.ours
+def test_an_interrupt_while_workers_start_again_leaves_none_half_started(monkeypatch):
+    loader = DataLoader(Numbers(6), num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    assert len(list(iterator)) == 6
+    iterator._shutdown_workers()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rustloader.system.moved_storages, "watch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    assert iterator._shutdown and outcome(next, iterator) == ("end",)
+    assert values(list(loader)) == [[i] for i in range(6)]
