@@ -1,9 +1,10 @@
 """Index streams: torch's index batches, from an array of 8 bytes an index instead of a list of Python ints.
 
-A stream replaces the generator of a BatchSampler over a RandomSampler or a DistributedSampler, or of a RandomSampler
-without batches. It yields the same ints and lists at the same calls, and draws from every generator that a program can
-see at the same moments. Other samplers, subclasses, and samplers with replaced methods keep torch's generator, and so
-does sampling with replacement, which torch draws in small pieces.
+A stream replaces the generator of a BatchSampler over a RandomSampler or a DistributedSampler, of a RandomSampler
+without batches, or of the sampler that torch gives an iterable dataset. It yields the same ints and lists at the same
+calls, and draws from every generator that a program can see at the same moments. Other samplers, subclasses, and
+samplers with replaced methods keep torch's generator, and so does sampling with replacement, which torch draws in small
+pieces.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import distributed, sampler
+from torch.utils.data import dataloader, distributed, sampler
+from torch.utils.data.dataloader import _InfiniteConstantSampler
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import BatchSampler, RandomSampler
 
@@ -37,6 +39,7 @@ RANDOM = known_code(
     "len data_source generator int torch empty int64 random_ item Generator manual_seed replacement range num_samples "
     "randint tolist randperm",
 )
+CONSTANT = known_code(_InfiniteConstantSampler.__iter__, dataloader, "")
 SHARD = known_code(
     DistributedSampler.__iter__,
     distributed,
@@ -58,13 +61,35 @@ def stream(index_sampler: Any, torchs: Any, start: Start | None = None) -> Any:
     """
     if type(index_sampler) is BatchSampler:
         inner = vars(index_sampler).get("sampler")
+        if type(inner) is _InfiniteConstantSampler:
+            is_plain = CONSTANT is not None and type(vars(index_sampler).get("batch_size")) is int
+            return Endless(index_sampler) if is_plain and _is_fresh(torchs, BATCHES, index_sampler) else torchs
         if _has_arrays(inner) and _is_fresh(torchs, BATCHES, index_sampler):
             begin = functools.partial(_begin_batches, index_sampler, start)
             return IndexStream(torchs, index_sampler, begin, _size_of, is_interrupt)
+    elif type(index_sampler) is _InfiniteConstantSampler and _is_fresh(torchs, CONSTANT, index_sampler):
+        return itertools.repeat(None)
     elif type(index_sampler) is RandomSampler and _has_arrays(index_sampler):
         if _is_fresh(torchs, RANDOM, index_sampler):
             return IndexStream(torchs, None, functools.partial(_begin, index_sampler, start), _size_of, is_interrupt)
     return torchs
+
+
+class Endless:
+    """The index batches of an iterable dataset: no indices, without end.
+
+    An exception that passes through torch's generators would end them, and with them the epoch. A signal handler raises
+    one anywhere.
+    """
+
+    def __init__(self, batches: BatchSampler) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Endless:
+        return self
+
+    def __next__(self) -> list[None]:
+        return [None] * self._batches.batch_size
 
 
 def _has_arrays(inner: Any) -> bool:

@@ -185,7 +185,7 @@ def sampling(
     """
     kind = kind_of(index_sampler)
     if not map_style:
-        return _Other(kind, torchs)
+        return _Other(kind, indices.stream(index_sampler, torchs))
     found = _from_position(kind, torchs, saved, position, every)
     if ahead:
         # All of C code: an interrupt cannot lose an index batch.

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from support import run_script, rustloader
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, dataloader
 
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
     from rustloader._core import call_into
-    from rustloader.iterator.indices import _Permutations
+    from rustloader.iterator.indices import _Permutations, stream
     from rustloader.iterator.starts import Start
     from rustloader.stateful_dataloader import sampler
     from rustloader.stateful_dataloader.sampling import sampling
@@ -224,6 +224,17 @@ def permutations():
 )
 def test_no_index_is_lost(make):
     assert losses(make) == []
+
+
+def endless(of=lambda batches, torchs: torchs):
+    """The first index batches of an iterable dataset's loader."""
+    batches = BatchSampler(dataloader._InfiniteConstantSampler(), 2, False)
+    return itertools.islice(of(batches, iter(batches)), 5)
+
+
+def test_no_error_ends_the_index_batches_of_an_iterable_dataset():
+    assert losses(endless, dataloader.__file__), "torch's generators end"
+    assert losses(lambda: endless(stream), places=0) == []
 
 
 MARK = "# One step to a signal handler"
