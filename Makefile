@@ -22,7 +22,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help demo test test-all test-fast test-rust test-loom test-python test-alone test-docs test-gpu test-ray ecosystem stress mutants \
-	asan audit lint compare bench bench-check venv build failpoints wheel dist docs clean
+	asan miri audit lint compare bench bench-check venv build failpoints wheel dist docs clean
 
 help: ## Show this text
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -124,6 +124,11 @@ asan: build ## Run the Rust tests and some Python tests under AddressSanitizer (
 	cp target/asan/$(HOST)/debug/librustloader.so target/asan/python/rustloader/_core.abi3.so
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH=target/asan/python $(BIN)/python -m pytest $(ASAN_TESTS:%=tests/python/unit/test_%.py) $(ARGS)
+
+# The parts without system calls and without foreign functions. Miri is a thousand times slower than the processor.
+miri: ## Run the Rust tests of scheduler and trees under Miri (needs a nightly Rust with miri; 10 minutes)
+	for part in scheduler:: tree::; do PROPTEST_CASES=2 MIRIFLAGS=-Zmiri-disable-isolation \
+		$(CARGO) +nightly miri test --lib --target-dir target/miri $$part || exit 1; done
 
 # Both ask databases on the network, which lint does not need.
 audit: $(VENV)/.made-with ## Look for known vulnerabilities of the dependencies (cargo install cargo-audit; needs the network)

@@ -46,7 +46,15 @@ def converter(port: Port) -> Callable[[Any], Any]:
             return {key: convert(data[key]) for key in data}
         return _default_convert(data)
 
-    return convert
+    def convert_or_raise_as_torch(data: Any) -> Any:
+        try:
+            return convert(data)
+        except Exception:
+            pass
+        # The same error, with torch's frames.
+        return _default_convert(data)
+
+    return convert_or_raise_as_torch
 
 
 def tensors_of(batch: Any) -> Any:

@@ -282,7 +282,8 @@ def wrong_with_options(p):
         return "it is timing which thread draws first"
     if p.has_threads and p.error_in == "collate" and (p.batch_size != 1 or p.sampler in BATCHES):
         return "it is timing which sample of the batch was made last"
-    together = p.breaks_off or p.pattern in ("pickled", "copied", "deep copied")
+    # A program takes a StopIteration of the dataset for the end of the epoch.
+    together = p.breaks_off or p.pattern in ("pickled", "copied", "deep copied") or p.error == "StopIteration"
     if p.has_window and p.sampler_draws and together:
         return "what an epoch that goes on, or was left, has drawn changes the next one"
     if p.has_window and p.error_in == "sampler" and p.sampler != "eager":
@@ -294,6 +295,8 @@ def wrong_if_seeded(p):
     """Why a program that draws what seed_by seeds cannot be the same with other workers, or without."""
     if not p.is_map:
         return "the samples of an iterable dataset belong to their worker"
+    if p.sampler == "eager" and p.batch_size is None:
+        return "with workers, torch's loader walks such a sampler twice"
     if not set(p.samples) <= {*samples.DRAWN, *samples.SIMPLE}:
         return "what a process sends to another is not always the same object as before"
     if p.collate not in ("default", "wrapped default", "list", "draws"):

@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 import sample_data as data
 import torch
@@ -61,6 +62,16 @@ def test_p17_an_error_of_the_collate_function():
     theirs, ours = map(trace, BOTH)
     assert ours == theirs
     assert ours[1][0] == "error"
+
+
+def test_p17_an_error_of_default_convert_has_torchs_frames():
+    def lines_of_convert(cls):
+        with pytest.raises(TypeError) as caught:
+            next(iter(cls([[np.datetime64(1, "D")]], batch_size=None, num_workers=1)))
+        return [line for line in str(caught.value).splitlines() if "collate.py" in line]
+
+    theirs, ours = map(lines_of_convert, BOTH)
+    assert ours == theirs and len(theirs) > 3
 
 
 def test_p17_an_error_in_each_batch():
