@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 
-from conftest import left_after, state
+from rules import left_after, state
 from support import arena_bytes, engine_batches, trim_pool
 
 # A body that takes longer hangs.

@@ -21,7 +21,7 @@ LOGS = WORK / "logs"
 
 # What mutants are made of, and what all Python tests read.
 PRODUCT = ("python/rustloader/", "src/", "Cargo.toml", "Cargo.lock", "pyproject.toml")
-HELPERS = ("tests/python/conftest.py", "tests/lib/support.py", "tests/lib/sample_data.py")
+HELPERS = ("tests/python/conftest.py", *(f"tests/lib/{name}.py" for name in ("rules", "support", "sample_data")))
 
 # Seconds without output after which a run hangs: more than any test may take (conftest.py ends most of them before),
 # what the imports before the first test may take on a busy machine, and a build.

@@ -217,8 +217,8 @@ def main():
     parser.add_argument("--seed", type=int, help="of loaders and ways; by default another one each time")
     parser.add_argument("--only", type=int, help="only the iterator of this number")
     args = parser.parse_args()
-    from conftest import left_after, state
     from pinning_support import pinning
+    from rules import left_after, state
     from support import wait_until
 
     import rustloader  # noqa: F401

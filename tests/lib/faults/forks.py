@@ -154,8 +154,8 @@ def main():
     parser.add_argument("--forks", type=int, default=500, help="how many in each of the two halves")
     parser.add_argument("--seed", type=int, help="of the moments; by default another one each time")
     args = parser.parse_args()
-    from conftest import left_after, state
     from pinning_support import pinning
+    from rules import left_after, state
 
     quiet()
     seed = seed_of(args)

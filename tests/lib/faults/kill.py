@@ -80,7 +80,7 @@ class Program:
         )
 
     def run(self):
-        from conftest import left_after, state
+        from rules import left_after, state
         from support import wait_until
 
         with contextlib.ExitStack() as stack:

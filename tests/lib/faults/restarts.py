@@ -295,8 +295,8 @@ def arguments():
 
 def run_all(args, log):
     """Runs trials until there are enough epochs: (number of wrong ones, figures)."""
-    from conftest import left_after, state
     from pinning_support import pinning
+    from rules import left_after, state
 
     failed, figures, before = 0, collections.Counter(), state()
     signal.signal(signal.SIGALRM, overdue)

@@ -96,7 +96,6 @@ def test_mypy_reveals_the_same_types_and_the_same_errors(tmp_path):
 
 OPTIONS = """
 import rustloader
-from support import ROOT
 reveal_type(rustloader.install)
 rustloader.install(prefetch_factor=3)
 with rustloader.installed(in_order=True, multiprocessing_context="fork"):
