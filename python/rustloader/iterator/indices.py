@@ -1,10 +1,12 @@
 """Index streams: torch's index batches, from an array of 8 bytes an index instead of a list of Python ints.
 
-A stream replaces the generator of a BatchSampler over a RandomSampler or a DistributedSampler, of a RandomSampler
-without batches, or of the sampler that torch gives an iterable dataset. It yields the same ints and lists at the same
-calls, and draws from every generator that a program can see at the same moments. Other samplers, subclasses, and
-samplers with replaced methods keep torch's generator, and so does sampling with replacement, which torch draws in small
-pieces.
+A stream replaces the generator of a BatchSampler over a SequentialSampler, a RandomSampler or a DistributedSampler,
+of a RandomSampler without batches, or of the sampler that torch gives an iterable dataset. It yields the same ints and
+lists at the same calls, and draws from every generator that a program can see at the same moments. Other samplers,
+subclasses, and samplers with replaced methods keep torch's generator, and so does sampling with replacement, which
+torch draws in small pieces.
+
+An error of a signal handler ends a generator, and with it the epoch. It does not end a stream.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import inspect
 import itertools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, GeneratorType
 from typing import Any
 
@@ -23,12 +25,15 @@ import torch
 from torch.utils.data import dataloader, distributed, sampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 from torch.utils.data.distributed import DistributedSampler
-from torch.utils.data.sampler import BatchSampler, RandomSampler
+from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSampler
 
 from rustloader._core import IndexStream, call_into
 from rustloader.iterator.starts import Start, shard, shard_start
 from rustloader.system.interrupts import is_interrupt
 from rustloader.system.torch_side import known_code
+
+# Indices of a SequentialSampler that are made at a time.
+_CHUNK = 8192
 
 _More = Callable[[], "np.ndarray | None"]
 
@@ -39,6 +44,7 @@ RANDOM = known_code(
     "len data_source generator int torch empty int64 random_ item Generator manual_seed replacement range num_samples "
     "randint tolist randperm",
 )
+SEQUENTIAL = known_code(SequentialSampler.__iter__, sampler, "iter range len data_source")
 CONSTANT = known_code(_InfiniteConstantSampler.__iter__, dataloader, "")
 SHARD = known_code(
     DistributedSampler.__iter__,
@@ -76,11 +82,7 @@ def stream(index_sampler: Any, torchs: Any, start: Start | None = None) -> Any:
 
 
 class Endless:
-    """The index batches of an iterable dataset: no indices, without end.
-
-    An exception that passes through torch's generators would end them, and with them the epoch. A signal handler raises
-    one anywhere.
-    """
+    """The index batches of an iterable dataset: no indices, without end."""
 
     def __init__(self, batches: BatchSampler) -> None:
         self._batches = batches
@@ -96,6 +98,8 @@ def _has_arrays(inner: Any) -> bool:
     """Whether a sampler's indices can come from arrays."""
     if type(inner) is RandomSampler:
         return RANDOM is not None and _code_of(RandomSampler) is RANDOM and vars(inner).get("replacement") is False
+    if type(inner) is SequentialSampler:
+        return SEQUENTIAL is not None and _code_of(SequentialSampler) is SEQUENTIAL
     return type(inner) is DistributedSampler and SHARD is not None and _code_of(DistributedSampler) is SHARD
 
 
@@ -130,6 +134,8 @@ def _begin(inner: Any, start: Start | None) -> tuple[_More, None] | None:
         return None
     if type(inner) is RandomSampler:
         return _Permutations(inner, start), None
+    if type(inner) is SequentialSampler:
+        return functools.partial(next, _counted(len(inner.data_source)), None), None
     array = _shard(inner, start)
     return None if array is None else (functools.partial(next, iter([array]), None), None)
 
@@ -138,6 +144,12 @@ def _size_of(size: Any) -> int:
     """The size of a batch whose ``batch_size`` is not a small int, or the error of torch's ``islice``."""
     itertools.islice((), size)
     return sys.maxsize if size is None else operator.index(size)
+
+
+def _counted(size: int) -> Iterator[np.ndarray]:
+    """0 to ``size - 1`` in arrays of limited size. All of C code: an interrupt cannot lose one."""
+    starts = range(0, size, _CHUNK)
+    return map(np.arange, starts, itertools.chain(starts[1:], (size,)))
 
 
 class _Permutations:

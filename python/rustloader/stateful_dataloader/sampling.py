@@ -211,7 +211,9 @@ def _without(iterator: Iterator[Any], count: int) -> Iterator[Any]:
 def _known(kind: Kind, torchs: Any, saved: SamplerState | None, position: int) -> Sampling:
     given = start_of(kind, saved)
     if kind.name == "sequential":
-        return _Sourced(kind, iterate(kind, Source(kind, None, _indices(kind, position))) if position else torchs, None)
+        if position:
+            return _Sourced(kind, iterate(kind, Source(kind, None, _indices(kind, position))), None)
+        return _Sourced(kind, torchs if kind.batches is None else indices.stream(kind.batches, torchs), None)
     if kind.name == "distributed" and given is not None:
         _warn_of_epoch(given, kind.inner)
         # Frameworks load the state of one rank on all: it is a position, and the same for each.

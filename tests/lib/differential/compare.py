@@ -173,6 +173,8 @@ def required(program, main_events, name, events):
     if size is None or program.error_in == "sampler" or not program.num_workers:
         return 0
     generation, worker = map(int, name.split("-"))
+    if worker >= program.num_workers:  # the program has asked for more
+        return 0
     number = next((e[1] for e in main_events if e[0] == "opened" and e[2] == generation), None)
     received, is_open = 0, False
     for event in main_events:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from support import run_script, rustloader
-from torch.utils.data import BatchSampler, RandomSampler, dataloader
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, dataloader
+from torch.utils.data import sampler as sampler_of_torch
 
 pytestmark = pytest.mark.ours
 
@@ -235,6 +236,13 @@ def endless(of=lambda batches, torchs: torchs):
 def test_no_error_ends_the_index_batches_of_an_iterable_dataset():
     assert losses(endless, dataloader.__file__), "torch's generators end"
     assert losses(lambda: endless(stream), places=0) == []
+
+
+def test_no_error_ends_the_index_batches_in_order():
+    batches = BatchSampler(SequentialSampler(range(5)), 2, False)
+    files = (str(PACKAGE), sampler_of_torch.__file__)
+    assert losses(lambda: iter(batches), files), "torch's generator ends"
+    assert losses(lambda: stream(batches, iter(batches)), files) == []
 
 
 MARK = "# One step to a signal handler"

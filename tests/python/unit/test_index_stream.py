@@ -110,6 +110,11 @@ def shard(size, *, batch_size=3, drop_last=False, epoch=0, change=None, **kw):
     return make
 
 
+def in_order(size, **batch):
+    """A function that makes the arguments of a loader with a SequentialSampler."""
+    return lambda: (dict(dataset=Sized(size), **batch), None)
+
+
 def random_case(rng):
     size = rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, 300)])
     batch = dict(batch_size=rng.choice([1, rng.randint(1, 12), size, 400]), drop_last=rng.random() < 0.4)
@@ -125,6 +130,8 @@ def random_case(rng):
             epoch=rng.randrange(3),
             **({"change": {"drop_last": True}} if size >= replicas and size % replicas == 0 else {}),
         )
+    if rng.random() < 0.2:
+        return in_order(rng.choice([0, size, 8192, 20_000]), **batch)
     if rng.random() < 0.2:
         batch = dict(batch_size=None)
     count = rng.choice([None, None, size, 2 * size, rng.randint(1, 3 * size)])
@@ -176,7 +183,6 @@ class OwnShard(DistributedSampler):
 
 DATA = Sized(10)
 OTHERS = {
-    "in order": dict(),
     "a subclass": dict(sampler=OwnRandom(DATA)),
     "a subclass of the batch sampler": dict(batch_sampler=OwnBatches(RandomSampler(DATA), 3, False)),
     "a subclass of the distributed sampler": dict(sampler=OwnShard(DATA, 2, 0)),
@@ -256,7 +262,13 @@ def test_a_sampler_that_is_replaced_before_the_first_call():
 
         return disturb
 
-    for other in ([7, 8, 9, 1], SequentialSampler(Sized(5)), RandomSampler(Sized(7)), OwnRandom(Sized(7))):
+    for other in (
+        [7, 8, 9, 1],
+        SequentialSampler(Sized(5)),
+        SequentialSampler(Sized(0)),
+        RandomSampler(Sized(7)),
+        OwnRandom(Sized(7)),
+    ):
         assert same_steps(make, disturb=replace(other))
     with_replacement = RandomSampler(Sized(7), replacement=True)
     assert same_steps(make, disturb=replace(with_replacement))
