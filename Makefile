@@ -15,7 +15,7 @@ HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 # What the extension is built from. Python files are used where they are.
-RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) $(wildcard Cargo.toml Cargo.lock pyproject.toml build.rs)
+RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) Cargo.toml Cargo.lock pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -54,8 +54,8 @@ test-rust: ## Run the Rust tests, with failpoints
 test-loom: ## Run the loom models of the lock-free parts
 	RUSTFLAGS="$$RUSTFLAGS --cfg loom" $(CARGO) test --release --target-dir target/loom --test 'loom_*'
 
-# Tests that run at the same time: they wait about as long as they work, so twice the cores, up to 8. Each of the processes
-# that run them takes 400 MB. A worker of pytest-xdist that has run out of tests takes some of another's.
+# Tests wait about as long as they work, so twice as many processes as cores, up to 8. Each takes 400 MB. A process that has
+# run out of tests takes some of another's.
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PARALLEL := -n $(JOBS) --dist worksteal --max-worker-restart 0 -m 'not alone'
 
@@ -66,17 +66,17 @@ test-python: build failpoints ## Run a short form of all Python tests (LANE= in 
 test-alone: build ## Run the tests that need the machine to themselves
 	$(PYTEST) tests/python -m alone $(ARGS)
 
-test-docs: build ## Run the tests of documents, examples and packaging in full
+test-docs: build ## Run the tests of documents, docstrings, options and packaging in full
 	$(PYTEST) tests/python/docs $(PARALLEL) $(ARGS)
 
-# Scheduler, engine, shared memory and codec in Rust; in Python an end-to-end file for each package, and the class.
+# Scheduler, engine, shared memory and codec in Rust; whole loaders, pinning, statistics and the command line in Python.
 FAST := parity/test_class parity/test_iteration parity/test_worker unit/test_codec device/test_pinning tools/test_stats \
 	tools/test_cli_arguments tools/test_cli_bench_passes
 test-fast: build ## Run a part of the tests, for work on the code (a minute on two cores)
 	$(CARGO) test --features failpoints --lib --test '*_model' --test 'engine_*' --test garbage
 	$(PYTEST) $(FAST:%=tests/python/%.py) $(PARALLEL) --short $(ARGS)
 
-# Programs that break things at random, each for minutes; `make test` runs a short form of each.
+# Programs that break things at random, each for minutes; `make test-all` runs a short form of each, `make test` of most.
 STRESS.kill := faults.kill
 STRESS.matrix := faults.matrix --all
 STRESS.restarts := faults.restarts

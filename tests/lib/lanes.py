@@ -33,9 +33,12 @@ def pytest_configure(config):
         config.pluginmanager.register(Recorder())
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if (marker := item.get_closest_marker("quarantined")) and not config.option.quarantined:
+            if len(marker.args) != 1:
+                raise pytest.UsageError(f"{item.nodeid}: give the marker `quarantined` one argument, the reason")
             (reason,) = marker.args
             item.add_marker(pytest.mark.skip(reason=f"quarantined: {reason}"))
     functions = defaultdict(list)
@@ -61,15 +64,17 @@ class Recorder:
     """Writes how long a case of each function took."""
 
     def __init__(self):
-        self.cases = defaultdict(float)
+        self.cases, self.passed = defaultdict(float), set()
 
     def pytest_runtest_logreport(self, report):
         self.cases[report.nodeid] += report.duration
+        if report.when == "call" and report.passed:
+            self.passed.add(report.nodeid)
 
     def pytest_sessionfinish(self):
         functions = defaultdict(list)
-        for nodeid, seconds in self.cases.items():
-            functions[function_of(nodeid)].append(seconds)
+        for nodeid in self.passed:
+            functions[function_of(nodeid)].append(self.cases[nodeid])
         write({name: sum(cases) / len(cases) for name, cases in functions.items()})
 
 
@@ -78,9 +83,9 @@ class Recorder:
 
 def short(cases, seconds):
     """The cases of one test function that a short run has: all of them, or as many as there is time for, at least one.
-    None if one alone takes too long."""
+    None if one alone takes too long, unless the function is marked `random`."""
     if seconds > SECONDS_OF_A_CASE:
-        return []
+        return cases[:1] if cases[0].get_closest_marker("random") else []
     count = max(1, int(SECONDS_OF_A_FUNCTION / seconds))
     if len(cases) <= count:
         return cases
@@ -136,11 +141,17 @@ def distinct(value):
     return value if isinstance(value, (str, bytes, int, float, type(None))) else id(value)
 
 
+def exists(name):
+    """Whether there is such a test function."""
+    file, _, function = name.partition("::")
+    return any(f"def {function}(" in path.read_text() for path in FILE.with_name("python").glob(f"*/{file}"))
+
+
 def read():
     return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 
 def write(seconds):
-    """Replaces what was measured; functions that did not run keep their entries."""
-    kept = {name: s for name, s in (read() | seconds).items() if s >= RECORDED}
+    """Replaces what was measured. Functions that did not run keep their entries; those that have gone lose them."""
+    kept = {name: s for name, s in (read() | seconds).items() if s >= RECORDED and exists(name)}
     FILE.write_text(json.dumps({name: round(kept[name], 1) for name in sorted(kept)}, indent=0) + "\n")

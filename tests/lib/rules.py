@@ -1,4 +1,4 @@
-"""What each test and each program that breaks things keeps to: settings of the process, and what it leaves behind."""
+"""Settings of a process that tests, made at import, and checks of what it leaves behind."""
 
 import contextlib
 import multiprocessing

@@ -3,6 +3,7 @@
 import re
 import tomllib
 
+import lanes
 import pytest
 from support import config_of, run_script, rustloader
 from test_docs import PAGES, ROOT, known_variables
@@ -79,3 +80,7 @@ def test_the_configuration_needs_neither_torch_nor_the_extension():
     status, out, err = run_script(source, head="")
     assert (status, out) == (0, "[]\n"), err
     assert rustloader.settings.limits is config
+
+
+def test_each_recorded_duration_is_of_a_test_that_exists():
+    assert [name for name in lanes.read() if not lanes.exists(name)] == []

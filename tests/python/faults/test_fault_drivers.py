@@ -7,7 +7,7 @@ import sys
 import pytest
 import refusals
 
-pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.random, pytest.mark.ours, pytest.mark.timeout(400)]
 
 
 def drive(module, *arguments):

@@ -18,6 +18,7 @@ TORCHS = r"DataLoader worker \(pid \d+\) is killed by signal: Killed\. "
 OUT_OF_MEMORY = "Its memory cgroup was out of memory."
 
 
+@pytest.mark.random
 def test_kills_at_random_moments_change_no_batch():
     drive("restarts", "--epochs", 30, "--seed", 1)
 

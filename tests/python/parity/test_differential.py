@@ -24,6 +24,7 @@ def run(*args):
 
 
 # These take about 20 s on two cores; `make stress KIND=programs` runs others.
+@pytest.mark.random
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "method, programs, seconds", [("fork", 40, 70), ("forkserver", 2, 20), ("spawn", 1, 20), ("remote", 2, 20)], ids=str

@@ -66,6 +66,7 @@ def test_trees_of_hypothesis(loaders):
     checker.finish()
 
 
+@pytest.mark.random
 def test_trees_of_a_plain_generator(loaders):
     checker, before = Checker(), engine_batches()
     for first in range(0, 240, 8):

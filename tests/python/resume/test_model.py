@@ -28,6 +28,7 @@ def run(*arguments):
 
 
 # `make stress KIND=resume` runs others.
+@pytest.mark.random
 def test_resumed_loaders_deliver_each_batch_once():
     status, output = run("--programs", 60, "--seed", 1, "--seconds", 150)
     assert status == 0, output
