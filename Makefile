@@ -96,19 +96,17 @@ STRESS.gpu := faults.device_stress
 STRESS.gpu-sanitizer := faults.device_stress --small --epochs 1
 STRESS.KINDS := $(sort $(patsubst STRESS.%,%,$(filter-out STRESS.KINDS,$(filter STRESS.%,$(.VARIABLES)))))
 SANITIZER ?= compute-sanitizer
-stress: build ## Break things at random: KIND=kill, interrupts, restarts, ... (make stress alone lists them)
+stress: build $(if $(filter ray%,$(KIND)),$(RAY)/.made-with) $(if $(filter failures,$(KIND)),failpoints) ## Break things at random: KIND=kill, interrupts, restarts, ... (make stress alone lists them)
 ifeq ($(KIND),)
 	@echo 'make stress KIND=..., with ARGS=--help for what it does: $(STRESS.KINDS)'
 else ifeq ($(STRESS.$(KIND)),)
 	@echo 'error: KIND=$(KIND) is none of $(STRESS.KINDS)' >&2; exit 1
 else ifneq ($(filter ray%,$(KIND)),)
-	@$(MAKE) $(RAY)/.made-with
 	@$(IN_ITS_OWN_NETWORK) cd tests/lib; "$$@" $(abspath $(RAY))/bin/python -m $(STRESS.$(KIND)) $(ARGS)
 else ifeq ($(KIND),gpu-sanitizer)
 	@command -v $(SANITIZER) >/dev/null || { echo 'error: $(SANITIZER) was not found. It comes with the CUDA toolkit: put its bin folder on PATH, or name it in SANITIZER.' >&2; exit 1; }
 	cd tests/lib && $(SANITIZER) --target-processes application-only --report-api-errors no --error-exitcode 1 $(abspath $(BIN))/python -m $(STRESS.$(KIND)) $(ARGS)
 else
-	@$(MAKE) $(if $(filter failures,$(KIND)),failpoints,build)
 	cd tests/lib && $(abspath $(BIN))/python -m $(STRESS.$(KIND)) $(ARGS)
 endif
 
@@ -177,11 +175,10 @@ COMPARE.scheduling := scheduling
 COMPARE.sharing := sharing
 COMPARE.starts := starts
 COMPARE.KINDS := $(sort $(patsubst COMPARE.%,%,$(filter-out COMPARE.KINDS,$(filter COMPARE.%,$(.VARIABLES)))))
-compare: build ## Compare with torch's DataLoader (ARGS='--quick'), or measure something else: KIND=memory, resuming, ...
+compare: build $(if $(filter ray,$(KIND)),$(RAY)/.made-with) ## Compare with torch's DataLoader (ARGS='--quick'), or measure something else: KIND=memory, resuming, ...
 ifeq ($(COMPARE.$(or $(KIND),rows)),)
 	@echo 'error: KIND=$(KIND) is none of $(COMPARE.KINDS)' >&2; exit 1
 else ifeq ($(KIND),ray)
-	@$(MAKE) $(RAY)/.made-with
 	@$(IN_ITS_OWN_NETWORK) "$$@" $(RAY)/bin/python benches/remote.py $(ARGS)
 else
 	@set -ex; for program in $(COMPARE.$(or $(KIND),rows)); do $(BIN)/python benches/$$program.py $(ARGS); done

@@ -44,13 +44,11 @@ def pytest_collection_modifyitems(config, items):
     functions = defaultdict(list)
     for item in items:
         functions[function_of(item.nodeid)].append(item)
-    kept = set(items)
+    seconds, kept = read(), set(items)
     if config.option.short:
-        seconds = read()
         kept = {item for name, cases in functions.items() for item in short(cases, seconds.get(name, QUICK))}
     if config.option.shard:
         number, count = config.option.shard
-        seconds = read()
         costs = {name: len(kept & set(cases)) * seconds.get(name, QUICK) for name, cases in functions.items()}
         mine = share(costs, number, count)
         kept = {item for name in mine for item in functions[name] if item in kept}
@@ -108,13 +106,13 @@ def cover(cases, count):
 
 
 def share(costs, number, count):
-    """The names that the share with this number (from 1) runs: the longest goes to whoever has least so far."""
-    shares = [(0.0, []) for _ in range(count)]
+    """The names in share `number` (from 1) of `count`. The longest goes first, to the share with the lowest total."""
+    totals, names = [0.0] * count, [[] for _ in range(count)]
     for name in sorted(costs, key=lambda name: (-costs[name], name)):
-        least = min(range(count), key=lambda i: shares[i][0])
-        total, names = shares[least]
-        shares[least] = (total + costs[name], [*names, name])
-    return shares[number - 1][1]
+        least = totals.index(min(totals))
+        totals[least] += costs[name]
+        names[least].append(name)
+    return names[number - 1]
 
 
 # --- helpers --------------------------------------------------------------------------------------
@@ -141,10 +139,11 @@ def distinct(value):
     return value if isinstance(value, (str, bytes, int, float, type(None))) else id(value)
 
 
-def exists(name):
-    """Whether there is such a test function."""
-    file, _, function = name.partition("::")
-    return any(f"def {function}(" in path.read_text() for path in FILE.with_name("python").glob(f"*/{file}"))
+def existing(names):
+    """Those names of test functions that a test file has."""
+    texts = {path.name: path.read_text() for path in FILE.with_name("python").glob("*/test_*.py")}
+    parts = {name: name.split("::") for name in names}
+    return {name for name, (file, function) in parts.items() if f"def {function}(" in texts.get(file, "")}
 
 
 def read():
@@ -153,5 +152,5 @@ def read():
 
 def write(seconds):
     """Replaces what was measured. Functions that did not run keep their entries; those that have gone lose them."""
-    kept = {name: s for name, s in (read() | seconds).items() if s >= RECORDED and exists(name)}
-    FILE.write_text(json.dumps({name: round(kept[name], 1) for name in sorted(kept)}, indent=0) + "\n")
+    known = {name: round(s, 1) for name, s in (read() | seconds).items() if s >= RECORDED}
+    FILE.write_text(json.dumps({name: known[name] for name in sorted(existing(known))}, indent=0) + "\n")

@@ -67,10 +67,11 @@ def stream(index_sampler: Any, torchs: Any, start: Start | None = None) -> Any:
     """
     if type(index_sampler) is BatchSampler:
         inner = vars(index_sampler).get("sampler")
-        if type(inner) is _InfiniteConstantSampler:
-            is_plain = CONSTANT is not None and type(vars(index_sampler).get("batch_size")) is int
-            return Endless(index_sampler) if is_plain and _is_fresh(torchs, BATCHES, index_sampler) else torchs
-        if _has_arrays(inner) and _is_fresh(torchs, BATCHES, index_sampler):
+        if not _is_fresh(torchs, BATCHES, index_sampler):
+            return torchs
+        if _is_endless(inner) and type(vars(index_sampler).get("batch_size")) is int:
+            return Endless(index_sampler)
+        if _has_arrays(inner):
             begin = functools.partial(_begin_batches, index_sampler, start)
             return IndexStream(torchs, index_sampler, begin, _size_of, is_interrupt)
     elif type(index_sampler) is _InfiniteConstantSampler and _is_fresh(torchs, CONSTANT, index_sampler):
@@ -92,6 +93,11 @@ class Endless:
 
     def __next__(self) -> list[None]:
         return [None] * self._batches.batch_size
+
+
+def _is_endless(inner: Any) -> bool:
+    """Whether a sampler is the one that torch gives an iterable dataset."""
+    return type(inner) is _InfiniteConstantSampler and _code_of(_InfiniteConstantSampler) is CONSTANT is not None
 
 
 def _has_arrays(inner: Any) -> bool:

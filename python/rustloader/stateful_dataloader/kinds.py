@@ -53,6 +53,11 @@ class Kind:
     batches: Any
 
     @property
+    def index_sampler(self) -> Any:
+        """The index sampler itself."""
+        return self.inner if self.batches is None else self.batches
+
+    @property
     def is_known(self) -> bool:
         """Whether the order can begin anywhere."""
         return self.name not in ("other", "stateful", "none")

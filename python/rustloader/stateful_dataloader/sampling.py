@@ -213,7 +213,7 @@ def _known(kind: Kind, torchs: Any, saved: SamplerState | None, position: int) -
     if kind.name == "sequential":
         if position:
             return _Sourced(kind, iterate(kind, Source(kind, None, _indices(kind, position))), None)
-        return _Sourced(kind, torchs if kind.batches is None else indices.stream(kind.batches, torchs), None)
+        return _Sourced(kind, indices.stream(kind.index_sampler, torchs), None)
     if kind.name == "distributed" and given is not None:
         _warn_of_epoch(given, kind.inner)
         # Frameworks load the state of one rank on all: it is a position, and the same for each.
@@ -222,7 +222,7 @@ def _known(kind: Kind, torchs: Any, saved: SamplerState | None, position: int) -
         position = max(position - given["first"], 0)
     is_owed = saved is not None and saved.is_owed
     start = Start(given, is_owed)
-    stream = indices.stream(kind.inner if kind.batches is None else kind.batches, torchs, start)
+    stream = indices.stream(kind.index_sampler, torchs, start)
     if stream is not torchs:
         if position:
             stream.skip(position)

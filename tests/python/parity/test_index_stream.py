@@ -25,6 +25,7 @@ from torch.utils.data import (
 
 import rustloader
 from rustloader._core import IndexStream
+from rustloader.iterator.indices import stream
 
 pytestmark = pytest.mark.ours
 
@@ -223,6 +224,14 @@ def test_replaced_methods_take_the_ordinary_way(cls, monkeypatch):
         assert type(iterator) is types.GeneratorType
     list(iterator)
     assert len(calls) == 1
+
+
+def test_a_replaced_method_of_an_iterable_datasets_sampler_is_called(monkeypatch):
+    cls = torch.utils.data.dataloader._InfiniteConstantSampler
+    index_sampler = BatchSampler(cls(), 2, False)
+    assert next(stream(index_sampler, iter(index_sampler))) == [None, None]
+    monkeypatch.setattr(cls, "__iter__", lambda self: iter("abc"))
+    assert [*stream(index_sampler, iter(index_sampler))] == [["a", "b"], ["c"]]
 
 
 def test_a_method_that_yields_something_else_is_called(monkeypatch):
