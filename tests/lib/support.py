@@ -466,6 +466,16 @@ def run_script(source, seconds=STARTED, **kw):
 # What may be left behind
 
 
+def shared_memory_of(pids):
+    """The files in /dev/shm whose names tell that these processes made them.
+
+    A semaphore of multiprocessing has a random name, in which any number can stand.
+    """
+    pids = set(map(str, pids))
+    named = [name for name in os.listdir("/dev/shm") if name.startswith("torch_") or "rustloader" in name]
+    return [name for name in named if pids & set(name.replace("-", "_").split("_"))]
+
+
 def open_files():
     """What each descriptor shows: {number: target}."""
     found = {}

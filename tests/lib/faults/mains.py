@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 
+from support import shared_memory_of
+
 from .scenes import use_the_parents_fork_server
 from .trials import quiet
 
@@ -121,8 +123,7 @@ class Main:
         output = self.output()
         files = sorted(set(os.listdir(self.folder)) - {"output"})
         shutil.rmtree(self.folder)
-        mine = {str(self.pid), *(str(pid) for pids in self.said("pids") for pid in pids)}
-        files += [name for name in os.listdir("/dev/shm") if mine & set(name.replace("-", "_").split("_"))]
+        files += shared_memory_of([self.pid, *(pid for pids in self.said("pids") for pid in pids)])
         return output, files
 
 

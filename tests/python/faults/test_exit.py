@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from support import finish, gone, run_script, start_script, wait_until, within
+from support import finish, gone, run_script, shared_memory_of, start_script, wait_until, within
 
 pytestmark = pytest.mark.ours
 
@@ -26,7 +26,6 @@ def started(source, **kw):
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_s3_workers_leave_when_main_is_killed_even_inside_an_item(context):
-    before = set(os.listdir("/dev/shm"))
     process, pids = started(f"""
     if __name__ == "__main__":
         dataset = Slow(9, {{4: 60, 5: 60}})
@@ -42,8 +41,7 @@ def test_s3_workers_leave_when_main_is_killed_even_inside_an_item(context):
     os.kill(process.pid, signal.SIGKILL)
     assert wait_until(lambda: all(map(gone, pids)), 20)
     finish(process)
-    mine = {str(p) for p in [*pids, process.pid]}
-    assert not [f for f in set(os.listdir("/dev/shm")) - before if mine & set(f.replace("-", "_").split("_"))]
+    assert not shared_memory_of([*pids, process.pid])
 
 
 def test_s3_idle_persistent_workers_leave_when_main_is_killed():
