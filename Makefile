@@ -82,6 +82,7 @@ STRESS.matrix := faults.matrix --all
 STRESS.restarts := faults.restarts
 STRESS.connections := faults.connections
 STRESS.interrupts := faults.interrupts
+STRESS.caches := faults.caches
 STRESS.ends := faults.ends --all
 STRESS.drops := faults.drops
 STRESS.forks := faults.forks

@@ -8,7 +8,7 @@
 //! interop                  tensors, arrays, DLPack, calls of Python
 //! engine, observe, worker  the main process's end, an observer in another process, a worker's end
 //! transport                tasks and batches over a connection to another machine
-//! metrics, store           counters; objects that processes share
+//! metrics, store, cache    counters; objects that processes share; samples that are made once
 //! scheduler, tree, wire    dispatch and delivery order; the bytes of a batch; the entries of the rings
 //! shm                      the arena: rings, blocks, leases
 //! copy, sys                memory copies; every system call
@@ -27,6 +27,8 @@ pub mod seeds;
 pub mod shm;
 pub mod sync;
 
+#[cfg(not(loom))]
+pub mod cache;
 #[cfg(all(any(test, feature = "python"), not(loom)))]
 #[cfg_attr(not(feature = "python"), allow(dead_code, unused_imports, reason = "only their tests use them"))]
 mod codec;

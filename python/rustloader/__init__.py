@@ -12,6 +12,8 @@ Loaders that a framework builds:
 
 Memory:
     share: Copies a list, a dict, an array or a tensor into memory that all workers read without a copy.
+    cache: Keeps the samples of a dataset in memory that all workers share: each is made once.
+    CachedDataset, CacheUsage: What it returns, and what that has.
 
 To a device:
     prefetch_to_device: Copies the batches of a loader to a device while the program computes.
@@ -56,6 +58,9 @@ if TYPE_CHECKING:
     from torch.utils.data import *  # noqa: F403
 
     from rustloader._core import engine_batches as engine_batches
+    from rustloader.caching.core import cache as cache
+    from rustloader.caching.dataset import CachedDataset as CachedDataset
+    from rustloader.caching.usage import CacheUsage as CacheUsage
     from rustloader.dataloader import DataLoader as DataLoader
     from rustloader.device.prefetch.loader import DeviceLoader as DeviceLoader
     from rustloader.device.prefetch.loader import prefetch_to_device as prefetch_to_device
@@ -91,6 +96,9 @@ if TYPE_CHECKING:
 # The modules that define the public names; all other names are torch's.
 _HOMES = {
     "_core": ("engine_batches", "__version__"),
+    "caching.core": ("cache",),
+    "caching.dataset": ("CachedDataset",),
+    "caching.usage": ("CacheUsage",),
     "installation.api": ("install", "installed", "is_installed", "uninstall"),
     "metrics.report": ("report",),
     "metrics.stats": ("stats",),
@@ -121,6 +129,8 @@ _OURS = {name: f"rustloader.{module}" for module, names in _HOMES.items() for na
 if not sys.platform.startswith("linux"):
     _NEED_THE_ENGINE = (
         "_core",
+        "caching.core",
+        "caching.dataset",
         "fetch.seeds",
         "installation.api",
         "metrics.report",

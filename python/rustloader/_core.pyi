@@ -15,6 +15,7 @@ __all__ = [
     "ARENA_MIN",
     "BACK_BATCHES",
     "BATCH",
+    "CACHE_VERSION",
     "DEAD",
     "END",
     "ERROR",
@@ -26,6 +27,7 @@ __all__ = [
     "UNREADABLE",
     "VACANT",
     "ArrayTensor",
+    "CacheTable",
     "Counts",
     "Death",
     "DeferredSignals",
@@ -61,6 +63,7 @@ __all__ = [
     "call_into",
     "cpu_quota",
     "descends",
+    "encoded",
     "end_forks",
     "engine_batches",
     "figures",
@@ -80,6 +83,9 @@ __version__: Final[str]
 
 # Bytes of the smallest arena, which takes half of the remaining address space.
 ARENA_MIN: Final[int]
+
+# The version of the format of caches in files.
+CACHE_VERSION: Final[int]
 
 # Batches that `Engine.position` can go back.
 BACK_BATCHES: Final[int]
@@ -763,6 +769,79 @@ class ShareBuilder:
 
     def finish(self, kind: int, meta: bytes) -> SharedStore:
         """Seals the image. ``kind`` and ``meta`` describe the object for the reader."""
+
+@final
+class CacheTable:
+    """The samples of a dataset that were made, by index, in memory or in a file. Forked children go on with it."""
+
+    def __new__(cls, fd: int) -> Self:
+        """Takes the descriptor of a table in memory. ValueError: it is none."""
+
+    @staticmethod
+    def create(rows: int, limit: int) -> CacheTable:
+        """Makes an empty table in memory, of at most ``limit`` bytes."""
+
+    @staticmethod
+    def format(fd: int, rows: int, limit: int, meta: bytes) -> None:
+        """Makes a file of ``limit`` zeroes an empty table."""
+
+    @staticmethod
+    def head(fd: int) -> tuple[int, int, int, bytes] | None:
+        """Version, rows, limit and meta of a file; None if it is no table."""
+
+    @staticmethod
+    def open_file(fd: int, in_memory: bool) -> CacheTable:
+        """Maps a file as long as its limit. Nobody else opens it meanwhile. The caller keeps the descriptor."""
+
+    @staticmethod
+    def overhead(rows: int) -> int:
+        """The bytes that a table takes before its first sample."""
+
+    def grow(self, limit: int) -> None:
+        """Raises the limit to the length that the file has now. The table is then to be opened again."""
+
+    def reopen(self) -> None:
+        """Takes samples again, if room was short."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def limit(self) -> int: ...
+    @property
+    def closed(self) -> str | None:
+        """Why it takes no more, "full" or "no room"; None if it does."""
+
+    def fileno(self) -> int:
+        """The descriptor. OSError: other code has closed it."""
+
+    def get(self, index: Any, missing: Any) -> Any:
+        """A new object equal to the sample of an exact int, or ``missing``. Counts a hit or a miss for each row."""
+
+    def takes(self, row: int) -> bool:
+        """Whether ``put`` may keep the sample of a row."""
+
+    def put(self, row: int, sample: Any, dumps: Callable[[Any], bytes]) -> str | None:
+        """Keeps a sample. Returns why the table takes no more, if this call has found that out.
+
+        Raises:
+            OSError: The sample could not be written. The table takes no more.
+            Exception: The sample could not be pickled.
+        """
+
+    def never(self, row: int) -> None:
+        """Marks a row whose sample cannot be kept."""
+
+    def take_probe(self) -> bool:
+        """Whether a sample is to be made twice; true for a few, over all processes."""
+
+    def is_news(self, bit: int) -> bool:
+        """Whether this call is the first with that bit, over all processes."""
+
+    def usage(self) -> dict[str, int]:
+        """hits, misses, refused, damaged (numbers); stored, unused, left (bytes)."""
+
+def encoded(sample: Any, dumps: Callable[[Any], bytes]) -> bytes:
+    """The bytes that a table would keep for a sample."""
 
 @final
 class SharedStore:

@@ -27,6 +27,8 @@ pub mod roundtrip;
 #[cfg(feature = "python")]
 pub mod rows;
 #[cfg(feature = "python")]
+pub mod samples;
+#[cfg(feature = "python")]
 mod shapes;
 
 use crate::config::BUFFER_KEPT;

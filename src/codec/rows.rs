@@ -21,10 +21,10 @@ use crate::store::{Builder, Row, Store, damaged, hash};
 use crate::tree::text;
 
 /// The first byte of a pickle.
-const PICKLE: u8 = 0xf0;
+pub(super) const PICKLE: u8 = 0xf0;
 /// The first byte of a tree with leaves: the tree's length, the number of leaves, each one's length, all u64; the tree; the
 /// leaves.
-const LEAVES: u8 = 0xf1;
+pub(super) const LEAVES: u8 = 0xf1;
 /// The first byte of a dict that has a shape: the shape's number, u32; the tuple of the values, a tree with or without leaves.
 const SHAPED: u8 = 0xf2;
 
@@ -96,9 +96,6 @@ pub fn push(
     {
         return Ok(builder.int(number)?);
     }
-    shrink(buffer);
-    buffer.clear();
-    let mut leaves = Leaves::default();
     let shaped = shapes.split(value)?;
     let mut prefix = Vec::new();
     if let Some((number, _)) = &shaped {
@@ -106,21 +103,39 @@ pub fn push(
         prefix.extend_from_slice(&number.to_le_bytes());
     }
     let tree = shaped.as_ref().map_or(value, |(_, values)| values.as_any());
-    if !encode(Bridge::get(value.py())?, tree, buffer, &mut leaves)? {
-        let pickle = dumps.call1((value,))?;
+    let pickle = || dumps.call1((value,));
+    with_parts(tree, pickle, buffer, |is_pickle, parts| {
+        let mut all: Vec<&[u8]> = if is_pickle { Vec::new() } else { vec![&prefix] };
+        all.extend_from_slice(parts);
+        Ok(builder.record(&all)?)
+    })
+}
+
+/// Calls `done` with whether a value had to be pickled, and with the parts of its bytes. `buffer` is kept from call to call.
+pub fn with_parts<'py, T>(
+    value: &Bound<'py, PyAny>,
+    pickle: impl FnOnce() -> PyResult<Bound<'py, PyAny>>,
+    buffer: &mut Vec<u8>,
+    done: impl FnOnce(bool, &[&[u8]]) -> PyResult<T>,
+) -> PyResult<T> {
+    shrink(buffer);
+    buffer.clear();
+    let mut leaves = Leaves::default();
+    if !encode(Bridge::get(value.py())?, value, buffer, &mut leaves)? {
+        let pickle = pickle()?;
         let pickle = pickle.cast::<PyBytes>()?;
-        return Ok(builder.record(&[&[PICKLE], pickle.as_bytes()])?);
+        return done(true, &[&[PICKLE], pickle.as_bytes()]);
     }
     if leaves.0.is_empty() {
-        return Ok(builder.record(&[&prefix, buffer])?);
+        return done(false, &[buffer]);
     }
     let lengths = leaves.0.iter().map(Heap::len);
     let head = [buffer.len(), leaves.0.len()].into_iter().chain(lengths);
     let head: Vec<u8> = head.flat_map(|number| (number as u64).to_le_bytes()).collect();
-    let mut parts: Vec<&[u8]> = vec![&prefix, &[LEAVES], &head, buffer];
+    let mut parts: Vec<&[u8]> = vec![&[LEAVES], &head, buffer];
     // SAFETY: the encoder has filled these bytes, which `leaves` keeps.
     parts.extend(leaves.0.iter().map(|leaf| unsafe { std::slice::from_raw_parts(leaf.ptr(), leaf.len()) }));
-    Ok(builder.record(&parts)?)
+    done(false, &parts)
 }
 
 /// The leaves of a row.
@@ -202,7 +217,8 @@ fn shaped<'py>(py: Python<'py>, rows: &Rows, rest: &[u8]) -> PyResult<Bound<'py,
     Ok(dict.into_any())
 }
 
-fn loads(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
+/// `pickle.loads`.
+pub(super) fn loads(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
     static LOADS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     Ok(LOADS.get_or_try_init(py, || py.import("pickle")?.getattr("loads").map(Bound::unbind))?.bind(py))
 }

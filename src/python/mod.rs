@@ -1,5 +1,6 @@
 //! The bindings: thin classes over the engine and the worker's port.
 
+mod cache;
 mod code;
 mod engine;
 mod figures;
@@ -19,6 +20,7 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::{
+        cache::{PyCache, encoded},
         engine::{PyDeath, PyEngine, PyPosition, PyProgress, PySnapshot},
         figures::{
             Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena,
@@ -55,6 +57,7 @@ mod _core {
         #[cfg(feature = "failpoints")]
         module.add_function(wrap_pyfunction!(super::functions::_failpoint_calls, module)?)?;
         module.add("ARENA_MIN", crate::config::ARENA_MIN)?;
+        module.add("CACHE_VERSION", crate::cache::VERSION)?;
         module.add("BACK_BATCHES", crate::config::BACK_BATCHES)?;
         module.add("INLINE_LIMIT", crate::config::INLINE_LIMIT)
     }

@@ -3,7 +3,7 @@
 use std::os::fd::RawFd;
 
 use super::failpoint::failpoint;
-use super::{by_number, refused};
+use super::{by_number, read_file, refused};
 use crate::error::Result;
 
 /// Identifies an open file by device, inode and kind.
@@ -40,6 +40,11 @@ impl FdIdentity {
     pub fn same_inode(&self, fd: RawFd) -> bool {
         Self::look(fd) == Ok(*self)
     }
+}
+
+/// The identity of this boot of the machine; `None` if the system does not tell.
+pub fn boot_id() -> Option<Vec<u8>> {
+    read_file("/proc/sys/kernel/random/boot_id".as_ref()).ok()
 }
 
 #[cfg(test)]

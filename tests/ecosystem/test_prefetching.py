@@ -8,10 +8,10 @@ import pytest
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(300)]
 
-TESTS = Path(__file__).parents[1] / "python"
+LIB = Path(__file__).parents[1] / "lib"
 PROGRAM = f"""
 import sys
-sys.path.insert(0, {str(TESTS)!r})
+sys.path.insert(0, {str(LIB)!r})
 import accelerate, torch, rustloader, rustloader.device.prefetch.loader
 from sample_data import Numbers
 from standin import StandIn

@@ -180,6 +180,29 @@ class Size(Kind):
         return text if number is None else number
 
 
+class Bytes(Kind):
+    """A size in bytes, as a number or a text such as "8GiB"."""
+
+    types: ClassVar[tuple[type, ...]] = (int, str)
+    described = 'a positive number of bytes, or a size such as "8GiB"'
+    expected = described.replace('"', "")
+
+    def allows(self, value: int | str) -> bool:
+        try:
+            return size_in_bytes(value) >= 1
+        except ValueError:
+            return False
+
+    def read(self, text: str) -> int:
+        return size_in_bytes(text)
+
+
+def size_in_bytes(value: int | str) -> int:
+    """The bytes of a value of `Bytes`. Raises ValueError for a text that is no size."""
+    number = value if isinstance(value, int) else _number(value)
+    return byte_size(str(value)) if number is None else number
+
+
 class Cores(Kind):
     """ "spread", or a list with one core, or several, for each worker."""
 

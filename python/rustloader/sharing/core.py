@@ -94,7 +94,7 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
 def _shared(x: Any, key: str | None, timeout: float) -> Any:
     if key is None:
         return _copied(x)
-    shared = opened(meet(key, lambda: store_of(_copied(x)), timeout))
+    shared = opened(meet(key, lambda: store_of(_copied(x)), timeout, SharedStore))
     check(key, x, shared)
     return shared
 

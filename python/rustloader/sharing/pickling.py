@@ -90,7 +90,8 @@ def register(kind: type, reducer: Callable[[Any], Any]) -> None:
 # Stores, as descriptors. Several objects and views of one store need one: a process cannot be given the same one twice.
 
 
-def _reduce_store(store: SharedStore) -> tuple[Any, ...]:
+def descriptor_of(store: Any, kind: Callable[[int], Any]) -> tuple[Any, ...]:
+    """Reduces what has a descriptor, and is made of one, for another process of this machine."""
     popen = context.get_spawning_popen()
     count = len(popen._fds) if isinstance(popen, popen_forkserver.Popen) else 0  # type: ignore[attr-defined]
     if count >= _MOST_DESCRIPTORS:
@@ -98,14 +99,18 @@ def _reduce_store(store: SharedStore) -> tuple[Any, ...]:
             "forkserver hands a process about 250 descriptors, and each shared object of a dataset needs one: share "
             "one list of many objects in place of many objects, or use the start method 'fork' or 'spawn'"
         )
-    return _received, (reduction.DupFd(store.fileno()),)
+    return _received, (reduction.DupFd(store.fileno()), kind)
 
 
-def _received(duplicate: Any) -> SharedStore:
-    """The store of a descriptor that another process has sent."""
+def _received(duplicate: Any, kind: Callable[[int], Any]) -> Any:
+    """What is made of a descriptor that another process has sent."""
     fd = duplicate.detach()
     os.set_inheritable(fd, False)
-    return SharedStore(fd)
+    return kind(fd)
+
+
+def _reduce_store(store: SharedStore) -> tuple[Any, ...]:
+    return descriptor_of(store, SharedStore)
 
 
 def _reduce_data(data: SharedData) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ import atexit
 import errno
 import hashlib
 import logging
+import math
 import os
 import select
 import socket
@@ -21,8 +22,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol, TypeVar
 
-from rustloader._core import SharedStore
 from rustloader.sharing.launchers import Ranks, local_ranks, run_name
 from rustloader.system.forks import at_fork
 
@@ -85,8 +86,11 @@ def _close(sock: socket.socket) -> None:
 def _address(key: str, run: tuple[str, ...]) -> bytes:
     with _lock:
         use = _uses[key] = _uses.get(key, 0) + 1
+    return _hashed([str(os.geteuid()), *run, key, str(use)])
+
+
+def _hashed(parts: list[str]) -> bytes:
     # Lengths, so that no two lists of parts are the same bytes.
-    parts = [str(os.geteuid()), *run, key, str(use)]
     name = "".join(f"{len(part)}:{part}" for part in parts)
     return b"\0rustloader-share-" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:40].encode()
 
@@ -97,8 +101,24 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def meet(key: str, build: Callable[[], SharedStore], timeout: float) -> SharedStore:
-    """The shared object of a key: built by the first rank of this machine, received by the others.
+class _Store(Protocol):
+    """What lies in a file that other processes can open by a descriptor."""
+
+    def fileno(self) -> int: ...
+
+
+_S = TypeVar("_S", bound=_Store)
+
+
+def meet(key: str, build: Callable[[], _S], timeout: float, opened: Callable[[int], _S], call: str = "share") -> _S:
+    """The store of a key: built by the first rank of this machine, received by the others.
+
+    Args:
+        key: The key, which each function has for itself.
+        build: Makes the store.
+        timeout: Seconds that a rank waits for the one that builds.
+        opened: Makes the store of a descriptor that was received.
+        call: The function that the program has called.
 
     Raises:
         OSError: The descriptor could not be received.
@@ -109,11 +129,24 @@ def meet(key: str, build: Callable[[], SharedStore], timeout: float) -> SharedSt
     if ranks is None:
         return build()
     run = run_name()
+    named = f"{call}(key={key!r})"
     if run is None:
-        text = "share(key=%r): nothing in the environment names the run, so each rank has its own copy: set MASTER_PORT"
-        logger.warning(text, key)
+        text = "%s: nothing in the environment names the run, so each rank has its own copy: set MASTER_PORT"
+        logger.warning(text, named)
         return build()
-    address, deadline = _address(key, run), time.monotonic() + timeout
+    return _met(_address(key if call == "share" else f"{call}/{key}", run), named, ranks, build, timeout, opened)
+
+
+def meet_on_machine(name: str, build: Callable[[], _S], opened: Callable[[int], _S], call: str) -> _S:
+    """As `meet`, for processes of this machine that nothing counts. The name is one that no other store has."""
+    ranks = Ranks(None, f"pid {os.getpid()}")
+    return _met(_hashed([str(os.geteuid()), call, name]), call, ranks, build, math.inf, opened)
+
+
+def _met(
+    address: bytes, named: str, ranks: Ranks, build: Callable[[], _S], timeout: float, opened: Callable[[int], _S]
+) -> _S:
+    deadline = time.monotonic() + timeout
     while True:
         with _lock:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -122,14 +155,14 @@ def meet(key: str, build: Callable[[], SharedStore], timeout: float) -> SharedSt
             if _is_bound(sock, address):
                 sock.listen(_MOST_WAITING)
                 store = build()
-                server = _Server(sock, store, key, ranks, timeout)
+                server = _Server(sock, store, named, ranks, timeout)
                 # It closes the socket from now on.
                 sock = None  # type: ignore[assignment]
                 server.begin()
                 return store
-            received = _received(sock, address, key, ranks, deadline, timeout)
+            received = _received(sock, address, named, ranks, deadline, timeout)
             if received is not None:
-                return received
+                return opened(received)
         finally:
             if sock is not None:
                 _close(sock)
@@ -146,11 +179,11 @@ def _is_bound(sock: socket.socket, address: bytes) -> bool:
 
 
 def _received(
-    sock: socket.socket, address: bytes, key: str, ranks: Ranks, deadline: float, timeout: float
-) -> SharedStore | None:
+    sock: socket.socket, address: bytes, named: str, ranks: Ranks, deadline: float, timeout: float
+) -> int | None:
     """Waits for the descriptor; None if the rank that builds has gone, or does not listen yet."""
     late = TimeoutError(
-        f"share(key={key!r}): the rank of this machine that builds the object has not finished within {timeout:.0f} s; "
+        f"{named}: the rank of this machine that builds the object has not finished within {timeout:.0f} s; "
         "give a larger timeout, or look at what that rank does"
     )
     left = deadline - time.monotonic()
@@ -163,7 +196,7 @@ def _received(
         pid, uid = _peer(sock)
         if uid != os.geteuid():
             raise PermissionError(
-                errno.EPERM, f"share(key={key!r}): the name belongs to process {pid} of user {uid}; use another key"
+                errno.EPERM, f"{named}: the name belongs to process {pid} of user {uid}; use another key"
             )
         sock.sendall(_HELLO + ranks.own.encode()[: _LONGEST - len(_HELLO)])
         word, fds, flags, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -174,12 +207,13 @@ def _received(
     except (ConnectionError, BlockingIOError):
         word, fds, flags = b"", [], 0
     if fds:
-        return SharedStore(fds[0])
+        descriptor: int = fds[0]
+        return descriptor
     if word:
         hint = "raise the limit of open files (`ulimit -n`)" if flags & socket.MSG_CTRUNC else "use another key"
         raise OSError(
             errno.EMFILE if flags & socket.MSG_CTRUNC else errno.EPROTO,
-            f"share(key={key!r}): process {pid} has sent no descriptor that could be opened: {hint}",
+            f"{named}: process {pid} has sent no descriptor that could be opened: {hint}",
         )
     time.sleep(_RETRY)
     return None
@@ -188,8 +222,8 @@ def _received(
 class _Server:
     """Hands a descriptor to each other rank once."""
 
-    def __init__(self, listener: socket.socket, store: SharedStore, key: str, ranks: Ranks, timeout: float) -> None:
-        self._listener, self._store, self._key, self._ranks = listener, store, key, ranks
+    def __init__(self, listener: socket.socket, store: _Store, named: str, ranks: Ranks, timeout: float) -> None:
+        self._listener, self._store, self._named, self._ranks = listener, store, named, ranks
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._served: set[bytes] = set()
         # Those that have not said yet who they are.
@@ -221,7 +255,7 @@ class _Server:
             # Wakes it.
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
-            logger.debug("share(key=%r): the thread has ended already", self._key)
+            logger.debug("%s: the thread has ended already", self._named)
         if self._thread is not None:
             self._thread.join()
 
@@ -241,8 +275,8 @@ class _Server:
 
     def _tell(self) -> None:
         if self._ranks.size is not None:
-            text = "share(key=%r): %d of %d ranks of this machine have come within %.0f s; later ones build a copy"
-            logger.warning(text, self._key, len(self._served) + 1, self._ranks.size, self._timeout)
+            text = "%s: %d of %d ranks of this machine have come within %.0f s; later ones build a copy"
+            logger.warning(text, self._named, len(self._served) + 1, self._ranks.size, self._timeout)
 
     def _close(self) -> None:
         _servers.discard(self)
@@ -271,7 +305,7 @@ class _Server:
                 _own.add(sock)
         except OSError as error:
             # It has gone again, or there is no descriptor for it yet.
-            logger.debug("share(key=%r): %s", self._key, error)
+            logger.debug("%s: %s", self._named, error)
             if not self._ended:
                 time.sleep(_RETRY)
             return
@@ -291,6 +325,6 @@ class _Server:
                 self._served.add(word)
         except OSError as error:
             # It has died, and comes back or not.
-            logger.debug("share(key=%r): %s", self._key, error)
+            logger.debug("%s: %s", self._named, error)
         finally:
             _close(sock)

@@ -19,6 +19,7 @@ from typing import Any
 from rustloader._core import Engine, Link, Port
 from rustloader.remote import handshake
 from rustloader.remote.context import Call, RemoteContext, Started
+from rustloader.remote.packing import packing
 from rustloader.settings.limits import REMOTE_CHECK, REMOTE_FINISH, STATUS_AFTER
 from rustloader.system.cleanup import quietly
 from rustloader.workers import arguments, by_name, main
@@ -99,7 +100,7 @@ class Blob:
     def __init__(self, context: RemoteContext, dataset: Any, job: Job) -> None:
         shared = {name: getattr(job, name) for name in _SHARED}
         self.context = context
-        with arguments.naming():
+        with arguments.naming(), packing():
             pickled = context.dumps(arguments.marked(dataset, job, shared))
         self.reference = context.put(pickled)
 

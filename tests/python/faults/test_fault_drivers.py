@@ -41,6 +41,10 @@ def test_connections_may_fail_at_any_byte():
     drive("connections", "--epochs", 8, "--seed", 2)
 
 
+def test_processes_that_fill_a_cache_may_be_killed_at_any_moment():
+    drive("caches", "--trials", 30)
+
+
 def test_forks_while_other_loaders_work():
     drive("forks", "--forks", 8, "--seed", 1)
 

@@ -1,0 +1,268 @@
+"""A dataset whose samples are kept."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Subset
+
+from rustloader._core import CacheTable, encoded
+from rustloader.caching import nodes
+from rustloader.caching.nodes import Origin
+from rustloader.caching.usage import CacheUsage
+from rustloader.sharing.pickling import descriptor_of, dumps, is_spawning, register
+
+logger = logging.getLogger("rustloader")
+
+_MISSING = object()
+# Bits of what was told: once, whatever the number of processes.
+_FULL, _RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
+
+
+def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> CachedDataset:
+    """The cached dataset: one with ``__getitems__`` if the dataset makes batches itself."""
+    inner = dataset
+    # A Subset makes batches only if its dataset does.
+    while type(inner) is Subset:
+        inner = inner.dataset
+    makes_batches = callable(getattr(inner, "__getitems__", None))
+    return (_CachedBatches if makes_batches else CachedDataset)(dataset, table, then, origin)
+
+
+class CachedDataset(Dataset[Any]):
+    """A dataset with a cache; ``rustloader.cache`` makes it.
+
+    Attributes:
+        dataset: The dataset whose samples are kept.
+        then: What happens to each sample after the cache; None for nothing.
+    """
+
+    def __init__(self, dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> None:
+        self.dataset, self.then = dataset, then
+        self._table, self._origin = table, origin
+
+    def __getitem__(self, index: Any) -> Any:
+        sample = self._table.get(index, _MISSING)
+        if sample is _MISSING:
+            # An int is not looked up again: that would count a second miss.
+            sample = self._made(index) if type(index) is int else self._by_other(index)
+        return sample if self.then is None else self.then(sample)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        # Also asked for while it is unpickled, when it has no dataset yet.
+        if name.startswith("__") or "dataset" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.dataset, name)
+
+    def __repr__(self) -> str:
+        usage = self.usage()
+        return f"<CachedDataset of {self.dataset!r}: {usage.samples_bytes} of {usage.limit} bytes>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if nodes.is_packing():
+            name = nodes.name_of(self._table)
+            return _on_node, (self.dataset, self.then, self._origin, self._table.rows, name)
+        if not is_spawning():
+            raise TypeError(
+                "a cached dataset cannot be pickled: only processes of this program reach the memory of its samples. "
+                "Pickle its dataset (`cached.dataset`), and call rustloader.cache() where that is loaded"
+            )
+        return super().__reduce_ex__(protocol)
+
+    def usage(self) -> CacheUsage:
+        """Returns what the cache has, and what was asked of it.
+
+        Examples:
+            >>> cached = rustloader.cache(torch.utils.data.TensorDataset(torch.zeros(3, 5)), memory="1MiB")
+            >>> samples = [cached[1], cached[1]]
+            >>> cached.usage().hits, cached.usage().misses
+            (1, 1)
+        """
+        usage = self._table.usage()
+        return CacheUsage(
+            hits=usage["hits"],
+            misses=usage["misses"],
+            samples_bytes=usage["stored"],
+            bytes_left=usage["left"],
+            bytes_unused=usage["unused"],
+            refused=usage["refused"],
+            damaged=usage["damaged"],
+            limit=self._table.limit,
+        )
+
+    # Reading and keeping
+
+    def _row(self, index: Any) -> int | None:
+        """The row of an index; None if the cache has none for it."""
+        try:
+            row = operator.index(index)
+        except TypeError:
+            return None
+        return row if 0 <= row < self._table.rows else None
+
+    def _found(self, index: Any) -> Any:
+        row = self._row(index)
+        return _MISSING if row is None else self._table.get(row, _MISSING)
+
+    def _by_other(self, index: Any) -> Any:
+        """The sample of an index that is no int."""
+        sample = self._found(index)
+        return self._made(index) if sample is _MISSING else sample
+
+    def _made(self, index: Any) -> Any:
+        """Makes a sample and keeps it."""
+        row = self._row(index)
+        if row is None:
+            return self.dataset[index]
+        if self.then is None or threading.current_thread() is not threading.main_thread():
+            sample = self.dataset[index]
+            self._keep(row, sample, lambda: self.dataset[index])
+            return sample
+        generators = _Generators()
+        try:
+            sample = self.dataset[index]
+            self._keep(row, sample, lambda: self.dataset[index])
+        finally:
+            generators.restore()
+        return sample
+
+    def _keep(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
+        table = self._table
+        if not table.takes(row):
+            return
+        if table.take_probe():
+            self._probe(row, sample, make_again)
+        try:
+            full = table.put(row, sample, dumps)
+        except OSError as error:
+            if table.is_news(_FAILED):
+                logger.warning("cache(): samples can no longer be written, and the cache takes no more: %s", error)
+            return
+        except Exception as error:
+            table.never(row)
+            if table.is_news(_REFUSED):
+                logger.warning(
+                    "cache(): sample %d (%s) cannot be kept and is made each time: %s",
+                    row,
+                    type(sample).__name__,
+                    f"{type(error).__name__}: {error}",
+                )
+            return
+        if full is not None and table.is_news(_FULL):
+            self._tell_full(full)
+
+    def _tell_full(self, why: str) -> None:
+        usage = self.usage()
+        kept = usage.samples_bytes
+        if why == "full":
+            text = (
+                "cache(): the limit of %d bytes is reached: %d bytes of samples are kept, and others are made each time"
+            )
+            logger.info(text, usage.limit, kept)
+        else:
+            text = (
+                "cache(): there is no room for more samples: %d bytes of them are kept, and others are made each time"
+            )
+            logger.warning(text, kept)
+
+    def _probe(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
+        """Makes a sample a second time. If another one comes out, the dataset is random."""
+        if self.then is None:
+            generators = _Generators()
+            try:
+                again = make_again()
+            finally:
+                generators.restore()
+        else:
+            again = make_again()
+        if not _are_equal(sample, again) and self._table.is_news(_RANDOM):
+            logger.warning(
+                "cache(): sample %d of %s differs when it is made again: a cache keeps what is made first, so all "
+                "epochs see the same. Move what is random into a function of the sample, and give that as then=",
+                row,
+                type(self.dataset).__name__,
+            )
+
+
+class _CachedBatches(CachedDataset):
+    """As its base, for a dataset with ``__getitems__``: what is missing of a batch is made in one call."""
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        indices = list(indices)
+        samples = [self._found(index) for index in indices]
+        missing = [place for place, sample in enumerate(samples) if sample is _MISSING]
+        if missing:
+            wanted = [indices[place] for place in missing]
+            generators = None if self.then is None else _Generators()
+            try:
+                made = self.dataset.__getitems__(wanted)
+                if len(made) != len(wanted):
+                    raise ValueError(f"__getitems__ of the dataset made {len(made)} samples of {len(wanted)} indices")
+                for place, sample in zip(missing, made, strict=True):
+                    samples[place] = sample
+                    if (row := self._row(indices[place])) is not None:
+                        self._keep(row, sample, partial(self._again, indices[place]))
+            finally:
+                if generators is not None:
+                    generators.restore()
+        return samples if self.then is None else [self.then(sample) for sample in samples]
+
+    def _again(self, index: Any) -> Any:
+        return self.dataset.__getitems__([index])[0]
+
+
+class _Generators:
+    """The states of the global random number generators."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._torch = torch.default_generator.get_state()
+        numpy_random = sys.modules.get("numpy.random")
+        self._numpy = None if numpy_random is None else (numpy_random.set_state, numpy_random.get_state())
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        torch.default_generator.set_state(self._torch)
+        if self._numpy is not None:
+            set_state, state = self._numpy
+            set_state(state)
+
+
+def _are_equal(sample: Any, again: Any) -> bool:
+    """Whether two samples have the same content. True if that cannot be told."""
+    try:
+        first, second = encoded(sample, dumps), encoded(again, dumps)
+        if first != second and type(sample) is type(again):
+            # Two pickles of equal objects can differ in which parts are the same object. Those of their copies do not.
+            first, second = (encoded(_copied(it), dumps) for it in (sample, again))
+        return first == second
+    except Exception:
+        return True
+
+
+def _copied(sample: Any) -> Any:
+    return pickle.loads(dumps(sample))
+
+
+def _reduce_table(table: CacheTable) -> tuple[Any, ...]:
+    return descriptor_of(table, CacheTable)
+
+
+register(CacheTable, _reduce_table)
+
+
+def _on_node(dataset: Any, then: Any, origin: Origin, rows: int, name: str) -> CachedDataset:
+    """The cached dataset on another machine, where all workers share one cache of their own."""
+    return cached_of(dataset, nodes.table_of(name, rows, origin, type(dataset).__qualname__), then, origin)

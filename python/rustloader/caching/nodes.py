@@ -1,0 +1,53 @@
+"""Caches on other machines: each machine that gets a cached dataset has one for all of its workers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import weakref
+from typing import NamedTuple
+
+from rustloader._core import CacheTable
+from rustloader.caching import files, limits
+from rustloader.remote.packing import is_packing as is_packing
+from rustloader.sharing.ranks import meet_on_machine
+
+
+class Origin(NamedTuple):
+    """How a cache was asked for, for a machine that makes its own."""
+
+    memory: int | None
+    key: str | None
+    path: str | None
+    version: str
+
+
+# The names of tables, and on other machines the tables by name: a process opens each once.
+_names: weakref.WeakKeyDictionary[CacheTable, str] = weakref.WeakKeyDictionary()
+_tables: weakref.WeakValueDictionary[str, CacheTable] = weakref.WeakValueDictionary()
+
+
+def name_of(table: CacheTable) -> str:
+    """A name that no other cache has."""
+    return _names.setdefault(table, secrets.token_hex(16))
+
+
+def table_of(name: str, rows: int, origin: Origin, kind: str) -> CacheTable:
+    """The table of a name on this machine: that of a worker that came before, or a new one."""
+    table = _tables.get(name)
+    if table is None:
+        table = _opened(name, rows, origin, kind)
+        _tables[name] = table
+        _names[table] = name
+    return table
+
+
+def _opened(name: str, rows: int, origin: Origin, kind: str) -> CacheTable:
+    if origin.path is not None:
+        os.makedirs(os.path.dirname(origin.path) or ".", exist_ok=True)
+        return files.opened(origin.path, rows, origin.memory, kind, origin.version)
+
+    def made() -> CacheTable:
+        return CacheTable.create(rows, limits.of_memory(rows, origin.memory, is_shared=True))
+
+    return meet_on_machine(name, made, CacheTable, "cache")

@@ -1,0 +1,29 @@
+"""What a cache has, and what was asked of it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CacheUsage:
+    """Holds what a cache has and what was asked of it, over all processes that use it.
+
+    Attributes:
+        hits: Samples that were read from the cache.
+        misses: Samples that the dataset had to make.
+        samples_bytes: Bytes of the samples that it has.
+        bytes_left: Bytes that it may still take.
+        bytes_unused: Bytes that are lost to it: of processes that were killed while they wrote, and of samples that two
+            processes made at the same time.
+        refused: Samples that it cannot keep, because they cannot be pickled.
+        damaged: Samples in a file that were damaged and are made again.
+        limit: The most bytes that it takes, with its index.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    samples_bytes: int = 0
+    bytes_left: int = 0
+    bytes_unused: int = 0
+    refused: int = 0
+    damaged: int = 0
+    limit: int = 0

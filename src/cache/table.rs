@@ -1,0 +1,522 @@
+//! The table: one mapping, read and written by many processes.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::{HEADER, MAGIC, META, MOST_META, PREFIX, STRIPE, STRIPES, VERSION, counter, state, word};
+use crate::config::{HEADROOM_CHECK, HEADROOM_MARGIN};
+use crate::error::{Error, Result};
+use crate::sys::cgroup::Roots;
+use crate::sys::map::Mapping;
+use crate::sys::owned::KnownFd;
+use crate::sys::{fork, identity, memfd, memory, sealed};
+use crate::wire::checksum;
+
+/// Bytes of a record that are joined before they are written: one call instead of several.
+const JOINED: usize = 64 << 10;
+
+/// What a file says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Head {
+    /// The version of layout and encoding.
+    pub version: u64,
+    /// The number of rows.
+    pub rows: u64,
+    /// The length that the file may have.
+    pub limit: u64,
+    /// What its maker has written beside.
+    pub meta: Vec<u8>,
+}
+
+/// What the index says of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// Nothing yet.
+    Absent,
+    /// Its sample cannot be kept.
+    Never,
+    /// It is whole.
+    Whole(Record),
+}
+
+/// A record's bytes, which lie in the mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// The first byte. It stays while the [`Cache`] lives. Other processes can write to it, though none that is sound does:
+    /// copy the bytes before you check them.
+    pub ptr: *const u8,
+    /// The number of bytes.
+    pub len: usize,
+}
+
+impl Record {
+    /// A copy of the bytes from `at` on, at most `len`.
+    pub fn copy(&self, at: usize, len: usize) -> Vec<u8> {
+        let len = len.min(self.len.saturating_sub(at));
+        let mut bytes = Vec::with_capacity(len);
+        // SAFETY: the range lies in the record, which lies in the mapping; as many bytes were reserved.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.ptr.add(at.min(self.len)), bytes.as_mut_ptr(), len);
+            bytes.set_len(len);
+        }
+        bytes
+    }
+}
+
+/// Why a cache takes no more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Closed {
+    /// It does.
+    Open = 0,
+    /// Its limit is reached.
+    Full = 1,
+    /// The machine, a memory cgroup or a disk has no more room.
+    NoRoom = 2,
+}
+
+/// What became of a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Put {
+    /// It is published.
+    Stored,
+    /// Another process has published the row, or marked it, before.
+    Known,
+    /// The cache takes no more; true if this call has found that out.
+    Closed(bool),
+}
+
+/// What a cache holds, and what was asked of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Reads that found their sample.
+    pub hits: u64,
+    /// Reads that did not.
+    pub misses: u64,
+    /// Samples that cannot be kept.
+    pub refused: u64,
+    /// Records whose bytes were not those that were written.
+    pub damaged: u64,
+    /// Bytes of whole records.
+    pub stored: u64,
+    /// Bytes of the heap that no record has: of killed writers, and of rows that were made twice at the same time.
+    pub unused: u64,
+    /// Bytes of the heap that are left.
+    pub left: u64,
+}
+
+/// A table, mapped. Forked children go on with it.
+#[derive(Debug)]
+pub struct Cache {
+    map: Mapping,
+    fd: KnownFd,
+    rows: u64,
+    heap: u64,
+    /// The position up to which the memory that is left was checked.
+    checked: AtomicU64,
+    /// Whether its pages are memory that nothing can reclaim.
+    in_memory: bool,
+    /// Bits of the rows whose record this process has checked; empty where none needs to be.
+    verified: Box<[AtomicU64]>,
+    /// The stripe of this process, and the fork generation that it was chosen in.
+    stripe: AtomicU64,
+}
+
+impl Cache {
+    /// An empty table in a new memfd of at most `limit` bytes, which must have room for the index.
+    pub fn create(rows: u64, limit: u64, meta: &[u8]) -> Result<Self> {
+        let fd = memfd::create("rustloader-cache", limit)?;
+        memfd::seal(fd.as_fd())?;
+        Self::format(fd.as_fd(), rows, limit, meta)?;
+        Self::open(fd, true)
+    }
+
+    /// The bytes that a table of `rows` needs before its first record.
+    pub fn overhead(rows: u64) -> u64 {
+        rows.saturating_mul(8).saturating_add(HEADER).next_multiple_of(4096)
+    }
+
+    /// Makes a file of `limit` bytes, all of them zero, an empty table. The magic comes last: a file that lacks it is none.
+    pub fn format(fd: BorrowedFd<'_>, rows: u64, limit: u64, meta: &[u8]) -> Result<()> {
+        let heap = Self::overhead(rows);
+        if heap >= limit || meta.len() > MOST_META || usize::try_from(limit).is_err() {
+            return Err(Error::usage(format!("a cache of {rows} rows in {limit} bytes")));
+        }
+        let mut words = [0; word::COUNT];
+        words[word::VERSION] = VERSION;
+        words[word::ROWS] = rows;
+        words[word::LIMIT] = limit;
+        words[word::HEAP] = heap;
+        words[word::END] = heap;
+        words[word::PROBES] = rows.div_ceil(100).min(8);
+        words[word::META_LEN] = meta.len() as u64;
+        words[word::BOOT] = boot();
+        let words: Vec<u8> = words.into_iter().flat_map(u64::to_ne_bytes).collect();
+        sealed::write_at(fd, &words, 0)?;
+        sealed::write_at(fd, meta, META)?;
+        sealed::write_at(fd, &MAGIC.to_ne_bytes(), 0)
+    }
+
+    /// What a file says of itself; `None` if it is no table.
+    pub fn head(fd: BorrowedFd<'_>) -> Result<Option<Head>> {
+        let Ok(map) = Mapping::new(fd, HEADER as usize) else { return Ok(None) };
+        let words: &[AtomicU64] = words(&map, 0, word::COUNT);
+        let read = |at: usize| words[at].load(Ordering::Acquire);
+        let len = read(word::META_LEN) as usize;
+        if read(word::MAGIC) != MAGIC || len > MOST_META {
+            return Ok(None);
+        }
+        let meta = Record { ptr: map.as_ptr().wrapping_add(META as usize), len }.copy(0, len);
+        let [version, rows, limit] = [word::VERSION, word::ROWS, word::LIMIT].map(read);
+        Ok(Some(Head { version, rows, limit, meta }))
+    }
+
+    /// Maps a table of [`Self::create`], or of [`Self::format`] in a file that is at least as long as its limit. `in_memory`:
+    /// whether its pages are memory that nothing can reclaim.
+    ///
+    /// Errors: [`Error::Foreign`] if it is no table of this version.
+    pub fn open(fd: OwnedFd, in_memory: bool) -> Result<Self> {
+        let head = Self::head(fd.as_fd())?.filter(|head| head.version == VERSION);
+        let head = head.ok_or_else(|| Error::foreign("it is no cache of this version"))?;
+        let limit = usize::try_from(head.limit).map_err(|_| Error::foreign("its limit is damaged"))?;
+        let heap = Self::overhead(head.rows);
+        if heap >= head.limit {
+            return Err(Error::foreign("its index is longer than the file"));
+        }
+        let map = Mapping::new(fd.as_fd(), limit)?;
+        Ok(Self {
+            map,
+            fd: KnownFd::new(fd),
+            rows: head.rows,
+            heap,
+            checked: AtomicU64::new(0),
+            in_memory,
+            verified: Box::default(),
+            stripe: AtomicU64::new(u64::MAX),
+        })
+    }
+
+    /// As [`Self::open`], for a file that outlives its programs. Nobody else opens it meanwhile. After the machine has gone
+    /// down the index and the end of the heap may not belong together: the end is then found anew.
+    pub fn open_file(fd: OwnedFd, in_memory: bool) -> Result<Self> {
+        let mut cache = Self::open(fd, in_memory)?;
+        cache.verified = (0..cache.rows.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+        if cache.header(word::BOOT).load(Ordering::Relaxed) != boot() {
+            let end = (0..cache.rows).filter_map(|row| cache.end_of(row)).fold(cache.heap, u64::max);
+            cache.header(word::END).fetch_max(end, Ordering::Relaxed);
+            cache.header(word::BOOT).store(boot(), Ordering::Relaxed);
+        }
+        Ok(cache)
+    }
+
+    /// Raises the limit to the length that the file has now. The table is then to be opened again.
+    pub fn grow(&self, limit: u64) {
+        if self.header(word::LIMIT).fetch_max(limit, Ordering::Relaxed) < limit {
+            self.header(word::CLOSED).store(Closed::Open as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes more samples again, after [`Closed::NoRoom`].
+    pub fn reopen(&self) {
+        let (no_room, open) = (Closed::NoRoom as u64, Closed::Open as u64);
+        let _ =
+            self.header(word::CLOSED).compare_exchange(no_room, open, Ordering::Relaxed, Ordering::Relaxed);
+    }
+
+    /// The descriptor; `None` if other code has closed it.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.is_intact().then(|| self.fd.as_fd())
+    }
+
+    /// The number of rows.
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// The limit of this mapping in bytes.
+    pub fn limit(&self) -> u64 {
+        self.map.len() as u64
+    }
+
+    /// Why it takes no more.
+    pub fn closed(&self) -> Closed {
+        match self.header(word::CLOSED).load(Ordering::Relaxed) {
+            0 => Closed::Open,
+            1 => Closed::Full,
+            _ => Closed::NoRoom,
+        }
+    }
+
+    /// Whether a sample is to be made twice: true for the first few, over all processes.
+    pub fn take_probe(&self) -> bool {
+        let probes = self.header(word::PROBES);
+        let take = |left: u64| left.checked_sub(1);
+        probes.load(Ordering::Relaxed) > 0
+            && probes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
+    }
+
+    /// Whether this call is the first with that bit, over all processes.
+    pub fn is_news(&self, bit: u64) -> bool {
+        self.header(word::TOLD).fetch_or(bit, Ordering::Relaxed) & bit == 0
+    }
+
+    /// What the index says of a row, which must be one of the table's. Counts a hit or a miss.
+    #[inline]
+    pub fn find(&self, row: u64) -> Found {
+        let found = self.look(row);
+        self.count(if matches!(found, Found::Whole(_)) { counter::HITS } else { counter::MISSES });
+        found
+    }
+
+    /// As [`Self::find`], without counting.
+    #[inline]
+    pub fn look(&self, row: u64) -> Found {
+        // SYNC: row-published (pairs with the Release in `put`): the place implies the record's bytes.
+        let at = self.row(row).load(Ordering::Acquire);
+        match at {
+            state::ABSENT => Found::Absent,
+            state::NEVER => Found::Never,
+            _ => self.record(row, at).map_or(Found::Absent, Found::Whole),
+        }
+    }
+
+    /// The record at a place; `None` if it is damaged. The row is then absent, and is made again. It is no damage if the place
+    /// lies behind this mapping's end: another program has raised the limit.
+    #[inline]
+    fn record(&self, row: u64, at: u64) -> Option<Record> {
+        if at >= self.limit() && at.is_multiple_of(8) {
+            return None;
+        }
+        let record = self.bounded(at);
+        if self.verified.is_empty() {
+            return record;
+        }
+        let (word, bit) = (&self.verified[row as usize / 64], 1 << (row % 64));
+        if word.load(Ordering::Relaxed) & bit != 0 {
+            return record;
+        }
+        let whole = record.filter(|record| self.prefix(at).1 == check(row, &record.copy(0, record.len)));
+        if whole.is_some() {
+            word.fetch_or(bit, Ordering::Relaxed);
+            return whole;
+        }
+        let now = self.row(row).compare_exchange(at, state::ABSENT, Ordering::Relaxed, Ordering::Relaxed);
+        if now.is_ok() {
+            self.count(counter::DAMAGED);
+        }
+        None
+    }
+
+    /// The record at a place, if it lies in the heap.
+    #[inline]
+    fn bounded(&self, at: u64) -> Option<Record> {
+        let first = at.checked_add(PREFIX).filter(|_| at >= self.heap && at.is_multiple_of(8))?;
+        let room = self.limit().checked_sub(first)?;
+        let len = u64::from(self.prefix(at).0);
+        let ptr = self.map.as_ptr().wrapping_add(first as usize);
+        (len <= room).then_some(Record { ptr, len: len as usize })
+    }
+
+    /// The two halves of a record's prefix; the place lies in the mapping, at a multiple of 8.
+    #[inline]
+    fn prefix(&self, at: u64) -> (u32, u32) {
+        let word = self.word(at).load(Ordering::Relaxed);
+        (word as u32, (word >> 32) as u32)
+    }
+
+    /// Where a row's record ends.
+    fn end_of(&self, row: u64) -> Option<u64> {
+        let at = self.row(row).load(Ordering::Relaxed);
+        self.bounded(at).map(|record| at + size_of(record.len as u64))
+    }
+
+    /// Writes a record, given in parts, and publishes it.
+    ///
+    /// Errors: [`Error::Os`] of the write. The cache is then closed.
+    pub fn put(&self, row: u64, parts: &[&[u8]]) -> Result<Put> {
+        if self.row(row).load(Ordering::Relaxed) != state::ABSENT {
+            return Ok(Put::Known);
+        }
+        if self.closed() != Closed::Open {
+            return Ok(Put::Closed(false));
+        }
+        let len = parts.iter().map(|part| part.len()).sum::<usize>();
+        let Ok(len) = u32::try_from(len) else { return Ok(self.never(row)) };
+        let size = size_of(u64::from(len));
+        let Some(fd) = self.fd() else { return Ok(self.close(Closed::NoRoom)) };
+        let Some(at) = self.reserve(size) else { return Ok(self.close(Closed::Full)) };
+        let written = self.write(fd, row, at, len, parts);
+        let published = match written {
+            Ok(true) => self.row(row).compare_exchange(
+                state::ABSENT,
+                at,
+                // SYNC: row-published (pairs with the Acquire in `look`).
+                Ordering::Release,
+                Ordering::Relaxed,
+            ),
+            _ => Err(0),
+        };
+        if published.is_ok() {
+            self.header(word::STORED).fetch_add(size, Ordering::Relaxed);
+            return Ok(Put::Stored);
+        }
+        // Nobody refers to the space. It goes back if it is the last.
+        let end = self.header(word::END);
+        let _ = end.compare_exchange(at + size, at, Ordering::Relaxed, Ordering::Relaxed);
+        match written {
+            Ok(true) => Ok(Put::Known),
+            Ok(false) => Ok(self.close(Closed::NoRoom)),
+            Err(error) => {
+                self.close(Closed::NoRoom);
+                Err(error)
+            }
+        }
+    }
+
+    /// Marks a row whose sample cannot be kept.
+    pub fn never(&self, row: u64) -> Put {
+        let marked =
+            self.row(row).compare_exchange(state::ABSENT, state::NEVER, Ordering::Relaxed, Ordering::Relaxed);
+        if marked.is_ok() {
+            self.count(counter::REFUSED);
+        }
+        Put::Known
+    }
+
+    /// Space for a record; `None` if the limit is reached.
+    fn reserve(&self, size: u64) -> Option<u64> {
+        let limit = self.limit().min(self.header(word::LIMIT).load(Ordering::Relaxed));
+        let take = |end: u64| end.checked_add(size).filter(|end| *end <= limit);
+        self.header(word::END).fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).ok()
+    }
+
+    /// Writes a record into its space; false if the memory for it is not there.
+    fn write(&self, fd: BorrowedFd<'_>, row: u64, at: u64, len: u32, parts: &[&[u8]]) -> Result<bool> {
+        if !self.has_memory(at, at + size_of(u64::from(len))) {
+            return Ok(false);
+        }
+        let mut bytes = u64::from(len).to_ne_bytes().to_vec();
+        let (mut rest, mut to) = (parts, at);
+        while let Some((part, behind)) =
+            rest.split_first().filter(|(part, _)| bytes.len() + part.len() <= JOINED)
+        {
+            bytes.extend_from_slice(part);
+            rest = behind;
+        }
+        sealed::write_at(fd, &bytes, to)?;
+        to += bytes.len() as u64;
+        for part in rest {
+            sealed::write_at(fd, part, to)?;
+            to += part.len() as u64;
+        }
+        if !self.verified.is_empty() {
+            let ptr = self.map.as_ptr().wrapping_add((at + PREFIX) as usize);
+            let sum = check(row, &Record { ptr, len: len as usize }.copy(0, len as usize));
+            self.word(at).store(u64::from(sum) << 32 | u64::from(len), Ordering::Relaxed);
+        }
+        Ok(true)
+    }
+
+    /// Whether there is memory up to a position of the heap. Looks at the system now and then.
+    fn has_memory(&self, from: u64, to: u64) -> bool {
+        if !self.in_memory || to <= self.checked.load(Ordering::Relaxed) {
+            return true;
+        }
+        let ahead = (to - from).max(HEADROOM_CHECK);
+        let margin = ahead.clamp(*HEADROOM_MARGIN.start(), *HEADROOM_MARGIN.end());
+        let enough = memory::available(&Roots::default()).bytes >= ahead.saturating_add(margin);
+        if enough {
+            self.checked.fetch_max(from + ahead, Ordering::Relaxed);
+        }
+        enough
+    }
+
+    fn close(&self, why: Closed) -> Put {
+        let before = self.header(word::CLOSED).compare_exchange(
+            Closed::Open as u64,
+            why as u64,
+            Ordering::Relaxed,
+            Ordering::Relaxed,
+        );
+        Put::Closed(before.is_ok())
+    }
+
+    /// What it holds, and what was asked of it.
+    pub fn usage(&self) -> Usage {
+        let read = |at: usize| self.header(at).load(Ordering::Relaxed);
+        let sum =
+            |at: usize| (0..STRIPES).map(|stripe| self.counter(stripe, at).load(Ordering::Relaxed)).sum();
+        let (end, stored) = (read(word::END), read(word::STORED));
+        Usage {
+            hits: sum(counter::HITS),
+            misses: sum(counter::MISSES),
+            refused: sum(counter::REFUSED),
+            damaged: sum(counter::DAMAGED),
+            stored,
+            unused: end.saturating_sub(self.heap).saturating_sub(stored),
+            left: self.limit().saturating_sub(end),
+        }
+    }
+
+    #[inline]
+    fn count(&self, at: usize) {
+        self.counter(self.stripe(), at).fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The stripe of this process.
+    #[inline]
+    fn stripe(&self) -> usize {
+        let (known, generation) = (self.stripe.load(Ordering::Relaxed), fork::generation() << 8);
+        if known & !0xff == generation {
+            return known as usize & 0xff;
+        }
+        let stripe = std::process::id() as usize % STRIPES;
+        self.stripe.store(generation | stripe as u64, Ordering::Relaxed);
+        stripe
+    }
+
+    #[inline]
+    fn counter(&self, stripe: usize, at: usize) -> &AtomicU64 {
+        self.word(4096 + ((stripe * STRIPE + at) * 8) as u64)
+    }
+
+    #[inline]
+    fn header(&self, at: usize) -> &AtomicU64 {
+        self.word(at as u64 * 8)
+    }
+
+    #[inline]
+    fn row(&self, row: u64) -> &AtomicU64 {
+        assert!(row < self.rows, "a row of the table");
+        self.word(HEADER + row * 8)
+    }
+
+    /// The word at a place in the file, which must be a multiple of 8 in front of the file's end.
+    #[inline]
+    fn word(&self, at: u64) -> &AtomicU64 {
+        assert!(at.is_multiple_of(8) && at + 8 <= self.limit(), "a word of the file");
+        // SAFETY: it lies in the mapping, aligned, and all users of these words use atomics.
+        unsafe { AtomicU64::from_ptr(self.map.as_ptr().add(at as usize).cast()) }
+    }
+}
+
+/// Words of a mapping that has as many.
+fn words(map: &Mapping, at: usize, count: usize) -> &[AtomicU64] {
+    assert!((at + count) * 8 <= map.len(), "words of the mapping");
+    // SAFETY: they lie in the mapping, which begins on a page, and all users of them use atomics.
+    unsafe { std::slice::from_raw_parts(map.as_ptr().cast::<AtomicU64>().add(at), count) }
+}
+
+/// The space of a record of `len` bytes.
+fn size_of(len: u64) -> u64 {
+    (len + PREFIX).next_multiple_of(8)
+}
+
+/// The check of a record. It knows its row, so that no other row's record passes for it.
+fn check(row: u64, bytes: &[u8]) -> u32 {
+    (checksum(bytes) ^ row.wrapping_mul(0x9e37_79b9_7f4a_7c15)) as u32
+}
+
+/// A number for this boot of the machine, which no other has; 0 if the system does not tell.
+fn boot() -> u64 {
+    identity::boot_id().map_or(0, |id| checksum(&id))
+}

@@ -1,0 +1,94 @@
+//! Samples as the records of a cache, and back: the rows of [`super::rows`], read out of memory that other processes map, too.
+
+use std::ptr;
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use super::rows::{LEAVES, PICKLE, loads, with_parts};
+use super::{Source, decode};
+use crate::cache::{Cache, Put, Record};
+use crate::error::{Error, Result};
+use crate::interop::memory::{Heap, Memory};
+use crate::interop::tensor::Bridge;
+
+/// Keeps a sample. `dumps` pickles one that is no plain tree.
+pub fn put(
+    cache: &Cache,
+    row: u64,
+    sample: &Bound<'_, PyAny>,
+    dumps: &Bound<'_, PyAny>,
+    buffer: &mut Vec<u8>,
+) -> PyResult<Put> {
+    let pickle = || dumps.call1((sample,));
+    with_parts(sample, pickle, buffer, |_, parts| {
+        let len = parts.iter().map(|part| part.len()).sum::<usize>();
+        // Large writes take as long as the disk, or the pages.
+        if len < crate::config::DETACH_FROM {
+            return Ok(cache.put(row, parts)?);
+        }
+        Ok(sample.py().detach(|| cache.put(row, parts))?)
+    })
+}
+
+/// The bytes that a record of a sample would have.
+pub fn encoded(sample: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    with_parts(sample, || dumps.call1((sample,)), &mut Vec::new(), |_, parts| Ok(parts.concat()))
+}
+
+/// The sample of a record: a new object.
+pub fn value<'py>(py: Python<'py>, record: Record) -> PyResult<Bound<'py, PyAny>> {
+    let bridge = Bridge::get(py)?;
+    match record.copy(0, 1).first() {
+        Some(&PICKLE) => {
+            let fill = |bytes: &mut [u8]| {
+                // SAFETY: the record has one byte more than the bytes object.
+                unsafe { ptr::copy_nonoverlapping(record.ptr.add(1), bytes.as_mut_ptr(), bytes.len()) };
+                Ok(())
+            };
+            loads(py)?.call1((PyBytes::new_with(py, record.len - 1, fill)?,))
+        }
+        Some(&LEAVES) => {
+            let (tree, mut leaves) = split(record).ok_or_else(|| Error::corrupt("a record's leaves"))?;
+            Ok(decode(py, bridge, &tree, &mut leaves)?.into_bound(py))
+        }
+        _ => Ok(decode(py, bridge, &record.copy(0, record.len), &mut Parts::default())?.into_bound(py)),
+    }
+}
+
+/// The leaves of a record.
+#[derive(Default)]
+pub struct Parts(pub Vec<Option<Record>>);
+
+impl Source for Parts {
+    type Memory = Heap;
+
+    fn leaf(&mut self, index: u32) -> Result<Heap> {
+        let leaf = self.0.get_mut(index as usize).and_then(Option::take);
+        let leaf = leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} of a record")))?;
+        let heap = Heap::new(leaf.len)?;
+        // SAFETY: both have as many bytes, and the new memory is elsewhere.
+        unsafe { heap.ptr().copy_from_nonoverlapping(leaf.ptr, leaf.len) };
+        Ok(heap)
+    }
+}
+
+/// The tree and the leaves of a record that begins with [`LEAVES`]; `None` if it is damaged.
+pub fn split(record: Record) -> Option<(Vec<u8>, Parts)> {
+    let number = |bytes: &[u8]| usize::try_from(u64::from_le_bytes(*bytes.first_chunk()?)).ok();
+    let head = record.copy(1, 16);
+    let (tree, count) = (number(&head)?, number(head.get(8..)?)?);
+    let lengths = record.copy(17, count.checked_mul(8)?);
+    let mut at = 17 + lengths.len();
+    let tree = record.copy(at, tree);
+    at += tree.len();
+    let mut leaves = Vec::with_capacity(lengths.len() / 8);
+    for len in lengths.as_chunks::<8>().0 {
+        let len = number(len)?;
+        let end = at.checked_add(len).filter(|end| *end <= record.len)?;
+        // SAFETY: the range lies in the record.
+        leaves.push(Some(Record { ptr: unsafe { record.ptr.add(at) }, len }));
+        at = end;
+    }
+    Some((tree, Parts(leaves)))
+}

@@ -1,0 +1,196 @@
+//! A table of samples. `_core.pyi` documents the class.
+
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::exceptions::{PyException, PyIndexError, PyOSError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+
+use crate::cache::{Cache, Closed, Found, Head, Put};
+use crate::codec::samples;
+use crate::interop::collate::exact_int;
+
+/// A mapped table.
+#[pyclass(frozen, name = "CacheTable", module = "rustloader._core")]
+pub struct PyCache {
+    cache: Cache,
+    /// Kept from sample to sample.
+    buffer: Mutex<Vec<u8>>,
+}
+
+impl From<Cache> for PyCache {
+    fn from(cache: Cache) -> Self {
+        Self { cache, buffer: Mutex::default() }
+    }
+}
+
+impl PyCache {
+    fn row(&self, row: u64) -> PyResult<u64> {
+        if row < self.cache.rows() {
+            return Ok(row);
+        }
+        Err(PyIndexError::new_err("the cache has no such row"))
+    }
+}
+
+/// What a file says of itself: version, rows, limit and meta.
+type Told<'py> = (u64, u64, u64, Bound<'py, PyBytes>);
+
+/// A descriptor of the caller.
+fn borrowed(fd: &i32) -> PyResult<BorrowedFd<'_>> {
+    if *fd < 0 {
+        return Err(PyOSError::new_err((libc::EBADF, "a cache needs a descriptor")));
+    }
+    // SAFETY: the caller has opened it, and keeps it open during the call.
+    Ok(unsafe { BorrowedFd::borrow_raw(*fd) })
+}
+
+#[pymethods]
+impl PyCache {
+    /// Takes a descriptor of another process's table in memory.
+    #[new]
+    fn new(py: Python<'_>, fd: i32) -> PyResult<Self> {
+        borrowed(&fd)?;
+        // SAFETY: the caller hands the descriptor over.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Ok(py.detach(|| Cache::open(fd, true))?.into())
+    }
+
+    #[staticmethod]
+    fn create(py: Python<'_>, rows: u64, limit: u64) -> PyResult<Self> {
+        Ok(py.detach(|| Cache::create(rows, limit, b""))?.into())
+    }
+
+    /// Makes an empty file a table.
+    #[staticmethod]
+    fn format(fd: i32, rows: u64, limit: u64, meta: &[u8]) -> PyResult<()> {
+        Ok(Cache::format(borrowed(&fd)?, rows, limit, meta)?)
+    }
+
+    /// What a file says of itself.
+    #[staticmethod]
+    fn head<'py>(py: Python<'py>, fd: i32) -> PyResult<Option<Told<'py>>> {
+        let head = Cache::head(borrowed(&fd)?)?;
+        Ok(head.map(|Head { version, rows, limit, meta }| (version, rows, limit, PyBytes::new(py, &meta))))
+    }
+
+    /// Maps a file.
+    #[staticmethod]
+    fn open_file(py: Python<'_>, fd: i32, in_memory: bool) -> PyResult<Self> {
+        let fd = borrowed(&fd)?.try_clone_to_owned()?;
+        Ok(py.detach(|| Cache::open_file(fd, in_memory))?.into())
+    }
+
+    #[staticmethod]
+    fn overhead(rows: u64) -> u64 {
+        Cache::overhead(rows)
+    }
+
+    fn grow(&self, limit: u64) {
+        self.cache.grow(limit);
+    }
+
+    fn reopen(&self) {
+        self.cache.reopen();
+    }
+
+    #[getter]
+    fn rows(&self) -> u64 {
+        self.cache.rows()
+    }
+
+    #[getter]
+    fn limit(&self) -> u64 {
+        self.cache.limit()
+    }
+
+    /// Why it takes no more; None if it does.
+    #[getter]
+    fn closed(&self) -> Option<&'static str> {
+        match self.cache.closed() {
+            Closed::Open => None,
+            Closed::Full => Some("full"),
+            Closed::NoRoom => Some("no room"),
+        }
+    }
+
+    fn fileno(&self) -> PyResult<i32> {
+        let closed = || {
+            let text =
+                "the descriptor of a cache was closed by other code, so it cannot be sent to another process";
+            PyOSError::new_err((libc::EBADF, text))
+        };
+        Ok(self.cache.fd().ok_or_else(closed)?.as_raw_fd())
+    }
+
+    /// Only exact ints have rows here: reading another index may run code.
+    fn get<'py>(&self, index: &Bound<'py, PyAny>, missing: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let row = exact_int(index).and_then(|index| u64::try_from(index).ok());
+        let Some(row) = row.filter(|row| *row < self.cache.rows()) else { return Ok(missing) };
+        let Found::Whole(record) = self.cache.find(row) else { return Ok(missing) };
+        match samples::value(missing.py(), record) {
+            // A class that has moved, or a library of another version: the sample is made anew.
+            Err(error) if error.is_instance_of::<PyException>(missing.py()) => Ok(missing),
+            read => read,
+        }
+    }
+
+    /// Whether a missing row is worth keeping: nothing marks it, and there may be room.
+    fn takes(&self, row: u64) -> PyResult<bool> {
+        let is_open = self.cache.closed() == Closed::Open;
+        Ok(is_open && self.cache.look(self.row(row)?) == Found::Absent)
+    }
+
+    /// Keeps a sample. Returns why the cache takes no more, if this call has found that out.
+    fn put(
+        &self,
+        row: u64,
+        sample: &Bound<'_, PyAny>,
+        dumps: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<&'static str>> {
+        let row = self.row(row)?;
+        // User code that pickles may come back here, and another thread may fill at the same time.
+        let mut buffer = std::mem::take(&mut *self.buffer.lock().unwrap_or_else(PoisonError::into_inner));
+        let put = samples::put(&self.cache, row, sample, dumps, &mut buffer);
+        *self.buffer.lock().unwrap_or_else(PoisonError::into_inner) = buffer;
+        Ok(if put? == Put::Closed(true) { self.closed() } else { None })
+    }
+
+    fn never(&self, row: u64) -> PyResult<()> {
+        self.cache.never(self.row(row)?);
+        Ok(())
+    }
+
+    fn take_probe(&self) -> bool {
+        self.cache.take_probe()
+    }
+
+    fn is_news(&self, bit: u64) -> bool {
+        self.cache.is_news(bit)
+    }
+
+    fn usage<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let usage = self.cache.usage();
+        let numbers = [
+            ("hits", usage.hits),
+            ("misses", usage.misses),
+            ("refused", usage.refused),
+            ("damaged", usage.damaged),
+            ("stored", usage.stored),
+            ("unused", usage.unused),
+            ("left", usage.left),
+        ];
+        let dict = PyDict::new(py);
+        for (name, number) in numbers {
+            dict.set_item(name, number)?;
+        }
+        Ok(dict)
+    }
+}
+
+/// The bytes that a cache would keep for a sample.
+#[pyfunction]
+pub fn encoded<'py>(sample: &Bound<'py, PyAny>, dumps: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+    Ok(PyBytes::new(sample.py(), &samples::encoded(sample, dumps)?))
+}

@@ -1,0 +1,553 @@
+"""`rustloader.cache`: what a dataset makes is made once, and comes out as it was made."""
+
+import copy
+import logging
+import os
+import pickle
+import random
+import signal
+import threading
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from isolation import in_child
+from sample_data import Labelled, Numbers, Record, Unpicklable
+from support import DataLoader, rng_states, rustloader, same, start_script
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, random_split
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    cache = rustloader.cache
+
+Point = namedtuple("Point", "x y")
+
+
+class Kept(Dataset):
+    """Items of a list, or what they return. Notes which were made, in this process."""
+
+    def __init__(self, items):
+        self.items, self.made = items, []
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        self.made.append(index)
+        item = self.items[index]
+        return item() if callable(item) else item
+
+
+class Noted(Numbers):
+    """Writes a byte for each sample that any process makes."""
+
+    def __init__(self, length, file):
+        super().__init__(length)
+        self.file = str(file)
+
+    def __getitem__(self, index):
+        with open(self.file, "ab", 0) as file:
+            file.write(b".")
+        return torch.full((50,), float(index)), index
+
+    def count(self):
+        return os.path.getsize(self.file)
+
+
+class NotedBatches(Noted):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def image():
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 30, 3), np.uint8))
+
+
+def items():
+    base = torch.arange(100.0)
+    return [
+        None,
+        True,
+        -5,
+        1 << 70,
+        2.5,
+        float("nan"),
+        3 + 4j,
+        "text \N{SNOWMAN}",
+        b"bytes",
+        "",
+        torch.tensor(3),
+        torch.empty(0, 4),
+        torch.arange(12).reshape(3, 4).T,
+        base[10:20],
+        torch.rand(3, requires_grad=True),
+        torch.rand(5, dtype=torch.float64).to(torch.bfloat16),
+        torch.randint(0, 255, (3, 100, 100), dtype=torch.uint8),
+        torch.eye(3).to_sparse(),
+        np.arange(6, dtype=np.int16).reshape(2, 3),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.array(["a", "bc"]),
+        np.datetime64("2020-01-01"),
+        np.float32(2),
+        np.arange(10_000.0),
+        [1, [2, (3, {"a": [4]})], ()],
+        {"a": torch.ones(3), 1: None, ("t", 2): b"x"},
+        {3, 4},
+        Point(torch.ones(2), 5),
+        Record(3, "name") if rustloader is not None else None,
+        Labelled(torch.ones(3)) if rustloader is not None else None,
+        b"x" * 100_000,
+        image(),
+    ]
+
+
+def test_samples_come_out_as_they_were_made():
+    data = Kept(items())
+    cached = cache(data, "64MiB")
+    for index, item in enumerate(data.items):
+        for _ in range(3):
+            found = cached[index]
+            if type(item).__name__ == "Image":
+                assert type(found) is type(item) and (found.mode, found.tobytes()) == (item.mode, item.tobytes())
+            else:
+                assert same(found, item), (index, item, found)
+    # One of them is made twice, to see whether it is random.
+    assert sorted(set(data.made)) == list(range(len(data))) and len(data.made) == len(data) + 1
+    assert cached.usage().hits == 2 * len(data) and cached.usage().misses == len(data)
+
+
+def test_objects_that_come_twice_in_a_sample_still_do():
+    tensor, text = torch.arange(5), ["a"]
+    cached = cache(Kept([[tensor, tensor, text, text]]))
+    for _ in range(2):
+        first, second, one, other = cached[0]
+        assert first is second and one is other and torch.equal(first, tensor)
+
+
+def test_a_sample_may_be_changed_in_place():
+    data = Kept([lambda: torch.zeros(3), lambda: torch.zeros(50_000), lambda: {"list": [1]}])
+    cached = cache(data)
+    for _ in range(2):
+        cached[0].add_(1), cached[1].add_(1), cached[2]["list"].append(2)
+        assert [found.sum().item() for found in (cached[0], cached[1])] == [0, 0]
+        assert cached[2] == {"list": [1]}
+
+
+def test_it_stands_for_its_dataset():
+    data = Kept([torch.ones(3)] * 5)
+    data.classes = ["cat", "dog"]
+    cached = cache(data)
+    assert len(cached) == 5 and cached.classes == ["cat", "dog"] and cached.dataset is data
+    assert isinstance(cached, Dataset) and not hasattr(cached, "other") and not hasattr(cached, "__getitems__")
+    assert len(list(cached)) == 5
+    assert "Kept" in repr(cached) and "bytes" in repr(cached)
+    assert hasattr(cache(NotedBatches(3, "")), "__getitems__")
+    # torch's Subset makes batches only where its dataset does.
+    assert not hasattr(cache(Subset(data, [0, 1])), "__getitems__")
+
+
+def test_indices_of_other_kinds():
+    data = Kept([torch.tensor(n) for n in range(5)])
+    cached = cache(data)
+    for index in (3, np.int64(3), torch.tensor(3)):
+        assert cached[index] == 3
+    assert cached.usage().hits == 2
+    # Those beyond the table are the dataset's business.
+    assert cached[-1] == 4 and cached[-1] == 4
+    with pytest.raises(IndexError):
+        cached[5]
+    with pytest.raises(TypeError):
+        cached["a"]
+    assert [type(made) for made in data.made if type(made) is not int] == [str]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", None])
+@pytest.mark.parametrize("kind", [Noted, NotedBatches])
+def test_each_sample_is_made_once_whatever_the_workers(method, kind, tmp_path):
+    data = kind(200, tmp_path / "made")
+    cached = cache(data, "16MiB")
+    expected = [(torch.full((50,), float(n)), n) for n in range(200)]
+    loader = DataLoader(
+        cached,
+        batch_size=7,
+        shuffle=True,
+        num_workers=2 if method else 0,
+        multiprocessing_context=method,
+        persistent_workers=method in ("spawn", "forkserver"),
+    )
+    made = []
+    for _ in range(3):
+        rows = {index.item(): row for rows, indices in loader for row, index in zip(rows, indices, strict=True)}
+        assert all(torch.equal(rows[n], expected[n][0]) for n in range(200)) and len(rows) == 200
+        made.append(data.count())
+    # Two more, to see whether they are random.
+    assert made == [202, 202, 202]
+    assert (cached.usage().hits, cached.usage().misses) == (400, 200)
+
+
+@pytest.mark.warns
+def test_under_and_over_other_datasets(tmp_path):
+    data = Noted(100, tmp_path / "made")
+    cached = cache(data, "16MiB")
+    low, high = random_split(cached, [40, 60])
+    both = ConcatDataset([high, low])
+    for _ in range(2):
+        indices = torch.cat([batch[1] for batch in DataLoader(both, batch_size=10, num_workers=2)])
+        assert sorted(indices.tolist()) == list(range(100))
+    assert data.count() == 101
+    over = cache(Subset(data, [5, 7]), "16MiB")
+    assert [over[1][1], over[1][1]] == [7, 7] and (over.usage().hits, over.usage().misses) == (1, 1)
+    shared = rustloader.share(cached, threshold=1)
+    assert shared[3][1] == 3 and cached.usage().hits == 101
+
+
+def test_a_full_cache_goes_on_with_what_it_has(caplog):
+    data = Kept([torch.full((1000,), n) for n in range(100)])
+    size = 8 * 1000 + 100
+    with caplog.at_level(logging.INFO, "rustloader"):
+        cached = cache(data, 50 * size)
+        for _ in range(3):
+            assert all(torch.equal(cached[n], data.items[n]) for n in range(100))
+    usage = cached.usage()
+    kept = usage.hits // 2
+    assert 45 <= kept < 50 and usage.misses == 300 - 2 * kept and usage.samples_bytes + usage.bytes_left < 50 * size
+    (record,) = [record for record in caplog.records if "limit" in record.message]
+    assert record.levelname == "INFO" and str(usage.limit) in record.message
+
+
+def test_memory_that_cannot_be_had_is_refused():
+    data = Kept([0] * 1000)
+    with pytest.raises(ValueError, match=r"memory=1125899906842624 bytes is more than there is: \d+ bytes of memory"):
+        cache(data, 1 << 50)
+    with pytest.raises(ValueError, match="no room beside the index, which takes 16384 bytes for 1000 samples"):
+        cache(data, "10KiB")
+    for wrong, error in [("many", ValueError), (0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]:
+        with pytest.raises(error, match="memory must be a positive number of bytes, or a size such as"):
+            cache(data, wrong)
+    assert cache(data, "1 MB").usage().limit == 999_424
+
+
+def _limited(kind, limit):
+    import resource
+
+    resource.setrlimit(kind, (limit, limit))
+    data = Kept([torch.ones(1000)] * 1000)
+    cached = cache(data)
+    total = sum(int(cached[n].sum()) for _ in range(2) for n in range(1000))
+    try:
+        cache(data, "200GiB")
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return {"total": total, "limit": cached.usage().limit, "refused": refused}
+
+
+@pytest.mark.parametrize("name", ["RLIMIT_AS", "RLIMIT_FSIZE"])
+def test_limits_of_the_process(name):
+    import resource
+
+    limit = (8 << 30) if name == "RLIMIT_FSIZE" else (64 << 30)
+    report = in_child(_limited, getattr(resource, name), limit)
+    assert report["total"] == 2_000_000 and report["limit"] < limit, report
+    assert "is more than there is" in report["refused"]
+
+
+def test_what_cannot_be_cached_says_the_way_out():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    class Endless:
+        def __getitem__(self, index):
+            return index
+
+    with pytest.raises(TypeError, match="Stream has none: cache a dataset of the files that it reads"):
+        cache(Stream())
+    with pytest.raises(TypeError, match="Endless has no __len__: add one"):
+        cache(Endless())
+    with pytest.raises(TypeError, match="then must be a function of a sample, got 3"):
+        cache(Kept([1]), then=3)
+    with pytest.raises(TypeError, match="key must be a str"):
+        cache(Kept([1]), key=3)
+    with pytest.raises(ValueError, match="a key or a path"):
+        cache(Kept([1]), key="a", path="b")
+
+
+def test_a_pickle_by_value_is_refused():
+    cached = cache(Kept([1]))
+    for save in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"Pickle its dataset \(`cached.dataset`\), and call rustloader.cache\(\)"):
+            save(cached)
+
+
+@pytest.mark.warns
+def test_samples_that_cannot_be_pickled_are_made_each_time(caplog):
+    class Odd(Kept):
+        def __getitem__(self, index):
+            self.made.append(index)
+            return Unpicklable() if index == 1 else index
+
+    data = Odd([0, 0, 0])
+    cached = cache(data)
+    assert [type(cached[n]) for _ in range(3) for n in range(3)] == [int, Unpicklable, int] * 3
+    assert data.made.count(1) == 3 and cached.usage().refused == 1
+    (record,) = [record for record in caplog.records if "cannot be kept" in record.message]
+    assert "sample 1 (Unpicklable)" in record.message
+
+
+def test_a_failed_sample_is_not_kept():
+    class Failing(Kept):
+        def __getitem__(self, index):
+            self.made.append(index)
+            if self.made.count(index) < 3 and index == 2:
+                raise ValueError("not yet")
+            return index
+
+    data = Failing(range(4))
+    cached = cache(data)
+    cached[0]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not yet"):
+            cached[2]
+    assert [cached[2], cached[2]] == [2, 2] and data.made.count(2) == 3
+    loader = DataLoader(cache(Failing(range(4))), batch_size=2, on_error="skip", num_workers=1, persistent_workers=True)
+    assert [[batch.tolist() for batch in loader] for _ in range(3)] == [[[0, 1], [3]]] * 2 + [[[0, 1], [2, 3]]]
+
+
+# Random datasets
+
+
+class Random(Numbers):
+    def __init__(self, length, draw):
+        super().__init__(length)
+        self.draw = draw
+
+    def __getitem__(self, index):
+        return index, self.draw()
+
+
+@pytest.mark.warns
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(2), lambda: np.random.rand()])
+def test_a_random_dataset_is_found_out(draw, caplog):
+    cached = cache(Random(1000, draw))
+    first = [cached[n] for n in range(20)]
+    (record,) = caplog.records
+    assert "sample 0 of Random differs when it is made again" in record.message and "then=" in record.message
+    assert all(same(cached[n], first[n]) for n in range(20))
+
+
+def test_samples_that_are_equal_are_not_called_random(caplog):
+    cached = cache(Kept(items() * 30))
+    for n in range(len(cached)):
+        cached[n]
+    assert cached.dataset.made.count(0) == 2 and [record.message for record in caplog.records] == []
+
+
+@pytest.mark.warns
+def test_the_second_sample_draws_from_no_stream():
+    """Programs that draw random numbers after the first samples draw the same with a cache."""
+    states = []
+    for wrap in (lambda data: data, cache):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        data = wrap(Random(1000, lambda: (torch.rand(1), random.random(), np.random.rand())))
+        for n in range(30):
+            data[n]
+        states.append(rng_states())
+    assert states[0] == states[1]
+
+
+def augment(sample):
+    return *sample, torch.rand(1).item(), random.random(), np.random.rand()
+
+
+@pytest.mark.parametrize("seed_by", [None, "sample", "batch"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_then_draws_the_same_with_a_cold_a_half_filled_and_a_full_cache(seed_by, workers):
+    def epoch(cached):
+        torch.manual_seed(3), random.seed(3), np.random.seed(3)
+        return [batch for batch in DataLoader(cached, batch_size=8, num_workers=workers, seed_by=seed_by, shuffle=True)]
+
+    plain = Kept([(torch.full((3,), n), n) for n in range(60)])
+
+    class Plain(Kept):
+        def __getitem__(self, index):
+            return augment(super().__getitem__(index))
+
+    cached = cache(plain, then=augment)
+    half = cache(plain, then=augment)
+    for n in range(0, 60, 2):
+        half[n]
+    expected = epoch(Plain(plain.items))
+    for got in (epoch(cached), epoch(cached), epoch(half)):
+        assert same(got, expected)
+    assert cached.usage().hits == 60 and half.usage().hits == 30
+
+
+def test_then_is_called_each_time_and_may_fail():
+    calls = []
+
+    def then(sample):
+        calls.append(sample)
+        if len(calls) == 2:
+            raise RuntimeError("once")
+        return sample * 2
+
+    cached = cache(Kept([3]), then=then)
+    assert cached[0] == 6
+    with pytest.raises(RuntimeError, match="once"):
+        cached[0]
+    assert cached[0] == 6 and calls == [3, 3, 3] and cached.usage().misses == 1
+
+
+# Processes
+
+
+def test_a_forked_child_goes_on_with_it():
+    data = Kept([torch.full((100,), n) for n in range(50)])
+    cached = cache(data)
+    cached[0]
+
+    def child():
+        return {"equal": all(torch.equal(cached[n], data.items[n]) for n in range(50))}
+
+    assert in_child(child)["equal"]
+    assert cached.usage().misses == 50 and torch.equal(cached[49], data.items[49]) and cached.usage().hits == 2
+
+
+@pytest.mark.warns
+def test_a_worker_that_dies_and_comes_back(tmp_path):
+    class Dying(Noted):
+        def __getitem__(self, index):
+            if index == 30 and not os.path.exists(self.file + "-died"):
+                open(self.file + "-died", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    data = Dying(100, tmp_path / "made")
+    cached = cache(data)
+    loader = DataLoader(cached, batch_size=5, num_workers=2, max_restarts=2)
+    for _ in range(2):
+        assert torch.cat([batch[1] for batch in loader]).tolist() == list(range(100))
+    # What was made before the death is read; one more to see whether it is random.
+    assert data.count() == 101
+
+
+def test_a_resumed_loader_goes_on_with_it(tmp_path):
+    data = Noted(60, tmp_path / "made")
+    cached = cache(data)
+    loader = rustloader.StatefulDataLoader(cached, batch_size=4, num_workers=2)
+    iterator = iter(loader)
+    head = [next(iterator)[1].tolist() for _ in range(6)]
+    state = loader.state_dict()
+    del iterator
+    resumed = rustloader.StatefulDataLoader(cached, batch_size=4, num_workers=2)
+    resumed.load_state_dict(state)
+    tail = [batch[1].tolist() for batch in resumed]
+    assert [n for batch in head + tail for n in batch] == list(range(60)) and data.count() == 61
+
+
+def test_threads_of_a_worker(tmp_path):
+    data = Noted(300, tmp_path / "made")
+    cached = cache(data, then=lambda sample: sample[1])
+    loader = DataLoader(cached, batch_size=30, num_workers=1, worker_threads=4)
+    for _ in range(2):
+        assert torch.cat(list(loader)).tolist() == list(range(300))
+    assert data.count() == 303
+
+
+def test_threads_of_a_program_fill_one_cache():
+    data = Kept([torch.full((500,), n) for n in range(300)])
+    cached, wrong = cache(data), []
+
+    def read(seed):
+        order = random.Random(seed)
+        for _ in range(600):
+            n = order.randrange(300)
+            if not torch.equal(cached[n], data.items[n]):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    assert wrong == [] and sum(cached.usage().__dict__[name] for name in ("hits", "misses")) == 2400
+
+
+@pytest.mark.warns
+def test_a_closed_descriptor_ends_filling_and_nothing_else():
+    data = Kept([torch.full((500,), n) for n in range(20)])
+    cached = cache(data)
+    cached[0]
+    os.close(cached._table.fileno())
+    file = os.open("/dev/null", os.O_WRONLY)
+    try:
+        assert all(torch.equal(cached[n], data.items[n]) for _ in range(2) for n in range(20))
+        assert data.made.count(0) == 2 and data.made.count(1) == 2
+        with pytest.raises(OSError, match="closed by other code"):
+            cached._table.fileno()
+    finally:
+        os.close(file)
+
+
+RANK = """
+import os, time, torch
+import rustloader
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return LENGTH
+    def __getitem__(self, index): return torch.full((10,), index)
+rank, notes = int(os.environ["LOCAL_RANK"]), os.environ["NOTES"]
+def wait_for_both(what):
+    with open(notes, "a") as file:
+        print(what, file=file)
+    end = time.monotonic() + 100
+    while open(notes).read().count(what) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+try:
+    cached = rustloader.cache(Data(), key="train")
+finally:
+    wait_for_both("came")
+loader = rustloader.DataLoader(torch.utils.data.Subset(cached, range(rank, LENGTH, 2)), batch_size=5, num_workers=1)
+assert torch.cat(list(loader))[:, 0].tolist() == list(range(rank, LENGTH, 2))
+if LENGTH == 100:
+    wait_for_both("filled")
+    assert all(int(cached[n][0]) == n for n in range(100))
+    wait_for_both("read")
+    print(os.fstat(cached._table.fileno()).st_ino, cached.usage().hits, cached.usage().misses)
+"""
+
+
+def ends_of_ranks(lengths, notes):
+    """(output, errors) of two ranks with datasets of these lengths."""
+    environment = {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": str(notes), "NOTES": str(notes)}
+    processes = [
+        start_script(
+            RANK.replace("LENGTH", str(length)), environment=environment | {"LOCAL_RANK": str(rank)}, fresh=False
+        )
+        for rank, length in enumerate(lengths)
+    ]
+    return [process.communicate(timeout=120) for process in processes]
+
+
+def test_the_ranks_of_a_machine_share_one(tmp_path):
+    (one, errors), (other, more) = ends_of_ranks([100, 100], tmp_path / "notes")
+    assert one == other and one.split()[1:] == ["200", "100"], (one, other, errors, more)
+
+
+def test_ranks_with_other_datasets_are_refused(tmp_path):
+    ends = ends_of_ranks([98, 99], tmp_path / "notes")
+    assert sum("with a key all ranks give the same dataset" in end[1] for end in ends) == 1, ends
+
+
+# Batches
+
+
+def test_batches_equal_those_of_the_dataset():
+    data = Kept([(torch.full((40, 30), n), n, n / 2, f"{n}", {"a": np.arange(3) + n}) for n in range(50)])
+    cached = cache(data)
+    for _ in range(2):
+        for workers in (0, 2):
+            expected = list(torch.utils.data.DataLoader(data, batch_size=8))
+            assert same(list(DataLoader(cached, batch_size=8, num_workers=workers)), expected)
