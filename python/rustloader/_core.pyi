@@ -611,6 +611,10 @@ class Port:
     def gather(self, tensors: Any, index: Any) -> list[torch.Tensor] | None:
         """As the function ``gather``, into the arena."""
 
+    def gather_cached(self, table: CacheTable, index: Any) -> Any:
+        """What default_collate makes of cached samples, into the arena. None leaves the batch to torch: a sample is
+        missing, or they are not all of one form that is gathered."""
+
 @final
 class IndexStream:
     """The index batches of an epoch, cut from int64 arrays. Survives an error that a signal handler raises."""

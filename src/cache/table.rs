@@ -267,6 +267,11 @@ impl Cache {
         found
     }
 
+    /// Counts hits of [`Self::look`].
+    pub fn count_hits(&self, number: u64) {
+        self.counter(self.stripe(), counter::HITS).fetch_add(number, Ordering::Relaxed);
+    }
+
     /// As [`Self::find`], without counting.
     #[inline]
     pub fn look(&self, row: u64) -> Found {

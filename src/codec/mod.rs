@@ -17,6 +17,8 @@ mod decode;
 #[cfg(feature = "python")]
 mod encode;
 #[cfg(feature = "python")]
+pub mod gathered;
+#[cfg(feature = "python")]
 pub mod pickle;
 #[cfg(feature = "python")]
 mod pinned;

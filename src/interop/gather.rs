@@ -88,7 +88,7 @@ fn plan(view: &TensorView<'_>, count: usize, end: usize) -> Option<StackPlan> {
 }
 
 /// The numbers of a list of exact ints, none of them negative, and the end of their range. `None` for anything else.
-fn rows(index: &Bound<'_, PyAny>) -> Option<(Vec<usize>, usize)> {
+pub fn rows(index: &Bound<'_, PyAny>) -> Option<(Vec<usize>, usize)> {
     let row = |item| usize::try_from(exact_int(&item)?).ok();
     let rows = index.cast_exact::<PyList>().ok()?.iter().map(row).collect::<Option<Vec<_>>>()?;
     let end = rows.iter().max()?.checked_add(1)?;

@@ -26,6 +26,10 @@ impl From<Cache> for PyCache {
 }
 
 impl PyCache {
+    pub fn cache(&self) -> &Cache {
+        &self.cache
+    }
+
     fn row(&self, row: u64) -> PyResult<u64> {
         if row < self.cache.rows() {
             return Ok(row);

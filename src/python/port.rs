@@ -7,10 +7,11 @@ use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
+use super::cache::PyCache;
 use super::engine::PyEngine;
 use super::sizes::Sizes;
 use super::{code, remote};
-use crate::codec::{self, Outgoing};
+use crate::codec::{self, Outgoing, gathered};
 use crate::config::{ARRAY_MIN, INLINE_LIMIT};
 use crate::copy::copy;
 use crate::interop::array_tensor::ArrayTensor;
@@ -338,6 +339,20 @@ impl PyPort {
         let bridge = Bridge::get(py)?;
         gather::gather(bridge, &tensors, &index, &mut |_, plan| {
             collate::tensor_for(py, bridge, plan, &mut |len| self.lease(py, len)).map(Some)
+        })
+    }
+
+    fn gather_cached(
+        &self,
+        table: Bound<'_, PyCache>,
+        index: Bound<'_, PyAny>,
+    ) -> PyResult<Option<Py<PyAny>>> {
+        let py = index.py();
+        let Some((rows, _)) = gather::rows(&index) else { return Ok(None) };
+        let rows: Vec<u64> = rows.into_iter().map(|row| row as u64).collect();
+        let bridge = Bridge::get(py)?;
+        gathered::gather(py, table.get().cache(), &rows, &mut |plan| {
+            collate::tensor_for(py, bridge, plan, &mut |len| self.lease(py, len))
         })
     }
 

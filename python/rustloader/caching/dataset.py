@@ -44,14 +44,15 @@ class CachedDataset(Dataset[Any]):
     Attributes:
         dataset: The dataset whose samples are kept.
         then: What happens to each sample after the cache; None for nothing.
+        table: The samples that were made.
     """
 
     def __init__(self, dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> None:
         self.dataset, self.then = dataset, then
-        self._table, self._origin = table, origin
+        self.table, self._origin = table, origin
 
     def __getitem__(self, index: Any) -> Any:
-        sample = self._table.get(index, _MISSING)
+        sample = self.table.get(index, _MISSING)
         if sample is _MISSING:
             # An int is not looked up again: that would count a second miss.
             sample = self._made(index) if type(index) is int else self._by_other(index)
@@ -72,8 +73,8 @@ class CachedDataset(Dataset[Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if nodes.is_packing():
-            name = nodes.name_of(self._table)
-            return _on_node, (self.dataset, self.then, self._origin, self._table.rows, name)
+            name = nodes.name_of(self.table)
+            return _on_node, (self.dataset, self.then, self._origin, self.table.rows, name)
         if not is_spawning():
             raise TypeError(
                 "a cached dataset cannot be pickled: only processes of this program reach the memory of its samples. "
@@ -90,7 +91,7 @@ class CachedDataset(Dataset[Any]):
             >>> cached.usage().hits, cached.usage().misses
             (1, 1)
         """
-        usage = self._table.usage()
+        usage = self.table.usage()
         return CacheUsage(
             hits=usage["hits"],
             misses=usage["misses"],
@@ -99,7 +100,7 @@ class CachedDataset(Dataset[Any]):
             bytes_unused=usage["unused"],
             refused=usage["refused"],
             damaged=usage["damaged"],
-            limit=self._table.limit,
+            limit=self.table.limit,
         )
 
     # Reading and keeping
@@ -110,11 +111,11 @@ class CachedDataset(Dataset[Any]):
             row = operator.index(index)
         except TypeError:
             return None
-        return row if 0 <= row < self._table.rows else None
+        return row if 0 <= row < self.table.rows else None
 
     def _found(self, index: Any) -> Any:
         row = self._row(index)
-        return _MISSING if row is None else self._table.get(row, _MISSING)
+        return _MISSING if row is None else self.table.get(row, _MISSING)
 
     def _by_other(self, index: Any) -> Any:
         """The sample of an index that is no int."""
@@ -139,7 +140,7 @@ class CachedDataset(Dataset[Any]):
         return sample
 
     def _keep(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
-        table = self._table
+        table = self.table
         if not table.takes(row):
             return
         if table.take_probe():
@@ -187,7 +188,7 @@ class CachedDataset(Dataset[Any]):
                 generators.restore()
         else:
             again = make_again()
-        if not _are_equal(sample, again) and self._table.is_news(_RANDOM):
+        if not _are_equal(sample, again) and self.table.is_news(_RANDOM):
             logger.warning(
                 "cache(): sample %d of %s differs when it is made again: a cache keeps what is made first, so all "
                 "epochs see the same. Move what is random into a function of the sample, and give that as then=",

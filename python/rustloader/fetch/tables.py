@@ -1,4 +1,4 @@
-"""Tables: a batch of a TensorDataset is a gather of rows, instead of a sample at a time and a stack of them."""
+"""A batch of a TensorDataset, or of cached samples, is a gather, instead of a sample at a time and a stack of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch.utils.data import Subset, TensorDataset, _utils, dataset
 from torch.utils.data._utils import collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+from rustloader.caching.dataset import CachedDataset
 from rustloader.sharing.arrays import SharedTensor
 from rustloader.sharing.sequences import SharedList, SharedTuple
 from rustloader.system.torch_side import known_code
 
-# Gathers the rows of tensors: a list of tensors, or None if torch has to make the batch.
-_Gather = Callable[[Any, list[Any]], "list[torch.Tensor] | None"]
+# Gathers rows of tensors, or of a cache's table: the batch, or None if torch has to make it.
+_Gather = Callable[[Any, list[Any]], Any]
 
 _default_collate: Any = collate.default_collate
 _collate: Any = collate.collate
@@ -38,12 +39,19 @@ _is_known = all(
     )
 )
 
-# Functions of default_collate's table that make torch's batch of tensors.
-standard_functions: list[Any] = [collate.collate_tensor_fn]
+# Functions of default_collate's table that make torch's batches of tensors and numbers.
+standard_functions: list[Any] = [collate.collate_tensor_fn, collate.collate_float_fn, collate.collate_int_fn]
 
 
-def use(fetcher: Any, collate_fn: Any, gather: _Gather) -> None:
-    """Makes a fetcher gather the batches of a table, if ``collate_fn``, which it calls, is torch's default_collate."""
+def use(fetcher: Any, collate_fn: Any, gather: _Gather, gather_cached: _Gather | None = None) -> None:
+    """Makes a fetcher gather its batches, if it can, and if ``collate_fn``, which it calls, is torch's default_collate.
+
+    Args:
+        fetcher: torch's fetcher.
+        collate_fn: What it calls.
+        gather: Gathers the rows of a table.
+        gather_cached: Gathers cached samples; None leaves them to torch.
+    """
     kind: Any = type(fetcher)
     if kind is _MapDatasetFetcher and _is_known and fetcher.auto_collation and collate_fn is _default_collate:
         table = fetcher.dataset
@@ -53,6 +61,9 @@ def use(fetcher: Any, collate_fn: Any, gather: _Gather) -> None:
             # Keeps its attributes, which programs can reach without workers.
             fetcher.__class__ = TableFetcher
             fetcher._begin(gather)
+        elif gather_cached is not None and isinstance(table, CachedDataset) and table.then is None:
+            fetcher.__class__ = CachedFetcher
+            fetcher._begin(gather_cached)
 
 
 # Sequences of indices whose access runs no code of the program.
@@ -62,14 +73,19 @@ _INDICES = (list, tuple, range, SharedList, SharedTuple)
 class TableFetcher(_MapDatasetFetcher):
     """torch's fetcher of a table. A batch that a gather would not make as torch does takes torch's way."""
 
+    # The types of what is collated, and instances of samples, for which a program may have functions of its own.
+    _collated: tuple[type, ...] = (torch.Tensor,)
+    _samples: tuple[Any, ...] = ((),)
+
     def _begin(self, gather: _Gather) -> None:
         self._gather = gather
         self._collate_fn = self.collate_fn
         functions = collate.default_collate_fn_map
         self._kinds = set(functions)
-        self._function = functions.get(torch.Tensor)
-        # A sample is a tuple, for which a program may have a function of its own.
-        self._is_standard = self._function in standard_functions and not any(isinstance((), kind) for kind in functions)
+        self._functions = [functions.get(kind) for kind in self._collated]
+        self._is_standard = all(function in standard_functions for function in self._functions) and not any(
+            isinstance(sample, kind) for sample in self._samples for kind in functions
+        )
 
     def fetch(self, possibly_batched_index: Any) -> Any:
         batch = self._rows(possibly_batched_index) if self._is_untouched() else None
@@ -81,7 +97,7 @@ class TableFetcher(_MapDatasetFetcher):
         return (
             self._is_standard
             and self.collate_fn is self._collate_fn
-            and functions.get(torch.Tensor) is self._function
+            and [functions.get(kind) for kind in self._collated] == self._functions
             and functions.keys() == self._kinds
             and collate.collate is _collate
             and _default_collate.__globals__["collate"] is _collate
@@ -92,22 +108,40 @@ class TableFetcher(_MapDatasetFetcher):
             and _MapDatasetFetcher.fetch is _fetch
         )
 
-    def _rows(self, index: Any) -> list[torch.Tensor] | None:
+    def _table(self, index: Any) -> tuple[Any, list[Any] | None]:
+        """The dataset below those of torch's Subset, and the indices there; None for others than ints in range."""
         table = self.dataset
         if type(index) is not list or not self.auto_collation:
-            return None
+            return table, None
         while type(table) is Subset:
             # Other sequences may run code, which torch's way would run again.
             if type(table.indices) not in _INDICES or "__getitems__" in vars(table):
-                return None
+                return table, None
             index = _at(table.indices, index)
             table = table.dataset
+        return table, index
+
+    def _rows(self, index: Any) -> Any:
+        table, index = self._table(index)
         if type(table) is not TensorDataset or index is None or hasattr(table, "__getitems__"):
             return None
         tensors = table.tensors
         if type(tensors) is tuple and any(type(tensor) is SharedTensor for tensor in tensors):
             tensors = tuple(tensor.plain() if type(tensor) is SharedTensor else tensor for tensor in tensors)
         return self._gather(tensors, index)
+
+
+class CachedFetcher(TableFetcher):
+    """torch's fetcher of cached samples. A batch that has none of them, or only some, takes torch's way."""
+
+    _collated: tuple[type, ...] = (torch.Tensor, float, int)
+    _samples: tuple[Any, ...] = ((), [], {})
+
+    def _rows(self, index: Any) -> Any:
+        cached, index = self._table(index)
+        if not isinstance(cached, CachedDataset) or index is None or cached.then is not None:
+            return None
+        return self._gather(cached.table, index)
 
 
 def _at(indices: Any, index: list[Any] | None) -> list[Any] | None:

@@ -52,10 +52,11 @@ def use_arena(port: Port) -> Callable[[], None]:
     table: dict[Any, Any] = collate.default_collate_fn_map
     replaced = {kind: fast[kind] for kind, function in torchs.items() if table.get(kind) is function}
     table.update(replaced)
-    tables.standard_functions.append(tensors)
+    tables.standard_functions.extend(fast.values())
 
     def restore() -> None:
-        tables.standard_functions.remove(tensors)
+        for function in fast.values():
+            tables.standard_functions.remove(function)
         patch.take_out(anyway=True)
         for kind, function in replaced.items():
             if table.get(kind) is function:

@@ -205,7 +205,7 @@ class _Worker:
             if start is not None:
                 resuming.load_iterator(fetcher, start)
                 resuming.load_counters(step.seeds, start)
-            step.use(fetcher, lambda: tables.use(fetcher, job.collate_fn, self.port.gather))
+            step.use(fetcher, lambda: tables.use(fetcher, job.collate_fn, self.port.gather, self.port.gather_cached))
             self.broken = None
         except Exception:
             self.broken = ExceptionWrapper(where=self.where)

@@ -148,7 +148,7 @@ class Trial:
         if before.hits < reads - before.misses:
             wrong.append(f"{reads} reads, and the cache counts {before}")
         kept = usage.misses - before.misses
-        if self.memory == 64 << 20 and sum(cached._table.takes(row) for row in range(len(self.data))):
+        if self.memory == 64 << 20 and sum(cached.table.takes(row) for row in range(len(self.data))):
             wrong.append(f"after {kept} more samples some are still missing")
         if self.path is not None:
             os.unlink(self.path)

@@ -1,0 +1,214 @@
+//! The batch of cached samples: what default_collate makes of them, gathered out of the cache without an object for each.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use super::rows::{LEAVES, PICKLE};
+use super::samples::{Parts, split};
+use crate::cache::{Cache, Found, Record};
+use crate::config::{DETACH_FROM, STREAM_FROM};
+use crate::copy::copy;
+use crate::error::Error;
+use crate::interop::tensor::Bridge;
+use crate::interop::view::{Form, StackPlan};
+use crate::tree::dtype::Dtype;
+use crate::tree::layout::{Dims, is_contiguous};
+use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, walk};
+
+/// Makes the tensor of a plan: its first byte, which has room for all, and the tensor.
+type Make<'a> = dyn FnMut(&StackPlan) -> PyResult<(*mut u8, Py<PyAny>)> + 'a;
+
+/// One part of a sample.
+#[derive(Clone, Copy)]
+enum Part {
+    /// A contiguous tensor: where its bytes are. They lie in the cache, or in a tree that is kept.
+    Tensor(*const u8, usize),
+    Int(i64),
+    Float(f64),
+}
+
+/// What the parts of a sample are, which those of all samples of a batch have in common.
+#[derive(PartialEq)]
+enum Column {
+    Tensor(Dtype, Dims),
+    Int,
+    Float,
+}
+
+/// A sample that is a tensor, or a flat list, tuple or dict of tensors and numbers.
+#[derive(Default)]
+struct Sample {
+    columns: Vec<Column>,
+    parts: Vec<Part>,
+    /// The keys of a dict.
+    keys: Vec<String>,
+    group: Option<Group>,
+    leaves: Parts,
+    /// Whether it has something else.
+    is_other: bool,
+}
+
+impl Sample {
+    /// Reads a record, of which `tree` keeps the bytes of small tensors. `None`: it is another kind of sample.
+    fn of(record: Record, tree: &mut Vec<u8>) -> Result<Option<Self>, Error> {
+        let mut sample = Self::default();
+        match record.copy(0, 1).first() {
+            None | Some(&PICKLE) => return Ok(None),
+            Some(&LEAVES) => {
+                let damaged = || Error::corrupt("a record's leaves");
+                (*tree, sample.leaves) = split(record).ok_or_else(damaged)?;
+            }
+            Some(_) => *tree = record.copy(0, record.len),
+        }
+        walk(tree, &mut sample)?;
+        let pairs = sample.group == Some(Group::Dict);
+        let is_whole = sample.parts.len() == sample.columns.len()
+            && if pairs { sample.keys.len() == sample.parts.len() } else { sample.keys.is_empty() };
+        let is_one = sample.group.is_some() || sample.parts.len() == 1;
+        Ok((!sample.is_other && is_whole && is_one && !sample.parts.is_empty()).then_some(sample))
+    }
+
+    /// The bytes of a contiguous tensor.
+    fn bytes(&self, leaf: &Leaf<'_>) -> Option<*const u8> {
+        match leaf.place {
+            Place::Inline(bytes) => Some(bytes.as_ptr()),
+            Place::Outside { leaf: number, offset } => {
+                let record = (*self.leaves.0.get(number as usize)?)?;
+                let end = usize::try_from(offset).ok()?.checked_add(leaf.extent)?;
+                // SAFETY: the offset lies in the record.
+                (end <= record.len).then(|| unsafe { record.ptr.add(end - leaf.extent) })
+            }
+            Place::Shared { .. } | Place::Empty { .. } => None,
+        }
+    }
+}
+
+impl Build for Sample {
+    type Error = Error;
+
+    fn atom(&mut self, atom: Atom<'_>) -> Result<(), Error> {
+        let (column, part) = match atom {
+            Atom::Leaf(leaf) if leaf.kind == Kind::Tensor && is_contiguous(&leaf.shape, &leaf.strides) => {
+                let Some(first) = self.bytes(leaf) else {
+                    self.is_other = true;
+                    return Ok(());
+                };
+                (Column::Tensor(leaf.dtype, leaf.shape), Part::Tensor(first, leaf.extent))
+            }
+            Atom::Int(value) => (Column::Int, Part::Int(value)),
+            Atom::Float(value) => (Column::Float, Part::Float(value)),
+            // A key. Texts elsewhere leave more of them than there are values.
+            Atom::Str(text) if self.keys.len() == self.parts.len() => {
+                self.keys.push(text.to_owned());
+                return Ok(());
+            }
+            _ => {
+                self.is_other = true;
+                return Ok(());
+            }
+        };
+        self.columns.push(column);
+        self.parts.push(part);
+        Ok(())
+    }
+
+    fn close(&mut self, group: Group, _count: usize) -> Result<(), Error> {
+        self.is_other |= self.group.replace(group).is_some();
+        Ok(())
+    }
+
+    fn keep(&mut self, _index: usize) -> Result<(), Error> {
+        self.is_other = true;
+        Ok(())
+    }
+
+    fn storage(&mut self, _storage: &Storage<'_>) -> Result<(), Error> {
+        self.is_other = true;
+        Ok(())
+    }
+}
+
+/// The batch of some rows, as torch's default_collate makes it. `None` leaves it to torch: a row is missing, or samples are
+/// not all of one form, which is a tensor, or a flat list, tuple or dict with strings as keys, of contiguous tensors, ints and
+/// floats.
+pub fn gather(
+    py: Python<'_>,
+    cache: &Cache,
+    rows: &[u64],
+    make: &mut Make<'_>,
+) -> PyResult<Option<Py<PyAny>>> {
+    let bridge = Bridge::get(py)?;
+    if bridge.has_modes(py)? || !bridge.default_is_cpu(py)? {
+        return Ok(None);
+    }
+    let mut samples = Vec::with_capacity(rows.len());
+    let mut trees = vec![Vec::new(); rows.len()];
+    for (row, tree) in rows.iter().zip(&mut trees) {
+        if *row >= cache.rows() {
+            return Ok(None);
+        }
+        let Found::Whole(record) = cache.look(*row) else { return Ok(None) };
+        // A damaged one is found again, and made again, by the way of single samples.
+        let Ok(Some(sample)) = Sample::of(record, tree) else { return Ok(None) };
+        samples.push(sample);
+    }
+    let Some(first) = samples.first() else { return Ok(None) };
+    let is_like = |sample: &Sample| {
+        sample.group == first.group && sample.columns == first.columns && sample.keys == first.keys
+    };
+    if !samples.iter().all(is_like) {
+        return Ok(None);
+    }
+    let mut made = Vec::with_capacity(first.columns.len());
+    for (place, column) in first.columns.iter().enumerate() {
+        let parts = samples.iter().map(|sample| sample.parts[place]);
+        let numbers = |dtype| {
+            let word = |part| match part {
+                Part::Int(value) => value.to_ne_bytes(),
+                Part::Float(value) => value.to_ne_bytes(),
+                Part::Tensor(..) => [0; 8],
+            };
+            let bytes: Vec<u8> = parts.clone().flat_map(word).collect();
+            bridge.tensor_copied(py, &bytes, Form { dtype, shape: &[rows.len() as i64], strides: &[1] })
+        };
+        made.push(match column {
+            Column::Int => numbers(Dtype::INT64)?,
+            Column::Float => numbers(Dtype::FLOAT64)?,
+            Column::Tensor(dtype, shape) => {
+                let Some(plan) = StackPlan::new(rows.len(), shape, *dtype) else { return Ok(None) };
+                let sources = parts.map(|part| match part {
+                    Part::Tensor(first, len) if len == plan.each => Some(first as usize),
+                    _ => None,
+                });
+                let Some(sources) = sources.collect::<Option<Vec<_>>>() else { return Ok(None) };
+                let (to, tensor) = make(&plan)?;
+                let (to, each, streams) = (to as usize, plan.each, plan.total >= STREAM_FROM);
+                let fill = move || {
+                    for (i, from) in sources.into_iter().enumerate() {
+                        // SAFETY: each source has `each` bytes, in the cache's mapping or in a tree, which both stay until
+                        // the end of `gather`; the target is new memory with room for all.
+                        unsafe { copy(from as *const u8, (to + i * each) as *mut u8, each, streams) };
+                    }
+                };
+                if plan.total >= DETACH_FROM {
+                    py.detach(fill)
+                } else {
+                    fill()
+                }
+                tensor
+            }
+        });
+    }
+    cache.count_hits(rows.len() as u64);
+    Ok(Some(match first.group {
+        None => made.remove(0),
+        Some(Group::Dict) => {
+            let dict = PyDict::new(py);
+            for (key, value) in first.keys.iter().zip(made) {
+                dict.set_item(key, value)?;
+            }
+            dict.into_any().unbind()
+        }
+        Some(_) => PyList::new(py, made)?.into_any().unbind(),
+    }))
+}
