@@ -32,8 +32,8 @@ Statistics:
     stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
     report: Calls a function with them every few seconds.
     engine_batches: Counts the batches that the engine has delivered in this process.
-    Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CopyStats, PinningStats, TransferStats,
-    FaultStats, Failure, Fallback, Verdict, VerdictKind: The results.
+    Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CacheEstimate, CopyStats, PinningStats,
+    TransferStats, FaultStats, Failure, Fallback, Verdict, VerdictKind: The results.
 
 All public names of ``torch.utils.data`` are here too, as torch's own objects, so a program only changes its import::
 
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from rustloader.installation.api import uninstall as uninstall
     from rustloader.metrics.figures import Stats as Stats
     from rustloader.metrics.parts import ArenaStats as ArenaStats
+    from rustloader.metrics.parts import CacheEstimate as CacheEstimate
     from rustloader.metrics.parts import CopyStats as CopyStats
     from rustloader.metrics.parts import Fallback as Fallback
     from rustloader.metrics.parts import FaultStats as FaultStats
@@ -109,6 +110,7 @@ _HOMES = {
     "metrics.figures": ("Stats",),
     "metrics.parts": (
         "ArenaStats",
+        "CacheEstimate",
         "CopyStats",
         "Fallback",
         "FaultStats",

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from rustloader.caching.usage import CacheUsage
 from rustloader.metrics.figures import Stats, check_interval, no_loader
 from rustloader.metrics.wrappers import loader_in
 from rustloader.settings import options
@@ -55,6 +56,42 @@ def sample_seed() -> int:
 def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: float = 1800.0) -> Any:
     """Returns ``x`` itself, or what the function ``x`` returns: there is no memory that processes share."""
     return x() if callable(x) and not any(hasattr(x, name) for name in ("__getitem__", "__iter__")) else x
+
+
+class CachedDataset(Dataset[Any]):
+    """A dataset without a cache, whose samples ``then`` gets."""
+
+    def __init__(self, dataset: Any, then: Callable[[Any], Any] | None) -> None:
+        self.dataset, self.then = dataset, then
+
+    def __getitem__(self, index: Any) -> Any:
+        sample = self.dataset[index]
+        return sample if self.then is None else self.then(sample)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "dataset" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.dataset, name)
+
+    def usage(self) -> CacheUsage:
+        """Returns nothing but zeroes."""
+        return CacheUsage()
+
+
+def cache(
+    dataset: Any,
+    memory: int | str | None = None,
+    *,
+    then: Callable[[Any], Any] | None = None,
+    key: str | None = None,
+    path: str | os.PathLike[str] | None = None,
+    version: str = "",
+) -> CachedDataset:
+    """Makes each sample each time: there is no memory that processes share."""
+    return CachedDataset(dataset, then)
 
 
 class StatefulDataLoader(DataLoader[Any]):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from rustloader.caching.usage import CacheUsage
 from rustloader.fetch.failures import Failure
 from rustloader.metrics.transfers import TransferStats
 
@@ -300,6 +301,25 @@ class SchedulingStats:
     remote: bool = False
 
 
+@dataclass(frozen=True)
+class CacheEstimate:
+    """Holds what a cache of all samples would take, from the batches so far.
+
+    Attributes:
+        bytes: Bytes of all samples, about, as they are in the batches.
+        free_bytes: Bytes of memory that are left: of the machine, or of a cgroup.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(torch.utils.data.TensorDataset(torch.zeros(64, 100)), batch_size=8, num_workers=2)
+        >>> batches = list(loader)
+        >>> rustloader.stats(loader).cache_estimate.bytes > 64 * 100 * 4
+        True
+    """
+
+    bytes: int
+    free_bytes: int
+
+
 @dataclass(frozen=True, repr=False)
 class Figures:
     """The fields of ``Stats``: all that verdicts and tables need."""
@@ -327,6 +347,8 @@ class Figures:
     pinning: PinningStats = PinningStats()
     transfers: TransferStats = field(default_factory=TransferStats)
     faults: FaultStats = FaultStats()
+    cache: CacheUsage | None = None
+    cache_estimate: CacheEstimate | None = None
     fallbacks: tuple[Fallback, ...] = ()
     note: str = ""
 
@@ -342,6 +364,7 @@ for _cls in (
     SlowBatch,
     SchedulingStats,
     LargeAttribute,
+    CacheEstimate,
     ArenaStats,
     CopyStats,
     PinningStats,

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from rustloader._core import SlowTask, WorkerTotals
-from rustloader.metrics import copied, transfers
+from rustloader.metrics import caches, copied, transfers
 from rustloader.metrics.cpu_time import NOTHING, WorkTime
 from rustloader.metrics.figures import Stats, counted, no_loader, worker_stats
 from rustloader.metrics.ledger import Ledger, find
@@ -70,7 +70,8 @@ def stats(source: Any) -> Stats:
     if ledger is not None:
         fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
         if ledger.iterators:
-            return replace(_of_ledger(ledger, workers, fallbacks, _dataset_of(source)), transfers=moved)
+            found = _of_ledger(ledger, workers, fallbacks, _dataset_of(source))
+            return replace(found, transfers=moved, **caches.found(source, _dataset_of(source), found))
     if fallbacks:
         note = _ALL_TORCHS + "; ".join(fallback.reason for fallback in fallbacks)
     return Stats(
@@ -80,6 +81,7 @@ def stats(source: Any) -> Stats:
         transfers=moved,
         faults=FaultStats() if ledger is None else ledger.faults.figures(),
         fallbacks=fallbacks,
+        cache=caches.usage(_dataset_of(source)),
         note=note,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 
+from rustloader.caching.usage import CacheUsage
 from rustloader.metrics.faults import summary
 from rustloader.metrics.parts import Figures, WorkerStats
 from rustloader.metrics.verdict import Verdict, described
@@ -56,6 +57,13 @@ def _state(worker: WorkerStats) -> str:
     return f"pid {worker.pid}, {size(worker.rss_bytes)}{own}" if worker.alive else f"ended{own}"
 
 
+def _cache(usage: CacheUsage) -> str:
+    asked = usage.hits + usage.misses
+    share = f" ({usage.hits / asked:.0%} of the samples)" if asked else ""
+    hits, misses = count_of(usage.hits, "hit"), count_of(usage.misses, "miss")
+    return f"{hits}{share}, {misses}, {size(usage.samples_bytes)} of {size(usage.limit)}"
+
+
 def _memory(stats: Figures) -> str:
     arena = stats.arena
     parts = ((arena.leased_bytes, "leased"), (arena.warm_bytes, "warm"), (arena.high_water_bytes, "at the peak"))
@@ -90,6 +98,8 @@ def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
         yield "to the device", text
     if copied.pageable:
         yield "not pinned", copied.pageable
+    if stats.cache is not None:
+        yield "cache", _cache(stats.cache)
     if text := summary(stats.faults):
         yield "faults", text
     for failure in stats.faults.failures[:_SLOW_SHOWN]:

@@ -42,6 +42,8 @@ _UNKNOWN_CORES = 1 << 30
 # Seconds per batch, and share of the loop's time, below which a step is no training step.
 _NO_STEP, _NO_STEP_SHARE = 50e-6, 0.02
 _MOST = 0.5
+# Bytes per second that a worker reads from a cache, and gathers, at least; and the gain from which one is worth a word.
+_CACHE_RATE, _CACHE_GAIN = 1e9, 1.5
 # Limits of the advice if workers wait for storage: workers per core, and multiple of the current number.
 _PER_CORE, _STEP_UP = 4, 4
 
@@ -96,6 +98,8 @@ Verdict.__module__ = "rustloader"
 def judge(stats: Figures) -> Verdict:
     """The verdict on statistics, which depends on nothing else."""
     verdict = _judge(stats)
+    if verdict.kind == "dataset" and (caching := _caching(stats)):
+        verdict = replace(verdict, sentence=f"{verdict.sentence} {caching}")
     if copying := _copying(stats):
         verdict = replace(verdict, sentence=f"{verdict.sentence} {copying}")
     pageable = stats.transfers.pageable
@@ -113,6 +117,26 @@ def judge(stats: Figures) -> Verdict:
 def described(large: LargeAttribute) -> str:
     """What an attribute is, in words."""
     return f"a {large.kind} of {large.items:,} items, about {size(large.bytes)}"
+
+
+def _caching(stats: Figures) -> str:
+    """What a cache would gain; empty if that is unknown, or little."""
+    estimate, tasks = stats.cache_estimate, sum(worker.tasks for worker in stats.workers)
+    if estimate is None or not tasks:
+        return ""
+    fetch = sum(worker.fetch_seconds for worker in stats.workers) / tasks
+    rest = sum(worker.collate_seconds + worker.pack_seconds for worker in stats.workers) / tasks
+    cached = rest + stats.bytes / stats.batches / _CACHE_RATE
+    held = min(1.0, estimate.free_bytes / estimate.bytes)
+    gain = (fetch + rest) / (cached * held + (fetch + rest) * (1 - held))
+    if gain < _CACHE_GAIN:
+        return ""
+    what = "all samples" if held == 1 else f"{held:.0%} of the samples"
+    text = (
+        f"A cache of {size(min(estimate.bytes, estimate.free_bytes))} would hold {what} ({size(estimate.free_bytes)} "
+    )
+    text += f"are free), and epochs after the first would take about 1/{gain:.0f}: rustloader.cache(dataset) keeps "
+    return f"{text}what the dataset makes, and its then= is for what is random."
 
 
 def _copying(stats: Figures) -> str:

@@ -1,6 +1,6 @@
 """Formats counts, times, sizes, index batches and type names."""
 
-_PLURALS = {"batch": "batches", "copy": "copies", "entry": "entries"}
+_PLURALS = {"batch": "batches", "copy": "copies", "entry": "entries", "miss": "misses"}
 
 
 def count_of(count: int, what: str) -> str:

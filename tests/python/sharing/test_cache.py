@@ -636,3 +636,42 @@ def test_a_batch_is_gathered_and_a_changed_default_collate_is_heeded(tmp_path):
         assert calls() == 40
     finally:
         type(cached).__getitem__ = real
+
+
+def test_statistics_tell_hits_and_what_a_cache_would_take():
+    data = Kept([torch.zeros(100, 100) for _ in range(400)])
+    loader = DataLoader(data, batch_size=4, num_workers=1)
+    list(loader)
+    estimate = rustloader.stats(loader).cache_estimate
+    assert 400 * 40_000 < estimate.bytes < 400 * 41_000 and estimate.free_bytes > estimate.bytes
+    cached = cache(data, "64MiB")
+    loader = DataLoader(Subset(cached, range(200)), batch_size=4, num_workers=1)
+    list(loader), list(loader)
+    stats = rustloader.stats(loader)
+    assert stats.cache == cached.usage() and (stats.cache.hits, stats.cache.misses) == (200, 200)
+    assert stats.cache_estimate is None and "200 hits (50% of the samples), 200 misses, 8.0" in str(stats)
+    assert stats.as_dict(flat=True)["cache_hits"] == 200
+
+
+def test_the_verdict_on_a_dataset_names_the_cache():
+    from rustloader.metrics.parts import CacheEstimate, WorkerStats
+
+    def sentence(estimate, fetch=10.0):
+        worker = WorkerStats(id=0, tasks=100, fetch_seconds=fetch, collate_seconds=0.01)
+        figures = {
+            "batches": 100,
+            "bytes": 100 << 20,
+            "next_seconds": 10.0,
+            "waited_seconds": 10.0,
+            "step_seconds": 1.0,
+        }
+        stats = rustloader.Stats(num_workers=1, epochs=1, workers=(worker,), cache_estimate=estimate, **figures)
+        assert stats.verdict().kind == "dataset"
+        return stats.verdict().sentence
+
+    later = "and epochs after the first would take about 1/"
+    all_of_it = sentence(CacheEstimate(12 * 10**9, 81 * 10**9))
+    assert f"A cache of 12.0 GB would hold all samples (81.0 GB are free), {later}" in all_of_it
+    half_of_it = sentence(CacheEstimate(12 * 10**9, 6 * 10**9))
+    assert f"A cache of 6.0 GB would hold 50% of the samples (6.0 GB are free), {later}2:" in half_of_it
+    assert "cache(" not in sentence(None) and "cache(" not in sentence(CacheEstimate(12 * 10**9, 10**9))

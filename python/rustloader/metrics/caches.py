@@ -1,0 +1,49 @@
+"""The cache of a loader's dataset, or what one would take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
+
+from rustloader._core import memory_limits
+from rustloader.caching.dataset import CachedDataset
+from rustloader.caching.usage import CacheUsage
+from rustloader.metrics.parts import CacheEstimate, Figures
+
+# Datasets around the cached one that are looked into.
+_DEPTH = 8
+
+
+def usage(dataset: Any) -> CacheUsage | None:
+    """What the cache of a dataset has, also of one below torch's Subset and ConcatDataset; None without one."""
+    for _ in range(_DEPTH):
+        if isinstance(dataset, CachedDataset):
+            return dataset.usage()
+        if type(dataset) is Subset:
+            dataset = dataset.dataset
+        elif type(dataset) is ConcatDataset:
+            dataset = dataset.datasets[0]
+        else:
+            break
+    return None
+
+
+def found(loader: Any, dataset: Any, stats: Figures) -> dict[str, Any]:
+    """The fields of ``Stats`` that say it."""
+    present = usage(dataset)
+    if present is not None:
+        return {"cache": present}
+    return {"cache_estimate": _estimate(loader, dataset, stats)}
+
+
+def _estimate(loader: Any, dataset: Any, stats: Figures) -> CacheEstimate | None:
+    size = getattr(loader, "batch_size", None)
+    if type(size) is not int or not stats.bytes or isinstance(dataset, IterableDataset):
+        return None
+    try:
+        length = len(dataset)
+    except Exception:
+        return None
+    free = min((left for _, _, left in memory_limits()), default=None)
+    return None if free is None else CacheEstimate(stats.bytes * length // (stats.batches * size), free)
