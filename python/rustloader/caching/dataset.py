@@ -45,6 +45,12 @@ class CachedDataset(Dataset[Any]):
         dataset: The dataset whose samples are kept.
         then: What happens to each sample after the cache; None for nothing.
         table: The samples that were made.
+
+    Examples:
+        >>> dataset = torch.utils.data.TensorDataset(torch.arange(3))
+        >>> cached = rustloader.cache(dataset, then=lambda sample: sample[0] + 1)
+        >>> [int(sample) for sample in cached], len(cached), cached.tensors[0].tolist()
+        ([1, 2, 3], 3, [0, 1, 2])
     """
 
     def __init__(self, dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> None:

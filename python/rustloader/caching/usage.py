@@ -17,6 +17,13 @@ class CacheUsage:
         refused: Samples that it cannot keep, because they cannot be pickled.
         damaged: Samples in a file that were damaged and are made again.
         limit: The most bytes that it takes, with its index.
+
+    Examples:
+        >>> cached = rustloader.cache(torch.utils.data.TensorDataset(torch.zeros(3, 5)), memory="1MiB")
+        >>> samples = [cached[1], cached[1], cached[2]]
+        >>> usage = cached.usage()
+        >>> usage.hits, usage.misses, usage.limit
+        (1, 2, 1048576)
     """
 
     hits: int = 0

@@ -310,7 +310,8 @@ class CacheEstimate:
         free_bytes: Bytes of memory that are left: of the machine, or of a cgroup.
 
     Examples:
-        >>> loader = rustloader.DataLoader(torch.utils.data.TensorDataset(torch.zeros(64, 100)), batch_size=8, num_workers=2)
+        >>> dataset = torch.utils.data.TensorDataset(torch.zeros(64, 100))
+        >>> loader = rustloader.DataLoader(dataset, batch_size=8, num_workers=2)
         >>> batches = list(loader)
         >>> rustloader.stats(loader).cache_estimate.bytes > 64 * 100 * 4
         True
