@@ -1,7 +1,8 @@
 """The rows of the comparison with torch: the content of a batch, and the batches of an epoch."""
 
 import io
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,20 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> Any:
         sample = self.samples[index % len(self.samples)]
         return sample if self.fresh is None else self.fresh(sample)
+
+
+class Naps(torch.utils.data.Dataset):
+    """Sample i is i, after a nap of `seconds[i]`."""
+
+    def __init__(self, seconds: Sequence[float]):
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds[index])
+        return index
 
 
 def identity(batch: Any) -> Any:
@@ -144,6 +159,24 @@ class Row:
     # Timed to the first batch, not to the end of the epoch; without persistent workers.
     to_first: bool = False
 
+    def count(self, quick: bool = False) -> int:
+        """Batches of an epoch."""
+        return max(8, self.batches // 10) if quick else self.batches
+
+    def dataset(self, quick: bool = False) -> Samples:
+        """The samples of an epoch."""
+        torch.manual_seed(0)
+        return Samples(self.samples(), self.count(quick) * (self.batch_size or 1), self.fresh)
+
+    def arguments(self) -> dict[str, Any]:
+        """Of a loader with workers."""
+        return {
+            "batch_size": self.batch_size,
+            "collate_fn": self.collate,
+            "num_workers": self.workers or 2,
+            "multiprocessing_context": self.start_method or "fork",
+        }
+
 
 ROWS = [
     Row("scalar", "one 0-d float tensor, batch 1", 8000, 1, scalars),
@@ -200,3 +233,4 @@ ROWS = [
         to_first=True,
     ),
 ]
+BY_NAME = {row.name: row for row in ROWS}

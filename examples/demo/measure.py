@@ -18,8 +18,8 @@ import rustloader
 from demo.settings import Settings
 from demo.workloads import Workload
 from rustloader.tools.bench.passes import Limits
-from rustloader.tools.bench.progress import Progress
 from rustloader.tools.bench.timeline import Recorder, Timeline, watch
+from rustloader.tools.harness.progress import Progress
 from rustloader.tools.probe.leaves import summary
 
 __all__ = ["NO_WORKERS", "OURS", "STEP", "TORCH", "Failure", "Result", "measure", "record"]
