@@ -94,7 +94,7 @@ def measure(curve: str) -> None:
         taken = program.interleave(sides, f"{curve} {point.name}")
         size = nbytes(sides["rustloader"].last)
         copy = floors.copy_of(size) * 1e6 if size else None
-        times = [spread(taken.values(side, "wall"), us) if side in taken else "-" for side in ("torch", "rustloader")]
+        times = [spread(taken.of(side, "wall"), us) if side in taken else "-" for side in ("torch", "rustloader")]
         cpu = us(taken.median("rustloader", "cpu"))
         program.line(curve, point.name, *times, cpu, us(copy), point=point.name, bytes=size, copy_us=copy, rounds=taken)
     if curve == "idle":

@@ -76,7 +76,7 @@ def state(row: str) -> None:
         return {"once": statistics.median(once) * 1e6, "again": again * 1e6}
 
     taken = program.interleave(each(measure), row)
-    cells = {side: spread(taken.values(side, "again"), "{:,.1f} us".format) for side in SIDES}
+    cells = {side: spread(taken.of(side, "again"), "{:,.1f} us".format) for side in SIDES}
     single = ", ".join(f"{side} {taken.median(side, 'once'):,.1f} us" for side in SIDES)
     held = taken.median("rustloader", "again") <= 8
     what = "`state_dict()`, map-style, 2 workers"
@@ -303,8 +303,8 @@ def iterable(row: str) -> None:
         return {"seconds": at_once(workers, lambda _: lambda: list(Walk(batches // 2 * size)))}
 
     taken = program.interleave(each(measure), row, beside={"bound": bare_walk})
-    most = {side: max(taken.values(side, "collated")) for side in SIDES}
-    times = {side: spread(taken.values(side, "seconds"), "{:.3f} s".format) for side in SIDES}
+    most = {side: max(taken.of(side, "collated")) for side in SIDES}
+    times = {side: spread(taken.of(side, "seconds"), "{:.3f} s".format) for side in SIDES}
     cells = {side: f"{found}, {most[side]} batches collated" for side, found in times.items()}
     bound = taken.median("bound", "seconds")
     # The first batches of the resumed epoch are prefetched: at most two of each worker.

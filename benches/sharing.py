@@ -10,7 +10,6 @@ reads    microseconds of processor time to read an item in a worker, in random o
 build    seconds and peak memory of share(), beside the original and without one (from a generator)
 """
 
-import argparse
 import os
 import random
 import statistics
@@ -151,7 +150,6 @@ def status(name: str) -> int:
 
 PARTS = {"memory": memory, "reads": reads, "build": build}
 program = Program(__doc__, list(PARTS), rounds=3)
-program.option("--parts", dest="rows", help=argparse.SUPPRESS)  # as the documentation calls the rows
 
 
 def taken(part: str, kind: str, sides: tuple[str, ...]) -> Rounds:
@@ -173,13 +171,13 @@ def measure(part: str) -> None:
 def memory_line(kind: str) -> None:
     found = taken("memory", kind, SIDES)
     held = found.median(SIDES[-1], "gain") <= GAIN
-    gains = [spread(found.values(side, "gain"), "{:.1f} MB".format) for side in SIDES]
+    gains = [spread(found.of(side, "gain"), "{:.1f} MB".format) for side in SIDES]
     program.line("memory", kind, *gains, f"<= {GAIN} MB", missed(held), held=held, kind=kind, rounds=found)
 
 
 def reads_line(kind: str) -> None:
     found = taken("reads", kind, ("both",))
-    cells = [spread(found.values("both", key), "{:.2f} us".format) for key in ("plain", "shared", "longer")]
+    cells = [spread(found.of("both", key), "{:.2f} us".format) for key in ("plain", "shared", "longer")]
     # The goal is one of lists of str.
     held = found.median("both", "longer") <= LONGER if kind == "list of str" else None
     goal = "" if held is None else f"<= {LONGER} us longer"
@@ -190,7 +188,7 @@ def build_lines(kind: str) -> None:
     found = taken("build", kind, ("original", "generator") if kind in STREAMS else ("original",))
     for side in found:
         forms = {"seconds": "{:.2f} s", "size": "{:.1f} MB", "peak": "{:.1f} MB"}
-        cells = [spread(found.values(side, key), form.format) for key, form in forms.items()]
+        cells = [spread(found.of(side, key), form.format) for key, form in forms.items()]
         program.line("build", kind + ", from a generator" * (side == "generator"), *cells, kind=kind, rounds=found)
 
 

@@ -108,7 +108,7 @@ if __name__ == "__main__":
             held = (goal.most is None or value <= goal.most) and (goal.least is None or ratio >= goal.least)
             words = [f"<= {goal.most} s (found {value:.2f} s)"] * (goal.most is not None)
             words += [f">= {goal.least}x"] * (goal.least is not None)
-            seconds = [spread(taken.values(side, goal.figure), "{:.2f} s".format) for side in sides]
+            seconds = [spread(taken.of(side, goal.figure), "{:.2f} s".format) for side in sides]
             gain = spread(taken.ratios("torch", "rustloader", goal.figure), "{:.2f}x".format)
             program.line(name, name, goal.what, *seconds, gain, ", ".join(words), missed(held), held=held, rounds=taken)
 

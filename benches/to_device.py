@@ -100,7 +100,7 @@ def measure(name: str) -> None:
         stats = rustloader.stats(loop.loader).transfers if way.startswith("ours") else None
         overlap = "" if stats is None or stats.overlapped_share is None else f"{stats.overlapped_share:.0%}"
         rate, step = taken.median(way, "rate"), taken.median(way, "step")
-        multiple = spread([it / kernel.ms for it in taken.values(way, "step")], "{:.3f}".format)
+        multiple = spread([it / kernel.ms for it in taken.of(way, "step")], "{:.3f}".format)
         cells = [f"{rate:,.1f}", f"{rate * nbytes / 1e9:.2f}", f"{step:.3f}", multiple, overlap]
         program.line(name, name, way, *cells, way=way, nbytes=nbytes, kernel_ms=kernel.ms, rounds=taken[way])
     trace(options, name, lambda: loops["ours"](kernel))

@@ -71,20 +71,24 @@ def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> f
                 os.read(waits, 1)
                 work()
                 os.write(done, b"d")
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(0)
         children.append(pid)
-    os.close(done)  # the end of a child that failed is the end of the pipe
-    _await(reader, processes)
-    start = time.perf_counter()
-    os.write(begin, b"b" * processes)
-    _await(reader, processes)
-    seconds = time.perf_counter() - start
-    for pid in children:
-        os.waitpid(pid, 0)
-    for descriptor in (waits, begin, reader):
-        os.close(descriptor)
-    return seconds
+    os.close(done)  # so that the pipe ends with the children
+    try:
+        _await(reader, processes)
+        start = time.perf_counter()
+        os.write(begin, b"b" * processes)
+        _await(reader, processes)
+        return time.perf_counter() - start
+    finally:
+        os.write(begin, b"b" * processes)
+        for pid in children:
+            os.waitpid(pid, 0)
+        for descriptor in (waits, begin, reader):
+            os.close(descriptor)
 
 
 def _await(descriptor: int, count: int) -> None:

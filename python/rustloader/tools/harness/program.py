@@ -43,7 +43,7 @@ class Program:
         self.options = argparse.Namespace()
         self.results: list[dict[str, Any]] = []
         self.failed = False
-        self._table: list[str] = []
+        self.table: list[str] = []
 
     def parse(self) -> argparse.Namespace:
         """Reads the command line; ``rows`` becomes a list of names."""
@@ -71,7 +71,7 @@ class Program:
             options.save.write_text(json.dumps({"machine": machine(), "results": self.results}, indent=1) + "\n")
         if self._docs and options.docs:
             path, mark = self._docs
-            report.write(path, "\n".join(self._table), mark)
+            report.write(path, "\n".join(self.table), mark)
         return int(self.failed)
 
     def attempt(self, name: str, measure: Callable[[], object]) -> None:
@@ -89,7 +89,7 @@ class Program:
 
     def head(self, *cells: str) -> None:
         """Begins a table."""
-        self._show(("\n" if self._table else "") + report.head(cells))
+        self._show(("\n" if self.table else "") + report.head(cells))
 
     def line(self, row: str, *cells: object, held: bool | None = None, **figures: Any) -> None:
         """Prints a line of the table.
@@ -106,7 +106,7 @@ class Program:
         self.results.append({"row": row, **figures, **({} if held is None else {"held": held})})
 
     def _show(self, text: str) -> None:
-        self._table += text.splitlines()
+        self.table += text.splitlines()
         print(text, flush=True)
 
 

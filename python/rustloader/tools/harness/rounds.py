@@ -78,17 +78,17 @@ def in_turn(items: Sequence[Item], number: int) -> list[Item]:
 class Rounds(dict[str, list[Any]]):
     """What each side took in each round: a number, or a dictionary of several figures."""
 
-    def values(self, side: str, figure: str | None = None) -> list[float]:  # type: ignore[override]
+    def of(self, side: str, figure: str | None = None) -> list[float]:
         """A figure of each round."""
         return [taken if figure is None else taken[figure] for taken in self[side]]
 
     def median(self, side: str, figure: str | None = None) -> float:
         """The median of a figure."""
-        return statistics.median(self.values(side, figure))
+        return statistics.median(self.of(side, figure))
 
     def ratios(self, one: str, other: str, figure: str | None = None) -> list[float]:
         """One side over the other in each round."""
-        pairs = zip(self.values(one, figure), self.values(other, figure), strict=True)
+        pairs = zip(self.of(one, figure), self.of(other, figure), strict=True)
         return [a / b if b else math.inf for a, b in pairs]
 
     def ratio(self, one: str, other: str, figure: str | None = None) -> float:
@@ -102,25 +102,27 @@ def interleave(
     label: str = "",
     beside: Mapping[str, Callable[[], Any]] | None = None,
     after: Callable[[], object] | None = None,
+    show: Callable[[str], object] = say,
 ) -> Rounds:
     """Measures all sides in each round, in turn.
 
     Args:
         sides: what measures each side. It returns a number, or a dictionary of figures.
         rounds: how often.
-        label: what is measured, for the line on stderr.
+        label: what is measured.
         beside: bounds and the like, which come last in each round.
         after: called after the sides of each round, to check what they delivered.
+        show: is called with what is measured now, before each measurement and at the end with an empty text.
     """
     beside = beside or {}
     taken = Rounds({name: [] for name in (*sides, *beside)})
     for turn in range(rounds):
         for name in in_turn(list(sides), turn):
-            say(f"{label}: round {turn + 1} of {rounds}, {name}")
+            show(f"{label}: round {turn + 1} of {rounds}, {name}")
             taken[name].append(sides[name]())
         if after is not None:
             after()
         for name, measure in beside.items():
             taken[name].append(measure())
-    say("")
+    show("")
     return taken
