@@ -2,7 +2,6 @@
 options; work on the device, and its limits."""
 
 import argparse
-import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -81,10 +80,6 @@ class Device:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.ones(nbytes, dtype=torch.uint8, pin_memory=self.is_card)
-
-    def stream(self) -> contextlib.AbstractContextManager[Any]:
-        """A new stream, for the body of a `with` statement."""
-        return torch.cuda.stream(torch.cuda.Stream()) if self.is_card else contextlib.nullcontext()
 
     def ms(self, work: Callable[[], Any], repeat: int = 5) -> float:
         """Milliseconds on the device of what `work` queues there."""

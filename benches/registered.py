@@ -109,6 +109,7 @@ def staged_rate(device: Device, batches: list[torch.Tensor]) -> float:
 
 def measure(row: str) -> None:
     options = program.options
+    device.synchronize()  # the context is made before anything is timed
     shared = Shared(options.mib * MIB, options.grain * MIB)
     take, give = (register, unregister) if device.is_card else (nothing, nothing)
     taken, given = [], []

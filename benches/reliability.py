@@ -10,6 +10,7 @@ ends       the end of an epoch, of an iterator and of a program, by the number o
 """
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import logging
@@ -87,13 +88,9 @@ def stuck_in_c() -> None:
     ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), ctypes.c_size_t(1))
 
 
-def loader_of(dataset: Numbers, workers: int, **kw: Any) -> rustloader.DataLoader:
-    return rustloader.DataLoader(dataset, num_workers=workers, **kw)
-
-
 def started(dataset: Numbers, workers: int, taken: int = 1, **kw: Any) -> tuple[Any, list[int]]:
     """An iterator after some batches, its workers idle or at work, and their pids."""
-    iterator = iter(loader_of(dataset, workers, **kw))
+    iterator = iter(rustloader.DataLoader(dataset, num_workers=workers, **kw))
     for _ in range(taken):
         next(iterator)
     return iterator, [worker.pid for worker in iterator._workers]
@@ -137,76 +134,77 @@ def in_child(body: Callable[[int], None]) -> tuple[int, Iterator[str]]:
     return pid, iter(os.fdopen(reader))
 
 
-class Bare:
-    """Children of a bare fork, which wait until they are released."""
+def bare_children(count: int) -> Callable[[], None]:
+    """Children of a bare fork, which wait in a read. The result ends and reaps them."""
+    reader, writer = os.pipe()
+    pids = []
+    for _ in range(count):
+        if (pid := os.fork()) == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        pids.append(pid)
+    time.sleep(0.02)
 
-    def __init__(self, count: int):
-        self.reader, self.writer = os.pipe()
-        self.pids = []
-        for _ in range(count):
-            pid = os.fork()
-            if pid == 0:
-                os.close(self.writer)
-                os.read(self.reader, 1)
-                os._exit(0)
-            self.pids.append(pid)
-        time.sleep(0.02)
-
-    def end(self) -> None:
-        os.close(self.writer)
-        os.close(self.reader)
-        for pid in self.pids:
+    def end() -> None:
+        os.close(writer)
+        os.close(reader)
+        for pid in pids:
             os.waitpid(pid, 0)
+
+    return end
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
+
+
+@contextlib.contextmanager
+def killed_soon(pid: int, begun: Callable[[], bool] = lambda: True) -> Iterator[list[float]]:
+    """A thread kills a process soon after it has begun an item, and notes the time."""
+    at: list[float] = []
+
+    def kill() -> None:
+        while not begun():
+            time.sleep(0.0005)
+        time.sleep(0.02)
+        at.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield at
+    thread.join()
 
 
 # --- what is measured, each in seconds ------------------------------------------------------------------------------
 
 
 def death_seen() -> float:
-    """From the SIGKILL of a worker to the error that a waiting next() raises: a thread kills and notes the time."""
+    """From the SIGKILL of a worker to the error that a waiting next() raises."""
     iterator, pids = started(Numbers(slow=2, body=functools.partial(sleep_in_python, 30)), 1, taken=2)
-    killed = 0.0
-
-    def kill() -> None:
-        nonlocal killed
-        time.sleep(0.02)
-        killed = time.monotonic()
-        os.kill(pids[0], signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        next(iterator)
-    except RuntimeError as error:
-        seen = time.monotonic()
-        assert "killed by signal: Killed" in str(error), error
-    else:
-        raise AssertionError("next() went on")
-    thread.join()
+    with killed_soon(pids[0]) as killed:
+        try:
+            next(iterator)
+        except RuntimeError as error:
+            seen = time.monotonic()
+            assert "killed by signal: Killed" in str(error), error
+        else:
+            raise AssertionError("next() went on")
     iterator._shutdown_workers()
-    return seen - killed
+    return seen - killed[0]
 
 
 def replaced_after_a_kill() -> float:
     """From the SIGKILL of one of two workers to the batch that its replacement makes."""
     dataset = OnceSlow(2, functools.partial(sleep_in_python, 30.0))
     iterator, pids = started(dataset, 2, taken=2, max_restarts=1)
-    killed = 0.0
-
-    def kill() -> None:
-        nonlocal killed
-        while not dataset.begun:
-            time.sleep(0.0005)
-        time.sleep(0.02)
-        killed = time.monotonic()
-        os.kill(pids[0], signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    batch = next(iterator)
-    took = time.monotonic() - killed
+    with killed_soon(pids[0], lambda: bool(dataset.begun)) as killed:
+        batch = next(iterator)
+        took = time.monotonic() - killed[0]
     assert batch.tolist() == [2] and iterator._workers[0].pid != pids[0]
-    thread.join()
     iterator._shutdown_workers()
     return took
 
@@ -239,26 +237,32 @@ def workers_gone_after_main(body: Callable[[float], None]) -> float:
     return seconds_until(lambda: none_of(pids), start)
 
 
-def drop(workers: int) -> float:
-    """`del` of an iterator whose workers are idle, as after a break."""
-    iterator, pids = started(Numbers(), workers)
-    time.sleep(0.02)
-    start = time.monotonic()
+def ended(end: Callable[[list[Any]], object], dataset: Numbers, workers: int, taken: int, pause: float = 0.02) -> float:
+    """The end of an iterator, in a list, after some batches. All its workers must be gone then."""
+    held: list[Any] = []
+    iterator, pids = started(dataset, workers, taken)
+    held.append(iterator)
     del iterator
-    took = time.monotonic() - start
+    time.sleep(pause)
+    took = seconds_of(lambda: end(held))
     assert none_of(pids)
     return took
+
+
+def drop(workers: int) -> float:
+    """`del` of an iterator whose workers are idle, as after a break."""
+    return ended(list.clear, Numbers(), workers, 1)
 
 
 def last_next(workers: int) -> float:
     """The next() that ends the epoch, which joins the workers."""
-    iterator, pids = started(Numbers(2 * workers), workers, taken=2 * workers)
-    time.sleep(0.02)
-    start = time.monotonic()
-    assert next(iterator, None) is None
-    took = time.monotonic() - start
-    assert none_of(pids)
-    return took
+    return ended(lambda held: next(held[0], None), Numbers(2 * workers), workers, 2 * workers)
+
+
+def shutdown_in_items(body: Callable[[float], None], workers: int) -> float:
+    """`del` of an iterator whose workers are all in items of 10 s."""
+    dataset = Numbers(slow=workers, body=functools.partial(body, 10.0))
+    return ended(list.clear, dataset, workers, workers, 0.1)
 
 
 def exit_with(workers: int) -> float:
@@ -278,33 +282,19 @@ def exit_with(workers: int) -> float:
 
 
 def bare(workers: int) -> float:
-    children = Bare(workers)
-    start = time.monotonic()
-    children.end()
-    return time.monotonic() - start
+    return seconds_of(bare_children(workers))
 
 
 def bare_exit(workers: int) -> float:
     def main(pipe: int) -> None:
-        children = Bare(workers)
+        end = bare_children(workers)
         say(pipe, str(time.monotonic()))
-        children.end()
+        end()
 
     pid, lines = in_child(main)
     start = float(next(lines))
     os.waitpid(pid, 0)
     return time.monotonic() - start
-
-
-def shutdown_in_items(body: Callable[[float], None], workers: int) -> float:
-    """`del` of an iterator whose workers are all in items of 10 s."""
-    iterator, pids = started(Numbers(slow=workers, body=functools.partial(body, 10.0)), workers, taken=workers)
-    time.sleep(0.1)
-    start = time.monotonic()
-    del iterator
-    took = time.monotonic() - start
-    assert none_of(pids)
-    return took
 
 
 # --- output -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any
 import torch.utils.data
 
 import rustloader
-from rustloader.system.procfs import private
+from rustloader.system.procfs import amounts, private, read
 from rustloader.tools.harness.processes import fresh
 from rustloader.tools.harness.program import Program, main, missed
 from rustloader.tools.harness.rounds import Rounds, spread
@@ -136,16 +136,15 @@ def build(kind: str, side: str) -> dict[str, float]:
     # What is resident now counts as the peak so far.
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
-    before, start = status("VmRSS"), time.perf_counter()
+    before, start = amounts(read("/proc/self/status"))["VmRSS"], time.perf_counter()
     shared = rustloader.share(items)
     seconds = time.perf_counter() - start
     # The result may be mapped, but its pages are touched only by reads.
-    return {"seconds": seconds, "size": shared.nbytes / MB, "peak": (status("VmHWM") - before) / MB}
-
-
-def status(name: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
+    return {
+        "seconds": seconds,
+        "size": shared.nbytes / MB,
+        "peak": (amounts(read("/proc/self/status"))["VmHWM"] - before) / MB,
+    }
 
 
 PARTS = {"memory": memory, "reads": reads, "build": build}
