@@ -1,14 +1,14 @@
 """Where the time of a batch goes, by rustloader's own statistics: `make compare KIND=breakdown`.
 
-Workers are persistent. One epoch warms up, then some are measured together. Times are microseconds per batch: the
+Workers are persistent. One epoch warms up, then --rounds are measured together. Times are microseconds per batch: the
 workers' parts are sums over all workers, main's are those of its thread. `sum` is the share of the workers' wall time
 that the parts account for. `in next` is the time inside next() without waiting, in which
 main holds the GIL.
 
-With --calls `perf stat` counts system calls per batch. It slows them down, so there are no times then.
+With --calls `perf stat` counts system calls per batch, for loops without a step and with one of 1 ms. It slows them
+down, so there are no times then.
 """
 
-import argparse
 import contextlib
 import os
 import signal
@@ -16,17 +16,22 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from epochs import cpu_seconds
-from rows import ROWS, Row, Samples
+from epochs import cpu_seconds, loop
+from rows import BY_NAME, ROWS
 
 import rustloader
+from rustloader.tools.harness.program import Program
+from rustloader.tools.harness.report import us
+from rustloader.tools.harness.rounds import Failure
 
 PARTS = ("fetch", "collate", "pack", "idle")
+HEAD = ("row", "wall", "workers: fetch", *PARTS[1:], "sum", "main: thread", "in next", "waits", "CPU of all")
+CALLS = ("row", "main", "workers", "with a step of 1 ms: main", "workers")
+
+program = Program(__doc__, [row.name for row in ROWS if not row.to_first])
 
 
 def totals(loader: Any) -> dict[str, float]:
@@ -42,29 +47,22 @@ def totals(loader: Any) -> dict[str, float]:
     }
 
 
-def prepared(row: Row) -> tuple[Any, int]:
-    """The loader after an epoch to warm up; batches of an epoch."""
-    dataset = Samples(row.samples(), row.batches * (row.batch_size or 1), row.fresh)
-    arguments: dict[str, Any] = {
-        "batch_size": row.batch_size,
-        "collate_fn": row.collate,
-        "num_workers": row.workers or 2,
-    }
-    loader = rustloader.DataLoader(dataset, persistent_workers=True, **arguments)
-    return loader, sum(1 for _ in loader)
-
-
-def measure(row: Row, epochs: int) -> dict[str, float]:
-    """Microseconds per batch."""
-    loader, batches = prepared(row)
+def measure(name: str) -> None:
+    prepared = loop(BY_NAME[name], "rustloader", persistent_workers=True)
+    loader, batches = prepared.loader, prepared.batches * program.options.rounds
+    prepared()
+    if program.options.calls:
+        found = [count / batches for step in (0.0, 1e-3) for count in calls(loader, step)]
+        program.line(name, name, *(f"{count:.2f}" for count in found), calls=found)
+        return
     before = totals(loader)
-    for _ in range(epochs):
+    for _ in range(program.options.rounds):
         for _ in loader:
             pass
-    after = totals(loader)
-    us = {name: (after[name] - before[name]) / (epochs * batches) * 1e6 for name in after}
-    us["sum"] = 100 * sum(us[part] for part in PARTS) / (us["wall"] * loader.num_workers)
-    return us
+    each = {key: (after - before[key]) / batches * 1e6 for key, after in totals(loader).items()}
+    share = sum(each[part] for part in PARTS) / (each["wall"] * loader.num_workers)
+    cells = [*(us(each[key]) for key in ("wall", *PARTS)), f"{share:.0%}"]
+    program.line(name, name, *cells, *(us(each[key]) for key in ("main", "own", "waited", "cpu")), us=each)
 
 
 @contextlib.contextmanager
@@ -85,49 +83,22 @@ def counted(pids: list[int]) -> Iterator[list[int]]:
             perf.wait()
             lines = [line for line in file if "raw_syscalls" in line]
             if len(lines) != 1:
-                raise SystemExit("perf stat has counted nothing, which takes root and tracefs")
+                raise Failure("perf stat has counted nothing, which takes root and tracefs")
             counts.append(int(lines[0].split(",")[0]))
 
 
-def calls(row: Row, epochs: int, step: float) -> list[float]:
-    """System calls per batch: of main, and of all workers together."""
-    loader, batches = prepared(row)
+def calls(loader: Any, step: float) -> tuple[int, int]:
+    """System calls: of main, and of all workers together."""
     with counted([os.getpid(), *(worker.pid for worker in rustloader.stats(loader).workers)]) as counts:
-        for _ in range(epochs):
+        for _ in range(program.options.rounds):
             for _ in loader:
                 # A step without a system call.
                 end = time.perf_counter() + step
                 while time.perf_counter() < end:
                     pass
-    return [counts[0] / (epochs * batches), sum(counts[1:]) / (epochs * batches)]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--rows", metavar="NAME,...", help="only these rows")
-    parser.add_argument("--calls", action="store_true", help="count system calls instead (perf, as root)")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    wanted = options.rows.split(",") if options.rows else [row.name for row in ROWS if not row.to_first]
-    rows = [row for row in ROWS if row.name in wanted]
-    if options.calls:
-        print("| row | main | workers | with a step of 1 ms: main | workers |\n|---|---|---|---|---|")
-        for row in rows:
-            cells = [f"{count:.2f}" for step in (0.0, 1e-3) for count in calls(row, options.epochs, step)]
-            print(f"| {row.name} | {' | '.join(cells)} |", flush=True)
-        return 0
-    print("| row | wall | workers: fetch | collate | pack | idle | sum | main: thread | in next | waits | CPU of all |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        us = measure(row, options.epochs)
-        names = ("wall", *PARTS)
-        cells = [f"{us[name]:,.1f}" for name in names] + [f"{us['sum']:.0f} %"]
-        cells += [f"{us[name]:,.1f}" for name in ("main", "own", "waited", "cpu")]
-        print(f"| {row.name} | {' | '.join(cells)} |", flush=True)
-    return 0
+    return counts[0], sum(counts[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.option("--calls", action="store_true", help="count system calls instead (perf, as root)")
+    sys.exit(program.run(measure, CALLS if program.parse().calls else HEAD))

@@ -1,11 +1,66 @@
-"""The device of gpu.py and to_device.py: a CUDA card; or the CPU, where they run without figures to quote."""
+"""What the programs for a CUDA device share: the device, or the CPU, where they run without figures to quote; their
+options; work on the device, and its limits."""
 
-import contextlib
+import argparse
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from rows import BY_NAME, ROWS
+
+from rustloader.tools.harness.program import Program
+
+# default_collate makes tensors of images_numpy. The others have none, or are about starts.
+WITHOUT_TENSORS = {"fresh_numpy", "ready_numpy", "texts", "epoch_start", "start_spawn", "start_forkserver"}
+WITH_TENSORS = [row.name for row in ROWS if row.name not in WITHOUT_TENSORS]
+
+
+def program_of(text: str | None, rounds: int, default: tuple[str, ...] = ()) -> Program:
+    """A program with rows of `make compare`. ``default`` are those without ``--rows``."""
+    program = Program(text, WITH_TENSORS, rounds)
+    program.parser.set_defaults(rows=",".join(default or WITH_TENSORS))
+    program.option("--workers", type=int, default=4, help="worker processes a loader (default: %(default)s)")
+    program.option("--quick", action="store_true", help="a tenth of the batches: no figures to quote")
+    program.option("--trace", metavar="FILE", help="write FILE.<row>.json, a profile of the training loop")
+    return program
+
+
+def started(program: Program) -> "Device":
+    """Reads the command line. Ends the program where it needs a card and there is none."""
+    program.option("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a card, no figures")
+    options = program.parse()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: this measurement is for a machine that has one", file=sys.stderr)
+        sys.exit(2)
+    device = Device(options.device)
+    print(f"{device.name}{', quick' * getattr(options, 'quick', False)}")
+    return device
+
+
+def loader_of(name: str, kind: type, pinned: bool, options: argparse.Namespace) -> torch.utils.data.DataLoader:
+    """A loader over a row, with persistent workers."""
+    row = BY_NAME[name]
+    arguments = row.arguments() | {"num_workers": options.workers, "pin_memory": pinned and options.device == "cuda"}
+    return kind(row.dataset(options.quick), persistent_workers=True, **arguments)
+
+
+def tensors(batch: Any) -> list[torch.Tensor]:
+    """All tensors of a batch."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, dict):
+        batch = batch.values()
+    return [x for item in batch for x in tensors(item)] if not isinstance(batch, int | float | str | bytes) else []
+
+
+def trace(options: argparse.Namespace, name: str, work: Callable[[], object]) -> None:
+    """Writes a profile of the work, where --trace asks for it."""
+    if options.trace:
+        with torch.profiler.profile() as profile:
+            work()
+        profile.export_chrome_trace(f"{options.trace}.{name}.json")
 
 
 class Device:
@@ -25,10 +80,6 @@ class Device:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.ones(nbytes, dtype=torch.uint8, pin_memory=self.is_card)
-
-    def stream(self) -> contextlib.AbstractContextManager[Any]:
-        """A new stream, for the body of a `with` statement."""
-        return torch.cuda.stream(torch.cuda.Stream()) if self.is_card else contextlib.nullcontext()
 
     def ms(self, work: Callable[[], Any], repeat: int = 5) -> float:
         """Milliseconds on the device of what `work` queues there."""

@@ -1,54 +1,28 @@
 """Epochs of a loader, timed and checked."""
 
 import gc
+import itertools
 import multiprocessing
 import os
-import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.utils.data
+from rows import Row, Samples
 
 import rustloader
-from rustloader.tools.probe import machine
+from rustloader.tools.harness import machine
+from rustloader.tools.harness.rounds import Failure
+from rustloader.tools.probe.leaves import leaves
+
+KINDS: dict[str, type] = {"torch": torch.utils.data.DataLoader, "rustloader": rustloader.DataLoader}
+SHARING = torch.multiprocessing.get_sharing_strategy()
 
 
-class Failure(Exception):
-    """A loader failed the checks of its row."""
-
-
-@dataclass
-class Timing:
-    """An epoch, by its batches; in microseconds."""
-
-    # From iter() to the end of the epoch, or to the first batch.
-    wall: float
-    # Processor time of all processes.
-    cpu: float
-    # Processor time of the thread that iterates: it holds the GIL for no longer.
-    main: float
-
-
-@dataclass
-class Side:
-    """A loader of a row, and what was measured with it."""
-
-    name: str
-    loader: torch.utils.data.DataLoader
-    timings: list[Timing] = field(default_factory=list)
-    # How torch's loader shares memory: "file_descriptor" or "file_system".
-    sharing: str = torch.multiprocessing.get_sharing_strategy()
-    # A variable that is 0 during the epochs of this side alone.
-    off: str | None = None
-
-    def median(self, what: str) -> float:
-        return statistics.median(getattr(timing, what) for timing in self.timings)
-
-
-def cpu_seconds(loader: torch.utils.data.DataLoader) -> float:
+def cpu_seconds(loader: Any) -> float:
     """Processor time of this process, of the children it has reaped, and of the loader's workers."""
     return machine.cpu_seconds(worker.pid for worker in living_workers(loader))
 
@@ -60,56 +34,102 @@ def living_workers(loader: Any) -> list[Any]:
     return loader._iterator._workers if loader.persistent_workers and loader._iterator is not None else []
 
 
-def run_epoch(side: Side, batches: int, epochs: int = 1, to_first: bool = False) -> tuple[Timing, Any]:
-    """Times epochs of `batches` batches each. Also returns the last batch."""
-    gc.collect()
-    torch.multiprocessing.set_sharing_strategy(side.sharing)
-    if side.off:
-        os.environ[side.off] = "0"
-    first: float | None = None
-    seen, from_engine = 0, rustloader.engine_batches()
-    cpu, main, start = cpu_seconds(side.loader), time.thread_time(), time.perf_counter()
-    for _ in range(epochs):
-        for batch in side.loader:  # noqa: B007 (the last one is returned)
-            seen += 1
-            if to_first and first is None:
-                first = time.perf_counter() - start
-    wall = time.perf_counter() - start if first is None else first
-    main, cpu = time.thread_time() - main, cpu_seconds(side.loader) - cpu
-    torch.multiprocessing.set_sharing_strategy(Side.sharing)
-    if side.off:
-        del os.environ[side.off]
-    from_engine = rustloader.engine_batches() - from_engine
-    batches *= epochs
-    if seen != batches:
-        raise Failure(f"{side.name} delivered {seen} batches in place of {batches}")
-    wanted = batches if side.name == "rustloader" or side.off else 0
-    if from_engine != wanted:
-        raise Failure(f"{side.name}: {from_engine} batches came from the Rust engine, not {wanted}")
-    per_batch = 1e6 / batches
-    return Timing(wall * 1e6 if to_first else wall * per_batch, cpu * per_batch, main * per_batch), batch
+@dataclass
+class Loop:
+    """A loop over a loader. A call runs the epochs of a round.
+
+    Attributes:
+        loader: the loader.
+        batches: of an epoch. Each epoch must deliver all of them.
+        from_engine: whether all of them must come from the Rust engine; otherwise none may.
+        epochs: of a round.
+        to_first: whether the wall time ends with the first batch.
+        sharing: how torch's loader shares memory: "file_descriptor" or "file_system".
+        off: a variable that is 0 meanwhile.
+        last: the last batch.
+    """
+
+    loader: Any
+    batches: int
+    from_engine: bool = False
+    epochs: int = 1
+    to_first: bool = False
+    sharing: str = SHARING
+    off: str | None = None
+    last: Any = None
+
+    def __call__(self) -> dict[str, float]:
+        """Microseconds per batch, or to the first one: of the clock, of the processor time of all processes, and of
+        that of this thread, which holds the GIL for no longer."""
+        gc.collect()
+        torch.multiprocessing.set_sharing_strategy(self.sharing)
+        if self.off:
+            os.environ[self.off] = "0"
+        first: float | None = None
+        seen, from_engine = 0, rustloader.engine_batches()
+        cpu, main, start = cpu_seconds(self.loader), time.thread_time(), time.perf_counter()
+        for _ in range(self.epochs):
+            for self.last in self.loader:  # noqa: B020 (kept, to be compared)
+                seen += 1
+                if self.to_first and first is None:
+                    first = time.perf_counter() - start
+        wall = time.perf_counter() - start
+        main, cpu = time.thread_time() - main, cpu_seconds(self.loader) - cpu
+        torch.multiprocessing.set_sharing_strategy(SHARING)
+        if self.off:
+            del os.environ[self.off]
+        batches, from_engine = self.batches * self.epochs, rustloader.engine_batches() - from_engine
+        if seen != batches:
+            raise Failure(f"{seen} batches in place of {batches}")
+        if from_engine != (batches if self.from_engine else 0):
+            raise Failure(f"{from_engine} of {batches} batches came from the Rust engine")
+        us = 1e6 / batches
+        return {"wall": wall * us if first is None else first * 1e6, "cpu": cpu * us, "main": main * us}
 
 
-def difference(a: Any, b: Any, path: str = "batch") -> str | None:
+def loop(row: Row, kind: str, dataset: Samples | None = None, quick: bool = False, **arguments: Any) -> Loop:
+    """The loop over a row.
+
+    Args:
+        row: what the batches are.
+        kind: "torch" or "rustloader".
+        dataset: of the row, if several loops share one.
+        quick: a tenth of the batches.
+        arguments: of the loader, beside and above the row's; ``sharing`` and ``off`` are the loop's.
+    """
+    own = {name: arguments.pop(name) for name in ("sharing", "off") if name in arguments}
+    if arguments.get("num_workers") == 0:
+        arguments |= {"multiprocessing_context": None, "persistent_workers": False}
+    loader = KINDS[kind](dataset or row.dataset(quick), **row.arguments() | arguments)
+    ours = kind == "rustloader" and loader.num_workers > 0
+    return Loop(loader, row.count(quick), ours, 1 if quick else row.epochs, row.to_first, **own)
+
+
+def difference(one: Any, other: Any) -> str | None:
     """Where and how two batches differ; None if they are equal."""
-    if type(a) is not type(b):
-        return f"{path}: {type(a).__name__} and {type(b).__name__}"
-    if isinstance(a, torch.Tensor):
-        for name in ("dtype", "shape", "layout", "device"):
-            if getattr(a, name) != getattr(b, name):
-                return f"{path}.{name}: {getattr(a, name)} and {getattr(b, name)}"
-        return None if torch.equal(a, b) else f"{path}: other values"
-    if isinstance(a, np.ndarray):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return f"{path}: {a.dtype}{a.shape} and {b.dtype}{b.shape}"
-        return None if np.array_equal(a, b) else f"{path}: other values"
-    if isinstance(a, dict):
-        if list(a) != list(b):
-            return f"{path}: keys {list(a)} and {list(b)}"
-        return next(filter(None, (difference(a[key], b[key], f"{path}[{key!r}]") for key in a)), None)
-    if isinstance(a, list | tuple):
-        if len(a) != len(b):
-            return f"{path}: {len(a)} and {len(b)} elements"
-        pairs = zip(a, b, strict=True)
-        return next(filter(None, (difference(x, y, f"{path}[{i}]") for i, (x, y) in enumerate(pairs))), None)
-    return None if a == b else f"{path}: {a!r} and {b!r}"
+    for a, b in itertools.zip_longest(leaves(one), leaves(other)):
+        if a is None or b is None or a[:2] != b[:2]:
+            return f"{a and a[:2]} and {b and b[:2]}"
+        tensors = isinstance(a.value, torch.Tensor)
+        equal = torch.equal if tensors else np.array_equal if isinstance(a.value, np.ndarray) else None
+        if not (equal(a.value, b.value) if equal else a.value == b.value):
+            return f"{a.path}: other values"
+    return None
+
+
+def same_last(loops: dict[str, Loop]) -> None:
+    """Compares the last batches of loops with that of the first one, and drops them."""
+    (first, wanted), *others = ((name, it.last) for name, it in loops.items())
+    for name, last in others:
+        if found := difference(wanted, last):
+            raise Failure(f"the last batch differs between {first} and {name}: {found}")
+    for it in loops.values():
+        it.last = None
+
+
+def same_first(loops: dict[str, Loop], count: int = 4) -> None:
+    """Compares the first batches of two loops."""
+    one, other = (it.loader for it in loops.values())
+    for number, pair in enumerate(itertools.islice(zip(one, other, strict=True), count)):
+        if found := difference(*pair):
+            raise Failure(f"batch {number} differs between {' and '.join(loops)}: {found}")

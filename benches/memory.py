@@ -4,20 +4,14 @@ Each measurement is a new process in its own memory cgroup, so everything counts
 shared memory, mapped or not. What the process had before the first iter() is subtracted. Needs the right to create a
 cgroup. Without --step the loop takes each batch at once, and a loader that is slower than the loop never holds all
 the batches that it may prefetch. Last comes what two epochs leave behind after 12 s, and two more when their loader
-is gone; with --left that alone, and with --peaks without it. With --off, a second line of each case is rustloader
-with that variable at 0.
+is gone; with --peaks this is left out. With --off, rustloader is also measured with that variable at 0.
 """
 
-import argparse
 import contextlib
 import gc
-import json
 import os
-import statistics
 import sys
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +19,15 @@ from typing import Any
 
 import torch
 import torch.utils.data
+from epochs import KINDS
 from rows import IMAGE, MB, Samples, images_f32, images_numpy, images_u8, large_arrays
 
-import rustloader
+from rustloader.tools.harness.processes import forked
+from rustloader.tools.harness.program import Program
+from rustloader.tools.harness.rounds import Rounds, spread
 
 # Seconds after which pages that wait for the next epoch should be gone.
 LEFT_AFTER = 12
-
-
-# --- a private cgroup ----------------------------------------------------------------------------------------
 
 
 class Cgroup:
@@ -62,18 +56,6 @@ class Cgroup:
             self.path.rmdir()
 
 
-@contextlib.contextmanager
-def cgroup() -> Iterator[Cgroup]:
-    group = Cgroup()
-    try:
-        yield group
-    finally:
-        group.remove()
-
-
-# --- what is measured ---------------------------------------------------------------------------------------------
-
-
 class Ragged(torch.utils.data.IterableDataset):
     """Batches of 1 to 64 images, by a fixed sequence."""
 
@@ -98,21 +80,6 @@ class Case:
     keeps_labels: bool = False
 
 
-@dataclass(frozen=True)
-class Side:
-    """A loader that a case is measured with."""
-
-    name: str
-    loader: type[torch.utils.data.DataLoader]
-    # A variable that is 0 in its process.
-    off: str | None = None
-
-
-def sides_of(off: str | None) -> list[Side]:
-    both = [Side("torch", torch.utils.data.DataLoader), Side("rustloader", rustloader.DataLoader)]
-    return [*both, Side(f"{off}=0", rustloader.DataLoader, off)] if off else both
-
-
 def of(samples: Callable[[], list[Any]], batches: int) -> Callable[[], Any]:
     return lambda: Samples(samples(), batches * 64)
 
@@ -125,18 +92,18 @@ def arrays() -> list[Any]:
     return [(array, i) for i, array in enumerate(large_arrays())]
 
 
-CASES = [
-    Case("u8 images, 2 workers", of(images_u8, 100), 64, 2),
-    Case("u8 images, 8 workers", of(images_u8, 100), 64, 8),
-    Case("f32 images, 2 workers", of(images_f32, 60), 64, 2),
-    Case("f32 images, 8 workers", of(images_f32, 60), 64, 8),
-    Case("ragged f32 images, 2 workers", lambda: Ragged(100), None, 2),
-    Case("ragged f32 images, 8 workers", lambda: Ragged(100), None, 8),
-    Case("f32 images, labels kept, 2 workers", of(images_f32, 60), 64, 2, keeps_labels=True),
-    Case("fresh NumPy u8 images, 2 workers", lambda: Samples(images_numpy(), 100 * 64, copied), 64, 2),
-    Case("fresh NumPy arrays of 16 MB, 2 workers", lambda: Samples(arrays(), 150, copied), None, 2),
-    Case("fresh NumPy arrays of 16 MB, 8 workers", lambda: Samples(arrays(), 150, copied), None, 8),
-]
+CASES = {
+    "u8-2": Case("u8 images, 2 workers", of(images_u8, 100), 64, 2),
+    "u8-8": Case("u8 images, 8 workers", of(images_u8, 100), 64, 8),
+    "f32-2": Case("f32 images, 2 workers", of(images_f32, 60), 64, 2),
+    "f32-8": Case("f32 images, 8 workers", of(images_f32, 60), 64, 8),
+    "ragged-2": Case("ragged f32 images, 2 workers", lambda: Ragged(100), None, 2),
+    "ragged-8": Case("ragged f32 images, 8 workers", lambda: Ragged(100), None, 8),
+    "labels-2": Case("f32 images, labels kept, 2 workers", of(images_f32, 60), 64, 2, keeps_labels=True),
+    "numpy-u8-2": Case("fresh NumPy u8 images, 2 workers", lambda: Samples(images_numpy(), 100 * 64, copied), 64, 2),
+    "numpy-2": Case("fresh NumPy arrays of 16 MB, 2 workers", lambda: Samples(arrays(), 150, copied), None, 2),
+    "numpy-8": Case("fresh NumPy arrays of 16 MB, 8 workers", lambda: Samples(arrays(), 150, copied), None, 8),
+}
 
 
 def use(case: Case, loader: Any, step: float) -> None:
@@ -151,12 +118,12 @@ def use(case: Case, loader: Any, step: float) -> None:
             del batch, images, labels
 
 
-def peak_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> list[int]:
+def peak_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> dict[str, int]:
     use(case, loaders[0], step)
-    return [group.peak()]
+    return {"peak": group.peak()}
 
 
-def left_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> list[int]:
+def left_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> dict[str, int]:
     """Bytes some seconds after an epoch, and at once when the loader of another one is gone."""
     use(case, loaders[0], step)
     time.sleep(LEFT_AFTER)
@@ -164,117 +131,72 @@ def left_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> list[
     use(case, loaders[0], step)
     loaders.clear()
     gc.collect()
-    return [late, group.used()]
+    return {"late": late, "gone": group.used()}
 
 
-Measure = Callable[[Case, list[Any], float, Cgroup], list[int]]
+Measure = Callable[[Case, list[Any], float, Cgroup], dict[str, int]]
 
 
-def measure(case: Case, side: Side, step: float, what: Measure) -> list[int]:
-    """Bytes above the level before, in a new process."""
-    reader, writer = os.pipe()
-    with cgroup() as group:
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                group.enter()
-                if side.off:
-                    os.environ[side.off] = "0"
-                dataset = case.dataset()
-                loaders = [side.loader(dataset, batch_size=case.batch_size, num_workers=case.workers)]
-                before = group.used()
-                found = [after - before for after in what(case, loaders, step, group)]
-                os.write(writer, json.dumps(found).encode())
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        os.close(writer)
-        _, status = os.waitpid(pid, 0)
-        with os.fdopen(reader) as file:
-            said = file.read()
-        if status != 0:
-            raise SystemExit(f"{case.name} with {side.name}: the process failed")
-        return list(json.loads(said))
+def measure(case: Case, kind: str, off: str | None, what: Measure) -> dict[str, float]:
+    """MiB above the level before, in a new process."""
+    group = Cgroup()
+
+    def body() -> dict[str, float]:
+        group.enter()
+        if off:
+            os.environ[off] = "0"
+        dataset = case.dataset()
+        loaders = [KINDS[kind](dataset, batch_size=case.batch_size, num_workers=case.workers)]
+        before = group.used()
+        return {key: (after - before) / MB for key, after in what(case, loaders, program.options.step, group).items()}
+
+    try:
+        return forked(body)
+    finally:
+        group.remove()
 
 
-def rounds_of(options: argparse.Namespace, case: Case, what: Measure) -> dict[str, list[list[int]]]:
+def rounds_of(name: str, what: Measure) -> Rounds:
     """What each side took in each round."""
-    taken: dict[str, list[list[int]]] = {side.name: [] for side in sides_of(options.off)}
-    for _ in range(options.rounds):
-        for side in sides_of(options.off):
-            taken[side.name].append(measure(case, side, options.step, what))
-    return taken
+    sides = {kind: lambda kind=kind: measure(CASES[name], kind, None, what) for kind in KINDS}
+    if off := program.options.off:
+        sides["off"] = lambda: measure(CASES[name], "rustloader", off, what)
+    return program.interleave(sides, name)
 
 
-def medians(taken: list[list[int]]) -> list[float]:
-    return [statistics.median(it) / MB for it in zip(*taken, strict=True)]
+def peaks(name: str) -> None:
+    taken = rounds_of(name, peak_of)
+    cells = [spread(taken.of(side, "peak"), "{:,.0f}".format) for side in taken]
+    ratios = [spread(taken.ratios(side, "torch", "peak"), "{:.2f}".format) for side in taken if side != "torch"]
+    program.line(name, CASES[name].name, *cells, *ratios, what="peak", rounds=taken)
 
 
-def table(options: argparse.Namespace, cases: list[Case]) -> list[dict[str, Any]]:
-    print(f"peak memory in MiB, medians of {options.rounds}\n\n{'':<44}{'torch':>9}{'rustloader':>12}{'ratio':>8}")
-    results = []
-    for case in cases:
-        taken = rounds_of(options, case, peak_of)
-        (theirs,), (ours,), *others = map(medians, taken.values())
-        print(f"{case.name:<44}{theirs:>9,.0f}{ours:>12,.0f}{ours / theirs:>8.2f}", flush=True)
-        for (off,) in others:
-            print(f"  {options.off + '=0':<51}{off:>12,.0f}{off / theirs:>8.2f}", flush=True)
-        results.append({"case": case.name, "peaks": {name: [it[0] for it in each] for name, each in taken.items()}})
-    return results
+def left(name: str) -> None:
+    taken = rounds_of(name, left_of)
+    cells = [spread(taken.of(side, key), "{:,.1f}".format) for key in ("late", "gone") for side in taken]
+    program.line(name, CASES[name].name, *cells, what="left", rounds=taken)
 
 
-def table_of_left(options: argparse.Namespace, cases: list[Case]) -> list[dict[str, Any]]:
-    after = f"after {LEFT_AFTER} s"
-    print(f"memory left behind in MiB, medians of {options.rounds}\n\n{'':<44}{after:>21}{'without the loader':>21}")
-    print(f"{'':<44}{'torch':>9}{'rustloader':>12}{'torch':>9}{'rustloader':>12}")
-    results = []
-    for case in cases:
-        taken = rounds_of(options, case, left_of)
-        theirs, ours, *others = map(medians, taken.values())
-        figures = "".join(f"{it:>9,.1f}{our:>12,.1f}" for it, our in zip(theirs, ours, strict=True))
-        print(f"{case.name:<44}{figures}", flush=True)
-        for late, gone in others:
-            print(f"  {options.off + '=0':<51}{late:>12,.1f}{gone:>21,.1f}", flush=True)
-        results.append({"case": case.name, "left": taken})
-    return results
+def tables() -> int:
+    """All peaks, then all that is left."""
+    sides = [*KINDS, *([f"{program.options.off}=0"] if program.options.off else [])]
+    status = program.run(peaks, ["peak memory in MiB", *sides, *(f"{side} / torch" for side in sides[1:])])
+    if not program.options.peaks:
+        heads = [f"{side}, {when}" for when in (f"after {LEFT_AFTER} s", "without the loader") for side in sides]
+        status |= program.run(left, ["memory left behind in MiB", *heads])
+    return status
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="of each case (default: %(default)s)")
-    parser.add_argument(
-        "--step",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="that the loop keeps each batch (default: %(default)s)",
-    )
-    parser.add_argument("--left", action="store_true", help="measure only what is left behind")
-    parser.add_argument("--only", metavar="TEXT", help="cases whose name has this in it")
-    parser.add_argument("--off", metavar="VARIABLE", help="rustloader with this variable at 0 as well")
-    parser.add_argument("--peaks", action="store_true", help="measure only the peaks")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the results as JSON")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+program = Program(__doc__, list(CASES), rounds=3)
+program.option("--step", type=float, default=0.0, metavar="SECONDS", help="for which the loop keeps each batch")
+program.option("--off", metavar="VARIABLE", help="rustloader with this variable at 0 as well")
+program.option("--peaks", action="store_true", help="measure only the peaks")
+
+if __name__ == "__main__":
+    program.parse()
     try:
         Cgroup().remove()
     except OSError as error:
         print(f"no memory cgroup can be made, which this needs: {error}", file=sys.stderr)
-        return 2
-    cases = [case for case in CASES if options.only is None or options.only in case.name]
-    results = [] if options.left else table(options, cases)
-    if not options.left and not options.peaks:
-        print()
-    if not options.peaks:
-        results += table_of_left(options, cases)
-    if options.save:
-        options.save.write_text(json.dumps(results, indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        sys.exit(2)
+    sys.exit(tables())

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from drawing import Drawing
+
 COLORS = {"copy to the device": "#e0862f", "other copies": "#c9b79c", "kernel": "#1f5fa8"}
 
 
@@ -63,32 +65,20 @@ def picture(of: list[Piece], milliseconds: float) -> str:
     shown = [it for it in of if it.end > begin]
     streams = sorted({it.stream for it in shown})
     left, width, step, top = 90, 560, 34, 70
-    bottom = top + step * len(streams)
-    scale = width / (end - begin)
-
-    def text(x: float, y: float, words: str, attributes: str = "") -> str:
-        return f'<text x="{x:.0f}" y="{y:.0f}" fill="#222222" {attributes}>{words}</text>'
-
+    bottom, scale = top + step * len(streams), width / (end - begin)
+    drawn = Drawing()
     title = f"{end - begin:.1f} ms: {overlap(shown):.0%} of the copies to the device beside kernels"
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {bottom + 30}" '
-        'font-family="sans-serif" font-size="14">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        text(16, 22, title, 'font-weight="bold"'),
-    ]
-    for k, (name, color) in enumerate(COLORS.items()):
-        out.append(f'<rect x="{16 + 180 * k}" y="36" width="12" height="12" fill="{color}"/>')
-        out.append(text(34 + 180 * k, 47, name))
+    drawn.text(16, 22, title, 'font-weight="bold"')
+    drawn.legend(COLORS, 180)
     for k, stream in enumerate(streams):
-        out.append(text(16, top + step * k + 18, f"stream {stream}"))
+        drawn.text(16, top + step * k + 18, f"stream {stream}")
     for piece in shown:
-        y = top + step * streams.index(piece.stream)
-        x = left + (max(piece.begin, begin) - begin) * scale
-        wide = max((piece.end - max(piece.begin, begin)) * scale, 0.5)
-        out.append(f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="24" fill="{COLORS[piece.kind]}"/>')
-    out.append(text(left, bottom + 20, "0 ms"))
-    out.append(text(left + width, bottom + 20, f"{end - begin:.1f} ms", 'text-anchor="end"'))
-    return "\n".join([*out, "</svg>"]) + "\n"
+        at = max(piece.begin, begin)
+        y, wide = top + step * streams.index(piece.stream), max((piece.end - at) * scale, 0.5)
+        drawn.rect(left + (at - begin) * scale, y, wide, 24, COLORS[piece.kind])
+    drawn.text(left, bottom + 20, "0 ms")
+    drawn.text(left + width, bottom + 20, f"{end - begin:.1f} ms", 'text-anchor="end"')
+    return drawn.svg(left + width + 20, bottom + 30)
 
 
 def main() -> int:

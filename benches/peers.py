@@ -13,28 +13,22 @@ the cell says so and the exit status is 1.
 processes start and end with the epoch, except SPDL's one process, which is persistent by design.
 """
 
-import argparse
 import importlib
 import importlib.metadata
-import json
+import itertools
 import multiprocessing
-import sys
-import warnings
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import report
-import torch
-import torch.utils.data
-from compare import progress
-from epochs import Failure, Side, difference, run_epoch
-from rows import ROWS, Row, Samples
+from epochs import KINDS, Loop, difference
+from rows import BY_NAME, Samples
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
-import rustloader
+from rustloader.tools.harness.program import Program, main
+from rustloader.tools.harness.report import us
+from rustloader.tools.harness.rounds import Failure, Rounds
 from rustloader.tools.probe.leaves import nbytes
-from rustloader.tools.probe.machine import machine
 
 WORKERS = 2
 AHEAD = 2 * WORKERS  # batches in flight, as with torch's prefetch_factor
@@ -52,9 +46,6 @@ BATCHES = {
 }
 
 
-# --- the loaders ------------------------------------------------------------------------------------
-
-
 class Fetch:
     """Makes a batch from its indices, as a worker of a peer does."""
 
@@ -69,12 +60,8 @@ def index_batches(dataset: Samples, batch_size: int) -> BatchSampler:
     return BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False)
 
 
-def torch_loader(dataset: Samples, batch_size: int) -> Iterable[Any]:
-    return torch.utils.data.DataLoader(dataset, batch_size, num_workers=WORKERS, multiprocessing_context="fork")
-
-
-def our_loader(dataset: Samples, batch_size: int) -> Iterable[Any]:
-    return rustloader.DataLoader(dataset, batch_size, num_workers=WORKERS, multiprocessing_context="fork")
+def in_workers(dataset: Samples, batch_size: int, kind: str) -> Iterable[Any]:
+    return KINDS[kind](dataset, batch_size, num_workers=WORKERS, multiprocessing_context="fork")
 
 
 def nodes(dataset: Samples, batch_size: int, method: str) -> Iterable[Any]:
@@ -91,14 +78,6 @@ def nodes(dataset: Samples, batch_size: int, method: str) -> Iterable[Any]:
         multiprocessing_context="fork" if method == "process" else None,
     )
     return Loader(Prefetcher(batches, prefetch_factor=AHEAD))
-
-
-def nodes_processes(dataset: Samples, batch_size: int) -> Iterable[Any]:
-    return nodes(dataset, batch_size, "process")
-
-
-def nodes_threads(dataset: Samples, batch_size: int) -> Iterable[Any]:
-    return nodes(dataset, batch_size, "thread")
 
 
 def spdl_processes(dataset: Samples, batch_size: int) -> Iterable[Any]:
@@ -141,16 +120,20 @@ def spdl_one_process(dataset: Samples, batch_size: int) -> Iterable[Any]:
 
 
 Maker = Callable[[Samples, int], Iterable[Any]]
-OWN: dict[str, Maker] = {"torch": torch_loader, "rustloader": our_loader}
+OWN: dict[str, Maker] = {kind: partial(in_workers, kind=kind) for kind in KINDS}
+TORCHDATA: dict[str, Maker] = {
+    "torchdata processes": partial(nodes, method="process"),
+    "torchdata threads": partial(nodes, method="thread"),
+}
+SPDL: dict[str, Maker] = {
+    "spdl processes": spdl_processes,
+    "spdl one process": spdl_one_process,
+    "spdl threads": spdl_threads,
+}
 # The module to import, its name for pip, and its loaders.
-PEERS: list[tuple[str, str, dict[str, Maker]]] = [
-    ("torchdata.nodes", "torchdata", {"torchdata processes": nodes_processes, "torchdata threads": nodes_threads}),
-    (
-        "spdl.pipeline",
-        "spdl-core",
-        {"spdl processes": spdl_processes, "spdl one process": spdl_one_process, "spdl threads": spdl_threads},
-    ),
-]
+PEERS = [("torchdata.nodes", "torchdata", TORCHDATA), ("spdl.pipeline", "spdl-core", SPDL)]
+program = Program(__doc__, list(BATCHES), rounds=3)
+results: dict[str, dict[str, list[str]]] = {"wall": {}, "cpu": {}}
 
 
 def loaders() -> dict[str, Maker]:
@@ -167,129 +150,77 @@ def loaders() -> dict[str, Maker]:
     return found
 
 
-# --- a row ------------------------------------------------------------------------------------------
-
-
 def check(loader: Iterable[Any], wanted: list[Any]) -> None:
     """Two short epochs: each must deliver these batches in this order. SPDL's pool is too small to keep them all."""
     for epoch in range(2):
-        seen = 0
-        for seen, batch in enumerate(loader, 1):
-            found = difference(batch, wanted[seen - 1]) if seen <= len(wanted) else "one too many"
-            if found:
-                raise Failure(f"epoch {epoch}, batch {seen - 1} differs from torch's without workers: {found}")
-        if seen < len(wanted):
-            raise Failure(f"epoch {epoch} ended after {seen} batches in place of {len(wanted)}")
+        seen = -1
+        for seen, (batch, right) in enumerate(itertools.zip_longest(loader, wanted)):
+            if found := difference(batch, right):
+                raise Failure(f"epoch {epoch}, batch {seen} differs from torch's without workers: {found}")
 
 
-def timed(side: Side, batches: int, last: Any) -> None:
-    """Times an epoch, and checks its last batch."""
+def timed(loop: Loop, last: Any) -> dict[str, float]:
+    """An epoch, whose last batch is checked."""
     others = multiprocessing.active_children()
-    timing, batch = run_epoch(side, batches)
+    found = loop()
     # torchdata's workers end a moment after their epoch. Reaped in the next epoch, they would count there.
     for child in set(multiprocessing.active_children()).difference(others):
         child.join()
-    found = difference(batch, last)
-    if found:
-        raise Failure(f"the last batch differs from torch's without workers: {found}")
-    side.timings.append(timing)
+    wrong, loop.last = difference(loop.last, last), None
+    if wrong:
+        raise Failure(f"the last batch differs from torch's without workers: {wrong}")
+    return found
 
 
-def measure(row: Row, makers: dict[str, Maker], batches: int, rounds: int) -> tuple[dict[str, Side], dict[str, str]]:
-    """The loaders that passed, with their timings, and the errors of the others."""
-    torch.manual_seed(0)
+def measure(name: str) -> None:
+    row, batches = BY_NAME[name], max(CHECKED, BATCHES[name] // (10 if program.options.quick else 1))
     samples, size = row.samples(), row.batch_size
     short, dataset = (Samples(samples, length * size, row.fresh) for length in (CHECKED, batches))
-    wanted = list(torch.utils.data.DataLoader(short, size))
+    wanted = list(KINDS["torch"](short, size))
     last = Fetch(dataset)(list(range(len(dataset) - size, len(dataset))))
-    sides, failures = {}, {}
-    for name, make in makers.items():
-        progress(f"{row.name}: checking {name}")
+    sides: dict[str, Callable[[], dict[str, float]]] = {}
+    failed: dict[str, str] = {}
+
+    def guarded(side: str, work: Callable[[], Any]) -> Any:
         try:
-            check(make(short, size), wanted)
-            sides[name] = Side(name, make(dataset, size))
+            return work() if side not in failed else {}
         except Exception as error:
-            failures[name] = repr(error)
-    for number in range(rounds):
-        names = list(sides)
-        turn = number % max(1, len(names))
-        for name in names[turn:] + names[:turn]:
-            progress(f"{row.name}: round {number + 1} of {rounds}, {name}")
-            try:
-                timed(sides[name], batches, last)
-            except Exception as error:
-                failures[name] = repr(error)
-                del sides[name]
-    progress("")
-    return sides, failures
+            failed[side] = repr(error)
+            print(f"{name}: {side} FAILED: {error!r}")
+            return {}
+
+    for side, make in makers.items():
+        guarded(side, lambda make=make: check(make(short, size), wanted))
+        loop = Loop(make(dataset, size), batches, from_engine=side == "rustloader")
+        sides[side] = lambda side=side, loop=loop: guarded(side, lambda: timed(loop, last))
+    taken = program.interleave(sides, name)
+    program.failed |= bool(failed)
+    for what in results:
+        results[what][row.what] = cells(taken, failed, what)
+    program.line(name, row.what, *results["wall"][row.what], batches=batches, failed=failed, rounds=taken)
 
 
-# --- output -----------------------------------------------------------------------------------------
-
-
-def head(names: list[str], what: str) -> str:
-    """The first lines of a table in Markdown."""
-    return f"\n| {what} per batch, us | {' | '.join(names)} |\n{'|---' * (len(names) + 1)}|"
-
-
-def line(result: dict[str, Any], names: list[str], what: str) -> str:
+def cells(taken: Rounds, failed: dict[str, str], what: str) -> list[str]:
     """Microseconds per batch; the least in bold."""
-    found = result[what]
-    cells = [report.us(found[name]) if name in found else "FAILED" for name in names]
-    least = min(range(len(names)), key=lambda k: found.get(names[k], float("inf")))
-    cells[least] = f"**{cells[least]}**"
-    return f"| {result['what']} | {' | '.join(cells)} |"
+    found = {side: taken.median(side, what) for side in taken if side not in failed}
+    if not found:
+        return ["FAILED"] * len(taken)
+    least = min(found, key=lambda side: found[side])
+    words = {side: us(value) for side, value in found.items()} | {least: f"**{us(found[least])}**"}
+    return [words.get(side, "FAILED") for side in taken]
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", metavar="NAME,...", help=f"only some of {', '.join(BATCHES)}")
-    parser.add_argument("--rounds", type=int, default=3, help="of each row (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the batches: no figures to quote")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the results as JSON")
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    names = list(BATCHES) if options.rows is None else options.rows.split(",")
-    unknown = set(names) - set(BATCHES)
-    if unknown:
-        parser.error(f"no such row: {', '.join(sorted(unknown))}")
-    options.rows = [row for row in ROWS if row.name in names]
-    return options
-
-
-def main() -> int:
-    options = parse_arguments()
-    # Threads and forks in one process: here it is the peers' business.
-    warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-    torch.set_num_threads(1)  # as in a worker, so that threads and processes are comparable
-    about = machine()
-    print(
-        "{cpu}, {cores} cores, {memory_gib} GiB; Linux {kernel}, Python {python}, torch {torch}, "
-        "rustloader {rustloader}".format(**about)
-    )
-    makers = loaders()
-    results, held = [], True
-    print(head(list(makers), "wall"), flush=True)
-    for row in options.rows:
-        batches = max(CHECKED, BATCHES[row.name] // (10 if options.quick else 1))
-        sides, failures = measure(row, makers, batches, options.rounds)
-        for name, failure in failures.items():
-            held = False
-            progress(f"{row.name}: {name} FAILED: {failure}\n")
-        result = {"row": row.name, "what": row.what, "batches": batches}
-        for what in ("wall", "cpu"):
-            result[what] = {name: side.median(what) for name, side in sides.items()}
-        result["rounds"] = {name: [vars(timing) for timing in side.timings] for name, side in sides.items()}
-        results.append(result)
-        print(line(result, list(makers), "wall"), flush=True)
-    print(head(list(makers), "cpu"))
-    for result in results:
-        print(line(result, list(makers), "cpu"))
-    if options.save:
-        options.save.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
-    return 0 if held else 1
+def then_cpu(name: str) -> None:
+    """Measures a row; the processor times follow after the last one."""
+    measure(name)
+    if name == program.options.rows[-1]:
+        program.head("cpu per batch, us", *makers)
+        for what, words in results["cpu"].items():
+            program.line("cpu", what, *words)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.option("--quick", action="store_true", help="a tenth of the batches: no figures to quote")
+    program.parse()
+    makers = loaders()
+    main(program, then_cpu, "wall per batch, us", *makers)

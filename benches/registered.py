@@ -13,7 +13,6 @@ It needs a CUDA device. With --device cpu it runs as a whole where there is none
 mean nothing.
 """
 
-import argparse
 import mmap
 import os
 import statistics
@@ -22,9 +21,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import compare
 import torch
-from card import Device
+from card import Device, started
+
+from rustloader.tools.harness.program import Program, main
+from rustloader.tools.harness.rounds import spread
 
 MB, MIB = 1_000_000, 1 << 20
 
@@ -106,25 +107,9 @@ def staged_rate(device: Device, batches: list[torch.Tensor]) -> float:
     return len(batches) * batches[0].nbytes / seconds / 1e9
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=1024, help="MiB of shared memory (default: %(default)s)")
-    parser.add_argument("--grain", type=int, default=64, help="MiB that are registered at once (default: %(default)s)")
-    parser.add_argument("--sizes", default="1,9.6,38.5", metavar="MB,...", help="batches (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds to take the median of (default: %(default)s)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a card, no figures")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: this measurement is for a machine that has one", file=sys.stderr)
-        return 2
-    sizes = [round(float(size) * MB) for size in options.sizes.split(",")]
-    if max(sizes) > min(options.grain, options.mib) * MIB:
-        print("a batch must fit into a grain: give a larger --grain or smaller --sizes", file=sys.stderr)
-        return 2
-    torch.set_num_threads(1)
-    device, about = Device(options.device), compare.machine()
-    print(f"{device.name}; {about['cpu']}, {about['cores']} cores; torch {about['torch']}")
-    device.synchronize()
+def measure(row: str) -> None:
+    options = program.options
+    device.synchronize()  # the context is made before anything is timed
     shared = Shared(options.mib * MIB, options.grain * MIB)
     take, give = (register, unregister) if device.is_card else (nothing, nothing)
     taken, given = [], []
@@ -133,22 +118,34 @@ def main() -> int:
             given += shared.each(give)
         taken += shared.each(take)
     try:
-        print(f"\n{'batch MB':>10}{'registered':>12}{'pinned':>10}{'pin + copy':>12}   GB/s")
         for nbytes in sizes:
             batches = batches_of(shared, nbytes)
             pinned = [device.pinned(nbytes)] * len(batches)
-            ways = [(straight_rate, batches), (straight_rate, pinned), (staged_rate, batches)]
-            rates = [[way(device, of) for way, of in ways] for _ in range(options.rounds)]
-            straight, limit, staged = (statistics.median(column) for column in zip(*rates, strict=True))
-            print(f"{nbytes / MB:>10g}{straight:>12.2f}{limit:>10.2f}{staged:>12.2f}", flush=True)
+            sides = {
+                "registered": lambda batches=batches: straight_rate(device, batches),
+                "pinned": lambda pinned=pinned: straight_rate(device, pinned),
+                "pin + copy": lambda batches=batches: staged_rate(device, batches),
+            }
+            rates = program.interleave(sides, f"{nbytes / MB:g} MB")
+            cells = [spread(rates[side], "{:.2f}".format) for side in sides]
+            program.line(row, f"{nbytes / MB:g} MB", *cells, nbytes=nbytes, rounds=rates)
     finally:
         given += shared.each(give)
+    program.head("", f"ms per {options.grain} MiB", "GB/s")
     for name, seconds in (("register", taken), ("unregister", given)):
-        once = max(statistics.median(seconds), 1e-9)
-        rate = options.grain * MIB / once / 1e9
-        print(f"{name:<12}{once * 1e3:>9.3f} ms per {options.grain} MiB{f', {rate:.1f} GB/s' * device.is_card}")
-    return 0
+        rate = options.grain * MIB / max(statistics.median(seconds), 1e-9) / 1e9
+        milliseconds = spread([once * 1e3 for once in seconds], f"{{:.3f}} ms per {options.grain} MiB".format)
+        program.line(name, name, milliseconds, f"{rate:.1f}" * device.is_card, seconds=seconds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program = Program(__doc__, ["copies"])
+    program.option("--mib", type=int, default=1024, help="MiB of shared memory (default: %(default)s)")
+    program.option("--grain", type=int, default=64, help="MiB that are registered at once (default: %(default)s)")
+    program.option("--sizes", default="1,9.6,38.5", metavar="MB,...", help="batches (default: %(default)s)")
+    device = started(program)
+    sizes = [round(float(size) * MB) for size in program.options.sizes.split(",")]
+    if max(sizes) > min(program.options.grain, program.options.mib) * MIB:
+        print("a batch must fit into a grain: give a larger --grain or smaller --sizes", file=sys.stderr)
+        sys.exit(2)
+    main(program, measure, "batch, GB/s", "registered", "pinned", "pin + copy")

@@ -1,23 +1,25 @@
-"""How fast faults are detected and how long shutdowns take: medians and maxima of many trials, for docs/reliability.md.
+"""How fast faults are detected and how long shutdowns take: `make compare KIND=reliability`, for docs/reliability.md.
 
-Deaths and shutdowns are those of real processes. Figures that depend on the number of workers are compared with a lower
-bound from the same run: the same number of children of a bare fork, which wait in a read and then `_exit`.
+Deaths and shutdowns are those of real processes, in --rounds trials; those of seconds in 10 at most. The figures are
+medians and maxima. Those that depend on the number of workers are compared with a lower bound from the same rounds: the
+same number of children of a bare fork, which wait in a read and then `_exit`.
+
+restarts   from a fault to the batch of the new worker
+faults     from a fault to its error, or to the end of the last process
+ends       the end of an epoch, of an iterator and of a program, by the number of workers
 """
 
-import argparse
 import atexit
+import contextlib
 import ctypes
 import functools
 import logging
 import os
-import platform
 import signal
-import statistics
 import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,12 @@ import torch
 import torch.utils.data
 
 import rustloader
+from rustloader.system.procfs import has_ended
+from rustloader.tools.harness import report
+from rustloader.tools.harness.machine import sentence
+from rustloader.tools.harness.program import Program
+from rustloader.tools.harness.rounds import interleave, spread
 
-FIGURES = "<!-- figures -->"
-RESTARTS = "<!-- restarts -->"
 WORKERS = (1, 2, 4, 8, 16)
 NEVER = 60.0  # maximum wait, in seconds
 
@@ -83,28 +88,15 @@ def stuck_in_c() -> None:
     ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), ctypes.c_size_t(1))
 
 
-def loader_of(dataset: Numbers, workers: int, **kw: Any) -> rustloader.DataLoader:
-    return rustloader.DataLoader(dataset, num_workers=workers, **kw)
-
-
 def started(dataset: Numbers, workers: int, taken: int = 1, **kw: Any) -> tuple[Any, list[int]]:
     """An iterator after some batches, its workers idle or at work, and their pids."""
-    iterator = iter(loader_of(dataset, workers, **kw))
+    iterator = iter(rustloader.DataLoader(dataset, num_workers=workers, **kw))
     for _ in range(taken):
         next(iterator)
     return iterator, [worker.pid for worker in iterator._workers]
 
 
 # --- processes ----------------------------------------------------------------------------------------------------
-
-
-def running(pid: int) -> bool:
-    """Whether a process is alive and not a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def seconds_until(condition: Callable[[], bool], start: float) -> float:
@@ -116,7 +108,7 @@ def seconds_until(condition: Callable[[], bool], start: float) -> float:
 
 
 def none_of(pids: list[int]) -> bool:
-    return not any(map(running, pids))
+    return all(map(has_ended, pids))
 
 
 def say(pipe: int, text: str) -> None:
@@ -142,76 +134,77 @@ def in_child(body: Callable[[int], None]) -> tuple[int, Iterator[str]]:
     return pid, iter(os.fdopen(reader))
 
 
-class Bare:
-    """Children of a bare fork, which wait until they are released."""
+def bare_children(count: int) -> Callable[[], None]:
+    """Children of a bare fork, which wait in a read. The result ends and reaps them."""
+    reader, writer = os.pipe()
+    pids = []
+    for _ in range(count):
+        if (pid := os.fork()) == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        pids.append(pid)
+    time.sleep(0.02)
 
-    def __init__(self, count: int):
-        self.reader, self.writer = os.pipe()
-        self.pids = []
-        for _ in range(count):
-            pid = os.fork()
-            if pid == 0:
-                os.close(self.writer)
-                os.read(self.reader, 1)
-                os._exit(0)
-            self.pids.append(pid)
-        time.sleep(0.02)
-
-    def end(self) -> None:
-        os.close(self.writer)
-        os.close(self.reader)
-        for pid in self.pids:
+    def end() -> None:
+        os.close(writer)
+        os.close(reader)
+        for pid in pids:
             os.waitpid(pid, 0)
+
+    return end
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
+
+
+@contextlib.contextmanager
+def killed_soon(pid: int, begun: Callable[[], bool] = lambda: True) -> Iterator[list[float]]:
+    """A thread kills a process soon after it has begun an item, and notes the time."""
+    at: list[float] = []
+
+    def kill() -> None:
+        while not begun():
+            time.sleep(0.0005)
+        time.sleep(0.02)
+        at.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield at
+    thread.join()
 
 
 # --- what is measured, each in seconds ------------------------------------------------------------------------------
 
 
 def death_seen() -> float:
-    """From the SIGKILL of a worker to the error that a waiting next() raises: a thread kills and notes the time."""
+    """From the SIGKILL of a worker to the error that a waiting next() raises."""
     iterator, pids = started(Numbers(slow=2, body=functools.partial(sleep_in_python, 30)), 1, taken=2)
-    killed = 0.0
-
-    def kill() -> None:
-        nonlocal killed
-        time.sleep(0.02)
-        killed = time.monotonic()
-        os.kill(pids[0], signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        next(iterator)
-    except RuntimeError as error:
-        seen = time.monotonic()
-        assert "killed by signal: Killed" in str(error), error
-    else:
-        raise AssertionError("next() went on")
-    thread.join()
+    with killed_soon(pids[0]) as killed:
+        try:
+            next(iterator)
+        except RuntimeError as error:
+            seen = time.monotonic()
+            assert "killed by signal: Killed" in str(error), error
+        else:
+            raise AssertionError("next() went on")
     iterator._shutdown_workers()
-    return seen - killed
+    return seen - killed[0]
 
 
 def replaced_after_a_kill() -> float:
     """From the SIGKILL of one of two workers to the batch that its replacement makes."""
     dataset = OnceSlow(2, functools.partial(sleep_in_python, 30.0))
     iterator, pids = started(dataset, 2, taken=2, max_restarts=1)
-    killed = 0.0
-
-    def kill() -> None:
-        nonlocal killed
-        while not dataset.begun:
-            time.sleep(0.0005)
-        time.sleep(0.02)
-        killed = time.monotonic()
-        os.kill(pids[0], signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    batch = next(iterator)
-    took = time.monotonic() - killed
+    with killed_soon(pids[0], lambda: bool(dataset.begun)) as killed:
+        batch = next(iterator)
+        took = time.monotonic() - killed[0]
     assert batch.tolist() == [2] and iterator._workers[0].pid != pids[0]
-    thread.join()
     iterator._shutdown_workers()
     return took
 
@@ -244,26 +237,32 @@ def workers_gone_after_main(body: Callable[[float], None]) -> float:
     return seconds_until(lambda: none_of(pids), start)
 
 
-def drop(workers: int) -> float:
-    """`del` of an iterator whose workers are idle, as after a break."""
-    iterator, pids = started(Numbers(), workers)
-    time.sleep(0.02)
-    start = time.monotonic()
+def ended(end: Callable[[list[Any]], object], dataset: Numbers, workers: int, taken: int, pause: float = 0.02) -> float:
+    """The end of an iterator, in a list, after some batches. All its workers must be gone then."""
+    held: list[Any] = []
+    iterator, pids = started(dataset, workers, taken)
+    held.append(iterator)
     del iterator
-    took = time.monotonic() - start
+    time.sleep(pause)
+    took = seconds_of(lambda: end(held))
     assert none_of(pids)
     return took
+
+
+def drop(workers: int) -> float:
+    """`del` of an iterator whose workers are idle, as after a break."""
+    return ended(list.clear, Numbers(), workers, 1)
 
 
 def last_next(workers: int) -> float:
     """The next() that ends the epoch, which joins the workers."""
-    iterator, pids = started(Numbers(2 * workers), workers, taken=2 * workers)
-    time.sleep(0.02)
-    start = time.monotonic()
-    assert next(iterator, None) is None
-    took = time.monotonic() - start
-    assert none_of(pids)
-    return took
+    return ended(lambda held: next(held[0], None), Numbers(2 * workers), workers, 2 * workers)
+
+
+def shutdown_in_items(body: Callable[[float], None], workers: int) -> float:
+    """`del` of an iterator whose workers are all in items of 10 s."""
+    dataset = Numbers(slow=workers, body=functools.partial(body, 10.0))
+    return ended(list.clear, dataset, workers, workers, 0.1)
 
 
 def exit_with(workers: int) -> float:
@@ -283,17 +282,14 @@ def exit_with(workers: int) -> float:
 
 
 def bare(workers: int) -> float:
-    children = Bare(workers)
-    start = time.monotonic()
-    children.end()
-    return time.monotonic() - start
+    return seconds_of(bare_children(workers))
 
 
 def bare_exit(workers: int) -> float:
     def main(pipe: int) -> None:
-        children = Bare(workers)
+        end = bare_children(workers)
         say(pipe, str(time.monotonic()))
-        children.end()
+        end()
 
     pid, lines = in_child(main)
     start = float(next(lines))
@@ -301,111 +297,75 @@ def bare_exit(workers: int) -> float:
     return time.monotonic() - start
 
 
-def shutdown_in_items(body: Callable[[float], None], workers: int) -> float:
-    """`del` of an iterator whose workers are all in items of 10 s."""
-    iterator, pids = started(Numbers(slow=workers, body=functools.partial(body, 10.0)), workers, taken=workers)
-    time.sleep(0.1)
-    start = time.monotonic()
-    del iterator
-    took = time.monotonic() - start
-    assert none_of(pids)
-    return took
-
-
 # --- output -------------------------------------------------------------------------------------------------------
-
-
-def repeated(name: str, trials: int, *bodies: Callable[[], float]) -> list[list[float]]:
-    """Runs trials of each body in turn."""
-    taken: list[list[float]] = [[] for _ in bodies]
-    for number in range(trials):
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{name}: {number + 1} of {trials}", end="", file=sys.stderr, flush=True)
-        for body, times in zip(bodies, taken, strict=True):
-            times.append(body())
-    if not sys.stderr.isatty():
-        print(f"{name}: done", file=sys.stderr, flush=True)
-    return taken
 
 
 def ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}"
 
 
-HEAD = ["| fault | trials | median ms | worst ms | goal |", "|---|---|---|---|---|"]
+HEAD = ("fault", "trials", "median ms (range)", "worst ms", "goal")
 
 
-def row(name: str, goal: str, trials: int, body: Callable[[], float]) -> str:
-    (times,) = repeated(name, trials, body)
-    return f"| {name} | {trials} | {ms(statistics.median(times))} | {ms(max(times))} | {goal} |"
+def fault(name: str, goal: str, body: Callable[[], float], slow: bool = False) -> None:
+    trials = min(program.options.rounds, 10) if slow else program.options.rounds
+    times = interleave({"rustloader": body}, trials, name)["rustloader"]
+    program.line(name, name, trials, spread(times, ms), ms(max(times)), goal, seconds=times)
 
 
-def restart_table(options: argparse.Namespace) -> str:
-    killed = "a forked worker, one of two, is killed: the first batch of the new one"
-    stalled = "an item is stuck in C, with the GIL, `stall_timeout=1`: the first batch of the new worker"
-    lines = [*HEAD, row(killed, "60", options.trials, replaced_after_a_kill)]
-    return "\n".join([*lines, row(stalled, "1,300", options.long_trials, replaced_after_a_stall)])
+def restarts() -> None:
+    program.head(*HEAD)
+    fault("a forked worker, one of two, is killed: the first batch of the new one", "60", replaced_after_a_kill)
+    name = "an item is stuck in C, with the GIL, `stall_timeout=1`: the first batch of the new worker"
+    fault(name, "1,300", replaced_after_a_stall, slow=True)
 
 
-def tables(options: argparse.Namespace) -> str:
-    lines = [*HEAD]
-
-    def fault(*words: Any) -> None:
-        lines.append(row(*words))
-
-    fault("a worker is killed while `next()` waits: the error", "10", options.trials, death_seen)
-    for kind, sleep in (("Python", sleep_in_python), ("C, with the GIL", sleep_in_c)):
+def faults() -> None:
+    program.head(*HEAD)
+    fault("a worker is killed while `next()` waits: the error", "10", death_seen)
+    kinds = {"Python": sleep_in_python, "C, with the GIL": sleep_in_c}
+    for kind, sleep in kinds.items():
         gone = functools.partial(workers_gone_after_main, sleep)
-        fault(f"main is killed, two workers in 30 s items of {kind}: the last is gone", "500", options.trials, gone)
-    for kind, sleep in (("Python", sleep_in_python), ("C, with the GIL", sleep_in_c)):
+        fault(f"main is killed, two workers in 30 s items of {kind}: the last is gone", "500", gone)
+    for kind, sleep in kinds.items():
         for workers in (1, 4):
             body = functools.partial(shutdown_in_items, sleep, workers)
             name = f"`del`, {workers} worker{'s' * (workers > 1)} in 10 s items of {kind}"
-            fault(name, "one deadline", options.long_trials, body)
-    lines += ["", "| end, workers idle | workers | median ms | worst ms | bare children, median ms | ratio |"]
-    lines += ["|---|---|---|---|---|---|"]
-    ends = [("`break` and `del`", drop, bare), ("the last `next()`", last_next, bare), ("exit", exit_with, bare_exit)]
-    for name, body, floor in ends:
+            fault(name, "one deadline", body, slow=True)
+
+
+def ends() -> None:
+    program.head("end, workers idle", "workers", "median ms (range)", "worst ms", "bare children, median ms", "ratio")
+    kinds = {"`break` and `del`": (drop, bare), "the last `next()`": (last_next, bare), "exit": (exit_with, bare_exit)}
+    for name, (body, floor) in kinds.items():
         for workers in WORKERS:
-            pair = functools.partial(body, workers), functools.partial(floor, workers)
-            ours, bares = repeated(f"{name}, {workers} workers", options.trials, *pair)
-            middle, low = statistics.median(ours), statistics.median(bares)
-            ratio = f"{middle / low:.2f}"
-            lines.append(f"| {name} | {workers} | {ms(middle)} | {ms(max(ours))} | {ms(low)} | {ratio} |")
-    return "\n".join(lines)
+            sides = {"rustloader": functools.partial(body, workers), "bare": functools.partial(floor, workers)}
+            taken = program.interleave(sides, f"{name}, {workers} workers")
+            cells = [spread(taken["rustloader"], ms), ms(max(taken["rustloader"])), ms(taken.median("bare"))]
+            ratio = spread(taken.ratios("rustloader", "bare"), "{:.2f}".format)
+            program.line(name, name, workers, *cells, ratio, rounds=taken)
 
 
-def machine() -> str:
-    return (
-        f"{len(os.sched_getaffinity(0))} cores, Linux {platform.release()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}"
-    )
+ROWS = {it.__name__: it for it in (restarts, faults, ends)}
+# The rows between two marks of docs/reliability.md.
+MARKS = {"<!-- restarts -->": ("restarts",), "<!-- figures -->": ("faults", "ends")}
+DOCS = Path(__file__).parents[1] / "docs/reliability.md"
+program = Program(__doc__, list(ROWS), rounds=100)
+program.option("--docs", action="store_true", help="write the tables into docs/reliability.md")
+tables: dict[str, str] = {}
 
 
-def write(path: Path, text: str, mark: str) -> None:
-    """Writes figures between the two marks of a document."""
-    before, _, after = path.read_text().split(mark)
-    path.write_text(f"{before}{mark}\n\n{text}\n\n{mark}{after}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=100, help="of each figure (default: %(default)s)")
-    parser.add_argument("--long-trials", type=int, default=10, help="of those of seconds (default: %(default)s)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help=f"put the tables between two lines {FIGURES}")
-    parser.add_argument("--only", choices=["faults", "restarts"], help="only those of faults that end an epoch, or not")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    logging.getLogger("rustloader").setLevel(logging.ERROR)  # a line for each restart
-    for only, mark, make in (("restarts", RESTARTS, restart_table), ("faults", FIGURES, tables)):
-        if options.only not in (None, only):
-            continue
-        text = f"`make compare KIND=reliability`, on {machine()}; {options.trials} trials each.\n\n{make(options)}"
-        print(text)
-        if options.write:
-            write(options.write, text, mark)
+def measure(row: str) -> None:
+    begin = len(program.table)
+    ROWS[row]()
+    tables[row] = "\n".join(program.table[begin:])
 
 
 if __name__ == "__main__":
-    main()
+    logging.getLogger("rustloader").setLevel(logging.ERROR)  # a line for each restart
+    status = program.run(measure)
+    for mark, names in MARKS.items():
+        if program.options.docs and all(name in tables for name in names):
+            about = f"`make compare KIND=reliability`, on {sentence()}; {program.options.rounds} trials each."
+            report.write(DOCS, "\n\n".join([about, *(tables[name].strip() for name in names)]), mark)
+    sys.exit(status)

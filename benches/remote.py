@@ -7,7 +7,6 @@ which receives them into memory that it reuses: no dataset, no order, no batches
 big    64 images of 3x224x224 uint8, 9.6 MB      mid    one image, 150 KB      small  1 KB
 """
 
-import argparse
 import contextlib
 import functools
 import logging
@@ -30,6 +29,8 @@ import torch.utils.data
 
 import rustloader
 import rustloader.ray
+from rustloader.tools.harness.program import Program, missed
+from rustloader.tools.harness.rounds import Rounds, interleave, spread
 
 
 class Size(NamedTuple):
@@ -68,18 +69,12 @@ class Made(torch.utils.data.Dataset):
         return self.sample
 
 
-class Rate(NamedTuple):
+def timed(batches: int, work: Callable[[], object]) -> dict[str, float]:
     """Batches per second, and seconds of this process's CPU time per batch."""
-
-    rate: float
-    cpu: float
-
-
-def timed(batches: int, work: Callable[[], None]) -> Rate:
     cpu, start = time.process_time(), time.perf_counter()
     work()
     seconds = time.perf_counter() - start
-    return Rate(batches / seconds, (time.process_time() - cpu) / batches)
+    return {"rate": batches / seconds, "cpu": (time.process_time() - cpu) / batches}
 
 
 def loader(kind: Any, size: Size, context: Any = None, **options: Any) -> Any:
@@ -108,7 +103,7 @@ def send(port: int, size: int, count: int) -> None:
             connection.sendall(data)
 
 
-def bare(size: Size) -> Rate:
+def bare(size: Size) -> dict[str, float]:
     """The rate of a bare connection."""
     memory = [bytearray(size.bytes) for _ in range(4)]
     count = size.batches // WORKERS
@@ -152,26 +147,25 @@ def busy_thread() -> Iterator[None]:
         thread.join()
 
 
-def rates(size: Size, rounds: int) -> dict[str, list[Rate]]:
+def rates(name: str) -> Rounds:
     """The rates of all sides, by round."""
-    ours = rustloader.DataLoader
-    sides = {
+    size, ours = SIZES[name], rustloader.DataLoader
+    loaders = {
         "torch": loader(torch.utils.data.DataLoader, size),
         "local": loader(ours, size),
         "ray": loader(ours, size, rustloader.ray.RayContext()),
     }
-    for side in sides.values():
+    for side in loaders.values():
         epoch(side)
-    found: dict[str, list[Rate]] = {name: [] for name in (*sides, "bare", "ray, busy", "local, busy")}
-    for number in range(rounds):
-        for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
-            found[name].append(timed(size.batches, lambda side=sides[name]: epoch(side)))
-        found["bare"].append(bare(size))
+
+    def beside_thread(side: str) -> dict[str, float]:
         with busy_thread():
-            # Not torch's: a batch takes it 5 ms and more.
-            for name in ("ray", "local"):
-                found[f"{name}, busy"].append(timed(size.batches, lambda side=sides[name]: epoch(side)))
-    return found
+            return timed(size.batches, lambda: epoch(loaders[side]))
+
+    sides = {side: lambda it=it: timed(size.batches, lambda: epoch(it)) for side, it in loaders.items()}
+    # Not torch's: a batch takes it 5 ms and more.
+    busy = {f"{side}, busy": lambda side=side: beside_thread(side) for side in ("ray", "local")}
+    return program.interleave(sides, name, beside={"bare": lambda: bare(size)} | busy)
 
 
 def paused(resources: dict[str, float] | None = None, **options: Any) -> Any:
@@ -272,66 +266,59 @@ def restart() -> tuple[float, float]:
     return time.perf_counter() - start, alone
 
 
-class Table:
-    """Prints figures beside their goals."""
-
-    def __init__(self) -> None:
-        self.missed = 0
-        print("| what | found | goal | |\n|---|---|---|---|", flush=True)
-
-    def add(self, what: str, found: float, goal: float | None = None, most: bool = False, unit: str = "x") -> None:
-        held = goal is None or (found <= goal if most else found >= goal)
-        self.missed += not held
-        text = "" if goal is None else f"{'<=' if most else '>='} {goal}{unit}"
-        print(f"| {what} | {found:.3g}{unit} | {text} | {'' if held else 'missed'} |", flush=True)
+def add(
+    row: str, what: str, found: list[float], goal: float | None = None, most: bool = False, unit: str = "x"
+) -> None:
+    """A line: a figure of each round, beside its goal."""
+    median = statistics.median(found)
+    held = None if goal is None else median <= goal if most else median >= goal
+    text = "" if goal is None else f"{'<=' if most else '>='} {goal}{unit}"
+    program.line(row, what, spread(found, f"{{:.3g}}{unit}".format), text, missed(held), held=held, found=found)
 
 
-def of_rounds(one: list[Rate], other: list[Rate], field: str = "rate") -> float:
-    return statistics.median(getattr(a, field) / max(getattr(b, field), 1e-9) for a, b in zip(one, other, strict=True))
+def compare(name: str) -> None:
+    size, found = SIZES[name], rates(name)
+    for side in found:
+        rate, cpu = found.median(side, "rate"), found.median(side, "cpu")
+        what = f"{name}: {side}, {rate * size.bytes / 1e6:,.0f} MB/s, {cpu * 1e6:,.0f} us CPU a batch"
+        add(name, what, found.of(side, "rate"), unit="/s")
+    for what, one, other, figure, goals in RATIOS:
+        if name in goals:
+            add(name, f"{name}: {what}", found.ratios(one, other, figure), goals[name], most=figure == "cpu")
 
 
-def compare(table: Table, name: str, rounds: int) -> None:
-    size = SIZES[name]
-    found = rates(size, rounds)
-    for side, each in found.items():
-        rate, cpu = (statistics.median(getattr(it, field) for it in each) for field in ("rate", "cpu"))
-        table.add(
-            f"{name}: {side}, {rate * size.bytes / 1e6:,.0f} MB/s, {cpu * 1e6:,.0f} us CPU a batch", rate, unit="/s"
-        )
-    ray, local, bare, torchs = (found[it] for it in ("ray", "local", "bare", "torch"))
-    if name == "big":
-        table.add("big: rate, of a bare connection's", of_rounds(ray, bare), 0.85)
-        table.add("big: rate, of torch's local workers'", of_rounds(ray, torchs), 1.2)
-        table.add("big: CPU a batch, of a bare connection's", of_rounds(ray, bare, "cpu"), 1.2, most=True)
-    else:
-        table.add(f"{name}: rate, of our local workers'", of_rounds(ray, local), 0.9 if name == "mid" else 0.7)
-        table.add(f"{name}: rate, of torch's local workers'", of_rounds(ray, torchs), 5)
-    if name == "small":
-        table.add("small: CPU a batch, of our local workers'", of_rounds(ray, local, "cpu"), 2, most=True)
-    table.add(f"{name}: rate beside a busy thread, of that without", of_rounds(found["ray, busy"], ray), 0.8)
-    table.add(f"{name}: the same with our local workers", of_rounds(found["local, busy"], local))
+# What is compared, both sides, the figure, and the goal by row.
+RATIOS: list[tuple[str, str, str, str, dict[str, float | None]]] = [
+    ("rate, of a bare connection's", "ray", "bare", "rate", {"big": 0.85}),
+    ("rate, of our local workers'", "ray", "local", "rate", {"mid": 0.9, "small": 0.7}),
+    ("rate, of torch's local workers'", "ray", "torch", "rate", {"big": 1.2, "mid": 5, "small": 5}),
+    ("CPU a batch, of a bare connection's", "ray", "bare", "cpu", {"big": 1.2}),
+    ("CPU a batch, of our local workers'", "ray", "local", "cpu", {"small": 2}),
+    ("rate beside a busy thread, of that without", "ray, busy", "ray", "rate", dict.fromkeys(SIZES, 0.8)),
+    ("the same with our local workers", "local, busy", "local", "rate", dict.fromkeys(SIZES)),
+]
 
 
-def faults(table: Table, remove: Callable[[], None], rounds: int) -> None:
+def killed() -> float:
+    iterator = paused()
+    return until_death(iterator, functools.partial(os.kill, iterator._workers[0].pid, signal.SIGKILL))
+
+
+def faults(remove: Callable[[], None]) -> None:
     """The times of deaths and restarts. Ends the second node."""
-    deaths = []
-    for _ in range(rounds):
-        iterator = paused()
-        deaths.append(until_death(iterator, functools.partial(os.kill, iterator._workers[0].pid, signal.SIGKILL)))
-    table.add("a killed actor is seen after", statistics.median(deaths), 0.1, most=True, unit=" s")
-    times = [restart() for _ in range(rounds)]
-    whole, alone = (statistics.median(it) for it in zip(*times, strict=True))
-    table.add("a restart takes", whole, unit=" s")
-    table.add("an actor with its imports", alone, unit=" s")
-    own = statistics.median(max(restarted - actor, 0.0) for restarted, actor in times)
-    table.add("a restart's own part", own, 0.2, most=True, unit=" s")
-    gone = statistics.median(after_loader() for _ in range(rounds))
-    table.add("actors are gone after their loader", gone, 2, most=True, unit=" s")
-    gone = statistics.median(after_driver() for _ in range(rounds))
-    table.add("actors are gone after a kill of the program", gone, 2, most=True, unit=" s")
+    sides = {"killed": killed, "restart": restart, "loader": after_loader, "driver": after_driver}
+    taken = interleave(sides, max(program.options.rounds // 2, 1), "faults")
+    whole, alone = ([it[k] for it in taken["restart"]] for k in (0, 1))
+    add("faults", "a killed actor is seen after", taken["killed"], 0.1, most=True, unit=" s")
+    add("faults", "a restart takes", whole, unit=" s")
+    add("faults", "an actor with its imports", alone, unit=" s")
+    own = [max(restarted - actor, 0.0) for restarted, actor in taken["restart"]]
+    add("faults", "a restart's own part", own, 0.2, most=True, unit=" s")
+    add("faults", "actors are gone after their loader", taken["loader"], 2, most=True, unit=" s")
+    add("faults", "actors are gone after a kill of the program", taken["driver"], 2, most=True, unit=" s")
     # Actors of a raylet that ends alone go on: their machine is there.
     lost = until_death(paused({"far": 1}), remove)
-    table.add("a lost node is seen after", lost, 0.5, most=True, unit=" s")
+    add("faults", "a lost node is seen after", [lost], 0.5, most=True, unit=" s")
 
 
 @contextlib.contextmanager
@@ -358,21 +345,12 @@ def cluster() -> Iterator[Callable[[], None]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="big,mid,small,faults", help="rows to measure, separated by commas")
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    rows = options.rows.split(",")
-    with cluster() as remove:
-        table = Table()
-        for name in SIZES:
-            if name in rows:
-                compare(table, name, options.rounds)
-        if "faults" in rows:
-            faults(table, remove, max(options.rounds // 2, 1))
-    return 1 if table.missed else 0
-
+program = Program(__doc__, [*SIZES, "faults"], rounds=7)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.parse()
+    with cluster() as remove:
+        status = program.run(
+            lambda row: faults(remove) if row == "faults" else compare(row), ["what", "found", "goal", ""]
+        )
+    sys.exit(status)

@@ -1,7 +1,8 @@
 """The rows of the comparison with torch: the content of a batch, and the batches of an epoch."""
 
 import io
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,41 +30,39 @@ class Samples(torch.utils.data.Dataset):
         return sample if self.fresh is None else self.fresh(sample)
 
 
+class Naps(torch.utils.data.Dataset):
+    """Sample i is i, after a nap of `seconds[i]`."""
+
+    def __init__(self, seconds: Sequence[float]):
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds[index])
+        return index
+
+
 def identity(batch: Any) -> Any:
     return batch
-
-
-def copied(array: np.ndarray) -> np.ndarray:
-    return array.copy()
-
-
-def clone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone()
 
 
 def clone_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
+def one(array: np.ndarray) -> torch.Tensor:
+    return torch.tensor(array[0])
+
+
 def scalars() -> list[Any]:
     return [torch.tensor(float(i)) for i in range(256)]
-
-
-def floats8() -> list[Any]:
-    return list(torch.rand(256, 8).unbind())
 
 
 def tokens() -> list[Any]:
     names = ("input_ids", "attention_mask", "labels")
     return [{name: torch.randint(50_000, (512,)) for name in names} for _ in range(128)]
-
-
-def fields64() -> list[Any]:
-    return [{f"field_{k:02d}": float(i * 64 + k) for k in range(64)} for i in range(128)]
-
-
-def leaves50() -> list[Any]:
-    return [[torch.rand(4096) for _ in range(50)] for _ in range(4)]
 
 
 def images_u8() -> list[Any]:
@@ -87,8 +86,9 @@ def large_arrays() -> list[Any]:
     return [np.random.default_rng(i).random(2 * MB) for i in range(2)]
 
 
-def texts() -> list[Any]:
-    return [bytes([i]) * 100 if i % 2 else f"sample number {i}" for i in range(128)]
+def hundred_mb() -> list[Any]:
+    """A dataset that takes long to send to a spawned worker."""
+    return list(np.random.default_rng(0).random((100, MB // 8)))
 
 
 def jpegs() -> list[Any]:
@@ -116,15 +116,6 @@ def decode(file: bytes) -> torch.Tensor:
     return torch.from_numpy(np.array(small)).permute(2, 0, 1)
 
 
-def hundred_mb() -> list[Any]:
-    """A dataset that takes long to send to a spawned worker."""
-    return list(np.random.default_rng(0).random((100, MB // 8)))
-
-
-def one(array: np.ndarray) -> torch.Tensor:
-    return torch.tensor(array[0])
-
-
 @dataclass(frozen=True)
 class Row:
     """One kind of batch."""
@@ -137,66 +128,72 @@ class Row:
     fresh: Callable[[Any], Any] | None = None
     collate: Callable[[Any], Any] | None = None
     # Override the comparison's defaults.
-    workers: int | None = None
-    start_method: str | None = None
+    workers: int = 2
+    start_method: str = "fork"
     # Epochs in a round: one alone would be too short to time.
     epochs: int = 1
     # Timed to the first batch, not to the end of the epoch; without persistent workers.
     to_first: bool = False
 
+    def count(self, quick: bool = False) -> int:
+        """Batches of an epoch."""
+        return max(8, self.batches // 10) if quick else self.batches
 
+    def dataset(self, quick: bool = False) -> Samples:
+        """The samples of an epoch."""
+        torch.manual_seed(0)
+        return Samples(self.samples(), self.count(quick) * (self.batch_size or 1), self.fresh)
+
+    def arguments(self) -> dict[str, Any]:
+        """Of a loader with workers."""
+        return {
+            "batch_size": self.batch_size,
+            "collate_fn": self.collate,
+            "num_workers": self.workers,
+            "multiprocessing_context": self.start_method,
+        }
+
+
+SPAWN = "to the first batch, a dataset of 100 MB, 4 workers, spawn"
+FORKSERVER = "the same, forkserver with torch preloaded"
+READY, FRESH = "one ready 16 MB NumPy array, collate = identity", "a fresh 16 MB NumPy array, collate = identity"
 ROWS = [
     Row("scalar", "one 0-d float tensor, batch 1", 8000, 1, scalars),
-    Row("floats8", "8 floats, batch 64", 1500, 64, floats8),
+    Row("floats8", "8 floats, batch 64", 1500, 64, lambda: list(torch.rand(256, 8).unbind())),
     Row("tokens", "dict of 3 int64 fields of 512, batch 32", 1000, 32, tokens),
-    Row("fields64", "dict of 64 Python floats, batch 32", 200, 32, fields64),
-    Row("leaves50", "50 tensors of 16 KiB, batch_size=None", 300, None, leaves50, fresh=clone_all),
+    Row(
+        "fields64",
+        "dict of 64 Python floats, batch 32",
+        200,
+        32,
+        lambda: [{f"field_{k:02d}": float(i * 64 + k) for k in range(64)} for i in range(128)],
+    ),
+    Row(
+        "leaves50",
+        "50 tensors of 16 KiB, batch_size=None",
+        300,
+        None,
+        lambda: [[torch.rand(4096) for _ in range(50)] for _ in range(4)],
+        clone_all,
+    ),
     Row("images_u8", "u8 images and labels, batch 64, 9.6 MB", 400, 64, images_u8),
     Row("images_f32", "f32 images and labels, batch 64, 38.5 MB", 150, 64, images_f32),
     Row("images_f32_256", "f32 images and labels, batch 256, 154 MB", 40, 256, images_f32),
     Row("images_numpy", "NumPy u8 images and labels, batch 64", 400, 64, images_numpy),
-    Row("ready_tensor", "one ready 38.5 MB tensor, fresh each time", 100, None, large_tensors, fresh=clone),
+    Row("ready_tensor", "one ready 38.5 MB tensor, fresh each time", 100, None, large_tensors, torch.clone),
+    Row("ready_numpy", READY, 150, None, large_arrays, collate=identity),
+    Row("fresh_numpy", FRESH, 150, None, large_arrays, np.copy, identity),
     Row(
-        "ready_numpy",
-        "one ready 16 MB NumPy array, collate = identity",
-        150,
-        None,
-        large_arrays,
-        collate=identity,
+        "texts",
+        "list of bytes and str, batch 64",
+        500,
+        64,
+        lambda: [bytes([i]) * 100 if i % 2 else f"sample number {i}" for i in range(128)],
     ),
-    Row(
-        "fresh_numpy",
-        "a fresh 16 MB NumPy array, collate = identity",
-        150,
-        None,
-        large_arrays,
-        fresh=copied,
-        collate=identity,
-    ),
-    Row("texts", "list of bytes and str, batch 64", 500, 64, texts),
     Row("same_tensor", "the same 38.5 MB tensor again and again", 100, None, large_tensors),
-    Row("jpeg", "JPEG decoded and resized, batch 32, 4.8 MB", 30, 32, jpegs, fresh=decode),
+    Row("jpeg", "JPEG decoded and resized, batch 32, 4.8 MB", 30, 32, jpegs, decode),
     Row("epoch_start", "8 batches of one scalar, 4 workers", 8, 1, scalars, workers=4, epochs=10),
-    Row(
-        "start_spawn",
-        "to the first batch, a dataset of 100 MB, 4 workers, spawn",
-        8,
-        1,
-        hundred_mb,
-        fresh=one,
-        workers=4,
-        start_method="spawn",
-        to_first=True,
-    ),
-    Row(
-        "start_forkserver",
-        "the same, forkserver with torch preloaded",
-        8,
-        1,
-        hundred_mb,
-        fresh=one,
-        workers=4,
-        start_method="forkserver",
-        to_first=True,
-    ),
+    Row("start_spawn", SPAWN, 8, 1, hundred_mb, one, workers=4, start_method="spawn", to_first=True),
+    Row("start_forkserver", FORKSERVER, 8, 1, hundred_mb, one, workers=4, start_method="forkserver", to_first=True),
 ]
+BY_NAME = {row.name: row for row in ROWS}

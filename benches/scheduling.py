@@ -15,46 +15,38 @@ are medians of the rounds. Work is a sleep, which needs no processor, so four wo
               same samples into warm shared memory
 """
 
-import argparse
-import json
 import math
 import mmap
-import os
 import random
-import statistics
-import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import report
 import torch
 import torch.utils.data
-from epochs import Failure, difference
+from drawing import bars
+from epochs import KINDS, difference
+from floors import seconds
+from rows import Naps
 
-import rustloader
+from rustloader.system.procfs import amounts, read
+from rustloader.tools.harness.processes import at_once, fresh
+from rustloader.tools.harness.program import Program
+from rustloader.tools.harness.rounds import Failure, spread
 
 STEP = 0.01
 THREADS = 16
 INDICES = 20_000_000
-
-
-class Naps(torch.utils.data.Dataset):
-    """Sample i is i, after a nap of `seconds[i]`."""
-
-    def __init__(self, seconds: Sequence[float]):
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(self.seconds[index])
-        return index
+DOCS = Path(__file__).parents[1] / "docs"
+# The rows of the picture docs/head-of-line.svg.
+PICTURED = {
+    "spikes": "1 batch in 10 takes 60 ms, the others 4.5 ms",
+    "lognormal": "log-normal batches, sigma 1.5",
+    "step": "every 40th sample takes 200 ms; a step of 10 ms",
+}
 
 
 class Crops(torch.utils.data.Dataset):
@@ -78,6 +70,7 @@ class Crops(torch.utils.data.Dataset):
 class Row:
     """What a row compares. The bound is in seconds, or a function that measures it."""
 
+    what: str
     dataset: Any
     arguments: dict[str, Any]
     options: dict[str, Any]
@@ -85,39 +78,43 @@ class Row:
     step: float = 0.0
     # Only the first batch is waited for.
     first: bool = False
-    times: dict[str, list[float]] = field(default_factory=lambda: {"torch": [], "rustloader": [], "bound": []})
 
 
 def spikes() -> Row:
     chance = random.Random(1)
     naps = [0.06 if chance.random() < 0.1 else 0.0045 for _ in range(400)]
     options = {"dispatch": "shared_queue", "reorder_window": 32}
-    return Row(Naps(naps), {"batch_size": 1, "num_workers": 4}, options, sum(naps) / 4)
+    what = f"{PICTURED['spikes']}; `shared_queue`, window 32"
+    return Row(what, Naps(naps), {"batch_size": 1, "num_workers": 4}, options, sum(naps) / 4)
 
 
 def lognormal() -> Row:
     chance, sigma = random.Random(2), 1.5
     naps = [0.02 * math.exp(chance.gauss(-sigma * sigma / 2, sigma)) for _ in range(400)]
     options = {"dispatch": "shared_queue", "reorder_window": 64}
-    return Row(Naps(naps), {"batch_size": 1, "num_workers": 4}, options, sum(naps) / 4)
+    what = "log-normal batches, mean 20 ms, sigma 1.5; `shared_queue`, window 64"
+    return Row(what, Naps(naps), {"batch_size": 1, "num_workers": 4}, options, sum(naps) / 4)
 
 
 def step() -> Row:
     naps = [0.2 if index % 40 == 39 else 0.002 for index in range(1600)]
     options = {"dispatch": "shared_queue", "reorder_window": 32}
     bound = max(sum(naps) / 4, len(naps) / 4 * STEP)
-    return Row(Naps(naps), {"batch_size": 4, "num_workers": 4}, options, bound, step=STEP)
+    what = "every 40th sample takes 200 ms, batch 4, a step of 10 ms; `shared_queue`, window 32"
+    return Row(what, Naps(naps), {"batch_size": 4, "num_workers": 4}, options, bound, step=STEP)
 
 
 def storage() -> Row:
     naps = [0.03] * 640
     bound = len(naps) / 64 / 2 * math.ceil(64 / THREADS) * 0.03
-    return Row(Naps(naps), {"batch_size": 64, "num_workers": 2}, {"worker_threads": THREADS}, bound)
+    what = "samples of 30 ms, batch 64, 2 workers; `worker_threads=16`"
+    return Row(what, Naps(naps), {"batch_size": 64, "num_workers": 2}, {"worker_threads": THREADS}, bound)
 
 
 def indices() -> Row:
     arguments = {"batch_size": 64, "num_workers": 2, "shuffle": True}
-    return Row(range(INDICES), arguments, {}, timed(lambda: torch.randperm(INDICES)), first=True)
+    bound = lambda: seconds(lambda: torch.randperm(INDICES))  # noqa: E731
+    return Row("first batch of 20,000,000 shuffled indices", range(INDICES), arguments, {}, bound, first=True)
 
 
 def table(workers: int = 0) -> Row:
@@ -129,13 +126,16 @@ def table(workers: int = 0) -> Row:
             tensor[order[start : start + 1024]]
 
     arguments = {"batch_size": 1024, "shuffle": True, "num_workers": workers, "persistent_workers": workers > 0}
-    return Row(torch.utils.data.TensorDataset(tensor), arguments, {}, timed(by_hand))
+    what = "`TensorDataset` of 100,000 x 64, batch 1,024, shuffled, no workers"
+    what = "the same, 2 persistent workers" if workers else what
+    return Row(what, torch.utils.data.TensorDataset(tensor), arguments, {}, lambda: seconds(by_hand))
 
 
 def crops() -> Row:
     dataset = Crops(16 * 300)
     arguments = {"batch_size": 16, "num_workers": 2, "persistent_workers": True}
-    return Row(dataset, arguments, {}, lambda: bare_stacking(dataset, 16, 2))
+    what = "16 crops of 3 x 96 x 96 float32, 2 persistent workers"
+    return Row(what, dataset, arguments, {}, lambda: bare_stacking(dataset, 16, 2))
 
 
 ROWS: dict[str, Callable[[], Row]] = {
@@ -148,54 +148,31 @@ ROWS: dict[str, Callable[[], Row]] = {
     "table2": lambda: table(2),
     "crops": crops,
 }
-
-
-def timed(work: Callable[[], Any]) -> Callable[[], float]:
-    def measure() -> float:
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-
-    return measure
+program = Program(__doc__, list(ROWS), docs=(DOCS / "performance.md", "<!-- scheduling -->"))
 
 
 def bare_stacking(dataset: Any, batch_size: int, processes: int) -> float:
     """Seconds that processes need to stack the samples of a dataset into warm shared memory, each its share."""
-    batches = len(dataset) // batch_size
-    size = batch_size * dataset[0].numel() * 4
-    reader, done = os.pipe()
-    begin_reader, begin = os.pipe()
-    for process in range(processes):
-        if os.fork() == 0:
-            torch.set_num_threads(1)
-            out = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float32).view(batch_size, *dataset[0].shape)
-            out.fill_(1)
-            os.write(done, b"r")
-            os.read(begin_reader, 1)
+    batches, size = len(dataset) // batch_size, batch_size * dataset[0].numel() * 4
+
+    def prepare(process: int) -> Callable[[], object]:
+        torch.set_num_threads(1)
+        out = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float32).view(batch_size, *dataset[0].shape).fill_(1)
+
+        def work() -> None:
             for batch in range(process, batches, processes):
                 torch.stack([dataset[batch * batch_size + i] for i in range(batch_size)], out=out)
-            os.write(done, b"d")
-            os._exit(0)
-    for _ in range(processes):
-        os.read(reader, 1)
-    start = time.perf_counter()
-    os.write(begin, b"b" * processes)
-    for _ in range(processes):
-        os.read(reader, 1)
-    taken = time.perf_counter() - start
-    for _ in range(processes):
-        os.wait()
-    for fd in (reader, done, begin_reader, begin):
-        os.close(fd)
-    return taken
+
+        return work
+
+    return at_once(processes, prepare)
 
 
 def run(loader: Any, row: Row) -> float:
     """Seconds of an epoch, or until its first batch."""
     start = time.perf_counter()
-    iterator = iter(loader)
     count = 0
-    for _ in iterator:
+    for _ in loader:
         count += 1
         if row.first:
             return time.perf_counter() - start
@@ -213,142 +190,56 @@ def check(loaders: dict[str, Any], row: Row) -> None:
     for name, loader in loaders.items():
         torch.manual_seed(5)
         batches[name] = [batch for batch, _ in zip(loader, range(3), strict=False)]
-    found = difference(batches["torch"], batches["rustloader"])
-    if found:
+    if found := difference(batches["torch"], batches["rustloader"]):
         raise Failure(found)
-    if not row.first:
-        for loader in loaders.values():
-            if loader.persistent_workers:
-                run(loader, row)
+    for loader in loaders.values():
+        if loader.persistent_workers:
+            run(loader, row)
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
+def measure(name: str) -> None:
     row = ROWS[name]()
-    loaders = {
-        "torch": torch.utils.data.DataLoader(row.dataset, **row.arguments),
-        "rustloader": rustloader.DataLoader(row.dataset, **row.arguments, **row.options),
-    }
+    options = {"torch": {}, "rustloader": row.options}
+    loaders = {side: KINDS[side](row.dataset, **row.arguments, **more) for side, more in options.items()}
     check(loaders, row)
-    for number in range(rounds):
-        print(f"{name}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-        for side in list(loaders) if number % 2 == 0 else list(loaders)[::-1]:
-            row.times[side].append(run(loaders[side], row))
-        row.times["bound"].append(row.bound() if callable(row.bound) else row.bound)
-    return {"row": name, **{side: statistics.median(times) for side, times in row.times.items()}}
+    sides = {side: lambda loader=loader: run(loader, row) for side, loader in loaders.items()}
+    bound = row.bound if callable(row.bound) else lambda: row.bound
+    taken = program.interleave(sides, name, beside={"bound": bound})
+    seconds = [f"{taken.median(side) * 1e3:,.0f} ms" for side in taken]
+    gain, of_bound = (taken.ratios(*pair) for pair in (("torch", "rustloader"), ("rustloader", "bound")))
+    cells = [*seconds, spread(gain, "{:.1f}x".format), spread(of_bound, "{:.2f}x".format)]
+    grown = {side: fresh(growth, side) for side in sides} if name == "indices" else {}
+    medians = {side: taken.median(side) for side in taken}
+    program.line(name, row.what, *cells, medians=medians, rounds=taken, bytes_per_index=grown)
+    if grown:
+        ours, torchs = grown["rustloader"], grown["torch"]
+        print(f"An epoch of `indices` grows a process by {ours:.1f} bytes per index, with torch by {torchs:.1f}.")
 
 
-GROWTH = """
-import re, sys
-from pathlib import Path
-from torch.utils.data import DataLoader
-if sys.argv[1] == "rustloader":
-    from rustloader import DataLoader
-def first(count):
-    next(iter(DataLoader(range(count), batch_size=64, shuffle=True)))
-    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-before = first(1000)
-print((first(int(sys.argv[2])) - before) / int(sys.argv[2]))
-"""
+def growth(side: str) -> float:
+    """Bytes per index that a process grows by, from `iter()` to the first batch of a shuffled range."""
+
+    def first(count: int) -> int:
+        next(iter(KINDS[side](range(count), batch_size=64, shuffle=True)))
+        return amounts(read("/proc/self/status"))["VmHWM"]
+
+    before = first(1000)
+    return (first(INDICES) - before) / INDICES
 
 
-def growth(name: str) -> float:
-    """Bytes per index that a new process grows by, from `iter()` to the first batch of a shuffled range."""
-    command = [sys.executable, "-c", GROWTH, name, str(INDICES)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-def line(result: dict[str, Any]) -> str:
-    torchs, ours, bound = result["torch"], result["rustloader"], result["bound"]
-    cells = f"{torchs * 1e3:>11,.1f}{ours * 1e3:>12,.1f}{bound * 1e3:>11,.1f}"
-    return f"{result['row']:<11}{cells}{torchs / ours:>13.2f}x{torchs / bound:>15.2f}x{ours / bound:>15.2f}x"
-
-
-WHAT = {
-    "spikes": "1 batch in 10 takes 60 ms, the others 4.5 ms; `shared_queue`, window 32",
-    "lognormal": "log-normal batches, mean 20 ms, sigma 1.5; `shared_queue`, window 64",
-    "step": "every 40th sample takes 200 ms, batch 4, a step of 10 ms; `shared_queue`, window 32",
-    "storage": "samples of 30 ms, batch 64, 2 workers; `worker_threads=16`",
-    "indices": "first batch of 20,000,000 shuffled indices",
-    "table": "`TensorDataset` of 100,000 x 64, batch 1,024, shuffled, no workers",
-    "table2": "the same, 2 persistent workers",
-    "crops": "16 crops of 3 x 96 x 96 float32, 2 persistent workers",
-}
-
-
-def table_of(results: list[dict[str, Any]]) -> str:
-    """A table in Markdown, a line per row."""
-    lines = ["| work | torch | rustloader | lower bound | gain | of the bound |", "|---|---:|---:|---:|---:|---:|"]
-    for result in results:
-        torchs, ours, bound = result["torch"], result["rustloader"], result["bound"]
-        times = " | ".join(f"{seconds * 1e3:,.0f} ms" for seconds in (torchs, ours, bound))
-        lines.append(f"| {WHAT[result['row']]} | {times} | {torchs / ours:.1f}x | {ours / bound:.2f}x |")
-    return "\n".join(lines)
-
-
-def picture(results: list[dict[str, Any]]) -> str:
-    """Bars as SVG: the time of torch, of rustloader and the lower bound, as multiples of the bound."""
-    titles = {
-        "spikes": "1 batch in 10 takes 60 ms, the others 4.5 ms",
-        "lognormal": "log-normal batches, sigma 1.5",
-        "step": "every 40th sample takes 200 ms; a step of 10 ms",
+def picture() -> str:
+    """The time of torch, of rustloader and the lower bound, as multiples of the bound."""
+    colors = {"torch": "#b0b0b0", "rustloader": "#1f5fa8", "lower bound": "#7fa8d9"}
+    medians = {result["row"]: result["medians"] for result in program.results if result["row"] in PICTURED}
+    groups = {
+        PICTURED[row]: {name: found[side] / found["bound"] for name, side in zip(colors, found, strict=True)}
+        for row, found in medians.items()
     }
-    sides = (("torch", "#b0b0b0"), ("rustloader", "#1f5fa8"), ("bound", "#7fa8d9"))
-    left, width, top, high = 16, 400, 66, 84
-    shown = [result for result in results if result["row"] in titles]
-    longest = max(result["torch"] / result["bound"] for result in shown)
-    bottom = top + high * len(shown)
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 60} {bottom}" '
-        'font-family="sans-serif" font-size="14">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="{left}" y="22" fill="#222222" font-weight="bold">Time of an epoch, lower bound = 1</text>',
-    ]
-    for k, (side, color) in enumerate(sides):
-        out.append(f'<rect x="{left + 130 * k}" y="34" width="12" height="12" fill="{color}"/>')
-        words = "lower bound" if side == "bound" else side
-        out.append(f'<text x="{left + 130 * k + 18}" y="45" fill="#222222">{words}</text>')
-    for k, result in enumerate(shown):
-        y = top + high * k
-        out.append(f'<text x="{left}" y="{y + 14}" fill="#222222">{titles[result["row"]]}</text>')
-        for j, (side, color) in enumerate(sides):
-            ratio, at = result[side] / result["bound"], y + 20 + 17 * j
-            out.append(f'<rect x="{left}" y="{at}" width="{width * ratio / longest:.1f}" height="14" fill="{color}"/>')
-            place = left + width * ratio / longest + 5
-            out.append(f'<text x="{place:.0f}" y="{at + 12}" fill="#222222" font-size="12">{ratio:.2f}</text>')
-    return "\n".join([*out, "</svg>"]) + "\n"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(ROWS), metavar="NAME,...", help="default: all")
-    parser.add_argument("--rounds", type=int, default=5, help="of each row (default: %(default)s)")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the results as JSON")
-    parser.add_argument(
-        "--docs", action="store_true", help="write the table into docs/performance.md, and docs/head-of-line.svg"
-    )
-    options = parser.parse_args()
-    names = options.rows.split(",")
-    for name in names:
-        if name not in ROWS:
-            parser.error(f"no row {name}; there are {', '.join(ROWS)}")
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    print(f"{'':<11}{'torch':>11}{'rustloader':>12}{'bound':>11}")
-    print(f"{'row':<11}{'ms':>11}{'ms':>12}{'ms':>11}{'torch / ours':>14}{'torch / bound':>16}{'ours / bound':>16}")
-    results = []
-    for name in names:
-        results.append(measure(name, options.rounds))
-        print(line(results[-1]), flush=True)
-    if "indices" in names:
-        print(f"indices: {growth('torch'):.2f} bytes per index with torch, {growth('rustloader'):.2f} with rustloader")
-    if options.save:
-        options.save.write_text(json.dumps(results, indent=1) + "\n")
-    if options.docs:
-        docs = Path(__file__).parents[1] / "docs"
-        report.write(docs / "performance.md", table_of(results), "<!-- scheduling -->")
-        (docs / "head-of-line.svg").write_text(picture(results))
-    return 0
+    return bars("Time of an epoch, lower bound = 1", colors, groups)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = program.run(measure, ["work", "torch", "rustloader", "lower bound", "gain", "of the bound"])
+    if program.options.docs:
+        (DOCS / "head-of-line.svg").write_text(picture())
+    sys.exit(status)

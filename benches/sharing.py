@@ -1,7 +1,7 @@
 """What `rustloader.share` saves and costs, for 1,000,000 items: `make compare KIND=sharing`.
 
 Each measurement is a program of its own, in a fresh interpreter. The sides take turns. A figure is the median of the
-rounds.
+rounds, with its range.
 
 memory   private memory that a forked worker gains in one shuffled epoch, with 2 workers: torch's loader and
          rustloader's with a plain object, rustloader's with a shared one
@@ -10,22 +10,20 @@ reads    microseconds of processor time to read an item in a worker, in random o
 build    seconds and peak memory of share(), beside the original and without one (from a generator)
 """
 
-import argparse
-import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.utils.data
 
 import rustloader
-from rustloader.system.procfs import private
+from rustloader.system.procfs import amounts, private, read
+from rustloader.tools.harness.processes import fresh
+from rustloader.tools.harness.program import Program, main, missed
+from rustloader.tools.harness.rounds import Rounds, spread
 
 ITEMS = 1_000_000
 MB = 1e6
@@ -138,87 +136,60 @@ def build(kind: str, side: str) -> dict[str, float]:
     # What is resident now counts as the peak so far.
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
-    before, start = status("VmRSS"), time.perf_counter()
+    before, start = amounts(read("/proc/self/status"))["VmRSS"], time.perf_counter()
     shared = rustloader.share(items)
     seconds = time.perf_counter() - start
     # The result may be mapped, but its pages are touched only by reads.
-    return {"seconds": seconds, "size": shared.nbytes / MB, "peak": (status("VmHWM") - before) / MB}
-
-
-def status(name: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
-
-
-PROGRAMS = {"memory": memory, "reads": reads, "build": build}
-
-
-def measured(part: str, kind: str, side: str) -> dict[str, float]:
-    """The figures of one program."""
-    command = [sys.executable, os.path.abspath(__file__), "--program", part, kind, side]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-
-
-def medians(part: str, kind: str, sides: tuple[str, ...], rounds: int) -> dict[str, dict[str, float]]:
-    """The medians of each side's figures."""
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-    for number in range(rounds):
-        for side in sides if number % 2 == 0 else sides[::-1]:
-            found[side].append(measured(part, kind, side))
     return {
-        side: {key: statistics.median(figures[key] for figures in rows) for key in rows[0]}
-        for side, rows in found.items()
+        "seconds": seconds,
+        "size": shared.nbytes / MB,
+        "peak": (amounts(read("/proc/self/status"))["VmHWM"] - before) / MB,
     }
 
 
-def table(*head: str) -> None:
-    print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+PARTS = {"memory": memory, "reads": reads, "build": build}
+program = Program(__doc__, list(PARTS), rounds=3)
 
 
-def row(*cells: str) -> None:
-    print(f"| {' | '.join(cells)} |", flush=True)
+def taken(part: str, kind: str, sides: tuple[str, ...]) -> Rounds:
+    """The figures of each side, each in a program of its own."""
+    return program.interleave({side: lambda side=side: fresh(PARTS[part], kind, side) for side in sides}, kind)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PROGRAMS), help="parts to measure, separated by commas")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--program", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if options.program:
-        part, kind, side = options.program
-        print(json.dumps(PROGRAMS[part](kind, side)))
-        return 0
-    parts, missed = options.parts.split(","), 0
-    if unknown := set(parts) - set(PROGRAMS):
-        parser.error(f"unknown parts {sorted(unknown)}: choose from {', '.join(PROGRAMS)}")
-    if "memory" in parts:
-        table("private memory that a worker gains", *SIDES, "goal", "")
-        for kind in KINDS:
-            gains = [figures["gain"] for figures in medians("memory", kind, SIDES, options.rounds).values()]
-            missed += gains[-1] > GAIN
-            row(kind, *(f"{gain:.1f} MB" for gain in gains), f"<= {GAIN} MB", "missed" * (gains[-1] > GAIN))
-    if "reads" in parts:
-        table("reading an item", "plain", "shared", "longer", "goal", "")
-        for kind in KINDS:
-            found = medians("reads", kind, ("both",), options.rounds)["both"]
-            # The goal is one of lists of str.
-            is_missed = kind == "list of str" and found["longer"] > LONGER
-            missed += is_missed
-            goal = f"<= {LONGER} us longer" if kind == "list of str" else ""
-            cells = [f"{found[key]:.2f} us" for key in ("plain", "shared", "longer")]
-            row(kind, *cells, goal, "missed" * is_missed)
-    if "build" in parts:
-        table("building", "seconds", "shared memory", "other memory at the peak")
-        for kind in KINDS:
-            for side in ("original", "generator") if kind in STREAMS else ("original",):
-                figures = medians("build", kind, (side,), options.rounds)[side]
-                cells = [f"{figures['seconds']:.2f} s", f"{figures['size']:.1f} MB", f"{figures['peak']:.1f} MB"]
-                row(kind + ", from a generator" * (side == "generator"), *cells)
-    return 1 if missed else 0
+def measure(part: str) -> None:
+    if part == "memory":
+        program.head("private memory that a worker gains", *SIDES, "goal", "")
+    elif part == "reads":
+        program.head("reading an item", "plain", "shared", "longer", "goal", "")
+    else:
+        program.head("building", "seconds", "shared memory", "other memory at the peak")
+    for kind in KINDS:
+        {"memory": memory_line, "reads": reads_line, "build": build_lines}[part](kind)
+
+
+def memory_line(kind: str) -> None:
+    found = taken("memory", kind, SIDES)
+    held = found.median(SIDES[-1], "gain") <= GAIN
+    gains = [spread(found.of(side, "gain"), "{:.1f} MB".format) for side in SIDES]
+    program.line("memory", kind, *gains, f"<= {GAIN} MB", missed(held), held=held, kind=kind, rounds=found)
+
+
+def reads_line(kind: str) -> None:
+    found = taken("reads", kind, ("both",))
+    cells = [spread(found.of("both", key), "{:.2f} us".format) for key in ("plain", "shared", "longer")]
+    # The goal is one of lists of str.
+    held = found.median("both", "longer") <= LONGER if kind == "list of str" else None
+    goal = "" if held is None else f"<= {LONGER} us longer"
+    program.line("reads", kind, *cells, goal, missed(held), held=held, kind=kind, rounds=found)
+
+
+def build_lines(kind: str) -> None:
+    found = taken("build", kind, ("original", "generator") if kind in STREAMS else ("original",))
+    for side in found:
+        forms = {"seconds": "{:.2f} s", "size": "{:.1f} MB", "peak": "{:.1f} MB"}
+        cells = [spread(found.of(side, key), form.format) for key, form in forms.items()]
+        program.line("build", kind + ", from a generator" * (side == "generator"), *cells, kind=kind, rounds=found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(program, measure)

@@ -9,54 +9,46 @@ spawn          4 workers, a dataset of 100 MB in a `bytes` object
 spawn-array    the same in a NumPy array
 """
 
-import argparse
-import json
 import os
-import statistics
-import subprocess
-import sys
 import time
 import warnings
-from dataclasses import dataclass
+from typing import NamedTuple
+
+# Nothing of rustloader is imported here: spawned workers import this file, those of torch's loader as well.
 
 
-@dataclass(frozen=True)
-class Row:
-    """A program, its number of loaders, and its goals: a figure, what it is, the most seconds, the least ratio."""
+class Goal(NamedTuple):
+    """A figure, what it is, the most seconds, of which figure, and the least ratio."""
+
+    figure: str
+    what: str
+    most: float | None
+    of: str
+    least: float | None
+
+
+class Row(NamedTuple):
+    """A program, its number of loaders, and its goals."""
 
     method: str
     workers: int
-    loaders: int = 1
-    megabytes: int = 0
-    array: bool = False
-    goals: tuple[tuple[str, str, float | None, float | None], ...] = ()
+    loaders: int
+    megabytes: int
+    array: bool
+    goals: tuple[Goal, ...]
 
 
+FIRST = Goal("first", "first loader: first batch, less one import of torch", 0.6, "less import", 2)
+SECOND = Goal("second", "second loader: first batch", 0.25, "second", 10)
+MANY = Goal("second", "16 workers, second loader: first batch", 0.6, "second", None)
+BYTES = Goal("first", "100 MB of bytes: first batch", None, "first", 2.2)
+EACH = Goal("last", "the same: a batch of each worker", None, "last", 1)
+ARRAY = Goal("first", "array of 100 MB: first batch", None, "first", 2.2)
 ROWS = {
-    "forkserver": Row(
-        "forkserver",
-        4,
-        loaders=2,
-        goals=(
-            ("first", "first loader: first batch, less one import of torch", 0.6, 2),
-            ("second", "second loader: first batch", 0.25, 10),
-        ),
-    ),
-    "forkserver-16": Row(
-        "forkserver", 16, loaders=2, goals=(("second", "16 workers, second loader: first batch", 0.6, None),)
-    ),
-    "spawn": Row(
-        "spawn",
-        4,
-        megabytes=100,
-        goals=(
-            ("first", "100 MB of bytes: first batch", None, 2.2),
-            ("last", "the same: a batch of each worker", None, 1),
-        ),
-    ),
-    "spawn-array": Row(
-        "spawn", 4, megabytes=100, array=True, goals=(("first", "array of 100 MB: first batch", None, 2.2),)
-    ),
+    "forkserver": Row("forkserver", 4, 2, 0, False, (FIRST, SECOND)),
+    "forkserver-16": Row("forkserver", 16, 2, 0, False, (MANY,)),
+    "spawn": Row("spawn", 4, 1, 100, False, (BYTES, EACH)),
+    "spawn-array": Row("spawn", 4, 1, 100, True, (ARRAY,)),
 }
 
 
@@ -77,9 +69,9 @@ class Samples:
         return index
 
 
-def program(row: Row, side: str) -> None:
-    """Prints the seconds of a program: of its import of torch, and of each loader."""
-    start = time.perf_counter()
+def started(name: str, side: str) -> dict[str, float]:
+    """Seconds of a program: of its import of torch, and of each loader."""
+    row, start = ROWS[name], time.perf_counter()
     import torch.utils.data
 
     found = {"import": time.perf_counter() - start}
@@ -88,62 +80,36 @@ def program(row: Row, side: str) -> None:
 
     kind = {"torch": torch.utils.data.DataLoader, "rustloader": rustloader.DataLoader}[side]
     dataset = Samples(row.megabytes, row.array)
-    for name in ("first", "second")[: row.loaders]:
+    for which in ("first", "second")[: row.loaders]:
         start = time.perf_counter()
         loader = kind(dataset, batch_size=2, num_workers=row.workers, multiprocessing_context=row.method)
         batches = iter(loader)
         next(batches)
-        found[name] = time.perf_counter() - start
+        found[which] = time.perf_counter() - start
         for _ in range(row.workers - 1):
             next(batches)
         found["last"] = time.perf_counter() - start
         del batches, loader
-    if row.method == "forkserver":
-        found["less import"] = found["first"] - found["import"]
-    print(json.dumps(found))
-
-
-def measured(name: str, side: str) -> dict[str, float]:
-    """The figures of one program."""
-    command = [sys.executable, os.path.abspath(__file__), "--program", name, side]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(ROWS), help="rows to measure, separated by commas")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--program", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.program:
-        program(ROWS[options.program[0]], options.program[1])
-        return 0
-    print(
-        "| row | what | torch | rustloader | torch / rustloader | goal | |\n|---|---|---|---|---|---|---|", flush=True
-    )
-    missed = 0
-    for name in options.rows.split(","):
-        rounds = []
-        for number in range(options.rounds):
-            sides = ("torch", "rustloader") if number % 2 == 0 else ("rustloader", "torch")
-            rounds.append({side: measured(name, side) for side in sides})
-        for key, what, most, least in ROWS[name].goals:
-            seconds = {side: statistics.median(it[side][key] for it in rounds) for side in ("torch", "rustloader")}
-            ratio = statistics.median(it["torch"][key] / it["rustloader"][key] for it in rounds)
-            counted = "less import" if "less one import" in what else key
-            value = statistics.median(it["rustloader"][counted] for it in rounds)
-            held = (most is None or value <= most) and (least is None or ratio >= least)
-            missed += not held
-            goal = ", ".join(
-                [f"<= {most} s (found {value:.2f} s)"] * (most is not None) + [f">= {least}x"] * (least is not None)
-            )
-            print(
-                f"| {name} | {what} | {seconds['torch']:.2f} s | {seconds['rustloader']:.2f} s | {ratio:.2f}x "
-                f"| {goal} | {'' if held else 'missed'} |",
-                flush=True,
-            )
-    return 1 if missed else 0
+    return found | {"less import": found["first"] - found["import"]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from rustloader.tools.harness.processes import fresh
+    from rustloader.tools.harness.program import Program, main, missed
+    from rustloader.tools.harness.rounds import spread
+
+    program = Program(__doc__, list(ROWS))
+
+    def measure(name: str) -> None:
+        sides = {side: lambda side=side: fresh(started, name, side) for side in ("torch", "rustloader")}
+        taken = program.interleave(sides, name)
+        for goal in ROWS[name].goals:
+            value, ratio = taken.median("rustloader", goal.of), taken.ratio("torch", "rustloader", goal.figure)
+            held = (goal.most is None or value <= goal.most) and (goal.least is None or ratio >= goal.least)
+            words = [f"<= {goal.most} s (found {value:.2f} s)"] * (goal.most is not None)
+            words += [f">= {goal.least}x"] * (goal.least is not None)
+            seconds = [spread(taken.of(side, goal.figure), "{:.2f} s".format) for side in sides]
+            gain = spread(taken.ratios("torch", "rustloader", goal.figure), "{:.2f}x".format)
+            program.line(name, name, goal.what, *seconds, gain, ", ".join(words), missed(held), held=held, rounds=taken)
+
+    main(program, measure, "row", "what", "torch", "rustloader", "torch / rustloader", "goal", "")

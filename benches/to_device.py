@@ -15,164 +15,101 @@ profile of the training loop over prefetch_to_device, which overlap.py draws.
 It needs a CUDA device. With --device cpu it runs as a whole where there is none, and its figures mean nothing.
 """
 
-import argparse
-import statistics
-import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import compare
-import torch
-import torch.utils.data
-from card import Device, Kernel, memcpy_rate, to_device_rate
-from epochs import Failure
-from gpu import WITH_TENSORS, tensors
-from rows import Row, Samples
+from card import Kernel, loader_of, memcpy_rate, program_of, started, tensors, to_device_rate, trace
+from epochs import KINDS
+from rows import BY_NAME
 
 import rustloader
+from rustloader.tools.harness.program import main
+from rustloader.tools.harness.rounds import Failure, spread
 
 DEFAULT = ("images_u8", "images_f32", "images_f32_256", "ready_tensor", "tokens")
+# By name: torch's loader or rustloader's, and whether its batches are pinned.
+WAYS = {
+    "torch pageable": ("torch", False),
+    "torch pinned": ("torch", True),
+    "ours pageable": ("rustloader", False),
+    "ours": ("rustloader", True),
+}
 
 
 class Loop:
     """A loader and its way to the device."""
 
-    def __init__(self, name: str, loader: torch.utils.data.DataLoader, batches: Callable[[], Iterable[Any]]):
-        self.name, self.loader, self.batches = name, loader, batches
-        self.rates: list[float] = []
-        self.steps: list[float] = []
+    def __init__(self, name: str, kind: str, pinned: bool):
+        self.loader, self.pinned = loader_of(name, KINDS[kind], pinned, program.options), pinned
+        self.batches: Iterable[Any] | None = None
+        if kind == "rustloader":
+            self.batches = rustloader.prefetch_to_device(self.loader, device.kind)
         self.last: list[float] = []
 
-    def rate(self, device: Device) -> float:
-        """Batches per second on the device, nothing else done."""
-        count, batch, start = 0, None, time.perf_counter()
-        for batch in self.batches():  # noqa: B007 (the last one is kept)
+    def __iter__(self) -> Iterator[Any]:
+        if self.batches is not None:
+            yield from self.batches
+            return
+        for batch in self.loader:  # as programs move them by hand
+            yield [tensor.to(device.kind, non_blocking=self.pinned) for tensor in tensors(batch)]
+
+    def __call__(self, kernel: Kernel | None) -> float:
+        """Seconds per batch. With a kernel, each batch has a training step; without, the last batch is kept."""
+        count, batch = 0, None
+        device.synchronize()
+        start = time.perf_counter()
+        for batch in self:
+            if kernel is not None:
+                for tensor in tensors(batch):
+                    # As a step does, the work begins with the batch.
+                    tensor.as_strided((1,), (1,)).clone()
+                kernel()
             count += 1
         device.synchronize()
         seconds = time.perf_counter() - start
-        self.last = [float(tensor.double().sum()) for tensor in tensors(batch)]
-        return count / seconds
-
-    def step_ms(self, device: Device, kernel: Kernel) -> float:
-        """Milliseconds per batch of a loop with a training step."""
-        count = 0
-        device.synchronize()
-        start = time.perf_counter()
-        for batch in self.batches():
-            for tensor in tensors(batch):
-                # As a step does, the work begins with the batch.
-                tensor.as_strided((1,), (1,)).clone()
-            kernel()
-            count += 1
-        device.synchronize()
-        return (time.perf_counter() - start) / count * 1e3
+        if kernel is None:
+            self.last = [float(tensor.double().sum()) for tensor in tensors(batch)]
+        return seconds / count
 
 
-def moved(loader: Iterable[Any], device: Device, pinned: bool) -> Iterable[Any]:
-    """Batches as programs move them by hand."""
-    for batch in loader:
-        yield [tensor.to(device.kind, non_blocking=pinned) for tensor in tensors(batch)]
-
-
-def loops_of(row: Row, options: argparse.Namespace, device: Device, batches: int) -> list[Loop]:
-    dataset = Samples(row.samples(), batches * (row.batch_size or 1), row.fresh)
-
-    def loader(cls: Any, pinned: bool) -> torch.utils.data.DataLoader:
-        kw = {"batch_size": row.batch_size, "collate_fn": row.collate, "num_workers": options.workers}
-        return cls(dataset, pin_memory=pinned and device.is_card, persistent_workers=True, **kw)
-
-    def by_hand(name: str, pinned: bool) -> Loop:
-        its = loader(torch.utils.data.DataLoader, pinned)
-        return Loop(name, its, lambda: moved(its, device, pinned))
-
-    def ours(name: str, pinned: bool) -> Loop:
-        its = loader(rustloader.DataLoader, pinned)
-        batches = rustloader.prefetch_to_device(its, device.kind, depth=options.depth)
-        return Loop(name, its, lambda: batches)
-
-    return [
-        by_hand("torch pageable", False),
-        by_hand("torch pinned", True),
-        ours("ours pageable", False),
-        ours("ours", True),
-    ]
-
-
-def measure(row: Row, options: argparse.Namespace, device: Device) -> None:
-    batches = max(4, row.batches // (20 if options.quick else 1))
-    loops = loops_of(row, options, device, batches)
-    for loop in loops:
-        loop.rate(device)
-    example = tensors(next(iter(loops[1].loader)))
-    nbytes = sum(tensor.nbytes for tensor in example)
+def measure(name: str) -> None:
+    options, row = program.options, BY_NAME[name]
+    loops = {way: Loop(name, *how) for way, how in WAYS.items()}
+    for loop in loops.values():
+        loop(None)
+    nbytes = sum(tensor.nbytes for tensor in tensors(next(iter(loops["torch pinned"].loader))))
     kernel = Kernel(device, options.step)
     delivered = rustloader.engine_batches()
-    for number in range(options.rounds):
-        for loop in loops if number % 2 == 0 else loops[::-1]:
-            loop.rates.append(loop.rate(device))
-            loop.steps.append(loop.step_ms(device, kernel))
+    sides = {way: lambda it=it: {"rate": 1 / it(None), "step": it(kernel) * 1e3} for way, it in loops.items()}
+    taken = program.interleave(sides, name)
     delivered = rustloader.engine_batches() - delivered
-    if delivered != 2 * 2 * options.rounds * batches:
+    if delivered != 2 * 2 * options.rounds * row.count(options.quick):
         raise Failure(f"{delivered} batches came from the Rust engine")
-    for loop in loops:
-        if loop.last != loops[0].last:
-            raise Failure(f"the last batch of {loop.name!r} differs from that of {loops[0].name!r}")
+    for way, loop in loops.items():
+        if loop.last != loops["torch pageable"].last:
+            raise Failure(f"the last batch of {way!r} differs from that of 'torch pageable'")
     large = max(nbytes, 1 << 20)
-    limits = to_device_rate(device, large), memcpy_rate(device, large, 1 << (24 if options.quick else 30))
-    print(f"{row.name}: {row.what}; a step of {kernel.ms:.2f} ms")
-    print(f"  {'cudaMemcpyAsync':<16}{'':>11}{limits[0]:>8.2f}\n  {'memcpy':<16}{'':>11}{limits[1]:>8.2f}")
-    for loop in loops:
-        rate, step = statistics.median(loop.rates), statistics.median(loop.steps)
-        share = rustloader.stats(loop.loader).transfers.overlapped_share if loop.name.startswith("ours") else None
-        overlap = "" if share is None else f"{share:>10.0%}"
-        figures = f"{rate:>11,.1f}{rate * nbytes / 1e9:>8.2f} |{step:>9.3f}{step / kernel.ms:>8.3f}"
-        print(f"  {loop.name:<16}{figures}{overlap}", flush=True)
-    if options.trace:
-        with torch.profiler.profile() as profile:
-            loops[-1].step_ms(device, kernel)
-        profile.export_chrome_trace(f"{options.trace}.{row.name}.json")
-    for loop in loops:
+    limits = {
+        "cudaMemcpyAsync": to_device_rate(device, large),
+        "memcpy": memcpy_rate(device, large, 1 << (24 if options.quick else 30)),
+    }
+    for limit, rate in limits.items():
+        program.line(name, name, limit, "", f"{rate:.2f}", "", "", "", limit=limit, gbs=rate)
+    for way, loop in loops.items():
+        stats = rustloader.stats(loop.loader).transfers if way.startswith("ours") else None
+        overlap = "" if stats is None or stats.overlapped_share is None else f"{stats.overlapped_share:.0%}"
+        rate, step = taken.median(way, "rate"), taken.median(way, "step")
+        multiple = spread([it / kernel.ms for it in taken.of(way, "step")], "{:.3f}".format)
+        cells = [f"{rate:,.1f}", f"{rate * nbytes / 1e9:.2f}", f"{step:.3f}", multiple, overlap]
+        program.line(name, name, way, *cells, way=way, nbytes=nbytes, kernel_ms=kernel.ms, rounds=taken[way])
+    trace(options, name, lambda: loops["ours"](kernel))
+    for loop in loops.values():
         loop.loader._iterator._shutdown_workers()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", metavar="NAME,...", default=",".join(DEFAULT))
-    parser.add_argument("--rounds", type=int, default=5, help="rounds a row (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=4, help="worker processes a loader (default: %(default)s)")
-    parser.add_argument("--depth", type=int, default=2, help="batches that are copied ahead (default: %(default)s)")
-    parser.add_argument("--step", type=float, default=20.0, metavar="MS", help="training step (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a few batches: no figures to quote")
-    parser.add_argument("--trace", metavar="FILE", help="write FILE.<row>.json, a profile of the training loop")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a card, no figures")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: this comparison is for a machine that has one", file=sys.stderr)
-        return 2
-    names = options.rows.split(",")
-    if unknown := set(names) - {row.name for row in WITH_TENSORS}:
-        print(f"no such rows: {', '.join(sorted(unknown))}", file=sys.stderr)
-        return 2
-    warnings.filterwarnings("ignore", "This DataLoader will create")
-    torch.set_num_threads(1)
-    device, about = Device(options.device), compare.machine()
-    print(f"{device.name}; {about['cpu']}, {about['cores']} cores; ", end="")
-    print(f"Python {about['python']}, torch {about['torch']}; ", end="")
-    print(f"{options.workers} workers, depth {options.depth}, medians of {options.rounds} rounds", end="")
-    print(f"{', quick' * options.quick}\n")
-    print(f"  {'':<16}{'batches/s':>11}{'GB/s':>8} |{'step ms':>9}{'ratio':>8}{'overlap':>10}")
-    failed = False
-    for row in WITH_TENSORS:
-        if row.name in names:
-            try:
-                measure(row, options, device)
-            except Failure as failure:
-                failed = True
-                print(f"{row.name}: FAILED: {failure}", flush=True)
-    return int(failed)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    program = program_of(__doc__, rounds=5, default=DEFAULT)
+    program.option("--step", type=float, default=20.0, metavar="MS", help="training step (default: %(default)s)")
+    device = started(program)
+    main(program, measure, "row", "", "batches/s", "GB/s", "step ms", "of the step alone", "overlap")

@@ -19,9 +19,9 @@ from demo import proof, readme, text
 from demo.measure import Failure, Result, measure, record
 from demo.settings import Settings
 from demo.workloads import WORKLOADS, write_files
-from rustloader.tools.bench.progress import Progress
 from rustloader.tools.cli.parser import positive_int, positive_seconds
-from rustloader.tools.probe.machine import machine
+from rustloader.tools.harness.machine import machine
+from rustloader.tools.harness.progress import Progress
 
 __all__ = ["main"]
 

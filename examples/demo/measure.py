@@ -8,7 +8,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ import rustloader
 from demo.settings import Settings
 from demo.workloads import Workload
 from rustloader.tools.bench.passes import Limits
-from rustloader.tools.bench.progress import Progress
 from rustloader.tools.bench.timeline import Recorder, Timeline, watch
+from rustloader.tools.harness.progress import Progress
+from rustloader.tools.harness.rounds import Failure, interleave
 from rustloader.tools.probe.leaves import summary
 
 __all__ = ["NO_WORKERS", "OURS", "STEP", "TORCH", "Failure", "Result", "measure", "record"]
@@ -31,10 +33,6 @@ SHOWN = 24  # batches in the picture's timelines
 STEP = 0.005  # seconds of their training step, which sleeps as a process does that waits for a GPU
 
 
-class Failure(Exception):
-    """A loader delivered wrong batches."""
-
-
 @dataclass
 class Side:
     """One loader of a workload.
@@ -42,12 +40,10 @@ class Side:
     Attributes:
         name: NO_WORKERS, TORCH or OURS.
         loader: the loader. Its workers start once and stay for all rounds.
-        rates: batches/s of each round.
     """
 
     name: str
     loader: torch.utils.data.DataLoader[Any]
-    rates: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.batches = _forever(self.loader)
@@ -100,20 +96,23 @@ def measure(workload: Workload, settings: Settings, progress: Progress) -> Resul
         Side(OURS, ours(dataset, workload.batch_size, **_with_workers(settings))),
     ]
     progress.say(f"{workload.name}: compare batches")
+
+    def taken(side: Side) -> float:
+        rate = _pass(side, settings.seconds)
+        progress.step()
+        return rate
+
+    measures = {side.name: partial(taken, side) for side in sides}
     try:
         _check_equal(*sides[1:])
-        for number in range(settings.rounds):
-            for side in sides[number % 3 :] + sides[: number % 3]:  # in rotating order
-                progress.say(f"{workload.name}: {side.name}, round {number + 1} of {settings.rounds}")
-                side.rates.append(_pass(side, settings.seconds))
-                progress.step()
+        rates = interleave(measures, settings.rounds, workload.name, show=progress.say)
     finally:
         for side in sides:
             side.end()
     workers = rustloader.stats(sides[2].loader).workers
     busy = sum(worker.busy_seconds for worker in workers)
     own = sum(worker.fetch_seconds for worker in workers)
-    return Result(workload, {side.name: side.rates for side in sides}, own / busy)
+    return Result(workload, rates, own / busy)
 
 
 def record(workload: Workload, settings: Settings) -> dict[str, Timeline]:

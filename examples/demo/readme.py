@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from demo.settings import EXAMPLES
-
-sys.path.append(str(EXAMPLES.parent / "benches"))
-import report
+from rustloader.tools.harness import report
 
 __all__ = ["check", "write"]
 

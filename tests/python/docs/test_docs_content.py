@@ -14,6 +14,7 @@ from support import run_script
 from test_docs import PAGES, ROOT, blocks, known_options
 
 import rustloader
+from rustloader.tools.harness import report
 
 pytestmark = pytest.mark.ours
 
@@ -205,12 +206,12 @@ def test_the_users_page_quotes_the_performance_log():
 
 def test_the_comparison_writes_into_the_performance_log(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benches"))
-    report = importlib.import_module("report")
+    compare = importlib.import_module("compare")
     page = tmp_path / "page.md"
     page.write_text(PAGES["docs/performance-log.md"].read_text())
-    before, _, after = page.read_text().split(report.MARK)
+    before, _, after = page.read_text().split(compare.MARK)
     result = {"row": "scalar", "what": "one scalar", "persistent": True, "ratio": 2.0, "cpu_ratio": 1.5}
-    report.write(page, report.table([result | {"torch_us": 10.0, "ours_us": 5.0}]))
+    report.write(page, compare.table([result | {"torch_us": 10.0, "ours_us": 5.0}]), compare.MARK)
     assert page.read_text().startswith(before) and page.read_text().endswith(after)
     assert "| one scalar |  |  |  |  | 10.0 us | 5.0 us | 2.0x | 1.5x |" in page.read_text()
     source = (ROOT / "benches" / "compare.py").read_text()

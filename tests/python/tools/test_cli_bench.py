@@ -23,8 +23,9 @@ pytestmark = pytest.mark.ours
 if rustloader is not None:
     from rustloader.system.procfs import members
     from rustloader.tools import cli
-    from rustloader.tools.bench import command, passes, progress
+    from rustloader.tools.bench import command, passes
     from rustloader.tools.bench.side import BenchSide
+    from rustloader.tools.harness import progress
     from rustloader.tools.probe import process as probes
     from rustloader.tools.probe.factory import Unusable
 

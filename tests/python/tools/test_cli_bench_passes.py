@@ -17,9 +17,10 @@ pytestmark = pytest.mark.ours
 
 if rustloader is not None:
     from rustloader.system.procfs import members
-    from rustloader.tools.bench import memory, passes, timeline
+    from rustloader.tools.bench import passes, timeline
+    from rustloader.tools.harness import memory
+    from rustloader.tools.harness.machine import cpu_seconds
     from rustloader.tools.probe.deaths import death
-    from rustloader.tools.probe.machine import cpu_seconds
     from rustloader.tools.probe.side import ENGINES
 
 

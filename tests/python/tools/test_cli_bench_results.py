@@ -13,10 +13,11 @@ pytestmark = pytest.mark.ours
 if rustloader is not None:
     from rustloader.tools import cli
     from rustloader.tools.bench import command, comparison, plan, recommendation, results
-    from rustloader.tools.bench import layout as text
     from rustloader.tools.bench.settings import Setting
     from rustloader.tools.bench.summary import Summary
     from rustloader.tools.cli import parser
+    from rustloader.tools.harness import layout as text
+    from rustloader.tools.harness import rounds
     from rustloader.tools.probe.factory import Unusable
 
 
@@ -32,7 +33,7 @@ def coverage(n, k):
 @pytest.mark.parametrize("n", range(1, 14))
 def test_an_interval_is_the_narrowest_with_its_confidence(n):
     values = [float(value) for value in random.Random(n).sample(range(100), n)]
-    found = comparison.median_interval(values)
+    found = rounds.median_interval(values)
     k = sorted(values).index(found.low) + 1
     assert found.high == sorted(values)[n - k]
     assert found.confidence == pytest.approx(coverage(n, k))
@@ -41,8 +42,8 @@ def test_an_interval_is_the_narrowest_with_its_confidence(n):
 
 
 def test_an_interval_takes_six_values_for_its_confidence():
-    assert [comparison.median_interval([1.0] * n).confidence >= comparison.CONFIDENCE for n in (5, 6)] == [False, True]
-    assert comparison.median_interval([5.0, 1.0, 9.0, 2.0, 3.0, 4.0]) == (1.0, 9.0, 1 - 2 / 64)
+    assert [rounds.median_interval([1.0] * n).confidence >= rounds.CONFIDENCE for n in (5, 6)] == [False, True]
+    assert rounds.median_interval([5.0, 1.0, 9.0, 2.0, 3.0, 4.0]) == (1.0, 9.0, 1 - 2 / 64)
 
 
 # Comparisons

@@ -11,18 +11,18 @@ from typing import Any
 
 from rustloader.settings.options import PREFETCH_FACTOR
 from rustloader.system.cores import usable_cores
-from rustloader.tools.bench.comparison import CONFIDENCE
 from rustloader.tools.bench.elsewhere import RAY, Cluster, Price, check_ray
-from rustloader.tools.bench.memory import Peak, used
 from rustloader.tools.bench.passes import Limits, Pass
 from rustloader.tools.bench.plan import Plan, check_plot
-from rustloader.tools.bench.progress import Progress
 from rustloader.tools.bench.recommendation import Choice, recommend
 from rustloader.tools.bench.results import Point, Side, settle, starting
 from rustloader.tools.bench.settings import Setting
 from rustloader.tools.bench.side import BenchSide
 from rustloader.tools.bench.summary import Summary
 from rustloader.tools.bench.timeline import Timeline
+from rustloader.tools.harness.memory import Peak, used
+from rustloader.tools.harness.progress import Progress
+from rustloader.tools.harness.rounds import CONFIDENCE, in_turn
 from rustloader.tools.probe.factory import Unusable, check_target
 from rustloader.tools.probe.process import Probe
 
@@ -125,7 +125,7 @@ class _Bench:
         while self._goes_on(point, number, share - (time.monotonic() - begin), longest):
             number += 1
             started = time.monotonic()
-            for probe in probes if number % 2 else reversed(probes):
+            for probe in in_turn(probes, number - 1):
                 of = f" of {self._plan.epochs}" if self._plan.epochs else ""
                 progress.say(f"{where}{probe.engine}, epoch {number}{of}")
                 sides[probe.engine].passes.append(Pass(**probe.ask("run", number, self._limits, False)))

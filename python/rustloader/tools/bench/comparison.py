@@ -2,68 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from rustloader.system.texts import count_of
-from rustloader.tools.bench.layout import times
+from rustloader.tools.harness.layout import times
+from rustloader.tools.harness.rounds import CONFIDENCE, Interval, median_interval
 
 # The verdict on rustloader, compared with torch.
 Outcome = Literal["faster", "slower", "no measurable difference", "too few to tell"]
 
 # Minimum epochs and batches of each engine for a verdict.
 FEWEST_EPOCHS, FEWEST_BATCHES = 3, 50
-# Target confidence of intervals. It takes 6 values.
-CONFIDENCE = 0.95
 # Ratios from the inverse of this to this count as equal. Processes that do the same work differ by up to this factor
 # during their whole life, because their memory lies at different addresses.
 _EQUAL = 1.03
-# Maximum ratio of an interval's ends for a narrow interval, and for one that shows a small difference.
-_NARROW, _SMALL = 1.1, 1.25
+# Maximum ratio of an interval's ends for one that shows a small difference.
+_SMALL = 1.25
 # Minimum ratio for an interval that is clearly away from 1.
 _CLEAR = 1.1
-
-
-class Interval(NamedTuple):
-    """A confidence interval of a median."""
-
-    low: float
-    high: float
-    # The probability that the interval contains the median of the distribution.
-    confidence: float
-
-    @property
-    def narrow(self) -> bool:
-        """Whether more values would add little."""
-        return self.high <= self.low * _NARROW
-
-    def overlaps(self, other: Interval) -> bool:
-        """Whether the two intervals intersect."""
-        return self.low <= other.high and other.low <= self.high
-
-
-def median_interval(values: Sequence[float]) -> Interval:
-    """The narrowest distribution-free interval for a median that has a confidence of at least ``CONFIDENCE``.
-
-    Its ends are order statistics, the k-th smallest and the k-th largest value. A value lies below the median with
-    probability 1/2, so the interval misses the median with probability 2 P(B < k), where B is binomial with n trials.
-    Source: W. R. Thompson, "On confidence ranges for the median and other expectation distributions for populations of
-    unknown distribution form", Annals of Mathematical Statistics 7 (1936), 122-128.
-
-    With fewer than 6 values the interval is their whole range, and its confidence is lower.
-
-    Example:
-        >>> median_interval([3.0, 1.0, 2.0])
-        Interval(low=1.0, high=3.0, confidence=0.75)
-    """
-    ordered = sorted(values)
-    n = len(ordered)
-    k, missed = 1, 2 / 2**n
-    while (more := missed + 2 * math.comb(n, k) / 2**n) <= 1 - CONFIDENCE:
-        k, missed = k + 1, more
-    return Interval(ordered[k - 1], ordered[n - k], max(0.0, 1 - missed))
 
 
 class Comparison(NamedTuple):

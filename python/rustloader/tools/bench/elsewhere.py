@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rustloader.system.texts import count_of, duration, size
-from rustloader.tools.bench.layout import number
+from rustloader.tools.harness.layout import number
 from rustloader.tools.probe.cluster import reach
 from rustloader.tools.probe.factory import Unusable, check_target
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from rustloader.tools.probe.machine import cpu_seconds
+from rustloader.tools.harness.machine import cpu_seconds
 from rustloader.tools.probe.side import end_workers
 
 # Seconds between two marks. Reading the clocks of all processes takes a few microseconds.

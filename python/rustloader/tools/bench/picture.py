@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from rustloader.system.texts import count_of
-from rustloader.tools.bench.layout import listed
 from rustloader.tools.bench.recommendation import Choice
 from rustloader.tools.bench.results import Point, Side, merged
 from rustloader.tools.bench.settings import Setting
 from rustloader.tools.bench.timeline import Timeline
+from rustloader.tools.harness.layout import listed
 
 # The palette of Okabe and Ito, which colour-blind readers can distinguish.
 _COLOURS = {"fetch": "#56B4E9", "collate": "#0072B2", "send": "#009E73", "wait": "#E69F00", "step": "#BBBBBB"}

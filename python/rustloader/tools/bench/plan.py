@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rustloader.system.texts import count_of, duration
-from rustloader.tools.bench.layout import listed
 from rustloader.tools.bench.settings import SWEPT, settings_of
+from rustloader.tools.harness.layout import listed
 from rustloader.tools.probe.factory import Unusable
 
 # Default seconds of an epoch, and of all epochs with one number of workers.

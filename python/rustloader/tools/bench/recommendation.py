@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rustloader.system.texts import count_of
-from rustloader.tools.bench.layout import listed
 from rustloader.tools.bench.results import Point, Side, merged
 from rustloader.tools.bench.settings import Setting
+from rustloader.tools.harness.layout import listed
 
 # Maximum distance from the best rate for a number of workers that counts as good.
 _WITHIN = 0.05

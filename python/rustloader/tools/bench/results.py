@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rustloader.system.texts import duration, size
-from rustloader.tools.bench.comparison import Comparison, Interval, compare, median_interval, too_few
+from rustloader.tools.bench.comparison import Comparison, compare, too_few
 from rustloader.tools.bench.elsewhere import Price
-from rustloader.tools.bench.layout import WIDTH, aligned, number, times
 from rustloader.tools.bench.passes import Pass
 from rustloader.tools.bench.settings import SWEPT, Setting
+from rustloader.tools.harness.layout import WIDTH, aligned, number, times
+from rustloader.tools.harness.rounds import Interval, median_interval
 
 
 @dataclass

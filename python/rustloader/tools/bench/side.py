@@ -14,8 +14,8 @@ from rustloader.tools.bench.elsewhere import RAY, carry, give_workers, measure
 from rustloader.tools.bench.passes import Limits, run_pass
 from rustloader.tools.bench.settings import Setting
 from rustloader.tools.bench.timeline import Recorder, watch
+from rustloader.tools.harness.machine import machine
 from rustloader.tools.probe.factory import Unusable
-from rustloader.tools.probe.machine import machine
 from rustloader.tools.probe.side import Side, end_workers
 
 # The factory's own settings.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rustloader.tools.bench.layout import wrapped
 from rustloader.tools.bench.plan import Plan
 from rustloader.tools.bench.recommendation import RULE, RULE_OF_OPTIONS, Choice
 from rustloader.tools.bench.results import Point, ray_table, sweep_table, table
+from rustloader.tools.harness.layout import wrapped
 
 
 class Summary:

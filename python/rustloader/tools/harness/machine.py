@@ -31,6 +31,14 @@ def machine() -> dict[str, Any]:
     }
 
 
+def sentence() -> str:
+    """This machine and its versions in a line."""
+    return (
+        "{cpu}, {cores} cores, {memory_gib} GiB; Linux {kernel}, Python {python}, torch {torch}, "
+        "rustloader {rustloader}".format(**machine())
+    )
+
+
 def cpu_seconds(workers: Iterable[int]) -> float:
     """Processor time of this process, of the children it has reaped, and of running workers, given by process id. A
     worker that has ended counts as 0."""

@@ -37,3 +37,9 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def say(text: str) -> None:
+    """Shows what goes on: one line on stderr, overwritten if it is a terminal. An empty text removes it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

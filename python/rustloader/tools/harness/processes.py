@@ -1,0 +1,99 @@
+"""Measurements in processes of their own."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rustloader.tools.harness.rounds import Failure
+
+_CODE = """\
+import importlib, json, sys
+sys.path[0] = sys.argv[1]
+function = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])
+print(json.dumps(function(*json.loads(sys.argv[4]))))
+"""
+
+
+def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function in a new interpreter, which imports its file. Arguments and result go through JSON."""
+    file = Path(inspect.getfile(function)).resolve()
+    what = [str(file.parent), file.stem, function.__name__, json.dumps(arguments)]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _CODE, *what], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise Failure(f"the process of {function.__name__}{arguments} ended with {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def forked(body: Callable[[], Any]) -> Any:
+    """Calls a function in a fork. Its result goes through JSON."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.write(writer, json.dumps(body()).encode())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with open(reader) as file:
+        said = file.read()
+    if os.waitpid(pid, 0)[1]:
+        raise Failure("a forked process failed")
+    return json.loads(said)
+
+
+def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> float:
+    """Seconds that forked processes take for their work. Each prepares its own, then all begin together.
+
+    Args:
+        processes: how many.
+        prepare: called in each process with its number, returns its work.
+    """
+    (waits, begin), (reader, done) = os.pipe(), os.pipe()
+    children = []
+    for number in range(processes):
+        if (pid := os.fork()) == 0:
+            try:
+                work = prepare(number)
+                os.write(done, b"r")
+                os.read(waits, 1)
+                work()
+                os.write(done, b"d")
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        children.append(pid)
+    os.close(done)  # so that the pipe ends with the children
+    try:
+        _await(reader, processes)
+        start = time.perf_counter()
+        os.write(begin, b"b" * processes)
+        _await(reader, processes)
+        return time.perf_counter() - start
+    finally:
+        os.write(begin, b"b" * processes)
+        for pid in children:
+            os.waitpid(pid, 0)
+        for descriptor in (waits, begin, reader):
+            os.close(descriptor)
+
+
+def _await(descriptor: int, count: int) -> None:
+    while count:
+        found = os.read(descriptor, count)
+        if not found:
+            raise Failure("a process that works beside others failed")
+        count -= len(found)

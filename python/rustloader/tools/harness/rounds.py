@@ -1,0 +1,128 @@
+"""Rounds in which all sides are measured in turn, and the medians and intervals of what they took."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from rustloader.tools.harness.layout import number
+from rustloader.tools.harness.progress import say
+
+Item = TypeVar("Item")
+
+# Target confidence of intervals. It takes 6 values.
+CONFIDENCE = 0.95
+# Maximum ratio of an interval's ends for a narrow interval.
+_NARROW = 1.1
+
+
+class Failure(Exception):
+    """A side delivered something wrong: its figures mean nothing."""
+
+
+class Interval(NamedTuple):
+    """A confidence interval of a median."""
+
+    low: float
+    high: float
+    # The probability that the interval contains the median of the distribution.
+    confidence: float
+
+    @property
+    def narrow(self) -> bool:
+        """Whether more values would add little."""
+        return self.high <= self.low * _NARROW
+
+    def overlaps(self, other: Interval) -> bool:
+        """Whether the two intervals intersect."""
+        return self.low <= other.high and other.low <= self.high
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """The narrowest distribution-free interval for a median that has a confidence of at least ``CONFIDENCE``.
+
+    Its ends are order statistics, the k-th smallest and the k-th largest value. A value lies below the median with
+    probability 1/2, so the interval misses the median with probability 2 P(B < k), where B is binomial with n trials.
+    Source: W. R. Thompson, "On confidence ranges for the median and other expectation distributions for populations of
+    unknown distribution form", Annals of Mathematical Statistics 7 (1936), 122-128.
+
+    With fewer than 6 values the interval is their whole range, and its confidence is lower.
+
+    Example:
+        >>> median_interval([3.0, 1.0, 2.0])
+        Interval(low=1.0, high=3.0, confidence=0.75)
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    k, missed = 1, 2 / 2**n
+    while (more := missed + 2 * math.comb(n, k) / 2**n) <= 1 - CONFIDENCE:
+        k, missed = k + 1, more
+    return Interval(ordered[k - 1], ordered[n - k], max(0.0, 1 - missed))
+
+
+def spread(values: Sequence[float], form: Callable[[float], str] = number) -> str:
+    """The median and its interval: "2.00 (1.90 to 2.10)"."""
+    median, interval = statistics.median(values), median_interval(values)
+    return f"{form(median)} ({form(interval.low)} to {form(interval.high)})" if len(values) > 1 else form(median)
+
+
+def in_turn(items: Sequence[Item], number: int) -> list[Item]:
+    """The order of a round. Two items go AB BA BA AB; three go in each of their six orders."""
+    at = number // 2 % len(items)
+    order = [*items[at:], *items[:at]]
+    return order[::-1] if number % 2 else order
+
+
+class Rounds(dict[str, list[Any]]):
+    """What each side took in each round: a number, or a dictionary of several figures."""
+
+    def of(self, side: str, figure: str | None = None) -> list[float]:
+        """A figure of each round."""
+        return [taken if figure is None else taken[figure] for taken in self[side]]
+
+    def median(self, side: str, figure: str | None = None) -> float:
+        """The median of a figure."""
+        return statistics.median(self.of(side, figure))
+
+    def ratios(self, one: str, other: str, figure: str | None = None) -> list[float]:
+        """One side over the other in each round."""
+        pairs = zip(self.of(one, figure), self.of(other, figure), strict=True)
+        return [a / b if b else math.inf for a, b in pairs]
+
+    def ratio(self, one: str, other: str, figure: str | None = None) -> float:
+        """The median of the rounds' ratios: a machine's speed changes between rounds."""
+        return statistics.median(self.ratios(one, other, figure))
+
+
+def interleave(
+    sides: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    label: str = "",
+    beside: Mapping[str, Callable[[], Any]] | None = None,
+    after: Callable[[], object] | None = None,
+    show: Callable[[str], object] = say,
+) -> Rounds:
+    """Measures all sides in each round, in turn.
+
+    Args:
+        sides: what measures each side. It returns a number, or a dictionary of figures.
+        rounds: how often.
+        label: what is measured.
+        beside: bounds and the like, which come last in each round.
+        after: called after the sides of each round, to check what they delivered.
+        show: is called with what is measured now, before each measurement and at the end with an empty text.
+    """
+    beside = beside or {}
+    taken = Rounds({name: [] for name in (*sides, *beside)})
+    for turn in range(rounds):
+        for name in in_turn(list(sides), turn):
+            show(f"{label}: round {turn + 1} of {rounds}, {name}")
+            taken[name].append(sides[name]())
+        if after is not None:
+            after()
+        for name, measure in beside.items():
+            taken[name].append(measure())
+    show("")
+    return taken

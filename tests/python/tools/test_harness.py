@@ -1,0 +1,118 @@
+"""What measures in `rustloader bench`, benches/ and the demo: rounds, processes, tables and exit statuses."""
+
+import itertools
+import json
+import os
+import sys
+
+import pytest
+from support import ROOT, rustloader
+
+pytestmark = pytest.mark.ours
+
+if rustloader is not None:
+    from rustloader.tools.harness import processes, report, rounds
+    from rustloader.tools.harness.program import Program
+
+
+@pytest.mark.parametrize(("sides", "period"), [(1, 2), (2, 4), (3, 6)])
+def test_each_order_of_the_sides_comes_up_as_often_as_any_other(sides, period):
+    orders = [tuple(rounds.in_turn(range(sides), number)) for number in range(2 * period)]
+    counts = {orders.count(order) for order in itertools.permutations(range(sides))}
+    assert len(counts) == 1 and orders[:period] == orders[period:]
+
+
+def test_all_sides_take_turns_and_bounds_come_last():
+    calls = []
+    measure = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}
+    after = {"bound": lambda: calls.append("bound") or 0}
+    taken = rounds.interleave(measure, 3, beside=after, after=lambda: calls.append("check"))
+    assert "".join(name[0] for name in calls) == "abcb" + "bacb" + "bacb"
+    assert taken == {"a": [1, 6, 10], "b": [2, 5, 9], "bound": [0, 0, 0]}
+
+
+def test_a_ratio_is_the_median_of_those_of_the_rounds():
+    taken = rounds.Rounds({"a": [{"s": 2.0}, {"s": 20.0}, {"s": 3.0}], "b": [{"s": 1.0}, {"s": 5.0}, {"s": 3.0}]})
+    assert taken.ratios("a", "b", "s") == [2.0, 4.0, 1.0] and taken.ratio("a", "b", "s") == 2.0
+    assert taken.median("a", "s") == 3.0
+    assert rounds.spread(taken.ratios("a", "b", "s")) == "2.00 (1.00 to 4.00)"
+    assert rounds.spread([2.0], "{:.1f} s".format) == "2.0 s"
+
+
+def power(base, exponent):
+    """For a new interpreter, which imports this file."""
+    return {"pid": os.getpid(), "value": base**exponent}
+
+
+def test_a_function_runs_in_a_new_interpreter(tmp_path, monkeypatch):
+    file = tmp_path / "fresh_of_test.py"
+    file.write_text(
+        "import os, sys\ndef power(a, b):\n    print('said')\n    return [os.getpid(), a**b, 'torch' in sys.modules]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import fresh_of_test
+
+    pid, value, torch = processes.fresh(fresh_of_test.power, 2, 5)
+    assert (value, torch) == (32, False) and pid != os.getpid()
+    with pytest.raises(rounds.Failure, match="ended with 1"):
+        processes.fresh(fresh_of_test.power, 2, "no number")
+
+
+def test_a_function_runs_in_a_fork(capfd):
+    found = processes.forked(lambda: power(2, 3))
+    assert found["value"] == 8 and found["pid"] != os.getpid()
+    with pytest.raises(rounds.Failure):
+        processes.forked(lambda: 1 / 0)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_processes_begin_at_once(tmp_path):
+    def prepare(number):
+        (tmp_path / f"ready{number}").touch()
+        return lambda: (tmp_path / f"saw{number}of{len(list(tmp_path.glob('ready*')))}").touch()
+
+    assert processes.at_once(3, prepare) > 0
+    assert {path.name for path in tmp_path.glob("saw*")} == {f"saw{number}of3" for number in range(3)}
+    with pytest.raises(rounds.Failure):
+        processes.at_once(2, lambda number: {}[number])
+
+
+@pytest.mark.parametrize(("outcome", "status"), [(True, 0), (None, 0), (False, 1), (rounds.Failure("odd"), 1)])
+def test_a_program_prints_saves_and_documents_its_rows(outcome, status, tmp_path, monkeypatch, capsys):
+    page, saved = tmp_path / "page.md", tmp_path / "saved.json"
+    page.write_text("before\n<!-- x -->\nold\n<!-- x -->\nafter\n")
+    monkeypatch.setattr(sys, "argv", ["x", "--rows", "b", "--rounds", "2", "--docs", "--save", str(saved)])
+    program = Program("Text.", ["a", "b"], docs=(page, "<!-- x -->"))
+
+    def measure(row):
+        taken = program.interleave({"one": lambda: 1.5}, row)
+        if isinstance(outcome, rounds.Failure):
+            raise outcome
+        program.line(row, f"row {row}", taken.median("one"), held=outcome, rounds=taken)
+
+    assert program.run(measure, ["what", "found"]) == status
+    out, results = capsys.readouterr().out, json.loads(saved.read_text())["results"]
+    assert "medians of 2 rounds" in out and "| what | found |\n|---|---|" in out
+    if isinstance(outcome, rounds.Failure):
+        assert "| b | FAILED: odd |" in out and results == []
+        return
+    assert "| row b | 1.5 |" in out and "row a" not in out
+    assert results == [{"row": "b", "rounds": {"one": [1.5, 1.5]}} | ({} if outcome is None else {"held": outcome})]
+    assert (
+        page.read_text() == "before\n<!-- x -->\n\n| what | found |\n|---|---|\n| row b | 1.5 |\n\n<!-- x -->\nafter\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--rows", "c"], ["--rounds", "0"]])
+def test_wrong_arguments_of_a_program(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        Program("Text.", ["a", "b"]).parse()
+    assert ended.value.code == 2 and ("no such row: c; there are a, b" in capsys.readouterr().err) == ("c" in arguments)
+
+
+def test_each_document_has_two_marks_for_each_table():
+    for name in ("performance-log.md", "performance.md", "reliability.md"):
+        text = (ROOT / "docs" / name).read_text()
+        for mark in {line for line in text.splitlines() if line.startswith("<!-- ")}:
+            report.around(ROOT / "docs" / name, mark)
