@@ -1,14 +1,13 @@
 """Pitfalls that have caused bugs, and that no other file covers (T18 to T27)."""
 
 import collections
-import itertools
 import multiprocessing
 import os
 import socket
 
 import pytest
 import torch
-from sample_data import Failing, Given, Numbers, Shards, as_list, key_error
+from sample_data import Failing, Given, Numbers, Shards, key_error
 from support import (
     BOTH,
     DataLoader,
@@ -17,7 +16,6 @@ from support import (
     in_arena,
     outcome,
     outcomes,
-    outcomes_of,
     run_script,
     values,
 )
@@ -218,46 +216,6 @@ def test_p19_a_timeout_without_an_end_is_none(timeout):
     assert values(epoch(DataLoader(Numbers(4), num_workers=1, batch_size=None, timeout=timeout))) == [0, 1, 2, 3]
 
 
-def test_table_a_sampler_iter_of_none_resets_and_says_what_is_missing():
-    def run(cls):
-        iterator = iter(cls(Numbers(4), num_workers=1))
-        iterator._sampler_iter = None
-        got = outcome(next, iterator)
-        iterator._shutdown_workers()
-        return got[0], got[1], got[2].split(".")[-1]
-
-    theirs, ours = map(run, BOTH)
-    assert ours == theirs and ours[1] is TypeError
-
-
-@pytest.mark.parametrize("taken", [0, 1, 3])
-def test_table_reset_by_hand_begins_a_new_epoch(taken):
-    def run(cls):
-        loader = cls(Numbers(5), num_workers=2, batch_size=None, persistent_workers=True)
-        iterator = iter(loader)
-        first = values(itertools.islice(iterator, taken))
-        iterator._reset(loader)
-        second = values(iterator)
-        iterator._reset(loader, first_iter=False)
-        third = values(iterator)
-        iterator._shutdown_workers()
-        return first, second, third
-
-    theirs, ours = map(run, BOTH)
-    assert ours == theirs
-
-
-def test_p18_after_a_shutdown_next_says_that_it_is_the_end():
-    def run(cls):
-        iterator = iter(cls(Numbers(9), num_workers=1))
-        next(iterator)
-        iterator._shutdown_workers()
-        return outcomes(iterator, 3)
-
-    theirs, ours = map(run, BOTH)
-    assert ours == theirs == [("end",)] * 3
-
-
 @pytest.mark.ours
 def test_a_persistent_loader_that_was_shut_down_starts_new_workers():
     """torch: ValueError, its queue is closed."""
@@ -265,13 +223,3 @@ def test_a_persistent_loader_that_was_shut_down_starts_new_workers():
     for _ in range(3):
         assert values(epoch(loader)) == list(range(5))
         loader._iterator._shutdown_workers()
-
-
-class Nested(IterableDataset):
-    def __iter__(self):
-        return iter(DataLoader(Numbers(3), batch_size=None))
-
-
-def test_a_loader_without_workers_inside_a_worker():
-    theirs, ours = (outcomes_of(cls(Nested(), num_workers=2, batch_size=2, collate_fn=as_list), 6) for cls in BOTH)
-    assert [str(o) for o in ours] == [str(o) for o in theirs]
