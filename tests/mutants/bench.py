@@ -21,7 +21,8 @@ LOGS = WORK / "logs"
 
 # What mutants are made of, and what all Python tests read.
 PRODUCT = ("python/rustloader/", "src/", "Cargo.toml", "Cargo.lock", "pyproject.toml")
-HELPERS = ("tests/python/conftest.py", *(f"tests/lib/{name}.py" for name in ("rules", "support", "sample_data")))
+LIBRARY = ("rules", "support", "sample_data", "parity_table")
+HELPERS = ("tests/python/conftest.py", *(f"tests/lib/{name}.py" for name in LIBRARY))
 
 # Seconds without output after which a run hangs: more than any test may take (conftest.py ends most of them before),
 # what the imports before the first test may take on a busy machine, and a build.

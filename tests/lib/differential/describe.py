@@ -10,10 +10,21 @@ import numpy as np
 import torch
 import torch.utils.data
 from support import torchs_type
+from torch.utils.data import dataloader as torchs
 
 from .recorder import crc
 
 ATOMS = (type(None), bool, int, complex, str, bytes, type(Ellipsis), type(NotImplemented))
+TEXTS_AND_NUMBERS = (str, bytes, int, float, complex)
+LOADER_ATTRIBUTES = (
+    "batch_size drop_last num_workers prefetch_factor pin_memory pin_memory_device timeout persistent_workers in_order "
+    "_dataset_kind _auto_collation _IterableDataset_len_called"
+).split()
+ITERATOR_ATTRIBUTES = (
+    "_num_yielded _base_seed _IterableDataset_len_called _num_workers _prefetch_factor _in_order _persistent_workers "
+    "_pin_memory _pin_memory_device _timeout _drop_last _auto_collation _dataset_kind _world_size _rank "
+    "_profile_name _shared_seed _pg _shutdown"
+).split()
 
 
 def short(text):
@@ -72,6 +83,9 @@ class _Walk:
             return [v.nbytes(), crc(bytes(v.tolist()))]
         if isinstance(v, type) or callable(v):
             return [getattr(v, "__qualname__", normal(repr(v)))]
+        if isinstance(v, TEXTS_AND_NUMBERS):
+            base = next(kind for kind in TEXTS_AND_NUMBERS if isinstance(v, kind))
+            return [short(base.__repr__(v)), self.attributes(v)]
         if isinstance(v, (bytearray, memoryview)):
             return [short(bytes(v).hex())]
         if isinstance(v, (set, frozenset)):
@@ -82,7 +96,7 @@ class _Walk:
             return [[f.name, self.walk(getattr(v, f.name))] for f in dataclasses.fields(v)]
         if isinstance(v, (dict, collections.UserDict)):
             extra = [repr(v.default_factory)] if isinstance(v, collections.defaultdict) else []
-            return [*extra, [[self.walk(k), self.walk(x)] for k, x in v.items()]]
+            return [*extra, [[self.walk(k), self.walk(x)] for k, x in v.items()], self.attributes(v)]
         if isinstance(v, (list, tuple, collections.deque)):
             return [[self.walk(x) for x in v], *self.attributes(v)]
         if isinstance(v, array.array):
@@ -177,12 +191,14 @@ def _frame(match):
 
 def error(e):
     """An exception: class, text, notes, cause; whatever a handler could ask for."""
-    text = str(e.args[0]) if e.args else ""
+    text = normal(e.args[0]) if e.args else ""
     try:
         shown = normal(e)
     except Exception as failed:
         shown = f"str() fails: {failed!r}"
-    found = [name_of(torchs_type(e)), normal(text), shown, [normal(n) for n in getattr(e, "__notes__", [])]]
+    if isinstance(e, RecursionError):  # how many frames there were depends on who calls
+        text, shown = (t.splitlines()[:1] for t in (text, shown))
+    found = [name_of(torchs_type(e)), text, shown, [normal(n) for n in getattr(e, "__notes__", [])]]
     for link in (e.__cause__, None if e.__suppress_context__ else e.__context__):
         found.append(None if link is None else [name_of(torchs_type(link)), normal(link)])
     return found
@@ -193,3 +209,26 @@ def warning(w):
     file = w.filename
     place = "library" if "/torch/" in file or "/rustloader/" in file else "user"
     return [w.category.__name__, normal(w.message), place]
+
+
+def loader(v):
+    """A loader: the names of its attributes, the plain ones' values, the others' types."""
+    values = [[name, repr(getattr(v, name))] for name in LOADER_ATTRIBUTES]
+    kinds = [
+        [name, name_of(type(getattr(v, name)))]
+        for name in ("sampler", "batch_sampler", "collate_fn", "generator", "_index_sampler", "worker_init_fn")
+    ]
+    context = v.multiprocessing_context
+    return [sorted(vars(v)), values, kinds, context and context.get_start_method()]
+
+
+def iterator(v, loader=None):
+    """An iterator: its class, its attributes, and which of them are its loader's objects."""
+    values = [[name, repr(getattr(v, name, "absent"))] for name in ITERATOR_ATTRIBUTES]
+    same = loader is not None and [
+        getattr(v, "_" + name, None) is getattr(loader, name)
+        for name in ("dataset", "collate_fn", "worker_init_fn", "index_sampler")
+        if hasattr(loader, name)
+    ]
+    kinds = [isinstance(v, kind) for kind in (torchs._BaseDataLoaderIter, torchs._MultiProcessingDataLoaderIter)]
+    return [type(v).__name__, kinds, values, same, iter(v) is v]

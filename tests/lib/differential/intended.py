@@ -38,8 +38,12 @@ def views_without_holes(program, theirs, ours):
         pairs = ((event, event) for record in (theirs, ours) for event in _items(record["main"]))
     for a, b in pairs:
         if a[2] == b[2] == "value":
-            shared = {leaf for pair in a[3][1:] for first, second, *_ in pair for leaf in (first, second)}
-            _compact(a[3], b[3], shared)
+            without_holes(a[3], b[3])
+
+
+def without_holes(a, b):
+    """Makes such views of two batches, as describe.value() gives them, equal."""
+    _compact(a, b, {leaf for pair in a[1:] for first, second, *_ in pair for leaf in (first, second)})
 
 
 def _compact(a, b, shared):

@@ -35,16 +35,6 @@ BY_WORKER = "worker_idx" in inspect.signature(torchs._MultiProcessingDataLoaderI
 # The last event of each record.
 KEPT = "kept batches are what they were"
 
-LOADER_ATTRIBUTES = (
-    "batch_size drop_last num_workers prefetch_factor pin_memory pin_memory_device timeout persistent_workers in_order "
-    "_dataset_kind _auto_collation _IterableDataset_len_called"
-).split()
-ITERATOR_ATTRIBUTES = (
-    "_num_yielded _base_seed _IterableDataset_len_called _num_workers _prefetch_factor _in_order _persistent_workers "
-    "_pin_memory _pin_memory_device _timeout _drop_last _auto_collation _dataset_kind _world_size _rank "
-    "_profile_name _shared_seed _pg _shutdown"
-).split()
-
 
 class Remote(LoopbackContext):
     """Workers as on other machines. It looks like torch's context to those who compare them."""
@@ -244,24 +234,10 @@ class Session:
         self.note("alive", [w.is_alive() for w in workers])
 
     def look_at_loader(self, loader):
-        names = sorted(vars(loader))
-        values = [[name, repr(getattr(loader, name))] for name in LOADER_ATTRIBUTES]
-        kinds = [
-            [name, describe.name_of(type(getattr(loader, name)))]
-            for name in ("sampler", "batch_sampler", "collate_fn", "generator", "_index_sampler", "worker_init_fn")
-        ]
-        context = loader.multiprocessing_context
-        self.note("the loader has", names, values, kinds, context and context.get_start_method())
+        self.note("the loader has", *describe.loader(loader))
 
     def look_at_iterator(self, iterator, loader=None):
-        values = [[name, repr(getattr(iterator, name, "absent"))] for name in ITERATOR_ATTRIBUTES]
-        same = loader is not None and [
-            getattr(iterator, "_" + name, None) is getattr(loader, name)
-            for name in ("dataset", "collate_fn", "worker_init_fn", "index_sampler")
-            if hasattr(loader, name)
-        ]
-        kinds = [isinstance(iterator, k) for k in (torchs._BaseDataLoaderIter, torchs._MultiProcessingDataLoaderIter)]
-        self.note("the iterator has", type(iterator).__name__, kinds, values, same, iter(iterator) is iterator)
+        self.note("the iterator has", *describe.iterator(iterator, loader))
         status = getattr(iterator, "_workers_status", None)
         if status is not None:
             self.note("status", [type(s).__name__ for s in status], list(status))

@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from parity_table import epochs, rows
 from sample_data import Draws, Numbers, Shards, Value
 from support import (
     BOTH,
@@ -201,13 +202,6 @@ def test_lightnings_way_with_a_persistent_iterator():
     assert loader.multiprocessing_context is None
     spawning = DataLoader(Numbers(3), num_workers=1, multiprocessing_context="spawn")
     assert spawning.multiprocessing_context.get_start_method() == "spawn"
-
-
-def test_p5_a_worker_init_fn_set_later_is_used():
-    loader = DataLoader(Value(3), num_workers=1, batch_size=None)
-    assert epoch(loader) == [0] * 3
-    loader.worker_init_fn = lambda worker: setattr(get_worker_info().dataset, "value", 10 + worker)
-    assert epoch(loader) == [10] * 3
 
 
 # accelerate and transformers
@@ -474,20 +468,10 @@ class ToIterable(IterableDataset):
             yield self.dataset[i]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_p14_p15_detectron2_shards_by_worker_and_seeds_by_generator(workers):
-    def run(cls):
-        loader = cls(
-            ToIterable(Draws(7), range(7)),
-            num_workers=workers,
-            batch_size=1,
-            collate_fn=operator.itemgetter(0),
-            generator=torch.Generator().manual_seed(5),
-        )
-        return [list(loader) for _ in range(2)]
-
-    theirs, ours = map(run, BOTH)
-    assert ours == theirs and len(ours[0]) == 7
+@rows(workers=[1, 2, 3])
+def test_p14_p15_detectron2_shards_by_worker_and_seeds_by_generator(DataLoader, workers):
+    settings = dict(num_workers=workers, collate_fn=operator.itemgetter(0), generator=torch.Generator().manual_seed(5))
+    yield from epochs(DataLoader(ToIterable(Draws(7), range(7)), **settings))
 
 
 def test_t4_a_namespace_of_nothing_but_the_table_serves():

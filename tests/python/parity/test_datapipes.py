@@ -1,6 +1,5 @@
 """DataPipes, which always fall back to torch's iterator: same results, seeds, shards and states (P27)."""
 
-import itertools
 import logging
 import random
 import warnings
@@ -8,8 +7,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from parity_table import drain, rows, take
 from sample_data import LazySampler, as_list
-from support import BOTH, DataLoader, from_engine, outcomes_of, rng_states, values
+from support import DataLoader, from_engine, values
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -53,57 +53,38 @@ def states(pipe):
     return str(getattr(pipe, "_snapshot_state", None)), getattr(pipe, "_number_of_samples_yielded", None)
 
 
-def trace(cls, pipe, epochs=(99, 3, 99), **arguments):
-    """Batches, states of the generators of main and of the pipe, over three epochs of which one is left early."""
-    torch.manual_seed(8), random.seed(8), np.random.seed(8)
-    generator = torch.Generator().manual_seed(9)
-    loader = cls(pipe, batch_size=None, generator=generator, collate_fn=as_is, **arguments)
-    steps = [rng_states()]
-    for taken in epochs:
-        iterator = iter(loader)
-        steps.append(rng_states())
-        for _ in range(taken):
-            try:
-                steps.append(next(iterator))
-            except StopIteration:
-                break
-            except KeyError as error:
-                steps.append(str(error).splitlines()[0])
-        steps.append((rng_states(), generator.get_state().sum().item(), states(pipe)))
-        if hasattr(iterator, "_shutdown_workers") and not loader.persistent_workers:
-            iterator._shutdown_workers()
-        del iterator
-    if loader._iterator is not None:
-        loader._iterator._shutdown_workers()
-    return steps
-
-
 def as_is(x):
     return x
 
 
-@pytest.mark.parametrize("kind", PIPES)
-@pytest.mark.parametrize("more", [dict(num_workers=0), dict(num_workers=2)], ids=["main", "workers"])
-def test_p27_pipes_give_what_torchs_loader_gives(kind, more):
-    theirs, ours = (trace(cls, PIPES[kind](), **more) for cls in BOTH)
-    assert ours == theirs
+def trace(DataLoader, pipe, epochs=(99, 3, 99), **settings):
+    """Three epochs, of which one is left early, with the states of the loader's generator and of the pipe."""
+    pipe, generator = pipe(), torch.Generator().manual_seed(9)
+    loader = DataLoader(pipe, batch_size=None, generator=generator, collate_fn=as_is, **settings)
+    for taken in epochs:
+        iterator = iter(loader)
+        yield from drain(iterator, taken)
+        yield generator.get_state(), states(pipe)
+        if hasattr(iterator, "_shutdown_workers") and not loader.persistent_workers:
+            iterator._shutdown_workers()
 
 
-@pytest.mark.parametrize("kind", ["shuffled shards", "draws", "error"])
-def test_p27_persistent_workers_of_pipes(kind):
-    theirs, ours = (trace(cls, PIPES[kind](), num_workers=2, persistent_workers=True) for cls in BOTH)
-    assert ours == theirs
+@rows(pipe=PIPES, workers=[0, 2], engine=False)
+def test_p27_pipes_give_what_torchs_loader_gives(DataLoader, pipe, workers):
+    yield from trace(DataLoader, pipe, num_workers=workers)
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_p27_the_shuffle_argument_reaches_the_pipe(shuffle):
-    for workers in (0, 1):
-        theirs, ours = (
-            trace(cls, PIPES["shuffled shards"](), (99,), num_workers=workers, shuffle=shuffle) for cls in BOTH
-        )
-        assert ours == theirs
-        numbers = [step for step in ours if isinstance(step, int)]
-        assert sorted(numbers) == list(range(12)) and (numbers == list(range(12))) is not shuffle
+@rows(kind=["shuffled shards", "draws", "error"], engine=False)
+def test_p27_persistent_workers_of_pipes(DataLoader, kind):
+    yield from trace(DataLoader, PIPES[kind], num_workers=2, persistent_workers=True)
+
+
+@rows(shuffle=[True, False], workers=[0, 1], engine=False)
+def test_p27_the_shuffle_argument_reaches_the_pipe(DataLoader, shuffle, workers):
+    seen = [*trace(DataLoader, PIPES["shuffled shards"], (99,), num_workers=workers, shuffle=shuffle)]
+    numbers = [step for step in seen if isinstance(step, int)]
+    assert sorted(numbers) == list(range(12)) and (numbers == list(range(12))) is not shuffle
+    yield from seen
 
 
 def test_p27_shards_of_two_workers_cover_all_and_share_the_seed():
@@ -113,44 +94,31 @@ def test_p27_shards_of_two_workers_cover_all_and_share_the_seed():
     assert epochs[0] != epochs[1]
 
 
-def test_p27_the_sampler_of_a_map_pipe_is_called_as_by_torch():
-    def run(cls):
-        log = []
-        loader = cls(SequenceWrapper(range(20)), sampler=LazySampler(7, log), num_workers=2, batch_size=2)
-        for taken in (2, 9):
-            log.append("epoch")
-            iterator = iter(loader)
-            for batch in itertools.islice(iterator, taken):
-                log.append(batch.tolist())
-            iterator._shutdown_workers()
-        return log
-
-    theirs, ours = map(run, BOTH)
-    assert ours == theirs
+@rows(engine=False)
+def test_p27_the_sampler_of_a_map_pipe_is_called_as_by_torch(DataLoader):
+    log = []
+    loader = DataLoader(SequenceWrapper(range(20)), sampler=LazySampler(7, log), num_workers=2, batch_size=2)
+    for taken in (2, 9):
+        iterator = iter(loader)
+        for batch in drain(iterator, taken):
+            yield batch, log
+        iterator._shutdown_workers()
 
 
-def test_p27_a_second_iterator_of_a_pipe_ends_the_first():
-    def run(cls):
-        loader = cls(PIPES["wrapper"](), batch_size=2)
-        first, second = iter(loader), iter(loader)
-        got = [next(second).tolist()]
-        try:
-            next(first)
-        except RuntimeError as error:
-            got.append(str(error).split(".")[0])
-        return got
-
-    theirs, ours = map(run, BOTH)
-    assert ours == theirs and len(ours) == 2
+@rows(engine=False)
+def test_p27_a_second_iterator_of_a_pipe_ends_the_first(DataLoader):
+    loader = DataLoader(PIPES["wrapper"](), batch_size=2)
+    first, second = iter(loader), iter(loader)
+    yield from take(second, 1)
+    (error,) = take(first, 1)
+    yield error.told[1].split(".")[0]
 
 
-def test_p27_batching_and_lengths_of_pipes():
-    def run(cls):
-        loader = cls(PIPES["shards"](), batch_size=5, num_workers=2, collate_fn=as_list)
-        return [outcomes_of(loader, 5), len(cls(PIPES["wrapper"](), batch_size=5)), type(loader.dataset).__name__]
-
-    theirs, ours = map(run, BOTH)
-    assert ours == theirs
+@rows(engine=False)
+def test_p27_batching_and_lengths_of_pipes(DataLoader):
+    loader = DataLoader(PIPES["shards"](), batch_size=5, num_workers=2, collate_fn=as_list)
+    yield from drain(loader)
+    yield len(DataLoader(PIPES["wrapper"](), batch_size=5)), type(loader.dataset).__name__
 
 
 @pytest.mark.ours

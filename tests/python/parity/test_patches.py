@@ -1,9 +1,12 @@
 """What programs replace in torch's own modules takes effect, whenever rustloader is imported (T12, T15, T16)."""
 
+import itertools
+
 import pytest
 import torch
+from parity_table import drain, rows
 from sample_data import Numbers, Shards, as_list
-from support import BOTH, DataLoader, epoch, from_engine, run_script, values
+from support import BOTH, DataLoader, TorchDataLoader, epoch, from_engine, run_script, values
 from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
 
@@ -50,25 +53,6 @@ def test_t12_next_replaced_in_torchs_base_class_takes_effect(monkeypatch):
     monkeypatch.setattr(base, "__next__", kept(base.__next__, calls))
     assert served(DataLoader(Numbers(4), num_workers=1, batch_size=None)) == list(range(4))
     assert len(calls) == 5
-
-
-def test_t12_what_the_engine_asks_of_torchs_base_class_may_be_replaced(monkeypatch):
-    calls = []
-    base = torch_dataloader._BaseDataLoaderIter
-    for name in ("__init__", "_reset", "_next_index"):
-        monkeypatch.setattr(base, name, kept(getattr(base, name), calls))
-    assert values(epoch(DataLoader(Numbers(4), num_workers=1, batch_size=None))) == list(range(4))
-    assert [calls.count(name) for name in ("__init__", "_reset", "_next_index")] == [1, 1, 6]
-
-
-def test_t12_iter_and_len_of_torchs_loader_may_be_replaced(monkeypatch):
-    calls = []
-    torchs = torch.utils.data.DataLoader
-    for name in ("__iter__", "__len__", "check_worker_number_rationality"):
-        monkeypatch.setattr(torchs, name, kept(getattr(torchs, name), calls))
-    loader = DataLoader(Numbers(4), num_workers=1, batch_size=None)
-    assert len(loader) == 4 and values(epoch(loader)) == list(range(4))
-    assert sorted(set(calls)) == ["__iter__", "__len__", "check_worker_number_rationality"]
 
 
 @pytest.mark.ours
@@ -135,45 +119,35 @@ def test_t16_what_was_replaced_before_rustloader_was_imported_takes_effect():
 
 # Fetchers: the engine stays, and torch's pieces are asked through their modules at the worker's start.
 
+FETCHERS = {Numbers: "_MapDatasetFetcher", Shards: "_IterableDatasetFetcher"}
 
-@pytest.mark.parametrize("dataset", [Numbers(4), Shards([4])], ids=["map", "iterable"])
-def test_t16_a_replaced_fetcher_class_takes_effect(dataset, monkeypatch):
-    name = "_MapDatasetFetcher" if isinstance(dataset, Numbers) else "_IterableDatasetFetcher"
-    torchs = getattr(_utils.fetch, name)
 
-    class Fetcher(torchs):
+def fetcher_class(patch, name):
+    class Fetcher(getattr(_utils.fetch, name)):
         def fetch(self, index):
             return type(index), self.collate_fn is as_list, super().fetch(index)
 
-    monkeypatch.setattr(_utils.fetch, name, Fetcher)
-    got = epoch(DataLoader(dataset, num_workers=1, batch_size=2, collate_fn=as_list))
-    assert [batch[:2] for batch in got] == [(list, True)] * 2
+    patch.setattr(_utils.fetch, name, Fetcher)
 
 
-def test_t16_a_replaced_fetcher_class_is_made_with_the_users_collate_fn(monkeypatch):
-    class Fetcher(_utils.fetch._MapDatasetFetcher):
+def fetcher_class_with_another_collate_fn(patch, name):
+    class Fetcher(getattr(_utils.fetch, name)):
         def __init__(self, dataset, auto_collation, collate_fn, drop_last):
             super().__init__(dataset, auto_collation, lambda samples: (collate_fn is as_list, samples), drop_last)
 
-    monkeypatch.setattr(_utils.fetch, "_MapDatasetFetcher", Fetcher)
-    got = epoch(DataLoader(Numbers(4), num_workers=1, batch_size=2, collate_fn=as_list))
-    assert got == [(True, [0, 1]), (True, [2, 3])]
+    patch.setattr(_utils.fetch, name, Fetcher)
 
 
-@pytest.mark.parametrize("dataset", [Numbers(4), Shards([4])], ids=["map", "iterable"])
-def test_t16_a_replaced_fetch_takes_effect(dataset, monkeypatch):
-    name = "_MapDatasetFetcher" if isinstance(dataset, Numbers) else "_IterableDatasetFetcher"
+def fetch(patch, name):
     torchs = getattr(_utils.fetch, name)
 
     def fetch(self, index, real=torchs.fetch):
         return type(index), self.collate_fn is as_list, real(self, index)
 
-    monkeypatch.setattr(torchs, "fetch", fetch)
-    got = epoch(DataLoader(dataset, num_workers=1, batch_size=2, collate_fn=as_list))
-    assert [batch[:2] for batch in got] == [(list, True)] * 2
+    patch.setattr(torchs, "fetch", fetch)
 
 
-def test_t16_a_replaced_create_fetcher_takes_effect(monkeypatch):
+def create_fetcher(patch, name):
     class Fetcher:
         def __init__(self, kind, dataset, auto_collation, collate_fn, drop_last):
             self.collate_fn = collate_fn
@@ -181,25 +155,65 @@ def test_t16_a_replaced_create_fetcher_takes_effect(monkeypatch):
         def fetch(self, index):
             return type(index), self.collate_fn is as_list, index[:1]
 
-    monkeypatch.setattr(torch_dataloader._DatasetKind, "create_fetcher", Fetcher)
-    got = epoch(DataLoader(Numbers(4), num_workers=1, batch_size=2, collate_fn=as_list))
-    assert got == [(list, True, [0]), (list, True, [2])]
+    patch.setattr(torch_dataloader._DatasetKind, "create_fetcher", Fetcher)
 
 
-def test_t12_a_replaced_default_collate_is_the_default(monkeypatch):
-    monkeypatch.setattr(_utils.collate, "default_collate", lambda samples: ("mine", len(samples)))
-    assert epoch(DataLoader(Numbers(4), num_workers=1, batch_size=2)) == [("mine", 2)] * 2
+@rows(
+    replace=[fetcher_class, fetcher_class_with_another_collate_fn, fetch, create_fetcher],
+    dataset=[Numbers, Shards],
+)
+def test_t16_a_replaced_fetcher_takes_effect(DataLoader, replace, dataset, patch):
+    replace(patch, FETCHERS[dataset])
+    loader = DataLoader(dataset(4 if dataset is Numbers else [4]), num_workers=1, batch_size=2, collate_fn=as_list)
+    for batch in itertools.islice(drain(loader), 2):
+        assert True in batch
+        yield batch
 
 
-def test_t12_a_replaced_worker_info_class_is_used(monkeypatch):
+def base_class(patch, calls):
+    for name in ("__init__", "_reset", "_next_index"):
+        base = torch_dataloader._BaseDataLoaderIter
+        patch.setattr(base, name, kept(getattr(base, name), calls))
+
+
+def loader_class(patch, calls):
+    for name in ("__iter__", "__len__", "check_worker_number_rationality"):
+        patch.setattr(TorchDataLoader, name, kept(getattr(TorchDataLoader, name), calls))
+
+
+def default_collate(patch, calls):
+    patch.setattr(_utils.collate, "default_collate", lambda samples: ("mine", len(samples)))
+
+
+def collate_map(patch, calls):
+    def collate(batch, *, collate_fn_map=None):
+        return "mine", len(batch)
+
+    patch.setitem(_utils.collate.default_collate_fn_map, torch.Tensor, collate)
+
+
+@rows(replace=[base_class, loader_class, default_collate, collate_map])
+def test_t12_what_is_replaced_in_torchs_modules_takes_effect(DataLoader, replace, patch):
+    calls = []
+    replace(patch, calls)
+    loader = DataLoader(Numbers(4), num_workers=1, batch_size=2)
+    seen = [len(loader), *drain(loader)]
+    assert calls or seen[1] == ("mine", 2)
+    yield from seen
+    yield calls
+
+
+def mine(sample):
+    return torch.utils.data.get_worker_info().mine
+
+
+@rows()
+def test_t12_a_replaced_worker_info_class_is_used(DataLoader, patch):
     class Info(_utils.worker.WorkerInfo):
         mine = True
 
-    monkeypatch.setattr(_utils.worker, "WorkerInfo", Info)
-    loader = DataLoader(
-        Numbers(2), num_workers=1, batch_size=None, collate_fn=lambda x: torch.utils.data.get_worker_info().mine
-    )
-    assert epoch(loader) == [True, True]
+    patch.setattr(_utils.worker, "WorkerInfo", Info)
+    yield from drain(DataLoader(Numbers(2), num_workers=1, batch_size=None, collate_fn=mine))
 
 
 @pytest.mark.ours

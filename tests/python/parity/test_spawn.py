@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from parity_table import drain, rows
 from sample_data import (
     Draws,
     Failing,
@@ -16,7 +17,7 @@ from sample_data import (
     key_error,
     worker_id,
 )
-from support import BOTH, DataLoader, epoch, gone, outcomes, same, worker_pids
+from support import DataLoader, epoch, gone, outcomes, same, worker_pids
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
@@ -90,14 +91,9 @@ def test_map_style_persistent_with_all_kinds_and_an_error():
     assert all(map(gone, pids))
 
 
-def test_p14_seeds_are_torchs_under_spawn():
-    def run(cls):
-        torch.manual_seed(17)
-        loader = cls(Draws(4), num_workers=2, batch_size=None, **SPAWN)
-        return list(loader), torch.rand(()).item()
-
-    theirs, ours = map(run, BOTH)
-    assert ours == theirs
+@rows()
+def test_p14_seeds_are_torchs_under_spawn(DataLoader):
+    yield from drain(DataLoader(Draws(4), num_workers=2, batch_size=None, **SPAWN))
 
 
 def test_default_collate_and_kept_batches():

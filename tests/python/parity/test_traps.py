@@ -1,14 +1,14 @@
 """Pitfalls that have caused bugs, and that no other file covers (T18 to T27)."""
 
 import collections
-import itertools
 import multiprocessing
 import os
 import socket
 
 import pytest
 import torch
-from sample_data import Failing, Given, Numbers, Shards, as_list, key_error
+from parity_table import drain, rows
+from sample_data import Failing, Given, Numbers, Shards, key_error, untouched
 from support import (
     BOTH,
     DataLoader,
@@ -17,15 +17,10 @@ from support import (
     in_arena,
     outcome,
     outcomes,
-    outcomes_of,
     run_script,
     values,
 )
 from torch.utils.data import IterableDataset, default_collate
-
-
-def identity(x):
-    return x
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -116,18 +111,14 @@ class Descriptors(IterableDataset):
             yield theirs, right
 
 
-def test_t27_descriptors_arrive_while_their_worker_lives():
+@rows()
+def test_t27_descriptors_arrive_while_their_worker_lives(DataLoader):
     """Also those of the last batches, whose worker has nothing more to do."""
-
-    def run(cls):
-        got = []
-        for pipe, end in cls(Descriptors(), num_workers=2, batch_size=None, collate_fn=identity):
-            with pipe, end:
-                got.append((pipe.recv(), end.recv(10)))
-        return sorted(got)
-
-    theirs, ours = map(run, BOTH)
-    assert ours == theirs == sorted([(i, b"%d" % i) for i in range(4)] * 2)
+    got = []
+    for pipe, end in drain(iter(DataLoader(Descriptors(), num_workers=2, batch_size=None, collate_fn=untouched)), 8):
+        with pipe, end:
+            got.append((pipe.recv(), end.recv(10)))
+    yield sorted(got)
 
 
 @pytest.mark.ours
@@ -218,46 +209,6 @@ def test_p19_a_timeout_without_an_end_is_none(timeout):
     assert values(epoch(DataLoader(Numbers(4), num_workers=1, batch_size=None, timeout=timeout))) == [0, 1, 2, 3]
 
 
-def test_table_a_sampler_iter_of_none_resets_and_says_what_is_missing():
-    def run(cls):
-        iterator = iter(cls(Numbers(4), num_workers=1))
-        iterator._sampler_iter = None
-        got = outcome(next, iterator)
-        iterator._shutdown_workers()
-        return got[0], got[1], got[2].split(".")[-1]
-
-    theirs, ours = map(run, BOTH)
-    assert ours == theirs and ours[1] is TypeError
-
-
-@pytest.mark.parametrize("taken", [0, 1, 3])
-def test_table_reset_by_hand_begins_a_new_epoch(taken):
-    def run(cls):
-        loader = cls(Numbers(5), num_workers=2, batch_size=None, persistent_workers=True)
-        iterator = iter(loader)
-        first = values(itertools.islice(iterator, taken))
-        iterator._reset(loader)
-        second = values(iterator)
-        iterator._reset(loader, first_iter=False)
-        third = values(iterator)
-        iterator._shutdown_workers()
-        return first, second, third
-
-    theirs, ours = map(run, BOTH)
-    assert ours == theirs
-
-
-def test_p18_after_a_shutdown_next_says_that_it_is_the_end():
-    def run(cls):
-        iterator = iter(cls(Numbers(9), num_workers=1))
-        next(iterator)
-        iterator._shutdown_workers()
-        return outcomes(iterator, 3)
-
-    theirs, ours = map(run, BOTH)
-    assert ours == theirs == [("end",)] * 3
-
-
 @pytest.mark.ours
 def test_a_persistent_loader_that_was_shut_down_starts_new_workers():
     """torch: ValueError, its queue is closed."""
@@ -265,13 +216,3 @@ def test_a_persistent_loader_that_was_shut_down_starts_new_workers():
     for _ in range(3):
         assert values(epoch(loader)) == list(range(5))
         loader._iterator._shutdown_workers()
-
-
-class Nested(IterableDataset):
-    def __iter__(self):
-        return iter(DataLoader(Numbers(3), batch_size=None))
-
-
-def test_a_loader_without_workers_inside_a_worker():
-    theirs, ours = (outcomes_of(cls(Nested(), num_workers=2, batch_size=2, collate_fn=as_list), 6) for cls in BOTH)
-    assert [str(o) for o in ours] == [str(o) for o in theirs]

@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 import pytest
-import sample_data as data
 import torch
-from sample_data import Given, Index, Numbers, Shards, WholeIndex, as_list
-from support import BOTH, DataLoader, epoch, outcomes, outcomes_of
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from parity_table import Raised, drain, epochs, rows, take
+from sample_data import Index, NthDraw, Numbers, Shards, WholeIndex, as_list
+from support import DataLoader, epoch, outcomes, worker_pids
+from torch.utils.data import default_collate, get_worker_info
 
 LOG = []
 
@@ -31,40 +31,21 @@ class Noted(Shards):
             yield list(LOG)
 
 
-@pytest.fixture
-def two_threads():
-    """A value in main that differs from the one that workers must have."""
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_p22_order_of_a_workers_start(two_threads, persistent):
+@rows(persistent=[False, True])
+def test_p22_order_of_a_workers_start(DataLoader, persistent):
     LOG.clear()
-    loader = DataLoader(
-        Noted([2]),
-        num_workers=1,
-        batch_size=None,
-        worker_init_fn=note,
-        collate_fn=as_list,
-        persistent_workers=persistent,
-    )
-    start = [("init", 0, 0, True, 1), "pt_data_worker", "iter", "fetch"]
-    assert epoch(loader)[0] == start
-    again = epoch(loader)[0]
-    if persistent:
-        assert again.count(start[0]) == 1, "worker_init_fn runs once a process"
-        assert again.count("iter") == 2, "iter(dataset) runs at each epoch"
-    else:
-        assert again == start
-    assert LOG == []
+    settings = dict(num_workers=1, batch_size=None, worker_init_fn=note, collate_fn=as_list)
+    torch.set_num_threads(2)  # another value than the one that workers must have
+    try:
+        seen = [*epochs(DataLoader(Noted([2]), persistent_workers=persistent, **settings))]
+    finally:
+        torch.set_num_threads(1)
+    assert seen[0] == [("init", 0, 0, True, 1), "pt_data_worker", "iter", "fetch"]
+    yield from seen
+    yield LOG
 
 
-class Info(Dataset):
-    def __len__(self):
-        return 4
-
+class Info(Numbers):
     def __getitem__(self, i):
         info = get_worker_info()
         assert info is torch.utils.data._utils.worker._worker_info
@@ -81,60 +62,45 @@ class Info(Dataset):
             "threads": torch.get_num_threads(),
             "daemon": __import__("multiprocessing").current_process().daemon,
             "main thread": threading.current_thread() is threading.main_thread(),
+            "pid": os.getpid(),
         }
 
 
-def test_p23_worker_info():
-    def infos(cls):
-        torch.manual_seed(1)
-        return list(cls(Info(), num_workers=2, batch_size=None))
-
-    theirs, ours = map(infos, BOTH)
-    assert ours == theirs
-    assert get_worker_info() is None
-    assert [i["id"] for i in ours] == [0, 1, 0, 1]
-    assert all(i["mine"] and i["threads"] == 1 and i["num_workers"] == 2 for i in ours)
+@rows()
+def test_p23_worker_info(DataLoader):
+    iterator = iter(DataLoader(Info(4), num_workers=2, batch_size=None))
+    pids = worker_pids(iterator)
+    for sample in take(iterator, 4):
+        assert sample.pop("pid") == pids[sample["id"]] and sample["mine"] and sample["threads"] == 1
+        yield sample
+    yield get_worker_info()
 
 
-def test_p23_worker_info_of_the_fork_is_not_mains():
-    def inside(samples):
-        return get_worker_info().id, os.getpid()
-
-    iterator = iter(DataLoader(Numbers(4), num_workers=2, collate_fn=inside))
-    pids = [w.pid for w in iterator._workers]
-    assert list(iterator) == [(0, pids[0]), (1, pids[1])] * 2
+def fail(worker_id):
+    if worker_id == 1:
+        raise KeyError("start")
 
 
-@pytest.mark.parametrize("where", ["init_fn", "iter"])
-def test_p22_an_error_before_the_first_task_comes_at_the_first_batch(where):
-    def fail(worker_id):
-        if worker_id == 1:
-            raise KeyError("start")
+class BrokenIter(Shards):
+    def __iter__(self):
+        fail(get_worker_info().id)
+        return super().__iter__()
 
-    class Broken(Shards):
-        def __iter__(self):
-            fail(get_worker_info().id)
-            return super().__iter__()
 
-    def trace(cls):
-        if where == "init_fn":
-            loader = cls(Numbers(6), num_workers=2, batch_size=None, worker_init_fn=fail)
-        else:
-            loader = cls(Broken([3, 3]), num_workers=2, batch_size=None)
-        return outcomes_of(loader, 3)
+START_ERRORS = {"init_fn": (Numbers(6), fail), "iter": (BrokenIter([3, 3]), None)}
 
-    theirs, ours = map(trace, BOTH)
-    assert ours[:2] == theirs[:2]
-    assert ours[1] == ("error", KeyError, "Caught KeyError in DataLoader worker process 1.")
+
+@rows(where=START_ERRORS)
+def test_p22_an_error_before_the_first_task_comes_at_the_first_batch(DataLoader, where):
+    dataset, init = where
+    seen = [*take(iter(DataLoader(dataset, num_workers=2, batch_size=None, worker_init_fn=init)), 2)]
+    assert isinstance(seen[1], Raised)
+    yield from seen
 
 
 @pytest.mark.ours
 @pytest.mark.parametrize("persistent", [False, True])
 def test_t24_the_error_of_worker_init_fn_is_repeated_at_each_of_the_workers_batches(persistent):
-    def fail(worker_id):
-        if worker_id == 1:
-            raise KeyError("start")
-
     loader = DataLoader(Numbers(6), num_workers=2, batch_size=None, worker_init_fn=fail, persistent_workers=persistent)
     error = ("error", KeyError, "Caught KeyError in DataLoader worker process 1.")
     for _ in range(2):
@@ -163,29 +129,6 @@ def test_t24_an_error_of_iter_in_a_later_epoch_is_an_error_and_no_death():
     assert [b.tolist() for b in iterator] == [[0, 0], [1, 0], [0, 1], [1, 1]]
 
 
-INDICES = {
-    "strings": ["a", "b"],
-    "tuples": [(1, 2), ("x", None)],
-    "numpy": list(np.arange(3)),
-    "bools": [True, False],
-    "tensors": list(torch.arange(3)),
-    "floats": [1.5],
-    "none": [None],
-    "dicts": [{"k": [1, {2: 3}]}],
-    "nested": [[1, [2, (3,)]]],
-    "large": [2**80, "x" * 100_000],
-    "slices": [slice(1, 2)],
-    "bytes": [b"abc"],
-    "arrays": [np.arange(4), np.zeros((2, 2))],
-}
-
-
-@pytest.mark.parametrize("kind", INDICES)
-def test_t25_each_index_arrives_as_it_was_yielded(kind):
-    loader = DataLoader(Index(), sampler=INDICES[kind], batch_size=None, num_workers=1)
-    assert epoch(loader) == [[type(i).__name__, repr(i)] for i in INDICES[kind]]
-
-
 BATCHES = {
     "lists": [[1, 2], [3]],
     "tuples": [(1, 2), (3,)],
@@ -205,69 +148,31 @@ def test_t25_each_batch_of_indices_arrives_as_it_was_yielded(kind):
         assert epoch(DataLoader(dataset, batch_sampler=BATCHES[kind], num_workers=2, collate_fn=as_list)) == expected
 
 
-def test_p24_getitems_only_when_truthy():
-    class Without(Index):
-        __getitems__ = None
-
-    assert epoch(DataLoader(Without(), batch_sampler=[[1, 2]], collate_fn=as_list, num_workers=1)) == [
-        [("int", "1"), ("int", "2")]
-    ]
+class WithoutGetitems(Index):
+    __getitems__ = None
 
 
-def test_t25_default_collate_in_a_worker_has_torchs_quirks():
-    mixed = Given([torch.zeros(2, dtype=torch.float32), torch.ones(2, dtype=torch.float64)])
-    theirs, ours = (next(iter(cls(mixed, batch_size=2, num_workers=1))) for cls in BOTH)
-    assert ours.dtype == theirs.dtype == torch.float32
-    assert default_collate(list(mixed)).dtype == torch.float64
-    for samples in (
-        [torch.zeros(2, requires_grad=True)] * 2,
-        [torch.zeros(2, dtype=torch.cfloat).conj()] * 2,
-        [torch.zeros(2), torch.zeros(3)],
-        [torch.zeros(2), 3],
-        [{"a": 1}, {"b": 1}],
-        [object(), object()],
-    ):
-        theirs, ours = (outcomes(iter(cls(Given(samples), batch_size=2, num_workers=1)), 2) for cls in BOTH)
-        assert ours == theirs
-        assert ours[0][0] == "error"
+class Busy(Numbers):
+    """Starts threads and forks."""
+
+    def __getitem__(self, i):
+        threads = [threading.Thread(target=torch.zeros, args=(100,)) for _ in range(4)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        pid = os.fork()
+        if pid == 0:
+            os._exit(i)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_t16_a_users_fetcher_is_used(monkeypatch):
-    class Fetcher(torch.utils.data._utils.fetch._MapDatasetFetcher):
-        def fetch(self, index):
-            return "mine", super().fetch(index)
-
-    monkeypatch.setattr(torch.utils.data._utils.fetch, "_MapDatasetFetcher", Fetcher)
-    assert epoch(DataLoader(Numbers(2), num_workers=1)) == [
-        ("mine", torch.tensor([0])),
-        ("mine", torch.tensor([1])),
-    ]
+DATASETS = {"p24 getitems only when truthy": WithoutGetitems, "busy": lambda: Busy(6), "counts": lambda: NthDraw(6)}
 
 
-def test_t12_a_users_collate_map_is_used(monkeypatch):
-    table = torch.utils.data._utils.collate.default_collate_fn_map
-    monkeypatch.setitem(table, torch.Tensor, lambda batch, *, collate_fn_map=None: ("mine", len(batch)))
-    assert epoch(DataLoader(Numbers(4), num_workers=1, batch_size=2)) == [("mine", 2)] * 2
-
-
-def test_a_dataset_may_start_threads_and_forks():
-    class Busy(Numbers):
-        def __getitem__(self, i):
-            threads = [threading.Thread(target=torch.zeros, args=(100,)) for _ in range(4)]
-            [t.start() for t in threads]
-            [t.join() for t in threads]
-            pid = os.fork()
-            if pid == 0:
-                os._exit(i)
-            return torch.tensor(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-    assert [b.item() for b in epoch(DataLoader(Busy(6), num_workers=2, batch_size=None))] == list(range(6))
-
-
-def test_the_main_process_dataset_is_untouched():
-    dataset = data.NthDraw(6)
-    assert epoch(DataLoader(dataset, num_workers=1, batch_size=None)) == list(range(6))
-    assert dataset.made == 0
+@rows(dataset=DATASETS)
+def test_p24_what_a_dataset_has_and_does(DataLoader, dataset):
+    dataset = dataset()
+    yield from drain(DataLoader(dataset, batch_sampler=[[0, 1], [2]], num_workers=1, collate_fn=as_list))
+    yield vars(dataset)
 
 
 class Port:

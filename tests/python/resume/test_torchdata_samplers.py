@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from pairwise import pairs
 from stateful import datasets
 from stateful.datasets import unchanged
 from torch.utils.data import DistributedSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -12,8 +13,9 @@ pytestmark = pytest.mark.ours
 
 SIZE = 40
 STATEFUL = ["IteratorWithState", "SamplerWithState", "OwnIteratorWithState"]
-WORKERS = pytest.mark.parametrize("workers, every", [(0, 1), (3, 1), (3, 5)])
-INTERRUPTS = pytest.mark.parametrize("interrupt", [0, 1, 6])
+# The number of workers, and snapshot_every_n_steps.
+STARTS = [dict(num_workers=workers, snapshot_every_n_steps=every) for workers, every in [(0, 1), (3, 1), (3, 5)]]
+INTERRUPTS = [0, 1, 6]
 
 
 def resumed(make, interrupt):
@@ -31,11 +33,8 @@ def ids(batches):
     return [sample["id"] for batch in batches for sample in (batch if isinstance(batch, list) else [batch])]
 
 
-@WORKERS
-@INTERRUPTS
-@pytest.mark.parametrize("batch_size", [None, 4])
-@pytest.mark.parametrize("kind", [*STATEFUL, "WithoutState"])
-def test_a_sampler_of_the_users(lib, kind, batch_size, workers, every, interrupt):
+@pairs(start=STARTS, interrupt=INTERRUPTS, batch_size=[None, 4], kind=[*STATEFUL, "WithoutState"])
+def test_a_sampler_of_the_users(lib, kind, batch_size, start, interrupt):
     if (kind, batch_size, lib.name) == ("OwnIteratorWithState", 4, "rustloader"):
         return  # torch's BatchSampler calls iter() for each batch, so this one has no end in torch's loader, too
 
@@ -44,9 +43,8 @@ def test_a_sampler_of_the_users(lib, kind, batch_size, workers, every, interrupt
             datasets.Records(SIZE),
             sampler=getattr(datasets, kind)(SIZE),
             batch_size=batch_size,
-            num_workers=workers,
-            snapshot_every_n_steps=every,
             collate_fn=unchanged,
+            **start,
         )
 
     first, rest, again, following = resumed(make, interrupt)
@@ -56,19 +54,16 @@ def test_a_sampler_of_the_users(lib, kind, batch_size, workers, every, interrupt
     assert ids(following) == order
 
 
-@WORKERS
-@INTERRUPTS
-@pytest.mark.parametrize("kind", [*STATEFUL, "WithoutState", "list"])
-def test_a_batch_sampler_of_the_users(lib, kind, workers, every, interrupt):
+@pairs(start=STARTS, interrupt=INTERRUPTS, kind=[*STATEFUL, "WithoutState", "list"])
+def test_a_batch_sampler_of_the_users(lib, kind, start, interrupt):
     batches = datasets.WithoutState(SIZE, batch=4).all()
 
     def make():
         return lib.StatefulDataLoader(
             datasets.Records(SIZE),
             batch_sampler=batches if kind == "list" else getattr(datasets, kind)(SIZE, batch=4),
-            num_workers=workers,
-            snapshot_every_n_steps=every,
             collate_fn=unchanged,
+            **start,
         )
 
     first, rest, again, following = resumed(make, interrupt)
@@ -107,11 +102,8 @@ def test_torchs_samplers_without_state(lib, name, workers, interrupt):
 # torchdata's samplers
 
 
-@WORKERS
-@INTERRUPTS
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("own_generator", [False, True])
-def test_random_sampler(lib, replacement, own_generator, workers, every, interrupt):
+@pairs(start=STARTS, interrupt=INTERRUPTS, replacement=[False, True], own_generator=[False, True])
+def test_random_sampler(lib, replacement, own_generator, start, interrupt):
     torch.manual_seed(8)
 
     def make():
@@ -121,9 +113,8 @@ def test_random_sampler(lib, replacement, own_generator, workers, every, interru
             datasets.Records(SIZE),
             sampler=sampler,
             batch_size=3,
-            num_workers=workers,
-            snapshot_every_n_steps=every,
             collate_fn=unchanged,
+            **start,
         )
 
     first, rest, again, following = resumed(make, interrupt)
@@ -193,17 +184,15 @@ def test_the_state_of_a_batch_samplers_iterator(lib, kind, drop_last):
     assert list(other) == everything[3:]
 
 
-@WORKERS
-@INTERRUPTS
-def test_batch_sampler_in_a_loader(lib, workers, every, interrupt):
+@pairs(start=STARTS, interrupt=INTERRUPTS)
+def test_batch_sampler_in_a_loader(lib, start, interrupt):
     def make():
         sampler = lib.BatchSampler(lib.RandomSampler(range(SIZE), generator=torch.Generator().manual_seed(2)), 3, False)
         return lib.StatefulDataLoader(
             datasets.Records(SIZE),
             batch_sampler=sampler,
-            num_workers=workers,
-            snapshot_every_n_steps=every,
             collate_fn=unchanged,
+            **start,
         )
 
     first, rest, again, _ = resumed(make, interrupt)
@@ -280,19 +269,16 @@ def test_the_distributed_samplers_order_is_torchs(lib):
         assert list(loader) == order
 
 
-@WORKERS
-@INTERRUPTS
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_the_distributed_sampler_in_a_loader(lib, shuffle, workers, every, interrupt):
+@pairs(start=STARTS, interrupt=INTERRUPTS, shuffle=[False, True])
+def test_the_distributed_sampler_in_a_loader(lib, shuffle, start, interrupt):
     def make(rank):
         sampler = distributed(lib, num_replicas=2, rank=rank, shuffle=shuffle, seed=4)
         return lib.StatefulDataLoader(
             datasets.Records(100),
             batch_size=5,
             sampler=sampler,
-            num_workers=workers,
-            snapshot_every_n_steps=every,
             collate_fn=unchanged,
+            **start,
         )
 
     seen = []

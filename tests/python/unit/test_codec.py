@@ -10,10 +10,12 @@ import struct
 import threading
 import warnings
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+from pairwise import pairs
 
 from rustloader._core import _roundtrip, is_plain_leaf
 
@@ -27,6 +29,16 @@ def back(obj: Any, **options: Any) -> Any:
     plain, result = _roundtrip(obj, **options)
     assert plain, f"not plain: {type(obj)}"
     return result
+
+
+def each(check: Callable[[Any], None], cases: Iterable[Any]) -> None:
+    """Makes a check of each case; an error has a note that names the case."""
+    for case in cases:
+        try:
+            check(case)
+        except BaseException as error:
+            error.add_note(f"case {case!r}")
+            raise
 
 
 def is_plain(obj: Any) -> bool:
@@ -73,9 +85,12 @@ DLPACK = [
 assert len(DLPACK) >= 16
 
 
-@pytest.mark.parametrize("name", DLPACK)
 @pytest.mark.parametrize("count", [0, 1, 6, 40_000])
-def test_every_dtype(name: str, count: int) -> None:
+def test_every_dtype(count: int) -> None:
+    each(lambda name: check_dtype(name, count), DLPACK)
+
+
+def check_dtype(name: str, count: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dtype = getattr(torch, name)
@@ -156,8 +171,11 @@ def is_dense(t: torch.Tensor) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_views(seed: int) -> None:
+def test_random_views() -> None:
+    each(check_random_view, range(60))
+
+
+def check_random_view(seed: int) -> None:
     rng = random.Random(seed)
     shape = [rng.randint(1, 6) for _ in range(rng.randint(0, 4))]
     want = torch.arange(math.prod(shape), dtype=rng.choice([torch.int16, torch.float32, torch.int64])).reshape(shape)
@@ -347,12 +365,14 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda v: repr(v)[:30])
 @pytest.mark.parametrize("indices", [False, True])
-def test_values(value: Any, indices: bool) -> None:
-    got = back(value, indices=indices)
-    assert repr(got) == repr(value)
-    assert types_of(got) == types_of(value)
+def test_values(indices: bool) -> None:
+    def check(value: Any) -> None:
+        got = back(value, indices=indices)
+        assert repr(got) == repr(value)
+        assert types_of(got) == types_of(value)
+
+    each(check, VALUES)
 
 
 def types_of(value: Any) -> Any:
@@ -464,16 +484,8 @@ def check_group(got: list[torch.Tensor], want: list[torch.Tensor], nbytes: int) 
         assert g.data_ptr() - start == w.data_ptr() - low
 
 
-# Below the limit, above it.
-SIZES = pytest.mark.parametrize("n", [8, 200])
-
-
-@WAYS
-@SIZES
-@pytest.mark.parametrize("adopt", [None, 4096])
-@pytest.mark.parametrize(
-    "make",
-    [
+@pairs(
+    make=[
         lambda x: list(x.split(3)),
         lambda x: [x, *x.split(2)],
         lambda x: list(x.unbind(1)),
@@ -487,6 +499,9 @@ SIZES = pytest.mark.parametrize("n", [8, 200])
         lambda x: [x[0], x[:, 0], x.diagonal()],
         lambda x: [x.view(-1).unfold(0, 5, 2), x[3:5]],
     ],
+    n=[8, 200],  # below the limit, above it
+    adopt=[None, 4096],
+    exchange=[True, False],
 )
 def test_aliasing(make: Any, n: int, adopt: int | None, exchange: bool) -> None:
     base = torch.arange(float(n * n)).reshape(n, n)
@@ -507,7 +522,7 @@ def is_window(t: torch.Tensor) -> bool:
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) < t.numel()
 
 
-@SIZES
+@pytest.mark.parametrize("n", [8, 200])
 def test_groups_have_one_storage_of_their_bytes(n: int) -> None:
     x = torch.arange(float(n * n)).reshape(n, n)
     for want in ([x, x[2:4]], [x[::2], x[1::2]], [x, x.view(torch.int16)], list(x.unbind(1))):
@@ -561,8 +576,11 @@ def test_odd_places_are_left_to_pickle() -> None:
     assert not is_plain([raw[1:], raw[4:8].view(torch.float32)])
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_aliases(seed: int) -> None:
+def test_random_aliases() -> None:
+    each(check_random_aliases, range(40))
+
+
+def check_random_aliases(seed: int) -> None:
     rng = random.Random(seed)
     base = torch.arange(float(rng.choice([60, 60 * 200]))).reshape(-1, 6)
     views = []
@@ -619,34 +637,16 @@ def test_ten_thousand_leaves() -> None:
     assert [type(v) for v in got] == [type(v) for v in want]
 
 
-ARRAY_DTYPES = [
-    "?",
-    "i1",
-    "u1",
-    "i2",
-    "u2",
-    "i4",
-    "u4",
-    "i8",
-    "u8",
-    "f2",
-    "f4",
-    "f8",
-    "c8",
-    "c16",
-    "q",
-    "Q",
-    "g",
-    "G",
-]
+ARRAY_DTYPES = "? i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 c8 c16 q Q g G".split()
 
 
-@pytest.mark.parametrize("dtype", ARRAY_DTYPES)
 @pytest.mark.parametrize("count", [0, 7, 30_000])
-def test_array_dtypes(dtype: str, count: int) -> None:
-    want = np.arange(count).astype(dtype)
-    got = back([want])[0]
-    check_array(got, want)
+def test_array_dtypes(count: int) -> None:
+    def check(dtype: str) -> None:
+        want = np.arange(count).astype(dtype)
+        check_array(back([want])[0], want)
+
+    each(check, ARRAY_DTYPES)
 
 
 def check_array(got: Any, want: Any) -> None:
@@ -765,9 +765,12 @@ TANGLED = {
 }
 
 
-@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("batch", [BATCH, TANGLED], ids=["plain", "tangled"])
-def test_damaged_payloads_are_errors_or_values(batch: Any, seed: int) -> None:
+def test_damaged_payloads_are_errors_or_values(batch: Any) -> None:
+    each(lambda seed: check_damaged(batch, seed), range(20))
+
+
+def check_damaged(batch: Any, seed: int) -> None:
     rng = random.Random(seed)
     errors = 0
     for _ in range(150):

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 from failing_samples import Broken, Endless, InBatches, Stream, failed, index_batches, left, numbers
+from pairwise import pairs
 from pinning_support import pinning
 from support import SOON, DataLoader, gone, rustloader, wait_until, worker_pids
 from torch.utils.data import DistributedSampler
@@ -32,11 +33,14 @@ def taken(iterator):
             return found, error
 
 
-@WORKERS
-@KINDS
-@pytest.mark.parametrize("dataset", [Broken, InBatches])
-@pytest.mark.parametrize("limit, places", [(3, (1, 6, 9)), (0, ()), (0.25, (1, 6, 9)), (1, (9,)), (0.29, (1, 6, 9))])
-def test_the_limit_is_allowed_and_one_more_is_not(limit, places, dataset, kind, workers):
+@pairs(
+    allowed=[(3, (1, 6, 9)), (0, ()), (0.25, (1, 6, 9)), (1, (9,)), (0.29, (1, 6, 9))],
+    dataset=[Broken, InBatches],
+    kind=[DataLoader, StatefulDataLoader],
+    workers=[0, 1, 2],
+)
+def test_the_limit_is_allowed_and_one_more_is_not(allowed, dataset, kind, workers):
+    limit, places = allowed
     settings = dict(batch_size=4, num_workers=workers, on_error="skip", max_errors=limit)
     found, error = taken(iter(kind(dataset(12, places), **settings)))
     assert error is None and found == left(index_batches(12), places)
