@@ -14,6 +14,7 @@ import torch.utils.data
 from rows import Row, Samples
 
 import rustloader
+from rustloader.system.texts import type_name
 from rustloader.tools.harness import machine
 from rustloader.tools.harness.rounds import Failure
 from rustloader.tools.probe.leaves import leaves
@@ -80,9 +81,9 @@ class Loop:
             del os.environ[self.off]
         batches, from_engine = self.batches * self.epochs, rustloader.engine_batches() - from_engine
         if seen != batches:
-            raise Failure(f"{seen} batches in place of {batches}")
+            raise Failure(f"{type_name(self.loader)} delivered {seen} batches in place of {batches}")
         if from_engine != (batches if self.from_engine else 0):
-            raise Failure(f"{from_engine} of {batches} batches came from the Rust engine")
+            raise Failure(f"{type_name(self.loader)}: {from_engine} of {batches} batches came from the Rust engine")
         us = 1e6 / batches
         return {"wall": wall * us if first is None else first * 1e6, "cpu": cpu * us, "main": main * us}
 
