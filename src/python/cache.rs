@@ -12,7 +12,7 @@ use crate::codec::samples;
 use crate::interop::collate::exact_int;
 
 /// A mapped table.
-#[pyclass(frozen, name = "CacheTable", module = "rustloader._core")]
+#[pyclass(frozen, weakref, name = "CacheTable", module = "rustloader._core")]
 pub struct PyCache {
     cache: Cache,
     /// Kept from sample to sample.

@@ -305,6 +305,14 @@ def shared_list():
     return walk(loader(items, batch_size=None), list(items))[0]
 
 
+def cached():
+    """Reads samples twice with a cache: whether all were right, how often it had one, and why it takes no more."""
+    items = [torch.full((100_000,), n) for n in range(20)]
+    data = rustloader.cache(items)
+    right = all(torch.equal(data[n], items[n]) for _ in range(2) for n in range(20))
+    return [right, data.usage().hits, data.table.closed]
+
+
 def connected():
     """A worker at the other end of a connection."""
     from remote_support import LoopbackContext

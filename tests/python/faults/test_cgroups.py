@@ -117,3 +117,29 @@ def test_made_up_limits_are_named_to_the_byte(tmp_path):
         assert report["value"] == [errors, [1, 2, 3]], report
     assert [report["value"] for report in reports[-2:]] == [[[], 0], [[], 1]]
     assert all(report["left"] == {} and report["output"] == "" and not report["hangs"] for report in reports)
+
+
+def test_a_cache_takes_no_more_where_memory_is_short(tmp_path):
+    files, *_ = TREES["version 2"]
+    for path, text in {"proc/meminfo": MEMINFO, **files}.items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    short = (("RUSTLOADER_MEMORY_ROOT", str(tmp_path)),)
+    (tmp_path / "cgroup/a/memory.max").write_text(f"{1 << 30}\n")
+    (tmp_path / "cgroup/a/memory.current").write_text(f"{(1 << 30) - (10 << 20)}\n")
+    reports = [
+        refusals.report_of("cached", "", "main", ()),
+        refusals.report_of("cached", "", "main", short),
+        # The system has no page for the sixth sample.
+        refusals.report_of("cached", "pwrite:19+:ENOSPC", "main", ()),
+    ]
+    assert reports[0]["value"] == [True, 20, None] and reports[0]["log"] == []
+    assert reports[1]["value"] == [True, 0, "no room"]
+    assert reports[1]["log"] == [
+        "WARNING cache(): there is no room for more samples: 0 bytes of them are kept, and others are made each time"
+    ]
+    right, hits, closed = reports[2]["value"]
+    assert right and 0 < hits < 20 and closed == "no room"
+    (line,) = reports[2]["log"]
+    assert line.startswith("WARNING cache(): samples can no longer be written, and the cache takes no more: [Errno 28]")

@@ -675,3 +675,24 @@ def test_the_verdict_on_a_dataset_names_the_cache():
     half_of_it = sentence(CacheEstimate(12 * 10**9, 6 * 10**9))
     assert f"A cache of 6.0 GB would hold 50% of the samples (6.0 GB are free), {later}2:" in half_of_it
     assert "cache(" not in sentence(None) and "cache(" not in sentence(CacheEstimate(12 * 10**9, 10**9))
+
+
+def test_workers_elsewhere_have_one_cache_for_each_machine(tmp_path):
+    from remote_support import LoopbackContext
+
+    data = Noted(100, tmp_path / "made")
+    cached = cache(data, "16MiB", then=tuple)
+    loader = DataLoader(
+        cached,
+        batch_size=5,
+        shuffle=True,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context=LoopbackContext(tmp_path),
+    )
+    for _ in range(3):
+        batches = list(loader)
+        assert sorted(torch.cat([batch[1] for batch in batches]).tolist()) == list(range(100))
+        assert all((rows[:, 0] == indices).all() for rows, indices in batches)
+    # They share it with each other, and not with this process.
+    assert data.count() == 101 and cached.usage().misses == 0
