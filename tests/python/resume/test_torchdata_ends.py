@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from pairwise import pairs
 from stateful import datasets
 from stateful.datasets import unchanged
 
@@ -20,8 +21,9 @@ DATASETS = {
     "restarting generator": datasets.Restarting(SIZES),
     "stateless": datasets.StatelessShards(SIZES),
 }
-KINDS = pytest.mark.parametrize("kind", DATASETS)
-WORKERS = pytest.mark.parametrize("workers, every", [(0, 1), (3, 1), (3, 5), (3, 10)])
+# The number of workers, and snapshot_every_n_steps.
+STARTS = [(0, 1), (3, 1), (3, 5), (3, 10)]
+WORKERS = pytest.mark.parametrize("workers, every", STARTS)
 
 
 def maker(lib, kind, workers, **kw):
@@ -31,11 +33,10 @@ def maker(lib, kind, workers, **kw):
     )
 
 
-@WORKERS
-@KINDS
-@pytest.mark.parametrize("when", ["before iter", "after iter"])
-def test_a_state_of_nothing_delivered(lib, kind, workers, every, when):
+@pairs(start=STARTS, kind=list(DATASETS), when=["before iter", "after iter"])
+def test_a_state_of_nothing_delivered(lib, kind, start, when):
     torch.manual_seed(2)
+    workers, every = start
     make = maker(lib, kind, workers, snapshot_every_n_steps=every)
     loader = make()
     if when == "before iter":
@@ -70,7 +71,7 @@ def test_a_state_of_nothing_delivered_holds_the_shuffled_order(lib, kind, worker
 
 
 @WORKERS
-@KINDS
+@pytest.mark.parametrize("kind", DATASETS)
 def test_a_state_after_the_end_is_the_next_epochs(lib, kind, workers, every):
     torch.manual_seed(2)
     if kind == "lazy generator" and not workers and lib.name == "torchdata":
@@ -105,12 +106,10 @@ def test_a_state_after_the_end_is_the_next_epochs_shuffled_order(lib, kind, work
     assert list(loader) == expected
 
 
-@WORKERS
-@KINDS
-@pytest.mark.parametrize("persistent", [False, True])
-def test_at_the_last_batch_nothing_is_left_and_the_next_epoch_is_full(lib, kind, workers, every, persistent):
-    if persistent and not workers:
-        return
+@pairs(start=STARTS, kind=list(DATASETS), stay=[False, True])
+def test_at_the_last_batch_nothing_is_left_and_the_next_epoch_is_full(lib, kind, start, stay):
+    workers, every = start
+    persistent = stay and workers > 0
     if kind == "restarting generator" and workers and lib.name == "torchdata":
         return  # torchdata asks workers again whose dataset has ended
     if kind == "lazy generator" and not workers and lib.name == "torchdata":

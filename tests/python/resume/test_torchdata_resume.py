@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from pairwise import pairs
 from stateful import datasets
 from stateful.datasets import unchanged
 
@@ -39,32 +40,29 @@ def loaders(lib, dataset, **kw):
     return lambda: lib.StatefulDataLoader(copy.deepcopy(dataset), **kw)
 
 
-INTERRUPTS = pytest.mark.parametrize("interrupt", [0, 1, 10])
-BATCHES = pytest.mark.parametrize("batch_size, interrupt", [(None, 0), (None, 10), (7, 1), (7, 4)])
-WORKERS = pytest.mark.parametrize("workers, every", [(0, 1), (0, 10), (3, 1), (3, 2), (3, 10), (3, 0)])
+# The batch size, and how many batches are taken; the number of workers, and snapshot_every_n_steps.
+STOPS = [(None, 0), (None, 10), (7, 1), (7, 4)]
+WORKERS = [(0, 1), (0, 10), (3, 1), (3, 2), (3, 10), (3, 0)]
 
 
-@WORKERS
-@BATCHES
-@pytest.mark.parametrize("kind", ["ordered", "without generator", "drawing"])
-def test_an_iterable_dataset_whose_iterator_has_state(lib, kind, workers, every, batch_size, interrupt):
+def check_stop(lib, dataset, workers, stop):
+    (number, every), (batch_size, interrupt) = workers, stop
+    check(loaders(lib, dataset, num_workers=number, batch_size=batch_size, snapshot_every_n_steps=every), interrupt)
+
+
+@pairs(workers=WORKERS, stop=STOPS, kind=["ordered", "without generator", "drawing"])
+def test_an_iterable_dataset_whose_iterator_has_state(lib, kind, workers, stop):
+    torch.manual_seed(3)
     dataset = datasets.Shards((31, 0, 25), draws=kind == "drawing", with_generator=kind != "without generator")
-    if workers == 0:
-        torch.manual_seed(3)
-    check(loaders(lib, dataset, num_workers=workers, batch_size=batch_size, snapshot_every_n_steps=every), interrupt)
+    check_stop(lib, dataset, workers, stop)
 
 
-@WORKERS
-@BATCHES
-@pytest.mark.parametrize("kind", ["LazyGenerator", "StatelessShards"])
-def test_an_iterable_dataset_with_a_generator_function(lib, kind, workers, every, batch_size, interrupt):
-    dataset = getattr(datasets, kind)((31, 0, 25))
-    check(loaders(lib, dataset, num_workers=workers, batch_size=batch_size, snapshot_every_n_steps=every), interrupt)
+@pairs(workers=WORKERS, stop=STOPS, kind=["LazyGenerator", "StatelessShards"])
+def test_an_iterable_dataset_with_a_generator_function(lib, kind, workers, stop):
+    check_stop(lib, getattr(datasets, kind)((31, 0, 25)), workers, stop)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("interrupt", [0, 1, 5])
-@pytest.mark.parametrize("kind", ["OwnIterator", "BothStateful", "GrowingState"])
+@pairs(workers=[0, 2], interrupt=[0, 1, 5], kind=["OwnIterator", "BothStateful", "GrowingState"])
 def test_where_an_iterable_dataset_keeps_its_state(lib, kind, workers, interrupt):
     dataset = getattr(datasets, kind)(24)
     if (lib.name, kind, workers) == ("torchdata", "GrowingState", 0):
@@ -72,27 +70,22 @@ def test_where_an_iterable_dataset_keeps_its_state(lib, kind, workers, interrupt
     check(loaders(lib, dataset, num_workers=workers, batch_size=2), interrupt)
 
 
-@WORKERS
-@BATCHES
-@pytest.mark.parametrize("kind", ["Records", "DrawingRecords", "CountingRecords"])
-def test_a_map_style_dataset(lib, kind, workers, every, batch_size, interrupt):
-    dataset = getattr(datasets, kind)(58)
-    check(loaders(lib, dataset, num_workers=workers, batch_size=batch_size, snapshot_every_n_steps=every), interrupt)
+@pairs(workers=WORKERS, stop=STOPS, kind=["Records", "DrawingRecords", "CountingRecords"])
+def test_a_map_style_dataset(lib, kind, workers, stop):
+    check_stop(lib, getattr(datasets, kind)(58), workers, stop)
 
 
-@pytest.mark.parametrize("workers, every", [(0, 1), (3, 1), (3, 5)])
-@pytest.mark.parametrize("kind", ["Records", "DrawingRecords"])
-@INTERRUPTS
-def test_a_shuffled_map_style_dataset(lib, kind, workers, every, interrupt):
+@pairs(workers=[(0, 1), (3, 1), (3, 5)], kind=["Records", "DrawingRecords"], interrupt=[0, 1, 10])
+def test_a_shuffled_map_style_dataset(lib, kind, workers, interrupt):
     torch.manual_seed(5)
-    dataset = getattr(datasets, kind)(40)
-    make = loaders(lib, dataset, num_workers=workers, batch_size=2, shuffle=True, snapshot_every_n_steps=every)
+    dataset, (number, every) = getattr(datasets, kind)(40), workers
+    make = loaders(lib, dataset, num_workers=number, batch_size=2, shuffle=True, snapshot_every_n_steps=every)
     check(make, interrupt)
     check(make, interrupt, epochs_before=1)
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-@INTERRUPTS
+@pytest.mark.parametrize("interrupt", [0, 1, 10])
 def test_shuffling_with_a_generator(lib, workers, interrupt):
     def make():
         return lib.StatefulDataLoader(
