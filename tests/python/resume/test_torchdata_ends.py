@@ -106,10 +106,12 @@ def test_a_state_after_the_end_is_the_next_epochs_shuffled_order(lib, kind, work
     assert list(loader) == expected
 
 
-@pairs(start=STARTS, kind=list(DATASETS), stay=[False, True])
-def test_at_the_last_batch_nothing_is_left_and_the_next_epoch_is_full(lib, kind, start, stay):
-    workers, every = start
-    persistent = stay and workers > 0
+@WORKERS
+@pytest.mark.parametrize("kind", DATASETS)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_at_the_last_batch_nothing_is_left_and_the_next_epoch_is_full(lib, kind, workers, every, persistent):
+    if persistent and not workers:
+        return
     if kind == "restarting generator" and workers and lib.name == "torchdata":
         return  # torchdata asks workers again whose dataset has ended
     if kind == "lazy generator" and not workers and lib.name == "torchdata":
