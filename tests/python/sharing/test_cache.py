@@ -40,6 +40,11 @@ class Kept(Dataset):
         return item() if callable(item) else item
 
 
+class KeptBatches(Kept):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
 class Noted(Numbers):
     """Writes a byte for each sample that any process makes."""
 
@@ -386,6 +391,23 @@ def test_then_draws_the_same_with_a_cold_a_half_filled_and_a_full_cache(seed_by,
     for got in (epoch(cached), epoch(cached), epoch(half)):
         assert same(got, expected)
     assert cached.usage().hits == 60 and half.usage().hits == 30
+
+
+@pytest.mark.parametrize("kind", [Kept, KeptBatches])
+def test_what_the_dataset_draws_does_not_change_what_then_draws(kind):
+    class Drawing(kind):
+        def __getitem__(self, index):
+            torch.rand(3), random.random(), np.random.rand()
+            return super().__getitem__(index)
+
+    def epoch(cached):
+        torch.manual_seed(3), random.seed(3), np.random.seed(3)
+        return list(DataLoader(cached, batch_size=8))
+
+    cached = cache(Drawing([(torch.full((3,), n), n) for n in range(60)]), then=augment)
+    assert hasattr(cached, "__getitems__") == (kind is KeptBatches)
+    cold, full = epoch(cached), epoch(cached)
+    assert same(cold, full) and len(cold[0]) == 5 and (cached.usage().hits, cached.usage().misses) == (60, 60)
 
 
 def test_then_is_called_each_time_and_may_fail():
