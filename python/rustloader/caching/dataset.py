@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 import pickle
@@ -19,7 +20,7 @@ from rustloader._core import CacheTable, encoded
 from rustloader.caching import nodes
 from rustloader.caching.nodes import Origin
 from rustloader.caching.usage import CacheUsage
-from rustloader.sharing.pickling import descriptor_of, dumps, is_spawning, register
+from rustloader.sharing.pickling import descriptor_of, dumps, register
 
 logger = logging.getLogger("rustloader")
 
@@ -81,12 +82,18 @@ class CachedDataset(Dataset[Any]):
         if nodes.is_packing():
             name = nodes.name_of(self.table)
             return _on_node, (self.dataset, self.then, self._origin, self.table.rows, name)
-        if not is_spawning():
-            raise TypeError(
-                "a cached dataset cannot be pickled: only processes of this program reach the memory of its samples. "
-                "Pickle its dataset (`cached.dataset`), and call rustloader.cache() where that is loaded"
-            )
-        return super().__reduce_ex__(protocol)
+        raise TypeError(
+            "a cached dataset cannot be pickled: only processes of this program reach the memory of its samples. "
+            "Pickle its dataset (`cached.dataset`), and call rustloader.cache() where that is loaded"
+        )
+
+    def __copy__(self) -> CachedDataset:
+        return type(self)(self.dataset, self.table, self.then, self._origin)
+
+    def __deepcopy__(self, memo: Any) -> CachedDataset:
+        # The samples are the same: both have one cache.
+        dataset, then = copy.deepcopy((self.dataset, self.then), memo)
+        return type(self)(dataset, self.table, then, self._origin)
 
     def usage(self) -> CacheUsage:
         """Returns what the cache has, and what was asked of it.
@@ -263,11 +270,20 @@ def _copied(sample: Any) -> Any:
     return pickle.loads(dumps(sample))
 
 
+# For other processes of this machine (ForkingPickler)
+
+
 def _reduce_table(table: CacheTable) -> tuple[Any, ...]:
     return descriptor_of(table, CacheTable)
 
 
+def _reduce_cached(cached: CachedDataset) -> tuple[Any, ...]:
+    return type(cached), (cached.dataset, cached.table, cached.then, cached._origin)
+
+
 register(CacheTable, _reduce_table)
+register(CachedDataset, _reduce_cached)
+register(_CachedBatches, _reduce_cached)
 
 
 def _on_node(dataset: Any, then: Any, origin: Origin, rows: int, name: str) -> CachedDataset:

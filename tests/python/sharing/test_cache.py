@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import multiprocessing
+import multiprocessing.resource_sharer
 import os
 import pickle
 import random
@@ -284,9 +286,33 @@ def test_what_cannot_be_cached_says_the_way_out():
 
 def test_a_pickle_by_value_is_refused():
     cached = cache(Kept([1]))
-    for save in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError, match=r"Pickle its dataset \(`cached.dataset`\), and call rustloader.cache\(\)"):
-            save(cached)
+    with pytest.raises(TypeError, match=r"Pickle its dataset \(`cached.dataset`\), and call rustloader.cache\(\)"):
+        pickle.dumps(cached)
+
+
+def test_copies_have_the_same_cache():
+    cached = cache(Kept([torch.ones(3)] * 3), then=len)
+    for copied in (copy.copy(cached), copy.deepcopy(cached)):
+        assert (copied[1], len(copied), copied.table) == (3, 3, cached.table)
+    assert copy.copy(cached).dataset is cached.dataset is not copy.deepcopy(cached).dataset
+    assert (cached.usage().hits, cached.usage().misses) == (1, 1)
+
+
+def test_it_goes_through_a_queue():
+    cached = cache(Kept([torch.ones(3)] * 3))
+    context = multiprocessing.get_context("fork")
+    there, back = context.Queue(), context.Queue()
+
+    def child():
+        back.put(int(there.get()[1].sum()))
+
+    process = context.Process(target=child)
+    process.start()
+    there.put(cached)
+    assert back.get(timeout=60) == 3
+    process.join()
+    multiprocessing.resource_sharer.stop()
+    assert cached.usage().misses == 1 and cached[1].sum() == 3 and cached.usage().hits == 1
 
 
 @pytest.mark.warns
