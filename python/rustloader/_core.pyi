@@ -63,7 +63,6 @@ __all__ = [
     "call_into",
     "cpu_quota",
     "descends",
-    "encoded",
     "end_forks",
     "engine_batches",
     "figures",
@@ -794,12 +793,16 @@ class CacheTable:
         """Version, rows, limit and meta of a file; None if it is no table."""
 
     @staticmethod
-    def open_file(fd: int, in_memory: bool) -> CacheTable:
-        """Maps a file as long as its limit. Nobody else opens it meanwhile. The caller keeps the descriptor."""
+    def open_file(fd: int, in_memory: bool, whole: int) -> CacheTable:
+        """Maps a file as long as its limit, of which the first ``whole`` bytes are not new. Nobody else opens it
+        meanwhile. The caller keeps the descriptor."""
 
     @staticmethod
     def overhead(rows: int) -> int:
         """The bytes that a table takes before its first sample."""
+
+    def some_rows(self, most: int) -> list[int]:
+        """Up to ``most`` rows that have a sample."""
 
     def grow(self, limit: int) -> None:
         """Raises the limit to the length that the file has now. The table is then to be opened again."""
@@ -843,9 +846,6 @@ class CacheTable:
 
     def usage(self) -> dict[str, int]:
         """hits, misses, refused, damaged (numbers); stored, unused, left (bytes)."""
-
-def encoded(sample: Any, dumps: Callable[[Any], bytes]) -> bytes:
-    """The bytes that a table would keep for a sample."""
 
 @final
 class SharedStore:

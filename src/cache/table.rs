@@ -167,7 +167,8 @@ impl Cache {
         }
         let meta = Record { ptr: map.as_ptr().wrapping_add(META as usize), len }.copy(0, len);
         let [version, rows, limit] = [word::VERSION, word::ROWS, word::LIMIT].map(read);
-        Ok(Some(Head { version, rows, limit, meta }))
+        let is_possible = i64::try_from(limit).is_ok() && Self::overhead(rows) < limit;
+        Ok(is_possible.then_some(Head { version, rows, limit, meta }))
     }
 
     /// Maps a table of [`Self::create`], or of [`Self::format`] in a file that is at least as long as its limit. `in_memory`:
@@ -179,9 +180,6 @@ impl Cache {
         let head = head.ok_or_else(|| Error::foreign("it is no cache of this version"))?;
         let limit = usize::try_from(head.limit).map_err(|_| Error::foreign("its limit is damaged"))?;
         let heap = Self::overhead(head.rows);
-        if heap >= head.limit {
-            return Err(Error::foreign("its index is longer than the file"));
-        }
         let map = Mapping::new(fd.as_fd(), limit)?;
         Ok(Self {
             map,
@@ -195,17 +193,44 @@ impl Cache {
         })
     }
 
-    /// As [`Self::open`], for a file that outlives its programs. Nobody else opens it meanwhile. After the machine has gone
-    /// down the index and the end of the heap may not belong together: the end is then found anew.
-    pub fn open_file(fd: OwnedFd, in_memory: bool) -> Result<Self> {
+    /// As [`Self::open`], for a file that outlives its programs. Nobody else opens it meanwhile. `whole`: the length that it
+    /// had; what was cut off is gone. After the machine has gone down the index and the end of the heap may not belong
+    /// together: the end is then found anew. Samples that could not be kept may be of a class that can be pickled now.
+    pub fn open_file(fd: OwnedFd, in_memory: bool, whole: u64) -> Result<Self> {
         let mut cache = Self::open(fd, in_memory)?;
         cache.verified = (0..cache.rows.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-        if cache.header(word::BOOT).load(Ordering::Relaxed) != boot() {
-            let end = (0..cache.rows).filter_map(|row| cache.end_of(row)).fold(cache.heap, u64::max);
-            cache.header(word::END).fetch_max(end, Ordering::Relaxed);
+        let is_cut = whole < cache.limit();
+        if is_cut || cache.usage().refused > 0 {
+            cache.forget(|row, at| at == state::NEVER || cache.end_of(row).is_none_or(|end| end > whole));
+            (0..STRIPES)
+                .for_each(|stripe| cache.counter(stripe, counter::REFUSED).store(0, Ordering::Relaxed));
+        }
+        if is_cut || cache.header(word::BOOT).load(Ordering::Relaxed) != boot() {
+            let ends = (0..cache.rows).filter_map(|row| Some((cache.end_of(row)?, cache.size_at(row)?)));
+            let (end, stored) =
+                ends.fold((cache.heap, 0), |(end, sum), (its, size)| (end.max(its), sum + size));
+            cache.header(word::END).store(end, Ordering::Relaxed);
+            cache.header(word::STORED).store(stored, Ordering::Relaxed);
             cache.header(word::BOOT).store(boot(), Ordering::Relaxed);
         }
         Ok(cache)
+    }
+
+    /// Makes rows absent again.
+    fn forget(&self, is_gone: impl Fn(u64, u64) -> bool) {
+        for row in 0..self.rows {
+            let at = self.row(row).load(Ordering::Relaxed);
+            if at != state::ABSENT && is_gone(row, at) {
+                self.row(row).store(state::ABSENT, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Up to `most` rows that are whole, out of some over the whole table.
+    pub fn some_rows(&self, most: usize) -> Vec<u64> {
+        let step = self.rows.div_ceil(1 << 16).max(1) as usize;
+        let whole = (0..self.rows).step_by(step).filter(|row| matches!(self.look(*row), Found::Whole(_)));
+        whole.take(most).collect()
     }
 
     /// Raises the limit to the length that the file has now. The table is then to be opened again.
@@ -259,20 +284,18 @@ impl Cache {
         self.header(word::TOLD).fetch_or(bit, Ordering::Relaxed) & bit == 0
     }
 
-    /// What the index says of a row, which must be one of the table's. Counts a hit or a miss.
+    /// Counts hits.
     #[inline]
-    pub fn find(&self, row: u64) -> Found {
-        let found = self.look(row);
-        self.count(if matches!(found, Found::Whole(_)) { counter::HITS } else { counter::MISSES });
-        found
-    }
-
-    /// Counts hits of [`Self::look`].
     pub fn count_hits(&self, number: u64) {
         self.counter(self.stripe(), counter::HITS).fetch_add(number, Ordering::Relaxed);
     }
 
-    /// As [`Self::find`], without counting.
+    /// Counts a miss.
+    pub fn count_miss(&self) {
+        self.count(counter::MISSES);
+    }
+
+    /// What the index says of a row, which must be one of the table's.
     #[inline]
     pub fn look(&self, row: u64) -> Found {
         // SYNC: row-published (pairs with the Release in `put`): the place implies the record's bytes.
@@ -299,7 +322,7 @@ impl Cache {
         if word.load(Ordering::Relaxed) & bit != 0 {
             return record;
         }
-        let whole = record.filter(|record| self.prefix(at).1 == check(row, &record.copy(0, record.len)));
+        let whole = record.filter(|record| self.prefix(at).1 == check(row, *record));
         if whole.is_some() {
             word.fetch_or(bit, Ordering::Relaxed);
             return whole;
@@ -334,6 +357,11 @@ impl Cache {
         self.bounded(at).map(|record| at + size_of(record.len as u64))
     }
 
+    /// The space of a row's record.
+    fn size_at(&self, row: u64) -> Option<u64> {
+        self.bounded(self.row(row).load(Ordering::Relaxed)).map(|record| size_of(record.len as u64))
+    }
+
     /// Writes a record, given in parts, and publishes it.
     ///
     /// Errors: [`Error::Os`] of the write. The cache is then closed.
@@ -348,7 +376,11 @@ impl Cache {
         let Ok(len) = u32::try_from(len) else { return Ok(self.never(row)) };
         let size = size_of(u64::from(len));
         let Some(fd) = self.fd() else { return Ok(self.close(Closed::NoRoom)) };
-        let Some(at) = self.reserve(size) else { return Ok(self.close(Closed::Full)) };
+        let Some(at) = self.reserve(size) else {
+            // Other programs may have mapped more of the file than this one.
+            let is_all = self.header(word::LIMIT).load(Ordering::Relaxed) <= self.limit();
+            return Ok(if is_all { self.close(Closed::Full) } else { Put::Closed(false) });
+        };
         let written = self.write(fd, row, at, len, parts);
         let published = match written {
             Ok(true) => self.row(row).compare_exchange(
@@ -377,11 +409,9 @@ impl Cache {
         }
     }
 
-    /// Marks a row whose sample cannot be kept.
+    /// Marks a row whose sample cannot be kept, or cannot be read.
     pub fn never(&self, row: u64) -> Put {
-        let marked =
-            self.row(row).compare_exchange(state::ABSENT, state::NEVER, Ordering::Relaxed, Ordering::Relaxed);
-        if marked.is_ok() {
+        if self.row(row).swap(state::NEVER, Ordering::Relaxed) != state::NEVER {
             self.count(counter::REFUSED);
         }
         Put::Known
@@ -415,7 +445,7 @@ impl Cache {
         }
         if !self.verified.is_empty() {
             let ptr = self.map.as_ptr().wrapping_add((at + PREFIX) as usize);
-            let sum = check(row, &Record { ptr, len: len as usize }.copy(0, len as usize));
+            let sum = check(row, Record { ptr, len: len as usize });
             self.word(at).store(u64::from(sum) << 32 | u64::from(len), Ordering::Relaxed);
         }
         Ok(true)
@@ -517,8 +547,9 @@ fn size_of(len: u64) -> u64 {
 }
 
 /// The check of a record. It knows its row, so that no other row's record passes for it.
-fn check(row: u64, bytes: &[u8]) -> u32 {
-    (checksum(bytes) ^ row.wrapping_mul(0x9e37_79b9_7f4a_7c15)) as u32
+fn check(row: u64, record: Record) -> u32 {
+    let pieces = (0..record.len).step_by(JOINED).map(|at| checksum(&record.copy(at, JOINED)));
+    pieces.fold(row.wrapping_mul(0x9e37_79b9_7f4a_7c15), |sum, piece| sum.rotate_left(5) ^ piece) as u32
 }
 
 /// A number for this boot of the machine, which no other has; 0 if the system does not tell.

@@ -27,7 +27,7 @@ fn copy_of(file: &File) -> OwnedFd {
 #[test]
 fn a_record_is_absent_and_then_whole() {
     let cache = Cache::create(10, LIMIT, b"meta").unwrap();
-    assert_eq!(cache.find(3), Found::Absent);
+    assert_eq!(cache.look(3), Found::Absent);
     assert_eq!(cache.put(3, &[b"hel", b"lo"]).unwrap(), Put::Stored);
     assert_eq!(bytes(&cache, 3).as_deref(), Some(&b"hello"[..]));
     assert_eq!(cache.put(3, &[b"other"]).unwrap(), Put::Known);
@@ -37,9 +37,10 @@ fn a_record_is_absent_and_then_whole() {
     let large = vec![7; 200_000];
     assert_eq!(cache.put(9, &[b"x", &large, &large]).unwrap(), Put::Stored);
     assert_eq!(bytes(&cache, 9).unwrap(), [b"x".as_slice(), &large, &large].concat());
-    assert!(matches!(cache.find(9), Found::Whole(_)));
+    cache.count_hits(3);
+    cache.count_miss();
     let usage = cache.usage();
-    assert_eq!((usage.hits, usage.misses, usage.unused), (1, 1, 0));
+    assert_eq!((usage.hits, usage.misses, usage.unused), (3, 1, 0));
     assert_eq!(usage.stored, 16 + 8 + (8 + 400_001 + 7));
     assert_eq!(usage.left, LIMIT - Cache::overhead(10) - usage.stored);
 }
@@ -48,7 +49,7 @@ fn a_record_is_absent_and_then_whole() {
 fn a_row_that_cannot_be_kept_stays_so() {
     let cache = Cache::create(2, LIMIT, b"").unwrap();
     cache.never(1);
-    assert_eq!(cache.find(1), Found::Never);
+    assert_eq!(cache.look(1), Found::Never);
     assert_eq!(cache.put(1, &[b"x"]).unwrap(), Put::Known);
     cache.never(1);
     assert_eq!((cache.usage().refused, cache.usage().stored), (1, 0));
@@ -97,12 +98,12 @@ fn other_files_are_refused() {
 fn a_file_is_used_again() {
     let file = file(LIMIT);
     Cache::format(file.as_fd(), 10, LIMIT, b"a dataset").unwrap();
-    let cache = Cache::open_file(copy_of(&file), false).unwrap();
+    let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
     cache.put(1, &[b"one"]).unwrap();
     drop(cache);
     let head = Cache::head(file.as_fd()).unwrap().unwrap();
     assert_eq!(head, Head { version: VERSION, rows: 10, limit: LIMIT, meta: b"a dataset".to_vec() });
-    let cache = Cache::open_file(copy_of(&file), false).unwrap();
+    let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
     assert_eq!(bytes(&cache, 1).as_deref(), Some(&b"one"[..]));
     assert_eq!(cache.usage().stored, 16);
 }
@@ -111,7 +112,7 @@ fn a_file_is_used_again() {
 fn damaged_records_of_a_file_are_made_again() {
     let file = file(LIMIT);
     Cache::format(file.as_fd(), 10, LIMIT, b"").unwrap();
-    let open = || Cache::open_file(copy_of(&file), false).unwrap();
+    let open = || Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
     let cache = open();
     for row in 0..10 {
         cache.put(row, &[&[row as u8; 100]]).unwrap();
@@ -137,7 +138,7 @@ fn damaged_records_of_a_file_are_made_again() {
 fn after_a_machine_went_down_no_record_is_written_over() {
     let file = file(LIMIT);
     Cache::format(file.as_fd(), 10, LIMIT, b"").unwrap();
-    let cache = Cache::open_file(copy_of(&file), false).unwrap();
+    let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
     cache.put(0, &[b"zero"]).unwrap();
     cache.put(1, &[b"one"]).unwrap();
     // The header's page is older than the index's.
@@ -146,7 +147,7 @@ fn after_a_machine_went_down_no_record_is_written_over() {
     };
     write(word::END, Cache::overhead(10));
     write(word::BOOT, 1);
-    let cache = Cache::open_file(copy_of(&file), false).unwrap();
+    let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
     cache.put(2, &[b"two"]).unwrap();
     let found: Vec<_> = (0..3).map(|row| bytes(&cache, row).unwrap()).collect();
     assert_eq!(found, [b"zero".to_vec(), b"one".to_vec(), b"two".to_vec()]);
@@ -157,14 +158,17 @@ fn a_larger_limit_opens_a_full_file() {
     let small = Cache::overhead(10) + 104;
     let file = file(LIMIT);
     Cache::format(file.as_fd(), 10, small, b"").unwrap();
-    let cache = Cache::open_file(copy_of(&file), false).unwrap();
+    let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
     assert_eq!(cache.put(0, &[&[1; 90]]).unwrap(), Put::Stored);
     assert_eq!(cache.put(1, &[&[1; 90]]).unwrap(), Put::Closed(true));
     cache.grow(LIMIT);
-    let larger = Cache::open_file(copy_of(&file), false).unwrap();
+    let larger = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
     assert_eq!(larger.put(1, &[&[1; 90]]).unwrap(), Put::Stored);
     assert_eq!(larger.put(2, &[&[2; 90]]).unwrap(), Put::Stored);
-    // The program with the old limit does not see what lies behind it, and does not call it damaged.
+    // The program with the old limit is full, and the file is not.
+    assert_eq!(cache.put(3, &[&[3; 90]]).unwrap(), Put::Closed(false));
+    assert_eq!(larger.closed(), Closed::Open);
+    // It does not see what lies behind its limit, and does not call that damaged.
     assert_eq!(bytes(&cache, 2), None);
     assert_eq!((bytes(&larger, 2), larger.usage().damaged), (Some(vec![2; 90]), 0));
 }
@@ -178,7 +182,7 @@ fn threads_fill_one_table() {
         let cache = Arc::clone(&cache);
         move || {
             for row in (0..ROWS).map(|row| (row + start) % ROWS) {
-                match cache.find(row) {
+                match cache.look(row) {
                     Found::Whole(record) => assert_eq!(record.copy(0, usize::MAX), content(row)),
                     _ => drop(cache.put(row, &[&content(row)]).unwrap()),
                 }
@@ -192,5 +196,22 @@ fn threads_fill_one_table() {
     }
     let usage = cache.usage();
     let stored: u64 = (0..ROWS).map(|row| 8 + content(row).len() as u64).sum();
-    assert_eq!((usage.stored, usage.hits + usage.misses), (stored, 4 * ROWS));
+    assert_eq!(usage.stored, stored);
+}
+
+#[test]
+fn what_was_cut_off_is_absent_and_its_space_is_used_again() {
+    let file = file(LIMIT);
+    Cache::format(file.as_fd(), 10, LIMIT, b"").unwrap();
+    let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
+    for row in 0..9 {
+        cache.put(row, &[&[row as u8; 100]]).unwrap();
+    }
+    cache.never(9);
+    let whole = Cache::overhead(10) + 5 * 112 + 50;
+    let cut = Cache::open_file(copy_of(&file), false, whole).unwrap();
+    assert_eq!((0..10).filter(|row| bytes(&cut, *row).is_some()).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+    assert_eq!(cut.some_rows(3), [0, 1, 2]);
+    assert_eq!((cut.usage().stored, cut.usage().unused, cut.usage().refused), (5 * 112, 0, 0));
+    assert_eq!(cut.put(9, &[b"new"]).unwrap(), Put::Stored);
 }

@@ -31,11 +31,6 @@ pub fn put(
     })
 }
 
-/// The bytes that a record of a sample would have.
-pub fn encoded(sample: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
-    with_parts(sample, || dumps.call1((sample,)), &mut Vec::new(), |_, parts| Ok(parts.concat()))
-}
-
 /// The sample of a record: a new object.
 pub fn value<'py>(py: Python<'py>, record: Record) -> PyResult<Bound<'py, PyAny>> {
     let bridge = Bridge::get(py)?;

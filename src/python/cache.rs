@@ -3,7 +3,7 @@
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
-use pyo3::exceptions::{PyException, PyIndexError, PyOSError};
+use pyo3::exceptions::{PyException, PyIndexError, PyMemoryError, PyOSError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -81,14 +81,18 @@ impl PyCache {
 
     /// Maps a file.
     #[staticmethod]
-    fn open_file(py: Python<'_>, fd: i32, in_memory: bool) -> PyResult<Self> {
+    fn open_file(py: Python<'_>, fd: i32, in_memory: bool, whole: u64) -> PyResult<Self> {
         let fd = borrowed(&fd)?.try_clone_to_owned()?;
-        Ok(py.detach(|| Cache::open_file(fd, in_memory))?.into())
+        Ok(py.detach(|| Cache::open_file(fd, in_memory, whole))?.into())
     }
 
     #[staticmethod]
     fn overhead(rows: u64) -> u64 {
         Cache::overhead(rows)
+    }
+
+    fn some_rows(&self, most: usize) -> Vec<u64> {
+        self.cache.some_rows(most)
     }
 
     fn grow(&self, limit: u64) {
@@ -132,11 +136,23 @@ impl PyCache {
     fn get<'py>(&self, index: &Bound<'py, PyAny>, missing: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let row = exact_int(index).and_then(|index| u64::try_from(index).ok());
         let Some(row) = row.filter(|row| *row < self.cache.rows()) else { return Ok(missing) };
-        let Found::Whole(record) = self.cache.find(row) else { return Ok(missing) };
-        match samples::value(missing.py(), record) {
-            // A class that has moved, or a library of another version: the sample is made anew.
-            Err(error) if error.is_instance_of::<PyException>(missing.py()) => Ok(missing),
-            read => read,
+        let Found::Whole(record) = self.cache.look(row) else {
+            self.cache.count_miss();
+            return Ok(missing);
+        };
+        let py = missing.py();
+        match samples::value(py, record) {
+            Err(error) if error.is_instance_of::<PyMemoryError>(py) => Err(error),
+            // A class that has moved, or one whose pickles cannot be loaded.
+            Err(error) if error.is_instance_of::<PyException>(py) => {
+                self.cache.never(row);
+                self.cache.count_miss();
+                Ok(missing)
+            }
+            read => {
+                self.cache.count_hits(1);
+                read
+            }
         }
     }
 
@@ -191,10 +207,4 @@ impl PyCache {
         }
         Ok(dict)
     }
-}
-
-/// The bytes that a cache would keep for a sample.
-#[pyfunction]
-pub fn encoded<'py>(sample: &Bound<'py, PyAny>, dumps: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
-    Ok(PyBytes::new(sample.py(), &samples::encoded(sample, dumps)?))
 }

@@ -20,7 +20,7 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::{
-        cache::{PyCache, encoded},
+        cache::PyCache,
         engine::{PyDeath, PyEngine, PyPosition, PyProgress, PySnapshot},
         figures::{
             Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena,

@@ -84,19 +84,19 @@ def cache(
         >>> epochs, cached.usage().hits, cached.usage().misses
         ([100, 100], 100, 100)
     """
-    _check(dataset, then, key, path)
+    _check(dataset, then, key, path, version)
     if memory is not None:
         _BYTES.check("memory", memory)
     rows = len(dataset)
     origin = Origin(
-        None if memory is None else size_in_bytes(memory), key, None if path is None else os.fspath(path), version
+        None if memory is None else size_in_bytes(memory), key, None if path is None else os.fsdecode(path), version
     )
     return cached_of(dataset, _table(dataset, rows, origin), then, origin)
 
 
 def _table(dataset: Any, rows: int, origin: Origin) -> CacheTable:
     if origin.path is not None:
-        return files.opened(origin.path, rows, origin.memory, type(dataset).__qualname__, origin.version)
+        return files.opened(origin.path, dataset, rows, origin.memory, origin.version)
 
     def made() -> CacheTable:
         return CacheTable.create(rows, limits.of_memory(rows, origin.memory, is_shared=origin.key is not None))
@@ -112,7 +112,7 @@ def _table(dataset: Any, rows: int, origin: Origin) -> CacheTable:
     return table
 
 
-def _check(dataset: Any, then: Any, key: Any, path: Any) -> None:
+def _check(dataset: Any, then: Any, key: Any, path: Any, version: Any) -> None:
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__getitem__"):
         raise TypeError(
@@ -123,6 +123,8 @@ def _check(dataset: Any, then: Any, key: Any, path: Any) -> None:
         raise TypeError(f"cache() needs the number of samples, and {name} has no __len__: add one")
     if then is not None and not callable(then):
         raise TypeError(f"then must be a function of a sample, got {then!r}")
+    if not isinstance(version, str):
+        raise TypeError(f"version must be a str, got {version!r}")
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key must be a str, got {key!r}")
     if key is not None and path is not None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-import pickle
-import random
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset, Subset
 
-from rustloader._core import CacheTable, encoded
+from rustloader._core import CacheTable
 from rustloader.caching import nodes
+from rustloader.caching.comparing import Generators, are_equal
 from rustloader.caching.nodes import Origin
 from rustloader.caching.usage import CacheUsage
 from rustloader.sharing.pickling import descriptor_of, dumps, register
@@ -25,6 +22,8 @@ from rustloader.sharing.pickling import descriptor_of, dumps, register
 logger = logging.getLogger("rustloader")
 
 _MISSING = object()
+# All other attributes are those of the dataset.
+_OWN = ("dataset", "then", "table", "_origin")
 # Bits of what was told: once, whatever the number of processes.
 _FULL, _RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
 
@@ -55,8 +54,7 @@ class CachedDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> None:
-        self.dataset, self.then = dataset, then
-        self.table, self._origin = table, origin
+        self.__dict__.update(dataset=dataset, then=then, table=table, _origin=origin)
 
     def __getitem__(self, index: Any) -> Any:
         sample = self.table.get(index, _MISSING)
@@ -73,6 +71,12 @@ class CachedDataset(Dataset[Any]):
         if name.startswith("__") or "dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            self.__dict__[name] = value
+        else:
+            setattr(self.dataset, name, value)
 
     def __repr__(self) -> str:
         usage = self.usage()
@@ -144,7 +148,7 @@ class CachedDataset(Dataset[Any]):
             sample = self.dataset[index]
             self._keep(row, sample, lambda: self.dataset[index])
             return sample
-        generators = _Generators()
+        generators = Generators()
         try:
             sample = self.dataset[index]
             self._keep(row, sample, lambda: self.dataset[index])
@@ -160,6 +164,9 @@ class CachedDataset(Dataset[Any]):
             self._probe(row, sample, make_again)
         try:
             full = table.put(row, sample, dumps)
+        except MemoryError:
+            # The sample itself is there.
+            return
         except OSError as error:
             if table.is_news(_FAILED):
                 logger.warning("cache(): samples can no longer be written, and the cache takes no more: %s", error)
@@ -193,15 +200,15 @@ class CachedDataset(Dataset[Any]):
 
     def _probe(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
         """Makes a sample a second time. If another one comes out, the dataset is random."""
-        if self.then is None:
-            generators = _Generators()
-            try:
-                again = make_again()
-            finally:
-                generators.restore()
-        else:
+        generators = Generators()
+        try:
             again = make_again()
-        if not _are_equal(sample, again) and self.table.is_news(_RANDOM):
+        except Exception as error:
+            logger.debug("cache(): sample %d cannot be made a second time: %r", row, error)
+            return
+        finally:
+            generators.restore()
+        if not are_equal(sample, again) and self.table.is_news(_RANDOM):
             logger.warning(
                 "cache(): sample %d of %s differs when it is made again: a cache keeps what is made first, so all "
                 "epochs see the same. Move what is random into a function of the sample, and give that as then=",
@@ -213,17 +220,16 @@ class CachedDataset(Dataset[Any]):
 class _CachedBatches(CachedDataset):
     """As its base, for a dataset with ``__getitems__``: what is missing of a batch is made in one call."""
 
-    def __getitems__(self, indices: Any) -> list[Any]:
+    def __getitems__(self, indices: Any) -> Any:
         indices = list(indices)
         samples = [self._found(index) for index in indices]
         missing = [place for place, sample in enumerate(samples) if sample is _MISSING]
         if missing:
-            wanted = [indices[place] for place in missing]
-            generators = None if self.then is None else _Generators()
+            generators = None if self.then is None else Generators()
             try:
-                made = self.dataset.__getitems__(wanted)
-                if len(made) != len(wanted):
-                    raise ValueError(f"__getitems__ of the dataset made {len(made)} samples of {len(wanted)} indices")
+                made = self.dataset.__getitems__([indices[place] for place in missing])
+                if not isinstance(made, list) or len(made) != len(missing):
+                    return self._whole_batch(indices, made if len(missing) == len(indices) else None)
                 for place, sample in zip(missing, made, strict=True):
                     samples[place] = sample
                     if (row := self._row(indices[place])) is not None:
@@ -233,41 +239,17 @@ class _CachedBatches(CachedDataset):
                     generators.restore()
         return samples if self.then is None else [self.then(sample) for sample in samples]
 
+    def _whole_batch(self, indices: list[Any], made: Any) -> Any:
+        """The batch of a dataset that makes no list of samples: it has nothing that a cache could keep."""
+        if self.then is not None:
+            raise TypeError(
+                f"then= needs samples, and __getitems__ of {type(self.dataset).__name__} does not return a list with "
+                "one for each index"
+            )
+        return self.dataset.__getitems__(indices) if made is None else made
+
     def _again(self, index: Any) -> Any:
         return self.dataset.__getitems__([index])[0]
-
-
-class _Generators:
-    """The states of the global random number generators."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._torch = torch.default_generator.get_state()
-        numpy_random = sys.modules.get("numpy.random")
-        self._numpy = None if numpy_random is None else (numpy_random.set_state, numpy_random.get_state())
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        torch.default_generator.set_state(self._torch)
-        if self._numpy is not None:
-            set_state, state = self._numpy
-            set_state(state)
-
-
-def _are_equal(sample: Any, again: Any) -> bool:
-    """Whether two samples have the same content. True if that cannot be told."""
-    try:
-        first, second = encoded(sample, dumps), encoded(again, dumps)
-        if first != second and type(sample) is type(again):
-            # Two pickles of equal objects can differ in which parts are the same object. Those of their copies do not.
-            first, second = (encoded(_copied(it), dumps) for it in (sample, again))
-        return first == second
-    except Exception:
-        return True
-
-
-def _copied(sample: Any) -> Any:
-    return pickle.loads(dumps(sample))
 
 
 # For other processes of this machine (ForkingPickler)
@@ -288,4 +270,4 @@ register(_CachedBatches, _reduce_cached)
 
 def _on_node(dataset: Any, then: Any, origin: Origin, rows: int, name: str) -> CachedDataset:
     """The cached dataset on another machine, where all workers share one cache of their own."""
-    return cached_of(dataset, nodes.table_of(name, rows, origin, type(dataset).__qualname__), then, origin)
+    return cached_of(dataset, nodes.table_of(name, dataset, rows, origin), then, origin)

@@ -4,62 +4,95 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
+import stat
+import sys
 from typing import Any
 
 from rustloader._core import CACHE_VERSION, CacheTable
 from rustloader.caching import limits
+from rustloader.caching.comparing import first_difference
 
-# Longest texts in a file's header, in characters.
-_LONGEST = 800
+logger = logging.getLogger("rustloader")
+
+# A file begins with this, and has this many bytes before its index.
+_MAGIC, _HEADER = b"RLCACHE1", 8192
+# Longest texts in a file's header, in characters, of which each may take 4 bytes or an escape of 6.
+_LONGEST = 400
 
 
-def opened(path: str, rows: int, memory: int | None, kind: str, version: str) -> CacheTable:
+def opened(path: str, dataset: Any, rows: int, memory: int | None, version: str) -> CacheTable:
     """Opens the file of a cache, or makes it. Programs that open it at the same time wait for each other for a moment.
 
     Raises:
         OSError: The file cannot be opened, enlarged or mapped.
         ValueError: It is no cache, or that of another dataset or version, or there is no space for it.
     """
-    meta = {"dataset": kind[:_LONGEST], "version": version}
+    meta = {"dataset": type(dataset).__qualname__[:_LONGEST], "version": version}
     if len(version) > _LONGEST:
         raise ValueError(f"version must have at most {_LONGEST} characters, got {len(version)}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        # The kernel releases it with the process.
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        system, status = os.fstatvfs(fd), os.fstat(fd)
-        left, present = system.f_bavail * system.f_frsize, status.st_blocks * 512
-        in_memory = _is_in_memory(path)
-        head = CacheTable.head(fd)
-        if head is None:
-            if status.st_size and not _is_unfinished(fd):
-                raise ValueError(f"{path} is no cache of rustloader: give another path, or remove the file")
-            limit = limits.of_file(rows, memory, left, present)
-            os.ftruncate(fd, 0)
-            os.ftruncate(fd, limit)
-            # A mapped page that the disk has no room for is a SIGBUS. The samples are written by calls.
-            os.posix_fallocate(fd, 0, CacheTable.overhead(rows))
-            CacheTable.format(fd, rows, limit, json.dumps(meta).encode())
-            return CacheTable.open_file(fd, in_memory)
-        layout, its_rows, its_limit, its_meta = head
-        _compare(path, (layout, its_rows, its_meta), rows, meta)
-        if status.st_size < its_limit:
-            # It was cut off.
-            os.ftruncate(fd, its_limit)
-            os.posix_fallocate(fd, 0, CacheTable.overhead(rows))
-        table = CacheTable.open_file(fd, in_memory)
-        table.reopen()
-        if memory is not None and memory > its_limit:
-            limit = limits.of_file(rows, memory, left, present)
-            os.ftruncate(fd, limit)
-            table.grow(limit)
-            table = CacheTable.open_file(fd, in_memory)
-        return table
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError(f"{path} is no regular file: give another path")
+        _lock(fd, path)
+        table, is_new = _table(fd, path, rows, memory, meta)
+    except OSError as error:
+        # Calls on a descriptor do not know the file's name.
+        error.filename = error.filename or path
+        raise
     finally:
         # The mapping's own descriptor shares the lock.
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
+    if not is_new and (row := first_difference(table, dataset)) is not None:
+        raise ValueError(
+            f"{path} is the cache of another dataset: sample {row} is another one there; give another path, or remove "
+            "the file"
+        )
+    return table
+
+
+def _lock(fd: int, path: str) -> None:
+    """Locks the file while it is opened. The kernel releases the lock with the process."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("cache(path=%r): another program opens or locks the file; waiting for it", path)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+
+
+def _table(fd: int, path: str, rows: int, memory: int | None, meta: dict[str, str]) -> tuple[CacheTable, bool]:
+    """The table of a file, and whether it is new."""
+    system, status = os.fstatvfs(fd), os.fstat(fd)
+    left, present = system.f_bavail * system.f_frsize, status.st_blocks * 512
+    in_memory = _is_in_memory(path)
+    head = CacheTable.head(fd)
+    if head is None:
+        if status.st_size and not _is_unfinished(fd, status.st_size):
+            raise ValueError(f"{path} is no cache of rustloader: give another path, or remove the file")
+        limit = limits.of_file(rows, memory, left, present)
+        os.ftruncate(fd, 0)
+        os.ftruncate(fd, limit)
+        # A mapped page that the disk has no room for is a SIGBUS. The samples are written by calls.
+        os.posix_fallocate(fd, 0, CacheTable.overhead(rows))
+        CacheTable.format(fd, rows, limit, json.dumps(meta).encode())
+        return CacheTable.open_file(fd, in_memory, limit), True
+    layout, its_rows, its_limit, its_meta = head
+    _compare(path, (layout, its_rows, its_meta), rows, meta)
+    if status.st_size < its_limit:
+        # It was cut off.
+        os.ftruncate(fd, its_limit)
+        os.posix_fallocate(fd, 0, CacheTable.overhead(rows))
+    table = CacheTable.open_file(fd, in_memory, status.st_size)
+    table.reopen()
+    if memory is not None and memory > its_limit:
+        limit = limits.of_file(rows, memory, left, present)
+        os.ftruncate(fd, limit)
+        table.grow(limit)
+        table = CacheTable.open_file(fd, in_memory, limit)
+    return table, False
 
 
 def _compare(path: str, its: tuple[int, int, bytes], rows: int, meta: dict[str, str]) -> None:
@@ -85,9 +118,13 @@ def _compare(path: str, its: tuple[int, int, bytes], rows: int, meta: dict[str, 
         )
 
 
-def _is_unfinished(fd: int) -> bool:
-    """Whether a file is one whose maker was killed before it had written the first word."""
-    return not any(os.pread(fd, 8, 0))
+def _is_unfinished(fd: int, length: int) -> bool:
+    """Whether a file is one whose maker was killed before it was a table, or of which hardly a header is left."""
+    head = os.pread(fd, _HEADER, 0)
+    if head.startswith(_MAGIC):
+        return length < _HEADER
+    # The limit is written before the magic.
+    return not any(head) or (not any(head[:8]) and int.from_bytes(head[24:32], sys.byteorder) == length)
 
 
 def _is_in_memory(path: str) -> bool:

@@ -54,11 +54,11 @@ def of_file(rows: int, wanted: int | None, left: int, present: int) -> int:
     return _checked(rows, wanted)
 
 
-def _checked(rows: int, limit: int) -> int:
-    limit = limit // _PAGE * _PAGE
+def _checked(rows: int, wanted: int) -> int:
+    limit = wanted // _PAGE * _PAGE
     overhead = CacheTable.overhead(rows)
     if limit <= overhead:
-        text = f"memory={limit} bytes has no room beside the index, which takes {overhead} bytes for {rows} samples"
+        text = f"memory={wanted} bytes has no room beside the index, which takes {overhead} bytes for {rows} samples"
         raise ValueError(text)
     return limit
 

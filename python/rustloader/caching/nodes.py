@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rustloader._core import CacheTable
 from rustloader.caching import files, limits
@@ -32,20 +32,20 @@ def name_of(table: CacheTable) -> str:
     return _names.setdefault(table, secrets.token_hex(16))
 
 
-def table_of(name: str, rows: int, origin: Origin, kind: str) -> CacheTable:
+def table_of(name: str, dataset: Any, rows: int, origin: Origin) -> CacheTable:
     """The table of a name on this machine: that of a worker that came before, or a new one."""
     table = _tables.get(name)
     if table is None:
-        table = _opened(name, rows, origin, kind)
+        table = _opened(name, dataset, rows, origin)
         _tables[name] = table
         _names[table] = name
     return table
 
 
-def _opened(name: str, rows: int, origin: Origin, kind: str) -> CacheTable:
+def _opened(name: str, dataset: Any, rows: int, origin: Origin) -> CacheTable:
     if origin.path is not None:
         os.makedirs(os.path.dirname(origin.path) or ".", exist_ok=True)
-        return files.opened(origin.path, rows, origin.memory, kind, origin.version)
+        return files.opened(origin.path, dataset, rows, origin.memory, origin.version)
 
     def made() -> CacheTable:
         return CacheTable.create(rows, limits.of_memory(rows, origin.memory, is_shared=True))

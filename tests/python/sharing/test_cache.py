@@ -157,6 +157,67 @@ def test_it_stands_for_its_dataset():
     assert not hasattr(cache(Subset(data, [0, 1])), "__getitems__")
 
 
+def test_attributes_are_set_at_the_dataset():
+    data = Kept([torch.ones(3)] * 5)
+    data.table = "its own"
+    cached = cache(data)
+    cached.handle = 5
+    assert data.handle == cached.handle == 5 and "handle" not in vars(cached)
+    cached.then = len
+    assert cached[0] == 3 and not hasattr(data, "then")
+
+
+class WholeBatches(Kept):
+    """``__getitems__`` makes the batch."""
+
+    def __getitem__(self, index):
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices):
+        return self.items(torch.tensor(indices))
+
+    def __len__(self):
+        return 8
+
+
+def columns(rows):
+    return rows, rows * 10
+
+
+def as_is(batch):
+    return batch
+
+
+@pytest.mark.parametrize(
+    "make", [columns, lambda rows: {"a": rows}, lambda rows: rows * 2, lambda rows: [rows, rows, rows]]
+)
+def test_batches_that_are_no_lists_of_samples_are_left_alone(make):
+    data = WholeBatches(make)
+    cached = cache(data)
+    for order in (range(8), [3, 0, 1, 2, 7, 7]):
+        arguments = {"batch_size": 2, "sampler": order, "collate_fn": as_is}
+        expected = list(torch.utils.data.DataLoader(data, **arguments))
+        for _ in range(2):
+            assert same(list(DataLoader(cached, **arguments)), expected)
+    with pytest.raises(TypeError, match="then= needs samples, and __getitems__ of WholeBatches does not return a list"):
+        next(iter(DataLoader(cache(data, then=len), batch_size=2)))
+
+
+class Unloadable:
+    """Its pickles cannot be loaded."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_pickles_that_cannot_be_loaded_are_made_each_time():
+    data = Kept([Unloadable(), torch.ones(3)])
+    cached = cache(data)
+    assert all(type(cached[0]) is Unloadable for _ in range(5)) and cached[1].sum() == cached[1].sum() == 3
+    usage = cached.usage()
+    assert (usage.hits, usage.misses, usage.refused) == (1, 6, 1)
+
+
 def test_indices_of_other_kinds():
     data = Kept([torch.tensor(n) for n in range(5)])
     cached = cache(data)
@@ -230,7 +291,7 @@ def test_memory_that_cannot_be_had_is_refused():
     data = Kept([0] * 1000)
     with pytest.raises(ValueError, match=r"memory=1125899906842624 bytes is more than there is: \d+ bytes of memory"):
         cache(data, 1 << 50)
-    with pytest.raises(ValueError, match="no room beside the index, which takes 16384 bytes for 1000 samples"):
+    with pytest.raises(ValueError, match="memory=10240 bytes has no room beside the index, which takes 16384 bytes"):
         cache(data, "10KiB")
     for wrong, error in [("many", ValueError), (0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]:
         with pytest.raises(error, match="memory must be a positive number of bytes, or a size such as"):
@@ -278,6 +339,8 @@ def test_what_cannot_be_cached_says_the_way_out():
         cache(Endless())
     with pytest.raises(TypeError, match="then must be a function of a sample, got 3"):
         cache(Kept([1]), then=3)
+    with pytest.raises(TypeError, match="version must be a str, got 3"):
+        cache(Kept([1]), version=3)
     with pytest.raises(TypeError, match="key must be a str"):
         cache(Kept([1]), key=3)
     with pytest.raises(ValueError, match="a key or a path"):
@@ -372,11 +435,27 @@ def test_a_random_dataset_is_found_out(draw, caplog):
     assert all(same(cached[n], first[n]) for n in range(20))
 
 
-def test_samples_that_are_equal_are_not_called_random(caplog):
-    cached = cache(Kept(items() * 30))
-    for n in range(len(cached)):
-        cached[n]
-    assert cached.dataset.made.count(0) == 2 and [record.message for record in caplog.records] == []
+@pytest.mark.warns
+@pytest.mark.parametrize("number", range(len(items())) if rustloader is not None else [])
+def test_samples_that_are_equal_are_not_called_random(number, caplog):
+    """Made anew each time: with other addresses, and other identities of its parts."""
+    cached = cache(Kept([lambda: items()[number]] * 800))
+    kept = [cached[n] for n in range(8)]
+    assert len(cached.dataset.made) == 16 and len(kept) == 8
+    random_ones = {14, 15, 16}
+    assert bool(caplog.records) == (number in random_ones), [record.message for record in caplog.records]
+
+
+def test_an_error_when_a_sample_is_made_a_second_time_is_not_raised():
+    class Once(Kept):
+        def __getitem__(self, index):
+            self.made.append(index)
+            if self.made.count(index) == 2:
+                raise OSError("once only")
+            return torch.ones(3)
+
+    cached = cache(Once(range(3)))
+    assert [int(cached[0].sum()) for _ in range(3)] == [3, 3, 3] and cached.usage().hits == 2
 
 
 @pytest.mark.warns

@@ -1,0 +1,94 @@
+"""Whether two samples are the same, and whether a file has the samples of a dataset."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from rustloader._core import CacheTable
+from rustloader.sharing.pickling import dumps
+
+# Samples of a file that are made again when it is opened.
+_COMPARED = 2
+_MISSING = object()
+
+
+class Generators:
+    """The states of the global random number generators."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._torch = torch.default_generator.get_state()
+        numpy_random = sys.modules.get("numpy.random")
+        self._numpy = None if numpy_random is None else (numpy_random.set_state, numpy_random.get_state())
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        torch.default_generator.set_state(self._torch)
+        if self._numpy is not None:
+            set_state, state = self._numpy
+            set_state(state)
+
+
+class _Content(pickle.Pickler):
+    """Pickles tensors by their elements: torch's pickles of storages hold addresses."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            dense = obj.detach().as_subclass(torch.Tensor)
+            dense = dense.to_dense() if dense.layout != torch.strided else dense
+            dense = dense.int_repr() if dense.is_quantized else dense
+            numbers = dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            return _described, (type(obj).__name__, str(obj.dtype), tuple(obj.shape), numbers.numpy().tobytes())
+        if isinstance(obj, (torch.UntypedStorage, torch.storage.TypedStorage)):
+            return _described, ("storage", bytes(obj.tolist()))
+        if type(obj) is np.ndarray and obj.dtype != object:
+            return _described, ("array", obj.dtype.str, obj.shape, obj.tobytes())
+        return NotImplemented
+
+
+def _described(*parts: Any) -> Any:
+    """What tensors become in a pickle that is only compared."""
+    return parts
+
+
+def _content(sample: Any) -> bytes:
+    out = io.BytesIO()
+    _Content(out, protocol=5).dump(sample)
+    return out.getvalue()
+
+
+def are_equal(sample: Any, again: Any) -> bool:
+    """Whether two samples have the same type and content. True if that cannot be told."""
+    if type(sample) is not type(again):
+        return False
+    try:
+        if _content(sample) == _content(again):
+            return True
+        # Pickles of equal objects can differ in which parts are the same object. Those of their copies do not.
+        first, other, second = (_content(pickle.loads(dumps(it))) for it in (sample, sample, again))
+        return first == second or first != other
+    except Exception:
+        return True
+
+
+def first_difference(table: CacheTable, dataset: Any) -> int | None:
+    """A row whose sample in the table is not the one that the dataset makes; None if those that are compared are equal.
+    Making them leaves the generators as they were, and an error is left for later."""
+    generators = Generators()
+    try:
+        for row in table.some_rows(_COMPARED):
+            kept = table.get(row, _MISSING)
+            if kept is not _MISSING and not are_equal(kept, dataset[row]):
+                return row
+    except Exception:
+        return None
+    finally:
+        generators.restore()
+    return None
