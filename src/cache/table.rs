@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{HEADER, MAGIC, META, MOST_META, PREFIX, STRIPE, STRIPES, VERSION, counter, state, word};
+use super::format::{HEADER, MAGIC, META, MOST_META, PREFIX, STRIPE, STRIPES, VERSION, counter, state, word};
 use crate::config::{HEADROOM_CHECK, HEADROOM_MARGIN};
 use crate::error::{Error, Result};
 use crate::sys::cgroup::Roots;

@@ -2,6 +2,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use super::format::{HEADER, word};
 use super::*;
 use crate::error::Error;
 
