@@ -228,7 +228,7 @@ PATCHES = (
     ),
     # How objects travel
     Change(
-        "multiprocessing.reduction.ForkingPickler: reducers of shared objects and their stores, and of numpy.ndarray",
+        "multiprocessing.reduction.ForkingPickler: reducers of shared objects, cached datasets and numpy.ndarray",
         "sharing.pickling",
         f"{PROGRAM}, {WORKER}",
         "shared objects travel as descriptors; arrays that are not shared travel as before",

@@ -14,7 +14,9 @@ from rustloader.system.patches import PATCHES, Patch
 PACKAGE = Path(rustloader.__file__).parent
 ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 MOVES = {f"torch.storage.UntypedStorage.{name}" for name in ("_share_fd_cpu_", "_share_filename_cpu_")}
-REDUCERS = {f"ForkingPickler.Shared{kind}" for kind in ("Store", "Data", "Tensor", "List", "Tuple", "Dict")}
+SHARED = ("SharedStore", "SharedData", "SharedTensor", "SharedList", "SharedTuple", "SharedDict")
+CACHED = ("CacheTable", "CachedDataset", "_CachedBatches")
+REDUCERS = {f"ForkingPickler.{kind}" for kind in SHARED + CACHED}
 TABLE = "torch.utils.data._utils.collate.default_collate_fn_map"
 
 SCRIPT = '''
