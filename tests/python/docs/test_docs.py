@@ -222,6 +222,11 @@ def check_script(words):
     script, *rest = words
     if script not in READERS:
         source = (ROOT / script).read_text()
+        # Options that several scripts have lie in modules beside them, and in the harness.
+        beside = (ROOT / script).parent.glob("*.py")
+        files = [path for path in beside if re.search(rf"^(from|import) {path.stem}\b", source, re.M)]
+        files += (ROOT / "python/rustloader/tools/harness").glob("*.py") if "tools.harness" in source else []
+        source += "".join(path.read_text() for path in files)
         assert all(word.partition("=")[0] in source for word in rest if word.startswith("-")), words
 
 
