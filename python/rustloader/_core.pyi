@@ -794,8 +794,8 @@ class CacheTable:
 
     @staticmethod
     def open_file(fd: int, in_memory: bool, whole: int) -> CacheTable:
-        """Maps a file as long as its limit, of which the first ``whole`` bytes are not new. Nobody else opens it
-        meanwhile. The caller keeps the descriptor."""
+        """Maps a file that is as long as its limit; ``whole`` is the length that it had before. The caller holds the
+        file's lock, and keeps the descriptor."""
 
     @staticmethod
     def overhead(rows: int) -> int:

@@ -193,7 +193,7 @@ impl Cache {
         })
     }
 
-    /// As [`Self::open`], for a file that outlives its programs. Nobody else opens it meanwhile. `whole`: the length that it
+    /// As [`Self::open`], for a file that outlives its programs. The caller holds the file's lock. `whole`: the length that it
     /// had; what was cut off is gone. After the machine has gone down the index and the end of the heap may not belong
     /// together: the end is then found anew. Samples that could not be kept may be of a class that can be pickled now.
     pub fn open_file(fd: OwnedFd, in_memory: bool, whole: u64) -> Result<Self> {
@@ -396,7 +396,7 @@ impl Cache {
             self.header(word::STORED).fetch_add(size, Ordering::Relaxed);
             return Ok(Put::Stored);
         }
-        // Nobody refers to the space. It goes back if it is the last.
+        // No row refers to this space. It can be given back if no other process has taken space behind it.
         let end = self.header(word::END);
         let _ = end.compare_exchange(at + size, at, Ordering::Relaxed, Ordering::Relaxed);
         match written {

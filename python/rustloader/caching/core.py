@@ -34,7 +34,7 @@ def cache(
     in every worker. ``then`` is called each time. So what is slow and always the same belongs in the dataset
     (reading, decoding, resizing), and what is random belongs in ``then`` (cropping, flipping, noise).
 
-    Nobody waits: a process that misses a sample makes it, even if another process makes the same one. A process that
+    No process waits for another: one that misses a sample makes it, even if another makes the same one. A process that
     is killed leaves no part of a sample behind. At its limit the cache takes no more samples and goes on serving
     those that it has. It takes none, either, once the machine or a memory cgroup is nearly out of memory; the log
     says so.

@@ -52,7 +52,7 @@ def opened(data, memory, path):
 
 
 def read_for_ever(data, cached, seed, words):
-    """A process of its own: reads until it is killed, or until nobody listens. Counts its reads, wrong ones as -1."""
+    """The body of a child process: reads until the pipe is closed. Reports its reads, and a wrong one as -1."""
     draws = random.Random(seed)
     while True:
         for _ in range(50):
@@ -116,7 +116,7 @@ class Trial:
                     wrong += ["a process read another sample"] * (count < 0)
         except BlockingIOError:
             pass
-        # Those that live see that nobody listens.
+        # The survivors get a BrokenPipeError.
         os.close(reader)
         return reads, wrong
 
