@@ -20,21 +20,19 @@ pub(super) mod word {
     pub const ROWS: usize = 2;
     /// The file's length.
     pub const LIMIT: usize = 3;
-    /// Where the heap begins.
-    pub const HEAP: usize = 4;
     /// Where the heap's unused part begins.
-    pub const END: usize = 5;
+    pub const END: usize = 4;
     /// Bytes of published records.
-    pub const STORED: usize = 6;
-    pub const CLOSED: usize = 7;
+    pub const STORED: usize = 5;
+    pub const CLOSED: usize = 6;
     /// Samples that are still to be made twice.
-    pub const PROBES: usize = 8;
+    pub const PROBES: usize = 7;
     /// Bits of what was told in the log.
-    pub const TOLD: usize = 9;
+    pub const TOLD: usize = 8;
     /// The boot of the machine that last used the file.
-    pub const BOOT: usize = 10;
-    pub const META_LEN: usize = 11;
-    pub const COUNT: usize = 12;
+    pub const BOOT: usize = 9;
+    pub const META_LEN: usize = 10;
+    pub const COUNT: usize = 11;
 }
 
 /// Words of the index that are no places.

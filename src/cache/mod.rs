@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! file     := header (4 KiB), counters (4 KiB), index, heap
-//! header   := words: magic version rows limit heap end stored closed probes told boot meta-length; meta from byte 256 on
+//! header   := words: magic version rows limit end stored closed probes told boot meta-length; meta from byte 256 on
 //! counters := 64 stripes of 8 words: hits misses refused damaged, the rest unused
 //! index    := a word for each row: 0 (absent), 1 (never), or where its record begins
 //! record   := length:u32 check:u32 bytes, padded to a multiple of 8

@@ -145,7 +145,6 @@ impl Cache {
         words[word::VERSION] = VERSION;
         words[word::ROWS] = rows;
         words[word::LIMIT] = limit;
-        words[word::HEAP] = heap;
         words[word::END] = heap;
         words[word::PROBES] = rows.div_ceil(100).min(8);
         words[word::META_LEN] = meta.len() as u64;

@@ -14,6 +14,7 @@ use pyo3::types::{
 
 use super::shapes::Shapes;
 use super::{Hold, Sink, Source, decode, encode, shrink};
+use crate::config::BUFFER_KEPT;
 use crate::error::Result;
 use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::Bridge;
@@ -63,16 +64,42 @@ impl Rows {
     }
 }
 
-/// Leaves of 16 KiB and more of a value, in ordinary memory until the row is written.
+/// Memory that is kept from value to value: a large allocation for each would make the allocator return pages to the system,
+/// and the dataset fault them in again.
 #[derive(Default)]
-struct Leaves(Vec<Heap>);
+pub struct Scratch {
+    tree: Vec<u8>,
+    leaves: Vec<Heap>,
+}
+
+/// Leaves of 16 KiB and more of a value, in ordinary memory until the row is written.
+struct Leaves {
+    /// With the number of bytes that are in use.
+    filled: Vec<(Heap, usize)>,
+    spare: Vec<Heap>,
+}
+
+impl Leaves {
+    fn slices(&self) -> impl Iterator<Item = &[u8]> {
+        // SAFETY: the encoder has filled these bytes.
+        self.filled.iter().map(|(leaf, len)| unsafe { std::slice::from_raw_parts(leaf.ptr(), *len) })
+    }
+
+    /// The memory that is worth keeping.
+    fn into_spare(self) -> Vec<Heap> {
+        let mut left = BUFFER_KEPT;
+        let all = self.filled.into_iter().map(|(leaf, _)| leaf).chain(self.spare);
+        all.take_while(|leaf| left.checked_sub(leaf.len()).inspect(|rest| left = *rest).is_some()).collect()
+    }
+}
 
 impl Sink for Leaves {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
-        let heap = Heap::new(len)?;
+        let fits = self.spare.iter().position(|leaf| leaf.len() >= len);
+        let heap = fits.map_or_else(|| Heap::new(len), |at| Ok(self.spare.swap_remove(at)))?;
         let memory = heap.ptr();
-        self.0.push(heap);
-        Ok((self.0.len() as u32 - 1, memory))
+        self.filled.push((heap, len));
+        Ok((self.filled.len() as u32 - 1, memory))
     }
 
     fn adopt(&mut self, _ptr: *const u8, _len: usize, _hold: Hold) -> Option<(u32, u64)> {
@@ -80,13 +107,13 @@ impl Sink for Leaves {
     }
 }
 
-/// Appends a value as a row. `dumps` pickles what is no plain tree. `buffer` is kept from row to row.
+/// Appends a value as a row. `dumps` pickles what is no plain tree.
 pub fn push(
     builder: &mut Builder,
     shapes: &mut Shapes,
     value: &Bound<'_, PyAny>,
     dumps: &Bound<'_, PyAny>,
-    buffer: &mut Vec<u8>,
+    scratch: &mut Scratch,
 ) -> PyResult<()> {
     if let Ok(number) = value.cast_exact::<PyFloat>() {
         return Ok(builder.float(number.value())?);
@@ -104,38 +131,40 @@ pub fn push(
     }
     let tree = shaped.as_ref().map_or(value, |(_, values)| values.as_any());
     let pickle = || dumps.call1((value,));
-    with_parts(tree, pickle, buffer, |is_pickle, parts| {
+    with_parts(tree, pickle, scratch, |is_pickle, parts| {
         let mut all: Vec<&[u8]> = if is_pickle { Vec::new() } else { vec![&prefix] };
         all.extend_from_slice(parts);
         Ok(builder.record(&all)?)
     })
 }
 
-/// Calls `done` with whether a value had to be pickled, and with the parts of its bytes. `buffer` is kept from call to call.
+/// Calls `done` with whether a value had to be pickled, and with the parts of its bytes.
 pub fn with_parts<'py, T>(
     value: &Bound<'py, PyAny>,
     pickle: impl FnOnce() -> PyResult<Bound<'py, PyAny>>,
-    buffer: &mut Vec<u8>,
+    scratch: &mut Scratch,
     done: impl FnOnce(bool, &[&[u8]]) -> PyResult<T>,
 ) -> PyResult<T> {
-    shrink(buffer);
-    buffer.clear();
-    let mut leaves = Leaves::default();
-    if !encode(Bridge::get(value.py())?, value, buffer, &mut leaves)? {
+    shrink(&mut scratch.tree);
+    scratch.tree.clear();
+    let mut leaves = Leaves { filled: Vec::new(), spare: std::mem::take(&mut scratch.leaves) };
+    if !encode(Bridge::get(value.py())?, value, &mut scratch.tree, &mut leaves)? {
         let pickle = pickle()?;
         let pickle = pickle.cast::<PyBytes>()?;
         return done(true, &[&[PICKLE], pickle.as_bytes()]);
     }
-    if leaves.0.is_empty() {
-        return done(false, &[buffer]);
+    if leaves.filled.is_empty() {
+        scratch.leaves = leaves.spare;
+        return done(false, &[&scratch.tree]);
     }
-    let lengths = leaves.0.iter().map(Heap::len);
-    let head = [buffer.len(), leaves.0.len()].into_iter().chain(lengths);
+    let lengths = leaves.filled.iter().map(|(_, len)| *len);
+    let head = [scratch.tree.len(), leaves.filled.len()].into_iter().chain(lengths);
     let head: Vec<u8> = head.flat_map(|number| (number as u64).to_le_bytes()).collect();
-    let mut parts: Vec<&[u8]> = vec![&[LEAVES], &head, buffer];
-    // SAFETY: the encoder has filled these bytes, which `leaves` keeps.
-    parts.extend(leaves.0.iter().map(|leaf| unsafe { std::slice::from_raw_parts(leaf.ptr(), leaf.len()) }));
-    done(false, &parts)
+    let mut parts: Vec<&[u8]> = vec![&[LEAVES], &head, &scratch.tree];
+    parts.extend(leaves.slices());
+    let result = done(false, &parts);
+    scratch.leaves = leaves.into_spare();
+    result
 }
 
 /// The leaves of a row.

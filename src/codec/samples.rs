@@ -5,7 +5,7 @@ use std::ptr;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::rows::{LEAVES, PICKLE, loads, with_parts};
+use super::rows::{LEAVES, PICKLE, Scratch, loads, with_parts};
 use super::{Source, decode};
 use crate::cache::{Cache, Put, Record};
 use crate::error::{Error, Result};
@@ -18,10 +18,10 @@ pub fn put(
     row: u64,
     sample: &Bound<'_, PyAny>,
     dumps: &Bound<'_, PyAny>,
-    buffer: &mut Vec<u8>,
+    scratch: &mut Scratch,
 ) -> PyResult<Put> {
     let pickle = || dumps.call1((sample,));
-    with_parts(sample, pickle, buffer, |_, parts| {
+    with_parts(sample, pickle, scratch, |_, parts| {
         let len = parts.iter().map(|part| part.len()).sum::<usize>();
         // Large writes take as long as the disk, or the pages.
         if len < crate::config::DETACH_FROM {

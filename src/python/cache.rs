@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::cache::{Cache, Closed, Found, Head, Put};
+use crate::codec::rows::Scratch;
 use crate::codec::samples;
 use crate::interop::collate::exact_int;
 
@@ -16,12 +17,12 @@ use crate::interop::collate::exact_int;
 pub struct PyCache {
     cache: Cache,
     /// Kept from sample to sample.
-    buffer: Mutex<Vec<u8>>,
+    scratch: Mutex<Scratch>,
 }
 
 impl From<Cache> for PyCache {
     fn from(cache: Cache) -> Self {
-        Self { cache, buffer: Mutex::default() }
+        Self { cache, scratch: Mutex::default() }
     }
 }
 
@@ -171,9 +172,9 @@ impl PyCache {
     ) -> PyResult<Option<&'static str>> {
         let row = self.row(row)?;
         // User code that pickles may come back here, and another thread may fill at the same time.
-        let mut buffer = std::mem::take(&mut *self.buffer.lock().unwrap_or_else(PoisonError::into_inner));
-        let put = samples::put(&self.cache, row, sample, dumps, &mut buffer);
-        *self.buffer.lock().unwrap_or_else(PoisonError::into_inner) = buffer;
+        let mut scratch = std::mem::take(&mut *self.scratch.lock().unwrap_or_else(PoisonError::into_inner));
+        let put = samples::put(&self.cache, row, sample, dumps, &mut scratch);
+        *self.scratch.lock().unwrap_or_else(PoisonError::into_inner) = scratch;
         Ok(if put? == Put::Closed(true) { self.closed() } else { None })
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 import random
@@ -25,15 +26,50 @@ class Generators:
     def __init__(self) -> None:
         self._python = random.getstate()
         self._torch = torch.default_generator.get_state()
-        numpy_random = sys.modules.get("numpy.random")
-        self._numpy = None if numpy_random is None else (numpy_random.set_state, numpy_random.get_state())
+        self._numpy = _NumPyState.now()
 
     def restore(self) -> None:
         random.setstate(self._python)
         torch.default_generator.set_state(self._torch)
         if self._numpy is not None:
-            set_state, state = self._numpy
-            set_state(state)
+            self._numpy.restore()
+
+
+class _NumPyState:
+    """The state of NumPy's global generator.
+
+    Reading or setting it takes 50 us. So it is not read again while its words in memory are still those that were read
+    last, nor set while they are those that it would be set to. A normal number may be left over from a pair, and is not
+    among these words. A state with one is always read and set.
+    """
+
+    _last: _NumPyState | None = None
+
+    def __init__(self, numpy_random: Any, words: bytes | None) -> None:
+        self._random, state = numpy_random, numpy_random.get_state(legacy=False)
+        self._words, self._state = None if state["has_gauss"] else words, state
+
+    @classmethod
+    def now(cls) -> _NumPyState | None:
+        numpy_random = sys.modules.get("numpy.random")
+        if numpy_random is None:
+            return None
+        words = _words(numpy_random)
+        if cls._last is None or words is None or cls._last._words != words:
+            cls._last = cls(numpy_random, words)
+        return cls._last
+
+    def restore(self) -> None:
+        if self._words is None or _words(self._random) != self._words:
+            self._random.set_state(self._state)
+
+
+def _words(numpy_random: Any) -> bytes | None:
+    """The words of an MT19937, and its position; None for another generator."""
+    bit_generator = getattr(numpy_random, "get_bit_generator", lambda: None)()
+    if type(bit_generator) is not numpy_random.MT19937:
+        return None
+    return ctypes.string_at(bit_generator.ctypes.state_address, 625 * 4)
 
 
 class _Content(pickle.Pickler):

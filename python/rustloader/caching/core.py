@@ -7,12 +7,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 from rustloader._core import CacheTable
 from rustloader.caching import files, limits
 from rustloader.caching.dataset import CachedDataset, cached_of
 from rustloader.caching.nodes import Origin
+from rustloader.caching.wrapper import check
 from rustloader.settings.kinds import Bytes, size_in_bytes
 from rustloader.sharing.ranks import meet
 
@@ -84,7 +83,7 @@ def cache(
         >>> epochs, cached.usage().hits, cached.usage().misses
         ([100, 100], 100, 100)
     """
-    _check(dataset, then, key, path, version)
+    check(dataset, then, key, path, version)
     if memory is not None:
         _BYTES.check("memory", memory)
     rows = len(dataset)
@@ -110,22 +109,3 @@ def _table(dataset: Any, rows: int, origin: Origin) -> CacheTable:
             f"has {table.rows}: with a key all ranks give the same dataset, and use the key in the same order"
         )
     return table
-
-
-def _check(dataset: Any, then: Any, key: Any, path: Any, version: Any) -> None:
-    name = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__getitem__"):
-        raise TypeError(
-            f"cache() takes a map-style dataset, whose samples have indices, and {name} has none: cache a dataset of "
-            "the files that it reads, or write its samples into one (a list, or a file for each)"
-        )
-    if not hasattr(type(dataset), "__len__"):
-        raise TypeError(f"cache() needs the number of samples, and {name} has no __len__: add one")
-    if then is not None and not callable(then):
-        raise TypeError(f"then must be a function of a sample, got {then!r}")
-    if not isinstance(version, str):
-        raise TypeError(f"version must be a str, got {version!r}")
-    if key is not None and not isinstance(key, str):
-        raise TypeError(f"key must be a str, got {key!r}")
-    if key is not None and path is not None:
-        raise ValueError("cache() takes a key or a path: ranks that give the same path share the file already")

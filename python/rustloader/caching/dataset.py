@@ -10,20 +10,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from rustloader._core import CacheTable
 from rustloader.caching import nodes
 from rustloader.caching.comparing import Generators, are_equal
 from rustloader.caching.nodes import Origin
 from rustloader.caching.usage import CacheUsage
+from rustloader.caching.wrapper import Wrapper
 from rustloader.sharing.pickling import descriptor_of, dumps, register
 
 logger = logging.getLogger("rustloader")
 
 _MISSING = object()
-# All other attributes are those of the dataset.
-_OWN = ("dataset", "then", "table", "_origin")
 # Bits of what was told: once, whatever the number of processes.
 _FULL, _RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
 
@@ -38,7 +37,7 @@ def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None
     return (_CachedBatches if makes_batches else CachedDataset)(dataset, table, then, origin)
 
 
-class CachedDataset(Dataset[Any]):
+class CachedDataset(Wrapper):
     """A dataset with a cache; ``rustloader.cache`` makes it.
 
     Attributes:
@@ -54,7 +53,7 @@ class CachedDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> None:
-        self.__dict__.update(dataset=dataset, then=then, table=table, _origin=origin)
+        super().__init__(dataset=dataset, then=then, table=table, _origin=origin)
 
     def __getitem__(self, index: Any) -> Any:
         sample = self.table.get(index, _MISSING)
@@ -62,21 +61,6 @@ class CachedDataset(Dataset[Any]):
             # An int is not looked up again: that would count a second miss.
             sample = self._made(index) if type(index) is int else self._by_other(index)
         return sample if self.then is None else self.then(sample)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        # Also asked for while it is unpickled, when it has no dataset yet.
-        if name.startswith("__") or "dataset" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
-            self.__dict__[name] = value
-        else:
-            setattr(self.dataset, name, value)
 
     def __repr__(self) -> str:
         usage = self.usage()

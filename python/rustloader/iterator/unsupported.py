@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader.caching.usage import CacheUsage
+from rustloader.caching.wrapper import Wrapper, check
 from rustloader.metrics.figures import Stats, check_interval, no_loader
 from rustloader.metrics.wrappers import loader_in
 from rustloader.settings import options
@@ -58,23 +59,12 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
     return x() if callable(x) and not any(hasattr(x, name) for name in ("__getitem__", "__iter__")) else x
 
 
-class CachedDataset(Dataset[Any]):
+class CachedDataset(Wrapper):
     """A dataset without a cache, whose samples ``then`` gets."""
-
-    def __init__(self, dataset: Any, then: Callable[[Any], Any] | None) -> None:
-        self.dataset, self.then = dataset, then
 
     def __getitem__(self, index: Any) -> Any:
         sample = self.dataset[index]
         return sample if self.then is None else self.then(sample)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "dataset" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.dataset, name)
 
     def usage(self) -> CacheUsage:
         """Returns nothing but zeroes."""
@@ -91,7 +81,8 @@ def cache(
     version: str = "",
 ) -> CachedDataset:
     """Makes each sample each time: there is no memory that processes share."""
-    return CachedDataset(dataset, then)
+    check(dataset, then, key, path, version)
+    return CachedDataset(dataset=dataset, then=then)
 
 
 class StatefulDataLoader(DataLoader[Any]):

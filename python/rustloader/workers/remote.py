@@ -73,11 +73,11 @@ class RemoteProcess:
         return self._told or self._started.failure() or self._link.reason
 
     def why_died(self) -> str | None:
-        """Why it has died. One that an error has ended has left, too: only the cluster knows why, a little later."""
+        """Why it has died. The cluster knows more than the connection, but only a little later."""
         deadline = time.monotonic() + STATUS_AFTER
-        while (found := self._known()) is None and time.monotonic() < deadline:
+        while (found := self._told or self._started.failure()) is None and time.monotonic() < deadline:
             time.sleep(REMOTE_CHECK)
-        return found
+        return found or self._link.reason
 
     def kill(self) -> None:
         """Ends it."""

@@ -47,10 +47,10 @@ impl ShareBuilder {
     /// Appends each item as a row.
     fn extend(&self, py: Python<'_>, items: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with(|builder, shapes| {
-            let mut buffer = Vec::new();
+            let mut scratch = rows::Scratch::default();
             for item in items.try_iter()? {
                 let row = builder.rows();
-                rows::push(builder, shapes, &item?, dumps, &mut buffer)
+                rows::push(builder, shapes, &item?, dumps, &mut scratch)
                     .map_err(|error| named(py, error, row, "item"))?;
                 if row % SIGNALS_EVERY == 0 {
                     py.check_signals()?;
@@ -63,15 +63,15 @@ impl ShareBuilder {
     /// Appends each key and value as two rows.
     fn update(&self, py: Python<'_>, pairs: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with(|builder, shapes| {
-            let (mut buffer, mut bytes) = (Vec::new(), Vec::new());
+            let (mut scratch, mut bytes) = (rows::Scratch::default(), Vec::new());
             for pair in pairs.try_iter()? {
                 let (key, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = pair?.extract()?;
                 let row = builder.rows() / 2;
                 let failed = |error| named(py, error, row, "key or value");
                 let hash = rows::key_hash(&key, &mut bytes)?;
-                rows::push(builder, shapes, &key, dumps, &mut buffer).map_err(failed)?;
+                rows::push(builder, shapes, &key, dumps, &mut scratch).map_err(failed)?;
                 builder.key(hash);
-                rows::push(builder, shapes, &value, dumps, &mut buffer).map_err(failed)?;
+                rows::push(builder, shapes, &value, dumps, &mut scratch).map_err(failed)?;
                 if row % SIGNALS_EVERY == 0 {
                     py.check_signals()?;
                 }

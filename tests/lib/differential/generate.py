@@ -132,6 +132,7 @@ def draw(r, fixed, start_method):
         length_asked=pick("length_asked"),
         warnings_raise=pick("warnings_raise", [False, False, True]),
         pattern=pick("pattern"),
+        cache=pick("cache", [False, False, False, True]),
         epochs=r.choice([2, 2, 3]) if start_method == "fork" else 2,
         take=r.randint(1, 6),
         start_method=start_method,

@@ -98,4 +98,40 @@ def _is_sampler_error(events, k):
     return own and events[k][0] == "next" and events[k][2] == "error"
 
 
-LIST = [views_without_holes, first_error_of_a_worker_again, no_batch_lost_by_an_error_of_the_sampler]
+def _forget_views(described):
+    """Takes out of a batch, as describe.value() gives it, which tensors and arrays are views."""
+    if isinstance(described, list):
+        is_array = described[:1] == ["numpy.ndarray"] and len(described) > IS_VIEW
+        if is_array or (len(described) > IS_VIEW + 2 and isinstance(described[IS_VIEW + 2], dict)):
+            described[IS_VIEW] = "a view or not"
+        for part in described:
+            _forget_views(part)
+
+
+# Where a tensor or an array, as describe.value() gives it, says whether it has memory of its own.
+IS_VIEW = 6
+# Where recorder.about() has the class of the dataset.
+CLASS_OF_DATASET = 3
+
+
+def samples_that_are_cached(program, theirs, ours):
+    """A cache asks the dataset once for a sample, and for a few of them twice. (What comes out is compared.) Workers
+    see its class. A tensor or array that was a view comes out with memory of its own."""
+    if not program.cache:
+        return
+    for record in (theirs, ours):
+        for events in (record["main"], *record["workers"].values()):
+            events[:] = [event for event in events if event[0] not in ("get", "getitems")]
+            for event in events:
+                if event[0] == "worker":
+                    event[1][CLASS_OF_DATASET] = "cached"
+                elif event[0] == "next" and program.num_workers == 0:
+                    _forget_views(event[3])
+
+
+LIST = [
+    samples_that_are_cached,
+    views_without_holes,
+    first_error_of_a_worker_again,
+    no_batch_lost_by_an_error_of_the_sampler,
+]

@@ -68,6 +68,8 @@ class Session:
         torch.manual_seed(program.seed), random.seed(program.seed + 1), np.random.seed(program.seed % 2**32)
         self.generator = torch.Generator().manual_seed(program.seed + 2) if program.generator else None
         self.dataset = parts.dataset(program, self.note)
+        if program.cache and which == "ours":
+            self.dataset = rustloader.cache(self.dataset, memory="64MiB")
         if program.pattern == "subclass":
             self.cls = type("Mine", (self.cls,), {"__iter__": self.own_iter(self.cls)})
 

@@ -87,6 +87,8 @@ DIMENSIONS = {
     "worker_threads": (None, 3),
     "seed_by": (None, "batch", "sample"),
     "given": ("keyword", "install"),
+    # Whether our loader's dataset is a cached one.
+    "cache": (False, True),
 }
 
 OPTIONS = ("dispatch", "reorder_window", "worker_threads", "seed_by")
@@ -151,6 +153,7 @@ class Program:
     worker_threads: int | None = None
     seed_by: str | None = None
     given: str = "keyword"
+    cache: bool = False
 
     # --- what follows from the values
 
@@ -316,6 +319,21 @@ def wrong_if_seeded(p):
     return None
 
 
+def wrong_with_cache(p):
+    """The same about a cached dataset, which must always make the same samples."""
+    if not p.is_map:
+        return "only samples with indices are cached"
+    if p.of_the_worker or p.seed_by or "sample seed" in p.samples:
+        return "a sample is not always the same"
+    if "views" in p.samples:
+        return "samples that are pickled lose what their tensors share"
+    if p.pattern in ("pickled", "dataset changed") or p.init == "changes the dataset":
+        return "the cache keeps what the dataset made before, and cannot be pickled"
+    if p.error_in in ("dataset", "collate"):
+        return "a cached sample is not made, so that it does not fail"
+    return None
+
+
 def wrong(p):
     """Why a program makes no sense or is left out; None for a good one."""
     iterable = not p.is_map
@@ -379,4 +397,4 @@ def wrong(p):
         return "several kinds need a structure"
     if p.pattern == "two iterators" and p.persistent and not p.is_ordered:
         return "a reset of an unordered epoch"
-    return wrong_with_options(p)
+    return (p.cache and wrong_with_cache(p)) or wrong_with_options(p)

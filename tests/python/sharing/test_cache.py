@@ -22,6 +22,8 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, ra
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
+    from rustloader.caching.comparing import Generators
+
     cache = rustloader.cache
 
 Point = namedtuple("Point", "x y")
@@ -515,6 +517,33 @@ def test_what_the_dataset_draws_does_not_change_what_then_draws(kind):
     assert same(cold, full) and len(cold[0]) == 5 and (cached.usage().hits, cached.usage().misses) == (60, 60)
 
 
+@pytest.mark.parametrize("before", range(3))
+@pytest.mark.parametrize("draws", ["randn()", "rand()", "randn(3)", "get_state()"])
+def test_numpys_generator_is_where_it_was(before, draws):
+    """A normal number may be left over from a pair: before, behind, or neither."""
+    np.random.seed(3)
+    for _ in range(before):
+        np.random.randn()
+    for _ in range(2):
+        state = repr(np.random.get_state())
+        generators = Generators()
+        eval(f"np.random.{draws}")
+        generators.restore()
+        assert repr(np.random.get_state()) == state
+
+
+def test_another_generator_of_numpy_is_where_it_was():
+    mersenne = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        generators = Generators()
+        first = np.random.rand()
+        generators.restore()
+        assert np.random.rand() == first
+    finally:
+        np.random.set_bit_generator(mersenne)
+
+
 def test_then_is_called_each_time_and_may_fail():
     calls = []
 
@@ -622,6 +651,7 @@ def test_a_closed_descriptor_ends_filling_and_nothing_else():
 RANK = """
 import os, time, torch
 import rustloader
+from rustloader.caching.comparing import Generators
 class Data(torch.utils.data.Dataset):
     def __len__(self): return LENGTH
     def __getitem__(self, index): return torch.full((10,), index)

@@ -1,0 +1,61 @@
+"""A dataset around another one, and what ``cache`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+# All other attributes are those of the dataset.
+_OWN = ("dataset", "then", "table", "_origin")
+
+
+class Wrapper(Dataset[Any]):
+    """A dataset with the length and the attributes of another one.
+
+    Attributes:
+        dataset: The other dataset.
+        then: What happens to each sample; None for nothing.
+    """
+
+    dataset: Any
+    then: Callable[[Any], Any] | None
+
+    def __init__(self, **own: Any) -> None:
+        self.__dict__.update(own)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        # Also asked for while it is unpickled, when it has no dataset yet.
+        if name.startswith("__") or "dataset" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            self.__dict__[name] = value
+        else:
+            setattr(self.dataset, name, value)
+
+
+def check(dataset: Any, then: Any, key: Any, path: Any, version: Any) -> None:
+    """Checks the arguments of ``cache``."""
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__getitem__"):
+        raise TypeError(
+            f"cache() takes a map-style dataset, whose samples have indices, and {name} has none: cache a dataset of "
+            "the files that it reads, or write its samples into one (a list, or a file for each)"
+        )
+    if not hasattr(type(dataset), "__len__"):
+        raise TypeError(f"cache() needs the number of samples, and {name} has no __len__: add one")
+    if then is not None and not callable(then):
+        raise TypeError(f"then must be a function of a sample, got {then!r}")
+    if not isinstance(version, str):
+        raise TypeError(f"version must be a str, got {version!r}")
+    if key is not None and not isinstance(key, str):
+        raise TypeError(f"key must be a str, got {key!r}")
+    if key is not None and path is not None:
+        raise ValueError("cache() takes a key or a path: ranks that give the same path share the file already")
