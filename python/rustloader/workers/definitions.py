@@ -136,7 +136,8 @@ class Pickling:
                 ``ForkingPickler``.
 
         Raises:
-            Exception: The standard pickle's error, if what goes by value does not make up for it.
+            Exception: The standard pickle's error, if what goes by value does not make up for it. With a table any
+                error may come.
         """
         if self._refusal is None:
             start, descriptors = file.tell(), _descriptors()
@@ -157,12 +158,16 @@ class Pickling:
         try:
             self._by_value(value, file, table)
         except Exception as error:
-            if isinstance(self._refusal, _NamesMain):
+            if table is not None or isinstance(self._refusal, _NamesMain):
                 raise
             arguments.reach(self._refused)
-            if table is None:
-                self._refusal.add_note(_NEITHER.format(type(error).__name__, error))
-            raise self._refusal from None
+            # The frames of its traceback must not refer to it.
+            refusal, self._refusal = self._refusal, None
+            refusal.add_note(_NEITHER.format(type(error).__name__, error))
+            try:
+                raise refusal from None
+            finally:
+                del refusal
 
     def _by_reference(self, value: Any, file: Any, table: Callable[[], _Reducers] | None) -> None:
         if not self._has_main and is_available():
