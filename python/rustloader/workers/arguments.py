@@ -89,6 +89,8 @@ class Reports:
 
     # `__del__` may come when the names of this module are None.
     _close = staticmethod(os.close)
+    # Without a file, if there are too many open ones.
+    _fd = -1
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("rustloader-reports", os.MFD_CLOEXEC)
