@@ -35,6 +35,7 @@ help: ## Show this text
 	@echo '  TORCH=$(TORCH)   the torch of .venv, as an argument of pip, for instance TORCH=torch==2.6.0'
 	@echo '  ARGS=$(ARGS)   more arguments for the program or the tests, for instance ARGS=--help'
 	@echo '  KIND=$(KIND)   what make compare or make stress runs'
+	@echo '  START_METHOD=$(START_METHOD)   how the loaders of make test start workers: fork, forkserver or spawn'
 	@echo
 	@echo 'Targets that use Python first set up .venv (about 5 GB with torch), and keep it until PYTHON or TORCH changes.'
 
@@ -59,9 +60,12 @@ test-loom: ## Run the loom models of the lock-free parts
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PARALLEL := -n $(JOBS) --dist worksteal --max-worker-restart 0 -m 'not alone'
 
+# How loaders start workers where a test does not say. It takes Python 3.14's default to other versions.
+START_METHOD ?= fork
+
 LANE ?= --short
 test-python: build failpoints ## Run a short form of all Python tests (LANE= in full; ARGS='-k name')
-	$(PYTEST) tests/python $(PARALLEL) $(LANE) $(ARGS)
+	RUSTLOADER_TEST_START_METHOD=$(START_METHOD) $(PYTEST) tests/python $(PARALLEL) $(LANE) $(ARGS)
 
 test-alone: build ## Run the tests that need the machine to themselves
 	$(PYTEST) tests/python -m alone $(ARGS)

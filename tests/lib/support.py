@@ -27,8 +27,9 @@ import torch.utils.data
 from sample_data import Given, untouched
 from script_server import Server
 
-# The tests start thousands of workers; Python 3.14 would not fork them.
-torch.multiprocessing.set_start_method("fork", force=True)
+# The tests start thousands of workers; Python 3.14 would not fork them. `make test START_METHOD=forkserver` is its way.
+START_METHOD = os.environ.get("RUSTLOADER_TEST_START_METHOD") or "fork"
+torch.multiprocessing.set_start_method(START_METHOD, force=True)
 
 TORCH_MODE = os.environ.get("RUSTLOADER_TEST_LOADER") == "torch"
 TorchDataLoader = torch.utils.data.DataLoader

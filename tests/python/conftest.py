@@ -11,7 +11,7 @@ import pytest
 from pinning_support import pinning
 from refusals import RUNNER
 from rules import left_after, state
-from support import SERVER, STARTED_PIDS, TORCH_MODE, end_scripts, trim_pool
+from support import SERVER, START_METHOD, STARTED_PIDS, TORCH_MODE, end_scripts, trim_pool
 
 if not TORCH_MODE:
     from rustloader.system import limited_log
@@ -40,6 +40,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if TORCH_MODE and item.get_closest_marker("ours"):
             item.add_marker(skip)
+        if START_METHOD != "fork" and item.get_closest_marker("forks"):
+            item.add_marker(pytest.mark.skip(reason="about forked workers, or what they inherit"))
 
 
 def pytest_collection_finish():

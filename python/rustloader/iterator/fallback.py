@@ -142,7 +142,7 @@ def make_engine(config: LoaderConfig) -> tuple[Engine | None, str | None]:
             config,
             stall_limits(),
             loads=serialize.loads,
-            dump_index=serialize.dumps_alone,
+            dump_index=serialize.dumps_index,
             is_interrupt=interrupts.is_interrupt,
             warn_stall=stalls.warn,
         )

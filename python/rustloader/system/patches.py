@@ -178,6 +178,14 @@ PATCHES = (
         "when it has started",
     ),
     Change(
+        "__main__ of a worker: names of the program's __main__, and __file__",
+        "workers.by_name, workers.definitions",
+        WORKER,
+        "what a notebook, python -c or stdin defines is where pickle looks for it; a file such as <stdin> is not run",
+        "the start of a worker by spawn or forkserver that cannot import the program's __main__",
+        _NEVER,
+    ),
+    Change(
         "multiprocessing.process._children: workers that have ended, and the parent's in a forked child",
         "workers.process",
         PROGRAM,

@@ -23,8 +23,8 @@ _UNPICKLABLE = (
     "multiprocessing_context='fork'."
 )
 _UNLOADABLE = (
-    "Workers by spawn and forkserver import the classes and functions of their arguments. What a notebook, `python -c` "
-    "or the body of `if __name__ == '__main__':` defines is not there: put it into a module, or use "
+    "Workers by spawn and forkserver import the classes and functions of their arguments. What the body of "
+    "`if __name__ == '__main__':` defines, or a prompt after a script, is not there: put it into a module, or use "
     "multiprocessing_context='fork'."
 )
 _UNKNOWN = (
@@ -34,7 +34,8 @@ _UNKNOWN = (
 _reached = threading.local()
 
 
-def _reach(name: str | None) -> None:
+def reach(name: str | None) -> None:
+    """Notes that pickling, or unpickling, has come to an argument in this thread. None: to none any more."""
     _reached.name = name
 
 
@@ -45,8 +46,8 @@ class Mark:
         self._name = name
 
     def __reduce__(self) -> Any:
-        _reach(self._name)
-        return _reach, (self._name,)
+        reach(self._name)
+        return reach, (self._name,)
 
 
 def marked(dataset: Any, job: Any, last: Any) -> tuple[Any, ...]:
@@ -72,7 +73,7 @@ def present() -> str | None:
 @contextlib.contextmanager
 def naming() -> Iterator[None]:
     """Names the argument in a note of an error that its pickling raises."""
-    _reach(None)
+    reach(None)
     try:
         yield
     except Exception as error:
@@ -80,7 +81,7 @@ def naming() -> Iterator[None]:
             error.add_note(_UNPICKLABLE.format(name))
         raise
     finally:
-        _reach(None)
+        reach(None)
 
 
 class Reports:
@@ -88,6 +89,8 @@ class Reports:
 
     # `__del__` may come when the names of this module are None.
     _close = staticmethod(os.close)
+    # Without a file, if there are too many open ones.
+    _fd = -1
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("rustloader-reports", os.MFD_CLOEXEC)
@@ -126,8 +129,9 @@ def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if fd is not None and present() is not None:
-            text = f"It could not load its {present()}. Caught {type(error).__name__} in DataLoader worker process "
+        if fd is not None:
+            what = present() or "settings and the state that it begins with"
+            text = f"It could not load its {what}. Caught {type(error).__name__} in DataLoader worker process "
             text += f"{worker_id}.\nOriginal {''.join(traceback.format_exception(error))[-_MOST:]}"
             line = json.dumps({"pid": os.getpid(), "text": text})
             # The error itself is the one to be raised.

@@ -13,8 +13,9 @@ from typing import Any
 from rustloader._core import Engine, Port
 from rustloader.fetch.seeds import Seeding
 from rustloader.settings.config import LoaderConfig
-from rustloader.workers import arguments, pickled_once
+from rustloader.workers import arguments, definitions, pickled_once
 from rustloader.workers.arguments import Reports
+from rustloader.workers.definitions import Pickling
 from rustloader.workers.gates import Gate
 from rustloader.workers.pickled_once import PickledOnce
 from rustloader.workers.preparation import Call
@@ -129,6 +130,7 @@ class Payload:
         common: The dataset and the job, pickled once for all workers; None if each worker gets its own pickle.
         gate: What makes a spawned worker wait for its turn to import torch.
         reports: Where a worker that cannot load the dataset or the job says so.
+        pickling: How the dataset and the job are pickled.
     """
 
     def __init__(
@@ -140,12 +142,14 @@ class Payload:
         common: PickledOnce | None = None,
         gate: Gate | None = None,
         reports: Reports | None = None,
+        pickling: Pickling | None = None,
     ) -> None:
         self.connection, self.job, self.worker_id = connection, job, worker_id
         self._dataset = [dataset]
         # Cores that a forked worker moves to. Another one has done so before it has imported anything.
         self.cores = None if job.cores is None else job.cores[worker_id]
         self._common, self._gate, self._reports = common, gate, reports
+        self._pickling = pickling
         self._file: Any = None
 
     def __reduce__(self) -> Any:
@@ -153,18 +157,26 @@ class Payload:
         self._file = os.fdopen(os.memfd_create("rustloader-start", os.MFD_CLOEXEC), "wb")
         # The connection comes first, so that it is unpickled before the dataset.
         reduction.dump(self.connection, self._file)
-        job = self.job.of_worker(self.worker_id)
-        contents = None if self._common else arguments.marked(self._dataset[0], job, job)
-        reduction.dump(contents, self._file)
+        if self._common is None:
+            job = self.job.of_worker(self.worker_id)
+            pickling = self._pickling or definitions.Pickling()
+            pickling.dump(arguments.marked(self._dataset[0], job, job), self._file)
         self._file.flush()
         own, common = reduction.DupFd(self._file.fileno()), self._common and self._common.for_child()
         held = self._gate.for_child() if self._gate else []
         reports = self._reports and self._reports.for_child()
         return _receive, (own, common, held, self.worker_id, reports)
 
+    @property
+    def has_first_calls(self) -> bool:
+        """Whether ``first_calls`` has any."""
+        return self.cores is not None or self._gate is not None or bool(definitions.first_calls())
+
     def first_calls(self) -> list[Call]:
         """What a worker that is not forked calls before it imports anything."""
-        calls = [] if self.cores is None else [Call(os.sched_setaffinity, 0, self.cores)]
+        calls = definitions.first_calls()
+        if self.cores is not None:
+            calls.append(Call(os.sched_setaffinity, 0, self.cores))
         return calls if self._gate is None else [*calls, *self._gate.calls()]
 
     def close(self) -> None:

@@ -1,26 +1,36 @@
-"""Pickles what a worker on another machine sends.
+"""Pickles what a worker sends that got classes and functions by value.
 
-cloudpickle has brought the classes and functions of the main script there by value. The main process has them under
-their names, and must get its own back: with a copy, ``except`` and ``isinstance`` would not know them.
+The main process has them under their names, and must get its own back: with a copy, ``except`` and ``isinstance`` would
+not know them. cloudpickle brings them to workers on other machines. On this machine ``definitions`` does, and they
+have a key in addition, because a local class has no name that could be looked up.
 """
 
 from __future__ import annotations
 
 import importlib
 import operator
+import os
 import pickle
 import sys
+import weakref
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
+
+# What this process has sent by value, or received. Both ends have the same key for it.
+_by_key: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 class _Pickler(pickle.Pickler):
     """A pickler that names what cannot be imported here."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, (type, FunctionType)) or type(obj) in self.dispatch_table or not _is_by_value(obj):
+        if not isinstance(obj, (type, FunctionType)) or type(obj) in self.dispatch_table:
             return NotImplemented
-        return find, (obj.__module__, obj.__qualname__)
+        if (key := _keys.get(obj)) is not None:
+            return find_own, (key, obj.__module__, obj.__qualname__)
+        return (find, (obj.__module__, obj.__qualname__)) if _is_by_value(obj) else NotImplemented
 
 
 _pickler: type[pickle.Pickler] = pickle.Pickler
@@ -37,12 +47,45 @@ def pickler(*args: Any, **kwargs: Any) -> pickle.Pickler:
     return _pickler(*args, **kwargs)
 
 
+def key_of(obj: Any) -> str:
+    """The key of a class or function that is sent by value. It lives as long as the object."""
+    key = _keys.get(obj)
+    if key is None:
+        key = _keys[obj] = os.urandom(16).hex()
+        _by_key[key] = obj
+    return key
+
+
+def define(key: str, name: str | None, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Makes a class or function that has come by value.
+
+    Args:
+        key: Its key in the main process.
+        name: Its name in the program's ``__main__``, where it has one. It gets the same name in the ``__main__`` of
+            this process, so that pickles of other code find it.
+        make: Returns it.
+        args: Arguments of ``make``.
+    """
+    obj = make(*args)
+    _keys[obj], _by_key[key] = key, obj
+    if name is not None:
+        setattr(sys.modules["__main__"], name, obj)
+    use()
+    return obj
+
+
+def find_own(key: str, module: str, name: str) -> Any:
+    """What this process has sent, or received, by value under a key; without it, what a module has under the name."""
+    obj = _by_key.get(key)
+    return find(module, name) if obj is None else obj
+
+
 def find(module: str, name: str) -> Any:
     """What a module of this process has under a qualified name."""
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (AttributeError, ImportError) as error:
-        error.add_note(f"A worker on another machine has sent an object that needs {name!r} of {module!r}.")
+        error.add_note(f"A worker that got {name!r} of {module!r} by value has sent an object that needs it.")
         raise
 
 

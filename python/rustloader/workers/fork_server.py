@@ -18,6 +18,7 @@ from typing import Any
 
 from rustloader.settings.limits import FORKSERVER_PRELOAD, STATUS_AFTER
 from rustloader.system.patches import Patch
+from rustloader.workers import definitions
 
 _server: Any = forkserver._forkserver
 
@@ -60,7 +61,8 @@ def _preload() -> Iterator[None]:
         return
     patch = Patch("multiprocessing.forkserver._forkserver._preload_modules", _server)
     try:
-        patch.put_in([*before, _OURS])
+        # Some Pythons have the server run the file of `__main__`, and end with it where that is no file.
+        patch.put_in([_OURS] if definitions.main_is_missing() else [*before, _OURS])
         yield
     finally:
         # Not if another thread of the program has set its own list.

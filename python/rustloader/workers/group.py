@@ -29,9 +29,10 @@ from rustloader.settings.limits import (
 )
 from rustloader.system.cleanup import clean_up_after, quietly
 from rustloader.system.forks import at_fork
-from rustloader.workers import arguments, main, process, remote
+from rustloader.workers import arguments, definitions, main, process, remote
 from rustloader.workers.arguments import Reports
 from rustloader.workers.bootstrap import Connection, Job, Payload
+from rustloader.workers.definitions import Pickling
 from rustloader.workers.gates import Gates
 from rustloader.workers.memory_events import OomKills
 from rustloader.workers.pickled_once import PickledOnce
@@ -161,34 +162,42 @@ class WorkerGroup:
         job.unblock = unblock
         method = process.start_method(self.context)
         with contextlib.ExitStack() as stack:
-            common, gates = None, None
+            common, gates, pickling = None, None, None
             if method != "fork" and self._reports is None:
                 # Without it, a worker that cannot load its dataset says so on stderr alone.
                 with contextlib.suppress(OSError):
                     self._reports = Reports()
-            if len(worker_ids) > 1 and method != "fork":
-                if (
-                    job.starts is None
-                    and (common := PickledOnce.of(arguments.marked(self._dataset, job, job))) is not None
-                ):
+            if method != "fork":
+                pickling = Pickling()
+            if len(worker_ids) > 1 and pickling is not None:
+                if job.starts is None:
+                    common = PickledOnce.of(arguments.marked(self._dataset, job, job), pickling)
+                if common is not None:
                     stack.callback(common.close)
                 if method == "spawn":
                     gates = Gates(len(worker_ids))
                     stack.callback(gates.close)
             begin_forks()
             stack.callback(end_forks)
-            return [self._start_one(worker_id, job, common, gates) for worker_id in worker_ids]
+            return [self._start_one(worker_id, job, common, gates, pickling) for worker_id in worker_ids]
 
-    def _start_one(self, worker_id: int, job: Job, common: PickledOnce | None, gates: Gates | None) -> int:
+    def _start_one(
+        self,
+        worker_id: int,
+        job: Job,
+        common: PickledOnce | None,
+        gates: Gates | None,
+        pickling: Pickling | None,
+    ) -> int:
         with contextlib.nullcontext() if gates is None else gates.next() as gate:
             connection = Connection(self.engine, worker_id)
-            payload = Payload(connection, self._dataset, job, worker_id, common, gate, self._reports)
+            payload = Payload(connection, self._dataset, job, worker_id, common, gate, self._reports, pickling)
             worker = self.context.Process(target=main.run, args=(payload,))
             worker.daemon = True
             try:
                 try:
                     is_forked = process.start_method(self.context) == "fork"
-                    has_calls = not is_forked and (gate is not None or payload.cores is not None)
+                    has_calls = not is_forked and payload.has_first_calls
                     first = calling_first(worker, payload.first_calls) if has_calls else contextlib.nullcontext()
                     with arguments.naming(), first:
                         process.start(worker, f"worker {worker_id} of a DataLoader with {job.config.num_workers}")
@@ -212,7 +221,10 @@ class WorkerGroup:
             and self._reports is not None
             and self.engine.worker_status(death.worker_id)["state"] == "starting"
         )
-        return report, (arguments.way_out(report),) if report is not None or failed else ()
+        if report is None and not failed:
+            return None, ()
+        missing = () if report is None or definitions.is_available() else (definitions.MISSING,)
+        return report, (arguments.way_out(report), *missing)
 
     def end(self, grace: float) -> None:
         """Ends the workers. They have ``grace`` seconds to exit, then get SIGTERM, and SIGKILL ``KILL_AFTER`` seconds

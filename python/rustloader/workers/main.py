@@ -236,6 +236,7 @@ class _Worker:
                 continue
             if code == UNREADABLE:
                 error = index
+                error.add_note("The worker could not load an index that the sampler or batch_sampler has yielded.")
                 self.send_error(task, ExceptionWrapper((type(error), error, error.__traceback__), where=self.where))
                 del error, index
                 continue

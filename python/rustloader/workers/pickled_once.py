@@ -19,6 +19,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from rustloader.workers.arguments import Mark
+from rustloader.workers.definitions import Pickling
 
 # Objects of other packages may be tied to one process, or their code may show how often it runs.
 _PLAIN = (sys.stdlib_module_names | {"numpy", "pandas", "torch"}) - {"multiprocessing", "_multiprocessing"}
@@ -96,14 +97,12 @@ class PickledOnce:
         self._file = file
 
     @classmethod
-    def of(cls, value: Any) -> PickledOnce | None:
+    def of(cls, value: Any, pickling: Pickling | None = None) -> PickledOnce | None:
         """Pickles a value. None if it has to be pickled for each worker, or cannot be pickled at all."""
         file = None
         try:
             file = os.fdopen(os.memfd_create("rustloader-start", os.MFD_CLOEXEC), "wb")
-            pickler = pickle.Pickler(file)
-            pickler.dispatch_table = _Table()
-            pickler.dump(value)
+            (pickling or Pickling()).dump(value, file, _Table)
             file.flush()
         except Exception:
             # The pickle for the first worker raises the error, if it is one.

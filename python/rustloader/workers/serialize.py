@@ -290,6 +290,15 @@ def dumps_alone(value: Any) -> bytes:
     return _pickle(value, _table(_ALONE))
 
 
+def dumps_index(index: Any) -> bytes:
+    """Pickles an index batch; an error names where it comes from."""
+    try:
+        return dumps_alone(index)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        error.add_note("The DataLoader's sampler or batch_sampler has yielded an index that cannot be pickled.")
+        raise
+
+
 def dumps_error(error: ExceptionWrapper) -> bytes:
     """Pickles a worker's error, or a RuntimeError with its text if its class cannot be pickled."""
     try:

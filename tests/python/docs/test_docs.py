@@ -177,7 +177,8 @@ def check_make(words):
         if variable == "KIND":
             assert value in KINDS[words[0]], words
         else:
-            assert (variable in ("JOBS", "LANE", "PYTHON", "TORCH")) if equals else word in targets, word
+            variables = ("JOBS", "LANE", "PYTHON", "START_METHOD", "TORCH")
+            assert variable in variables if equals else word in targets, word
 
 
 def check_pip(words):

@@ -83,6 +83,32 @@ def test_classes_and_functions_of_cells_reach_the_workers(notebook):
     assert out == f"{SQUARES} 3\n[[0, -1, -2, -3], [-4, -5, -6, -7], [-8, -9, -10, -11]] 6\n"
 
 
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_t32_classes_of_cells_reach_workers_that_are_not_forked(notebook, method):
+    """By value; the samples that come back are of the classes of the cells, also of one that is defined again."""
+    pytest.importorskip("cloudpickle")
+    out = notebook(f"""
+        with kernel() as it:
+            assert it.run(DEFINE) == ("ok", "", "", [])
+            it.run("torch.multiprocessing.set_start_method('{method}', force=True)")
+            print(it.run("print(list(loader), rustloader.engine_batches())")[1], end="")
+            for number in range(2):
+                status, out, err, errors = it.run('''
+                    class Sample:
+                        def __init__(self, i):
+                            self.i = i
+                    class Samples(Squares):
+                        def __getitem__(self, i):
+                            return Sample(-i)
+                    loader = DataLoader(Samples(), batch_size=4, num_workers=2, collate_fn=lambda samples: samples)
+                    print([sample.i for batch in loader for sample in batch if type(sample) is Sample])
+                ''')
+                print(out, err, errors, end="")
+    """)
+    again = f"{[-i for i in range(12)]}\n  []"
+    assert out == f"{SQUARES} 3\n" + again * 2
+
+
 def test_progress_and_prints_of_workers_show_in_the_cell(notebook):
     out = notebook("""
         with kernel() as it:

@@ -86,6 +86,7 @@ def same_object(x):
 
 @pytest.mark.ours  # torch sends a descriptor for each
 @pytest.mark.parametrize("kind", ["list", "dict"])
+@pytest.mark.forks
 def test_100_000_tensors_in_one_batch(kind):
     tensors = [torch.full((3,), i) for i in range(100_000)]
     batch = tensors if kind == "list" else {f"key {i}": x for i, x in enumerate(tensors)}
@@ -97,6 +98,7 @@ def test_100_000_tensors_in_one_batch(kind):
     assert torch.equal(torch.stack(got), torch.stack(tensors))
 
 
+@pytest.mark.forks
 def test_100_000_scalars_of_all_kinds_in_one_batch():
     batch = {i: [float(i), str(i), None, i % 2 == 0, i, 1j * i, 2**70 + i, b"x" * (i % 9)] for i in range(12_500)}
     (got,) = epoch(DataLoader(Given([batch]), batch_size=None, num_workers=1, collate_fn=same_object))

@@ -88,6 +88,7 @@ def test_a_fallback_names_the_call_that_failed(monkeypatch, caplog):
     assert [tuple(vars(it).values()) for it in rustloader.stats(loader).fallbacks] == [(reason, 2)]
 
 
+@pytest.mark.forks
 def test_t16_a_worker_loop_of_the_users(caplog, monkeypatch):
     original = torch.utils.data._utils.worker._worker_loop
 
@@ -227,6 +228,7 @@ HANDOVERS = {
 
 @pytest.mark.parametrize(("sampler", "persistent"), [(LazySampler, False), (EagerSampler, True)])
 @pytest.mark.parametrize("reason", HANDOVERS)
+@pytest.mark.forks
 def test_every_handover_draws_and_asks_the_sampler_as_torch_does(reason, sampler, persistent, monkeypatch, caplog):
     class Mine(LoaderIter):
         def _process_data(self, *args):
@@ -299,6 +301,7 @@ class Bare:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.forks
 def test_a_fetcher_of_the_program_is_left_alone(workers, stateful, monkeypatch):
     kind = torch_dataloader._DatasetKind
     monkeypatch.setattr(kind, "create_fetcher", staticmethod(lambda _, dataset, *rest: Bare(dataset)))

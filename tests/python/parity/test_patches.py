@@ -80,6 +80,7 @@ def test_t15_another_iterator_in_torchs_module_takes_effect(monkeypatch, caplog)
 
 
 @pytest.mark.ours
+@pytest.mark.forks
 def test_t16_what_was_replaced_before_rustloader_was_imported_takes_effect():
     status, out, err = run_script("""
         from torch.utils.data import dataloader
@@ -162,6 +163,7 @@ def create_fetcher(patch, name):
     replace=[fetcher_class, fetcher_class_with_another_collate_fn, fetch, create_fetcher],
     dataset=[Numbers, Shards],
 )
+@pytest.mark.forks
 def test_t16_a_replaced_fetcher_takes_effect(DataLoader, replace, dataset, patch):
     replace(patch, FETCHERS[dataset])
     loader = DataLoader(dataset(4 if dataset is Numbers else [4]), num_workers=1, batch_size=2, collate_fn=as_list)
@@ -193,6 +195,7 @@ def collate_map(patch, calls):
 
 
 @rows(replace=[base_class, loader_class, default_collate, collate_map])
+@pytest.mark.forks
 def test_t12_what_is_replaced_in_torchs_modules_takes_effect(DataLoader, replace, patch):
     calls = []
     replace(patch, calls)

@@ -24,7 +24,7 @@ from roundtrip.ways import Error, Loaders, collated
 from sample_data import Labelled
 from support import engine_batches
 
-pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.ours, pytest.mark.forks, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Spawned workers: what test_start_methods.py has not (P14, P15, P17, P22, P25)."""
 
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -113,8 +114,9 @@ def test_default_collate_and_kept_batches():
 
 
 def test_errors_of_a_loader_that_cannot_be_sent():
-    for bad in (dict(collate_fn=lambda x: x), dict(worker_init_fn=lambda i: None)):
-        with pytest.warns(UserWarning, match="Got pickle error"), pytest.raises(Exception, match="lambda"):
+    generator = (i for i in ())
+    for bad in (dict(collate_fn=partial(as_list, generator)), dict(worker_init_fn=partial(init, generator))):
+        with pytest.warns(UserWarning, match="Got pickle error"), pytest.raises(TypeError, match="generator"):
             iter(DataLoader(Numbers(3), num_workers=1, **bad, **SPAWN))
 
 

@@ -1,10 +1,11 @@
 """The start itself: scripts, what cannot be sent to a worker, many workers (P9, S8)."""
 
 import os
-import pickle
 import re
 import signal
+import threading
 import warnings
+from functools import partial
 from multiprocessing import forkserver
 
 import pytest
@@ -87,21 +88,24 @@ def test_a_script_without_a_guard_is_the_error_of_multiprocessing_and_nothing_is
 
 
 @pytest.mark.timeout(400)
-def test_what_python_c_defines_is_there_under_fork_alone():
+def test_what_python_c_defines_is_there_under_fork_and_in_torch_not_under_spawn():
     process = start_script(
         MINE
         + """
     print(list(loader(multiprocessing_context="fork")))
     try:
-        list(loader(multiprocessing_context="spawn"))
+        print(list(loader(multiprocessing_context="spawn")))
     except RuntimeError as error:
         print("RuntimeError", error)
     """
     )
     status, out, err = finish(process, 300)
     first, second, *_ = out.splitlines()
-    assert (status, first) == (0, str(BATCHES)) and DEATH.match(second)
-    assert "Can't get attribute 'Mine' on <module '__main__'" in err
+    assert (status, first) == (0, str(BATCHES))
+    if TORCH_MODE:
+        assert DEATH.match(second) and "Can't get attribute 'Mine' on <module '__main__'" in err
+    else:
+        assert (second, err) == (str(BATCHES), "")
     assert wait_until(lambda: not in_session(process.pid))
 
 
@@ -116,22 +120,23 @@ def test_what_python_c_defines_is_there_under_fork_alone():
         ("worker_init_fn", "range(4), worker_init_fn=f"),
     ],
 )
-def test_what_a_worker_cannot_load_is_in_the_error(argument, arguments, workers, method):
+def test_what_a_worker_cannot_load_is_in_the_error(argument, arguments, workers, method, tmp_path):
     source = f"""
-    class Mine(list):
-        pass
-    def f(arg):
-        return arg
-    iterator = iter(DataLoader({arguments}, num_workers={workers}, multiprocessing_context="{method}"))
-    for _ in range(2):
-        try:
-            next(iterator)
-        except RuntimeError as error:
-            print(error, *error.__notes__, sep="\\n")
+    if __name__ == "__main__":
+        class Mine(list):
+            pass
+        def f(arg):
+            return arg
+        iterator = iter(DataLoader({arguments}, num_workers={workers}, multiprocessing_context="{method}"))
+        for _ in range(2):
+            try:
+                next(iterator)
+            except RuntimeError as error:
+                print(error, *error.__notes__, sep="\\n")
     """
     if argument != "dataset":
         source = source.replace("class Mine(list)", "class Other(list)")
-    status, out, _ = run_script(source, 300)
+    status, out, _ = run_script(source, 300, file=tmp_path / "script.py")
     lost = re.escape(
         f"exit code 1. It could not load its {argument}. Caught AttributeError in DataLoader worker process"
     )
@@ -148,8 +153,10 @@ def test_what_a_worker_cannot_load_is_in_the_error(argument, arguments, workers,
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("argument", ["dataset", "collate_fn", "worker_init_fn"])
 def test_the_argument_that_cannot_be_pickled_is_in_a_note(argument, method):
-    arguments = {"dataset": range(3), argument: Holds(3, lambda: 0) if argument == "dataset" else lambda arg: arg}
-    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle") as caught:
+    generator = (i for i in ())
+    bad = Holds(3, generator) if argument == "dataset" else partial(max, generator)
+    arguments = {"dataset": range(3), argument: bad}
+    with pytest.raises(TypeError, match="cannot pickle 'generator'") as caught:
         iter(DataLoader(**arguments, num_workers=2, multiprocessing_context=method))
     assert any(f"argument {argument} cannot be pickled" in note for note in caught.value.__notes__)
 
@@ -167,10 +174,10 @@ def failed_start(loader):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, on its way out
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@pytest.mark.parametrize("thing", ["an open file", "a lambda", "a generator"])
+@pytest.mark.parametrize("thing", ["an open file", "a lock", "a generator"])
 def test_what_cannot_be_pickled_is_the_original_error_and_a_warning(method, thing):
     with open(os.devnull) as file:
-        held = {"an open file": file, "a lambda": lambda: 0, "a generator": (i for i in ())}[thing]
+        held = {"an open file": file, "a lock": threading.Lock(), "a generator": (i for i in ())}[thing]
         dataset = Holds(3, held)
         theirs, ours = (failed_start(cls(dataset, num_workers=2, multiprocessing_context=method)) for cls in BOTH)
     ((category, text),) = ours[2]
@@ -190,7 +197,7 @@ def test_files_and_lambdas_are_inherited_under_fork(tmp_path):
 @pytest.mark.ours  # torch leaves queues behind, and with a second worker the first one
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_start_that_failed_leaves_nothing(method):
-    loader = DataLoader(Holds(3, lambda: 0), num_workers=2, multiprocessing_context=method)
+    loader = DataLoader(Holds(3, [lambda: 0, threading.Lock()]), num_workers=2, multiprocessing_context=method)
     failed_start(loader)  # starts the helper processes of multiprocessing
     before = children(), mappings(), sorted(open_files().values())
     failed_start(loader)

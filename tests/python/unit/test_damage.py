@@ -119,6 +119,7 @@ NAMED = (
 
 @pytest.mark.parametrize("count", [1, 5, 50, 2000])
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.forks
 def test_words_that_were_written_over_at_random_are_no_crash_and_no_hang(seed, count):
     report = in_child(watched, scribbled, seed, count, seconds=150)
     assert not report["hangs"] and report["status"] == 0, report

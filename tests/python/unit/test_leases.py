@@ -284,6 +284,7 @@ def test_a_worker_that_has_closed_all_descriptors_reads_what_its_dataset_holds(w
 
 
 @pytest.mark.ours
+@pytest.mark.forks
 def test_t14_a_child_may_drop_all_and_load_anew(capfd):
     dataset = Images(40, (3, 64, 64))
     loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=True)

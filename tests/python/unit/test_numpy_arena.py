@@ -547,6 +547,7 @@ class Cache:
 
 
 @pytest.mark.parametrize("beside", [None, {1}])
+@pytest.mark.forks
 def test_an_array_over_a_collated_tensor_that_the_worker_keeps_is_copied(beside):
     """With torch each batch is a pickle's copy."""
 

@@ -83,6 +83,7 @@ def outcome(load):
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.forks
 def test_arrays_become_the_tensors_that_torch_makes(name):
     make, is_adopted = SAMPLES[name]
     loader = DataLoader(Made(make, 3), batch_size=None, num_workers=1)

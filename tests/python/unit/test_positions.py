@@ -158,6 +158,7 @@ def refuse():
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.forks
 def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(tied, pinned, monkeypatch):
     monkeypatch.setitem(ForkingPickler._extra_reducers, Tied, lambda it: (refuse, ()))
     samples = [0, Tied() if tied else Unreadable(), 2, 3]
@@ -174,6 +175,7 @@ def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(tied, pinned, monk
         assert has(iterator, 4)
 
 
+@pytest.mark.forks
 def test_an_error_of_reading_keeps_no_iterator_and_is_raised_once():
     iterator = iter(loader_of(Given([Unreadable(), 1])))
     core, answer = iterator._core, [None, None]
@@ -244,6 +246,7 @@ def restore():
     return Interrupting.times
 
 
+@pytest.mark.forks
 def test_an_answer_that_a_handler_cuts_off_may_be_missing():
     def handler(signum, frame):
         raise Interrupted

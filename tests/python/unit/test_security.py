@@ -50,6 +50,7 @@ def test_descriptors_do_not_go_to_other_programs(method):
     assert "rustloader" not in done.stdout, done
 
 
+@pytest.mark.forks
 def test_the_arena_is_sealed_and_has_no_name():
     before = set(open_files())
     iterator = iter(DataLoader(Numbers(4), num_workers=2, batch_size=None))
@@ -67,6 +68,7 @@ def test_the_arena_is_sealed_and_has_no_name():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.forks
 def test_another_user_cannot_open_it():
     iterator = iter(DataLoader(Numbers(4), num_workers=2, batch_size=None))
     next(iterator)

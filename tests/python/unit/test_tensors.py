@@ -128,6 +128,7 @@ def test_a_few_rows_of_a_large_tensor():
 
 
 @pytest.mark.ours
+@pytest.mark.forks
 def test_10_000_leaves_in_one_batch():
     sent = [{"i": torch.tensor(i), "v": torch.arange(i % 5)} for i in range(5000)]
     (got,) = send(sent)

@@ -134,6 +134,7 @@ def test_t25_results_and_errors_are_torchs(make, n):
         assert same(ours[kind], expected), (kind, ours[kind], expected)
 
 
+@pytest.mark.forks
 def test_t25_float32_from_mixed_floats_and_no_grad_and_no_conj_in_a_worker():
     mixed = [torch.ones(3), torch.ones(3).double()]
     lazy = torch.ones(3, dtype=torch.complex64).conj()
@@ -184,6 +185,7 @@ def table():
     TABLE.update(before)
 
 
+@pytest.mark.forks
 def test_entries_for_own_types(table):
     table[Strange] = collate_strange
     (got,) = epoch(DataLoader([{"s": Strange(), "x": torch.ones(5000)}] * 2, batch_size=2, num_workers=1))
@@ -191,6 +193,7 @@ def test_entries_for_own_types(table):
 
 
 @SIZES
+@pytest.mark.forks
 def test_an_entry_in_the_place_of_torchs_for_tensors(table, n):
     table[torch.Tensor] = collate_to_sum
     table[float] = collate_to_sum

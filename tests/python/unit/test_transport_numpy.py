@@ -232,6 +232,7 @@ def test_p25_bytes_and_bytearrays(n):
 
 
 @pytest.mark.ours
+@pytest.mark.forks
 def test_p25_a_memoryview_is_an_error_as_in_pickle():
     loader = DataLoader(Given([memoryview(b"abc"), 1]), num_workers=1, batch_size=None, collate_fn=untouched)
     iterator = iter(loader)
@@ -271,6 +272,7 @@ def test_p25_objects_with_buffers(kind, n):
 
 @pytest.mark.ours
 @pytest.mark.parametrize("n", [10, 100_000])
+@pytest.mark.forks
 def test_a_bare_buffer(n):
     (got,) = send(pickle.PickleBuffer(bytearray(b"abcdefghij" * (n // 10))))
     assert bytes(got) == b"abcdefghij" * (n // 10)

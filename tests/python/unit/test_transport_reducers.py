@@ -82,6 +82,7 @@ def test_p25_reducers_that_a_worker_registered_are_honoured():
     assert REDUCERS[torch.Tensor] is reductions.reduce_tensor
 
 
+@pytest.mark.forks
 def test_p25_a_reducer_of_the_default_collated_batch():
     with registered(torch.Tensor, as_text):
         assert epoch(DataLoader([torch.ones(5000)] * 4, batch_size=2, num_workers=1)) == ["reduced 10000.0"] * 2
@@ -238,6 +239,7 @@ class OneLeavesEarly(IterableDataset):
 
 @CARRIER
 @pytest.mark.parametrize("n", [2, 20])
+@pytest.mark.forks
 def test_t27_descriptors_that_wait_for_their_turn_outlive_their_worker(carrier, n, reducers_with_descriptors, tmp_path):
     make, read = CARRIERS[carrier]
     dataset = OneLeavesEarly(make, n, tmp_path / "pid")
