@@ -401,8 +401,8 @@ def test_without_a_pid_the_only_process_is_shown_or_all_are_listed(tmp_path, cap
             "rustloader top: several processes have loaders at work; choose one: rustloader top PID\n",
         )
         heading, *rows = out.splitlines()
-        assert heading.split() == ["pid", "loaders", "command"]
-        assert sorted(row.split()[:2] for row in rows) == sorted([[str(one.pid), "1"], [str(two.pid), "1"]])
+        assert heading.split() == ["pid", "rank", "loaders", "batches", "in", "next", "verdict", "command"]
+        assert sorted(row.split()[:3] for row in rows) == sorted([[str(it.pid), "-", "1"] for it in (one, two)])
         status, out, err = run("--json", capsys=capsys)
         assert status == 2 and {it["pid"] for it in json.loads(out)["processes"]} == {one.pid, two.pid}
 
@@ -504,7 +504,7 @@ def test_another_version_of_the_layout_is_named(memfd, capsys):
     assert words.startswith(
         f"the loaders of process {os.getpid()} cannot be read: the shared memory has layout version 77"
     )
-    assert f"this rustloader ({rustloader.__version__}) reads version 6" in words
+    assert f"this rustloader ({rustloader.__version__}) reads version 7" in words
 
 
 def test_a_damaged_arena_is_an_error(memfd, capsys):
