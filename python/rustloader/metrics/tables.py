@@ -121,7 +121,7 @@ def lines(stats: Figures) -> Iterator[str]:
         return f"  {name:14}{text}"
 
     yield headline(stats)
-    if stats.name:
+    if stats.name and not stats.note:
         yield line("loader", stats.name)
     if not stats.note:
         for name, seconds, what in _times(stats):

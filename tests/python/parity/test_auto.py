@@ -630,7 +630,7 @@ def test_statistics_say_so(decisions):
         stats = rustloader.stats(loader)
         assert stats.num_workers == stats.scheduling.auto_workers == wanted
         assert f"with {wanted} workers (auto)" in str(stats)
-    fixed = DataLoader(Numbers(N), num_workers=2)
+    fixed = DataLoader(Numbers(N), num_workers=2, name="fixed")
     list(fixed)
     assert rustloader.stats(fixed).scheduling.auto_workers is None and "auto" not in str(rustloader.stats(fixed))
 

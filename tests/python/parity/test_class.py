@@ -202,8 +202,6 @@ def test_p7_iterable_constructor_errors_are_torchs(DataLoader, arguments):
     yield from refused(DataLoader, Shards([1]), arguments)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's half-made iterator
-@rows()
 @pytest.mark.ours
 @pytest.mark.parametrize(
     "name, meant", [("num_worker", "num_workers"), ("prefetch", None), ("max_restart", "max_restarts")]
@@ -219,6 +217,8 @@ def test_a_misspelled_argument_has_a_note_and_torchs_text(name, meant):
         assert notes == ([] if meant is None else [f"Did you mean {meant} in place of {name}?"])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's half-made iterator
+@rows()
 def test_p7_a_prefetch_factor_of_zero_fails_in_iter(DataLoader):
     loader = DataLoader(Numbers(4), num_workers=1, prefetch_factor=0)
     yield loader

@@ -125,6 +125,7 @@ def test_a_live_process_is_shown(method, tmp_path, capsys):
         shown = as_json(process.pid, capsys)
         assert shown["pid"] == process.pid and "script.py" in shown["command"] and shown["memory_bytes"] > 1 << 20
         (loader,) = shown["loaders"]
+        assert loader["name"] == loader["stats"]["name"] and loader["name"].startswith("script.py:")
         assert (loader["num_workers"], loader["prefetch_factor"], loader["in_order"]) == (2, 3, True)
         assert loader["persistent"] == (method == "fork") and not loader["pinning"]
         assert loader["main"]["state"] in ("next", "waiting", "step") and loader["interval_seconds"] >= 0.2
@@ -156,12 +157,12 @@ def test_the_start_of_the_workers_does_not_make_sleep_look_like_work(method, tmp
 
 
 def test_once_is_plain_text(tmp_path, capsys):
-    with running(loop(), tmp_path) as (process, said):
+    with running(loop(name="train"), tmp_path) as (process, said):
         status, out, err = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)
         assert (status, err) == (0, "") and "\x1b" not in out
         lines = out.splitlines()
         assert lines[0].startswith(f"process {process.pid}: ") and lines[0].endswith("script.py")
-        assert lines[2].startswith("loader 1      2 workers, prefetch_factor=3; made ")
+        assert lines[2].startswith("loader 1      train: 2 workers, prefetch_factor=3; made ")
         for name in ("main", "last", "batches", "memory", "verdict"):
             assert any(line.startswith(f"  {name}") for line in lines), name
         assert lines[-3].split() == "worker pid state batch for fetch cpu coll pack idle memory indices".split()
@@ -729,6 +730,7 @@ def figures(workers, stuck=()):
         now=1000.0,
         started=100.0,
         pid=os.getpid(),
+        name="train",
         state="waiting",
         seconds_in_state=98.7,
         stopping=False,

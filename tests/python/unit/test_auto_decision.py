@@ -132,7 +132,7 @@ def test_a_short_epoch_decides_nothing():
         epoch(2, 75, 10, busy=0.0),
         Epoch(workers=2, batches=0, step=0.0, own=0.0, waited=0.0, tasks=0, busy=0.0),
     ):
-        assert decide(figures, 64, (), kept) == (figures.workers, "", kept)
+        assert decide(figures, 64, (), kept) == (figures.workers, "", kept, "")
     assert target(2, 75, 10, batches=20) == 8
 
 
