@@ -56,7 +56,7 @@ def main() -> None:
     writer = SummaryWriter(options.logdir)
 
     def write(stats: rustloader.Stats) -> None:
-        for name, value in stats.as_dict(flat=True).items():
+        for name, value in stats.scalars().items():
             writer.add_scalar(f"loader/{name}", value, global_step=stats.batches)
 
     with writer, rustloader.report(loader, write, every=options.every):

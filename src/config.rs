@@ -187,6 +187,11 @@ pub const SIGTERM_ALONE: Duration = Duration::from_secs(2);
 pub const SLOWEST: usize = 8;
 /// Recent batches whose durations statistics keep, to predict the gain of other settings.
 pub const RECENT_WORK: usize = 256;
+/// Upper bounds in microseconds of the classes that waits of `next` are counted in; longer ones have a class of their own.
+pub const WAIT_BOUNDS_US: [u64; 18] = [
+    100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000,
+    2_500_000, 5_000_000, 10_000_000, 30_000_000, 60_000_000,
+];
 /// Mean nanoseconds of a fetch from which the CPU time of each one is measured. That takes four system calls, about 1.2 us.
 pub const FETCH_MEASURED_FROM_NS: u64 = 400_000;
 /// Of shorter fetches, one in this number is measured.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
-use crate::config::{RECENT_WORK, SLOWEST};
+use crate::config::{RECENT_WORK, SLOWEST, WAIT_BOUNDS_US};
 use crate::shm::arena::{Arena, Usage};
 use crate::shm::layout::{COUNTS, MainPage, StatusPage, WorkerState};
 use crate::sys;
@@ -154,6 +154,9 @@ pub struct SlowTask {
     pub index: String,
 }
 
+/// Numbers of waits, by the first of the [`WAIT_BOUNDS_US`] that is not below them; the last one counts longer ones.
+pub type Waits = [u64; WAIT_BOUNDS_US.len() + 1];
+
 /// The order of a list of tasks: the largest number first.
 type Size = fn(&SlowTask) -> u64;
 
@@ -180,6 +183,8 @@ fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], size: Size) {
 pub struct Totals {
     /// By the number of the [`Count`].
     pub counts: [u64; Count::LEN],
+    /// The waits of all `next` but the first ones of epochs.
+    pub waits: Waits,
     /// By the worker's number.
     pub workers: Vec<WorkerTotals>,
     /// The slowest first.
@@ -194,12 +199,17 @@ pub struct Totals {
     pub high_water: u64,
     /// Running pin threads.
     pub pin_threads: u32,
+    /// Entries of the completion rings in use.
+    pub ready: u64,
 }
 
 impl Totals {
     /// Adds the totals of a later iterator.
     pub fn add(&mut self, later: &Self) {
         for (sum, more) in self.counts.iter_mut().zip(later.counts) {
+            *sum = sum.wrapping_add(more);
+        }
+        for (sum, more) in self.waits.iter_mut().zip(later.waits) {
             *sum = sum.wrapping_add(more);
         }
         self.add_workers(&later.workers);
@@ -210,6 +220,7 @@ impl Totals {
         self.usage = self.usage + later.usage;
         self.high_water = self.high_water.max(later.high_water);
         self.pin_threads += later.pin_threads;
+        self.ready += later.ready;
     }
 
     fn add_workers(&mut self, later: &[WorkerTotals]) {
@@ -227,6 +238,8 @@ impl Totals {
         let totals = |worker| WorkerTotals::of(&arena.control(worker).status, process(worker), now);
         let workers: Vec<_> = (0..arena.geometry().workers).map(totals).collect();
         self.add_workers(&workers);
+        let ready = |worker| u64::from(arena.control(worker).results.waiting());
+        self.ready += (0..arena.geometry().workers).map(ready).sum::<u64>();
         let usage = arena.usage();
         self.high_water = self.high_water.max(usage.high_water);
         self.usage = self.usage + usage;
@@ -239,6 +252,7 @@ pub struct Meter {
     /// Fork generation of the process that created it.
     generation: u64,
     counts: [AtomicU64; Count::LEN],
+    waits: [AtomicU64; WAIT_BOUNDS_US.len() + 1],
     /// Microseconds above which a task is among the slowest, and among those that blocked later ones for longest.
     slow_from: AtomicU64,
     blocking_from: AtomicU64,
@@ -255,6 +269,7 @@ impl Default for Meter {
         Self {
             generation: sys::fork::generation(),
             counts: Default::default(),
+            waits: Default::default(),
             slow_from: AtomicU64::default(),
             blocking_from: AtomicU64::default(),
             recent_us: [const { AtomicU32::new(0) }; RECENT_WORK],
@@ -276,6 +291,17 @@ impl Meter {
     #[inline]
     pub fn add_time(&self, count: Count, time: Duration) {
         self.add(count, time.as_nanos() as u64);
+    }
+
+    /// Counts a `next` that has waited for this time; only for the counters' writer.
+    #[inline]
+    pub fn note_wait(&self, time: Duration) {
+        let us = time.as_micros() as u64;
+        // Most of them do not wait.
+        let class =
+            if us <= WAIT_BOUNDS_US[0] { 0 } else { WAIT_BOUNDS_US.partition_point(|&bound| bound < us) };
+        let word = &self.waits[class];
+        word.store(word.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
     /// The value of a counter.
@@ -346,7 +372,7 @@ impl Meter {
     pub fn keep(&self, arena: &Arena, pid: impl Fn(u32) -> u32) {
         let Some(mut rest) = self.rest() else { return };
         rest.add_arena(arena, |worker| (pid(worker), false));
-        rest.usage = Usage::default();
+        (rest.usage, rest.ready) = (Usage::default(), 0);
     }
 
     /// Keeps the totals of a worker that has died, before its next process uses its status page.
@@ -359,14 +385,17 @@ impl Meter {
 
     /// Adds the totals of an ended iterator; only the counters if a forked child cannot lock the rest.
     pub fn absorb(&self, ended: &Totals) {
-        for (word, more) in self.counts.iter().zip(ended.counts) {
+        let counts = self.counts.iter().zip(ended.counts);
+        for (word, more) in counts.chain(self.waits.iter().zip(ended.waits)) {
             word.store(word.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
         }
         let Some(mut rest) = self.rest() else { return };
         rest.add(&Totals {
             counts: [0; Count::LEN],
+            waits: Waits::default(),
             usage: Usage::default(),
             pin_threads: 0,
+            ready: 0,
             ..ended.clone()
         });
         rest.workers.iter_mut().for_each(|worker| worker.alive = false);
@@ -376,7 +405,8 @@ impl Meter {
     pub fn totals(&self) -> Totals {
         let mut totals = self.rest().map(|rest| rest.clone()).unwrap_or_default();
         let counts = std::array::from_fn(|n| self.counts[n].load(Ordering::Relaxed));
-        totals.add(&Totals { counts, recent_us: self.recent_us(), ..Totals::default() });
+        let waits = std::array::from_fn(|n| self.waits[n].load(Ordering::Relaxed));
+        totals.add(&Totals { counts, waits, recent_us: self.recent_us(), ..Totals::default() });
         totals
     }
 }
@@ -469,6 +499,25 @@ mod tests {
     }
 
     #[test]
+    fn waits_are_counted_by_their_length() {
+        let (one, all) = (Meter::default(), Meter::default());
+        for us in [0, 100, 101, 250, 60_000_000, 60_000_001, u64::MAX / 2] {
+            one.note_wait(Duration::from_micros(us));
+        }
+        all.absorb(&one.totals());
+        all.note_wait(Duration::ZERO);
+        let mut together = one.totals();
+        together.add(&all.totals());
+        let found = |first, last| {
+            let mut waits = [0; 19];
+            (waits[0], waits[1], waits[17], waits[18]) = (first, last, last / 2, last);
+            waits
+        };
+        assert_eq!(all.totals().waits, found(3, 2));
+        assert_eq!(together.waits, found(5, 4));
+    }
+
+    #[test]
     fn a_child_does_not_wait_for_a_lock_that_a_thread_of_its_parent_has() {
         let (meter, ended) = (Meter::default(), Meter::default());
         ended.add(Count::Batches, 3);
@@ -521,7 +570,7 @@ mod tests {
             fetch_measured_ns: 6,
         };
         let mut ended = first.totals();
-        (ended.workers, ended.high_water) = (vec![worker], 9);
+        (ended.workers, ended.high_water, ended.ready) = (vec![worker], 9, 3);
         all.absorb(&ended);
         let mut ended = second.totals();
         (ended.workers, ended.high_water) = (vec![WorkerTotals { pid: 8, ..worker }, worker], 5);
@@ -529,7 +578,7 @@ mod tests {
         let totals = all.totals();
         assert_eq!(totals.counts[Count::Batches as usize], 7);
         assert_eq!(totals.counts[Count::Waited as usize], 30_000);
-        assert_eq!(totals.high_water, 9);
+        assert_eq!((totals.high_water, totals.ready), (9, 0), "nothing is ready where nothing runs");
         assert_eq!(indices(&totals), ["20", "10"]);
         assert_eq!(totals.blocking, totals.slowest);
         let both = WorkerTotals {

@@ -26,6 +26,8 @@ pub struct Observed {
     pub now_ns: u64,
     /// The main process's id in its own pid namespace.
     pub pid: u32,
+    /// The loader's name.
+    pub name: String,
     /// Its state.
     pub state: MainState,
     /// Nanoseconds in the state.
@@ -124,6 +126,7 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     Ok(Some(Observed {
         now_ns,
         pid: main.pid.load(Ordering::Relaxed),
+        name: main.name(),
         state,
         in_state_ns,
         age_ns: now_ns.saturating_sub(started_ns),
@@ -210,7 +213,7 @@ fn worker_of(
         batch: task.checked_sub(epoch_task).filter(|_| taken_up != 0),
         at_batch_ns: if taken_up == 0 { 0 } else { now_ns.saturating_sub(taken_up) },
         index,
-        queued: waiting(&control.tasks),
+        queued: control.tasks.waiting(),
         ready,
         warm,
     }
@@ -222,13 +225,6 @@ fn index_of(page: &StatusPage) -> Option<String> {
         *bytes = word.load(Ordering::Relaxed).to_le_bytes();
     }
     tree::brief(&bytes, page.index_len.load(Ordering::Relaxed))
-}
-
-fn waiting(ring: &RingControl) -> u32 {
-    let (tail, head) = (ring.tail.0.load(Ordering::Relaxed), ring.head.0.load(Ordering::Relaxed));
-    let count = tail.wrapping_sub(head);
-    // Not read atomically: the head may be ahead.
-    if count > u32::MAX / 2 { 0 } else { count }
 }
 
 /// The arena's file.
@@ -276,7 +272,7 @@ impl File<'_> {
 
     /// Entries of a completion ring without the snapshots among them.
     fn results(&self, geometry: &Geometry, worker: u32, ring: &RingControl) -> Result<u32> {
-        let count = waiting(ring).min(geometry.ring_slots);
+        let count = ring.waiting().min(geometry.ring_slots);
         if count == 0 {
             return Ok(0);
         }

@@ -194,6 +194,8 @@ fn a_next_knows_how_long_its_batch_blocked_later_ones() {
     assert_eq!((rig.batch(), rig.engine.blocked_us()), (3, 0));
     rig.engine.next_ends();
     assert_eq!(counted(&rig), blocked);
+    let waits = rig.engine.handle().meter.totals().waits;
+    assert_eq!(waits.iter().sum::<u64>(), 3, "one for each `next` but the first: {waits:?}");
 }
 
 #[test]

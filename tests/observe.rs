@@ -60,6 +60,9 @@ fn an_arena_shows_its_iterator_from_the_begin_to_the_end() {
     let mut engine = engine(&arena);
     let seen = look(&arena).unwrap();
     assert_eq!((seen.pid, seen.state), (std::process::id(), MainState::Starting));
+    assert_eq!(seen.name, "", "nothing has named it");
+    engine.show_name("train");
+    assert_eq!(look(&arena).unwrap().name, "train");
     assert_eq!((seen.prefetch_factor, seen.in_order, seen.persistent, seen.pinning), (2, true, true, false));
     assert_eq!(seen.workers.len(), WORKERS as usize);
     let idle = &seen.workers[1];

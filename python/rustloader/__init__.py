@@ -31,9 +31,11 @@ Errors:
 Statistics:
     stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
     report: Calls a function with them every few seconds.
+    report_ranks: Returns the figures of all ranks as ``RankReport``, a table with the slowest one.
+    serve_metrics: Serves the metrics of all loaders for Prometheus; ``MetricsServer`` is what it returns.
     engine_batches: Counts the batches that the engine has delivered in this process.
     Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CacheEstimate, CopyStats, PinningStats,
-    TransferStats, FaultStats, Failure, Fallback, Verdict, VerdictKind: The results.
+    TransferStats, FaultStats, Failure, Fallback, Verdict, VerdictKind, RankStats: The results.
 
 All public names of ``torch.utils.data`` are here too, as torch's own objects, so a program only changes its import::
 
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from rustloader.installation.api import is_installed as is_installed
     from rustloader.installation.api import uninstall as uninstall
     from rustloader.metrics.figures import Stats as Stats
+    from rustloader.metrics.gathering import report_ranks as report_ranks
     from rustloader.metrics.parts import ArenaStats as ArenaStats
     from rustloader.metrics.parts import CacheEstimate as CacheEstimate
     from rustloader.metrics.parts import CopyStats as CopyStats
@@ -85,7 +88,11 @@ if TYPE_CHECKING:
     from rustloader.metrics.parts import SchedulingStats as SchedulingStats
     from rustloader.metrics.parts import SlowBatch as SlowBatch
     from rustloader.metrics.parts import WorkerStats as WorkerStats
+    from rustloader.metrics.ranks import RankReport as RankReport
+    from rustloader.metrics.ranks import RankStats as RankStats
     from rustloader.metrics.report import report as report
+    from rustloader.metrics.serving import MetricsServer as MetricsServer
+    from rustloader.metrics.serving import serve_metrics as serve_metrics
     from rustloader.metrics.stats import stats as stats
     from rustloader.metrics.transfers import TransferStats as TransferStats
     from rustloader.metrics.verdict import Verdict as Verdict
@@ -101,7 +108,10 @@ _HOMES = {
     "caching.dataset": ("CachedDataset",),
     "caching.usage": ("CacheUsage",),
     "installation.api": ("install", "installed", "is_installed", "uninstall"),
+    "metrics.gathering": ("report_ranks",),
+    "metrics.ranks": ("RankReport", "RankStats"),
     "metrics.report": ("report",),
+    "metrics.serving": ("MetricsServer", "serve_metrics"),
     "metrics.stats": ("stats",),
     "dataloader": ("DataLoader",),
     "fetch.failures": ("Failure",),
@@ -135,7 +145,9 @@ if not sys.platform.startswith("linux"):
         "caching.dataset",
         "fetch.seeds",
         "installation.api",
+        "metrics.gathering",
         "metrics.report",
+        "metrics.serving",
         "metrics.stats",
         "sharing.core",
         "stateful_dataloader.loader",

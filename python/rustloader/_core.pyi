@@ -26,6 +26,7 @@ __all__ = [
     "TIMED_OUT",
     "UNREADABLE",
     "VACANT",
+    "WAIT_BOUNDS",
     "ArrayTensor",
     "CacheTable",
     "Counts",
@@ -82,6 +83,8 @@ __version__: Final[str]
 
 # Bytes of the smallest arena, which takes half of the remaining address space.
 ARENA_MIN: Final[int]
+# Seconds.
+WAIT_BOUNDS: Final[tuple[float, ...]]
 
 # The version of the format of caches in files.
 CACHE_VERSION: Final[int]
@@ -351,6 +354,8 @@ class Totals:
     """The figures of one or more iterators."""
 
     counts: Final[Counts]
+    # Numbers of waits by the first of the WAIT_BOUNDS that is not below them; the last one counts longer ones.
+    waits: Final[list[int]]
     workers: Final[list[WorkerTotals]]
     slowest: Final[list[SlowTask]]
     blocking: Final[list[SlowTask]]
@@ -361,6 +366,8 @@ class Totals:
     blocks: Final[int]
     high_water: Final[int]
     pin_threads: Final[int]
+    # Answers in the completion rings.
+    ready: Final[int]
 
 @final
 class ObservedWorker:
@@ -382,6 +389,8 @@ class Observed:
 
     now: Final[float]
     pid: Final[int]
+    # The loader's name, of which there may be the beginning only.
+    name: Final[str]
     state: Final[str]
     seconds_in_state: Final[float]
     started: Final[float]

@@ -13,7 +13,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader.auto import arguments
-from rustloader.settings import loader_state, options
+from rustloader.settings import loader_state, names, options
 
 if sys.platform.startswith("linux"):
     from rustloader.iterator import fallback, single
@@ -126,6 +126,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             on_error: str | Callable[[Any, Exception], Any] | None = None,
             max_errors: int | float | None = None,
             worker_affinity: str | Sequence[int | Collection[int]] | None = None,
+            name: str | None = None,
         ) -> None:
             self.dispatch = dispatch
             self.reorder_window = reorder_window
@@ -136,6 +137,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             self.on_error = on_error
             self.max_errors = max_errors
             self.worker_affinity = worker_affinity
+            self.name = name
 
     else:
 
@@ -144,9 +146,14 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             own = {name: kwargs.pop(name) for name in options.keywords() if name in kwargs}
             given = {name: value for name, value in own.items() if value is not None}
             options.Options(**given)  # raises for a value that an option cannot have
-            super().__init__(*args, **kwargs)
+            try:
+                super().__init__(*args, **kwargs)
+            except TypeError as error:
+                arguments.suggest(error, kwargs, inspect.signature(DataLoader).parameters)
+                raise
             options.check_without_workers(given, self.num_workers)
             loader_state.give(self, given)
+            names.note_origin(self, sys._getframe(1))
             if auto is not None:
                 loader_state.set_auto(self, auto)
             if self.num_workers > 0 and sys.platform.startswith("linux"):

@@ -80,6 +80,11 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         &self.handle.arena
     }
 
+    /// Shows other processes the loader's name.
+    pub fn show_name(&self, name: &str) {
+        self.handle.arena.header().main.set_name(name);
+    }
+
     /// Limit of outstanding tasks.
     pub fn max_tasks(&self) -> usize {
         self.scheduler.max_tasks()

@@ -104,6 +104,9 @@ impl Watch {
     pub(super) fn next_ends(&mut self, now: Duration, meter: &Meter) -> MainState {
         let time = now - self.entered;
         meter.add_time(Count::Next, time);
+        if !self.is_first {
+            meter.note_wait(self.waited);
+        }
         self.was_long = time - self.waited > LONG_NEXT;
         self.left = if self.is_over { Duration::ZERO } else { now };
         self.is_first = false;

@@ -128,6 +128,7 @@ record! {
 record! {
     Totals of metrics::Totals: |py, totals| {
         counts: Py<Counts> = Py::new(py, Counts::of(&totals.counts))?,
+        waits: Vec<u64> = totals.waits.to_vec(),
         workers: Vec<Py<WorkerTotals>> =
             totals.workers.iter().map(|worker| worker_totals(py, worker)).collect::<PyResult<_>>()?,
         slowest: Vec<Py<SlowTask>> =
@@ -140,6 +141,7 @@ record! {
         blocks: u64 = totals.usage.blocks,
         high_water: u64 = totals.high_water,
         pin_threads: u32 = totals.pin_threads,
+        ready: u64 = totals.ready,
     }
 }
 
@@ -161,6 +163,7 @@ record! {
     Observed of observe::Observed: |py, it| {
         now: f64 = seconds(it.now_ns),
         pid: u32 = it.pid,
+        name: String = it.name.clone(),
         state: &'static str = it.state.name(),
         seconds_in_state: f64 = seconds(it.in_state_ns),
         started: f64 = seconds(it.now_ns.saturating_sub(it.age_ns)),

@@ -59,6 +59,8 @@ mod _core {
         module.add("ARENA_MIN", crate::config::ARENA_MIN)?;
         module.add("CACHE_VERSION", crate::cache::VERSION)?;
         module.add("BACK_BATCHES", crate::config::BACK_BATCHES)?;
+        let bounds = crate::config::WAIT_BOUNDS_US.map(|us| us as f64 / 1e6);
+        module.add("WAIT_BOUNDS", pyo3::types::PyTuple::new(module.py(), bounds)?)?;
         module.add("INLINE_LIMIT", crate::config::INLINE_LIMIT)
     }
 }

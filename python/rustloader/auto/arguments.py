@@ -5,8 +5,10 @@ Works on systems without the engine, too.
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import rustloader.system.local_ranks as local_ranks
@@ -39,6 +41,22 @@ def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     if len(args) > _PLACE:
         return (*args[:_PLACE], count, *args[_PLACE + 1 :]), kwargs, count
     return args, kwargs | {"num_workers": count}, count
+
+
+def suggest(error: TypeError, given: Iterable[str], known: Iterable[str]) -> None:
+    """Adds a note to the error of a constructor with an unknown keyword argument that resembles a known one.
+
+    Args:
+        error: The error. Its text stays.
+        given: Names of the keyword arguments.
+        known: Names of the parameters.
+    """
+    if "unexpected keyword argument" not in str(error) or "Did you mean" in str(error):
+        return
+    known = list(known)
+    for name in given:
+        if name not in known and (found := difflib.get_close_matches(name, known, 1, cutoff=0.75)):
+            error.add_note(f"Did you mean {found[0]} in place of {name}?")
 
 
 def refuse_text(loader: LoaderLike) -> None:

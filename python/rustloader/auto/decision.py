@@ -147,11 +147,13 @@ class History:
 
 
 class Decision(NamedTuple):
-    """The number of workers of the next epoch, and the reason of a change; empty for none."""
+    """The number of workers of the next epoch, and the reason of a change; empty for none. ``held_by``: the limit that
+    keeps the number below the need; empty for none."""
 
     workers: int
     reason: str
     history: History
+    held_by: str = ""
 
 
 def decide(epoch: Epoch, cores: float, limits: Sequence[Limit] = (), history: History = History()) -> Decision:
@@ -178,10 +180,12 @@ def decide(epoch: Epoch, cores: float, limits: Sequence[Limit] = (), history: Hi
         return _changed(epoch, trial.workers, f"{reason}{duration(trial.rate)}", history)
     if history.ceiling is not None and not history.ceiling.is_like(epoch) and now <= history.ceiling.workers:
         history = dataclasses.replace(history, ceiling=None)
-    target, reason = _target(epoch, _tightest(epoch, cores, limits, history))
+    limit = _tightest(epoch, cores, limits, history)
+    target, reason = _target(epoch, limit)
     direction = (target > now) - (target < now)
     if not direction:
-        return Decision(now, "", dataclasses.replace(history, wanted=(0, 0)))
+        is_held = int(limit.most) <= now < (1 - _LESS) * epoch.need and epoch.waited > _WAITS * epoch.loop
+        return Decision(now, "", dataclasses.replace(history, wanted=(0, 0)), limit.reason if is_held else "")
     agreed = history.wanted[1] + 1 if history.wanted[0] == direction else 1
     patience = 2**history.reversals if direction == -history.direction else 1
     if agreed < patience:

@@ -30,6 +30,7 @@ logger = logging.getLogger("rustloader")
 _PART, _READ = 0.5, 4
 # Attributes by which iterable datasets of libraries tell the number of their shards.
 _SHARDS = ("num_shards", "n_shards")
+_HELD = 'num_workers="auto" of the DataLoader %s stays at %s, although its loop waits: %s'
 _SEEDS = (
     'random numbers in the workers of a DataLoader depend on their number, which num_workers="auto" has changed; '
     'seed_by="sample" makes them independent of it'
@@ -74,10 +75,12 @@ class Tuner:
             limits += _limits_of_shards(loader.dataset, watch)
         decision = decide(epoch, effective_cores() / ranks_on_cores(), limits, self._history)
         self._history = decision.history
+        if decision.held_by and loader_state.of(loader).is_new(_HELD):
+            logger.info(_HELD, config.name, count_of(decision.workers, "worker"), decision.held_by)
         if decision.workers != self.count:
-            text = 'num_workers="auto" of a DataLoader over %s: %s in place of %s, because %s'
+            text = 'num_workers="auto" of the DataLoader %s over %s: %s in place of %s, because %s'
             dataset, workers = type(loader.dataset).__qualname__, count_of(decision.workers, "worker")
-            logger.info(text, dataset, workers, self.count, decision.reason)
+            logger.info(text, config.name, dataset, workers, self.count, decision.reason)
             self.count = decision.workers
             if config.seed_by == "worker" and loader_state.of(loader).is_new(_SEEDS):
                 logger.info(_SEEDS)

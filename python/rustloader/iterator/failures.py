@@ -13,6 +13,7 @@ from rustloader._core import BACK_BATCHES
 from rustloader.errors import ErrorLimitExceeded
 from rustloader.fetch.failures import Failure
 from rustloader.metrics.faults import KEPT_FAILURES, Faults
+from rustloader.settings import names
 from rustloader.system.limited_log import faults as fault_log
 from rustloader.system.protocols import LoaderLike
 
@@ -32,6 +33,7 @@ class FailureCount:
         limit: ``max_errors``.
         samples: Number of samples of an epoch; None if unknown.
         batch_size: Samples of a batch, for an epoch of unknown length.
+        title: What the log calls the loader.
 
     Attributes:
         allowed: Number of samples that may fail in an epoch; None if it is unlimited or depends on what was delivered.
@@ -41,7 +43,15 @@ class FailureCount:
         next_earlier: Number of its failures before the position that it is resumed from.
     """
 
-    def __init__(self, faults: Faults, limit: float | None, samples: int | None, batch_size: int) -> None:
+    def __init__(
+        self,
+        faults: Faults,
+        limit: float | None,
+        samples: int | None,
+        batch_size: int,
+        title: str = "a DataLoader",
+    ) -> None:
+        self._title = title
         self._faults, self._limit, self._batch_size = faults, limit, batch_size
         self._is_share = isinstance(limit, float)
         self.allowed: int | None = None
@@ -86,7 +96,8 @@ class FailureCount:
             del failures[0]
             # Last: it takes the longest, and is the likeliest call to be interrupted.
             name = "a sample" if failed.index is None else f"sample {failed.index}"
-            fault_log.warning("a DataLoader: %s has failed and was %s: %s", name, failed.action, failed.error_text)
+            text = "%s: %s has failed and was %s: %s"
+            fault_log.warning(text, self._title, name, failed.action, failed.error_text)
         if self._counts[-1][1] != self._count:
             # A new list: another thread may read the old one.
             self._counts = [*self._counts[-_KEPT_COUNTS:], (batches - is_empty, self._count)]
@@ -126,6 +137,7 @@ def of(loader: LoaderLike, limit: float | None, faults: Faults) -> FailureCount:
         limit,
         _samples_of(loader),
         batch_size if isinstance(batch_size, int) else 1,
+        names.title(names.given(loader)),
     )
 
 

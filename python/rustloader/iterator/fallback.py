@@ -15,7 +15,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from rustloader._core import Engine
 from rustloader.metrics import ledger
 from rustloader.remote.context import is_remote
-from rustloader.settings import loader_state, options
+from rustloader.settings import loader_state, names, options
 from rustloader.settings.config import LoaderConfig, original
 from rustloader.settings.limits import stall_limits
 from rustloader.supervision import stalls
@@ -114,8 +114,9 @@ def fall_back(source: Any, reason: str, context: Any = None) -> None:
         raise RuntimeError(
             f"a DataLoader with a {type(context).__name__} needs rustloader's engine, which cannot serve it: {reason}"
         )
-    if ledger.of(source).fall_back(reason):
-        logger.warning("a DataLoader runs on torch's own iterator: %s", reason)
+    counters = ledger.of(source)
+    if counters.fall_back(reason):
+        logger.warning("%s runs on torch's own iterator: %s", names.title(counters.given_name), reason)
 
 
 def tell_lost_options(source: Any, config: LoaderConfig) -> None:

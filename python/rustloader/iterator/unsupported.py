@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -17,6 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from rustloader.caching.usage import CacheUsage
 from rustloader.caching.wrapper import Wrapper, check
 from rustloader.metrics.figures import Stats, check_interval, no_loader
+from rustloader.metrics.ranks import RankReport, RankStats
 from rustloader.metrics.wrappers import loader_in
 from rustloader.settings import options
 from rustloader.system.install_handle import Installed
@@ -126,6 +128,32 @@ def stats(source: Any) -> Stats:
         raise no_loader(source)
     workers: int = getattr(source, "num_workers", 0) or getattr(source, "_num_workers", 0)
     return Stats(num_workers=workers, cores=os.cpu_count() or 1, note=_WHY)
+
+
+def report_ranks(source: Any = None, group: Any = None) -> RankReport:
+    """Returns a report without figures, of this process alone."""
+    return RankReport((RankStats(0, socket.gethostname()),))
+
+
+class MetricsServer:
+    """Serves nothing."""
+
+    port, address = 0, ""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
+    """Only logs a warning: there are no figures to serve."""
+    warn()
+    return MetricsServer()
 
 
 @contextlib.contextmanager

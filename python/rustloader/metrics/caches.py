@@ -16,10 +16,16 @@ _DEPTH = 8
 
 
 def usage(dataset: Any) -> CacheUsage | None:
-    """What the cache of a dataset has, also of one below torch's Subset and ConcatDataset; None without one."""
+    """What the cache of a dataset has; None without one."""
+    cached = find(dataset)
+    return None if cached is None else cached.usage()
+
+
+def find(dataset: Any) -> CachedDataset | None:
+    """The cached dataset that a dataset is, or that lies below torch's Subset and ConcatDataset; None without one."""
     for _ in range(_DEPTH):
         if isinstance(dataset, CachedDataset):
-            return dataset.usage()
+            return dataset
         if type(dataset) is Subset:
             dataset = dataset.dataset
         elif type(dataset) is ConcatDataset:

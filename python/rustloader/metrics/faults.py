@@ -66,6 +66,14 @@ class Faults:
         if self._loaders is not None:
             self._loaders.note_restart(text, stalled, out_of_memory)
 
+    def absorb(self, other: Faults) -> None:
+        """Adds the numbers of another one, without its texts."""
+        self._restarts += other._restarts
+        self._stalls += other._stalls
+        self._out_of_memory += other._out_of_memory
+        self._skipped += other._skipped
+        self._replaced += other._replaced
+
     def figures(self) -> FaultStats:
         """The faults so far."""
         return FaultStats(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rustloader.metrics.parts import CopyStats, Figures, WorkerStats
+from rustloader.metrics.scalars import scalars
 from rustloader.metrics.tables import headline, html, lines
 from rustloader.metrics.verdict import Verdict, judge
 
@@ -23,6 +24,7 @@ class Stats(Figures):
     takes ``next_seconds + step_seconds``; time between two epochs is in neither.
 
     Attributes:
+        name: The loader's name: the option ``name``, or the file and the line that made it.
         num_workers: Number of workers of the loader, or of the iterator.
         cores: Number of processor cores that this process may use: affinity and CPU quota, rounded up.
         iterators: Number of iterators that the Rust engine has served, ended ones included. If 0, all times below are
@@ -83,9 +85,9 @@ class Stats(Figures):
         """Returns the figures as plain values that ``json`` can write.
 
         Args:
-            flat: False (the default) gives nested dicts and lists. True gives the numbers alone, as floats, for
-                TensorBoard and Prometheus, under names such as ``waited_seconds`` and ``workers_0_fetch_seconds``,
-                without ``recent_seconds`` and the lists of ``faults``.
+            flat: False (the default) gives nested dicts and lists. True gives the numbers alone, as floats, under names
+                such as ``waited_seconds`` and ``workers_0_fetch_seconds``, without ``recent_seconds`` and the lists of
+                ``faults``.
 
         Returns:
             The figures by name.
@@ -101,6 +103,23 @@ class Stats(Figures):
         del nested["recent_seconds"]  # one value per batch, no metric
         del nested["faults"]["failures"], nested["faults"]["deaths"]
         return dict(_flattened("", nested))
+
+    def scalars(self) -> dict[str, float]:
+        """Returns the main figures as floats under names that stay, for TensorBoard and Weights & Biases.
+
+        The page on metrics lists the names. Figures of workers are sums over all of them; ``as_dict(flat=True)`` has
+        those of each.
+
+        Returns:
+            The figures by name, the same names for every loader; those of a cache only with one.
+
+        Examples:
+            >>> stats = rustloader.Stats(batches=4, next_seconds=1.0, waited_seconds=1.0, step_seconds=3.0)
+            >>> found = stats.scalars()
+            >>> found["batches"], found["wait_share"], found["batches_per_second"]
+            (4.0, 0.25, 1.0)
+        """
+        return scalars(self)
 
     def __repr__(self) -> str:
         return f"<rustloader.Stats: {headline(self)}>"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rustloader._core import Meter, Totals
@@ -17,6 +18,7 @@ from rustloader.metrics.cpu_time import Workers, WorkTime, total
 from rustloader.metrics.faults import Faults
 from rustloader.metrics.memory import Allowance
 from rustloader.metrics.parts import SchedulingStats
+from rustloader.settings import names
 from rustloader.system.forks import at_fork
 from rustloader.system.protocols import IteratorLike, LoaderLike
 from rustloader.system.weak_table import WeakTable
@@ -39,7 +41,10 @@ at_fork("ledgers", after_in_child=_renew_lock)
 class Ledger:
     """The counters of a loader's iterators, or of one iterator. It keeps neither alive."""
 
-    def __init__(self, loaders: Ledger | None = None) -> None:
+    def __init__(self, loaders: Ledger | None = None, name: str = "", given_name: str | None = None) -> None:
+        # The loader's name, and the one that it was given.
+        self.name: str = name if loaders is None else loaders.name
+        self.given_name: str | None = given_name if loaders is None else loaders.given_name
         # For an iterator: its loader's ledger, which receives the same counts.
         self._loaders = loaders
         # Iterators that the engine has served.
@@ -130,7 +135,21 @@ class Ledger:
         found._ended, found._meters, found._processes = self._ended, [*self._meters], self._processes
         return found
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all engines have ended."""
+        return all(meter.ended for meter in self._meters)
+
+    def absorb(self, other: Ledger) -> None:
+        """Adds the counters of a loader that is gone, whose engines have ended. Processor times are left out."""
+        self.iterators += other.iterators
+        for reason, count in other.fallbacks.items():
+            self.fallbacks[reason] = self.fallbacks.get(reason, 0) + count
+        self.faults.absorb(other.faults)
+        self._ended.absorb([other._ended, *other._meters])
+
     def figures(self) -> Totals:
+        # No call in between, in which another thread might move counters from one to the other.
         return figures_of([self._ended, *self._meters])
 
 
@@ -138,10 +157,24 @@ class Ledger:
 _ledgers: WeakTable[Ledger] = WeakTable(on_end=Ledger.end_workers)
 find = _ledgers.find
 
+# Called with each loader that gets a ledger, and with that.
+openings: list[Callable[[Any, Ledger], object]] = []
+
 
 def of(source: Any) -> Ledger:
-    """The ledger of a loader or an iterator, created if there is none."""
-    return find(source) or _ledgers.keep(source, Ledger())
+    """The ledger of a loader, created if there is none, or of an iterator."""
+    found = find(source)
+    if found is None:
+        found = _ledgers.keep(source, Ledger(name=names.of(source), given_name=names.given(source)))
+        for opening in openings:
+            opening(source, found)
+    return found
+
+
+def of_loaders() -> Iterator[tuple[Any, Ledger]]:
+    """The loaders of this process with their ledgers; None in place of one that is gone and has an iterator at work."""
+    for source, found in _ledgers.items():
+        yield (source, found) if found._loaders is None else (None, found._loaders)
 
 
 def open_for(iterator: IteratorLike, loader: LoaderLike) -> None:

@@ -325,6 +325,7 @@ class CacheEstimate:
 class Figures:
     """The fields of ``Stats``: all that verdicts and tables need."""
 
+    name: str = ""
     num_workers: int = 0
     cores: int = 1
     iterators: int = 0

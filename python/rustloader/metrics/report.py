@@ -32,8 +32,8 @@ def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0
 
     Args:
         source: A loader or an iterator, as for ``rustloader.stats()``.
-        callback: A function of one argument, a ``rustloader.Stats``. ``stats.as_dict(flat=True)`` gives names and
-            floats for TensorBoard and Prometheus.
+        callback: A function of one argument, a ``rustloader.Stats``. ``stats.scalars()`` gives names and floats for
+            TensorBoard and Weights & Biases.
         every: Seconds between two calls, greater than 0 (default: 10).
 
     Returns:

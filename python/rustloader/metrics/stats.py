@@ -16,6 +16,7 @@ from rustloader.metrics.ledger import Ledger, find
 from rustloader.metrics.parts import ArenaStats, Fallback, FaultStats, PinningStats, SlowBatch, WorkerStats
 from rustloader.metrics.transfers import TransferStats
 from rustloader.metrics.wrappers import loader_in
+from rustloader.settings import names
 from rustloader.system.cores import usable_cores
 from rustloader.system.procfs import resident
 
@@ -70,11 +71,12 @@ def stats(source: Any) -> Stats:
     if ledger is not None:
         fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
         if ledger.iterators:
-            found = _of_ledger(ledger, workers, fallbacks, _dataset_of(source))
+            found = of_ledger(ledger, workers, fallbacks, _dataset_of(source))
             return replace(found, transfers=moved, **caches.found(source, _dataset_of(source), found))
     if fallbacks:
         note = _ALL_TORCHS + "; ".join(fallback.reason for fallback in fallbacks)
     return Stats(
+        name=_name_of(source) if ledger is None else ledger.name,
         num_workers=workers,
         cores=usable_cores(),
         batches=getattr(source, "_num_yielded", 0),
@@ -96,16 +98,36 @@ def _dataset_of(source: Any) -> Any:
     return getattr(source, "_dataset" if isinstance(source, _BaseDataLoaderIter) else "dataset", None)
 
 
-def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...], dataset: Any) -> Stats:
+def _name_of(source: Any) -> str:
+    return "" if isinstance(source, _BaseDataLoaderIter) else names.of(source)
+
+
+def of_ledger(
+    ledger: Ledger,
+    num_workers: int,
+    fallbacks: tuple[Fallback, ...] = (),
+    dataset: Any = None,
+    reads_memory: bool = True,
+) -> Stats:
+    """The figures of a ledger whose engines have served iterators.
+
+    Args:
+        ledger: The ledger.
+        num_workers: Present number of workers.
+        fallbacks: Iterators on torch's own loop.
+        dataset: The dataset; None if its attributes do not matter.
+        reads_memory: Whether to read the private memory of the workers, which takes milliseconds for each GB.
+    """
     figures = ledger.figures()
     counts = figures.counts
     # Read after the counters: work that they include must not lack its processor time and look like waiting.
     times = ledger.processor_times()
     processes = ledger.workers()
-    private = [] if processes is None else processes.private()
+    private = processes.private() if processes is not None and reads_memory else []
     is_remote = ledger.scheduling is not None and ledger.scheduling.remote
     has_grown = any((taken or 0) >= copied.GROWN for taken in private)
     return Stats(
+        name=ledger.name,
         num_workers=num_workers,
         cores=usable_cores(),
         iterators=ledger.iterators,

@@ -96,6 +96,8 @@ def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
         share = "" if copied.overlapped_share is None else f", {copied.overlapped_share:.0%} beside work"
         text = f"{count_of(copied.batches, 'batch')} ({size(copied.bytes)}) in {duration(copied.seconds)}{share}"
         yield "to the device", text
+    elif copied.note:
+        yield "to the device", copied.note
     if copied.pageable:
         yield "not pinned", copied.pageable
     if stats.cache is not None:
@@ -119,6 +121,8 @@ def lines(stats: Figures) -> Iterator[str]:
         return f"  {name:14}{text}"
 
     yield headline(stats)
+    if stats.name and not stats.note:
+        yield line("loader", stats.name)
     if not stats.note:
         for name, seconds, what in _times(stats):
             yield line(name, f"{duration(seconds)}{f', {what}' if what else ''}")

@@ -21,12 +21,13 @@ class TransferStats:
         seconds: Time of their copies in seconds.
         waited_seconds: Part of ``seconds``: the program's stream had done all its work and waited for the copy.
         pageable: Why batches are copied from pageable memory, with the remedy; empty if they are pinned.
+        note: Why there are no copies, of a loader whose batches stay on the CPU; else empty.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
         >>> batches = list(rustloader.prefetch_to_device(loader, "cpu"))
-        >>> rustloader.stats(loader).transfers.batches
-        0
+        >>> rustloader.stats(loader).transfers.note
+        'the device is the CPU, to which nothing is copied'
     """
 
     batches: int = 0
@@ -34,12 +35,15 @@ class TransferStats:
     seconds: float = 0.0
     waited_seconds: float = 0.0
     pageable: str = ""
+    note: str = ""
 
     @property
     def overlapped_share(self) -> float | None:
         """Share of ``seconds`` for which the program's stream did not wait; None before the first measured copy."""
         return 1 - self.waited_seconds / self.seconds if self.seconds else None
 
+
+_NO_COPIES = "the device is the CPU, to which nothing is copied"
 
 # Pickles and reprs name the module that programs import from.
 TransferStats.__module__ = "rustloader"
@@ -67,7 +71,14 @@ class Transfers:
                 bytes=now.bytes + nbytes,
                 seconds=now.seconds + seconds,
                 waited_seconds=now.waited_seconds + waited,
+                note="",
             )
+
+    def note_host(self) -> None:
+        """Notes that batches stay on the CPU."""
+        with self._lock:
+            if not self.figures.batches:
+                self.figures = replace(self.figures, note=_NO_COPIES)
 
     def note_pageable(self, why: str) -> bool:
         """Notes why batches are not pinned. Returns True if that is new."""

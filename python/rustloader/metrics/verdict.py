@@ -54,7 +54,7 @@ _NO_NUMBER = "How many workers are needed is unknown: this loop has no training 
 _AUTO = 'num_workers="auto" decides about more workers at the next iter().'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict:
     """Names what limits a loader and the remedy.
 
@@ -87,6 +87,9 @@ class Verdict:
     reason: str
     workers_needed: int | None = None
     predicted_gain: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<rustloader.Verdict {self.kind}: {self.sentence}\n ({self.reason})>"
 
     def __str__(self) -> str:
         return f"{self.sentence} ({self.reason})"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from rustloader.settings import kinds, loader_state, options
+from rustloader.settings import kinds, loader_state, names, options
 from rustloader.settings.options import Option
 from rustloader.system.protocols import IteratorLike, LoaderLike
 
@@ -35,6 +35,7 @@ class LoaderConfig:
     on_error: str | Callable[[Any, Exception], Any]
     max_errors: int | float | None
     worker_affinity: str | Sequence[int | Collection[int]] | None
+    name: str
     # Whether workers send snapshots of their datasets.
     snapshots: bool = False
 
@@ -63,6 +64,7 @@ def resolve(loader: LoaderLike) -> LoaderConfig:
     values = {name: installed[name] if name in installed else getattr(loader, name) for name in _TORCHS}
     for name in options.keywords():
         values[name] = installed[name] if name in installed else options.in_force(loader, name)
+    values["name"] = values["name"] or names.default(loader)
     return LoaderConfig(**values)
 
 

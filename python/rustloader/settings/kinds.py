@@ -19,6 +19,7 @@ METHODS = multiprocessing.get_all_start_methods()
 # More than any machine has cores.
 MOST_CORES = 8192
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
+_NAME = re.compile(r"[\w.:/+-](?:[\w.:/+ -]{0,98}[\w.:/+-])?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmg]i?|)b", re.IGNORECASE)
 
 
@@ -145,6 +146,19 @@ class Failures(Kind):
 
     def read(self, text: str) -> int | float:
         return int(text) if text.isdecimal() else float(text)
+
+
+class Name(Kind):
+    """A name for people and for labels of metrics."""
+
+    types: ClassVar[tuple[type, ...]] = (str,)
+    described = expected = "a name of 1 to 100 letters, digits, spaces and characters of _.:/+-"
+
+    def allows(self, value: str) -> bool:
+        return _NAME.fullmatch(value) is not None
+
+    def read(self, text: str) -> str:
+        return text
 
 
 class StartMethod(Choice):

@@ -30,6 +30,8 @@ class LoaderState:
     def __init__(self) -> None:
         # Of a loader with num_workers="auto": rustloader.auto.tuner.Tuner.
         self.tuner: Any = None
+        # The file and the line that made the loader, if a constructor has noted them.
+        self.origin: tuple[str, int] | None = None
         self._logged: set[str] = set()
 
     @functools.cached_property
@@ -52,6 +54,11 @@ _states: WeakTable[LoaderState] = WeakTable()
 def of(source: Any) -> LoaderState:
     """The state of a loader, created if there is none, or of the loader of an iterator."""
     return _states.find(source) or _states.keep(source, LoaderState())
+
+
+def find(source: Any) -> LoaderState | None:
+    """The state of a loader, or of the loader of an iterator, if there is one."""
+    return _states.find(source)
 
 
 def share(iterator: IteratorLike, loader: LoaderLike) -> None:

@@ -23,6 +23,7 @@ from rustloader.settings.kinds import (
     Count,
     Failures,
     Kind,
+    Name,
     Policy,
     Positive,
     Seconds,
@@ -240,6 +241,16 @@ class Options:
         kind=Cores(),
         flag="--worker-affinity",
         metavar="CORES",
+        keyword=True,
+    )
+    name: str | None = _field(
+        "Name of the loader in statistics, metrics, ``top`` and the log (default: None, which means the file and the "
+        "line that made it).",
+        "name of the loaders in statistics, metrics and the log",
+        unset=(None,),
+        kind=Name(),
+        flag="--name",
+        metavar="NAME",
         keyword=True,
     )
     stateful: bool | None = _field(

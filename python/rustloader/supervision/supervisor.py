@@ -11,6 +11,7 @@ from rustloader._core import Death
 from rustloader.errors import WorkerDiedError
 from rustloader.metrics.ledger import Ledger
 from rustloader.remote.context import is_remote
+from rustloader.settings import names
 from rustloader.settings.loader_state import LoaderState
 from rustloader.supervision import deaths
 from rustloader.supervision.restarts import FORK_WARNING, Restarts, hazard_of_fork
@@ -132,12 +133,14 @@ class Supervisor:
             watched.replace(worker_id, pid)
         line = restarts.line_of(worker_id)
         self._counters.faults.note_restart(line, death.stalled, self._group.was_out_of_memory(death, None))
+        name = self._counters.given_name
         fault_log.warning(
-            "DataLoader %s. It was started again as pid %d: %d of max_restarts=%d in this epoch",
+            "DataLoader %s. It was started again as pid %d: %d of max_restarts=%d in this epoch%s",
             line,
             pid,
             restarts.survived,
             restarts.limit,
+            "" if name is None else f" of {names.title(name)}",
         )
         if self._new_streams and self._state.is_new(_NEW_STREAMS):
             logger.info(_NEW_STREAMS)

@@ -22,6 +22,8 @@ STEPS = (
     "ranks",
     # A child has no reports. It shares nothing with other steps.
     "reports",
+    # A child serves no metrics: it closes its copy of the port. It shares nothing with other steps.
+    "metrics",
     # multiprocessing in a child forgets the workers of the parent. It shares nothing with other steps.
     "workers",
     # The parent starts the thread again that returns idle pages. Last in the parent: a thread comes when the locks are

@@ -15,6 +15,8 @@ import rustloader.system.procfs as procfs
 # By launcher: how many ranks there are, and which of them this process is.
 _SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+# The number of this process among all.
+_GLOBAL = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 # For each node, as in "2(x3),1".
 _SLURM_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
@@ -34,6 +36,11 @@ def rank() -> int | None:
     """The number of this rank among those of this machine, from 0; None if nothing tells."""
     found = _number_in(os.environ)
     return None if found is None else found[1]
+
+
+def global_rank() -> int | None:
+    """The number of this rank among those of all machines, from 0; None if nothing tells."""
+    return next((found for name in _GLOBAL if (found := number(name)) is not None), None)
 
 
 def _slurm_size() -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 _V = TypeVar("_V")
@@ -25,6 +25,13 @@ class WeakTable(Generic[_V]):
         """The value of an object, or None."""
         reference, value = self._entries.get(id(source), (None, None))
         return value if reference is not None and reference() is source else None
+
+    def items(self) -> Iterator[tuple[Any, _V]]:
+        """The objects that live, with their values."""
+        for reference, value in list(self._entries.values()):
+            source = reference()
+            if source is not None:
+                yield source, value
 
     def keep(self, source: Any, value: _V) -> _V:
         """Keeps a value while its object lives, if that supports weak references. Returns the value."""

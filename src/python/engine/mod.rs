@@ -84,6 +84,7 @@ struct Config {
     settings: Settings,
     snapshots: bool,
     stall_timeout: Option<f64>,
+    name: String,
 }
 
 impl<'py> FromPyObject<'_, 'py> for Config {
@@ -107,7 +108,8 @@ impl<'py> FromPyObject<'_, 'py> for Config {
             ..torch
         };
         let snapshots = value("snapshots")?.extract()?;
-        Ok(Self { settings, snapshots, stall_timeout: value("stall_timeout")?.extract()? })
+        let (stall_timeout, name) = (value("stall_timeout")?.extract()?, value("name")?.extract()?);
+        Ok(Self { settings, snapshots, stall_timeout, name })
     }
 }
 
@@ -124,8 +126,9 @@ impl PyEngine {
         is_interrupt: Py<PyAny>,
         warn_stall: Py<PyAny>,
     ) -> PyResult<Self> {
-        let Config { settings, snapshots, stall_timeout } = config;
+        let Config { settings, snapshots, stall_timeout, name } = config;
         let mut engine = py.detach(|| Engine::new(settings, snapshots))?;
+        engine.show_name(&name);
         let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
         engine.name_stalls(limits, seconds(stalls.stack_seconds));
         engine.kill_stalls(stall_timeout.and_then(seconds));

@@ -19,13 +19,15 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 /// The first word of an arena.
 pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
 /// The version of this layout, stored last, so that an incomplete arena is never used.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 /// Bytes of a page: blocks begin on pages, and pages are reserved and released.
 pub const PAGE: u64 = 4096;
 /// Counters of the main process: see `metrics.rs`.
 pub const COUNTS: usize = 14;
 /// Bytes of an index batch that a worker shows on its status page.
 pub const INDEX_BYTES: usize = 64;
+/// Bytes of a loader's name that its page shows.
+pub const NAME_BYTES: usize = 64;
 
 /// A struct of the layout: atomics alone, so any bytes are a valid value.
 ///
@@ -105,6 +107,8 @@ pub struct MainPage {
     pub(crate) epoch_batches: AtomicU64,
     /// The counters at the end of the last `next`; those of waiting, at the end of the last wait.
     pub(crate) counts: [AtomicU64; COUNTS],
+    /// The first bytes of the loader's name, zero-padded.
+    pub(crate) name: [AtomicU64; NAME_BYTES / 8],
 }
 
 /// Batches are delivered in order.
@@ -124,7 +128,25 @@ impl MainPage {
         }
         let times =
             [&self.since_ns, &self.wait_since_ns, &self.started_ns, &self.epoch_task, &self.epoch_batches];
-        times.into_iter().chain(&self.counts).for_each(|word| word.store(0, Ordering::Relaxed));
+        let words = times.into_iter().chain(&self.counts).chain(&self.name);
+        words.for_each(|word| word.store(0, Ordering::Relaxed));
+    }
+
+    /// Shows a loader's name, as far as there is room.
+    pub fn set_name(&self, name: &str) {
+        let end = (0..=name.len().min(NAME_BYTES)).rfind(|&end| name.is_char_boundary(end)).unwrap_or(0);
+        let mut bytes = [0; NAME_BYTES];
+        bytes[..end].copy_from_slice(&name.as_bytes()[..end]);
+        for (word, bytes) in self.name.iter().zip(bytes.as_chunks().0) {
+            word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
+        }
+    }
+
+    /// The loader's name, of which there may be the beginning only.
+    pub fn name(&self) -> String {
+        let bytes = self.name.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes());
+        let bytes: Vec<u8> = bytes.take_while(|&byte| byte != 0).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
     }
 }
 
@@ -174,6 +196,16 @@ pub struct RingControl {
     pub tail: Line<AtomicU32>,
     /// Entries taken so far, wrapping; written by the consumer alone.
     pub head: Line<AtomicU32>,
+}
+
+impl RingControl {
+    /// Entries that wait in the ring.
+    pub fn waiting(&self) -> u32 {
+        let (tail, head) = (self.tail.0.load(Ordering::Relaxed), self.head.0.load(Ordering::Relaxed));
+        let count = tail.wrapping_sub(head);
+        // Not read atomically: the head may be ahead.
+        if count > u32::MAX / 2 { 0 } else { count }
+    }
 }
 
 /// Words of a ring's slot.
@@ -444,5 +476,18 @@ mod tests {
             assert_eq!(StackFile::from_u32(file.to_u32()), file);
         }
         assert!(matches!(StackFile::from_u32(u32::MAX), StackFile::Descriptor(fd) if fd < 0));
+    }
+
+    #[test]
+    fn a_name_is_cut_between_two_characters() {
+        let page = MainPage::default();
+        let long = format!("{}\u{e9}\u{e9}", "a".repeat(63));
+        for (name, shown) in [("train", "train"), (long.as_str(), &long[..63]), ("b", "b"), ("", "")] {
+            page.set_name(name);
+            assert_eq!(page.name(), shown);
+        }
+        page.set_name("train");
+        page.reset();
+        assert_eq!(page.name(), "");
     }
 }

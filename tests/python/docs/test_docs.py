@@ -25,6 +25,8 @@ LANGUAGES = {"python", "sh", "text"}
 NOT_RUN = "# Not run by the tests: "
 # Of a page that starts more workers than this machine has cores.
 MANY_WORKERS = "'ignore', 'This DataLoader will create', UserWarning"
+# Python's own of a fork beside a thread, such as that of metrics.
+THREADS = "'ignore', '.*multi-threaded', DeprecationWarning"
 # Commands of other packages, which are not looked into.
 OTHERS = {"git", "cd", "conda"}
 # Variables of the C library.
@@ -89,6 +91,7 @@ def page_script(page):
     lines = [""] * len(PAGES[page].read_text().splitlines())
     lines[0] = (
         f"import warnings; warnings.simplefilter('error'); warnings.filterwarnings({MANY_WORKERS}); "
+        f"warnings.filterwarnings({THREADS}); "
         "from docs_given import *"
     )
     for block in (b for b in blocks(page) if b.language == "python" and b.not_run is None):

@@ -16,7 +16,8 @@ from rustloader.settings import options
 pytestmark = pytest.mark.ours
 
 NAMES = [] if TORCH_MODE else sorted({*rustloader.__all__} - {*torch.utils.data.__all__} | {"DataLoader"})
-CALLABLES = ["DataLoader", "install", "installed", "is_installed", "report", "stats", "uninstall"]
+CALLABLES = ["DataLoader", "install", "installed", "is_installed", "report", "report_ranks", "serve_metrics", "stats"]
+CALLABLES += ["uninstall"]
 DATACLASSES = [name for name in NAMES if hasattr(getattr(rustloader, name), "__dataclass_fields__")]
 SECTIONS = ("Args:", "Keyword Args:", "Attributes:", "Returns:", "Raises:", "Examples:")
 

@@ -40,6 +40,7 @@ OTHER = {
     "on_error": ("skip", "skip"),
     "max_errors": (0.25, "0.25"),
     "worker_affinity": ([[0], [1, 4], [2, 3]], "0/1+4/2-3"),
+    "name": ("train: a.py/3", "train: a.py/3"),
     "stateful": (True, "1"),
 }
 
@@ -204,6 +205,11 @@ WRONG = [
     ("worker_affinity", [0, [-1]], ValueError),
     ("worker_affinity", [True], TypeError),
     ("worker_affinity", ["01"], TypeError),
+    ("name", "", ValueError),
+    ("name", " a", ValueError),
+    ("name", "a\nb", ValueError),
+    ("name", "a" * 101, ValueError),
+    ("name", 1, TypeError),
     ("stateful", 1, TypeError),
 ]
 

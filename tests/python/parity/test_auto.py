@@ -432,13 +432,26 @@ def test_ranks_share_the_cores(decisions, monkeypatch):
 def test_a_change_is_one_line(decisions, caplog):
     caplog.set_level(logging.INFO, "rustloader")
     decisions.counts = [3, 3, 1]
-    loader = DataLoader(Numbers(N), num_workers="auto", seed_by="sample")
+    loader = DataLoader(Numbers(N), num_workers="auto", seed_by="sample", name="digits")
     for _ in range(5):
         list(loader)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", f'num_workers="auto" of a DataLoader over Numbers: {change}, because it was given')
+        ("INFO", f'num_workers="auto" of the DataLoader digits over Numbers: {change}, because it was given')
         for change in ("3 workers in place of 2", "1 worker in place of 3")
     ]
+
+
+def test_a_limit_is_told_once(decisions, caplog, monkeypatch):
+    def decide(epoch, cores, limits, history):
+        return Decision(epoch.workers, "", history, f"{epoch.batches} cores are too few")
+
+    monkeypatch.setattr(tuner, "decide", decide)
+    caplog.set_level(logging.INFO, "rustloader")
+    loader = DataLoader(Numbers(N), num_workers="auto", name="held")
+    for _ in range(4):
+        list(loader)
+    told = 'num_workers="auto" of the DataLoader held stays at 2 workers, although its loop waits: '
+    assert [record.getMessage() for record in caplog.records] == [f"{told}{N} cores are too few"]
 
 
 @pytest.mark.parametrize("seed_by", [None, "worker", "batch", "sample"])
@@ -617,7 +630,7 @@ def test_statistics_say_so(decisions):
         stats = rustloader.stats(loader)
         assert stats.num_workers == stats.scheduling.auto_workers == wanted
         assert f"with {wanted} workers (auto)" in str(stats)
-    fixed = DataLoader(Numbers(N), num_workers=2)
+    fixed = DataLoader(Numbers(N), num_workers=2, name="fixed")
     list(fixed)
     assert rustloader.stats(fixed).scheduling.auto_workers is None and "auto" not in str(rustloader.stats(fixed))
 

@@ -202,6 +202,21 @@ def test_p7_iterable_constructor_errors_are_torchs(DataLoader, arguments):
     yield from refused(DataLoader, Shards([1]), arguments)
 
 
+@pytest.mark.ours
+@pytest.mark.parametrize(
+    "name, meant", [("num_worker", "num_workers"), ("prefetch", None), ("max_restart", "max_restarts")]
+)
+def test_a_misspelled_argument_has_a_note_and_torchs_text(name, meant):
+    with pytest.raises(TypeError) as torchs:
+        TorchDataLoader(range(2), **{name: 2})
+    with pytest.raises(TypeError) as ours:
+        DataLoader(range(2), **{name: 2})
+    assert str(ours.value) == str(torchs.value)
+    if "Did you mean" not in str(torchs.value):  # Python 3.14 says it in the text
+        notes = getattr(ours.value, "__notes__", [])
+        assert notes == ([] if meant is None else [f"Did you mean {meant} in place of {name}?"])
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's half-made iterator
 @rows()
 def test_p7_a_prefetch_factor_of_zero_fails_in_iter(DataLoader):

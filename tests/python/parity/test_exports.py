@@ -82,10 +82,10 @@ def test_version():
 
 OURS = (
     "ArenaStats CacheEstimate CacheUsage CachedDataset CopyStats DataLoader DeviceLoader ErrorLimitExceeded "
-    "Failure Fallback FaultStats LargeAttribute LoaderTimeoutError Options PinningStats SchedulingStats SlowBatch "
-    "StatefulDataLoader Stats TransferStats Verdict VerdictKind WorkerDiedError WorkerStalledError WorkerStats "
-    "cache engine_batches install installed is_installed prefetch_to_device report sample_seed share stats "
-    "uninstall"
+    "Failure Fallback FaultStats LargeAttribute LoaderTimeoutError MetricsServer Options PinningStats RankReport "
+    "RankStats SchedulingStats SlowBatch StatefulDataLoader Stats TransferStats Verdict VerdictKind "
+    "WorkerDiedError WorkerStalledError WorkerStats cache engine_batches install installed is_installed "
+    "prefetch_to_device report report_ranks sample_seed serve_metrics share stats uninstall"
 ).split()
 
 

@@ -125,6 +125,7 @@ def test_a_live_process_is_shown(method, tmp_path, capsys):
         shown = as_json(process.pid, capsys)
         assert shown["pid"] == process.pid and "script.py" in shown["command"] and shown["memory_bytes"] > 1 << 20
         (loader,) = shown["loaders"]
+        assert loader["name"] == loader["stats"]["name"] and loader["name"].startswith("script.py:")
         assert (loader["num_workers"], loader["prefetch_factor"], loader["in_order"]) == (2, 3, True)
         assert loader["persistent"] == (method == "fork") and not loader["pinning"]
         assert loader["main"]["state"] in ("next", "waiting", "step") and loader["interval_seconds"] >= 0.2
@@ -156,12 +157,12 @@ def test_the_start_of_the_workers_does_not_make_sleep_look_like_work(method, tmp
 
 
 def test_once_is_plain_text(tmp_path, capsys):
-    with running(loop(), tmp_path) as (process, said):
+    with running(loop(name="train"), tmp_path) as (process, said):
         status, out, err = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)
         assert (status, err) == (0, "") and "\x1b" not in out
         lines = out.splitlines()
         assert lines[0].startswith(f"process {process.pid}: ") and lines[0].endswith("script.py")
-        assert lines[2].startswith("loader 1      2 workers, prefetch_factor=3; made ")
+        assert lines[2].startswith("loader 1      train: 2 workers, prefetch_factor=3; made ")
         for name in ("main", "last", "batches", "memory", "verdict"):
             assert any(line.startswith(f"  {name}") for line in lines), name
         assert lines[-3].split() == "worker pid state batch for fetch cpu coll pack idle memory indices".split()
@@ -401,8 +402,8 @@ def test_without_a_pid_the_only_process_is_shown_or_all_are_listed(tmp_path, cap
             "rustloader top: several processes have loaders at work; choose one: rustloader top PID\n",
         )
         heading, *rows = out.splitlines()
-        assert heading.split() == ["pid", "loaders", "command"]
-        assert sorted(row.split()[:2] for row in rows) == sorted([[str(one.pid), "1"], [str(two.pid), "1"]])
+        assert heading.split() == ["pid", "rank", "loaders", "batches", "in", "next", "verdict", "command"]
+        assert sorted(row.split()[:3] for row in rows) == sorted([[str(it.pid), "-", "1"] for it in (one, two)])
         status, out, err = run("--json", capsys=capsys)
         assert status == 2 and {it["pid"] for it in json.loads(out)["processes"]} == {one.pid, two.pid}
 
@@ -504,7 +505,7 @@ def test_another_version_of_the_layout_is_named(memfd, capsys):
     assert words.startswith(
         f"the loaders of process {os.getpid()} cannot be read: the shared memory has layout version 77"
     )
-    assert f"this rustloader ({rustloader.__version__}) reads version 6" in words
+    assert f"this rustloader ({rustloader.__version__}) reads version 7" in words
 
 
 def test_a_damaged_arena_is_an_error(memfd, capsys):
@@ -729,6 +730,7 @@ def figures(workers, stuck=()):
         now=1000.0,
         started=100.0,
         pid=os.getpid(),
+        name="train",
         state="waiting",
         seconds_in_state=98.7,
         stopping=False,

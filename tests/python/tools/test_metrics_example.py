@@ -45,9 +45,9 @@ def test_the_curves_of_a_loader_in_event_files(tmp_path):
     steps = [step for step, _ in batches]
     assert steps == sorted(steps) and len(steps) > 20 and batches[-1] == [24, 24.0]
     assert all(step == value for step, value in batches)
-    for name in ("waited_seconds", "step_seconds", "workers_0_fetch_seconds", "workers_1_tasks", "arena_warm_bytes"):
+    for name in ("wait_seconds", "step_seconds", "worker_fetch_seconds", "arena_bytes", "wait_share"):
         values = [value for _, value in curves[f"loader/{name}"]]
         assert len(values) >= len(set(steps)), name
-        assert re.search("bytes$", name) or values == sorted(values), name
-    assert sum(curves[f"loader/workers_{worker}_tasks"][-1][1] for worker in (0, 1)) == 24
-    assert curves["loader/workers_0_fetch_seconds"][-1][1] > 0 and curves["loader/step_seconds"][-1][1] >= 22 * 0.002
+        assert re.search("bytes$|share$", name) or values == sorted(values), name
+    assert curves["loader/workers"][-1][1] == 2
+    assert curves["loader/worker_fetch_seconds"][-1][1] > 0 and curves["loader/step_seconds"][-1][1] >= 22 * 0.002

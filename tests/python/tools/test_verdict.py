@@ -21,6 +21,7 @@ if not TORCH_MODE:
         SlowBatch,
         Stats,
         TransferStats,
+        Verdict,
         VerdictKind,
         WorkerStats,
     )
@@ -625,6 +626,11 @@ REMEDIES = {
 def test_every_verdict_names_the_remedy(name):
     sentence, remedy = TABLE[name][0]().verdict().sentence, REMEDIES[name]
     assert remedy is None or remedy in sentence, sentence
+
+
+def test_the_repr_has_two_lines():
+    verdict = Verdict("step", "The step takes longest.", "waits for 1%")
+    assert repr(verdict) == "<rustloader.Verdict step: The step takes longest.\n (waits for 1%)>"
 
 
 def test_plurals_of_a_single_core_and_worker():

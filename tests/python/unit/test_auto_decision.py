@@ -40,6 +40,14 @@ def target(*args, cores=64, limits=(), history=None, **more):
     return decide(epoch(*args, **more), cores, limits, history or History())[0]
 
 
+def test_a_limit_that_holds_the_number_below_the_need_is_named():
+    limits = [Limit(4, "the dataset has 4 shards")]
+    assert decide(epoch(4, 75, 10), 64, limits).held_by == "the dataset has 4 shards"
+    # The loop does not wait, the limit is not reached, or there is none.
+    assert decide(epoch(4, 35, 10), 64, limits).held_by == decide(epoch(2, 75, 10), 64, limits).held_by == ""
+    assert decide(epoch(4, 75, 10), 64).held_by == ""
+
+
 def run(workers, epochs, figures, cores=64, limits=()):
     """The numbers of workers of so many epochs; `figures` makes those of epoch n with a number of workers."""
     counts, history = [workers], History()
@@ -124,7 +132,7 @@ def test_a_short_epoch_decides_nothing():
         epoch(2, 75, 10, busy=0.0),
         Epoch(workers=2, batches=0, step=0.0, own=0.0, waited=0.0, tasks=0, busy=0.0),
     ):
-        assert decide(figures, 64, (), kept) == (figures.workers, "", kept)
+        assert decide(figures, 64, (), kept) == (figures.workers, "", kept, "")
     assert target(2, 75, 10, batches=20) == 8
 
 

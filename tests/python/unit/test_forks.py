@@ -46,7 +46,7 @@ def lines_of(source):
 
 def test_steps_run_in_the_order_of_the_list_and_an_error_stops_none():
     parent, child = map(ast.literal_eval, lines_of(f"{PARTS = }\n{ORDER}"))
-    steps = ("ledgers", "ranks", "reports", "workers", "pages", "numpy")
+    steps = ("ledgers", "ranks", "reports", "metrics", "workers", "pages", "numpy")
     assert steps == forks.STEPS
     before = [("before", name) for name in reversed(steps)]
     assert parent == [*before, *(("after_in_parent", name) for name in steps)]
@@ -77,7 +77,7 @@ def test_each_step_has_the_parts_that_it_needs():
 import rustloader
 from rustloader.system import forks
 from rustloader.sharing import ranks
-rustloader.DataLoader, rustloader.report, rustloader.share
+rustloader.DataLoader, rustloader.report, rustloader.share, rustloader.serve_metrics
 print({name: forks.registered(name) for name in forks.STEPS})
 """
     (line,) = lines_of(script)
@@ -87,6 +87,7 @@ print({name: forks.registered(name) for name in forks.STEPS})
         "ledgers": ("after_in_child",),
         "ranks": PARTS,
         "reports": ("after_in_child",),
+        "metrics": ("after_in_child",),
         "workers": ("after_in_child",),
         "numpy": (),  # in the fork server alone
     }

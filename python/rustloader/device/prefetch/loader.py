@@ -99,9 +99,12 @@ class DeviceLoader:
         self._lane = lane
         self._position = Position()
         self._iterators: weakref.WeakSet[DeviceIterator] = weakref.WeakSet()
-        if not isinstance(lane, HostLane):
-            # `stats` finds them by the loader and by this object.
-            lane.transfers = transfers.keep(self, transfers.of(loader_in(loader, lambda _: False)))
+        # `stats` finds them by the loader and by this object.
+        found = transfers.keep(self, transfers.of(loader_in(loader, lambda _: False)))
+        if isinstance(lane, HostLane):
+            found.note_host()
+        else:
+            lane.transfers = found
 
     @property
     def device(self) -> torch.device:

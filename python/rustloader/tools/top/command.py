@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import rustloader.system.local_ranks as local_ranks
 import rustloader.system.procfs as procfs
 from rustloader.tools.top import processes
 from rustloader.tools.top.model import Loader, Look, take
@@ -60,15 +61,34 @@ def _choose(as_json: bool) -> int | None:
         )
     if len(found) == 1:
         return next(iter(found))
-    listed = [{"pid": pid, "command": processes.command(pid), "loaders": len(own)} for pid, own in found.items()]
+    listed = [_listed(pid, len(own)) for pid, own in found.items()]
     if as_json:
         print(json.dumps({"processes": listed}, indent=2))
     else:
-        print(f"{'pid':>8}  {'loaders':>7}  command")
+        print(f"{'pid':>8}  {'rank':>4}  {'loaders':>7}  {'batches':>9}  {'in next':>7}  {'verdict':12}  command")
         for it in listed:
-            print("{pid:>8}  {loaders:>7}  {command}".format(**it))
+            cells = it | {"rank": "-" if it["local_rank"] is None else it["local_rank"]}
+            line = "{pid:>8}  {rank:>4}  {loaders:>7}  {batches:>9,}  {next_share:>7.0%}  {verdict:12}  {command}"
+            print(line.format(**cells))
     _refuse("several processes have loaders at work; choose one: rustloader top PID")
     return None
+
+
+def _listed(pid: int, count: int) -> dict[str, Any]:
+    """A process with the figures of its busiest loader since that began. Ranks show side by side which one waits."""
+    rank = local_ranks.number_of(pid)
+    known = {"pid": pid, "local_rank": None if rank is None else rank[1], "loaders": count}
+    figures: dict[str, Any] = {"name": "", "batches": 0, "next_share": 0.0, "verdict": "unknown"}
+    with contextlib.suppress(processes.NothingToSee):  # it has ended meanwhile
+        loaders = [Loader(pid, None, look) for look in take(pid)]
+        busiest = max(loaders, key=lambda loader: loader.total.batches, default=None)
+        if busiest is not None:
+            total = busiest.total
+            loop = total.next_seconds + total.step_seconds
+            share = total.next_seconds / loop if loop else 0.0
+            kind = busiest.verdict[0].kind
+            figures = {"name": total.name, "batches": total.batches, "next_share": share, "verdict": kind}
+    return known | figures | {"command": processes.command(pid)}
 
 
 def _main_process(pid: int, waits: bool) -> int:

@@ -237,6 +237,7 @@ class Loader:
         figures = self.figures
         settings = ("prefetch_factor", "in_order", "persistent", "pinning")
         return {
+            "name": figures.name,
             "num_workers": len(self.workers),
             **{name: getattr(figures, name) for name in settings},
             "age_seconds": self.age_seconds,
@@ -257,6 +258,7 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look |
     figures = now.figures
     counts = figures.counts.since(since.figures.counts) if since else figures.counts
     return Stats(
+        name=figures.name,
         num_workers=len(workers),
         cores=_cores(pid),
         iterators=1,

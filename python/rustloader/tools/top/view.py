@@ -71,7 +71,8 @@ def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator
     settings += [] if figures.in_order else ["in_order=False"]
     settings += ["persistent_workers"] if figures.persistent else []
     settings += ["pinned"] if figures.pinning else []
-    title = f"{', '.join(settings)}; made {_time(loader.age_seconds)} ago"
+    named = f"{figures.name}: " if figures.name else ""
+    title = f"{named}{', '.join(settings)}; made {_time(loader.age_seconds)} ago"
     yield [(f"{f'loader {number}':<{_INDENT}}", "bold"), (_cut(title, width - _INDENT), "")]
     yield _line("main", _main(loader), width, "bold yellow" if _waits(loader) else "")
     shares = loader.main_shares

@@ -1,0 +1,121 @@
+"""The counters of all loaders of a process by name, of loaders that are gone as well.
+
+A monitoring system knows a loader by its name. So what a loader has counted stays in its name's account when the
+program drops the loader, and an account only grows.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from rustloader.caching.dataset import CachedDataset
+from rustloader.caching.usage import CacheUsage
+from rustloader.metrics import caches, ledger
+from rustloader.metrics.ledger import Ledger
+
+
+class Open(NamedTuple):
+    """A loader, its counters, and the cache of its dataset. What is gone, or was never there, is None."""
+
+    loader: Callable[[], Any]
+    ledger: Ledger
+    cached: Callable[[], CachedDataset | None]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing counts there any more. An iterator may outlive its loader."""
+        return self.loader() is None and self.ledger.has_ended
+
+
+class Account:
+    """The loaders of one name."""
+
+    def __init__(self) -> None:
+        # Of loaders that are gone.
+        self._gone = Ledger()
+        self.open: list[Open] = []
+        # The caches of its datasets, which programs use for one loader after the other, and their last figures.
+        self._caches: list[weakref.ref[CachedDataset]] = []
+        self._usages: list[CacheUsage] = []
+
+    def add(self, opened: Open) -> None:
+        """Adds a loader."""
+        self.settle()
+        self.open.append(opened)
+        cached = opened.cached()
+        if cached is not None and not any(known() is cached for known in self._caches):
+            self._caches = [*(known for known in self._caches if known() is not None), weakref.ref(cached)]
+
+    def settle(self) -> None:
+        """Closes the entries of loaders that are gone."""
+        for it in [it for it in self.open if it.is_settled]:
+            self._gone.absorb(it.ledger)
+            self.open.remove(it)
+
+    def ledgers(self) -> list[Ledger]:
+        """The counters of the name: of loaders that are gone, and of each other one. Their sums only grow."""
+        return [self._gone, *(it.ledger for it in self.open)]
+
+    def caches(self) -> list[CacheUsage]:
+        """The figures of each cache of the loaders' datasets; the last ones if none is left."""
+        found: list[CachedDataset] = []
+        for reference in self._caches:
+            cached = reference()
+            if cached is not None and not any(cached.table is other.table for other in found):
+                found.append(cached)
+        if found:
+            self._usages = [cached.usage() for cached in found]
+        return self._usages
+
+
+class Accounts:
+    """The accounts of a process by name, of all loaders that begin an epoch before ``close``, or have begun one and
+    live at the construction."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Account] = {}
+        # Loaders that have no account yet.
+        self._opened: list[Open] = []
+        # Held to change accounts, and by those who read them.
+        self.lock = threading.Lock()
+        ledger.openings.append(self._open)
+        for loader, found in ledger.of_loaders():
+            if not any(found is it.ledger for it in self._opened):
+                self._opened.append(_opened(loader, found))
+
+    def close(self) -> None:
+        """Follows no further loaders. Safe to call more than once."""
+        if self._open in ledger.openings:
+            ledger.openings.remove(self._open)
+
+    def _open(self, loader: Any, found: Ledger) -> None:
+        self._opened.append(_opened(loader, found))
+        # Without waiting, for this is the thread of a loop. The next one who has the lock does it otherwise.
+        if self.lock.acquire(blocking=False):
+            try:
+                self.items()
+            finally:
+                self.lock.release()
+
+    def items(self) -> list[tuple[str, Account]]:
+        """The accounts with their names. For the holder of the lock."""
+        while self._opened:
+            opened = self._opened.pop(0)
+            self._by_name.setdefault(opened.ledger.name, Account()).add(opened)
+        return list(self._by_name.items())
+
+
+def _opened(loader: Any, found: Ledger) -> Open:
+    cached = caches.find(getattr(loader, "dataset", None))
+    return Open(
+        _nothing if loader is None else weakref.ref(loader),
+        found,
+        _nothing if cached is None else weakref.ref(cached),
+    )
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,117 @@
+"""The loaders of all ranks side by side: the result of ``rustloader.report_ranks()``."""
+
+# No `from __future__ import annotations`: field annotations must be types, not strings.
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rustloader.metrics.verdict import VerdictKind
+from rustloader.system.texts import duration
+
+# A rank whose loop spends a smaller share of its time in `next`, or is slower than the others by a smaller factor, does
+# not hold them up.
+_WAITS, _SLOWER = 0.1, 1.2
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """Holds the figures of one rank's loader so far.
+
+    Attributes:
+        rank: Number of the rank.
+        host: Name of its machine.
+        loader: Name of the loader; empty if the rank has none.
+        batches: Number of batches delivered.
+        seconds: Time of the loop: in ``next``, and in the training step.
+        next_seconds: Part of ``seconds`` in ``next``: waits and its own work.
+        kind: What limits the loader, as in ``Verdict``.
+        sentence: The same in words, with the remedy.
+
+    Examples:
+        >>> rank = rustloader.RankStats(1, "node1", "train", batches=10, seconds=2.0, next_seconds=0.5)
+        >>> rank.next_seconds_per_batch, rank.next_share
+        (0.05, 0.25)
+    """
+
+    rank: int
+    host: str
+    loader: str = ""
+    batches: int = 0
+    seconds: float = 0.0
+    next_seconds: float = 0.0
+    kind: VerdictKind = "unknown"
+    sentence: str = "This rank has no loader with batches from the engine."
+
+    @property
+    def next_seconds_per_batch(self) -> float:
+        """Seconds in ``next`` per batch; 0.0 before the first."""
+        return self.next_seconds / self.batches if self.batches else 0.0
+
+    @property
+    def next_share(self) -> float:
+        """Part of the loop's time in ``next``; 0.0 before the first batch."""
+        return self.next_seconds / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Holds the figures of all ranks; ``print`` shows them as a table.
+
+    Attributes:
+        ranks: One entry for each rank, by its number.
+
+    Examples:
+        >>> report = rustloader.RankReport((rustloader.RankStats(0, "a"), rustloader.RankStats(1, "b")))
+        >>> print(report.slowest)
+        None
+    """
+
+    ranks: tuple[RankStats, ...]
+
+    @property
+    def slowest(self) -> RankStats | None:
+        """The rank whose loop spends most time in ``next`` per batch; None without batches.
+
+        Ranks that exchange gradients are all as fast as the slowest one. The others wait for it in their step, so only
+        it has its time in ``next``.
+        """
+        with_batches = [it for it in self.ranks if it.batches]
+        return max(with_batches, key=lambda it: it.next_seconds_per_batch, default=None)
+
+    def __str__(self) -> str:
+        return "\n".join([*_table(self.ranks), _sentence(self.ranks, self.slowest)])
+
+
+for _cls in (RankStats, RankReport):
+    _cls.__module__ = "rustloader"
+
+
+def _table(ranks: Iterable[RankStats]) -> list[str]:
+    rows = [("rank", "host", "loader", "batches", "per second", "in next()", "share", "limited by")]
+    for it in ranks:
+        rate = f"{it.batches / it.seconds:,.1f}" if it.seconds else "-"
+        each = duration(it.next_seconds_per_batch) if it.batches else "-"
+        share = f"{it.next_share:.0%}" if it.seconds else "-"
+        rows.append((str(it.rank), it.host, it.loader or "-", f"{it.batches:,}", rate, each, share, it.kind))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(_aligned, row, widths, range(len(row)))).rstrip() for row in rows]
+
+
+def _aligned(cell: str, width: int, column: int) -> str:
+    return cell.ljust(width) if column in (1, 2, 7) else cell.rjust(width)
+
+
+def _sentence(ranks: Sequence[RankStats], slowest: RankStats | None) -> str:
+    if slowest is None:
+        return "No rank has had a batch from the engine."
+    if slowest.next_share < _WAITS:
+        return "No rank's loop waits for its loader: the training step sets the pace."
+    others = [it.next_seconds_per_batch for it in ranks if it is not slowest and it.batches]
+    took = f"{duration(slowest.next_seconds_per_batch)} per batch in next()"
+    if not others:
+        return f"The loop spends {took}. {slowest.sentence}"
+    usual = statistics.median(others)
+    if slowest.next_seconds_per_batch < _SLOWER * usual:
+        return f"All ranks wait for their loaders alike, rank {slowest.rank} the longest: {took}. {slowest.sentence}"
+    who = f"Rank {slowest.rank} on {slowest.host} is the slowest"
+    return f"{who}: its loop spends {took}, the others {duration(usual)}. {slowest.sentence}"

@@ -1,0 +1,45 @@
+"""The main figures as a flat dict: few names, which stay."""
+
+from __future__ import annotations
+
+from rustloader.metrics.parts import Figures
+
+
+def scalars(stats: Figures) -> dict[str, float]:
+    """The figures of ``Stats.scalars()``, which describes them."""
+    loop = stats.next_seconds + stats.step_seconds
+    waited = stats.first_seconds + stats.waited_seconds
+    found: dict[str, float] = {
+        "batches": stats.batches,
+        "bytes": stats.bytes,
+        "epochs": stats.epochs,
+        "batches_per_second": stats.batches / loop if loop else 0.0,
+        "wait_share": waited / loop if loop else 0.0,
+        "wait_seconds": stats.waited_seconds,
+        "first_wait_seconds": stats.first_seconds,
+        "blocked_seconds": stats.blocked_seconds,
+        "next_seconds": stats.next_seconds,
+        "step_seconds": stats.step_seconds,
+        "workers": stats.num_workers,
+        "worker_fetch_seconds": sum(worker.fetch_seconds for worker in stats.workers),
+        "worker_collate_seconds": sum(worker.collate_seconds for worker in stats.workers),
+        "worker_pack_seconds": sum(worker.pack_seconds for worker in stats.workers),
+        "worker_idle_seconds": sum(worker.idle_seconds for worker in stats.workers),
+        "worker_resident_bytes": sum(worker.rss_bytes for worker in stats.workers),
+        "arena_bytes": stats.arena.warm_bytes,
+        "restarts": stats.faults.restarts,
+        "stalls": stats.faults.stalls,
+        "skipped_samples": stats.faults.skipped,
+        "replaced_samples": stats.faults.replaced,
+        "transfer_seconds": stats.transfers.seconds,
+        "transfer_wait_seconds": stats.transfers.waited_seconds,
+    }
+    if stats.cache is not None:
+        asked = stats.cache.hits + stats.cache.misses
+        found |= {
+            "cache_hits": stats.cache.hits,
+            "cache_misses": stats.cache.misses,
+            "cache_hit_share": stats.cache.hits / asked if asked else 0.0,
+            "cache_bytes": stats.cache.samples_bytes,
+        }
+    return {name: float(value) for name, value in found.items()}

@@ -1,0 +1,153 @@
+"""``rustloader.serve_metrics()``: metrics of all loaders of a process over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from types import TracebackType
+
+import rustloader.system.local_ranks as local_ranks
+from rustloader.metrics.accounts import Accounts
+from rustloader.metrics.gathering import global_rank
+from rustloader.system.forks import at_fork
+
+# Those of this process, which a forked child does not serve.
+_servers: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
+
+
+class MetricsServer:
+    """Serves the metrics of this process until it is closed; made by ``rustloader.serve_metrics()``.
+
+    Also a context manager that closes it.
+
+    Attributes:
+        port: The port that it listens on.
+        address: The address.
+
+    Examples:
+        >>> with rustloader.serve_metrics(port=0) as server:
+        ...     print(server.address, server.port > 0)
+        127.0.0.1 True
+    """
+
+    def __init__(self, port: int, address: str) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        from rustloader.metrics.collector import LoaderCollector
+
+        registry = CollectorRegistry(auto_describe=False)
+        accounts = Accounts()
+        try:
+            registry.register(LoaderCollector(accounts, str(global_rank())))
+            self._server, self._thread = start_http_server(port, addr=address, registry=registry)
+        except BaseException:
+            accounts.close()
+            raise
+        self._accounts: Accounts | None = accounts
+        self.port: int = self._server.server_port
+        self.address = address
+        _servers.add(self)
+
+    def close(self) -> None:
+        """Ends the server, and closes its port. Safe to call more than once.
+
+        Examples:
+            >>> server = rustloader.serve_metrics(port=0)
+            >>> server.close()
+        """
+        accounts, self._accounts = self._accounts, None
+        if accounts is None:
+            return
+        accounts.close()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _forget(self) -> None:
+        """In a forked child: the port is the parent's alone, and its thread is not here."""
+        accounts, self._accounts = self._accounts, None
+        if accounts is not None:
+            accounts.close()
+            with contextlib.suppress(OSError):
+                self._server.socket.close()
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._accounts is None else f"at http://{self.address}:{self.port}/metrics"
+        return f"<rustloader.MetricsServer {state}>"
+
+
+# Messages name the module that users import from.
+MetricsServer.__module__ = "rustloader"
+
+
+def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
+    """Serves metrics of all loaders of this process over HTTP, for Prometheus and what reads its format.
+
+    It needs prometheus_client: ``pip install 'rustloader[metrics]'``. A thread answers ``/metrics`` from the counters
+    that ``rustloader.stats()`` reads; nothing more is counted. Loaders are known by their names (``name=``). What a
+    loader has counted stays when the program drops it, so counters only grow. The page on metrics lists them.
+
+    Each rank of a machine serves by itself, on ``port`` plus its number on the machine, as the launcher (torchrun,
+    Slurm, MPI) tells it: with ``port=9400`` local rank 3 has port 9403. Forked children, workers among them, do not
+    serve.
+
+    There is no password and no encryption. By default only programs of this machine can connect; any other
+    ``address`` shows the names of loaders, their files and their rates to who can reach it.
+
+    Args:
+        port: Port of the first rank of the machine; 0 takes a free one.
+        address: Address to listen on (default: "127.0.0.1"). "0.0.0.0" means all interfaces.
+
+    Returns:
+        The server, with ``port`` and ``close()``.
+
+    Raises:
+        ImportError: prometheus_client is not installed.
+        OSError: The port is taken, or the address is none of this machine.
+        ValueError: ``port`` is not between 0 and 65535.
+
+    Examples:
+        >>> server = rustloader.serve_metrics(port=0)
+        >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1, name="train")
+        >>> batches = list(loader)
+        >>> from urllib.request import urlopen
+        >>> text = urlopen(f"http://127.0.0.1:{server.port}/metrics").read().decode()
+        >>> print(next(line for line in text.splitlines() if line.startswith("rustloader_batches_total")))
+        rustloader_batches_total{loader="train",rank="0"} 2.0
+        >>> server.close()
+    """
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "rustloader.serve_metrics() needs prometheus_client: pip install 'rustloader[metrics]'"
+        ) from error
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+        raise ValueError(f"port must be an integer between 0 and 65535, got {port!r}")
+    mine = port + (local_ranks.rank() or 0) if port else 0
+    if mine > 65535:
+        raise ValueError(f"port must leave room for the local ranks: {port} plus {mine - port} is above 65535")
+    try:
+        return MetricsServer(mine, address)
+    except OSError as error:
+        error.add_note(
+            f"serve_metrics() could not listen on {address}, port {mine}, the port plus the local "
+            "rank. If the processes of this machine have no LOCAL_RANK, give each a port of its own, or port=0"
+        )
+        raise
+
+
+def _forget_all() -> None:
+    for server in list(_servers):
+        server._forget()
+
+
+at_fork("metrics", after_in_child=_forget_all)

@@ -1,0 +1,68 @@
+"""Names of loaders: the option ``name``, or where a loader was made."""
+
+from __future__ import annotations
+
+import os
+import typing
+from types import FrameType
+from typing import Any
+
+from rustloader.settings import loader_state, options
+from rustloader.system.package import FOLDER
+from rustloader.system.protocols import LoaderLike
+
+_OWN = FOLDER + os.sep
+
+
+def note_origin(loader: LoaderLike, frame: FrameType | None) -> None:
+    """Remembers the file and the line that make a loader, for its default name. Keeps no frame.
+
+    Args:
+        loader: The loader, in its constructor.
+        frame: The caller of that constructor. Constructors of subclasses, and this package, are passed over.
+    """
+    while frame is not None and _makes_itself(loader, frame):
+        frame = frame.f_back
+    if frame is not None:
+        loader_state.of(loader).origin = frame.f_code.co_filename, frame.f_lineno
+
+
+def _makes_itself(loader: LoaderLike, frame: FrameType) -> bool:
+    code = frame.f_code
+    # `DataLoader[int](...)` is called by the module typing.
+    if code.co_filename.startswith(_OWN) or code.co_filename == typing.__file__:
+        return True
+    if code.co_name != "__init__" or not code.co_argcount:
+        return False
+    return frame.f_locals.get(code.co_varnames[0]) is loader
+
+
+def default(loader: LoaderLike) -> str:
+    """The name of a loader that was given none: the file and the line that made it, as in "train.py:12". Of a loader
+    that a library has made from a class of torch's, or of a copy, the type of the dataset."""
+    state = loader_state.find(loader)
+    if state is None or state.origin is None:
+        return _printable(type(getattr(loader, "dataset", loader)).__qualname__)
+    file, line = state.origin
+    return _printable(f"{os.path.basename(file)}:{line}")
+
+
+def given(loader: Any) -> str | None:
+    """The name that a loader of any class was given, or that ``install()`` has set; None: neither."""
+    name: str | None = options.in_force(loader, "name") or options.current().get("name")
+    return name
+
+
+def of(loader: Any) -> str:
+    """The name of a loader of any class."""
+    return given(loader) or default(loader)
+
+
+def title(name: str | None) -> str:
+    """What the log calls a loader that was given a name, or none."""
+    return "a DataLoader" if name is None else f"the DataLoader {name}"
+
+
+def _printable(text: str) -> str:
+    # A file's name may have bytes that are no text.
+    return "".join(it if it.isprintable() else "?" for it in text.encode(errors="replace").decode())

@@ -1,0 +1,607 @@
+"""Metrics: what `serve_metrics` serves, how it grows, and that a Prometheus reads it; `scalars()`."""
+
+import ast
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+
+import pytest
+from sample_data import Numbers
+from support import ROOT, TORCH_MODE, DataLoader, TorchDataLoader, kill, run_script, start_script, wait_until
+
+pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")]
+
+if not TORCH_MODE:
+    import rustloader
+    from rustloader.metrics import ledger
+    from rustloader.settings import names
+
+parser = pytest.importorskip(
+    "prometheus_client.parser", reason="prometheus_client comes with the extras metrics and dev"
+)
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+
+
+class Metrics(dict):
+    """The samples of an answer: values by name and labels."""
+
+    def __init__(self, port):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            self.text = answer.read().decode()
+        self.families = {family.name: family for family in parser.text_string_to_metric_families(self.text)}
+        for family in self.families.values():
+            for sample in family.samples:
+                key = (sample.name.removeprefix("rustloader_"), *sorted(sample.labels.items()))
+                assert key not in self, f"{key} stands there twice"
+                self[key] = sample.value
+
+    def of(self, name, loader, **labels):
+        return self.get((name, *sorted({"rank": "0", "loader": loader, **labels}.items())))
+
+
+@pytest.fixture
+def server():
+    with rustloader.serve_metrics(port=0) as server:
+        yield server
+
+
+def numbers(name, workers=2, **kw):
+    return DataLoader(Numbers(12), batch_size=3, num_workers=workers, name=name, **kw)
+
+
+# What is served
+
+
+def test_what_a_loader_has_counted(server):
+    loader = numbers("counted")
+    for _ in range(2):
+        list(loader)
+    found, stats = Metrics(server.port), rustloader.stats(loader)
+    assert found.of("batches_total", "counted") == stats.batches == 8
+    assert found.of("bytes_total", "counted") == stats.bytes > 0
+    assert found.of("epochs_total", "counted") == 2 and found.of("batch_size", "counted") == 3
+    assert found.of("next_seconds_total", "counted") == pytest.approx(stats.next_seconds)
+    assert found.of("step_seconds_total", "counted") == pytest.approx(stats.step_seconds)
+    tasks = [found.of("worker_batches_total", "counted", worker=str(worker)) for worker in (0, 1)]
+    assert tasks == [worker.tasks for worker in stats.workers] and sum(tasks) == 8
+    fetched = [found.of("worker_fetch_seconds_total", "counted", worker=str(worker)) for worker in (0, 1)]
+    assert fetched == pytest.approx([worker.fetch_seconds for worker in stats.workers])
+    assert found.of("verdict", "counted", kind="too_few") == 1
+    assert found.of("restarts_total", "counted") == found.of("skipped_samples_total", "counted") == 0
+    assert found.of("workers", "counted") == 0 and found.of("cache_hits_total", "counted") is None
+
+
+def test_waits_are_a_histogram(server):
+    class Slow(Numbers):
+        def __getitem__(self, i):
+            time.sleep(0.03)
+            return super().__getitem__(i)
+
+    loader = DataLoader(Slow(5), batch_size=None, num_workers=1, name="slow")
+    list(loader)
+    found, stats = Metrics(server.port), rustloader.stats(loader)
+    buckets = [(key[1][1], value) for key, value in found.items() if key[0] == "wait_seconds_bucket"]
+    counts = [value for _, value in buckets]
+    assert counts == sorted(counts) and [bound for bound, _ in buckets][-1] == "+Inf"
+    # All but the first: four batches and the end.
+    assert found.of("wait_seconds_count", "slow") == counts[-1] == 5
+    assert found.of("wait_seconds_sum", "slow") == pytest.approx(stats.waited_seconds)
+    # The end is there at once, and each batch takes 30 ms.
+    assert dict(buckets)["0.01"] >= 1 and dict(buckets)["30.0"] == 5 and dict(buckets)["0.0001"] <= 4
+    assert found.families["rustloader_wait_seconds"].type == "histogram"
+
+
+def test_running_workers_and_their_memory(server):
+    iterator = iter(numbers("running", persistent_workers=True))
+    next(iterator)
+    assert wait_until(lambda: Metrics(server.port).of("ready_batches", "running") > 0)
+    found = Metrics(server.port)
+    assert found.of("workers", "running") == 2 and found.of("arena_bytes", "running") > 0
+    assert found.of("worker_resident_bytes", "running", worker="1") > 1 << 20
+
+
+def test_a_cache_and_failures(server):
+    class Bad(Numbers):
+        def __getitem__(self, i):
+            if i == 3:
+                raise ValueError("bad")
+            return super().__getitem__(i)
+
+    loader = DataLoader(rustloader.cache(Numbers(6), memory="1MiB"), num_workers=1, name="cached")
+    for _ in range(3):
+        list(loader)
+    list(DataLoader(Bad(6), num_workers=0, on_error="skip", name="bad"))
+    found = Metrics(server.port)
+    usage = loader.dataset.usage()
+    assert (found.of("cache_hits_total", "cached"), found.of("cache_misses_total", "cached")) == (12, 6)
+    assert found.of("cache_bytes", "cached") == usage.samples_bytes
+    assert found.of("cache_limit_bytes", "cached") == usage.limit
+    assert found.of("skipped_samples_total", "bad") == 1 and found.of("batches_total", "bad") == 0
+
+
+@pytest.mark.warns
+def test_restarts_count(server, tmp_path):
+    class Dies(Numbers):
+        def __getitem__(self, i):
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(tmp_path / "died", os.O_CREAT | os.O_EXCL))
+                os.kill(os.getpid(), 9)
+            return super().__getitem__(i)
+
+    batches = list(DataLoader(Dies(12), batch_size=3, num_workers=1, max_restarts=1, name="dies"))
+    found = Metrics(server.port)
+    assert len(batches) == 4 and found.of("restarts_total", "dies") == 1 and found.of("batches_total", "dies") == 4
+
+
+@pytest.mark.handover
+def test_torchs_own_loop_is_not_counted_but_for_its_iterators(server):
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    list(DataLoader(IterableWrapper(range(4)), num_workers=1, name="pipe"))
+    found = Metrics(server.port)
+    assert (found.of("fallback_iterators_total", "pipe"), found.of("batches_total", "pipe")) == (1, 0)
+
+
+# How it grows
+
+
+def test_counters_never_go_backwards(server):
+    """Over iterators that are left, loaders that are dropped, and iterators that outlive their loaders."""
+    seen = []
+
+    def look():
+        counters = {
+            key: value for key, value in Metrics(server.port).items() if re.search("_total$|_count$|_sum$", key[0])
+        }
+        for key, value in (seen[-1] if seen else {}).items():
+            assert counters[key] >= value, key
+        seen.append(counters)
+
+    for kw in ({}, {"persistent_workers": True}):
+        loader = numbers("grows", **kw)
+        for left in (False, True):
+            for _ in loader:
+                look()
+                if left:
+                    break
+        del loader
+        look()
+        for _ in numbers("grows", **kw):
+            look()
+        look()
+    found = Metrics(server.port)
+    assert found.of("batches_total", "grows") == 2 * (4 + 1 + 4)
+    assert found.of("epochs_total", "grows") == 2 * 3
+
+
+def test_a_loader_for_each_epoch_leaves_one_account(server):
+    for _ in range(20):
+        list(numbers("each", workers=1))
+    (accounts,) = [opening.__self__ for opening in ledger.openings]
+    # Only the last one may be open yet, although nothing has asked for the metrics.
+    ((_, account),) = [it for it in accounts._by_name.items() if it[0] == "each"]
+    assert len(account.open) == 1
+    assert Metrics(server.port).of("batches_total", "each") == 80
+
+
+def test_loaders_from_before_count():
+    loader = numbers("before")
+    list(loader)
+    iterator = iter(numbers("without its loader"))
+    next(iterator)
+    with rustloader.serve_metrics(port=0) as server:
+        found = Metrics(server.port)
+        assert found.of("batches_total", "before") == 4 and found.of("batches_total", "without its loader") == 1
+        list(iterator)
+        del iterator
+        assert Metrics(server.port).of("batches_total", "without its loader") == 4
+
+
+def test_two_loaders_of_a_name_are_summed(server):
+    loaders = [numbers("both", workers) for workers in (1, 2)]
+    iterators = [iter(loader) for loader in loaders]
+    for iterator in iterators:
+        next(iterator)
+    found = Metrics(server.port)
+    assert found.of("workers", "both") == 3 and found.of("batches_total", "both") == 2
+
+
+# Names
+
+
+def test_the_default_name_is_the_place_that_made_the_loader():
+    class Mine(DataLoader):
+        def __init__(self, *args, **kw):
+            super().__init__(*args, **kw)
+
+    class Trainer:
+        def __init__(self):
+            self.loader = DataLoader(Numbers(2))
+
+    first = sys._getframe().f_lineno
+    loaders = [
+        DataLoader(Numbers(2)),
+        Mine(Numbers(2), num_workers=1),
+        DataLoader[int](Numbers(2)),
+        rustloader.StatefulDataLoader(Numbers(2)),
+    ]
+    assert [rustloader.stats(loader).name for loader in loaders] == [
+        f"test_metrics.py:{first + line}" for line in (2, 3, 4, 5)
+    ]
+    assert rustloader.stats(Trainer().loader).name == f"test_metrics.py:{first - 2}"
+    list(loaders[1])
+    assert rustloader.stats(loaders[1]).name == f"test_metrics.py:{first + 3}"
+
+
+def test_a_name_goes_with_copies_and_install_gives_one(tmp_path):
+    import copy
+    import pickle
+
+    loader = DataLoader(Numbers(2), name="train")
+    assert [names.of(it) for it in (copy.copy(loader), pickle.loads(pickle.dumps(loader)))] == ["train"] * 2
+    assert names.of(copy.copy(DataLoader(Numbers(2)))) == "Numbers"
+    torchs = TorchDataLoader(Numbers(2), num_workers=1)
+    with rustloader.installed(name="installed"):
+        assert (names.of(torchs), names.of(loader)) == ("installed", "train")
+        list(torchs)
+    assert rustloader.stats(torchs).name == "installed"
+
+
+def test_a_name_keeps_no_frame_alive():
+    import weakref
+
+    class Thing:
+        pass
+
+    def make():
+        thing = Thing()
+        return DataLoader(Numbers(2)), weakref.ref(thing)
+
+    loader, thing = make()
+    assert thing() is None and loader is not None
+
+
+def test_statistics_print_the_name():
+    assert "\n  loader        printed\n" in str(rustloader.stats(numbers("printed"))) + "\n"
+
+
+# The server
+
+
+def refuses(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_close_frees_the_port_and_follows_no_loader():
+    server = rustloader.serve_metrics(port=0)
+    assert repr(server) == f"<rustloader.MetricsServer at http://127.0.0.1:{server.port}/metrics>"
+    Metrics(server.port)
+    server.close()
+    server.close()
+    assert refuses(server.port) and not ledger.openings
+    assert repr(server) == "<rustloader.MetricsServer closed>"
+    with rustloader.serve_metrics(port=server.port) as again:
+        assert again.port == server.port
+
+
+def test_a_port_that_is_taken(server):
+    with pytest.raises(OSError) as caught:
+        rustloader.serve_metrics(port=server.port)
+    assert "give each a port of its own, or port=0" in caught.value.__notes__[0]
+    assert len(ledger.openings) == 1
+
+
+@pytest.mark.parametrize("port", [-1, 65536, True, 1.5, "9400"])
+def test_wrong_ports(port):
+    with pytest.raises(ValueError, match=r"^port must be an integer between 0 and 65535, got "):
+        rustloader.serve_metrics(port=port)
+
+
+def test_each_rank_has_its_port_and_its_label(monkeypatch):
+    with rustloader.serve_metrics(port=0) as free:
+        port = free.port
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("RANK", "10")
+    loader = numbers("of a rank", workers=1)
+    list(loader)
+    with rustloader.serve_metrics(port=port - 2) as server:
+        assert server.port == port
+        assert Metrics(port)[("batches_total", ("loader", "of a rank"), ("rank", "10"))] == 4
+    monkeypatch.setenv("LOCAL_RANK", "9")
+    with pytest.raises(ValueError, match="65530 plus 9 is above 65535"):
+        rustloader.serve_metrics(port=65530)
+
+
+def test_a_forked_child_does_not_serve(server):
+    """Nor does it keep the port: the kernel would take connections that nothing answers."""
+    ours, childs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            server.close()
+            assert not ledger.openings and repr(server) == "<rustloader.MetricsServer closed>"
+            # The loop of a child goes on as without metrics.
+            assert len(list(numbers("of a child", workers=0))) == 4
+            childs.recv(1)
+            status = 0
+        finally:
+            os._exit(status)
+    try:
+        childs.close()
+        assert Metrics(server.port).text
+        server.close()
+        assert refuses(server.port)
+    finally:
+        ours.send(b"x")
+        ours.close()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_do_not_keep_the_port(method):
+    with rustloader.serve_metrics(port=0) as server:
+        iterator = iter(numbers("methods", multiprocessing_context=method))
+        next(iterator)
+        assert Metrics(server.port).of("workers", "methods") == 2
+    assert refuses(server.port)
+    list(iterator)
+
+
+def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError, match=r"needs prometheus_client: pip install 'rustloader\[metrics\]'$"):
+        rustloader.serve_metrics(port=0)
+
+
+def test_the_end_of_the_program_needs_no_close():
+    script = """
+        import rustloader
+        if __name__ == "__main__":
+            server = rustloader.serve_metrics(port=0)
+            print(len(list(DataLoader(range(4), num_workers=1))), server.port > 0)
+    """
+    assert run_script(script) == (0, "4 True\n", "")
+
+
+# The documentation
+
+
+def documented():
+    """The rows of the table of metrics: type and labels by name."""
+    rows = re.findall(r"^\| `(rustloader_\w+)` \| (\w+) \| ([\w, ]+) \|", PAGE, re.MULTILINE)
+    return {name: (kind, labels.split(", ")) for name, kind, labels in rows}
+
+
+def test_the_page_has_all_metrics_with_their_types_and_labels(server):
+    loader = DataLoader(rustloader.cache(Numbers(6), memory="1MiB"), batch_size=2, num_workers=1, name="all")
+    iterator = iter(loader)
+    next(iterator)
+    found = {}
+    for name, family in Metrics(server.port).families.items():
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        suffix = "_total" if family.type == "counter" else ""
+        assert family.documentation.endswith(".") and name.startswith("rustloader_")
+        found[name + suffix] = (family.type, [it for it in ("rank", "loader", "worker", "kind") if it in labels])
+    assert found == documented()
+
+
+def test_the_page_has_all_scalars():
+    loader = DataLoader(rustloader.cache(Numbers(6), memory="1MiB"), num_workers=1)
+    list(loader)
+    scalars = rustloader.stats(loader).scalars()
+    assert all(type(value) is float for value in scalars.values())
+    table = PAGE.partition("## TensorBoard and Weights & Biases")[2].partition("## Ranks")[0]
+    names = [name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(names) == sorted(scalars)
+    assert scalars["batches"] == 6.0 and scalars["cache_misses"] == 6.0 and 0 <= scalars["wait_share"] <= 1
+    plain = rustloader.Stats().scalars()
+    assert plain.keys() == {name for name in scalars if not name.startswith("cache_")} and not any(plain.values())
+
+
+# A real Prometheus
+
+TRAINING = """
+import time
+import torch
+import rustloader
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, i):
+        time.sleep(0.002)
+        return torch.zeros(4)
+
+if __name__ == "__main__":
+    server = rustloader.serve_metrics(port=0)
+    print(server.port, flush=True)
+    cached = rustloader.cache(Images(), memory="1MiB")
+    while True:  # a loader for each epoch
+        for _ in rustloader.DataLoader(cached, batch_size=4, num_workers=2, max_restarts=1, name="train"):
+            time.sleep(0.002)
+"""
+
+
+def queries():
+    part = PAGE.partition("### Queries")[2].partition("### The metrics")[0]
+    return [block.strip() for block in re.findall(r"```text\n(.*?)```", part, re.DOTALL)]
+
+
+def test_the_queries_name_metrics_of_the_table():
+    known = {name for name, (kind, _) in documented().items() if kind != "histogram"}
+    known |= {f"rustloader_wait_seconds_{part}" for part in ("bucket", "sum", "count")}
+    assert len(queries()) == 5
+    for query in queries():
+        assert set(re.findall(r"rustloader_\w+", query)) <= known, query
+
+
+@pytest.fixture
+def prometheus(tmp_path):
+    """Starts a Prometheus that scrapes a port, and gives a function that asks it."""
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("prometheus is not on PATH (on Debian: apt-get install prometheus)")
+    processes = []
+
+    def start(port):
+        config = {
+            "job_name": "training",
+            "scrape_interval": "1s",
+            "static_configs": [{"targets": [f"127.0.0.1:{port}"]}],
+        }
+        (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [config]}))  # JSON is YAML
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            own = free.getsockname()[1]
+        command = [program, f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+        command.append(f"--web.listen-address=127.0.0.1:{own}")
+        with open(tmp_path / "log", "w") as log:
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path))
+
+        def ask(path, **parameters):
+            url = f"http://127.0.0.1:{own}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                found = json.loads(answer.read())
+            assert found["status"] == "success" and not found.get("warnings"), found
+            return found["data"]
+
+        return ask
+
+    yield start
+    for process in processes:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.timeout(300)
+def test_a_prometheus_scrapes_a_training_and_answers_the_queries_of_the_page(prometheus, tmp_path):
+    training = start_script(TRAINING, tmp_path / "train.py", head="")
+    try:
+        ask = prometheus(int(training.stdout.readline()))
+
+        def samples():
+            with contextlib.suppress(OSError):
+                (series,) = ask("query", query="rustloader_batches_total[5m]")["result"] or [{"values": []}]
+                return series["values"]
+            return []
+
+        assert wait_until(lambda: len(samples()) >= 5, 120), (tmp_path / "log").read_text()
+        counts = [float(value) for _, value in samples()]
+        assert counts == sorted(counts) and counts[-1] > counts[0]
+        (target,) = ask("targets")["activeTargets"]
+        assert (target["health"], target["lastError"]) == ("up", "")
+        answers = []
+        for query in queries():
+            (series,) = ask("query", query=query)["result"]
+            assert series["metric"].get("loader") == "train", query
+            answers.append(float(series["value"][1]))
+        waits, slowest, restarts, hits, longest = answers
+        # The step takes 2 ms and more for each batch, and the cache has all samples soon.
+        assert 0 <= waits < 1 and slowest > 0 and restarts == 0 and 0.5 < hits <= 1 and 0 <= longest < 60
+        kinds = ask("query", query="rustloader_verdict")["result"]
+        assert {it["metric"]["rank"] for it in kinds} == {"0"} and all(it["value"][1] == "1" for it in kinds)
+        metadata = ask("metadata")
+        for name, (kind, _) in documented().items():
+            known = metadata.get(name) or metadata[name.removesuffix("_total")]
+            assert known[0]["type"] == kind, name
+    finally:
+        kill(training)
+
+
+# Ranks
+
+RANKS = """
+import json, os, sys, time
+import torch
+import torch.distributed as dist
+import rustloader
+
+class Items(torch.utils.data.Dataset):
+    def __init__(self, seconds):
+        self.seconds = seconds
+    def __len__(self):
+        return 40
+    def __getitem__(self, i):
+        time.sleep(self.seconds)
+        return torch.tensor(i)
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    loader = rustloader.DataLoader(Items(0.02 if rank == 1 else 0), num_workers=1, name="train")
+    for _ in loader:
+        dist.barrier()
+    report = rustloader.report_ranks()
+    failing = rank == 0
+    try:
+        again = rustloader.report_ranks(3 if failing else loader)
+        assert not failing and len(again.ranks) == 2 and again.ranks[0].batches == 0
+    except TypeError:
+        assert failing
+    if rank == 0:
+        print(repr([report.slowest.rank, report.slowest.kind, [it.batches for it in report.ranks], str(report)]))
+    dist.destroy_process_group()
+"""
+
+
+def test_a_report_names_the_slowest_of_two_ranks(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [
+        start_script(RANKS, tmp_path / f"rank{rank}.py", head="", environment=common | {"RANK": str(rank)})
+        for rank in (0, 1)
+    ]
+    try:
+        outs = [process.communicate(timeout=120) for process in ranks]
+    finally:
+        for process in ranks:
+            kill(process)
+    assert [process.returncode for process in ranks] == [0, 0], outs
+    slowest, kind, batches, text = ast.literal_eval(outs[0][0])
+    assert (slowest, kind, batches) == (1, "storage", [40, 40])
+    heading, first, second, sentence = text.splitlines()
+    assert heading.split()[:3] == ["rank", "host", "loader"] and first.split()[2] == second.split()[2] == "train"
+    assert sentence.startswith(f"Rank 1 on {socket.gethostname()} is the slowest: its loop spends ")
+
+
+def test_without_torch_distributed_the_report_has_this_process():
+    loader = numbers("alone")
+    list(loader)
+    for report in (rustloader.report_ranks(loader), rustloader.report_ranks(iter(loader))):
+        assert len(report.ranks) == 1
+    assert rustloader.report_ranks(loader).slowest.batches == 4
+    with pytest.raises(TypeError, match="takes a DataLoader or its iterator"):
+        rustloader.report_ranks(3)
+    nothing = rustloader.report_ranks(DataLoader(Numbers(2)))
+    assert nothing.slowest is None and str(nothing).endswith("No rank has had a batch from the engine.")
+
+
+def of(rank, batches, next_seconds, step=1.0, **kw):
+    return rustloader.RankStats(rank, "host", "train", batches, next_seconds + step, next_seconds, **kw)
+
+
+def test_what_a_report_says():
+    told = {"kind": "storage", "sentence": "Use faster storage."}
+    one = rustloader.RankReport((of(0, 10, 0.01), of(1, 10, 0.02)))
+    assert str(one).endswith("No rank's loop waits for its loader: the training step sets the pace.")
+    two = rustloader.RankReport((of(0, 10, 1.0), of(1, 10, 1.1, **told)))
+    assert "All ranks wait for their loaders alike, rank 1 the longest: 110 ms per batch" in str(two)
+    three = rustloader.RankReport((of(0, 10, 0.01), of(1, 10, 2.0, **told)))
+    assert str(three).endswith("200 ms per batch in next(), the others 1 ms. Use faster storage.")
+    assert rustloader.RankReport((of(0, 10, 2.0, **told),)).slowest.next_seconds_per_batch == 0.2
