@@ -32,8 +32,8 @@ Statistics:
     stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
     report: Calls a function with them every few seconds.
     engine_batches: Counts the batches that the engine has delivered in this process.
-    Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CacheEstimate, CopyStats, PinningStats,
-    TransferStats, FaultStats, Failure, Fallback, Verdict, VerdictKind: The results.
+    Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CacheEstimate, CopyStats, CoreUsers,
+    PinningStats, TransferStats, FaultStats, Failure, Fallback, Verdict, VerdictKind: The results.
 
 All public names of ``torch.utils.data`` are here too, as torch's own objects, so a program only changes its import::
 
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from rustloader.metrics.parts import ArenaStats as ArenaStats
     from rustloader.metrics.parts import CacheEstimate as CacheEstimate
     from rustloader.metrics.parts import CopyStats as CopyStats
+    from rustloader.metrics.parts import CoreUsers as CoreUsers
     from rustloader.metrics.parts import Fallback as Fallback
     from rustloader.metrics.parts import FaultStats as FaultStats
     from rustloader.metrics.parts import LargeAttribute as LargeAttribute
@@ -111,6 +112,7 @@ _HOMES = {
     "metrics.parts": (
         "ArenaStats",
         "CacheEstimate",
+        "CoreUsers",
         "CopyStats",
         "Fallback",
         "FaultStats",

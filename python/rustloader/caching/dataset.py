@@ -25,7 +25,7 @@ _MISSING = object()
 # All other attributes are those of the dataset.
 _OWN = ("dataset", "then", "table", "_origin")
 # Bits of what was told: once, whatever the number of processes.
-_FULL, _RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
+_FULL, RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
 
 
 def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> CachedDataset:
@@ -208,7 +208,7 @@ class CachedDataset(Dataset[Any]):
             return
         finally:
             generators.restore()
-        if not are_equal(sample, again) and self.table.is_news(_RANDOM):
+        if not are_equal(sample, again) and self.table.is_news(RANDOM):
             logger.warning(
                 "cache(): sample %d of %s differs when it is made again: a cache keeps what is made first, so all "
                 "epochs see the same. Move what is random into a function of the sample, and give that as then=",

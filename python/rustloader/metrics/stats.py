@@ -128,6 +128,7 @@ def _of_ledger(ledger: Ledger, num_workers: int, fallbacks: tuple[Fallback, ...]
         arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
         pinning=PinningStats(figures.pin_threads > 0, counts.pinned, counts.pinning_seconds),
         faults=ledger.faults.figures(),
+        core_users=None if processes is None or is_remote else processes.core_users(),
         fallbacks=fallbacks,
     )
 

@@ -81,7 +81,7 @@ def test_version():
 
 
 OURS = (
-    "ArenaStats CacheEstimate CacheUsage CachedDataset CopyStats DataLoader DeviceLoader ErrorLimitExceeded "
+    "ArenaStats CacheEstimate CacheUsage CachedDataset CopyStats CoreUsers DataLoader DeviceLoader ErrorLimitExceeded "
     "Failure Fallback FaultStats LargeAttribute LoaderTimeoutError Options PinningStats SchedulingStats SlowBatch "
     "StatefulDataLoader Stats TransferStats Verdict VerdictKind WorkerDiedError WorkerStalledError WorkerStats "
     "cache engine_batches install installed is_installed prefetch_to_device report sample_seed share stats "
