@@ -298,7 +298,7 @@ PATCHES = (
         "tools.bench.images",
         COMMAND,
         "`rustloader bench` says that images are decoded larger than what samples keep",
-        "in the workers of the first pass, if they have imported Pillow's plugin",
+        "in the workers of the first pass, if they have imported Pillow",
         "after 16 images",
     ),
     Change(

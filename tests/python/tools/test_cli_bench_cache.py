@@ -219,12 +219,13 @@ def test_the_first_images_are_noted_and_then_nothing_is_replaced():
 def test_a_worker_without_pillow_notes_nothing(tmp_path, monkeypatch):
     called = []
     noted = images.Noted(str(tmp_path / "sizes"), called.append)
-    monkeypatch.setitem(sys.modules, "PIL.JpegImagePlugin", None)
+    monkeypatch.delitem(sys.modules, "PIL.Image", raising=False)
     noted(3)
     noted.read()
     assert called == [3] and noted.sizes == []
     plugin = types.SimpleNamespace(JpegImageFile=type("JpegImageFile", (Image,), {}))
-    monkeypatch.setitem(sys.modules, "PIL.JpegImagePlugin", plugin)
+    for name, module in (("PIL.Image", None), ("PIL", types.SimpleNamespace(JpegImagePlugin=plugin))):
+        monkeypatch.setitem(sys.modules, name, module)
     noted(3)
     plugin.JpegImageFile((40, 30)).load()
     noted.read()

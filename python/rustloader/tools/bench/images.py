@@ -30,7 +30,7 @@ Size = tuple[int, int]
 
 class Noted:
     """Replaces a loader's ``worker_init_fn``: a worker writes the sizes of the first images that it decodes to a file.
-    Where Pillow's plugin is not imported by then, nothing is noted.
+    Where Pillow is not imported by then, nothing is noted.
 
     Attributes:
         sizes: what workers have noted, from ``read``.
@@ -43,8 +43,10 @@ class Noted:
     def __call__(self, worker: int) -> None:
         if self._init_fn is not None:
             self._init_fn(worker)
-        if plugin := sys.modules.get("PIL.JpegImagePlugin"):
-            note_sizes(plugin.JpegImageFile, self._write)
+        if "PIL.Image" in sys.modules:
+            from PIL import JpegImagePlugin  # which Pillow imports with the first image
+
+            note_sizes(JpegImagePlugin.JpegImageFile, self._write)
 
     def _write(self, found: Size) -> None:
         with open(self._path, "a") as file:
