@@ -70,10 +70,10 @@ def with_torchvision() -> Decode:
 def with_kornia() -> Decode:
     import kornia_rs
 
-    decoder = kornia_rs.ImageDecoder()
+    decode_whole = kornia_rs.io.ImageDecoder().decode
 
     def decode(file: bytes) -> np.ndarray:
-        return np.asarray(kornia_rs.resize(decoder.decode(file), (SIDE, SIDE), "bilinear"))
+        return np.asarray(kornia_rs.imgproc.resize(decode_whole(file), (SIDE, SIDE), "bilinear"))
 
     return decode
 

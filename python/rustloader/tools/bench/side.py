@@ -119,7 +119,7 @@ class BenchSide(Side):
         if not self._has_step:  # what lies between two batches is the measurement's own
             judged = replace(judged, step_seconds=0.0)
         verdict = asdict(judged.verdict())
-        if verdict["kind"] in ("dataset", "workers") and self._noted is not None:
+        if verdict["kind"] in ("dataset", "workers", "cores") and self._noted is not None:
             verdict["images"] = advice(self._noted.sizes, self._kept)
         return {**verdict, "stats": stats.as_dict(), "judged": judged}
 
