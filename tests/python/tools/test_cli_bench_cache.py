@@ -229,6 +229,9 @@ def test_a_worker_without_pillow_notes_nothing(tmp_path, monkeypatch):
     noted(3)
     plugin.JpegImageFile((40, 30)).load()
     noted.read()
+    (tmp_path / "sizes").unlink()
+    tmp_path.rename(tmp_path.with_name("elsewhere"))
+    plugin.JpegImageFile((40, 30)).load()  # of a persistent worker, after the first pass
     assert noted.sizes == [(40, 30)] and pickle.loads(pickle.dumps(images.Noted("a", None)))._path == "a"
 
 

@@ -49,7 +49,8 @@ class Noted:
             note_sizes(JpegImagePlugin.JpegImageFile, self._write)
 
     def _write(self, found: Size) -> None:
-        with open(self._path, "a") as file:
+        # Persistent workers decode images after the first pass, too, when the file's folder is gone.
+        with contextlib.suppress(OSError), open(self._path, "a") as file:
             file.write("{} {}\n".format(*found))
 
     def read(self) -> None:

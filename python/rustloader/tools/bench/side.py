@@ -22,6 +22,8 @@ from rustloader.tools.harness.machine import machine
 from rustloader.tools.probe.factory import Unusable
 from rustloader.tools.probe.side import Side, end_workers
 
+# Maximum seconds to wait for workers that still make batches which no pass takes.
+_SETTLING = 5.0
 # The factory's own settings.
 _FACTORYS = Setting(None)
 
@@ -89,7 +91,7 @@ class BenchSide(Side):
         if not result.complete and self.loader.persistent_workers:
             # The workers go on with the batches under way, and must not take cores from the other engine.
             under_way = self.loader.num_workers * (self.loader.prefetch_factor or 0)
-            time.sleep(min(limits.seconds, under_way / result.batches_per_second))
+            time.sleep(min(limits.seconds, _SETTLING, under_way / result.batches_per_second))
         self._has_step |= limits.step > 0
         return asdict(result)
 
