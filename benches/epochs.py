@@ -101,7 +101,12 @@ def loop(row: Row, kind: str, dataset: Samples | None = None, quick: bool = Fals
     own = {name: arguments.pop(name) for name in ("sharing", "off") if name in arguments}
     if arguments.get("num_workers") == 0:
         arguments |= {"multiprocessing_context": None, "persistent_workers": False}
-    loader = KINDS[kind](dataset or row.dataset(quick), **row.arguments() | arguments)
+    dataset = dataset or row.dataset(quick)
+    is_cached = kind == "rustloader" and row.then is not None
+    loader = KINDS[kind](dataset.cached() if is_cached else dataset, **row.arguments() | arguments)
+    if is_cached:  # the first epoch
+        for _ in loader:
+            pass
     ours = kind == "rustloader" and loader.num_workers > 0
     return Loop(loader, row.count(quick), ours, 1 if quick else row.epochs, row.to_first, **own)
 

@@ -10,24 +10,39 @@ import numpy as np
 import torch
 import torch.utils.data
 
+import rustloader
+
 IMAGE = (3, 224, 224)
 MB = 1 << 20
 
 
 class Samples(torch.utils.data.Dataset):
-    """`length` samples, cycling through a few that were created beforehand; `fresh` copies each."""
+    """`length` samples, cycling through a few that were created beforehand; `fresh` copies each, and `then` is done to
+    the copy in each epoch."""
 
-    def __init__(self, samples: list[Any], length: int, fresh: Callable[[Any], Any] | None = None):
+    def __init__(
+        self,
+        samples: list[Any],
+        length: int,
+        fresh: Callable[[Any], Any] | None = None,
+        then: Callable[[Any], Any] | None = None,
+    ):
         self.samples = samples
         self.length = length
         self.fresh = fresh
+        self.then = then
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
         sample = self.samples[index % len(self.samples)]
-        return sample if self.fresh is None else self.fresh(sample)
+        sample = sample if self.fresh is None else self.fresh(sample)
+        return sample if self.then is None else self.then(sample)
+
+    def cached(self) -> Any:
+        """The same samples for rustloader, which makes them once."""
+        return rustloader.cache(Samples(self.samples, self.length, self.fresh), then=self.then)
 
 
 class Naps(torch.utils.data.Dataset):
@@ -107,13 +122,23 @@ def jpegs() -> list[Any]:
     return files
 
 
-def decode(file: bytes) -> torch.Tensor:
-    """A picture as a tensor of IMAGE's shape, u8."""
+def decode(file: bytes, side: int = IMAGE[1]) -> torch.Tensor:
+    """A square picture as a tensor, u8."""
     from PIL import Image
 
     with Image.open(io.BytesIO(file)) as image:
-        small = image.convert("RGB").resize((IMAGE[2], IMAGE[1]), Image.Resampling.BILINEAR)
+        small = image.convert("RGB").resize((side, side), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(small)).permute(2, 0, 1)
+
+
+def decode_larger(file: bytes) -> torch.Tensor:
+    """What a cache keeps, to be cropped."""
+    return decode(file, 256)
+
+
+def crop_and_flip(image: torch.Tensor) -> torch.Tensor:
+    """What augmentation does to a picture, without its random numbers."""
+    return image[:, 16 : 16 + IMAGE[1], 16 : 16 + IMAGE[2]].flip(2)
 
 
 @dataclass(frozen=True)
@@ -127,6 +152,8 @@ class Row:
     samples: Callable[[], list[Any]]
     fresh: Callable[[Any], Any] | None = None
     collate: Callable[[Any], Any] | None = None
+    # What follows `fresh`; rustloader's loader has a cache in between, which a first epoch fills.
+    then: Callable[[Any], Any] | None = None
     # Override the comparison's defaults.
     workers: int = 2
     start_method: str = "fork"
@@ -142,7 +169,7 @@ class Row:
     def dataset(self, quick: bool = False) -> Samples:
         """The samples of an epoch."""
         torch.manual_seed(0)
-        return Samples(self.samples(), self.count(quick) * (self.batch_size or 1), self.fresh)
+        return Samples(self.samples(), self.count(quick) * (self.batch_size or 1), self.fresh, self.then)
 
     def arguments(self) -> dict[str, Any]:
         """Of a loader with workers."""
@@ -192,6 +219,15 @@ ROWS = [
     ),
     Row("same_tensor", "the same 38.5 MB tensor again and again", 100, None, large_tensors),
     Row("jpeg", "JPEG decoded and resized, batch 32, 4.8 MB", 30, 32, jpegs, decode),
+    Row(
+        "jpeg_cached",
+        "JPEG in a cache, second epoch: cropped and flipped, batch 32, 4.8 MB",
+        30,
+        32,
+        jpegs,
+        decode_larger,
+        then=crop_and_flip,
+    ),
     Row("epoch_start", "8 batches of one scalar, 4 workers", 8, 1, scalars, workers=4, epochs=10),
     Row("start_spawn", SPAWN, 8, 1, hundred_mb, one, workers=4, start_method="spawn", to_first=True),
     Row("start_forkserver", FORKSERVER, 8, 1, hundred_mb, one, workers=4, start_method="forkserver", to_first=True),

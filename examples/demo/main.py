@@ -1,6 +1,6 @@
 """Measures the gain of rustloader on this machine, in about a minute.
 
-Part 1, the gain: four kinds of batches through torch's DataLoader without workers, with workers, and through
+Part 1, the gain: five kinds of batches through torch's DataLoader without workers, with workers, and through
 rustloader. Part 2, the proof: a net trained on image files through both loaders, with losses that must agree
 to the last bit. The demo draws a picture of both loaders at work.
 """

@@ -89,11 +89,12 @@ def measure(workload: Workload, settings: Settings, progress: Progress) -> Resul
         Failure: they do not, or the Rust engine did not deliver all batches of rustloader.
     """
     dataset = workload.dataset(settings.data)
+    own_dataset = dataset if workload.ours is None else workload.ours(settings.data)
     torchs, ours = torch.utils.data.DataLoader, rustloader.DataLoader
     sides = [
         Side(NO_WORKERS, torchs(dataset, workload.batch_size, shuffle=True)),
         Side(TORCH, torchs(dataset, workload.batch_size, **_with_workers(settings))),
-        Side(OURS, ours(dataset, workload.batch_size, **_with_workers(settings))),
+        Side(OURS, ours(own_dataset, workload.batch_size, **_with_workers(settings))),
     ]
     progress.say(f"{workload.name}: compare batches")
 

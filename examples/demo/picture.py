@@ -48,7 +48,7 @@ def draw(results: list[Result], timelines: dict[str, Timeline], pictured: Worklo
         workers: worker processes per loader.
     """
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)  # inches
-    figure = Figure(figsize=(11, 5.6), dpi=160, layout=layout, facecolor="white")
+    figure = Figure(figsize=(11, max(5.6, 1.3 * len(results))), dpi=160, layout=layout, facecolor="white")
     left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(1, 1.3), wspace=0.04)[0]
 
     left.suptitle("Batches per second (line: range of the rounds)", fontsize=12, color=INK)

@@ -1,4 +1,4 @@
-"""The four data sets of the demo, and the image files that two of them read."""
+"""The data sets of the demo, and the image files that three of them read."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
+import rustloader
+
 __all__ = ["WORKLOADS", "Workload", "write_files"]
 
 SIDE = 224  # pixels of an image's side
+RESIZED = 256  # and before it is cropped
 # Samples in an epoch, most of them repetitions: an epoch rarely ends during a measurement.
 EPOCH = 1_000_000
 
@@ -92,6 +95,53 @@ class Photographs(Dataset[tuple[torch.Tensor, int]]):
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), index % 10
 
 
+class Resized(Dataset[tuple[torch.Tensor, int]]):
+    """JPEG files, decoded and resized: what a cache keeps."""
+
+    def __init__(self, data: Path) -> None:
+        self.files = sorted((data / "photographs").glob("*.jpg"))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        with Image.open(self.files[index]) as file:
+            image = file.convert("RGB").resize((RESIZED, RESIZED), Image.Resampling.BILINEAR)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1), index % 10
+
+
+def crop_and_flip(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
+    """The random part, which is done in each epoch."""
+    image, label = sample
+    across, down, flip = torch.rand(3).tolist()
+    left, top = (int(share * (RESIZED - SIDE + 1)) for share in (across, down))
+    image = image[:, top : top + SIDE, left : left + SIDE]
+    return (image.flip(2) if flip < 0.5 else image), label
+
+
+class Epochs(Dataset[tuple[torch.Tensor, int]]):
+    """Epoch after epoch of a small dataset; ``then`` is done with each sample."""
+
+    def __init__(self, dataset: Dataset[Any], then: Callable[[Any], Any] | None = None) -> None:
+        self.dataset: Any = dataset
+        self.then = then
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        sample: tuple[torch.Tensor, int] = self.dataset[index % len(self.dataset)]
+        return sample if self.then is None else self.then(sample)
+
+
+def cached(data: Path) -> Dataset[Any]:
+    """The same samples as ``Epochs(Resized(data), crop_and_flip)``, each decoded once."""
+    samples = rustloader.cache(Resized(data), memory="64MiB", then=crop_and_flip)
+    for index in range(len(samples)):  # the first epoch
+        samples[index]
+    return Epochs(samples)
+
+
 @dataclass(frozen=True)
 class Workload:
     """One row of the demo.
@@ -102,6 +152,7 @@ class Workload:
         work: what the dataset does for a sample, as the end of a sentence.
         dataset: makes the dataset, given the folder of the files.
         batch_size: samples per batch.
+        ours: makes the dataset of rustloader's loader, with equal samples; None: the same one.
     """
 
     name: str
@@ -109,6 +160,7 @@ class Workload:
     work: str
     dataset: Callable[[Path], Dataset[Any]]
     batch_size: int
+    ours: Callable[[Path], Dataset[Any]] | None = None
 
 
 WORKLOADS = [
@@ -116,6 +168,14 @@ WORKLOADS = [
     Workload("Tabular rows", "256 dicts of 3 fields", "looking rows up", lambda _: Rows(), 256),
     Workload("Cached images", "64 x 3 x 224 x 224 uint8", "reading mapped memory", CachedImages, 64),
     Workload("JPEG decode + augment", "32 x 3 x 224 x 224 uint8", "decoding and augmenting", Photographs, 32),
+    Workload(
+        "JPEG, second epoch, cached",
+        "32 x 3 x 224 x 224 uint8",
+        "cropping and flipping",
+        lambda data: Epochs(Resized(data), crop_and_flip),
+        32,
+        cached,
+    ),
 ]
 
 

@@ -34,8 +34,8 @@ Statistics:
     report_ranks: Returns the figures of all ranks as ``RankReport``, a table with the slowest one.
     serve_metrics: Serves the metrics of all loaders for Prometheus; ``MetricsServer`` is what it returns.
     engine_batches: Counts the batches that the engine has delivered in this process.
-    Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CacheEstimate, CopyStats, PinningStats,
-    TransferStats, FaultStats, Failure, Fallback, Verdict, VerdictKind, RankStats: The results.
+    Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CacheEstimate, CopyStats, CoreUsers,
+    PinningStats, TransferStats, FaultStats, Failure, Fallback, Verdict, VerdictKind, RankStats: The results.
 
 All public names of ``torch.utils.data`` are here too, as torch's own objects, so a program only changes its import::
 
@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from rustloader.metrics.parts import ArenaStats as ArenaStats
     from rustloader.metrics.parts import CacheEstimate as CacheEstimate
     from rustloader.metrics.parts import CopyStats as CopyStats
+    from rustloader.metrics.parts import CoreUsers as CoreUsers
     from rustloader.metrics.parts import Fallback as Fallback
     from rustloader.metrics.parts import FaultStats as FaultStats
     from rustloader.metrics.parts import LargeAttribute as LargeAttribute
@@ -121,6 +122,7 @@ _HOMES = {
     "metrics.parts": (
         "ArenaStats",
         "CacheEstimate",
+        "CoreUsers",
         "CopyStats",
         "Fallback",
         "FaultStats",

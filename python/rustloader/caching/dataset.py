@@ -24,7 +24,7 @@ logger = logging.getLogger("rustloader")
 
 _MISSING = object()
 # Bits of what was told: once, whatever the number of processes.
-_FULL, _RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
+_FULL, RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
 
 
 def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> CachedDataset:
@@ -192,7 +192,7 @@ class CachedDataset(Wrapper):
             return
         finally:
             generators.restore()
-        if not are_equal(sample, again) and self.table.is_news(_RANDOM):
+        if not are_equal(sample, again) and self.table.is_news(RANDOM):
             logger.warning(
                 "cache(): sample %d of %s differs when it is made again: a cache keeps what is made first, so all "
                 "epochs see the same. Move what is random into a function of the sample, and give that as then=",

@@ -1,11 +1,17 @@
-"""Failed samples under ``on_error``: what is known of one, and how it travels from a worker to the main process."""
+"""Failed samples: what is known of one, and how it travels from a worker to the main process."""
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
+import contextlib
+import dis
 import operator
 import reprlib
 import traceback
 from dataclasses import dataclass
+from types import CodeType, TracebackType
 from typing import Any, NoReturn
+
+from rustloader.settings.limits import INDEX_SHOWN
+from rustloader.system.package import FOLDER
 
 # Characters of an error's text that are kept.
 _LONGEST_TEXT = 1000
@@ -61,6 +67,67 @@ def _plain(index: Any) -> int | str | None:
         return operator.index(index)
     except TypeError:
         return reprlib.repr(index)
+
+
+def index_text(index: Any) -> str:
+    """The text of an index batch, shortened."""
+    try:
+        text = repr(index)
+    except Exception as error:  # the user's __repr__ must not replace the death or the warning
+        text = f"<{type(index).__name__}, whose repr() raised {type(error).__name__}>"
+    return text if len(text) <= INDEX_SHOWN else text[:INDEX_SHOWN] + "..."
+
+
+def put_note(wrapper: Any, worker_id: int, batch: int, index: Any, error: BaseException) -> None:
+    """Puts beside a worker's error where it was raised, as :func:`add_note` shows it.
+
+    Args:
+        wrapper: torch's ``ExceptionWrapper`` of the error.
+        worker_id: Number of the worker.
+        batch: Number of the batch in its epoch, from 0.
+        index: Its index batch; of an iterable dataset without indices.
+        error: The error.
+    """
+    text = f"Worker {worker_id} was to fetch batch {batch}"
+    if index is not None and not (isinstance(index, list) and index[:1] == [None]):
+        text += f" of index {index_text(index)}"
+        sample = _sample_of(error.__traceback__, index)
+        text += "" if sample is None else f", and was at sample {sample}"
+    wrapper.note = f"{text}."
+
+
+def add_note(error: BaseException, wrapper: Any) -> None:
+    """Adds the note of :func:`put_note` to the error that a wrapper has raised."""
+    # Programs may raise wrappers of their own, and errors whose notes are no list.
+    if note := getattr(wrapper, "note", None):
+        with contextlib.suppress(TypeError):
+            error.add_note(note)
+
+
+def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
+    """The index of the sample that the dataset was making, from the frame that torch's fetcher called; None if that
+    frame does not show it."""
+    in_fetcher = False
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_filename.endswith("torch/utils/data/_utils/fetch.py"):
+            in_fetcher = True
+        elif in_fetcher and not code.co_filename.startswith(FOLDER):
+            if code.co_name != "__getitem__" or code.co_argcount < 2 or _assigns(code, code.co_varnames[1]):
+                return None
+            found = trace.tb_frame.f_locals.get(code.co_varnames[1])
+            is_one = type(found) is int and isinstance(batch, list) and found in batch
+            return found if is_one else None
+        trace = trace.tb_next
+    return None
+
+
+def _assigns(code: CodeType, name: str) -> bool:
+    """Whether a function assigns to one of its parameters."""
+    stores = ("STORE_FAST", "STORE_DEREF", "DELETE_FAST", "DELETE_DEREF")
+    # Python 3.13 joins two stores into one instruction.
+    names = (step.argval for step in dis.get_instructions(code) if step.opname.startswith(stores))
+    return any(name in it if isinstance(it, tuple) else name == it for it in names)
 
 
 class EmptyBatchError(Exception):

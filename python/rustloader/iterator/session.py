@@ -16,7 +16,7 @@ from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, 
 from rustloader.auto import tuner
 from rustloader.auto.tuner import Tuner
 from rustloader.device import pinning
-from rustloader.fetch.failures import EmptyBatch, EmptyBatchError, Failure, Reported
+from rustloader.fetch.failures import EmptyBatch, EmptyBatchError, Failure, Reported, add_note
 from rustloader.iterator import failures, fallback, fetching
 from rustloader.iterator.epochs import Epochs
 from rustloader.iterator.failures import FailureCount
@@ -335,6 +335,7 @@ class Session:
                 value.reraise()
             except BaseException as error:
                 forget_locals(error)
+                add_note(error, value)
                 raise
         if code == END:
             self.epochs.ended(it)

@@ -16,6 +16,8 @@ from typing import NamedTuple
 from rustloader._core import Meter, WorkerTotals
 from rustloader._core import figures as figures_of
 from rustloader.metrics.memory import Allowance, WorkerMemory
+from rustloader.metrics.parts import CoreUsers
+from rustloader.system.cores import busy_seconds, share_of_cores
 from rustloader.system.procfs import STARTED, read, stat
 
 
@@ -86,6 +88,18 @@ def _queued(pid: int) -> float | None:
     return int(fields[1]) / 1e9 if len(fields) == 3 else None
 
 
+class _Moment(NamedTuple):
+    """The clock, the processor time of all processes (None: unknown), and that of this one, in seconds."""
+
+    time: float
+    busy: float | None
+    main: float
+
+    @classmethod
+    def now(cls) -> _Moment:
+        return cls(time.monotonic(), busy_seconds(), time.process_time())
+
+
 class Workers:
     """The worker processes of one engine, by worker number, and its meter."""
 
@@ -96,6 +110,8 @@ class Workers:
         # Times of the processes that others have replaced.
         self._replaced = [NOTHING] * len(pids)
         self._ended: list[WorkTime] | None = None
+        self._users: CoreUsers | None = None
+        self._start = _Moment.now()
         self._memory = WorkerMemory(len(pids), allowance or Allowance())
 
     @property
@@ -107,7 +123,25 @@ class Workers:
         # During finalization, parts of Python are already gone.
         if self._ended is None and not sys.is_finalizing():
             self._memory.update(self._processes)
+            self._users = self.core_users()
             self._ended = self.times()
+
+    def core_users(self) -> CoreUsers | None:
+        """Who used the cores since the start of the processes, up to their end; None if unknown."""
+        if self._ended is not None:
+            return self._users
+        start, now, workers = self._start, _Moment.now(), 0.0
+        for time_, figures in zip(self.times(), figures_of([self._meter]).workers, strict=False):
+            if time_.cpu is None:
+                return None
+            workers += time_.cpu + figures.start_cpu
+        if start.busy is None or now.busy is None:
+            return None
+        main = now.main - start.main
+        used = (main, workers, now.busy - start.busy - main - workers)
+        shares = [share_of_cores(seconds, now.time - start.time) for seconds in used]
+        known = [share for share in shares if share is not None]
+        return CoreUsers(*known) if len(known) == len(shares) else None
 
     def keep(self, worker_id: int) -> None:
         """Keeps the times of a process that has ended, before its figures are gone. Does nothing the second time."""

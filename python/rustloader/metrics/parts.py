@@ -321,6 +321,32 @@ class CacheEstimate:
     free_bytes: int
 
 
+@dataclass(frozen=True)
+class CoreUsers:
+    """Holds who used the processor cores while the workers of the last iterator ran: shares of all cores, 0 to 1.
+
+    Attributes:
+        main: The main process.
+        workers: The workers.
+        others: Other processes, and other virtual machines on the same cores.
+
+    Examples:
+        >>> users = rustloader.CoreUsers(main=0.3, workers=0.1, others=0.6)
+        >>> print(users)
+        other processes used 60% of the cores, the main process 30% and the workers 10%
+    """
+
+    main: float
+    workers: float
+    others: float
+
+    def __str__(self) -> str:
+        return (
+            f"other processes used {self.others:.0%} of the cores, the main process {self.main:.0%} and the workers "
+            f"{self.workers:.0%}"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class Figures:
     """The fields of ``Stats``: all that verdicts and tables need."""
@@ -351,6 +377,7 @@ class Figures:
     faults: FaultStats = FaultStats()
     cache: CacheUsage | None = None
     cache_estimate: CacheEstimate | None = None
+    core_users: CoreUsers | None = None
     fallbacks: tuple[Fallback, ...] = ()
     note: str = ""
 
@@ -367,6 +394,7 @@ for _cls in (
     SchedulingStats,
     LargeAttribute,
     CacheEstimate,
+    CoreUsers,
     ArenaStats,
     CopyStats,
     PinningStats,

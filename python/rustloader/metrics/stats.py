@@ -150,6 +150,7 @@ def of_ledger(
         arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
         pinning=PinningStats(figures.pin_threads > 0, counts.pinned, counts.pinning_seconds),
         faults=ledger.faults.figures(),
+        core_users=None if processes is None or is_remote else processes.core_users(),
         fallbacks=fallbacks,
     )
 

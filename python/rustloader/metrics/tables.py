@@ -57,7 +57,8 @@ def _state(worker: WorkerStats) -> str:
     return f"pid {worker.pid}, {size(worker.rss_bytes)}{own}" if worker.alive else f"ended{own}"
 
 
-def _cache(usage: CacheUsage) -> str:
+def cache_line(usage: CacheUsage) -> str:
+    """What a cache has, and what was asked of it."""
     asked = usage.hits + usage.misses
     share = f" ({usage.hits / asked:.0%} of the samples)" if asked else ""
     hits, misses = count_of(usage.hits, "hit"), count_of(usage.misses, "miss")
@@ -101,7 +102,7 @@ def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
     if copied.pageable:
         yield "not pinned", copied.pageable
     if stats.cache is not None:
-        yield "cache", _cache(stats.cache)
+        yield "cache", cache_line(stats.cache)
     if text := summary(stats.faults):
         yield "faults", text
     for failure in stats.faults.failures[:_SLOW_SHOWN]:

@@ -40,7 +40,7 @@ _NAMED = 3
 _SMALL = 1 << 17
 _UNKNOWN_CORES = 1 << 30
 # Seconds per batch, and share of the loop's time, below which a step is no training step.
-_NO_STEP, _NO_STEP_SHARE = 50e-6, 0.02
+_NO_STEP, _NO_STEP_SHARE = 200e-6, 0.02
 _MOST = 0.5
 # Bytes per second that a worker reads from a cache, and gathers, at least; and the gain from which one is worth a word.
 _CACHE_RATE, _CACHE_GAIN = 1e9, 1.5
@@ -98,9 +98,14 @@ class Verdict:
 Verdict.__module__ = "rustloader"
 
 
-def judge(stats: Figures) -> Verdict:
-    """The verdict on statistics, which depends on nothing else."""
-    verdict = _judge(stats)
+def judge(stats: Figures, is_most: bool = False) -> Verdict:
+    """The verdict on statistics, which depends on nothing else.
+
+    Args:
+        stats: The statistics.
+        is_most: Whether more workers were tried, and do not help.
+    """
+    verdict = _judge(stats, is_most)
     if verdict.kind == "dataset" and (caching := _caching(stats)):
         verdict = replace(verdict, sentence=f"{verdict.sentence} {caching}")
     if copying := _copying(stats):
@@ -157,7 +162,7 @@ def _why_torchs(stats: Figures) -> str:
     return "; ".join(fallback.reason for fallback in stats.fallbacks)
 
 
-def _judge(stats: Figures) -> Verdict:
+def _judge(stats: Figures, is_most: bool) -> Verdict:
     if stats.note or (stats.fallbacks and stats.batches == 0):
         why = stats.note or f"torch's own loop made the batches: {_why_torchs(stats)}"
         return Verdict("unknown", f"No verdict: {why}.", "the Rust engine has delivered no batch")
@@ -174,7 +179,7 @@ def _judge(stats: Figures) -> Verdict:
         # Epochs so short that a worker makes little more than its first batch.
         if stats.epochs > 1 and stats.batches < 2 * _count(stats) * stats.epochs:
             return _starting(stats, loop)
-        return _waiting(stats, loop)
+        return _waiting(stats, loop, is_most)
     each = f"per batch: {duration(step / stats.batches)} of training step, {duration(own / stats.batches)} in next(), "
     each += f"{duration(waited / stats.batches)} of waiting"
     if own > step:
@@ -208,7 +213,7 @@ def _starting(stats: Figures, loop: float) -> Verdict:
     return Verdict("starting", f"The start of each epoch is the bottleneck: {remedy}", reason)
 
 
-def _waiting(stats: Figures, loop: float) -> Verdict:
+def _waiting(stats: Figures, loop: float, is_most: bool) -> Verdict:
     """The verdict on a loop that waits for batches."""
     tasks = sum(worker.tasks for worker in stats.workers)
     busy = sum(worker.busy_seconds for worker in stats.workers)
@@ -240,7 +245,7 @@ def _waiting(stats: Figures, loop: float) -> Verdict:
         reason += f"a worker takes {duration(per_task)} per batch"
         sentence = "Inter-process transport is the bottleneck; use fewer, larger batches."
         return Verdict("transport", sentence, reason)
-    return _workers(stats, loop, per_task)
+    return _workers(stats, loop, per_task, is_most)
 
 
 def _network(stats: Figures, loop: float, busy_share: float, per_task: float) -> Verdict:
@@ -259,7 +264,7 @@ def _network(stats: Figures, loop: float, busy_share: float, per_task: float) ->
     return Verdict("network", f"The network limits: {rates}. {remedy}", reason)
 
 
-def _workers(stats: Figures, loop: float, per_task: float) -> Verdict:
+def _workers(stats: Figures, loop: float, per_task: float, is_most: bool) -> Verdict:
     """The verdict if all workers are busy and the loop waits."""
     tasks = sum(worker.tasks for worker in stats.workers)
     fetch = sum(worker.fetch_seconds for worker in stats.workers) / tasks
@@ -283,14 +288,28 @@ def _workers(stats: Figures, loop: float, per_task: float) -> Verdict:
         sentence += "default_collate build the batches, or return tensors and arrays in dicts, lists or tuples."
         return Verdict("transport", sentence, reason)
     if queued is not None and queued > _MOST and count <= stats.cores:
-        sentence = "The cores are the bottleneck: other work takes them while the workers are ready to run. End other "
-        sentence += "programs, use fewer threads in the training process (torch.set_num_threads), or add cores."
-        return Verdict("cores", sentence, reason)
+        own = per_task * (1 - queued)
+        limits = fetch > _MOST * per_task and (pace is None or own / count > pace)
+        return Verdict("cores", _cores(stats, own if limits else None), reason)
     if collate > _MOST * per_task:
-        return _computing(stats, needed, "collate", reason)
+        return _computing(stats, needed, "collate", reason, is_most)
     if shares is not None and shares.waiting * fetch > _MOST * per_task and not work.saturated(stats, loop):
-        return _storage(stats, needed, shares, reason)
-    return _computing(stats, needed, "fetch" if fetch > _MOST * per_task else "both", reason)
+        return _storage(stats, needed, shares, reason, is_most)
+    return _computing(stats, needed, "fetch" if fetch > _MOST * per_task else "both", reason, is_most)
+
+
+def _cores(stats: Figures, own: float | None) -> str:
+    """The sentence on cores that other work takes. ``own``: seconds per batch of the dataset's own work, if that limits
+    without the other work, too."""
+    users = stats.core_users
+    who = "other work takes them while the workers are ready to run"
+    if users is not None:
+        who = f"{users}, while workers were ready to run"
+    sentence = f"The cores are the bottleneck: {who}. End other programs, use fewer threads in the training process "
+    sentence += "(torch.set_num_threads), or add cores."
+    if own is not None:
+        sentence += f" Even then the dataset limits: its own work takes a worker {duration(own)} per batch."
+    return sentence
 
 
 def _is_remote(stats: Figures) -> bool:
@@ -305,7 +324,7 @@ def _has_step(stats: Figures, loop: float) -> bool:
     return stats.step_seconds >= max(_NO_STEP * stats.batches, _NO_STEP_SHARE * loop)
 
 
-def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: str) -> Verdict:
+def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: str, is_most: bool) -> Verdict:
     """The verdict on workers that wait. They do not need a core each."""
     waits = "The workers wait for storage or the network for most of their time"
     faster = "faster storage (a local disk, larger files, a cache)"
@@ -314,6 +333,9 @@ def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: st
     more = [f"worker_threads={threads}"] if threads else []
     unknown = " With a map-style dataset, worker_threads does the same with fewer processes."
     hint = unknown if stats.scheduling is None else ""
+    if is_most:
+        sentence = f"{waits}: use {' or '.join([*more, faster])}; more workers do not help.{hint}"
+        return Verdict("storage", sentence, reason)
     if needed is None and _is_auto(stats):
         return Verdict("storage", f"{waits}: use {' or '.join([*more, faster])}. {_AUTO}{hint}", reason)
     if needed is None:
@@ -332,11 +354,14 @@ def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: st
     return Verdict("storage", sentence, reason, number)
 
 
-def _computing(stats: Figures, needed: int | None, most: Literal["fetch", "collate", "both"], reason: str) -> Verdict:
+def _computing(
+    stats: Figures, needed: int | None, most: Literal["fetch", "collate", "both"], reason: str, is_most: bool
+) -> Verdict:
     """The verdict on workers that compute, and need a core each. ``most`` takes most of their time."""
     # Other machines have cores that this one does not know.
     count, cores = _count(stats), _UNKNOWN_CORES if _is_remote(stats) else stats.cores
-    number = None if needed is None or count >= cores else min(needed, cores)
+    cannot_grow = is_most or count >= cores
+    number = None if needed is None or cannot_grow else min(needed, cores)
     if most == "collate":
         sentence = "collate_fn is the bottleneck: it takes the workers most of their time. Make it faster, use "
         sentence += "smaller samples, or let default_collate build the batches."
@@ -344,10 +369,12 @@ def _computing(stats: Figures, needed: int | None, most: Literal["fetch", "colla
         sentence = "The workers are the bottleneck."
     else:
         sentence = _OWN_WORK if most == "fetch" else "The workers are the bottleneck: make samples cheaper"
-        may_grow = number is None and count < cores and not _is_auto(stats)
+        may_grow = number is None and not cannot_grow and not _is_auto(stats)
         sentence += ", or use more workers." if may_grow else ", or add cores."
     if _is_auto(stats) and count < cores:
         sentence += f" {_AUTO}"
+    elif is_most:
+        sentence += " More workers were measured, and do not help."
     elif number is not None:
         sentence += f" Use num_workers={number}"
         sentence += "." if number == needed else f": that uses all {cores} cores, and is not enough for this step."
@@ -357,7 +384,7 @@ def _computing(stats: Figures, needed: int | None, most: Literal["fetch", "colla
         sentence += f" {_NO_NUMBER}"
     if most == "collate":
         return Verdict("collate", sentence, reason, number)
-    is_enough = number == needed if number is not None else count < cores
+    is_enough = number == needed if number is not None else not cannot_grow
     return Verdict("workers" if is_enough else "dataset", sentence, reason, number)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rustloader._core import Death
 from rustloader.errors import WorkerDiedError, WorkerStalledError
+from rustloader.fetch.failures import index_text
 from rustloader.settings.limits import STATUS_AFTER
 from rustloader.supervision import stalls
 from rustloader.workers import remote
@@ -41,7 +42,7 @@ def error_of(
     if death.index is None:
         note = f"It was worker {death.worker_id}."
     else:
-        note = f"Worker {death.worker_id} was to fetch the batch of index {stalls.index_text(death.index)}."
+        note = f"Worker {death.worker_id} was to fetch the batch of index {index_text(death.index)}."
     kind: type[WorkerDiedError] = WorkerDiedError
     text, index = _text(death.pid, exitcode, name), death.index
     if report is not None:

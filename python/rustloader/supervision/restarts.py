@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from rustloader._core import Death
+from rustloader.fetch.failures import index_text
 from rustloader.settings.limits import BACK_OFF, BACK_OFF_MOST, DEATHS_SHOWN, POISON_AFTER
-from rustloader.supervision import stalls
 
 logger = logging.getLogger("rustloader")
 
@@ -167,7 +167,7 @@ def described(death: Death, cause: str, under_way: bool = True) -> str:
     """A death in one line. The arguments are those of ``Restarts.on_death``."""
     text = f"worker {death.worker_id} (pid {death.pid}) {cause}"
     if death.task is not None:
-        text += f", {'at' if under_way else 'before'} batch {death.task} of index {stalls.index_text(death.index)}"
+        text += f", {'at' if under_way else 'before'} batch {death.task} of index {index_text(death.index)}"
     return text
 
 

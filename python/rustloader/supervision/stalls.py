@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
-from rustloader.settings.limits import INDEX_SHOWN, STALL_ITEM, STALL_START
+from rustloader.fetch.failures import index_text
+from rustloader.settings.limits import STALL_ITEM, STALL_START
 from rustloader.system.limited_log import faults as fault_log
 
 logger = logging.getLogger("rustloader")
 
 
-def index_text(index: Any) -> str:
-    """The text of an index batch, shortened."""
-    try:
-        text = repr(index)
-    except Exception as error:  # the user's __repr__ must not replace the death or the warning
-        text = f"<{type(index).__name__}, whose repr() raised {type(error).__name__}>"
-    return text if len(text) <= INDEX_SHOWN else text[:INDEX_SHOWN] + "..."
+# The frame of a stack, as faulthandler writes it, in which torch's fetcher asks for samples or collates them.
+_FETCHER = re.compile(r'  File "[^"]*\btorch/utils/data/_utils/fetch\.py", line \d+ in fetch$')
+
+
+def to_the_fetcher(stack: str) -> str:
+    """The stacks of threads, each down to torch's fetcher: what has called it is the same for all batches.
+
+    Args:
+        stack: What faulthandler has written, the innermost frame of each thread first.
+    """
+    shown, hides = [], False
+    for line in stack.splitlines():
+        hides = hides and line.startswith("  File ")
+        if not hides:
+            shown.append(line)
+            hides = _FETCHER.fullmatch(line) is not None
+    return "\n".join(shown)
 
 
 def text(worker_id: int, torchs: str) -> str:
@@ -69,5 +81,5 @@ def warn(
         else:
             hint = f"stall_timeout is {limit:g} s, but this process kills no process that does not descend from it"
     batch = "" if index is None else f", the batch of index {index_text(index)}"
-    dump = f"Its stack:\n{stack}" if stack is not None else f"Stack unavailable: {why_not}."
+    dump = f"Its stack:\n{to_the_fetcher(stack)}" if stack is not None else f"Stack unavailable: {why_not}."
     log("DataLoader worker %d (pid %d) %s%s. %s. %s", worker, pid, what, batch, hint, dump)

@@ -1,4 +1,4 @@
-"""Processor cores that a process may use."""
+"""Processor cores that a process may use, and who uses them."""
 
 import functools
 import math
@@ -6,6 +6,7 @@ import os
 
 import rustloader.system.local_ranks as local_ranks
 from rustloader._core import cpu_quota as _read_quota
+from rustloader.system.procfs import read
 
 # Read once per process: cgroups rarely change.
 cpu_quota = functools.cache(_read_quota)
@@ -36,3 +37,26 @@ def ranks_on_cores() -> int:
 def own_cores() -> int:
     """The usable cores, divided among the ranks that share them; 1 or more."""
     return max(1, usable_cores() // ranks_on_cores())
+
+
+def busy_seconds() -> float | None:
+    """Processor time of all processes so far, on the cores that this process may use; None if the system does not say.
+
+    It includes time that other virtual machines have taken.
+    """
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    lines = [line.split() for line in (read("/proc/stat") or "").splitlines() if line.startswith("cpu")]
+    # user nice system idle iowait irq softirq steal
+    ticks = [list(map(int, fields[1:9])) for fields in lines if fields[0] in cores]
+    if len(ticks) < len(cores) or not any(map(sum, ticks)):
+        return None
+    return sum(sum(times) - sum(times[3:5]) for times in ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def share_of_cores(cpu_seconds: float | None, seconds: float) -> float | None:
+    """Processor time as a share of what all cores have in some seconds, from 0 to 1; None if it is unknown."""
+    cores = len(os.sched_getaffinity(0))
+    # Beside a smaller CPU quota the use of the cores says little.
+    if cpu_seconds is None or seconds <= 0 or usable_cores() < cores:
+        return None
+    return min(1.0, max(0.0, cpu_seconds) / (cores * seconds))

@@ -302,6 +302,14 @@ PATCHES = (
         _NEVER,
     ),
     Change(
+        "PIL.JpegImagePlugin.JpegImageFile.load",
+        "tools.bench.images",
+        COMMAND,
+        "`rustloader bench` says that images are decoded larger than what samples keep",
+        "in the workers of the first pass, if they have imported Pillow",
+        "after 16 images",
+    ),
+    Change(
         "the handlers of SIGINT, SIGALRM and of a signal that writes the stack; warnings.filters",
         "tools.probe",
         COMMAND,

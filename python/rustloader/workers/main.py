@@ -21,7 +21,7 @@ from torch.utils.data import _DatasetKind, _utils
 
 from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped, seed_words
 from rustloader.fetch import tables, torchs
-from rustloader.fetch.failures import EmptyBatch, Failure
+from rustloader.fetch.failures import EmptyBatch, Failure, put_note
 from rustloader.fetch.guard import Guard
 from rustloader.fetch.seeds import MAX_SEED, Seeds
 from rustloader.fetch.step import Step
@@ -91,7 +91,10 @@ class _Worker:
         self.port = port
         self.dataset = dataset
         self.job = job
+        self.worker_id = worker_id
         self.where = f"in DataLoader worker process {worker_id}"
+        # The task that is batch 0 of the epoch.
+        self.first_task = job.first_task - (0 if job.snapshots is None else job.snapshots.first_ordinal)
         # An error of worker_init_fn or iter(dataset). It replaces every batch of this worker.
         self.broken: ExceptionWrapper | None = None
         self.init_failed = False
@@ -263,7 +266,9 @@ class _Worker:
                         self.publisher.at_end(self.step.fetcher, self.dataset)
                     port.exhausted(task)
                 else:
-                    self.send_error(task, ExceptionWrapper(self.explained(error), where=self.where))
+                    wrapper = ExceptionWrapper(self.explained(error), where=self.where)
+                    put_note(wrapper, self.worker_id, task - self.first_task, index, error)
+                    self.send_error(task, wrapper)
             else:
                 if self.publisher is not None:
                     self.publisher.after(task, self.step.fetcher, self.dataset)
@@ -289,6 +294,7 @@ class _Worker:
         """Begins another epoch of a persistent loader."""
         self.port.resumed()
         self.exhausted = False
+        self.first_task = first_task
         self.replay = 0
         if self.step.seeds is not None:
             self.step.seeds.begin_epoch(message["epoch"], first_task)

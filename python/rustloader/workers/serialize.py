@@ -306,5 +306,5 @@ def dumps_error(error: ExceptionWrapper) -> bytes:
     except Exception as reason:
         where = f"{error.where} (pid {os.getpid()}; its class cannot be pickled: {reason})"
         substitute = ExceptionWrapper((RuntimeError, RuntimeError(), None), where=where)
-        substitute.exc_msg = error.exc_msg
+        substitute.__dict__ |= {"exc_msg": error.exc_msg, "note": getattr(error, "note", None)}
         return dumps_alone(substitute)

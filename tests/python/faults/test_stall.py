@@ -139,6 +139,31 @@ def test_an_item_that_sleeps_is_named_once(told, limits, tmp_path, method):
         assert re.match(head(r"\d+") + told_item, text), text
         assert "RUSTLOADER_STALL_ITEM_SECONDS" in text
         assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
+        assert re.search(r"fetch\.py\", line \d+ in fetch$", text) and "in loop" not in text, text
+
+
+RECORDED = """\
+Thread 0x00007f1 (most recent call first):
+  File "/usr/lib/python3/threading.py", line 320 in wait
+  File "/usr/lib/python3/threading.py", line 975 in run
+
+Current thread 0x00007f2 (most recent call first):
+  File "/home/me/data.py", line 12 in load
+  File "/home/me/data.py", line 9 in __getitem__
+  File "/env/torch/utils/data/_utils/fetch.py", line 54 in <listcomp>
+  File "/env/torch/utils/data/_utils/fetch.py", line 54 in fetch
+"""
+CALLERS = """\
+  File "/env/rustloader/fetch/step.py", line 90 in fetch
+  File "/env/rustloader/workers/main.py", line 240 in loop
+  File "/home/me/train.py", line 3 in <module>
+"""
+
+
+def test_a_stack_ends_at_the_fetcher():
+    shown = rustloader.supervision.stalls.to_the_fetcher
+    assert shown(f"{RECORDED}{CALLERS}\nExtension modules: numpy") == f"{RECORDED}\nExtension modules: numpy"
+    assert shown(CALLERS + RECORDED) == (CALLERS + RECORDED).rstrip("\n")
 
 
 def test_of_workers_that_share_a_queue_the_one_that_holds_the_item_is_named(told, limits, tmp_path):

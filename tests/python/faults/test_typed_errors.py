@@ -13,6 +13,7 @@ import weakref
 import pytest
 from sample_data import Dying, Failing, Held, Numbers
 from support import DataLoader, gone, run_script, wait_until, worker_pids
+from torch.utils.data import IterableDataset, Subset
 
 pytestmark = pytest.mark.ours
 
@@ -47,6 +48,62 @@ def test_a_death_is_an_error_with_all_that_is_known(rustloader, how, exitcode, t
         assert (error.worker_id, error.pid, error.exitcode, error.index, error.restarts) == (0, pid, exitcode, 1, 0)
         assert error.__notes__ == ["Worker 0 was to fetch the batch of index 1."]
     assert first is not second
+
+
+class Rebinding(Failing):
+    """Its frame no longer shows the index."""
+
+    def __getitem__(self, index):
+        index = index % 3 + 4
+        return super().__getitem__(index)
+
+
+class Broken(IterableDataset):
+    def __iter__(self):
+        yield from range(3)
+        raise ValueError("broken")
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("options", [{}, {"seed_by": "sample"}, {"max_restarts": 1}], ids=str)
+def test_the_error_of_a_sample_has_a_note(method, options):
+    loader = DataLoader(Failing(8, {5: ValueError}), 2, num_workers=2, multiprocessing_context=method, **options)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    error = raised_by(next, iterator, kind=ValueError)
+    assert str(error).startswith("Caught ValueError in DataLoader worker process 0.\nOriginal Traceback")
+    assert error.__notes__ == ["Worker 0 was to fetch batch 2 of index [4, 5], and was at sample 5."]
+    assert next(iterator).tolist() == [6, 7]
+
+
+@pytest.mark.parametrize(
+    "dataset, arguments, note",
+    [
+        (lambda: Failing(8, {5: ValueError}), {"batch_size": None}, "batch 5 of index 5."),
+        (lambda: Rebinding(8, {5: ValueError}), {"batch_size": 4}, "batch 0 of index [0, 1, 2, 3]."),
+        (lambda: Subset(Failing(8, {5: ValueError}), [6, 5, 4]), {"batch_size": 3}, "batch 0 of index [0, 1, 2]."),
+        (Broken, {"batch_size": 2}, "batch 1."),
+        (
+            lambda: Failing(8, {5: ValueError}),
+            {"batch_size": 8, "worker_threads": 2},
+            "batch 0 of index [0, 1, 2, 3, 4, 5, 6, 7], and was at sample 5.",
+        ),
+    ],
+)
+def test_a_note_names_no_sample_that_it_is_not_sure_of(dataset, arguments, note):
+    iterator = iter(DataLoader(dataset(), num_workers=1, **arguments))
+    with pytest.raises(ValueError) as caught:
+        list(iterator)
+    assert caught.value.__notes__ == [f"Worker 0 was to fetch {note}"]
+
+
+def test_the_batches_of_a_note_count_from_the_begin_of_their_epoch():
+    loader = DataLoader(Failing(6, {5: ValueError}), 2, num_workers=2, persistent_workers=True)
+    for _ in range(2):
+        iterator = iter(loader)
+        next(iterator), next(iterator)
+        error = raised_by(next, iterator, kind=ValueError)
+        assert error.__notes__ == ["Worker 0 was to fetch batch 2 of index [4, 5], and was at sample 5."]
 
 
 def test_the_death_of_an_idle_worker_has_no_index(rustloader):

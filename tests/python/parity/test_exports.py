@@ -81,9 +81,9 @@ def test_version():
 
 
 OURS = (
-    "ArenaStats CacheEstimate CacheUsage CachedDataset CopyStats DataLoader DeviceLoader ErrorLimitExceeded "
-    "Failure Fallback FaultStats LargeAttribute LoaderTimeoutError MetricsServer Options PinningStats RankReport "
-    "RankStats SchedulingStats SlowBatch StatefulDataLoader Stats TransferStats Verdict VerdictKind "
+    "ArenaStats CacheEstimate CacheUsage CachedDataset CopyStats CoreUsers DataLoader DeviceLoader "
+    "ErrorLimitExceeded Failure Fallback FaultStats LargeAttribute LoaderTimeoutError MetricsServer Options "
+    "PinningStats RankReport RankStats SchedulingStats SlowBatch StatefulDataLoader Stats TransferStats Verdict VerdictKind "
     "WorkerDiedError WorkerStalledError WorkerStats cache engine_batches install installed is_installed "
     "prefetch_to_device report report_ranks sample_seed serve_metrics share stats uninstall"
 ).split()

@@ -86,6 +86,11 @@ LOADERS = """
             return i
     def slow():
         return DataLoader(Slow(), batch_size=4, num_workers=2, persistent_workers=True)
+    class Sharded(Numbers):
+        def __getitem__(self, i):
+            return torch.utils.data.get_worker_info().id
+    def sharded():
+        return DataLoader(Sharded(), batch_size=4, num_workers=2)
     class Exiting(Numbers):
         def fail(self):
             os._exit(3)
@@ -154,7 +159,8 @@ def test_short_epochs_are_repeated_until_there_are_enough_batches(folder, capfd)
     """Four batches per epoch; the warning is one that each process gives."""
     status, out, err = run("loaders.py:tiny", "--budget", "60", "--json", capsys=capfd)
     assert status == 0, err
-    (point,) = json.loads(out)["results"]
+    alone, point = json.loads(out)["results"]
+    assert alone["workers"] == 0 and alone["comparison"] is None
     assert point["comparison"]["batches"] >= 50 and point["comparison"]["pairs"] >= 13
     assert [epoch["batches"] for epoch in point["torch"]["epochs"]] == [4] * point["comparison"]["pairs"]
     assert err.count("UserWarning: a warning of the user's") == 1
@@ -255,14 +261,34 @@ def test_a_sweep_of_options(factory, folder, capsys):
     assert status == 0, err
     said = json.loads(out)
     swept = [{"dispatch": dispatch, "reorder_window": 16} for dispatch in ("round_robin", "shared_queue")]
-    assert [point["options"] for point in said["results"]] == swept
-    for point, options in zip(said["results"], swept, strict=True):
+    alone, *points = said["results"]
+    assert alone["workers"] == 0 and [point["options"] for point in points] == swept
+    for point, options in zip(points, swept, strict=True):
         # The engine had them, and delivered each batch.
         stats = point["verdict"]["stats"]
         assert stats["scheduling"].items() >= options.items()
         assert point["workers"] == 2 and stats["batches"] % 24 == 0 < stats["batches"]
         assert [side["epochs"][0]["batches"] for side in (point["torch"], point["rustloader"])] == [24, 24]
     assert said["recommendation"]["rustloader"] is None and "torch" not in said["recommendation"]
+
+
+@pytest.mark.timeout(LONG)
+def test_a_cache_is_measured(folder, capsys):
+    arguments = ("--epochs", "3", "--cache", "16MiB", "--json")
+    status, out, err = run("loaders.py:torchs", *arguments, capsys=capsys)
+    assert status == 0, err
+    cache = json.loads(out)["results"][1]["cache"]
+    assert [len(cache[name]["epochs"]) for name in ("first_epoch", "second_epoch")] == [3, 3]
+    assert {epoch["batches"] for epoch in cache["second_epoch"]["epochs"]} == {24}
+    assert (cache["fit"]["samples"], cache["fit"]["hits"], cache["fit"]["held"]) == (96, 1.0, 1.0)
+    assert not cache["fit"]["is_random"] and 64 < cache["fit"]["sample_bytes"] < 200
+
+
+@pytest.mark.timeout(LONG)
+def test_a_dataset_that_needs_a_worker_is_measured_all_the_same(folder, capsys):
+    status, out, err = run("loaders.py:sharded", "--epochs", "1", capsys=capsys)
+    assert status == 0, err
+    assert "Without workers nothing was measured: with torch's iterator: AttributeError: " in out
 
 
 @pytest.mark.timeout(LONG)

@@ -1,5 +1,6 @@
 """`python -m rustloader bench`: intervals, verdicts, recommendations and texts. No loader is measured here."""
 
+import dataclasses
 import json
 import random
 import types
@@ -11,6 +12,7 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
+    from rustloader import Stats, WorkerStats
     from rustloader.tools import cli
     from rustloader.tools.bench import command, comparison, plan, recommendation, results
     from rustloader.tools.bench.settings import Setting
@@ -389,7 +391,7 @@ def test_the_summary_of_a_loader():
 
 @pytest.mark.parametrize(
     "arguments, longer",
-    [((), "--budget 120"), (("--budget", "30"), "--budget 60"), (("--epochs", "2"), "leave out --epochs")],
+    [((), "--budget 240"), (("--budget", "30"), "--budget 60"), (("--epochs", "2"), "leave out --epochs")],
 )
 def test_too_few_to_tell_has_a_remedy(arguments, longer):
     point = a_point(2, (10.0, 11), (30.0, 33), verdict=VERDICT)
@@ -457,29 +459,153 @@ def test_a_sweep_without_figures_recommends_nothing():
     assert "Recommended" not in text and "<-" not in text and "Rule" not in text
 
 
+def alone(*rates, batches=100):
+    """torch's own loop."""
+    point = a_point(0, rates, (), batches)
+    point.rustloader = point.torch
+    return point
+
+
+def words_of(found):
+    return " ".join(found.text().split())
+
+
+def test_torchs_own_loop_is_beside_both_loaders():
+    """As seen: 6.4x torch with workers, where no workers at all were 2.4x as fast still."""
+    point = a_point(2, (10.0, 11, 12), (64.0, 65, 66), verdict=VERDICT)
+    faster = "Without workers torch is 2.40x as fast as the faster of these: use num_workers=0"
+    assert f"{faster}, or measure with --step SECONDS." in words_of(summary([alone(155.0, 156, 157), point]))
+    assert f"{faster}." in words_of(summary([alone(155.0, 156, 157), point], "--step", "0.1"))
+    slower = words_of(summary([alone(6.0, 6.5, 7), point]))
+    assert "Without workers torch makes 6.50 batches/s, 0.10x the faster of these." in slower
+    assert "use num_workers=0" not in words_of(summary([alone(60.0, 66, 72), point]))
+    assert "Without workers" not in words_of(summary([alone(155.0, 156), point]))
+    given = options()
+    found = Summary(given, plan.Plan(given), ABOUT, [point], {}, "KeyError: 'worker'")
+    assert "Without workers nothing was measured: KeyError: 'worker'" in words_of(found)
+
+
+def test_a_sweep_has_the_sentence_only_where_workers_cost():
+    points = [alone(155.0, 156, 157), *(a_point(n, (10.0, 11, 12), (64.0, 65, 66), verdict=VERDICT) for n in (1, 2))]
+    choices = {engine: recommendation.recommend(points, engine, 2) for engine in ("torch", "rustloader")}
+    assert {choice.workers for choice in choices.values()} == {0}
+    assert "use num_workers=0, or" in words_of(summary(points, "--workers", "1,2", choices=choices))
+    points[0] = alone(6.0, 6.5, 7)
+    choices = {engine: recommendation.recommend(points, engine, 2) for engine in ("torch", "rustloader")}
+    assert {choice.workers for choice in choices.values()} == {1}
+    assert "Without workers" not in words_of(summary(points, "--workers", "1,2", choices=choices))
+
+
+def test_torchs_own_loop_with_too_few_epochs_does_not_take_the_recommendation():
+    points = [alone(155.0, 156), *sweep({1: [10.0] * 3, 2: [20.0] * 3})]
+    assert recommended(points).workers == 2
+    assert recommended([alone(155.0, 156)]).workers is None
+
+
+def busy(point, share):
+    """The same, while other processes used a share of the cores."""
+    for side in (point.torch, point.rustloader):
+        side.passes = [dataclasses.replace(one, others_share=share) for one in side.passes]
+    return point
+
+
+def test_a_busy_machine_is_named_and_gets_no_recommendation():
+    """As seen: load 3.5 on 2 cores, and "97 % confidence"."""
+    rates = [10.0 + k for k in range(6)], [30.0 + 3 * k for k in range(6)]
+    calm, some, much = (busy(a_point(2, *rates, verdict=VERDICT), share) for share in (0.05, 0.15, 0.6))
+    assert "97% confidence" in words_of(summary([calm])) and "Other processes" not in words_of(summary([calm]))
+    assert "Other processes used 15% of the cores meanwhile." in words_of(summary([some]))
+    assert "97% confidence" in words_of(summary([some]))
+    text = words_of(summary([much]))
+    assert "Other processes used 60% of the cores meanwhile: end them and measure again." in text
+    assert "confidence)" not in text and "3.00x as fast as torch" in text
+    choice = recommended([calm, busy(a_point(1, *rates), 0.6)])
+    assert choice.workers is None and choice.reason.startswith("other processes used 60% of the cores meanwhile: end")
+    assert recommended([calm, busy(a_point(1, *rates), 0.2)]).workers == 1
+    assert json.loads(json.dumps(much.as_dict()))["others_share"] == 0.6
+    # Unknown is not busy.
+    assert a_point(1, *rates).others_share == 0.0
+
+
+def test_no_ratio_where_there_are_too_few_to_tell():
+    for rates in (((10.0, 11), (30.0, 33)), ((10.0, 20, 30), (20.0, 10, 45))):
+        point = a_point(2, *rates)
+        assert point.comparison.verdict == "too few to tell"
+        rows = [line.split() for line in results.table(point).splitlines()]
+        assert [row[-1] for row in rows[1:] if row[0] in ("batches/s", "MB/s", "CPU", "first", "memory")] == ["-"] * 5
+        assert "x" not in results.table(point).replace("lowest to highest", "")
+        ours = results.sweep_table([point], Setting(None)).splitlines()[2].split()
+        assert ours[5] == "-", ours
+
+
+def test_a_verdict_advises_no_workers_that_were_measured_and_are_slower():
+    """As seen: "Use num_workers=2" under a table in which 2 workers are slower."""
+    worker = WorkerStats(0, tasks=100, fetch_seconds=5.0, cpu_seconds=5.0, queued_seconds=0.0)
+    worker = dataclasses.replace(worker, fetch_cpu_seconds=5.0, fetch_measured_seconds=5.0)
+    stats = Stats(
+        num_workers=1,
+        cores=2,
+        epochs=1,
+        batches=100,
+        next_seconds=4.0,
+        waited_seconds=4.0,
+        step_seconds=1.0,
+        workers=(worker,),
+    )
+    one = a_point(1, (10.0, 11, 12), (30.0, 33, 36), verdict=VERDICT)
+    one.judged = stats
+    before = stats.verdict()
+    assert before.workers_needed == 2 and "Use num_workers=2" in before.sentence
+    for rates, needed in (((20.0, 21, 22), None), ((30.0, 33, 36), None), ((60.0, 61, 62), 2)):
+        one.verdict = dataclasses.asdict(before)
+        results.judge_again([one, a_point(2, (10.0, 11, 12), rates)])
+        assert one.verdict["workers_needed"] == needed
+        assert ("More workers were measured, and do not help." in one.verdict["sentence"]) == (needed is None)
+        assert ("num_workers=2" in one.verdict["sentence"]) == (needed is not None)
+
+
 # The plan, and what is checked before anything runs
 
 
 @pytest.mark.parametrize(
     "arguments, text, budget, seconds",
     [
-        ((), "in turn, each at most 3 s; up to 60 s after a warm-up, or until the result is clear", 60, 3),
+        ((), "in turn, each at most 3 s; up to 2 min after a warm-up, or until the result is clear", 120, 3),
         (("--workers", "0,1,2"), "with 0, 1 and 2 workers: epochs of torch and rustloader in turn", 180, 3),
-        (("--workers", "1,2", "--budget", "16"), "each at most 500 ms; up to 16 s", 16, 0.5),
-        (("--seconds", "10"), "each at most 10 s; up to 3 min", 160, 10),
+        (("--workers", "1,2"), "with 1 and 2 workers: epochs of torch and rustloader in turn", 180, 3),
+        (("--workers", "1,2", "--budget", "24"), "each at most 500 ms; up to 24 s", 24, 0.5),
+        (("--seconds", "10"), "each at most 10 s; up to 5 min", 320, 10),
         (("--epochs", "1", "--batches", "1"), "1 epoch of torch and of rustloader in turn", None, 3),
         (
             ("--dispatch", "round_robin,shared_queue", "--worker-threads", "1,8"),
             "with dispatch=round_robin and shared_queue, worker_threads=1 and 8: epochs of",
-            240,
+            300,
             3,
         ),
-        (("--workers", "2", "--reorder-window", "16"), "with reorder_window=16: epochs of", 60, 3),
+        (("--workers", "2", "--reorder-window", "16"), "with reorder_window=16: epochs of", 120, 3),
     ],
 )
 def test_plans(arguments, text, budget, seconds):
     found = plan.Plan(options(*arguments))
     assert text in str(found) and (found.budget, found.seconds) == (budget, seconds)
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        (("--workers", "1,2,4,8,16", "--budget", "10"), "10 s is not enough for 5 settings: --budget 60"),
+        (("--workers", "0,1", "--budget", "9.5"), "9.5 s is not enough for 2 settings: --budget 24"),
+        (("--workers", "1,2", "--budget", "10"), None),
+        (("--budget", "1"), None),  # a line says how to measure longer
+    ],
+)
+def test_a_budget_that_is_too_small_for_a_sweep_is_refused_before_anything_runs(arguments, error):
+    if error is None:
+        plan.Plan(options(*arguments))
+        return
+    with pytest.raises(Unusable) as raised:
+        plan.Plan(options(*arguments))
+    assert str(raised.value) == error
 
 
 def test_a_sweep_divides_the_budget():
@@ -497,9 +623,11 @@ def test_every_combination_is_a_setting():
         for window in (8, "64MiB")
     ]
     # Without workers the options have no effect.
-    assert found == [Setting(0), *combined]
+    assert found == [*combined, Setting(0)]
     assert plan.Plan(options(*arguments, "--epochs", "3")).steps == 4 * (1 + 2 * 8)
-    assert plan.Plan(options()).settings == [Setting(None)]
+    assert plan.Plan(options()).settings == [Setting(None), Setting(0)]
+    asked = [plan.Plan(options(*some)).asked for some in (arguments, (), ("--workers", "0,1"), ("--workers", "1,2"))]
+    assert asked == [9, 1, 2, 2]
     assert [str(setting) for setting in (Setting(None), Setting(1), combined[1])] == [
         "",
         "1 worker",
@@ -509,6 +637,7 @@ def test_every_combination_is_a_setting():
 
 def test_steps_of_a_fixed_number_of_epochs():
     assert plan.Plan(options("--workers", "0,1", "--epochs", "3")).steps == 3 * 4
+    assert plan.Plan(options("--epochs", "3", "--cache", "1MiB")).steps == 4 * 4
     assert plan.Plan(options()).steps == 0
 
 
@@ -594,6 +723,10 @@ def test_a_plot_that_can_be_written_is_not_refused(tmp_path):
         (["x:y", "--reorder-window", "8,,16"], "argument --reorder-window: must be a positive integer (batches), or a"),
         (["x:y", "--worker-threads", "0"], "argument --worker-threads: must be a positive integer, got 0"),
         (["x:y", "--epochs", "0"], "argument --epochs: must be a positive integer, got 0"),
+        (
+            ["x:y", "--cache", "0"],
+            "argument --cache: must be a positive number of bytes, or a size such as 8GiB, got 0",
+        ),
         (["x:y", "--batches", "0"], "argument --batches: must be a positive integer, got 0"),
         (["x:y", "--epochs", "3", "--budget", "9"], "argument --budget: not allowed with argument --epochs"),
     ],

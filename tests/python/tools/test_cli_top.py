@@ -33,6 +33,7 @@ from support import (
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
 if rustloader is not None:
+    from rustloader.caching.usage import CacheUsage
     from rustloader.metrics import verdict
     from rustloader.system import procfs
     from rustloader.system.texts import size
@@ -783,6 +784,44 @@ def test_no_fetch_has_no_processor_time():
     loader = model.Loader(os.getpid(), look, look)
     assert loader.workers[0].fetch_cpu_share is None and loader.as_dict()["workers"][0]["fetch_cpu_share"] is None
     assert made_up(1).workers[0].fetch_cpu_share == 0.25
+
+
+def test_a_line_for_each_cache():
+    usage = CacheUsage(900, 100, 7_500_000_000, 1_100_000_000, limit=8_600_000_000)
+    lines = view.plain(view.frame(1, "python", [made_up(2)], 100, None, [usage, usage])).splitlines()
+    told = "900 hits (90% of the samples), 100 misses, 7.5 GB of 8.6 GB, 1.1 GB left"
+    assert [line.split(maxsplit=1) for line in lines[1:3]] == [["cache", told]] * 2
+    for height in (12, 20):
+        assert len(view.frame(1, "python", [made_up(8)], 100, height, [usage])) <= height
+
+
+CACHES = """
+if __name__ == "__main__":
+    dataset = torch.utils.data.TensorDataset(torch.rand(100, 50))
+    cached = rustloader.cache(dataset, memory="2MiB")
+    filed = rustloader.cache(dataset, memory="1MiB", path="samples.cache")
+    large = open("large", "w+b")
+    large.write(bytes(1 << 20))
+    samples = [cached[3], cached[3], cached[4], filed[5]]
+    iterator = iter(DataLoader(Items(), batch_size=2, num_workers=1))
+    next(iterator)
+    say(usages=[vars(it.usage()) for it in (cached, filed)])
+    time.sleep(600)
+"""
+
+
+def test_the_caches_of_a_process_are_shown_as_it_counts_them(tmp_path, capsys):
+    """Those in memory and in files."""
+    with running(CACHES, tmp_path, cwd=tmp_path) as (process, said):
+        before = open_files()
+        shown = as_json(process.pid, capsys)["caches"]
+        key = "limit"
+        assert sorted(shown, key=lambda it: it[key]) == sorted(said["usages"], key=lambda it: it[key])
+        assert {(it["hits"], it["misses"]) for it in shown} == {(1, 2), (0, 1)}
+        assert all(it["samples_bytes"] >= 200 and it["bytes_left"] > 0 for it in shown)
+        _, out, _ = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)
+        assert "cache       1 hit (33% of the samples), 2 misses, " in out
+        assert open_files() == before
 
 
 def test_two_loaders_of_few_workers_fit_a_small_terminal():

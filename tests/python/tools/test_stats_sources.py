@@ -209,3 +209,40 @@ def test_reasons_that_differ_in_numbers_alone_are_one(monkeypatch, caplog):
 
 
 TRY_PUT_INDEX = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_put_index
+
+
+# Who used the cores
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_who_used_the_cores(persistent):
+    loader = DataLoader(Numbers(64), batch_size=4, num_workers=2, persistent_workers=persistent)
+    for _ in range(2):
+        list(loader)
+        users = rustloader.stats(loader).core_users
+        assert users is None or all(0 <= share <= 1 for share in (users.main, users.workers, users.others))
+    if not persistent:  # what comes after the workers' end does not count
+        assert rustloader.stats(loader).core_users == users
+
+
+def test_the_cores_are_divided_among_main_workers_and_others(monkeypatch):
+    """2 cores, 10 s: 18 s of all processes, of which 5 are main's, and 1 each worker's, half of it in its start."""
+    from rustloader.metrics import cpu_time
+    from rustloader.system import cores
+
+    moments = [cpu_time._Moment(100.0, 1000.0, 7.0), cpu_time._Moment(110.0, 1018.0, 12.0)]
+    monkeypatch.setattr(cpu_time._Moment, "now", lambda: moments.pop(0) if len(moments) > 1 else moments[0])
+    monkeypatch.setattr(cores, "usable_cores", lambda: 2)
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(cpu_time, "started", lambda pid: None)
+    figures = [cpu_time.WorkTime(0.5, 0.0)] * 2
+    monkeypatch.setattr(cpu_time.Workers, "times", lambda self: figures)
+    totals = type("Totals", (), {"workers": [type("Worker", (), {"start_cpu": 0.5})] * 2})
+    monkeypatch.setattr(cpu_time, "figures_of", lambda meters: totals)
+    workers = cpu_time.Workers([1, 2], None)
+    assert workers.core_users() == rustloader.CoreUsers(main=0.25, workers=0.1, others=0.55)
+    figures[0] = cpu_time.NOTHING
+    assert workers.core_users() is None
+    figures[0] = figures[1]
+    moments[0] = moments[0]._replace(busy=None)
+    assert workers.core_users() is None

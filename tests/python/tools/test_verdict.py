@@ -15,6 +15,7 @@ pytestmark = pytest.mark.ours
 if not TORCH_MODE:
     from rustloader import (
         CopyStats,
+        CoreUsers,
         Fallback,
         PinningStats,
         SchedulingStats,
@@ -271,7 +272,32 @@ TABLE = {
     "cores that other work takes": (
         lambda: given(step=9, own=1, waited=40, fetch=100, cpu=0.3, queued=0.7),
         "cores",
-        ["torch.set_num_threads", "wait for a core for 70%"],
+        ["other work takes them", "torch.set_num_threads", "wait for a core for 70%"],
+        None,
+    ),
+    "cores that other processes take, and a dataset that limits without them": (
+        lambda: given(
+            step=9, own=1, waited=40, fetch=100, cpu=0.3, queued=0.7, cores=2, core_users=CoreUsers(0.25, 0.15, 0.6)
+        ),
+        "cores",
+        [
+            "The cores are the bottleneck: other processes used 60% of the cores, the main process 25% and the workers "
+            "15%, while workers were ready to run. End other programs",
+            "Even then the dataset limits: its own work takes a worker 30 ms per batch.",
+        ],
+        None,
+    ),
+    "cores that other processes take, and a dataset that is fast enough": (
+        lambda: given(step=29, own=1, waited=40, fetch=100, cpu=0.3, queued=0.7, core_users=CoreUsers(0.2, 0.1, 0.7)),
+        "cores",
+        ["other processes used 70% of the cores", "or add cores. (the loop waits"],
+        None,
+    ),
+    "a loop that only counts": (
+        # 150 us between two batches are no training step.
+        lambda: given(waited=1.5, own=0.02, step=0.15, fetch=3.3, cores=2, cpu=1.0, queued=0.0, workers=1),
+        "workers",
+        ["this loop has no training step"],
         None,
     ),
     "collate": (
@@ -580,6 +606,9 @@ REMEDIES = {
     "storage behind a busy collate_fn": "use num_workers=8 and measure again",
     "a dataset that computes beside a collate_fn that waits": "Use num_workers=10.",
     "cores that other work takes": "End other programs, use fewer threads in the training process",
+    "cores that other processes take, and a dataset that limits without them": "End other programs",
+    "cores that other processes take, and a dataset that is fast enough": "End other programs",
+    "a loop that only counts": "cache its results, decode faster, or use more workers",
     "collate": "let default_collate build the batches. Use num_workers=10.",
     "collate on all cores": "Make it faster, use smaller samples, or let default_collate build the batches.",
     "packing": "Let default_collate build the batches",

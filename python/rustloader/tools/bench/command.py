@@ -11,11 +11,13 @@ from typing import Any
 
 from rustloader.settings.options import PREFETCH_FACTOR
 from rustloader.system.cores import usable_cores
+from rustloader.tools.bench.cached import CACHED, CacheGain
 from rustloader.tools.bench.elsewhere import RAY, Cluster, Price, check_ray
 from rustloader.tools.bench.passes import Limits, Pass
 from rustloader.tools.bench.plan import Plan, check_plot
+from rustloader.tools.bench.rates import Side
 from rustloader.tools.bench.recommendation import Choice, recommend
-from rustloader.tools.bench.results import Point, Side, settle, starting
+from rustloader.tools.bench.results import Point, judge_again, settle, starting
 from rustloader.tools.bench.settings import Setting
 from rustloader.tools.bench.side import BenchSide
 from rustloader.tools.bench.summary import Summary
@@ -62,19 +64,37 @@ class _Bench:
     def run(self) -> None:
         if not self._options.json:
             print(f"{self._options.factory}: {self._plan}", flush=True)
-        settings = self._plan.settings
         with Progress(self._plan.steps or self._plan.budget or 0.0) as progress:
-            points = [self._point(setting, len(settings) - k, progress) for k, setting in enumerate(settings)]
+            points, unmeasured = self._points(progress)
             settle(points)
+            judge_again(points)
             # torch has no setting but the number of workers.
-            varied = {"torch": {point.workers for point in points}, "rustloader": points}
+            asked = self._plan.settings[: self._plan.asked]
+            varied = {"torch": {setting.workers for setting in asked}, "rustloader": asked}
             swept = [engine for engine in _ENGINES if len(varied[engine]) > 1]
             choices = {engine: recommend(points, engine, usable_cores()) for engine in swept}
-            summary = Summary(self._options, self._plan, self._about, points, choices)
+            summary = Summary(self._options, self._plan, self._about, points, choices, unmeasured)
             timelines = self._timelines(summary.shown.setting, progress) if self._options.plot else {}
         print(json.dumps(summary.as_dict(), indent=2) if self._options.json else summary.text())
         if self._options.plot:
             self._draw(points, choices, timelines)
+
+    def _points(self, progress: Progress) -> tuple[list[Point], str]:
+        """Measures each setting.
+
+        Returns:
+            The points by number of workers, and why torch's own loop is not one of them. Not asked for, it may fail: a
+            dataset may need a worker.
+        """
+        settings, points, unmeasured = self._plan.settings, [], ""
+        for k, setting in enumerate(settings):
+            try:
+                points.append(self._point(setting, len(settings) - k, progress))
+            except Unusable as error:
+                if k < self._plan.asked:
+                    raise
+                unmeasured = str(error).partition("\n")[0]
+        return sorted(points, key=lambda point: point.workers), unmeasured
 
     def _draw(self, points: list[Point], choices: dict[str, Choice], timelines: dict[str, Timeline]) -> None:
         from rustloader.tools.bench.picture import draw
@@ -91,11 +111,13 @@ class _Bench:
     def _point(self, setting: Setting, left: int, progress: Progress) -> Point:
         """Measures both engines with one setting, the first of ``left`` remaining ones."""
         with ExitStack() as stack:
-            names = _ENGINES[:1] if setting.workers == 0 else _ENGINES + ((RAY,) if self._options.ray else ())
+            others = ((RAY,) if self._options.ray else ()) + ((CACHED,) if self._options.cache else ())
+            names = _ENGINES[:1] if setting.workers == 0 else _ENGINES + others
             where = f"{setting}: " if str(setting) else ""
             progress.say(f"{where}making the loaders")
             probes = [stack.enter_context(self._probe(name, setting)) for name in names]
-            self._about, *others = [probe.answer() for probe in probes]
+            about, *abouts = [probe.answer() for probe in probes]
+            self._about = self._about or about
             sides = {probe.engine: Side() for probe in probes}
             for probe in probes:
                 progress.say(f"{where}{probe.engine}, warming up")
@@ -103,15 +125,18 @@ class _Bench:
                 progress.step(self._at(0.0))
             begin = time.monotonic()
             both = sides["torch"], sides.get("rustloader", sides["torch"])
-            point = Point(self._about["num_workers"], *both, options=setting.options, ray=sides.get(RAY))
+            point = Point(about["num_workers"], *both, options=setting.options, ray=sides.get(RAY))
+            point.cache = CacheGain() if CACHED in sides else None
             self._epochs(point, probes, begin, self._plan.share(self._spent, left), where, progress)
             self._spent += time.monotonic() - begin
             if not point.alone:
-                started = {} if self._about["persistent_workers"] else starting(point.rustloader)
+                started = {} if about["persistent_workers"] else starting(point.rustloader)
                 point.verdict = probes[1].ask("verdict") | started
+                judged = point.verdict.pop("judged")
+                point.judged = None if started else judged
             if point.ray is not None:
                 settle([point])
-                ours, there = point.rustloader, Cluster(**others[-1]["cluster"])
+                ours, there = point.rustloader, Cluster(**abouts[1]["cluster"])
                 cpu = ours.median("cpu_seconds_per_batch")
                 point.price = Price(ours.batch_bytes, cpu, usable_cores(), there)
         return point
@@ -128,7 +153,12 @@ class _Bench:
             for probe in in_turn(probes, number - 1):
                 of = f" of {self._plan.epochs}" if self._plan.epochs else ""
                 progress.say(f"{where}{probe.engine}, epoch {number}{of}")
-                sides[probe.engine].passes.append(Pass(**probe.ask("run", number, self._limits, False)))
+                if probe.engine == CACHED and point.cache is not None:
+                    first, second, point.cache.fit = probe.ask("run_cached", number, self._limits)
+                    point.cache.first.passes.append(Pass(**first))
+                    point.cache.second.passes.append(Pass(**second))
+                else:
+                    sides[probe.engine].passes.append(Pass(**probe.ask("run", number, self._limits, False)))
                 progress.step(self._at(time.monotonic() - begin))
             longest = max(longest, time.monotonic() - started)
 
@@ -179,7 +209,8 @@ class _Bench:
         return found
 
     def _probe(self, engine: str, setting: Setting, records: str | None = None) -> Probe:
-        side = BenchSide(self._options.factory, engine, setting, records, quiet=self._probes > 0)
+        quiet, cache = self._probes > 0, self._options.cache or 0
+        side = BenchSide(self._options.factory, engine, setting, records, quiet, cache)
         self._probes += 1
         probe = Probe(side, self._options.timeout + self._options.step)
         probe.request("about")

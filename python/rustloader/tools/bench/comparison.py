@@ -15,9 +15,12 @@ Outcome = Literal["faster", "slower", "no measurable difference", "too few to te
 
 # Minimum epochs and batches of each engine for a verdict.
 FEWEST_EPOCHS, FEWEST_BATCHES = 3, 50
+# Shares of the cores that other processes use: one that is worth a word, and one from which there is no
+# recommendation.
+NOTED, BUSY = 0.1, 0.25
 # Ratios from the inverse of this to this count as equal. Processes that do the same work differ by up to this factor
 # during their whole life, because their memory lies at different addresses.
-_EQUAL = 1.03
+EQUAL = 1.03
 # Maximum ratio of an interval's ends for one that shows a small difference.
 _SMALL = 1.25
 # Minimum ratio for an interval that is clearly away from 1.
@@ -45,12 +48,22 @@ class Comparison(NamedTuple):
         """Whether more epochs would hardly change the result."""
         interval = Interval(self.low, self.high, self.confidence)
         clear = self.low >= _CLEAR or self.high <= 1 / _CLEAR
-        return self.verdict != "too few to tell" and self.confidence >= CONFIDENCE and (interval.narrow or clear)
+        return self.is_known and self.confidence >= CONFIDENCE and (interval.narrow or clear)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are enough measurements to show a ratio."""
+        return self.verdict != "too few to tell"
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, others: float = 0.0) -> str:
+        """The result as a sentence. ``others`` is the share of the cores that other processes used meanwhile."""
         found = f"{times(self.ratio)} as fast as torch"
-        found += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs, "
-        found += f"{self.confidence:.0%} confidence)."
+        found += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs"
+        # The interval takes the epochs for independent: a busy machine slows some in a row.
+        found += f", {self.confidence:.0%} confidence)." if others < BUSY else ")."
         return {
             "faster": f"rustloader is {found}",
             "slower": f"rustloader is slower: {found}",
@@ -82,7 +95,7 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
 
     if reason := too_few(len(ratios), batches):
         return comparison("too few to tell", reason)
-    if low <= _EQUAL and high >= 1 / _EQUAL:
+    if low <= EQUAL and high >= 1 / EQUAL:
         if high <= low * _SMALL:
             return comparison("no measurable difference")
         found = f"{times(low)} to {times(high)} as fast as torch, based on {len(ratios)} pairs of epochs"

@@ -6,10 +6,11 @@ import contextlib
 import gc
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from rustloader.system.cores import busy_seconds, share_of_cores
 from rustloader.tools.harness.machine import cpu_seconds
 from rustloader.tools.probe.side import end_workers
 
@@ -60,6 +61,7 @@ class Pass:
         steady_batches_per_second, steady_cpu_seconds_per_batch: without the start of the workers, see ``steady()``;
             None if there are too few batches.
         batch_bytes: mean bytes of tensors, arrays and bytes objects in a batch; 0 if they were not counted.
+        others_share: share of the cores that other processes used meanwhile, 0 to 1; None if unknown.
     """
 
     batches: int
@@ -71,15 +73,18 @@ class Pass:
     steady_batches_per_second: float | None = None
     steady_cpu_seconds_per_batch: float | None = None
     batch_bytes: float = 0.0
+    others_share: float | None = None
 
 
-def run_pass(loader: Any, limits: Limits, weigh: bool = False, watcher: Watcher | None = None) -> Pass:
-    """Iterates over a DataLoader up to ``limits``. ``weigh`` counts the bytes of the batches, which takes time. Raises
+def run_pass(
+    loader: Any, limits: Limits, weigh: Callable[[Any], int] | None = None, watcher: Watcher | None = None
+) -> Pass:
+    """Iterates over a DataLoader up to ``limits``. ``weigh`` returns the bytes of a batch, which takes time. Raises
     StopIteration if the loader is empty."""
     gc.collect()
-    begin = _mark(0)
+    busy, begin = busy_seconds(), _mark(0)
     with iterating(loader, watcher) as iterator:
-        return _pass(loader, iterator, limits, weigh, watcher, begin)
+        return _pass(loader, iterator, limits, weigh, watcher, begin, busy)
 
 
 @contextlib.contextmanager
@@ -99,9 +104,15 @@ def iterating(loader: Any, watcher: Watcher | None) -> Iterator[Any]:
             end_workers(iterator)
 
 
-def _pass(loader: Any, iterator: Any, limits: Limits, weigh: bool, watcher: Watcher | None, begin: Mark) -> Pass:
-    from rustloader.tools.probe.leaves import nbytes
-
+def _pass(
+    loader: Any,
+    iterator: Any,
+    limits: Limits,
+    weigh: Callable[[Any], int] | None,
+    watcher: Watcher | None,
+    begin: Mark,
+    busy: float | None,
+) -> Pass:
     rhythm = max(1, loader.num_workers)
     # From then on each worker receives a task for each batch that is taken.
     warm = rhythm * (loader.prefetch_factor or 1)
@@ -112,8 +123,8 @@ def _pass(loader: Any, iterator: Any, limits: Limits, weigh: bool, watcher: Watc
     deadline = first + limits.seconds
     while True:
         taken += 1
-        if weigh:
-            weight += nbytes(batch)
+        if weigh is not None:
+            weight += weigh(batch)
         del batch
         # Workers may finish in step: only marks at the same position of a round are comparable.
         if now >= due and taken >= warm and (taken - warm) % rhythm == 0:
@@ -131,7 +142,8 @@ def _pass(loader: Any, iterator: Any, limits: Limits, weigh: bool, watcher: Watc
             complete = True
             break
         now = time.perf_counter()
-    rate, cpu = _rates(begin, Mark(taken, now, _mark(taken).cpu))
+    end = _mark(taken)
+    rate, cpu = _rates(begin, end._replace(time=now))
     window = steady(marks, taken)
     steady_rate, steady_cpu = (None, None) if window is None else _rates(*window)
     return Pass(
@@ -144,7 +156,16 @@ def _pass(loader: Any, iterator: Any, limits: Limits, weigh: bool, watcher: Watc
         steady_batches_per_second=steady_rate,
         steady_cpu_seconds_per_batch=steady_cpu,
         batch_bytes=weight / taken,
+        others_share=_others(begin, end, busy),
     )
+
+
+def _others(begin: Mark, end: Mark, busy_before: float | None) -> float | None:
+    """The share of the cores that other processes used."""
+    busy = busy_seconds()
+    if busy is None or busy_before is None:
+        return None
+    return share_of_cores(busy - busy_before - (end.cpu - begin.cpu), end.time - begin.time)
 
 
 def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:

@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from rustloader.system.texts import count_of
+from rustloader.tools.bench.rates import Side
 from rustloader.tools.bench.recommendation import Choice
-from rustloader.tools.bench.results import Point, Side, merged
+from rustloader.tools.bench.results import Point, merged
 from rustloader.tools.bench.settings import Setting
 from rustloader.tools.bench.timeline import Timeline
 from rustloader.tools.harness.layout import listed
@@ -43,7 +44,7 @@ def draw(
 ) -> Figure:
     """Draws a timeline for each engine, if there are workers, and the rates of a sweep. ``choices`` and ``timelines``
     are by engine; ``step`` is the duration of the training step in seconds."""
-    swept = len(points) > 1
+    swept = bool(choices)
     lanes = 1 + min(_LANES, next((one.workers for one in timelines.values()), 0))
     heights = [0.5 + 0.32 * lanes] * len(timelines) + [3.4] * swept
     figure = Figure(figsize=(10, sum(heights) + 0.75 * len(heights) + 0.6), dpi=120, layout="constrained")
@@ -112,16 +113,19 @@ def draw_timeline(panel: Axes, timeline: Timeline, begin: float, end: float, ste
 
 
 def _draw_rates(panel: Axes, points: list[Point], choices: dict[str, Choice]) -> None:
+    words = "small dots: epochs"
     for (label, sides), colour in zip(_curves(points), _CURVES * len(points), strict=False):
-        rates = [side.rate for side in sides.values()]
-        panel.plot(list(sides), rates, marker="o", color=colour, label=label, linewidth=1.8)
+        panel.plot(list(sides), [side.rate for side in sides.values()], color=colour, label=label, linewidth=1.8)
         for count, side in sides.items():
             panel.plot([count] * len(side.rates), side.rates, "o", color=colour, alpha=0.35, markersize=3)
+            panel.plot(count, side.rate, "o", color=colour, markerfacecolor="white" if side.too_few else colour)
+            if side.too_few:
+                words = "small dots: epochs; hollow: too few to tell"
     panel.set_xticks(sorted({point.workers for point in points}))
     panel.set_xlabel("num_workers", color=_INK)
     panel.set_ylabel("batches/s", color=_INK)
     panel.set_ylim(bottom=0)
-    panel.set_title(f"{_recommended(choices)} (small dots: epochs)", loc="left", fontsize=11, color=_INK)
+    panel.set_title(f"{_recommended(choices)} ({words})", loc="left", fontsize=11, color=_INK)
     panel.legend(frameon=False, fontsize=9)
     _plain(panel)
 
@@ -139,7 +143,8 @@ def _curves(points: list[Point]) -> list[tuple[str, dict[int, Side]]]:
 def _recommended(choices: dict[str, Choice]) -> str:
     chosen = {engine: choice for engine, choice in choices.items() if choice.workers is not None}
     if not chosen:
-        return "Too few epochs to recommend a number of workers"
+        reason = next((choice.reason for choice in choices.values() if choice.reason), "")
+        return "No recommendation" + (f": {reason.partition(':')[0]}" if reason else "")
     if any(choice.options for choice in chosen.values()):
         return "; ".join(f"Recommended with {engine}: {choice.setting}" for engine, choice in chosen.items())
     return (

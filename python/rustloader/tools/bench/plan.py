@@ -16,13 +16,16 @@ from rustloader.tools.probe.factory import Unusable
 _SECONDS, _BUDGET = 3.0, 60.0
 # Minimum number of epochs that the budget allows: eight pairs.
 _EPOCHS = 16
+# Seconds with each of several settings below which there are too few epochs, and with which there are enough.
+_LEAST, _ENOUGH = 5.0, 12.0
 
 
 class Plan:
     """The duration of a run. Raises ``Unusable`` if the options leave nothing to compare.
 
     Attributes:
-        settings: each setting to measure.
+        settings: each setting to measure, torch's own loop last.
+        asked: settings of the command line; torch's own loop is one only if it was asked for.
         epochs: epochs of each engine; None: until the result is clear or the budget is spent.
         budget: seconds for all measurements; None with a fixed number of epochs.
         seconds: maximum duration of an epoch.
@@ -35,6 +38,7 @@ class Plan:
                 "Measure it beside a loader with workers: --workers 0,2"
             )
         self.settings = list(settings_of(options))
+        self.asked = len(self.settings) - (0 not in (options.workers or ()))
         self._given = options
         self.epochs: int | None = options.epochs
         self.seconds: float = options.seconds or _SECONDS
@@ -44,12 +48,16 @@ class Plan:
             self.budget = max(_BUDGET, _EPOCHS * self.seconds) * len(self.settings)
         elif self.epochs is None:
             self.budget = float(options.budget)
+            if self.asked > 1 and self.budget < _LEAST * self.asked:
+                raise Unusable(
+                    f"{self.budget:g} s is not enough for {self.asked} settings: --budget {_ENOUGH * self.asked:g}"
+                )
             self.seconds = options.seconds or min(_SECONDS, self.budget / len(self.settings) / _EPOCHS)
 
     @property
     def steps(self) -> int:
         """Number of passes, the warm-up included, with a fixed number of epochs; else 0."""
-        engines = 3 if self._given.ray else 2
+        engines = 2 + bool(self._given.ray) + bool(self._given.cache)
         sides = sum(1 if setting.workers == 0 else engines for setting in self.settings)
         return sides * (1 + self.epochs) if self.epochs else 0
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rustloader.system.texts import count_of
-from rustloader.tools.bench.results import Point, Side, merged
-from rustloader.tools.bench.settings import Setting
+from rustloader.tools.bench.comparison import BUSY
+from rustloader.tools.bench.rates import Side
+from rustloader.tools.bench.results import Point, merged
+from rustloader.tools.bench.settings import ALONE, Setting
 from rustloader.tools.harness.layout import listed
 
 # Maximum distance from the best rate for a number of workers that counts as good.
@@ -37,16 +39,26 @@ class Choice(NamedTuple):
 
 
 def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
-    """The fewest workers that are as good as the best. ``cores``: processor cores that the loader may use.
+    """The fewest workers that are as good as the best; none if other processes used the cores meanwhile.
+
+    Args:
+        points: what was measured.
+        engine: "torch" or "rustloader".
+        cores: processor cores that the loader may use.
 
     Example:
         >>> recommend(points, "rustloader", cores=4)
         Choice(workers=2, reason='no measurable difference between 2 and 4 workers')
     """
     sides = _sides(points, engine)
+    # It was measured although nothing asked for it.
+    if len(sides) > 1 and ALONE in sides and sides[ALONE].too_few:
+        del sides[ALONE]
     for setting, side in sides.items():
         if side.too_few:
             return Choice(None, f"too few epochs or batches with {setting}")
+    if (others := max(point.others_share for point in points)) >= BUSY:
+        return Choice(None, f"other processes used {others:.0%} of the cores meanwhile: end them, and measure again")
     beyond = {point.workers for point in points if point.workers > cores and not _waits_for_storage(point, cores)}
     allowed = {setting: side for setting, side in sides.items() if setting.workers not in beyond}
     if not allowed:

@@ -2,96 +2,26 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from rustloader.metrics.parts import Figures
+from rustloader.metrics.verdict import judge
 from rustloader.system.texts import duration, size
-from rustloader.tools.bench.comparison import Comparison, compare, too_few
+from rustloader.tools.bench.cached import CacheGain
+from rustloader.tools.bench.comparison import Comparison, compare
 from rustloader.tools.bench.elsewhere import Price
-from rustloader.tools.bench.passes import Pass
+from rustloader.tools.bench.rates import Side, settle_sides
 from rustloader.tools.bench.settings import SWEPT, Setting
 from rustloader.tools.harness.layout import WIDTH, aligned, number, times
-from rustloader.tools.harness.rounds import Interval, median_interval
-
-
-@dataclass
-class Side:
-    """A loader on one engine, with one setting.
-
-    Attributes:
-        batch_bytes: mean bytes of a batch.
-        memory_bytes: peak memory of all its processes, less their memory before ``iter()``.
-        steady: whether rates and processor time leave out the start of the workers; see ``settle()``.
-    """
-
-    passes: list[Pass] = field(default_factory=list)
-    batch_bytes: float = 0.0
-    memory_bytes: int | None = None
-    steady: bool = False
-
-    def median(self, name: str) -> float:
-        """The median of a figure over all passes."""
-        return statistics.median(self._figures(name))
-
-    @property
-    def rate(self) -> float:
-        """Batches per second."""
-        return self.median("batches_per_second")
-
-    @property
-    def rates(self) -> list[float]:
-        """Batches per second of each pass."""
-        return self._figures("batches_per_second")
-
-    @property
-    def interval(self) -> Interval:
-        """The confidence interval of the rate."""
-        return median_interval(self.rates)
-
-    @property
-    def batches(self) -> int:
-        """Batches of all passes."""
-        return sum(one.batches for one in self.passes)
-
-    @property
-    def too_few(self) -> str:
-        """Why the rate is not reliable, or an empty text."""
-        return too_few(len(self.passes), self.batches)
-
-    @property
-    def cores_used(self) -> float:
-        """Mean number of cores that all processes together used."""
-        return self.median("cpu_seconds_per_batch") * self.rate
-
-    def _figures(self, name: str) -> list[float]:
-        if self.steady and name in ("batches_per_second", "cpu_seconds_per_batch"):
-            name = f"steady_{name}"
-        return [getattr(one, name) for one in self.passes]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        epochs = [asdict(one) for one in self.passes]
-        for epoch in epochs:
-            del epoch["batch_bytes"]  # only the warm-up measures it
-        return {
-            "batches_per_second": self.rate,
-            "interval": self.interval._asdict(),
-            "megabytes_per_second": self.rate * self.batch_bytes / 1e6,
-            "cpu_seconds_per_batch": self.median("cpu_seconds_per_batch"),
-            "first_batch_seconds": self.median("first_batch_seconds"),
-            "memory_bytes": self.memory_bytes,
-            "batch_bytes": self.batch_bytes,
-            "steady": self.steady,
-            "epochs": epochs,
-        }
 
 
 @dataclass
 class Point:
     """The measurements with one setting. With 0 workers both sides are one object: torch's own loop. ``ray`` has
-    workers on a cluster, and ``price`` says when they pay; None without ``--ray`` or workers."""
+    workers on a cluster, and ``price`` says when they pay; None without ``--ray`` or workers. ``cache`` says what a
+    cache gains; None without ``--cache``. ``judged`` is what the verdict goes by."""
 
     workers: int
     torch: Side = field(default_factory=Side)
@@ -100,6 +30,8 @@ class Point:
     options: tuple[tuple[str, Any], ...] = ()
     ray: Side | None = None
     price: Price | None = None
+    cache: CacheGain | None = None
+    judged: Figures | None = None
 
     @property
     def setting(self) -> Setting:
@@ -110,6 +42,11 @@ class Point:
     def alone(self) -> bool:
         """Whether only torch's own loop was measured."""
         return self.rustloader is self.torch
+
+    @property
+    def others_share(self) -> float:
+        """The share of the cores that other processes used; 0 if unknown."""
+        return max(self.torch.others_share, self.rustloader.others_share)
 
     @property
     def comparison(self) -> Comparison | None:
@@ -145,18 +82,17 @@ class Point:
             "rustloader": self.rustloader.as_dict(),
             **({"ray": self.ray.as_dict()} if self.ray else {}),
             **({"price": self.price.as_dict()} if self.price else {}),
+            **({"cache": self.cache.as_dict()} if self.cache else {}),
             "ratio": self.ratios,
             "comparison": comparison._asdict() if comparison else None,
+            "others_share": self.others_share,
             "verdict": self.verdict,
         }
 
 
 def settle(points: Iterable[Point]) -> None:
-    """Makes all rates leave out the start of the workers, if all passes allow it, so that rates stay comparable."""
-    sides = [side for point in points for side in (point.torch, point.rustloader, point.ray) if side is not None]
-    steady = all(one.steady_batches_per_second is not None for side in sides for one in side.passes)
-    for side in sides:
-        side.steady = steady
+    """Makes the rates of all sides comparable."""
+    settle_sides([side for point in points for side in (point.torch, point.rustloader, point.ray) if side is not None])
 
 
 def starting(side: Side) -> dict[str, Any]:
@@ -172,6 +108,17 @@ def starting(side: Side) -> dict[str, Any]:
         "workers_needed": None,
         "predicted_gain": None,
     }
+
+
+def judge_again(points: list[Point]) -> None:
+    """Changes the verdicts that advise more workers, where more were measured and are not faster."""
+    for point in points:
+        more = [one for one in points if one.workers > point.workers and one.options == point.options]
+        sides = [one.rustloader for one in (point, *more)]
+        if point.judged is None or not more or any(side.too_few for side in sides):
+            continue
+        if all(side.interval.low <= point.rustloader.interval.high for side in sides[1:]):
+            point.verdict = (point.verdict or {}) | asdict(judge(point.judged, is_most=True))
 
 
 def merged(points: Iterable[Point]) -> list[Point]:
@@ -193,6 +140,8 @@ def table(point: Point) -> str:
 
 def _rows(point: Point) -> Iterator[tuple[str, str, str, str]]:
     theirs, ours, ratios, comparison = point.torch, point.rustloader, point.ratios, point.comparison
+    if comparison is not None and not comparison.is_known:
+        ratios, comparison = dict.fromkeys(ratios), None
     rate = times(ratios["batches_per_second"])
     yield "batches/s", number(theirs.rate), number(ours.rate), rate
     interval = ours.interval
@@ -245,12 +194,18 @@ def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> 
         **{head: str(options.get(option, "")) for option, head in swept.items()},
         "batches/s": number(side.rate),
         "lowest to highest": _between(min(side.rates), max(side.rates)),
-        "ratio": times(point.ratios["batches_per_second"]) if name == "rustloader" else "",
+        "ratio": _ratio(point) if name == "rustloader" else "",
         "CPU/batch": duration(side.median("cpu_seconds_per_batch")),
         "first batch": duration(side.median("first_batch_seconds")),
         "memory": _memory(side),
         "": "<-" if chosen and name != "torch" else "",
     }
+
+
+def _ratio(point: Point) -> str:
+    """The ratio of the rates; "-" if there are too few measurements to tell."""
+    comparison = point.comparison
+    return times(comparison.ratio if comparison is not None and comparison.is_known else None)
 
 
 def ray_table(points: Iterable[Point]) -> str:

@@ -30,12 +30,15 @@ class Setting(NamedTuple):
         return ", ".join(f"{name}={value!r}" for name, value in (("num_workers", self.workers), *self.options))
 
 
+# torch's own loop, which has no option.
+ALONE = Setting(0)
+
+
 def settings_of(given: Any) -> Iterator[Setting]:
-    """Each combination of the values on the command line. Without workers the options have no effect, and are not
-    varied."""
+    """Each combination of the values on the command line, and torch's own loop, which is always measured. It comes
+    last: a loader that cannot be used is found at once."""
     varied = [[(name, value) for value in values] for name in SWEPT if (values := getattr(given, name))]
     for workers in given.workers or [None]:
-        if workers == 0:
-            yield Setting(0)
-        else:
+        if workers != 0:
             yield from (Setting(workers, options) for options in itertools.product(*varied))
+    yield ALONE

@@ -5,21 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rustloader.tools.bench.comparison import BUSY, EQUAL, NOTED
 from rustloader.tools.bench.plan import Plan
 from rustloader.tools.bench.recommendation import RULE, RULE_OF_OPTIONS, Choice
 from rustloader.tools.bench.results import Point, ray_table, sweep_table, table
-from rustloader.tools.harness.layout import wrapped
+from rustloader.tools.harness.layout import number, times, wrapped
 
 
 class Summary:
     """The result of one run. ``about`` describes the machine and the loader; ``choices`` are the recommendations of a
-    sweep by engine."""
+    sweep by engine; ``unmeasured`` says why torch's own loop was not measured."""
 
     def __init__(
-        self, options: Any, plan: Plan, about: dict[str, Any], points: list[Point], choices: dict[str, Choice]
+        self,
+        options: Any,
+        plan: Plan,
+        about: dict[str, Any],
+        points: list[Point],
+        choices: dict[str, Choice],
+        unmeasured: str = "",
     ) -> None:
         self._options, self._plan, self._about = options, plan, about
-        self._points, self._choices = points, choices
+        self._points, self._choices, self._unmeasured = points, choices, unmeasured
 
     @property
     def shown(self) -> Point:
@@ -69,19 +76,45 @@ class Summary:
 
     def _result(self, point: Point) -> Iterator[str]:
         comparison, options = point.comparison, self._options
+        others = max(one.others_share for one in self._points)
         if comparison is not None:
-            yield wrapped(str(comparison), "  ")
-            if comparison.verdict == "too few to tell":
+            yield wrapped(comparison.text(others), "  ")
+            if not comparison.is_known:
                 budget = self._plan.budget
                 longer = f"--budget {2 * budget:g}" if budget else "leave out --epochs, or give more of them"
                 yield f"  To measure longer: {longer}"
+        if others >= NOTED:
+            remedy = ": end them and measure again" if others >= BUSY else ""
+            yield wrapped(f"Other processes used {others:.0%} of the cores meanwhile{remedy}.", "  ")
+        if without := self._without_workers(point, others):
+            yield wrapped(without, "  ")
         if point.verdict is not None:
-            yield wrapped(f"Verdict on rustloader's iterator: {point.verdict['sentence']}", "  ")
+            images = point.verdict.get("images")
+            sentence = " ".join(filter(None, (point.verdict["sentence"], images)))
+            yield wrapped(f"Verdict on rustloader's iterator: {sentence}", "  ")
             yield f"  {wrapped(point.verdict['reason'], '  ')}"
+        if point.cache is not None:
+            yield wrapped(point.cache.text(point.rustloader), "  ")
         if not options.step:
             what = "The verdict and the recommendation apply" if self._choices else "The verdict applies"
             text = f"The loop did no training step. {what} to loading only."
             yield wrapped(f"{text} To include your training step, pass its duration: --step SECONDS", "  ")
+
+    def _without_workers(self, point: Point, others: float) -> str:
+        """torch's own loop beside the two loaders with workers."""
+        alone = next((one.torch for one in self._points if one.alone), None)
+        if alone is None:
+            return f"Without workers nothing was measured: {self._unmeasured}" if self._unmeasured else ""
+        best = max(point.torch, point.rustloader, key=lambda side: side.rate)
+        if alone.too_few or best.too_few:
+            return ""
+        ratio = alone.rate / best.rate
+        if ratio > EQUAL and not alone.interval.overlaps(best.interval) and others < BUSY:
+            remedy = "" if self._options.step else ", or measure with --step SECONDS"
+            return f"Without workers torch is {times(ratio)} as fast as the faster of these: use num_workers=0{remedy}."
+        if self._choices:  # it is in the table
+            return ""
+        return f"Without workers torch makes {number(alone.rate)} batches/s, {times(ratio)} the faster of these."
 
     def _notes(self, point: Point) -> str:
         without = "leave out the start of the workers."

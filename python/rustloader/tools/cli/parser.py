@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rustloader.settings.kinds import Bytes, Kind
 from rustloader.settings.options import Option, Options, option_of
 from rustloader.tools.bench.settings import SWEPT
 
@@ -64,6 +65,7 @@ examples:
   {prog} bench train.py:make_loader --step 0.05
   {prog} bench mypackage.data:train_loader --workers 0,1,2,4,8 --plot sweep.png
   {prog} bench train.py:make_loader --dispatch round_robin,shared_queue --reorder-window 16,32
+  {prog} bench train.py:make_loader --cache 8GiB
   {prog} bench train.py:make_loader --budget 300 --json > bench.json
 """
 _FACTORY = "module:function or file.py:function"
@@ -147,6 +149,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batches", type=positive_int, metavar="N", help="batches per epoch, at most (default: all)")
     add("--seconds", type=positive_seconds, metavar="S", help="seconds per epoch, at most (default: 3)")
     add("--ray", action="store_true", help="measure with workers on a Ray cluster too, and say whether they pay")
+    cached = "measure with the dataset in a rustloader.cache of SIZE (such as 8GiB) too, and say whether it fits"
+    add("--cache", type=_parser(Bytes()), metavar="SIZE", help=cached)
     add("--plot", metavar="FILE", help="draw a timeline of the main process and the workers (needs matplotlib)")
     add("--json", action="store_true", help="print JSON")
     _add_shared(add)
@@ -201,7 +205,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     for name in Options.__dataclass_fields__:
         option = option_of(name)
         if option.metavar:
-            parser.add_argument(option.flag, dest=name, type=_parser(option), metavar=option.metavar, help=option.help)
+            parser.add_argument(
+                option.flag, dest=name, type=_parser(option.kind), metavar=option.metavar, help=option.help
+            )
         else:
             parser.add_argument(option.flag, dest=name, action="store_const", const=option.flag_value, help=option.help)
 
@@ -211,12 +217,12 @@ def _valued_flags() -> set[str]:
     return {option.flag for option in map(option_of, Options.__dataclass_fields__) if option.metavar}
 
 
-def _parser(option: Option) -> Callable[[str], Any]:
+def _parser(kind: Kind) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
-            return option.kind.parse(text)
+            return kind.parse(text)
         except ValueError:
-            raise _error(option.kind.expected, text) from None
+            raise _error(kind.expected, text) from None
 
     return parse
 
@@ -225,7 +231,7 @@ def _parser_of_list(option: Option) -> Callable[[str], list[Any]]:
     """The parser of comma-separated values of an option, without duplicates, in their order."""
 
     def parse(text: str) -> list[Any]:
-        return list(dict.fromkeys(_parser(option)(part.strip()) for part in text.split(",")))
+        return list(dict.fromkeys(_parser(option.kind)(part.strip()) for part in text.split(",")))
 
     return parse
 

@@ -49,6 +49,7 @@ ENGINES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "torch": on_torch,
     "rustloader": lambda: rustloader.installed(),  # the attribute imports torch
     "ray": lambda: rustloader.installed(),
+    "cached": lambda: rustloader.installed(),
 }
 
 

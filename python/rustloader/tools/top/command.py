@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import rustloader.system.local_ranks as local_ranks
@@ -169,12 +170,13 @@ def _once(pid: int, options: Any) -> int:
             "command": command,
             "memory_bytes": procfs.resident(pid),
             "pss_bytes": procfs.proportional(pid),
+            "caches": [asdict(usage) for usage in processes.caches(pid)],
             "loaders": [loader.as_dict() for loader in loaders],
         }
         print(json.dumps(result, indent=2))
         return 0
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
-    print(plain(frame(pid, command, loaders, width)))
+    print(plain(frame(pid, command, loaders, width, caches=processes.caches(pid))))
     return 0
 
 
@@ -188,7 +190,7 @@ def _live(pid: int, interval: float) -> int:
 
     def drawn() -> Text:
         width, height = console.size
-        lines = frame(pid, command, watch.loaders(), width, height - 1)
+        lines = frame(pid, command, watch.loaders(), width, height - 1, processes.caches(pid))
         lines += [[]] * (height - 1 - len(lines))
         lines.append([(f"every {interval:g} s; q ends", "dim")])
         parts = [part for line in lines for part in (*line, ("\n", ""))]

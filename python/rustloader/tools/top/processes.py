@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from rustloader._core import Observed, inspect_arena
+from rustloader.caching.outside import usage_of
+from rustloader.caching.usage import CacheUsage
 from rustloader.system.procfs import pids, read
 
 # The target of an arena's link in /proc/PID/fd.
@@ -37,6 +40,32 @@ def loaders(pid: int) -> list[Seen]:
         raise NothingToSee(f"there is no process {pid}") from None
     seen = (Seen(file, figures) for file, figures in found.items() if figures is not None)
     return sorted(seen, key=lambda it: it.figures.started)
+
+
+def caches(pid: int) -> list[CacheUsage]:
+    """What the caches of a process's datasets have, in memory and in files; empty if it lets nothing be seen."""
+    found: dict[tuple[int, int], CacheUsage] = {}
+    with contextlib.suppress(OSError):
+        # A cache is a file that is open and mapped to be written to.
+        mapped = {line.split(maxsplit=5)[-1] for line in _maps(pid) if " rw-s " in line}
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                path = f"/proc/{pid}/fd/{name}"
+                if os.readlink(path) in mapped and (seen := _cache(path)) is not None:
+                    found.setdefault(*seen)
+    return list(found.values())
+
+
+def _cache(path: str) -> tuple[tuple[int, int], CacheUsage] | None:
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        usage = usage_of(descriptor)
+    finally:
+        os.close(descriptor)
+    return None if usage is None else ((status.st_dev, status.st_ino), usage)
 
 
 def mains() -> dict[int, list[Seen]]:

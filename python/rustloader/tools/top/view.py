@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from rustloader.caching.usage import CacheUsage
+from rustloader.metrics.tables import cache_line
 from rustloader.system.texts import count_of, size
 from rustloader.tools.top.model import Loader, WorkerView
 
@@ -37,16 +39,25 @@ def plain(lines: Sequence[Line]) -> str:
     return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
 
 
-def frame(pid: int, command: str, loaders: Sequence[Loader], width: int, height: int | None = None) -> list[Line]:
-    """The lines for a process and each of its loaders. A height limits the tables."""
+def frame(
+    pid: int,
+    command: str,
+    loaders: Sequence[Loader],
+    width: int,
+    height: int | None = None,
+    caches: Sequence[CacheUsage] = (),
+) -> list[Line]:
+    """The lines for a process, its caches and each of its loaders. A height limits the tables."""
     head = f"process {pid}: "
     lines: list[Line] = [[(head, "bold"), (_cut(command, width - len(head)), "")]]
+    lines += [_line("cache", f"{cache_line(usage)}, {size(usage.bytes_left)} left", width) for usage in caches]
     if not loaders:
         return [*lines, [], [("No loader is running now; the process may be between two epochs.", "dim")]]
     above = _summaries(loaders, width, compact=False)
-    if height is not None and _left(above, height) < sum(len(loader.workers) for loader in loaders):
+    below = None if height is None else height - len(lines)
+    if below is not None and _left(above, below) < sum(len(loader.workers) for loader in loaders):
         above = _summaries(loaders, width, compact=True)
-    room = None if height is None else _left(above, height)
+    room = None if below is None else _left(above, below)
     for place, (part, loader) in enumerate(zip(above, loaders, strict=True)):
         share = None if room is None else max(1, room // (len(loaders) - place))
         table = list(_table(loader, width, share))
@@ -60,8 +71,8 @@ def _summaries(loaders: Sequence[Loader], width: int, compact: bool) -> list[lis
 
 
 def _left(summaries: list[list[Line]], height: int) -> int:
-    """Lines for rows of tables, without the summaries, a line at the top, and two lines for each loader."""
-    return height - 1 - sum(len(part) + 2 for part in summaries)
+    """Lines for rows of tables, without the summaries and two lines for each loader."""
+    return height - sum(len(part) + 2 for part in summaries)
 
 
 def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator[Line]:
