@@ -21,8 +21,8 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) Cargo.toml Cargo.lock
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-.PHONY: help demo test test-all test-fast test-rust test-loom test-python test-alone test-docs test-gpu test-ray ecosystem stress mutants \
-	asan miri audit lint compare bench bench-check venv build failpoints wheel dist docs clean
+.PHONY: help demo test test-all test-fast test-python test-loom test-docs test-gpu test-ray ecosystem stress compare lint asan \
+	audit build failpoints wheel dist docs clean
 
 help: ## Show this text
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -40,16 +40,17 @@ help: ## Show this text
 	@echo 'Targets that use Python first set up .venv (about 5 GB with torch), and keep it until PYTHON or TORCH changes.'
 
 demo: build ## See what rustloader gains on this machine, and that a training's losses stay the same (ARGS=--help)
-	$(BIN)/python examples/demo $(ARGS)
+	$(BIN)/python examples/start/demo $(ARGS)
 
-test: build test-rust test-loom test-python ## Run the tests: Rust, loom, and a short form of all Python tests (10 minutes on two cores)
+TEST_RUST := $(CARGO) test --features failpoints
+test: build ## Run the tests: Rust, loom, and a short form of all Python tests (10 minutes on two cores)
+	$(TEST_RUST)
+	@$(MAKE) test-loom test-python
 
-test-all: build test-rust test-loom ## Run all tests in full, without Ray (40 minutes on two cores)
-	@$(MAKE) test-python LANE=
-	@$(MAKE) test-alone
-
-test-rust: ## Run the Rust tests, with failpoints
-	$(CARGO) test --features failpoints
+test-all: build ## Run all tests in full, without Ray (40 minutes on two cores)
+	$(TEST_RUST)
+	@$(MAKE) test-loom test-python LANE=
+	$(PYTEST) tests/python -m alone $(ARGS)
 
 # A target directory of its own: other RUSTFLAGS would make cargo build everything again each time.
 test-loom: ## Run the loom models of the lock-free parts
@@ -67,9 +68,6 @@ LANE ?= --short
 test-python: build failpoints ## Run a short form of all Python tests (LANE= in full; ARGS='-k name')
 	RUSTLOADER_TEST_START_METHOD=$(START_METHOD) $(PYTEST) tests/python $(PARALLEL) $(LANE) $(ARGS)
 
-test-alone: build ## Run the tests that need the machine to themselves
-	$(PYTEST) tests/python -m alone $(ARGS)
-
 test-docs: build ## Run the tests of documents, docstrings, options and packaging in full
 	$(PYTEST) tests/python/docs $(PARALLEL) $(ARGS)
 
@@ -77,7 +75,7 @@ test-docs: build ## Run the tests of documents, docstrings, options and packagin
 FAST := parity/test_class parity/test_iteration parity/test_worker unit/test_codec device/test_pinning tools/test_stats \
 	tools/test_cli_arguments tools/test_cli_bench_passes
 test-fast: build ## Run a part of the tests, for work on the code (a minute on two cores)
-	$(CARGO) test --features failpoints --lib --test '*_model' --test 'engine_*' --test garbage
+	$(TEST_RUST) --lib --test '*_model' --test 'engine_*' --test garbage
 	$(PYTEST) $(FAST:%=tests/python/%.py) $(PARALLEL) --short $(ARGS)
 
 # Programs that break things at random, each for minutes; `make test-all` runs a short form of each, `make test` of most.
@@ -115,9 +113,6 @@ else
 	cd tests/lib && $(abspath $(BIN))/python -m $(STRESS.$(KIND)) $(ARGS)
 endif
 
-mutants: build ## Break the code in one place after the other: do the tests notice? (ARGS='--list', ARGS=--help)
-	$(BIN)/python tests/mutants/run.py $(ARGS)
-
 # The extension needs an ASan runtime in the process before it: gcc's, and the C++ library, so that torch's exceptions pass.
 ASAN_TESTS := codec tensors leases transport_torch damage
 asan: build ## Run the Rust tests and some Python tests under AddressSanitizer (needs a nightly Rust and gcc's libasan)
@@ -128,11 +123,6 @@ asan: build ## Run the Rust tests and some Python tests under AddressSanitizer (
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH=target/asan/python $(BIN)/python -m pytest $(ASAN_TESTS:%=tests/python/unit/test_%.py) $(ARGS)
 
-# The parts without system calls and without foreign functions. Miri is a thousand times slower than the processor.
-miri: ## Run the Rust tests of scheduler and trees under Miri (needs a nightly Rust with miri; 10 minutes)
-	for part in scheduler:: tree::; do PROPTEST_CASES=2 MIRIFLAGS=-Zmiri-disable-isolation \
-		$(CARGO) +nightly miri test --lib --target-dir target/miri $$part || exit 1; done
-
 # Both ask databases on the network, which lint does not need.
 audit: $(VENV)/.made-with ## Look for known vulnerabilities of the dependencies (cargo install cargo-audit; needs the network)
 	$(CARGO) audit
@@ -141,7 +131,7 @@ audit: $(VENV)/.made-with ## Look for known vulnerabilities of the dependencies 
 
 # On a machine without a CUDA device all of them are skipped.
 test-gpu: build ## Run the tests that need a CUDA device
-	$(BIN)/python -m pytest tests/python -m gpu $(ARGS)
+	$(PYTEST) tests/python -m gpu $(ARGS)
 
 lint: build ## Run formatters, linters and type checkers for Rust and Python
 	$(CARGO) fmt --check
@@ -155,14 +145,6 @@ lint: build ## Run formatters, linters and type checkers for Rust and Python
 	$(BIN)/python -m mypy.stubtest rustloader._core --allowlist tests/stubtest-allowlist.txt --ignore-unused-allowlist --mypy-config-file pyproject.toml
 
 failpoints: target/failpoints/.built ## Build the extension with failpoints, for tests that refuse system calls (not installed)
-
-bench: ## Run the Rust benchmarks of scheduler, ring and arena (criterion; no Python)
-	$(CARGO) bench $(ARGS)
-
-bench-check: ## Run the Rust benchmarks and compare with those of `make bench ARGS='-- --save-baseline before'` (exit status 2 if anything became slower)
-	$(CARGO) bench $(ARGS) -- --baseline before >target/bench-check.txt
-	@cat target/bench-check.txt
-	@! grep --quiet 'Performance has regressed' target/bench-check.txt
 
 # Programs that measure, in benches/. Each interleaves what it compares in one run.
 COMPARE.auto := auto
@@ -223,13 +205,12 @@ $(DOCS)/.made: pyproject.toml
 	@touch $@
 
 clean: ## Remove everything that make created: .venv, builds, caches, the demo's images
-	rm -rf .venv .venv-ecosystem .venv-ray target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis examples/data demo.png
+	rm -rf .venv .venv-ecosystem .venv-ray target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis examples/start/data demo.png
 	rm -f python/rustloader/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up -----------------------------------------------------------------------------------------------------
 
-venv: $(VENV)/.made-with
 build: $(VENV)/.built ## Build the extension and install it into .venv
 
 # .made-with holds what PYTHON and TORCH were. Where it says something else, or the Python behind it has gone,

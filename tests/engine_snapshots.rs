@@ -50,7 +50,7 @@ impl Prepare for Counting {
         Message::open(arena, incoming, Vec::new()).map(drop).map_err(|error| error.to_string())
     }
 
-    fn is_error(_: &Self::Ready) -> bool {
+    fn is_error((): &Self::Ready) -> bool {
         false
     }
 }

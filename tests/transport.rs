@@ -465,14 +465,14 @@ fn a_batch_that_is_larger_than_the_main_process_has_room_for_is_refused_and_the_
 fn a_main_process_that_takes_nothing_holds_no_worker_back() {
     for way in WAYS {
         let (mut main, worker) = open(way);
-        for task in 0..OUTSTANDING as u64 {
+        for task in 0..u64::from(OUTSTANDING) {
             main.send(task, TaskKind::Plain, b"index");
         }
-        for task in 0..OUTSTANDING as u64 {
+        for task in 0..u64::from(OUTSTANDING) {
             assert_eq!(worker.next().unwrap().0.task, task);
             worker.answer(task, b"", &[4 << 20]);
         }
-        for task in 0..OUTSTANDING as u64 {
+        for task in 0..u64::from(OUTSTANDING) {
             let incoming = main.take();
             assert_eq!(
                 (incoming.entry.task, main.open(&incoming).1),

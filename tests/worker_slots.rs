@@ -19,7 +19,7 @@ use rustloader::shm::layout::{BlockEntry, WorkerState};
 use rustloader::shm::lease::Lease;
 use rustloader::shm::ring::{Consumer, Producer};
 use rustloader::sys::event::EventFd;
-use rustloader::wire::{Leaf, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
+use rustloader::wire::{Leaf, Load, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
 use rustloader::worker::port::{Keep, Port, Received};
 
 /// Bytes of a leaf, which has a block of its own.
@@ -137,7 +137,7 @@ const POINTS: [(&str, usize, End); 8] = [
             len: 0,
             checksum: 0,
             timings: Timings::default(),
-            load: Default::default(),
+            load: Load::default(),
         };
         Producer::new(arena.result_ring(0)).push(&entry.to_words()).unwrap();
     }),

@@ -185,7 +185,7 @@ impl<T: Tensors> Aliases<'_, T> {
                 Some(Change::Mark) => writer.mark(),
                 Some(Change::Back(first)) => writer.back(marks.partition_point(|&mark| mark < first)),
                 Some(Change::Shared { leaf, storage, low }) => {
-                    self.write_shared(&mut writer, leaf, storage, low)
+                    self.write_shared(&mut writer, leaf, storage, low);
                 }
                 None => {}
             }

@@ -226,9 +226,9 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
         // SAFETY: `within` checked the source, which the lease keeps; only this function has the object.
         let copy = || unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, len) };
         if len >= DETACH_FROM {
-            py.detach(copy)
+            py.detach(copy);
         } else {
-            copy()
+            copy();
         }
         Ok(made)
     }

@@ -191,9 +191,9 @@ pub fn gather(
                     }
                 };
                 if plan.total >= DETACH_FROM {
-                    py.detach(fill)
+                    py.detach(fill);
                 } else {
-                    fill()
+                    fill();
                 }
                 tensor
             }

@@ -214,6 +214,6 @@ proptest! {
             bytes[place.index(within)] = byte;
         }
         read_all(&bytes);
-        read_all(&bytes[..1 + cut.index(bytes.len())]);
+        read_all(&bytes[..=cut.index(bytes.len())]);
     }
 }

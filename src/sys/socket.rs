@@ -168,7 +168,7 @@ impl Socket {
         let second = bell.unwrap_or(self.as_fd());
         let mut entries = [(self.as_fd(), events), (second, PollFlags::IN)]
             .map(|(fd, events)| PollFd::from_borrowed_fd(fd, events));
-        let asked = &mut entries[..1 + usize::from(bell.is_some())];
+        let asked = &mut entries[..=usize::from(bell.is_some())];
         match failpoint!("ppoll", rustix::event::poll(asked, limit.map(timespec).as_ref())) {
             Err(Errno::INTR) => Ok(Found::default()),
             Err(errno) => Err(refused("ppoll", errno, BROKEN)),

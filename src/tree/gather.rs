@@ -27,7 +27,7 @@ impl Gather {
             match gather.dims[..loops].last_mut() {
                 // The outer dimension continues where the inner one ends: one loop instead of two.
                 Some(outer) if stride.checked_mul(size as isize) == Some(outer.1) => {
-                    *outer = (outer.0 * size, stride)
+                    *outer = (outer.0 * size, stride);
                 }
                 _ => {
                     gather.dims[loops] = (size, stride);

@@ -72,7 +72,7 @@ fn shares(first: &Lattice<'_>, second: &Lattice<'_>, budget: &mut u32) -> bool {
             let (low, high) = (far.min(0), far.max(0));
             match dimensions.iter_mut().find(|dimension| dimension.stride == stride) {
                 Some(dimension) => {
-                    (dimension.low, dimension.high) = (dimension.low + low, dimension.high + high)
+                    (dimension.low, dimension.high) = (dimension.low + low, dimension.high + high);
                 }
                 None => dimensions.push(Dimension { stride, low, high, behind: (0, 0) }),
             }

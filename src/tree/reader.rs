@@ -331,7 +331,7 @@ impl<'a> Reader<'a> {
             0 => Dims::contiguous(&shape).ok_or_else(|| self.corrupt("a shape is too large"))?,
             _ => self.dims(len)?,
         };
-        let extent = extent(&shape, &strides, dtype.itemsize()).filter(|&bytes| bytes <= isize::MAX as usize);
+        let extent = extent(&shape, &strides, dtype.itemsize()).filter(|&bytes| isize::try_from(bytes).is_ok());
         let extent = extent.ok_or_else(|| self.corrupt("a shape is too large"))?;
         let place = match form & (FORM_SHARED | FORM_OUTSIDE) {
             FORM_SHARED => Place::Shared { storage: self.number()?, offset: self.varint()? },

@@ -88,7 +88,7 @@ fn sample() -> Vec<u8> {
     let data = [1f32; 6];
     // SAFETY: six floats lie in `data`.
     unsafe {
-        w.inline(Kind::Tensor, Dtype::from_dl(2, 32, 1).unwrap(), &[2, 3], &plan, data.as_ptr().cast())
+        w.inline(Kind::Tensor, Dtype::from_dl(2, 32, 1).unwrap(), &[2, 3], &plan, data.as_ptr().cast());
     };
     w.str("rest");
     w.open(Group::List, 8);

@@ -56,7 +56,7 @@ impl StatusPage {
     /// Adds a measured fetch: its CPU time and its wall time, in nanoseconds.
     pub(super) fn add_fetch(&self, cpu: u64, wall: u64) {
         let add = |word: &AtomicU64, more, order| {
-            word.store(word.load(Ordering::Relaxed).wrapping_add(more), order)
+            word.store(word.load(Ordering::Relaxed).wrapping_add(more), order);
         };
         // The wall time first: a reader between the two sees too little CPU time, never too much.
         add(&self.fetch_measured_ns, wall, Ordering::Relaxed);

@@ -1,5 +1,5 @@
-"""The programs in examples/ that use other libraries: on the engine they print the losses that they print on torch's
-loader, to the last bit, and the engine delivered every batch. The workers' random numbers are part of the losses."""
+"""The programs in examples/frameworks/: on the engine they print the losses that they print on torch's loader, to the
+last bit, and the engine delivered every batch. The workers' random numbers are part of the losses."""
 
 import functools
 import re
@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(1200)]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 RUN = ("-m", "rustloader", "run")
 
@@ -104,18 +104,18 @@ def test_transformers_trainer_trains_and_resumes_in_the_middle_of_an_epoch(way):
 
 @ways_and_import
 def test_torchvision_image_files_transforms_and_mixup(way, tmp_path):
-    compare("torchvision_folder", way, batches=[24], folder=tmp_path)
+    compare("own_loop", way, ("torchvision",), batches=[24], folder=tmp_path)
 
 
 @ways
-@pytest.mark.parametrize("arguments", [(), ("--prefetcher",), ("--multi-epochs",), ("--prefetcher", "--multi-epochs")])
-def test_timm_create_loader(way, arguments):
-    compare("timm_loader", way, arguments, batches=[16])
+@pytest.mark.parametrize("options", [(), ("--prefetcher",), ("--multi-epochs",), ("--prefetcher", "--multi-epochs")])
+def test_timm_create_loader(way, options):
+    compare("own_loop", way, ("timm", *options), batches=[16])
 
 
 @ways_and_import
 def test_datasets_by_index_and_as_a_stream(way, tmp_path):
-    compare("datasets_torch", way, batches=[64], folder=tmp_path)
+    compare("own_loop", way, ("datasets",), batches=[64], folder=tmp_path)
 
 
 @ways
@@ -130,17 +130,17 @@ def test_torchrun_with_ddp(way, tmp_path):
 
 @ways
 def test_pytorch_geometric_batches_of_graphs(way):
-    compare("pyg_loader", way, batches=[16])
+    compare("own_loop", way, ("torch-geometric",), batches=[16])
 
 
 @ways
 def test_webdataset_shards_through_its_loader(way):
-    compare("webdataset_shards", way, batches=[32])
+    compare("own_loop", way, ("webdataset",), batches=[32])
 
 
 @ways
 def test_ultralytics_infinite_loader(way):
-    compare("ultralytics_yolo", way, batches=[8])
+    compare("own_loop", way, ("ultralytics",), batches=[8])
 
 
 @ways
@@ -151,4 +151,4 @@ def test_ignite_trainer_with_loaders_built_anew(way):
 # 2 x 4 of torch's loader; its own loader's batches are none of the engine's, and its lines name its own class.
 @ways_and_import
 def test_torchdata_stateful_loader_stays_its_own(way, tmp_path):
-    compare("torchdata_stateful", way, batches=[8], folder=tmp_path)
+    compare("own_loop", way, ("torchdata",), batches=[8], folder=tmp_path)

@@ -10,7 +10,7 @@ PROGRAM = f"""
 import runpy, sys
 from pathlib import Path
 import rustloader
-sys.path[:0] = [{str(EXAMPLES)!r}, {str(EXAMPLES.parent / "tests" / "lib")!r}]
+sys.path[:0] = [{str(EXAMPLES)!r}, {str(EXAMPLES.parents[1] / "tests" / "lib")!r}]
 from remote_support import LoopbackContext
 context = LoopbackContext(Path(sys.argv.pop(1)))
 rustloader.install(multiprocessing_context=context)

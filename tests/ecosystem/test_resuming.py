@@ -12,7 +12,7 @@ from stop_and_resume import Training, stop_and_resume
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(1800)]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "resuming"
 
 
 def program(name, *arguments, processes=None):

@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(300)]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
 # What each program has in `loader`: two workers, 16 batches an epoch, of which the engine serves one.
 PROGRAMS = {
     "accelerate": """

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "to-the-gpu.md").read_text()
 
 HEAD = f"""
 import sys
-sys.path.insert(0, {str(ROOT / "examples")!r})
+sys.path.insert(0, {str(ROOT / "examples" / "frameworks")!r})
 import torch
 from small_data import Points
 from torch import nn

@@ -13,7 +13,7 @@ import rustloader.ray
 
 pytestmark = pytest.mark.timeout(900)
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "clusters" / "ray_train.py"
 ADDRESS = "RAY_ADDRESS"
 
 

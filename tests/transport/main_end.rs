@@ -206,11 +206,11 @@ fn a_full_socket_does_not_hold_the_engine_back() {
         let (one, mut other) = raw_sockets(way);
         let mut main = Main::linked(one, ARENA);
         let payload = vec![3; 4 << 20];
-        for task in 0..OUTSTANDING as u64 {
+        for task in 0..u64::from(OUTSTANDING) {
             main.send(task, TaskKind::Plain, &payload);
         }
         let mut bytes = vec![0; 24 + payload.len()];
-        for task in 0..OUTSTANDING as u64 {
+        for task in 0..u64::from(OUTSTANDING) {
             other.read_exact(&mut bytes).unwrap();
             assert_eq!(bytes[16..24], task.to_le_bytes());
             assert_eq!(bytes[24..], payload);

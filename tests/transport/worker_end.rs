@@ -142,17 +142,17 @@ impl Read for Slow<'_> {
 fn a_main_process_that_reads_slowly_or_late_holds_no_worker_back_and_gets_all() {
     for way in SOCKETS {
         let (mut other, worker) = raw(way);
-        for task in 0..OUTSTANDING as u64 {
+        for task in 0..u64::from(OUTSTANDING) {
             other.write_all(&frame(task, b"index")).unwrap();
         }
         // More than the sockets hold.
-        for task in 0..OUTSTANDING as u64 {
+        for task in 0..u64::from(OUTSTANDING) {
             assert_eq!(worker.next().unwrap().0.task, task);
             worker.answer(task, b"payload", &[4 << 20, 1]);
         }
         let mut slow = Slow(&mut other);
         assert_eq!(receive(&mut slow).0, Kind::Ready);
-        for task in 0..OUTSTANDING as u64 {
+        for task in 0..u64::from(OUTSTANDING) {
             let leaves = vec![vec![task as u8; 4 << 20], vec![task as u8]];
             assert_eq!(receive(&mut slow), (Kind::Result, task, leaves), "{way:?}");
         }

@@ -96,6 +96,15 @@ def test_every_page_stands_in_one_of_the_four_groups():
     assert sorted(pages) == sorted(name.removeprefix("docs/") for name in OF_SITE)
 
 
+def test_the_index_of_examples_names_each_program():
+    folder = ROOT / "examples"
+    programs = [path for path in folder.glob("*/*.py") if "__main__" in path.read_text()]
+    programs += [path.parent for path in folder.glob("*/*/__main__.py")]
+    linked = re.findall(r"^\| \[`([^`]*)`\]\(([^)]*)\) \|", PAGES["examples/README.md"].read_text(), re.MULTILINE)
+    assert all(title == target for title, target in linked)
+    assert sorted(target for _, target in linked) == sorted(str(path.relative_to(folder)) for path in programs)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_plain_english(page):
     lines = enumerate(PAGES[page].read_text().splitlines(), 1)

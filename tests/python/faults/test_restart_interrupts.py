@@ -55,17 +55,17 @@ def test_a_handler_that_raises_during_a_restart_leaves_one_process_for_each_work
     undo = on_fork(number, late, after=3)
     try:
         iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {5: 1})), max_restarts=3, dispatch=dispatch))
-        found, lates = [], 0
+        found, interrupted = [], 0
         with within(60):
             while True:
                 try:
                     found.extend(sample[0] for sample in next(iterator))
                 except Late:
-                    lates += 1
+                    interrupted += 1
                     assert {*children()} - others == {worker.pid for worker in iterator._workers}
                 except StopIteration:
                     break
-        assert lates == 1 and found == list(range(N))
+        assert interrupted == 1 and found == list(range(N))
     finally:
         undo()
 

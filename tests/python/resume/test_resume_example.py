@@ -1,4 +1,4 @@
-"""examples/resume_train.py: killed at any moment and started again, it prints the losses of a run without a stop."""
+"""examples/resuming/resume_train.py: killed and started again, it prints the losses of a run without a stop."""
 
 import sys
 
@@ -8,7 +8,7 @@ from support import ROOT
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(1800)]
 
-EXAMPLE = [sys.executable, ROOT / "examples" / "resume_train.py"]
+EXAMPLE = [sys.executable, ROOT / "examples/resuming/resume_train.py"]
 STEPS = 16  # of an epoch; there are three
 
 

@@ -234,7 +234,7 @@ def test_an_error_out_of_a_worker(error, text, monkeypatch):
     assert "Original Traceback" in found.details
 
 
-def test_the_users_frame_is_the_innermost_one_that_is_no_librarys(monkeypatch):
+def test_the_users_frame_is_the_innermost_one_outside_of_libraries(monkeypatch):
     monkeypatch.chdir(os.path.dirname(__file__))
     with pytest.raises(RuntimeError) as raised:
         torch.zeros(2).reshape(3)

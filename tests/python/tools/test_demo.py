@@ -1,4 +1,4 @@
-"""`make demo` (examples/demo) and examples/train_digits.py: what they print, write and prove, and how they fail."""
+"""The demo and train_digits.py in examples/start: what they print, write and prove, and how they fail."""
 
 import importlib
 import importlib.util
@@ -13,6 +13,7 @@ from support import ROOT, STARTED, in_session, rustloader, wait_until
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
+START = ROOT / "examples" / "start"
 NEEDED = ("matplotlib", "PIL", "sklearn", "tqdm")
 
 
@@ -35,14 +36,14 @@ def data(tmp_path_factory):
 
 def part(name):
     """A module of the demo."""
-    if str(ROOT / "examples") not in sys.path:
-        sys.path.insert(0, str(ROOT / "examples"))
+    if str(START) not in sys.path:
+        sys.path.insert(0, str(START))
     return importlib.import_module(f"demo.{name}")
 
 
 def start(*arguments, script="demo", cwd=None):
     """The demo in a session of its own, not on a terminal."""
-    command = [sys.executable, ROOT / "examples" / script, *arguments]
+    command = [sys.executable, START / script, *arguments]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(list(map(str, command)), **pipes, text=True, start_new_session=True, cwd=cwd)
 
@@ -138,7 +139,7 @@ print(start.run())
 
 
 def test_ctrl_c_is_not_lost_where_python_drops_exceptions():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples")}
+    environment = {**os.environ, "PYTHONPATH": str(START)}
     command = [sys.executable, "-c", DROPPED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=STARTED)
     assert (done.returncode, done.stdout, done.stderr) == (0, "130\n", "")
@@ -370,7 +371,7 @@ for number in range(2):
 
 def test_the_picture_can_be_read_and_the_same_figures_give_the_same_svg(tmp_path):
     # In a process of its own, because matplotlib keeps files open.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples")}
+    environment = {**os.environ, "PYTHONPATH": str(START)}
     command = [sys.executable, "-c", PICTURES]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=STARTED)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""examples/metrics_tensorboard.py: what it writes can be read back."""
+"""examples/measuring/metrics_tensorboard.py: what it writes can be read back."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ from support import ROOT
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(180)]
 
-EXAMPLE = ROOT / "examples" / "metrics_tensorboard.py"
+EXAMPLE = ROOT / "examples/measuring/metrics_tensorboard.py"
 READ = """
 import json, sys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -1,0 +1,51 @@
+"""What the examples in this folder share: their options, small data, a line for each step, the newest checkpoint."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoints are")
+    parser.add_argument("--every", type=int, default=5, help="steps between checkpoints (default: %(default)s)")
+    parser.add_argument("--step-seconds", type=float, default=0, help="a longer step leaves time to stop in")
+    return parser
+
+
+class Points(Dataset):
+    """Points in the plane, each jittered by its worker's random numbers; the class is the side of a curve."""
+
+    def __init__(self, n: int) -> None:
+        self.points = torch.rand(n, 2, generator=torch.Generator().manual_seed(n)) * 2 - 1
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.points[i]
+        return self.points[i] + 0.01 * torch.randn(2), (y > torch.sin(3 * x)).float()
+
+
+class Steps:
+    """Prints each step of this process, and makes it longer."""
+
+    def __init__(self, step_seconds: float, rank: int = 0) -> None:
+        self.step_seconds = step_seconds
+        self.rank = rank
+
+    def show(self, step: int, what: str) -> None:
+        # One write, so that the lines of several processes stay whole.
+        sys.stdout.write(f"rank {self.rank} step {step}: {what}\n")
+        sys.stdout.flush()
+        time.sleep(self.step_seconds)
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint of the latest step: a file or a folder named `step-12`, perhaps with a suffix."""
+    found = {int(path.stem.removeprefix("step-")): path for path in folder.glob("step-*") if path.suffix != ".new"}
+    return found[max(found)] if found else None

@@ -1,0 +1,33 @@
+"""The settings of the demo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Settings"]
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of the command line.
+
+    Attributes:
+        seconds: the length of a measured pass.
+        rounds: passes per loader and workload.
+        workers: worker processes per loader.
+        epochs: epochs of the training in part 2.
+        data: the folder of the image files.
+        plot: where to write the picture.
+        readme: whether to write the table of README.md.
+    """
+
+    seconds: float = 1.0
+    rounds: int = 3
+    workers: int = 2
+    epochs: int = 2
+    data: Path = DATA
+    plot: Path = Path("demo.png")
+    readme: bool = False
