@@ -126,6 +126,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             on_error: str | Callable[[Any, Exception], Any] | None = None,
             max_errors: int | float | None = None,
             worker_affinity: str | Sequence[int | Collection[int]] | None = None,
+            overlap_epochs: bool | None = None,
         ) -> None:
             self.dispatch = dispatch
             self.reorder_window = reorder_window
@@ -136,6 +137,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             self.on_error = on_error
             self.max_errors = max_errors
             self.worker_affinity = worker_affinity
+            self.overlap_epochs = overlap_epochs
 
     else:
 
@@ -145,7 +147,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             given = {name: value for name, value in own.items() if value is not None}
             options.Options(**given)  # raises for a value that an option cannot have
             super().__init__(*args, **kwargs)
-            options.check_without_workers(given, self.num_workers)
+            options.check_workers(given, self.num_workers, self.persistent_workers)
             loader_state.give(self, given)
             if auto is not None:
                 loader_state.set_auto(self, auto)

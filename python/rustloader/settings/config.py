@@ -35,6 +35,7 @@ class LoaderConfig:
     on_error: str | Callable[[Any, Exception], Any]
     max_errors: int | float | None
     worker_affinity: str | Sequence[int | Collection[int]] | None
+    overlap_epochs: bool
     # Whether workers send snapshots of their datasets.
     snapshots: bool = False
 

@@ -40,6 +40,7 @@ OTHER = {
     "on_error": ("skip", "skip"),
     "max_errors": (0.25, "0.25"),
     "worker_affinity": ([[0], [1, 4], [2, 3]], "0/1+4/2-3"),
+    "overlap_epochs": (True, "1"),
     "stateful": (True, "1"),
 }
 
@@ -204,6 +205,7 @@ WRONG = [
     ("worker_affinity", [0, [-1]], ValueError),
     ("worker_affinity", [True], TypeError),
     ("worker_affinity", ["01"], TypeError),
+    ("overlap_epochs", 1, TypeError),
     ("stateful", 1, TypeError),
 ]
 
@@ -215,7 +217,7 @@ def test_it_checks_its_values(name, value, error):
     if name in options.keywords():
         with pytest.raises(error, match=f"^{name} must be .*, got {re.escape(repr(value))}$"):
             rustloader.DataLoader(range(2), **{name: value})
-        loader = rustloader.DataLoader(range(2), num_workers=1, **{name: OTHER[name][0]})
+        loader = rustloader.DataLoader(range(2), num_workers=1, persistent_workers=True, **{name: OTHER[name][0]})
         setattr(loader, name, value)
         with pytest.raises(error, match=f"^{name} must be .*, got {re.escape(repr(value))}$"):
             options.in_force(loader, name)
@@ -288,7 +290,7 @@ def test_a_loader_takes_the_options_that_torch_does_not_have():
     plain = rustloader.DataLoader(range(2))
     assert vars(plain).keys() == vars(TorchDataLoader(range(2))).keys()
     values = {name: OTHER[name][0] for name in own}
-    loader = rustloader.DataLoader(range(2), num_workers=1, **values)
+    loader = rustloader.DataLoader(range(2), num_workers=1, persistent_workers=True, **values)
     for name, value in values.items():
         assert getattr(plain, name) is None and getattr(loader, name) == value == options.in_force(loader, name)
         assert options.in_force(TorchDataLoader(range(2)), name) == options.option_of(name).default
