@@ -209,7 +209,8 @@ class Engine:
 
         With ``foresight`` the workers may go on with the next epoch once the sampler has ended. Its ``begin`` then
         draws from the sampler as always. If message, first worker and index batches are as foreseen, what the workers
-        have done counts, and the value of ``END`` is True. Otherwise it is taken back."""
+        have done counts, and the value of ``END`` is True. Otherwise it is
+        taken back, and the value is False."""
 
     def next(
         self,

@@ -27,8 +27,8 @@ pub(super) struct Outbox {
     epoch: Vec<u8>,
     /// The kind of that message.
     begins: TaskKind,
-    /// For each worker, how far its ring was filled when an epoch last began early.
-    early: Vec<u32>,
+    /// For each worker, how far its ring was filled after each of the last two messages that began an epoch early.
+    early: Vec<[u32; 2]>,
 }
 
 impl Outbox {
@@ -37,7 +37,7 @@ impl Outbox {
         let tasks: Vec<_> =
             (0..arena.geometry().workers).map(|worker| Producer::new(arena.task_ring(worker))).collect();
         Self {
-            early: tasks.iter().map(Producer::filled).collect(),
+            early: tasks.iter().map(|ring| [ring.filled(); 2]).collect(),
             tasks,
             queue: SharedQueue::of(arena),
             allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
@@ -99,11 +99,15 @@ impl Outbox {
         self.begins = if rewinds { TaskKind::Rewind } else { TaskKind::Resume };
     }
 
-    /// The entries that begin an epoch early, one for each worker. None if a worker has not taken the last one: then its ring
-    /// could overflow. Does not wait for memory.
-    pub(super) fn early_entries(&mut self, first_task: u64, message: &[u8]) -> Result<Option<Vec<TaskEntry>>> {
+    /// The entries that begin an epoch early, one for each worker. None if a worker has not taken the last but one: then its
+    /// ring could overflow. Does not wait for memory.
+    pub(super) fn early_entries(
+        &mut self,
+        first_task: u64,
+        message: &[u8],
+    ) -> Result<Option<Vec<TaskEntry>>> {
         let mut rings = self.tasks.iter_mut().zip(&self.early);
-        if rings.any(|(ring, filled)| !ring.has_taken(*filled)) {
+        if rings.any(|(ring, [filled, _])| !ring.has_taken(*filled)) {
             return Ok(None);
         }
         let payload = wire::epoch_payload(first_task, message);
@@ -124,7 +128,8 @@ impl Outbox {
     pub(super) fn push_early(&mut self, entries: &[TaskEntry]) -> Result<()> {
         for (worker, entry) in (0..).zip(entries) {
             self.push(worker, entry)?;
-            self.early[worker as usize] = self.tasks[worker as usize].filled();
+            let [_, last] = self.early[worker as usize];
+            self.early[worker as usize] = [last, self.tasks[worker as usize].filled()];
         }
         Ok(())
     }

@@ -13,7 +13,7 @@ codes! {
     BATCH = 0, // the batch
     ERROR = 1, // the wrapper of an error in a batch's place
     DEAD = 2, // the `Death` of a worker
-    END = 3, // the epoch has ended: None; or has begun: whether it had begun early
+    END = 3, // the epoch has ended: None; or has begun: None, or whether it is as foreseen
     TIMED_OUT = 4, // None
     NO_PIN_THREAD = 5, // why the pin thread ended
     VACANT = 6, // the `Death` of a worker that may be replaced

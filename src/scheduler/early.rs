@@ -46,7 +46,14 @@ impl<T, R> Scheduler<T, R> {
             return Err(Error::usage("an epoch begins early once, after the end of the sampler"));
         }
         let first = self.next_task;
-        self.early = Some(Early { first, outstanding: 0, ready: 0, queue: VecDeque::new(), ended: false, loses_present: false });
+        self.early = Some(Early {
+            first,
+            outstanding: 0,
+            ready: 0,
+            queue: VecDeque::new(),
+            ended: false,
+            loses_present: false,
+        });
         Ok(first)
     }
 

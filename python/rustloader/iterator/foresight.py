@@ -112,9 +112,10 @@ class Foresight:
             found = _Guess(torch.default_generator.get_state(), getattr(self._inner(), "epoch", None))
             self._judged = guess, found
 
-    def epoch_has_begun(self, is_right: bool) -> None:
-        """Learns whether the epoch that has begun is as foreseen."""
-        if self._judged is None:
+    def epoch_has_begun(self, is_right: bool | None) -> None:
+        """Learns whether the epoch that has begun is as foreseen. None: the workers had not begun it."""
+        if self._judged is None or is_right is None:
+            self._judged = None
             return
         self._wrong = 0 if is_right else self._wrong + 1
         if not is_right:

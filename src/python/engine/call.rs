@@ -55,7 +55,11 @@ impl<'py> Call<'_, 'py> {
             return Err(closed(self.py, self.handle));
         }
         let early = self.state.early.take().filter(|_| !is_first);
-        let drawn = early.map(|early| self.draw_foreseen(early, message, first_worker)).transpose()?.unwrap_or_default();
+        let was_early = early.is_some();
+        let drawn = early
+            .map(|early| self.draw_foreseen(early, message, first_worker))
+            .transpose()?
+            .unwrap_or_default();
         let (taken_up, mut asked) = (drawn.taken_up(), drawn.draws);
         if !is_first && !taken_up {
             // A death during the last epoch, which was abandoned before its batches were all delivered.
@@ -93,7 +97,7 @@ impl<'py> Call<'_, 'py> {
             self.draw()?;
             asked += 1;
         }
-        self.give(code::END, taken_up)
+        self.give(code::END, was_early.then_some(taken_up))
     }
 
     #[inline]

@@ -33,7 +33,9 @@ impl Drawn<'_> {
 impl<'py> Call<'_, 'py> {
     /// Sends a task of the next epoch, if that can be foreseen and there is room.
     pub(super) fn draw_early(&mut self) -> PyResult<()> {
-        let Some(foresight) = self.foresight.filter(|_| self.state.engine.may_be_early()) else { return Ok(()) };
+        let Some(foresight) = self.foresight.filter(|_| self.state.engine.may_be_early()) else {
+            return Ok(());
+        };
         if self.state.early.is_none() {
             let begin = foresight.getattr("begin")?;
             let Some(message) = call(&begin, PyTuple::empty(self.py))?.extract::<Option<Vec<u8>>>()? else {
@@ -51,9 +53,15 @@ impl<'py> Call<'_, 'py> {
         };
         let index = index.unbind();
         match self.state.engine.submit(index.clone_ref(self.py), TaskKind::Plain, &bytes) {
-            Ok(Some(_)) => self.state.early.iter_mut().for_each(|early| early.tasks.push((index.clone_ref(self.py), bytes.clone()))),
+            Ok(Some(_)) => self
+                .state
+                .early
+                .iter_mut()
+                .for_each(|early| early.tasks.push((index.clone_ref(self.py), bytes.clone()))),
             // The epoch draws it again when it begins.
-            Ok(None) | Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => self.state.engine.sampler_ended()?,
+            Ok(None) | Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => {
+                self.state.engine.sampler_ended()?
+            }
             Err(error) => return Err(error.into()),
         }
         Ok(())
@@ -61,7 +69,12 @@ impl<'py> Call<'_, 'py> {
 
     /// Draws what was foreseen, and makes the early epoch the present one if it is the same. Otherwise the draws are left to
     /// [`Call::send_drawn`].
-    pub(super) fn draw_foreseen(&mut self, early: Early, message: &[u8], first_worker: u32) -> PyResult<Drawn<'py>> {
+    pub(super) fn draw_foreseen(
+        &mut self,
+        early: Early,
+        message: &[u8],
+        first_worker: u32,
+    ) -> PyResult<Drawn<'py>> {
         let mut drawn = Drawn::default();
         if early.message != message || first_worker != 0 || !self.state.engine.may_take_up() {
             return Ok(drawn);

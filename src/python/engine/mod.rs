@@ -132,7 +132,13 @@ impl PyEngine {
         engine.kill_stalls(stall_timeout.and_then(seconds));
         Ok(Self {
             handle: engine.handle().clone(),
-            state: Mutex::new(State { engine, buffer: Vec::new(), payload: Vec::new(), begun: None, early: None }),
+            state: Mutex::new(State {
+                engine,
+                buffer: Vec::new(),
+                payload: Vec::new(),
+                begun: None,
+                early: None,
+            }),
             gate: Gate::default(),
             finish_wanted: AtomicBool::new(false),
             callbacks: Callbacks { loads, dump_index, is_interrupt, warn_stall },

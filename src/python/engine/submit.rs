@@ -94,7 +94,11 @@ impl<'py> Call<'_, 'py> {
 
     /// Sends an index batch, as it lies in the payload buffer or as a pickle.
     #[inline]
-    pub(super) fn send(&mut self, index: Bound<'py, PyAny>, pickle: Option<Bound<'py, PyBytes>>) -> PyResult<()> {
+    pub(super) fn send(
+        &mut self,
+        index: Bound<'py, PyAny>,
+        pickle: Option<Bound<'py, PyBytes>>,
+    ) -> PyResult<()> {
         let py = self.py;
         // A sampler may use its list again, and this one may have to be sent twice.
         let index = match index.cast_exact::<PyList>() {

@@ -114,10 +114,6 @@ class Odd(Sampler):
         return self.n
 
 
-def kept_workers(loader):
-    return loader._iterator._core
-
-
 def taken_up(loader):
     """Whether the last epoch of a loader was as foreseen; None if nothing was foreseen for it."""
     foresight = loader._iterator._mode._foresight
@@ -134,12 +130,12 @@ def sampler_of(kind, size, r):
     ring = DistributedSampler(range(size), num_replicas=2, rank=r.randrange(2), shuffle=r.random() < 0.8)
     found = {
         "sequential": SequentialSampler(range(size)),
-        "random": RandomSampler(range(size)),
-        "own": RandomSampler(range(size), generator=own),
-        "remainder": RandomSampler(range(size), generator=own, num_samples=size + 3),
-        "replacement": RandomSampler(range(size), replacement=True, generator=own),
+        "random": RandomSampler(range(size or 1)),
+        "own": RandomSampler(range(size or 1), generator=own),
+        "remainder": RandomSampler(range(size or 1), generator=own, num_samples=size + 3),
+        "replacement": RandomSampler(range(size or 1), replacement=True, generator=own),
         "subset": SubsetRandomSampler(list(range(0, size, 2))),
-        "weighted": WeightedRandomSampler([1.0] * size, size),
+        "weighted": WeightedRandomSampler([1.0] * (size or 1), size or 1),
         "distributed": ring,
         "odd": Odd(size),
     }
@@ -176,15 +172,16 @@ def play(seed, cls, **options):
     )
     # torch's class has none of these.
     own = dict(reorder_window=r.choice([None, None, 2, 5]), seed_by=r.choice([None, None, "sample", "batch"]))
-    if cls is not TorchDataLoader:
-        settings |= own if seed % 3 == 0 else {}
+    has_own = cls is not TorchDataLoader and seed % 3 == 0
+    if has_own:
+        settings |= own
     loader = cls(Drawn(size, fails), **given, **settings, **options)
     seen = []
 
     def note(*event):
-        seen.append((*event, torch.get_rng_state().sum().item()))
-        if getattr(sampler, "generator", None) is not None:
-            seen.append(sampler.generator.get_state().sum().item())
+        own = getattr(sampler, "generator", None)
+        states = [generator.get_state().sum().item() for generator in (torch.default_generator, own) if generator]
+        seen.append((event, states))
 
     def step(it):
         try:
@@ -212,7 +209,8 @@ def play(seed, cls, **options):
             sampler.generator.manual_seed(number)
         it = iter(loader)
         note("iter")
-        ends = r.random()
+        # In a window it is timing how many batches of an epoch that is left are made.
+        ends = r.random() * (0.85 if has_own else 1)
         if ends < 0.7:
             while step(it):
                 pass
@@ -234,6 +232,18 @@ def play(seed, cls, **options):
     return seen
 
 
+def without_workers(seen):
+    """It is timing which worker of a shared queue makes a batch."""
+
+    def anonymous(event):
+        if event[0] != "batch":
+            return event[:1]
+        batch = event[1] if isinstance(event[1][0], tuple) else [event[1]]
+        return "batch", [sample[0] for sample in batch]
+
+    return [(anonymous(event), states) for event, states in seen]
+
+
 @pytest.mark.random
 @pytest.mark.parametrize("part", range(8))
 def test_programs_see_what_they_see_without_it(part):
@@ -241,10 +251,7 @@ def test_programs_see_what_they_see_without_it(part):
         off = play(seed, DataLoader)
         for dispatch in [None, "shared_queue"] if seed % 5 == 0 else [None]:
             on = play(seed, DataLoader, overlap_epochs=True, dispatch=dispatch)
-            if dispatch:
-                # It is timing which worker makes a batch.
-                off, on = ([event[:1] if event[0] == "batch" else event for event in it if isinstance(it, list)] for it in (off, on))
-            assert same(on, off), seed
+            assert same(*(map(without_workers, (on, off)) if dispatch else (on, off))), seed
 
 
 @pytest.mark.random
@@ -294,6 +301,7 @@ def as_list_of_worker(worker):
 
 
 @pytest.mark.random
+@pytest.mark.warns
 @pytest.mark.parametrize("part", range(4))
 def test_states_are_those_without_it(part):
     for seed in range(part * 12, part * 12 + 12):
@@ -326,6 +334,8 @@ def test_workers_begin_the_next_epoch_before_the_last_batch(tmp_path, method, in
         orders.append([int(b) for b in before_the_end(loader, dataset, -early)])
         assert sorted(orders[-1]) == list(range(8))
         assert taken_up(loader) is (True if number else None)
+        # A worker of a shared queue need not have started for all that.
+        assert workers_say(loader._iterator, state="idle")
     assert orders[0] != orders[1] or orders[1] != orders[2]
 
 
@@ -426,7 +436,7 @@ def test_a_death_in_the_next_epoch_does_not_touch_the_present_one():
     assert found == list(range(8))
     it = iter(loader)
     assert int(next(it)) == 0
-    with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid\(?s?\)? ?{victim}\)|{victim}"):
+    with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid {victim}\)"):
         next(it)
     # All workers are new ones.
     assert values(epoch(loader)) == [[i] for i in range(8)]
@@ -440,22 +450,19 @@ def test_a_worker_that_is_killed_between_epochs_is_noticed(dispatch):
     epoch(loader)
     os.kill(worker_pids(loader._iterator)[0], signal.SIGKILL)
     with within(60), pytest.raises(RuntimeError, match="killed by signal"):
-        for _ in range(3):
+        for _ in range(100):
             epoch(loader)
     assert sorted(int(b) for b in epoch(loader)) == list(range(8))
 
 
+@pytest.mark.warns
 def test_workers_are_started_again_without_it(lines):
     loader = DataLoader(
         DiesTheSecondTime(8), num_workers=2, persistent_workers=True, overlap_epochs=True, max_restarts=3
     )
-    logging.getLogger("rustloader").setLevel(logging.INFO)
     for _ in range(3):
         assert values(epoch(loader)) == [[i] for i in range(8)]
     assert lines("overlap_epochs has no effect: with max_restarts")
-
-
-test_workers_are_started_again_without_it = pytest.mark.warns(test_workers_are_started_again_without_it)
 
 
 class Interrupt(Exception):
