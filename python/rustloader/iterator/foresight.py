@@ -188,7 +188,9 @@ def packed(message: dict[str, Any]) -> bytes:
     return pickle.dumps(message) if message else b""
 
 
-def of(it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, epochs: Epochs, is_tuned: bool) -> Foresight | None:
+def of(
+    it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, epochs: Epochs, is_tuned: bool
+) -> Foresight | None:
     """What foresees the epochs of a loader with ``overlap_epochs``. None if its epochs do not overlap.
 
     ``is_tuned``: the number of workers may change between epochs.

@@ -292,10 +292,11 @@ def keywords() -> list[str]:
 
 def check_workers(given: dict[str, Any], num_workers: int, persistent: bool) -> None:
     """Raises ValueError for an option that a loader cannot keep without workers, or without persistent ones."""
+    persistent = persistent or current().get("persistent_workers", False)
     for name, value in given.items():
         option = option_of(name)
         cannot = option.needs_workers
-        if num_workers and option.needs_persistent and value and not (persistent or current().get("persistent_workers")):
+        if num_workers and option.needs_persistent and value and not persistent:
             raise ValueError(
                 f"{name}={value} needs persistent workers: others end with their epoch, and nothing can {cannot}; set "
                 f"persistent_workers=True, or leave {name} out"

@@ -205,6 +205,8 @@ impl PyEngine {
 
     /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an index for each
     /// task that may be outstanding. The answer is `END`, or what arrived instead.
+    // The arguments of a Python method.
+    #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (answer, next_index, is_first, message, first_worker = 0, foresight = None))]
     fn begin<'py>(
         &self,
