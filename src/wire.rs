@@ -31,6 +31,10 @@ numbered_enum! {
         Resume = 3,
         /// Leave.
         Leave = 4,
+        /// The next epoch begins early: its tasks follow, and there is no answer. The payload is that of [`epoch_payload`].
+        Early = 5,
+        /// As [`Self::Resume`], in place of the epoch that has begun early: that one is taken back.
+        Rewind = 6,
     }
 }
 
@@ -126,6 +130,14 @@ impl TaskEntry {
             bytes.copy_from_slice(&word.to_le_bytes());
         }
         Ok(Self { task: words[0], kind, block, len: words[3], inline })
+    }
+}
+
+impl TaskKind {
+    /// Whether an epoch begins.
+    #[inline]
+    pub fn begins_epoch(self) -> bool {
+        matches!(self, Self::Resume | Self::Early | Self::Rewind)
     }
 }
 

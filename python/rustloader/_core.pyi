@@ -17,12 +17,14 @@ __all__ = [
     "BATCH",
     "CACHE_VERSION",
     "DEAD",
+    "EARLY",
     "END",
     "ERROR",
     "INLINE_LIMIT",
     "LEAVE",
     "NO_PIN_THREAD",
     "RESUME",
+    "REWIND",
     "TIMED_OUT",
     "UNREADABLE",
     "VACANT",
@@ -107,7 +109,18 @@ VACANT: Final[int]
 # Codes of `Port.receive`.
 RESUME: Final[int]
 LEAVE: Final[int]
+EARLY: Final[int]
+REWIND: Final[int]
 UNREADABLE: Final[int]
+
+@type_check_only
+class Foresight(Protocol):
+    """The index batches of the next epoch, as they will be if nothing changes until it begins."""
+
+    def begin(self) -> bytes | None:
+        """The message of ``Engine.begin``; None if the epoch cannot be foreseen."""
+
+    def __next__(self) -> Any: ...
 
 @type_check_only
 class StallWarning(Protocol):
@@ -190,13 +203,24 @@ class Engine:
         is_first: bool,
         message: bytes,
         first_worker: int = 0,
+        foresight: Foresight | None = None,
     ) -> None:
         """Begins an epoch; all but the first send ``message`` to the workers and wait until they have answered. A
         worker that has not answered for the epoch before gets no second message. ``first_worker`` gets the first task,
         unless the workers share a queue. After ``VACANT``, a call with the same message goes on. ValueError: there is
-        no such worker."""
+        no such worker.
 
-    def next(self, answer: list[Any], next_index: Iterator[Any] | Callable[[], Any]) -> None:
+        With ``foresight`` the workers may go on with the next epoch once the sampler has ended. Its ``begin`` then
+        draws from the sampler as always. If message, first worker and index batches are as foreseen, what the workers
+        have done counts, and the value of ``END`` is True. Otherwise it is
+        taken back, and the value is False."""
+
+    def next(
+        self,
+        answer: list[Any],
+        next_index: Iterator[Any] | Callable[[], Any],
+        foresight: Foresight | None = None,
+    ) -> None:
         """Puts a code and its value into ``answer``. Yields for up to 20 us with the GIL, then waits without it.
         ``VACANT`` comes again at each call until the worker is replaced, postponed or given up.
 
@@ -548,7 +572,9 @@ class Port:
     def receive(self) -> tuple[int, int, Any]:
         """Waits without the GIL for ``RESUME``, ``LEAVE``, ``UNREADABLE``, or a task to fetch (any other number).
         Returns that code, the task's number, and the index or the exception that unpickling it raised; for ``RESUME``
-        the number of the epoch's first task, and the message of ``Engine.begin``."""
+        the number of the epoch's first task, and the message of ``Engine.begin``. ``EARLY`` and ``REWIND`` are as
+        ``RESUME``: the one comes before the present epoch has ended, precedes its tasks and has no answer; the other
+        comes in place of an epoch that has begun early."""
 
     def at_sample(self, place: int) -> None:
         """Shows the place in the index batch of the sample that is fetched next, for the report of a death."""

@@ -127,6 +127,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             max_errors: int | float | None = None,
             worker_affinity: str | Sequence[int | Collection[int]] | None = None,
             name: str | None = None,
+            overlap_epochs: bool | None = None,
         ) -> None:
             self.dispatch = dispatch
             self.reorder_window = reorder_window
@@ -138,6 +139,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             self.max_errors = max_errors
             self.worker_affinity = worker_affinity
             self.name = name
+            self.overlap_epochs = overlap_epochs
 
     else:
 
@@ -151,7 +153,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             except TypeError as error:
                 arguments.suggest(error, kwargs, inspect.signature(DataLoader).parameters)
                 raise
-            options.check_without_workers(given, self.num_workers)
+            options.check_workers(given, self.num_workers, self.persistent_workers)
             loader_state.give(self, given)
             names.note_origin(self, sys._getframe(1))
             if auto is not None:

@@ -213,11 +213,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// false. A worker that has not answered the last reset gets this message after its answer.
     pub fn reset(&mut self, message: &[u8]) -> Result<()> {
         self.times.tick();
+        let rewinds = self.scheduler.is_early();
         self.event(Event::EpochReset)?;
         self.handle.answers().begin_epoch();
         self.liveness.begin_epoch();
         let first_task = self.scheduler.first_task().0;
-        self.outbox.begin_epoch(first_task, message);
+        self.outbox.begin_epoch(first_task, message, rewinds);
         self.times.show_epoch(first_task);
         let result = self.effects();
         self.sticky(result)

@@ -6,7 +6,7 @@
 //!
 //! [`Engine`] (`core.rs`) delegates to its parts, each with private fields and a file of its own: [`delivery`], what `next` owes;
 //! `outbox`, what goes to the workers; `inbox`, what comes from them; `liveness`, stuck and dead workers; `times`, the clock and
-//! the status page. `intake`, `wait`, `stall_checks`, `deaths`, `restart`, `news`, `statistics` and `shutdown` are the pages of `impl Engine`, which
+//! the status page. `intake`, `wait`, `stall_checks`, `deaths`, `early`, `restart`, `news`, `statistics` and `shutdown` are the pages of `impl Engine`, which
 //! move events between the parts. A file uses only files below it (`tests/layers.rs`): pages, core, parts, [`Handle`], types.
 
 mod answers;
@@ -14,6 +14,7 @@ pub mod completions;
 mod core;
 mod deaths;
 pub mod delivery;
+mod early;
 pub mod gate;
 pub mod handle;
 mod inbox;

@@ -25,18 +25,24 @@ pub(super) struct Outbox {
     allocator: Allocator,
     /// Payload of the message that begins the epoch in the workers.
     epoch: Vec<u8>,
+    /// The kind of that message.
+    begins: TaskKind,
+    /// For each worker, how far its ring was filled after each of the last two messages that began an epoch early.
+    early: Vec<[u32; 2]>,
 }
 
 impl Outbox {
     pub(super) fn new(handle: Arc<Handle>) -> Self {
         let arena = &handle.arena;
+        let tasks: Vec<_> =
+            (0..arena.geometry().workers).map(|worker| Producer::new(arena.task_ring(worker))).collect();
         Self {
-            tasks: (0..arena.geometry().workers)
-                .map(|worker| Producer::new(arena.task_ring(worker)))
-                .collect(),
+            early: tasks.iter().map(|ring| [ring.filled(); 2]).collect(),
+            tasks,
             queue: SharedQueue::of(arena),
             allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
             epoch: Vec::new(),
+            begins: TaskKind::Resume,
             handle,
         }
     }
@@ -87,14 +93,51 @@ impl Outbox {
     }
 
     /// Begins another epoch: [`Outbox::resume`] sends the message.
-    pub(super) fn begin_epoch(&mut self, first_task: u64, message: &[u8]) {
+    /// `rewinds`: the workers have begun another one early.
+    pub(super) fn begin_epoch(&mut self, first_task: u64, message: &[u8], rewinds: bool) {
         self.epoch = wire::epoch_payload(first_task, message);
+        self.begins = if rewinds { TaskKind::Rewind } else { TaskKind::Resume };
+    }
+
+    /// The entries that begin an epoch early, one for each worker. None if a worker has not taken the last but one: then its
+    /// ring could overflow. Does not wait for memory.
+    pub(super) fn early_entries(
+        &mut self,
+        first_task: u64,
+        message: &[u8],
+    ) -> Result<Option<Vec<TaskEntry>>> {
+        let mut rings = self.tasks.iter_mut().zip(&self.early);
+        if rings.any(|(ring, [filled, _])| !ring.has_taken(*filled)) {
+            return Ok(None);
+        }
+        let payload = wire::epoch_payload(first_task, message);
+        let mut entries = Vec::with_capacity(self.tasks.len());
+        for _ in 0..self.tasks.len() {
+            match self.entry(TaskKind::Early, &payload) {
+                Ok(entry) => entries.push(entry),
+                Err(error) => {
+                    entries.iter().for_each(|entry| self.release_payload(entry));
+                    return Err(error);
+                }
+            }
+        }
+        Ok(Some(entries))
+    }
+
+    /// Sends the entries that begin an epoch early.
+    pub(super) fn push_early(&mut self, entries: &[TaskEntry]) -> Result<()> {
+        for (worker, entry) in (0..).zip(entries) {
+            self.push(worker, entry)?;
+            let [_, last] = self.early[worker as usize];
+            self.early[worker as usize] = [last, self.tasks[worker as usize].filled()];
+        }
+        Ok(())
     }
 
     /// Sends a worker the message that begins the epoch.
     pub(super) fn resume(&mut self, worker: u32) -> Result<()> {
         let payload = std::mem::take(&mut self.epoch);
-        let sent = self.control(worker, TaskKind::Resume, &payload);
+        let sent = self.control(worker, self.begins, &payload);
         self.epoch = payload;
         sent
     }

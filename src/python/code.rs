@@ -13,7 +13,7 @@ codes! {
     BATCH = 0, // the batch
     ERROR = 1, // the wrapper of an error in a batch's place
     DEAD = 2, // the `Death` of a worker
-    END = 3, // None: the epoch has ended, or has begun
+    END = 3, // the epoch has ended: None; or has begun: None, or whether it is as foreseen
     TIMED_OUT = 4, // None
     NO_PIN_THREAD = 5, // why the pin thread ended
     VACANT = 6, // the `Death` of a worker that may be replaced
@@ -21,6 +21,8 @@ codes! {
     RESUME = 1, // a new epoch begins, with the number of its first task and the message of `Engine.begin`
     LEAVE = 2, // the worker must leave
     UNREADABLE = 3, // a task whose index cannot be unpickled
+    EARLY = 4, // as RESUME, before the present epoch has ended: its tasks follow, and there is no answer
+    REWIND = 5, // as RESUME, in place of an epoch that has begun early
 }
 
 /// Any other answer of `Port.receive`: a task to fetch.

@@ -50,6 +50,13 @@ pub struct PyPort {
 }
 
 impl PyPort {
+    /// The message that begins an epoch, with its code.
+    fn epoch(&self, py: Python<'_>, code: u8, payload: &[u8]) -> PyResult<(u8, u64, Option<Py<PyAny>>)> {
+        self.port.enter(WorkerState::Starting);
+        let (first_task, message) = wire::read_epoch(payload)?;
+        Ok((code, first_task, Some(PyBytes::new(py, message).into_any().unbind())))
+    }
+
     /// Memory in the arena for `len` bytes; `None` if the worker already retains so much that the heap should be used. Runs
     /// Python's collector first if garbage may hold the arena's blocks.
     fn lease(&self, py: Python<'_>, len: usize) -> PyResult<Option<WorkerLease>> {
@@ -213,11 +220,9 @@ impl PyPort {
                 }
                 Err(error) => return Err(error),
             },
-            TaskKind::Resume => {
-                self.port.enter(WorkerState::Starting);
-                let (first_task, message) = wire::read_epoch(bytes)?;
-                return Ok((code::RESUME, first_task, Some(PyBytes::new(py, message).into_any().unbind())));
-            }
+            TaskKind::Resume => return self.epoch(py, code::RESUME, bytes),
+            TaskKind::Early => return self.epoch(py, code::EARLY, bytes),
+            TaskKind::Rewind => return self.epoch(py, code::REWIND, bytes),
             TaskKind::Leave => return Ok((code::LEAVE, 0, None)),
         };
         if let Some(mut payload) = in_block {

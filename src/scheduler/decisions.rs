@@ -23,6 +23,9 @@ impl<T, R> Scheduler<T, R> {
     /// Whether `next` asks for one more index to fill the window. A worker will take it, so no draw is wasted.
     #[inline]
     pub(super) fn has_room(&self) -> bool {
+        if self.early.is_some() {
+            return self.may_be_early();
+        }
         !self.ended && self.accepts() && (self.shared.is_some() || self.workers.any_open())
     }
 

@@ -8,6 +8,7 @@
 mod bitmap;
 mod clock;
 mod decisions;
+mod early;
 mod queue;
 mod reorder;
 mod restarts;
@@ -25,6 +26,7 @@ use crate::config::{TASKS_MAX, WORKERS_MAX};
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use clock::Clock;
+use early::Early;
 use reorder::{NIL, Reorder, State};
 use restarts::Restarts;
 use std::collections::VecDeque;
@@ -48,10 +50,12 @@ pub struct Scheduler<T, R> {
     next_task: TaskId,
     /// The first task of this epoch.
     first_task: TaskId,
-    /// Tasks of this epoch that a living worker will answer.
+    /// Tasks of this epoch and of the early one that a living worker will answer.
     outstanding: u32,
-    /// Tasks of this epoch whose result waits for delivery.
+    /// Tasks of this epoch and of the early one whose result waits for delivery.
     ready: u32,
+    /// The next epoch, if it has begun before the end of this one.
+    early: Option<Early>,
     /// Limit of `outstanding`.
     max_tasks: u32,
     /// Limit of `outstanding + ready`.
@@ -117,6 +121,7 @@ impl<T, R> Scheduler<T, R> {
             first_task: TaskId(0),
             outstanding: 0,
             ready: 0,
+            early: None,
             max_tasks: max_tasks as u32,
             window: batches as u32,
             bytes: bytes.map(Bytes::new),
@@ -152,7 +157,11 @@ impl<T, R> Scheduler<T, R> {
             shared.push(task, slot);
             (slot, Placement::Queue)
         } else {
-            let Some(worker) = self.workers.pick() else { return Err(tag) };
+            let picked = match &self.early {
+                Some(early) => Some(((task.0 - early.first.0) % self.workers.len() as u64) as u32),
+                None => self.workers.pick(),
+            };
+            let Some(worker) = picked else { return Err(tag) };
             let slot = self.reorder.insert(task, worker, tag);
             let entry = self.workers.at(worker);
             let back = std::mem::replace(&mut entry.back, slot);
@@ -172,7 +181,7 @@ impl<T, R> Scheduler<T, R> {
         };
         self.next_task = TaskId(task.0 + 1);
         self.outstanding += 1;
-        if self.delivery == DeliveryOrder::InOrder {
+        if !self.submitted_early(slot) && self.delivery == DeliveryOrder::InOrder {
             self.reorder.enqueue(slot);
         }
         Ok((task, placement))
@@ -218,7 +227,10 @@ impl<T, R> Scheduler<T, R> {
             Event::Postponed { worker, until } => self.on_postponed(worker, until)?,
             Event::GivenUp(worker) => self.on_given_up(worker)?,
             Event::Withdrawn(task) => self.on_withdrawn(task)?,
-            Event::SamplerEnded => self.ended = true,
+            Event::SamplerEnded => match &mut self.early {
+                Some(early) => early.ended = true,
+                None => self.ended = true,
+            },
             Event::EpochReset => self.on_epoch_reset()?,
             Event::Shutdown => {
                 self.forget_all();
@@ -293,8 +305,8 @@ impl<T, R> Scheduler<T, R> {
             Some(State::Outstanding) => self.wait(),
             Some(State::Lost) => self.raise_death(),
             Some(_) => unreachable!("a result at the front has been staged"),
-            None if self.first_dead.is_some() => self.raise_death(),
-            None if self.outstanding > 0 => self.wait(),
+            None if self.first_dead.is_some() && !self.loses_early_alone() => self.raise_death(),
+            None if self.outstanding_now() > 0 => self.wait(),
             None => self.answer(Decision::End),
         }
     }
@@ -340,7 +352,7 @@ impl<T, R> Scheduler<T, R> {
 
     /// Whether results wait for an older unanswered task.
     pub fn is_blocked(&self) -> bool {
-        self.ready > 0
+        self.ready > self.early.as_ref().map_or(0, |early| early.ready)
     }
 
     /// When the timeout expires, while `next` waits, or a vacancy becomes due.
@@ -350,7 +362,7 @@ impl<T, R> Scheduler<T, R> {
 
     /// Tasks of this epoch that a living worker will answer.
     pub fn outstanding(&self) -> usize {
-        self.outstanding as usize
+        self.outstanding_now() as usize
     }
 
     /// Limit of outstanding tasks, and number of submissions that start an epoch without a window.
@@ -360,7 +372,7 @@ impl<T, R> Scheduler<T, R> {
 
     /// Number of tasks dispatched in this epoch.
     pub fn dispatched(&self) -> u64 {
-        self.next_task.0 - self.first_task.0
+        self.end_of_tasks().0 - self.first_task.0
     }
 
     /// The first task of this epoch.
@@ -377,7 +389,8 @@ impl<T, R> Scheduler<T, R> {
     /// The undelivered tasks of this epoch with their workers, in the order of dispatch (the keys of torch's `_task_info`).
     /// The worker of an unanswered task of a shared queue is unknown.
     pub fn undelivered(&self) -> Vec<(TaskId, Option<WorkerId>)> {
-        let mut tasks: Vec<_> = self.reorder.waiting().filter(|(task, _)| *task >= self.first_task).collect();
+        let all = self.first_task..self.end_of_tasks();
+        let mut tasks: Vec<_> = self.reorder.waiting().filter(|(task, _)| all.contains(task)).collect();
         tasks.sort_unstable();
         tasks
     }

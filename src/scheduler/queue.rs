@@ -46,7 +46,7 @@ impl<T, R> Scheduler<T, R> {
         for task in self.unanswered() {
             if let Some(slot) = self.shared.as_mut().and_then(|shared| shared.remove(task)) {
                 self.reorder.slot_mut(slot).state = State::Lost;
-                self.outstanding -= 1;
+                self.lost_task(task);
             }
         }
     }

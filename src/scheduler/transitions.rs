@@ -33,7 +33,8 @@ impl<T, R> Scheduler<T, R> {
         }
         self.outstanding -= 1;
         self.ready += 1;
-        if self.fills && self.shared.is_none() {
+        let is_early = self.answered_early(task, slot);
+        if self.fills && self.shared.is_none() && !is_early {
             self.workers.unload(worker.0);
         }
         if let Some(window) = &mut self.bytes {
@@ -44,7 +45,7 @@ impl<T, R> Scheduler<T, R> {
         entry.result = Some(result);
         entry.worker = worker.0;
         entry.bytes = bytes;
-        if self.delivery == DeliveryOrder::AsCompleted {
+        if self.delivery == DeliveryOrder::AsCompleted && !is_early {
             self.reorder.enqueue(slot);
         }
         Ok(())
@@ -153,7 +154,8 @@ impl<T, R> Scheduler<T, R> {
             let slot = self.reorder.slot_mut(rest);
             slot.state = State::Lost;
             rest = slot.next;
-            self.outstanding -= 1;
+            let task = slot.task;
+            self.lost_task(task);
         }
     }
 
@@ -183,6 +185,7 @@ impl<T, R> Scheduler<T, R> {
                 }
             }
         }
+        self.discard_early();
         self.discard_unsent();
         self.workers.begin_epoch();
         let unanswered = self.unanswered();
@@ -224,6 +227,7 @@ impl<T, R> Scheduler<T, R> {
             shared.clear();
         }
         self.staged = None;
+        self.early = None;
         self.outstanding = 0;
         self.ready = 0;
         self.refills = 0;

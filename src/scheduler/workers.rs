@@ -100,6 +100,22 @@ impl Workers {
         self.cursor = index;
     }
 
+    /// Begins an epoch of which a number of tasks have been dispatched in turn. `all_live`: no worker has died, and the epoch
+    /// goes on.
+    pub fn take_up(&mut self, tasks: u64, all_live: bool) {
+        if all_live {
+            self.begin_epoch();
+            for _ in 0..tasks {
+                self.pick();
+            }
+            return;
+        }
+        let count = self.table.len() as u64;
+        for (index, worker) in (0..).zip(&mut self.table) {
+            worker.load = ((tasks + count - 1 - index) / count) as u32;
+        }
+    }
+
     pub fn len(&self) -> usize {
         self.table.len()
     }

@@ -74,6 +74,20 @@ impl<M: RingMemory> Producer<M> {
     }
 }
 
+impl<M: RingMemory> Producer<M> {
+    /// The number of entries that were ever published, modulo 2^32.
+    pub fn filled(&self) -> u32 {
+        self.tail
+    }
+
+    /// Whether the consumer has taken all entries up to a [`Producer::filled`] of at most 2^31 entries ago.
+    pub fn has_taken(&mut self, filled: u32) -> bool {
+        // SYNC: slot-taken (pairs with the Release store in `Consumer::pop`).
+        self.head = self.memory.control().head.0.load(Ordering::Acquire);
+        self.head.wrapping_sub(filled) <= u32::MAX / 2
+    }
+}
+
 impl<M: RingMemory> Consumer<M> {
     /// The consumer's end of a ring, from the counters that another consumer left.
     pub fn new(memory: M) -> Self {

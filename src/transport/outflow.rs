@@ -139,7 +139,7 @@ impl Outflow {
     fn show(&self) {
         let (state, task) = match self.unanswered.front() {
             _ if !self.ready => return,
-            Some((_, TaskKind::Resume)) => (WorkerState::Starting, None),
+            Some((_, kind)) if kind.begins_epoch() => (WorkerState::Starting, None),
             Some((task, _)) if !self.exhausted => (WorkerState::Fetch, Some(*task)),
             _ => (WorkerState::Idle, None),
         };

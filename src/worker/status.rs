@@ -12,7 +12,7 @@ impl StatusPage {
         // Before the state: a stall check must not mistake the previous task for this one.
         self.task_since_ns.store(now, Ordering::Relaxed);
         // The message that begins an epoch has the number of the first task.
-        self.place.store(if kind == TaskKind::Resume { NOT_BEGUN } else { 0 }, Ordering::Relaxed);
+        self.place.store(if kind.begins_epoch() { NOT_BEGUN } else { 0 }, Ordering::Relaxed);
         self.task.store(task, Ordering::Relaxed);
         self.change(WorkerState::Fetch, now);
     }

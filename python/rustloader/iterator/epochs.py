@@ -79,6 +79,12 @@ class Epochs:
             return {"epoch": self.seeding.epoch}
         return {} if self.failures is None else {"epoch": self.failures.epoch}
 
+    def next_message(self) -> dict[str, Any] | None:
+        """What ``message`` will return for the next epoch, if nothing changes; None if that cannot be foreseen."""
+        if self.seeding is not None:
+            return {"epoch": self.seeding.epoch + 1}
+        return {} if self.failures is None else {"epoch": self.failures.epoch + 1}
+
     def engine_begun(self, it: WorkersIterator, engine: Engine, is_first: bool) -> None:
         """Called when the engine has begun an epoch, which counts unless this raises."""
 

@@ -40,6 +40,11 @@ def check(loader: LoaderLike) -> None:
             f"worker_threads needs a map-style dataset, got {count} for an iterable one, whose samples come one after "
             "the other; leave worker_threads at 1 and set a larger num_workers"
         )
+    if options.in_force(loader, "overlap_epochs") and loader._dataset_kind == _DatasetKind.Iterable:
+        raise ValueError(
+            "overlap_epochs needs a map-style dataset, got True for an iterable one, whose next epoch begins with "
+            "iter(dataset); leave overlap_epochs out"
+        )
 
 
 def scheduling(

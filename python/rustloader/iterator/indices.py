@@ -25,7 +25,13 @@ import torch
 from torch.utils.data import dataloader, distributed, sampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 from torch.utils.data.distributed import DistributedSampler
-from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data.sampler import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from rustloader._core import IndexStream, call_into
 from rustloader.iterator.starts import Start, shard, shard_start
@@ -43,6 +49,12 @@ RANDOM = known_code(
     sampler,
     "len data_source generator int torch empty int64 random_ item Generator manual_seed replacement range num_samples "
     "randint tolist randperm",
+)
+SUBSET = known_code(SubsetRandomSampler.__iter__, sampler, "torch randperm len indices generator tolist")
+WEIGHTED = known_code(
+    WeightedRandomSampler.__iter__,
+    sampler,
+    "torch multinomial weights num_samples replacement generator iter tolist",
 )
 SEQUENTIAL = known_code(SequentialSampler.__iter__, sampler, "iter range len data_source")
 CONSTANT = known_code(_InfiniteConstantSampler.__iter__, dataloader, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from rustloader.auto import tuner
 from rustloader.auto.tuner import Tuner
 from rustloader.device import pinning
 from rustloader.fetch.failures import EmptyBatch, EmptyBatchError, Failure, Reported, add_note
-from rustloader.iterator import failures, fallback, fetching
+from rustloader.iterator import failures, fallback, fetching, foresight
 from rustloader.iterator.epochs import Epochs
 from rustloader.iterator.failures import FailureCount
 from rustloader.iterator.texts import TOO_LONG_WITH_WORKERS, timed_out, warn_of_length
@@ -85,6 +84,7 @@ class Session:
         epochs.seed(it, loader, config)
         if not config.raises:
             epochs.failures = failures.of(loader, config.max_errors, self.counters.faults)
+        self._foresight = foresight.of(it, loader, config, epochs, is_tuned=of_auto is not None)
 
     def _own(self, it: WorkersIterator, engine: Engine) -> None:
         """Takes an engine without workers."""
@@ -231,14 +231,18 @@ class Session:
         self.supervisor.begin_epoch()
         engine, first_worker = self.engine, epochs.first_worker(it)
         answer: list[Any] = [None, None]
-        message = pickle.dumps(told) if told else b""
-        engine.begin(answer, draw_of(it), begins_engine, message, first_worker)
+        message, foreseen = foresight.packed(told), self._foresight
+        if foreseen is not None:
+            foreseen.epoch_begins()
+        engine.begin(answer, draw_of(it), begins_engine, message, first_worker, foreseen)
         while answer[0] == VACANT:
             self._replace_dead(it, answer[1])
-            engine.begin(answer, draw_of(it), begins_engine, message, first_worker)
+            engine.begin(answer, draw_of(it), begins_engine, message, first_worker, foreseen)
         code, value = answer
         if code != END:
             self._raise_for(it, code, value)
+        if foreseen is not None:
+            foreseen.epoch_has_begun(value)
         epochs.engine_begun(it, engine, is_first)
         if epochs.seeding is not None:
             fetching.note_begun(loader, epochs.seeding)
@@ -306,11 +310,11 @@ class Session:
             answer = [None, None]
             engine = self.group.engine
             try:
-                engine.next(answer, draw_of(it))
+                engine.next(answer, draw_of(it), self._foresight)
                 while answer[0] == VACANT:
                     death, answer[0] = answer[1], None
                     self._replace_dead(it, death)
-                    engine.next(answer, draw_of(it))
+                    engine.next(answer, draw_of(it), self._foresight)
                 if it._dataset_kind == _DatasetKind.Iterable:
                     it._workers_status[:] = engine.active() or it._workers_status
             except BaseException as error:

@@ -36,6 +36,7 @@ class LoaderConfig:
     max_errors: int | float | None
     worker_affinity: str | Sequence[int | Collection[int]] | None
     name: str
+    overlap_epochs: bool
     # Whether workers send snapshots of their datasets.
     snapshots: bool = False
 

@@ -58,6 +58,7 @@ class Option:
         is_missed: Whether a loader without it delivers something else, or ends where it would go on. There is a warning
             where torch's own iterator has to do without.
         needs_workers: What cannot be done without workers; empty for an option that works without.
+        needs_persistent: Whether the workers have to be persistent.
     """
 
     text: str
@@ -72,6 +73,7 @@ class Option:
     default: Any = None
     is_missed: bool = False
     needs_workers: str = ""
+    needs_persistent: bool = False
 
 
 def _context(value: Any) -> Any:
@@ -253,6 +255,19 @@ class Options:
         metavar="NAME",
         keyword=True,
     )
+    overlap_epochs: bool | None = _field(
+        "True lets persistent workers go on with the next epoch while the program uses the last batches of the present "
+        "one (map-style datasets and torch's samplers only; default: None, which means False).",
+        "let persistent workers go on with the next epoch before the present one has ended",
+        unset=(None,),
+        kind=Bool(),
+        flag="--overlap-epochs",
+        flag_value=True,
+        keyword=True,
+        default=False,
+        needs_workers="go on with the next epoch meanwhile",
+        needs_persistent=True,
+    )
     stateful: bool | None = _field(
         "True puts ``rustloader.StatefulDataLoader`` into ``torchdata.stateful_dataloader``, for frameworks that use "
         "torchdata's (default: None, torchdata's own).",
@@ -286,13 +301,18 @@ def keywords() -> list[str]:
     return [name for name in Options.__dataclass_fields__ if option_of(name).keyword]
 
 
-def check_without_workers(given: dict[str, Any], num_workers: int) -> None:
-    """Raises ValueError for an option that a loader without workers cannot keep."""
-    if num_workers:
-        return
+def check_workers(given: dict[str, Any], num_workers: int, persistent: bool) -> None:
+    """Raises ValueError for an option that a loader cannot keep without workers, or without persistent ones."""
+    persistent = persistent or current().get("persistent_workers", False)
     for name, value in given.items():
-        cannot = option_of(name).needs_workers
-        if cannot and value:
+        option = option_of(name)
+        cannot = option.needs_workers
+        if num_workers and option.needs_persistent and value and not persistent:
+            raise ValueError(
+                f"{name}={value} needs persistent workers: others end with their epoch, and nothing can {cannot}; set "
+                f"persistent_workers=True, or leave {name} out"
+            )
+        if not num_workers and cannot and value:
             raise ValueError(
                 f"{name}={value} needs workers: with num_workers=0 the samples are made in the program's own process, "
                 f"and nothing can {cannot}; set num_workers to 1 or more, or leave {name} out"

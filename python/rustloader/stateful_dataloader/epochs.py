@@ -104,6 +104,11 @@ class StatefulEpochs(Positioned, Epochs):
         told = None if self._told_epoch is None else self._told_epoch.since_last_epoch()
         return message if told is None else message | {"set_epoch": told}
 
+    def next_message(self) -> dict[str, Any] | None:
+        # A dataset that is told its epoch cannot take one back.
+        is_told = self._told_epoch is not None and self._told_epoch.in_force is not None
+        return None if is_told else super().next_message()
+
     def engine_begun(self, it: WorkersIterator, engine: Engine, is_first: bool) -> None:
         if is_first and it._worker_init_fn is not None:
             self._raise_failed_start(it, engine)

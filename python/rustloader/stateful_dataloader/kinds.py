@@ -6,34 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import sampler
+from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 from torch.utils.data.distributed import DistributedSampler
-from torch.utils.data.sampler import (
-    BatchSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
 
 from rustloader.iterator import indices
 from rustloader.iterator.starts import shard_start
 from rustloader.stateful_dataloader.schema import SamplerState, check_random_start, check_shard_start
 from rustloader.stateful_dataloader.stateful import Stateful
 from rustloader.system.protocols import LoaderLike
-from rustloader.system.torch_side import known_code
 
 # The samplers of torch whose order this package can begin anywhere, by the code that yields their indices.
 _KNOWN = {
-    known_code(SequentialSampler.__iter__, sampler, "iter range len data_source"): "sequential",
+    indices.SEQUENTIAL: "sequential",
     indices.RANDOM: "random",
     indices.SHARD: "distributed",
-    known_code(SubsetRandomSampler.__iter__, sampler, "torch randperm len indices generator tolist"): "subset",
-    known_code(
-        WeightedRandomSampler.__iter__,
-        sampler,
-        "torch multinomial weights num_samples replacement generator iter tolist",
-    ): "weighted",
+    indices.SUBSET: "subset",
+    indices.WEIGHTED: "weighted",
 }
 
 

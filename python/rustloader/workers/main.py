@@ -19,7 +19,7 @@ import torch.multiprocessing
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind, _utils
 
-from rustloader._core import LEAVE, RESUME, UNREADABLE, Port, WorkerStopped, seed_words
+from rustloader._core import EARLY, LEAVE, RESUME, REWIND, UNREADABLE, Port, WorkerStopped, seed_words
 from rustloader.fetch import tables, torchs
 from rustloader.fetch.failures import EmptyBatch, Failure, put_note
 from rustloader.fetch.guard import Guard
@@ -30,6 +30,7 @@ from rustloader.system.texts import name_of
 from rustloader.workers import converting, resuming, serialize
 from rustloader.workers.bootstrap import Job, Payload
 from rustloader.workers.context import WorkerContext
+from rustloader.workers.generators import GeneratorStates
 from rustloader.workers.snapshots import Publisher, Snapshots, WorkerStart
 
 
@@ -105,6 +106,10 @@ class _Worker:
         self.publisher: Publisher | None = None
         # Number of batches of an iterable dataset to fetch and drop before the first task.
         self.replay = 0
+        # The message of an epoch that begins early, with its first task, until that comes.
+        self.coming: tuple[int, bytes] | None = None
+        # The generators before an epoch that has begun early.
+        self.before_early: GeneratorStates | None = None
         # The collector runs when garbage keeps blocks alive. Existing objects are no garbage, and their pages stay
         # shared with the main process until one side writes to them.
         gc.freeze()
@@ -229,9 +234,15 @@ class _Worker:
             code, task, index = port.receive()
             if code == LEAVE:
                 return
-            if code == RESUME:
-                self.begin_epoch(task, pickle.loads(index) if index else {})
+            if code in (RESUME, REWIND):
+                self.rewind(code == REWIND)
+                self.begin_epoch(task, index)
                 continue
+            if code == EARLY:
+                self.coming = task, index
+                continue
+            if self.coming is not None and task >= self.coming[0]:
+                self.begin_early(*self.coming)
             if self.exhausted:
                 continue
             if self.broken is not None:
@@ -290,9 +301,22 @@ class _Worker:
         refusal.__cause__ = error
         return MemoryError, refusal, None
 
-    def begin_epoch(self, first_task: int, message: dict[str, Any]) -> None:
-        """Begins another epoch of a persistent loader."""
-        self.port.resumed()
+    def begin_early(self, first_task: int, pickled: bytes) -> None:
+        """Begins an epoch that the main process may yet take back."""
+        self.coming, self.before_early = None, GeneratorStates()
+        self.begin_epoch(first_task, pickled, is_early=True)
+
+    def rewind(self, takes_back: bool) -> None:
+        """Ends what has begun early, as if it had not begun if it is taken back."""
+        if takes_back and self.coming is None and self.before_early is not None:
+            self.before_early.restore()
+        self.coming = self.before_early = None
+
+    def begin_epoch(self, first_task: int, pickled: bytes, is_early: bool = False) -> None:
+        """Begins another epoch of a persistent loader. The main process waits for the answer, unless it is early."""
+        message: dict[str, Any] = pickle.loads(pickled) if pickled else {}
+        if not is_early:
+            self.port.resumed()
         self.exhausted = False
         self.first_task = first_task
         self.replay = 0

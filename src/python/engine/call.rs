@@ -40,6 +40,8 @@ pub(super) struct Call<'a, 'py> {
     pub(super) answer: &'a Bound<'py, PyList>,
     /// The sampler's iterator, or a function that returns the next index.
     pub(super) next_index: &'a Bound<'py, PyAny>,
+    /// What says how the next epoch begins: `Foresight` of `_core.pyi`.
+    pub(super) foresight: Option<&'a Bound<'py, PyAny>>,
 }
 
 impl<'py> Call<'_, 'py> {
@@ -52,7 +54,14 @@ impl<'py> Call<'_, 'py> {
         if self.handle.closing() {
             return Err(closed(self.py, self.handle));
         }
-        if !is_first {
+        let early = self.state.early.take().filter(|_| !is_first);
+        let was_early = early.is_some();
+        let drawn = early
+            .map(|early| self.draw_foreseen(early, message, first_worker))
+            .transpose()?
+            .unwrap_or_default();
+        let (taken_up, mut asked) = (drawn.taken_up(), drawn.draws);
+        if !is_first && !taken_up {
             // A death during the last epoch, which was abandoned before its batches were all delivered.
             if let Some(death) = self.state.engine.death() {
                 return self.give_death(code::DEAD, death);
@@ -79,14 +88,16 @@ impl<'py> Call<'_, 'py> {
                 }
             }
         }
-        self.state.engine.begin_with(first_worker)?;
-        let mut asked = 0;
+        if !taken_up {
+            self.state.engine.begin_with(first_worker)?;
+            self.send_drawn(drawn)?;
+        }
         while self.state.engine.primes(asked) {
             self.py.check_signals()?;
             self.draw()?;
             asked += 1;
         }
-        self.give(code::END, self.py.None())
+        self.give(code::END, was_early.then_some(taken_up))
     }
 
     #[inline]

@@ -1,6 +1,7 @@
 //! The main process's side: one `Engine` per iterator.
 
 mod call;
+mod early;
 mod epoch;
 mod raised;
 mod read;
@@ -134,7 +135,13 @@ impl PyEngine {
         engine.kill_stalls(stall_timeout.and_then(seconds));
         Ok(Self {
             handle: engine.handle().clone(),
-            state: Mutex::new(State { engine, buffer: Vec::new(), payload: Vec::new(), begun: None }),
+            state: Mutex::new(State {
+                engine,
+                buffer: Vec::new(),
+                payload: Vec::new(),
+                begun: None,
+                early: None,
+            }),
             gate: Gate::default(),
             finish_wanted: AtomicBool::new(false),
             callbacks: Callbacks { loads, dump_index, is_interrupt, warn_stall },
@@ -201,7 +208,9 @@ impl PyEngine {
 
     /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an index for each
     /// task that may be outstanding. The answer is `END`, or what arrived instead.
-    #[pyo3(signature = (answer, next_index, is_first, message, first_worker = 0))]
+    // The arguments of a Python method.
+    #[allow(clippy::too_many_arguments)]
+    #[pyo3(signature = (answer, next_index, is_first, message, first_worker = 0, foresight = None))]
     fn begin<'py>(
         &self,
         py: Python<'py>,
@@ -210,23 +219,26 @@ impl PyEngine {
         is_first: bool,
         message: &[u8],
         first_worker: u32,
+        foresight: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<()> {
         self.check_worker(first_worker)?;
         let mut access = self.enter(py)?;
-        self.call(py, access.state(), answer, next_index).begin(is_first, message, first_worker)
+        self.call(py, access.state(), answer, next_index, foresight).begin(is_first, message, first_worker)
     }
 
     /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call raises the
     /// sampler's error, because the batch is sound. The result is in `answer` before this returns: an exception of a signal
     /// handler cannot lose it.
+    #[pyo3(signature = (answer, next_index, foresight = None))]
     fn next<'py>(
         &self,
         py: Python<'py>,
         answer: &Bound<'py, PyList>,
         next_index: &Bound<'py, PyAny>,
+        foresight: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<()> {
         let mut access = self.enter(py)?;
-        self.call(py, access.state(), answer, next_index).next()
+        self.call(py, access.state(), answer, next_index, foresight).next()
     }
 
     fn start_pinning(
@@ -300,7 +312,7 @@ impl PyEngine {
         let Some(mut access) = self.try_enter()? else { return Ok(Some(false)) };
         let deadline = seconds(timeout).map(|limit| clock::monotonic() + limit);
         let (answer, next_index) = (&PyList::empty(py), py.None().into_bound(py));
-        let mut call = self.call(py, access.state(), answer, &next_index);
+        let mut call = self.call(py, access.state(), answer, &next_index, None);
         Ok(call.wait_started(deadline)?.then_some(true))
     }
 
@@ -434,7 +446,8 @@ impl PyEngine {
         state: &'a mut State,
         answer: &'a Bound<'py, PyList>,
         next_index: &'a Bound<'py, PyAny>,
+        foresight: Option<&'a Bound<'py, PyAny>>,
     ) -> Call<'a, 'py> {
-        Call { py, handle: &self.handle, callbacks: &self.callbacks, state, answer, next_index }
+        Call { py, handle: &self.handle, callbacks: &self.callbacks, state, answer, next_index, foresight }
     }
 }

@@ -17,6 +17,16 @@ pub(super) struct State {
     pub(super) payload: Vec<u8>,
     /// The message of a `begin` that a vacancy has cut off: the workers have got it.
     pub(super) begun: Option<Vec<u8>>,
+    /// The next epoch, if it has begun early.
+    pub(super) early: Option<Early>,
+}
+
+/// What was sent of an epoch that has begun before the present one has ended.
+pub(super) struct Early {
+    /// The message that begins it.
+    pub(super) message: Vec<u8>,
+    /// Its tasks: the index batch, and its bytes.
+    pub(super) tasks: Vec<(Py<PyAny>, Vec<u8>)>,
 }
 
 /// Exclusive access to the state, released on drop.

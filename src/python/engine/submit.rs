@@ -38,12 +38,21 @@ impl<'py> Call<'_, 'py> {
     pub(super) fn draw(&mut self) -> PyResult<()> {
         let index = match self.state.engine.delivery().take_unsent() {
             Some(index) => Some(index.into_bound(self.py)),
+            // The sampler has ended.
+            None if self.state.early.is_some() => return self.draw_early(),
             None => next_item(self.next_index)?,
         };
         match index {
             Some(index) => self.submit(index),
-            None => Ok(self.state.engine.sampler_ended()?),
+            None => self.sampler_has_ended(),
         }
+    }
+
+    /// Goes on with the next epoch, where that may be.
+    #[cold]
+    pub(super) fn sampler_has_ended(&mut self) -> PyResult<()> {
+        self.state.engine.sampler_ended()?;
+        self.draw_early()
     }
 
     /// Encodes an index batch into the payload buffer, or else returns a pickle.
@@ -72,8 +81,7 @@ impl<'py> Call<'_, 'py> {
 
     /// Sends an index batch to the next worker in the cycle. Drops it when no worker takes tasks any more, as torch does.
     #[inline]
-    fn submit(&mut self, index: Bound<'py, PyAny>) -> PyResult<()> {
-        let py = self.py;
+    pub(super) fn submit(&mut self, index: Bound<'py, PyAny>) -> PyResult<()> {
         let pickle = match self.encode(&index) {
             Err(error) if self.is_interrupt(&error).unwrap_or(true) => {
                 self.state.engine.delivery().on_event(Event::IndexUnsent(index.unbind()));
@@ -81,6 +89,17 @@ impl<'py> Call<'_, 'py> {
             }
             pickle => pickle?,
         };
+        self.send(index, pickle)
+    }
+
+    /// Sends an index batch, as it lies in the payload buffer or as a pickle.
+    #[inline]
+    pub(super) fn send(
+        &mut self,
+        index: Bound<'py, PyAny>,
+        pickle: Option<Bound<'py, PyBytes>>,
+    ) -> PyResult<()> {
+        let py = self.py;
         // A sampler may use its list again, and this one may have to be sent twice.
         let index = match index.cast_exact::<PyList>() {
             Ok(list) if self.state.engine.restarts() => list.get_slice(0, list.len()).into_any(),

@@ -1,5 +1,6 @@
 //! Short stories, one for each rule. The rules together are held against a reference in `tests/scheduler_model.rs`.
 
+mod early;
 mod restarts;
 mod windows;
 

@@ -41,7 +41,8 @@ const fn round_up(value: u64, to: u64) -> u64 {
     value.div_ceil(to) * to
 }
 
-/// Slots of a ring for `outstanding` tasks and an epoch's control messages. Of a worker's snapshots one comes with each
+/// Slots of a ring for `outstanding` tasks and control messages: two that begin an epoch early, one that begins another, and the
+/// one to leave. Of a worker's snapshots one comes with each
 /// result, two at the begin and at the end of an epoch, one for an error, and one at the begin of the next epoch.
 const fn ring_slots_for(outstanding: u32, snapshots: bool) -> u32 {
     let results = outstanding + 4;

@@ -74,6 +74,7 @@ impl Port {
         let ends = Ends {
             tasks: Consumer::new(arena.task_ring(worker)),
             queue: arena.queue().map(|queue| Claimer::new(queue, worker)),
+            held: None,
             results: Producer::new(arena.result_ring(worker)),
             head: Vec::new(),
         };

@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use crate::shm::arena::{ArenaQueue, ArenaRing};
 use crate::shm::queue::Claimer;
 use crate::shm::ring::{Consumer, Entry, Producer};
+use crate::wire::TaskKind;
 
 /// What a port reads from and writes to.
 #[derive(Debug)]
@@ -11,15 +12,21 @@ pub(super) struct Ends {
     pub(super) tasks: Consumer<ArenaRing>,
     /// The queue of the workers, if they share one. The ring then carries only control messages.
     pub(super) queue: Option<Claimer<ArenaQueue>>,
+    /// The entry that comes next, before all others.
+    pub(super) held: Option<Entry>,
     pub(super) results: Producer<ArenaRing>,
     /// Buffer for the head of a message.
     pub(super) head: Vec<u8>,
 }
 
 impl Ends {
-    /// The next entry: of the own ring, so that control messages come first, else of the queue.
+    /// The next entry: of the own ring, so that control messages come first, else of the queue. The message that begins an epoch
+    /// early precedes its tasks, also one that was sent while this took a task.
     #[inline]
     pub(super) fn next(&mut self) -> Result<Option<Entry>> {
+        if let Some(held) = self.held.take() {
+            return Ok(Some(held));
+        }
         if let Some(entry) = self.tasks.pop()? {
             return Ok(Some(entry));
         }
@@ -31,7 +38,19 @@ impl Ends {
             Some((position, entry)) if entry[0] != position => {
                 Err(Error::corrupt(format!("place {position} of a queue has task {}", entry[0])))
             }
-            claimed => Ok(claimed.map(|(_, entry)| entry)),
+            Some((_, claimed)) => match self.tasks.pop()? {
+                None => Ok(Some(claimed)),
+                Some(message) if message[1] == TaskKind::Early as u64 => {
+                    self.held = Some(claimed);
+                    Ok(Some(message))
+                }
+                // Any other message waits for the answer to a task that was taken before it.
+                Some(message) => {
+                    self.held = Some(message);
+                    Ok(Some(claimed))
+                }
+            },
+            None => Ok(None),
         }
     }
 }

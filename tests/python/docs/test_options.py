@@ -41,6 +41,7 @@ OTHER = {
     "max_errors": (0.25, "0.25"),
     "worker_affinity": ([[0], [1, 4], [2, 3]], "0/1+4/2-3"),
     "name": ("train: a.py/3", "train: a.py/3"),
+    "overlap_epochs": (True, "1"),
     "stateful": (True, "1"),
 }
 
@@ -210,6 +211,7 @@ WRONG = [
     ("name", "a\nb", ValueError),
     ("name", "a" * 101, ValueError),
     ("name", 1, TypeError),
+    ("overlap_epochs", 1, TypeError),
     ("stateful", 1, TypeError),
 ]
 
@@ -221,7 +223,7 @@ def test_it_checks_its_values(name, value, error):
     if name in options.keywords():
         with pytest.raises(error, match=f"^{name} must be .*, got {re.escape(repr(value))}$"):
             rustloader.DataLoader(range(2), **{name: value})
-        loader = rustloader.DataLoader(range(2), num_workers=1, **{name: OTHER[name][0]})
+        loader = rustloader.DataLoader(range(2), num_workers=1, persistent_workers=True, **{name: OTHER[name][0]})
         setattr(loader, name, value)
         with pytest.raises(error, match=f"^{name} must be .*, got {re.escape(repr(value))}$"):
             options.in_force(loader, name)
@@ -294,7 +296,7 @@ def test_a_loader_takes_the_options_that_torch_does_not_have():
     plain = rustloader.DataLoader(range(2))
     assert vars(plain).keys() == vars(TorchDataLoader(range(2))).keys()
     values = {name: OTHER[name][0] for name in own}
-    loader = rustloader.DataLoader(range(2), num_workers=1, **values)
+    loader = rustloader.DataLoader(range(2), num_workers=1, persistent_workers=True, **values)
     for name, value in values.items():
         assert getattr(plain, name) is None and getattr(loader, name) == value == options.in_force(loader, name)
         assert options.in_force(TorchDataLoader(range(2)), name) == options.option_of(name).default

@@ -1,0 +1,41 @@
+//! The next epoch, which begins before the present one has ended.
+
+use super::core::Engine;
+use crate::error::{Error, Result};
+
+impl<T, B: Send + 'static, E> Engine<T, B, E> {
+    /// Whether a task of the next epoch can be sent now: the sampler has ended, and there is room.
+    pub fn may_be_early(&self) -> bool {
+        !self.finished && !self.snapshots && self.scheduler.may_be_early()
+    }
+
+    /// Begins the next epoch early: workers get `message` after their present tasks, and what is submitted from now on belongs to
+    /// that epoch. False: it cannot begin now. Call it once in an epoch, if [`Engine::may_be_early`].
+    pub fn begin_early(&mut self, message: &[u8]) -> Result<bool> {
+        let first_task = self.scheduler.first_task().0 + self.scheduler.dispatched();
+        let entries = match self.outbox.early_entries(first_task, message) {
+            Ok(Some(entries)) => entries,
+            Ok(None) | Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => return Ok(false),
+            Err(error) => return Err(error),
+        };
+        self.scheduler.begin_early()?;
+        let pushed = self.outbox.push_early(&entries);
+        self.sticky(pushed)?;
+        Ok(true)
+    }
+
+    /// Whether the early epoch can become the present one.
+    pub fn may_take_up(&self) -> bool {
+        !self.delivery.is_broken() && self.scheduler.may_take_up()
+    }
+
+    /// Makes the early epoch the present one. Call it if [`Engine::may_take_up`].
+    pub fn take_up(&mut self) -> Result<()> {
+        self.times.tick();
+        self.scheduler.take_up()?;
+        self.handle.answers().begin_epoch();
+        self.liveness.begin_epoch();
+        self.times.show_epoch(self.scheduler.first_task().0);
+        Ok(())
+    }
+}

@@ -1,0 +1,115 @@
+//! The next epoch, whose tasks are sent before the present one has ended. Its index batches are foreseen, and the beginning of the
+//! epoch draws them from the sampler all the same: what was sent counts only if it is what was drawn.
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use super::call::Call;
+use super::state::Early;
+use crate::codec;
+use crate::error::Error;
+use crate::interop::exit_guard::{call, next_item};
+use crate::wire::TaskKind;
+
+/// What the beginning of an epoch has drawn so far.
+#[derive(Default)]
+pub(super) struct Drawn<'py> {
+    /// Number of draws.
+    pub(super) draws: usize,
+    /// Whether the workers have begun the epoch early, with these index batches.
+    taken_up: bool,
+    /// Index batches as they were foreseen, with their bytes. To be sent again.
+    again: Vec<(Py<PyAny>, Vec<u8>)>,
+    /// The draw after them.
+    last: Option<PyResult<Option<Bound<'py, PyAny>>>>,
+}
+
+impl Drawn<'_> {
+    pub(super) fn taken_up(&self) -> bool {
+        self.taken_up
+    }
+}
+
+impl<'py> Call<'_, 'py> {
+    /// Sends a task of the next epoch, if that can be foreseen and there is room.
+    pub(super) fn draw_early(&mut self) -> PyResult<()> {
+        let Some(foresight) = self.foresight.filter(|_| self.state.engine.may_be_early()) else {
+            return Ok(());
+        };
+        if self.state.early.is_none() {
+            let begin = foresight.getattr("begin")?;
+            let Some(message) = call(&begin, PyTuple::empty(self.py))?.extract::<Option<Vec<u8>>>()? else {
+                return Ok(());
+            };
+            if !self.state.engine.begin_early(&message)? {
+                return Ok(());
+            }
+            self.state.early = Some(Early { message, tasks: Vec::new() });
+        }
+        let index = next_item(foresight)?;
+        let mut bytes = Vec::new();
+        let Some(index) = index.filter(|index| codec::encode_indices(index, &mut bytes)) else {
+            return Ok(self.state.engine.sampler_ended()?);
+        };
+        let index = index.unbind();
+        match self.state.engine.submit(index.clone_ref(self.py), TaskKind::Plain, &bytes) {
+            Ok(Some(_)) => self
+                .state
+                .early
+                .iter_mut()
+                .for_each(|early| early.tasks.push((index.clone_ref(self.py), bytes.clone()))),
+            // The epoch draws it again when it begins.
+            Ok(None) | Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => {
+                self.state.engine.sampler_ended()?
+            }
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
+    }
+
+    /// Draws what was foreseen, and makes the early epoch the present one if it is the same. Otherwise the draws are left to
+    /// [`Call::send_drawn`].
+    pub(super) fn draw_foreseen(
+        &mut self,
+        early: Early,
+        message: &[u8],
+        first_worker: u32,
+    ) -> PyResult<Drawn<'py>> {
+        let mut drawn = Drawn::default();
+        if early.message != message || first_worker != 0 || !self.state.engine.may_take_up() {
+            return Ok(drawn);
+        }
+        for (index, foreseen) in early.tasks {
+            let found = self.py.check_signals().and_then(|()| next_item(self.next_index));
+            drawn.draws += 1;
+            if !matches!(&found, Ok(Some(found)) if self.is_encoded_as(found, &foreseen)) {
+                drawn.last = Some(found);
+                return Ok(drawn);
+            }
+            drawn.again.push((index, foreseen));
+        }
+        self.state.engine.take_up()?;
+        drawn.again.clear();
+        drawn.taken_up = true;
+        Ok(drawn)
+    }
+
+    fn is_encoded_as(&mut self, index: &Bound<'py, PyAny>, bytes: &[u8]) -> bool {
+        self.state.payload.clear();
+        codec::encode_indices(index, &mut self.state.payload) && self.state.payload == bytes
+    }
+
+    /// Sends what [`Call::draw_foreseen`] has drawn of an epoch that was not as foreseen.
+    pub(super) fn send_drawn(&mut self, drawn: Drawn<'py>) -> PyResult<()> {
+        for (index, bytes) in drawn.again {
+            self.state.payload = bytes;
+            self.send(index.into_bound(self.py), None)?;
+        }
+        match drawn.last {
+            None => Ok(()),
+            Some(Ok(Some(index))) => self.submit(index),
+            Some(Ok(None)) => self.sampler_has_ended(),
+            Some(Err(error)) => Err(error),
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! The early epoch: the next one, whose tasks are sent while results of the present one wait for delivery.
+
+use super::reorder::State;
+use super::{DeliveryOrder, Scheduler};
+use crate::error::{Error, Result};
+use crate::id::TaskId;
+use std::collections::VecDeque;
+
+/// An epoch that has begun before the present one has ended. Its tasks count in the limits of the present one.
+#[derive(Debug)]
+pub(super) struct Early {
+    /// Its first task.
+    pub first: TaskId,
+    /// Its tasks that a living worker will answer.
+    pub outstanding: u32,
+    /// Its tasks whose result waits.
+    pub ready: u32,
+    /// Its slots in delivery order, as far as that is known.
+    pub queue: VecDeque<u32>,
+    /// Its sampler has ended.
+    pub ended: bool,
+    /// A death has lost tasks of the present epoch since.
+    pub loses_present: bool,
+}
+
+impl<T, R> Scheduler<T, R> {
+    /// Whether a task of the next epoch can be submitted now: the sampler has ended, and there is room. The next epoch gets as
+    /// many early tasks as its beginning would submit.
+    pub fn may_be_early(&self) -> bool {
+        let has_begun = match &self.early {
+            Some(early) => !early.ended && self.next_task.0 - early.first.0 < u64::from(self.max_tasks),
+            None => self.ended && self.persistent && !self.replaces && self.refills == 0,
+        };
+        has_begun && self.accepts()
+    }
+
+    /// Whether the next epoch has begun early.
+    pub fn is_early(&self) -> bool {
+        self.early.is_some()
+    }
+
+    /// Begins the next epoch early: what is submitted from now on belongs to it. Returns its first task. [`Error::Usage`] unless
+    /// [`Scheduler::may_be_early`].
+    pub fn begin_early(&mut self) -> Result<TaskId> {
+        if self.early.is_some() || !self.may_be_early() {
+            return Err(Error::usage("an epoch begins early once, after the end of the sampler"));
+        }
+        let first = self.next_task;
+        self.early = Some(Early {
+            first,
+            outstanding: 0,
+            ready: 0,
+            queue: VecDeque::new(),
+            ended: false,
+            loses_present: false,
+        });
+        Ok(first)
+    }
+
+    /// Whether the early epoch can become the present one: everything else is delivered, and nothing else has died.
+    pub fn may_take_up(&self) -> bool {
+        self.early.is_some()
+            && self.reorder.front().is_none()
+            && self.staged.is_none()
+            && self.outstanding_now() == 0
+            && self.raised.is_none()
+            && !self.shut_down
+            && (self.first_dead.is_none() || self.loses_early_alone())
+    }
+
+    /// Makes the early epoch the present one. [`Error::Usage`] unless [`Scheduler::may_take_up`].
+    pub fn take_up(&mut self) -> Result<()> {
+        let early = if self.may_take_up() { self.early.take() } else { None };
+        let early = early.ok_or_else(|| Error::usage("no early epoch can become the present one"))?;
+        // A shared queue has no loads.
+        let tasks = if self.shared.is_some() { 0 } else { self.next_task.0 - early.first.0 };
+        self.workers.take_up(tasks, self.first_dead.is_none());
+        for slot in &early.queue {
+            let entry = self.reorder.slot(*slot);
+            // With a window, the load of a worker is what it has not answered.
+            if self.fills && self.shared.is_none() && matches!(entry.state, State::Ready | State::Failed) {
+                self.workers.unload(entry.worker);
+            }
+            self.reorder.enqueue(*slot);
+        }
+        self.first_task = early.first;
+        self.refills = 0;
+        self.ended = false;
+        self.clock.stop();
+        Ok(())
+    }
+
+    /// Tasks of the present epoch that a living worker will answer.
+    #[inline]
+    pub(super) fn outstanding_now(&self) -> u32 {
+        self.outstanding - self.early.as_ref().map_or(0, |early| early.outstanding)
+    }
+
+    /// Whether those that have died had tasks of the early epoch alone: then the present one is not affected.
+    pub(super) fn loses_early_alone(&self) -> bool {
+        let Some(early) = &self.early else { return false };
+        !early.loses_present && self.first_lost.is_some_and(|death| death.lost >= Some(early.first))
+    }
+
+    /// The end of the present epoch's task numbers.
+    pub(super) fn end_of_tasks(&self) -> TaskId {
+        self.early.as_ref().map_or(self.next_task, |early| early.first)
+    }
+
+    /// Counts a submitted task of the early epoch. False: it belongs to the present one.
+    #[inline]
+    pub(super) fn submitted_early(&mut self, slot: u32) -> bool {
+        let Some(early) = &mut self.early else { return false };
+        early.outstanding += 1;
+        if self.delivery == DeliveryOrder::InOrder {
+            early.queue.push_back(slot);
+        }
+        true
+    }
+
+    /// Counts a result of the early epoch. False: it belongs to the present one.
+    #[inline]
+    pub(super) fn answered_early(&mut self, task: TaskId, slot: u32) -> bool {
+        let Some(early) = self.early.as_mut().filter(|early| task >= early.first) else { return false };
+        early.outstanding -= 1;
+        early.ready += 1;
+        if self.delivery == DeliveryOrder::AsCompleted {
+            early.queue.push_back(slot);
+        }
+        true
+    }
+
+    /// Counts a lost task.
+    pub(super) fn lost_task(&mut self, task: TaskId) {
+        self.outstanding -= 1;
+        match &mut self.early {
+            Some(early) if task >= early.first => early.outstanding -= 1,
+            Some(early) => early.loses_present = true,
+            None => {}
+        }
+    }
+
+    /// Takes the early epoch back: discards its results that have arrived. The others become stale.
+    pub(super) fn discard_early(&mut self) {
+        for slot in self.early.take().map(|early| early.queue).into_iter().flatten() {
+            if matches!(self.reorder.slot(slot).state, State::Ready | State::Failed) {
+                self.discard(slot);
+            }
+        }
+    }
+}

@@ -1,0 +1,618 @@
+"""`overlap_epochs`: workers go on with the next epoch before the present one has ended, and nothing else changes."""
+
+import copy
+import itertools
+import logging
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from sample_data import Numbers, as_list, worker_id
+from support import (
+    STARTED,
+    DataLoader,
+    TorchDataLoader,
+    epoch,
+    gone,
+    run_script,
+    rustloader,
+    same,
+    values,
+    wait_until,
+    while_next_waits,
+    within,
+    worker_pids,
+    workers_say,
+)
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:.*multi-thread:DeprecationWarning")]
+
+METHODS = ["fork", "spawn", "forkserver"]
+
+
+class Drawn(Numbers):
+    """Sample i is i, its worker, and what the worker's generators give; some fail after that."""
+
+    def __init__(self, n, fails=()):
+        super().__init__(n)
+        self.fails = frozenset(fails)
+
+    def __getitem__(self, i):
+        drawn = torch.rand(()).item(), random.random(), float(np.random.rand())
+        if i in self.fails:
+            raise KeyError(f"sample {i}")
+        return int(i), worker_id(), *drawn
+
+
+class Logged(Numbers):
+    """Notes in a file that a sample has begun."""
+
+    def __init__(self, n, file, payload=1):
+        super().__init__(n)
+        self.file, self.payload = str(file), payload
+
+    def begun(self):
+        return os.path.getsize(self.file) if os.path.exists(self.file) else 0
+
+    def __getitem__(self, i):
+        file = os.open(self.file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.write(file, b".")
+        os.close(file)
+        return torch.full((self.payload,), i)
+
+
+class Told(Drawn):
+    """A dataset with `set_epoch`, whose samples name the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, i):
+        return self.epoch, *super().__getitem__(i)
+
+
+class WithState(Drawn):
+    """A dataset with a state of its own."""
+
+    made = 0
+
+    def __getitem__(self, i):
+        self.made += 1
+        return self.made, *super().__getitem__(i)
+
+    def state_dict(self):
+        return {"made": self.made}
+
+    def load_state_dict(self, state):
+        self.made = state["made"]
+
+
+class Odd(Sampler):
+    """A sampler of no class of torch's."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        yield from torch.randperm(self.n).tolist()
+
+    def __len__(self):
+        return self.n
+
+
+def taken_up(loader):
+    """Whether the last epoch of a loader was as foreseen; None if nothing was foreseen for it."""
+    foresight = loader._iterator._mode._foresight
+    judged = foresight._judged
+    return None if judged is None else foresight._wrong == 0
+
+
+# --- programs
+
+
+def sampler_of(kind, size, r):
+    """A sampler, and the arguments that give it to a loader."""
+    own = torch.Generator().manual_seed(5)
+    ring = DistributedSampler(range(size), num_replicas=2, rank=r.randrange(2), shuffle=r.random() < 0.8)
+    found = {
+        "sequential": SequentialSampler(range(size)),
+        "random": RandomSampler(range(size or 1)),
+        "own": RandomSampler(range(size or 1), generator=own),
+        "remainder": RandomSampler(range(size or 1), generator=own, num_samples=size + 3),
+        "replacement": RandomSampler(range(size or 1), replacement=True, generator=own),
+        "subset": SubsetRandomSampler(list(range(0, size, 2))),
+        "weighted": WeightedRandomSampler([1.0] * (size or 1), size or 1),
+        "distributed": ring,
+        "odd": Odd(size),
+    }
+    sampler = found[kind]
+    batch = r.choice([1, 2, 3])
+    drop_last = r.random() < 0.3
+    how = r.choice(["sampler", "batch_sampler", "none"])
+    if how == "batch_sampler":
+        return sampler, dict(batch_sampler=BatchSampler(sampler, batch, drop_last))
+    if how == "none":
+        return sampler, dict(sampler=sampler, batch_size=None)
+    return sampler, dict(sampler=sampler, batch_size=batch, drop_last=drop_last)
+
+
+KINDS = ["sequential", "random", "own", "remainder", "replacement", "subset", "weighted", "distributed", "odd"]
+
+
+def play(seed, cls, **options):
+    """What a random program sees, with the states of the generators after each step."""
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    random.seed(seed), np.random.seed(seed)
+    size = r.choice([0, 1, 2, 3, 5, 8, 12, 20]) if seed % 4 == 0 else r.choice([7, 12, 20])
+    kind = r.choice(KINDS if size else ["sequential"])
+    fails = r.sample(range(size), 2) if size > 2 and r.random() < 0.3 else ()
+    sampler, given = sampler_of(kind, size, r)
+    workers = r.choice([1, 2, 3])
+    settings = dict(
+        num_workers=workers,
+        prefetch_factor=r.choice([1, 2, 3]),
+        persistent_workers=True,
+        collate_fn=as_list,
+        in_order=workers > 1 or r.random() < 0.5,
+    )
+    # torch's class has none of these.
+    own = dict(reorder_window=r.choice([None, None, 2, 5]), seed_by=r.choice([None, None, "sample", "batch"]))
+    has_own = cls is not TorchDataLoader and seed % 3 == 0
+    if has_own:
+        settings |= own
+    loader = cls(Drawn(size, fails), **given, **settings, **options)
+    seen = []
+
+    def note(*event):
+        own = getattr(sampler, "generator", None)
+        states = [generator.get_state().sum().item() for generator in (torch.default_generator, own) if generator]
+        seen.append((event, states))
+
+    def step(it):
+        try:
+            batch = next(it)
+        except StopIteration:
+            note("end")
+            return False
+        except KeyError as error:
+            note("error", str(error).splitlines()[-1])
+            return True
+        note("batch", batch)
+        if draws_in_loop:
+            torch.rand(3)
+        return True
+
+    sets_epoch = r.random() < 0.8
+    draws_in_loop = r.random() < 0.2
+    validates = r.choice([0, 0, 0, 1, 3])
+    for number in range(r.choice([3, 4, 6])):
+        if kind == "distributed" and sets_epoch:
+            sampler.set_epoch(number if r.random() < 0.9 else r.randrange(9))
+        if kind == "subset" and r.random() < 0.2:
+            sampler.indices = sampler.indices[::-1]
+        if kind == "own" and r.random() < 0.2:
+            sampler.generator.manual_seed(number)
+        it = iter(loader)
+        note("iter")
+        # In a window it is timing how many batches of an epoch that is left are made.
+        ends = r.random() * (0.85 if has_own else 1)
+        if ends < 0.7:
+            while step(it):
+                pass
+            if r.random() < 0.2:
+                step(it)
+        elif ends < 0.85:
+            # Without the call that finds the end.
+            for _ in range(len(loader)):
+                step(it)
+        else:
+            for _ in range(r.randrange(len(loader) + 1)):
+                step(it)
+        for _ in range(validates):
+            torch.empty((), dtype=torch.int64).random_()
+        if r.random() < 0.1:
+            torch.rand(r.randrange(3))
+        note("between")
+    del it, loader
+    return seen
+
+
+def without_workers(seen):
+    """It is timing which worker of a shared queue makes a batch."""
+
+    def anonymous(event):
+        if event[0] != "batch":
+            return event[:1]
+        batch = event[1] if isinstance(event[1][0], tuple) else [event[1]]
+        return "batch", [sample[0] for sample in batch]
+
+    return [(anonymous(event), states) for event, states in seen]
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("part", range(8))
+def test_programs_see_what_they_see_without_it(part):
+    for seed in range(part * 10, part * 10 + 10):
+        off = play(seed, DataLoader)
+        for dispatch in [None, "shared_queue"] if seed % 5 == 0 else [None]:
+            on = play(seed, DataLoader, overlap_epochs=True, dispatch=dispatch)
+            assert same(*(map(without_workers, (on, off)) if dispatch else (on, off))), seed
+
+
+@pytest.mark.random
+def test_programs_see_what_they_see_with_torchs_loader():
+    for seed in range(1, 12):
+        if seed % 3:
+            assert same(play(seed, DataLoader, overlap_epochs=True), play(seed, TorchDataLoader)), seed
+
+
+def play_with_states(seed, options):
+    """As `play`, with states that are taken at ends and in epochs, and loaded into this or a new loader."""
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    size = r.choice([8, 13])
+    kind = r.choice(["random", "own", "sequential", "distributed", "subset"])
+    sampler, given = sampler_of(kind, size, r)
+    dataset = r.choice([Drawn, Drawn, Told, WithState])(size)
+    settings = dict(num_workers=2, persistent_workers=True, collate_fn=as_list, seed_by=r.choice([None, "sample"]))
+    if r.random() < 0.2:
+        settings["worker_init_fn"] = as_list_of_worker
+    make = lambda: rustloader.StatefulDataLoader(dataset, **given, **settings, **options)  # noqa: E731
+    loader, seen, states = make(), [], []
+    for number in range(5):
+        if isinstance(dataset, Told) and r.random() < 0.7:
+            dataset.set_epoch(number)
+        if kind == "distributed":
+            sampler.set_epoch(number)
+        it = iter(loader)
+        until = r.choice([None, None, None, r.randrange(len(loader) + 1)])
+        for count, batch in enumerate(it):
+            seen.append((batch, torch.get_rng_state().sum().item()))
+            if count == until:
+                break
+        if r.random() < 0.5:
+            states.append(loader.state_dict())
+            seen.append((states[-1], torch.get_rng_state().sum().item()))
+        if states and r.random() < 0.3:
+            if r.random() < 0.5:
+                loader = make()
+            loader.load_state_dict(copy.deepcopy(r.choice(states)))
+    del it, loader
+    return seen
+
+
+def as_list_of_worker(worker):
+    torch.rand(1)
+
+
+@pytest.mark.random
+@pytest.mark.warns
+@pytest.mark.parametrize("part", range(4))
+def test_states_are_those_without_it(part):
+    for seed in range(part * 6, part * 6 + 6):
+        off, on = play_with_states(seed, {}), play_with_states(seed, {"overlap_epochs": True})
+        assert same(on, off), seed
+
+
+# --- that they overlap
+
+
+def before_the_end(loader, dataset, of_next):
+    """The batches of an epoch, the last of which is delivered once samples of the next one have begun."""
+    it, before = iter(loader), dataset.begun()
+    batches = [next(it) for _ in range(len(loader) - 1)]
+    assert wait_until(lambda: dataset.begun() - before > dataset.n + of_next), "the next epoch did not begin early"
+    return [*batches, *it]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("dispatch", [None, "shared_queue"])
+def test_workers_begin_the_next_epoch_before_the_last_batch(tmp_path, method, in_order, dispatch):
+    dataset = Logged(8, tmp_path / "log")
+    settings = dict(num_workers=2, persistent_workers=True, multiprocessing_context=method, in_order=in_order)
+    loader = DataLoader(dataset, shuffle=True, dispatch=dispatch, overlap_epochs=True, **settings)
+    orders = []
+    for number in range(3):
+        # Those of this epoch have begun in the last one.
+        early = 0 if number == 0 else 4
+        orders.append([int(b) for b in before_the_end(loader, dataset, -early)])
+        assert sorted(orders[-1]) == list(range(8))
+        assert taken_up(loader) is (True if number else None)
+        # A worker of a shared queue need not have started for all that.
+        assert workers_say(loader._iterator, state="idle")
+    assert orders[0] != orders[1] or orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("workers, prefetch_factor, size", [(2, 2, 8), (1, 3, 2), (3, 1, 3), (2, 2, 1)])
+def test_no_more_than_the_window_is_under_way(tmp_path, workers, prefetch_factor, size):
+    dataset, most = Logged(size, tmp_path / "log"), workers * prefetch_factor
+    settings = dict(num_workers=workers, prefetch_factor=prefetch_factor, persistent_workers=True)
+    loader = DataLoader(dataset, overlap_epochs=True, **settings)
+    delivered = 0
+    for _ in range(3):
+        for _ in loader:
+            delivered += 1
+            assert dataset.begun() <= delivered + most
+        # The workers have done what they were asked for.
+        expected = delivered + min(size, most)
+        assert wait_until(lambda expected=expected: dataset.begun() >= expected)
+        assert workers_say(loader._iterator, state="idle")
+        assert dataset.begun() == expected
+
+
+def test_a_sampler_that_is_told_its_epoch_is_foreseen(tmp_path):
+    dataset = Numbers(12)
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=0)
+    loader = DataLoader(dataset, sampler=sampler, num_workers=2, persistent_workers=True, overlap_epochs=True)
+    for number in range(3):
+        sampler.set_epoch(number)
+        assert values(epoch(loader)) == [[i] for i in sampler]
+        assert taken_up(loader) is (True if number else None)
+    # It is not told any more: the first guess is wrong, and the next ones are right.
+    for expected in (False, True, True):
+        assert values(epoch(loader)) == [[i] for i in sampler]
+        assert taken_up(loader) is expected
+
+
+@pytest.mark.parametrize("draws", [0, 1, 5])
+def test_a_validation_loop_that_draws_seeds_is_learned(draws):
+    loader = DataLoader(Numbers(9), shuffle=True, num_workers=2, persistent_workers=True, overlap_epochs=True)
+    found = []
+    for _ in range(4):
+        epoch(loader)
+        found.append(taken_up(loader))
+        for _ in range(draws):
+            list(TorchDataLoader(Numbers(2)))
+    assert found == [None, draws == 0, True, True]
+
+
+def test_a_program_that_draws_in_between_makes_it_give_up(caplog):
+    caplog.set_level(logging.INFO, "rustloader")
+    loader = DataLoader(Numbers(9), shuffle=True, num_workers=2, persistent_workers=True, overlap_epochs=True)
+    found = []
+    for _ in range(6):
+        epoch(loader)
+        found.append(taken_up(loader))
+        torch.rand(3)
+    assert found == [None, False, False, False, None, None]
+    assert sum("did not begin as foreseen" in record.getMessage() for record in caplog.records) == 1
+
+
+# --- errors, deaths, interrupts
+
+
+def test_an_error_of_the_next_epoch_comes_in_its_turn():
+    loader = DataLoader(
+        Drawn(6, fails=[0, 5]), num_workers=2, persistent_workers=True, collate_fn=as_list, overlap_epochs=True
+    )
+    for _ in range(3):
+        it, found = iter(loader), []
+        while True:
+            try:
+                found.append(next(it)[0][0])
+            except KeyError:
+                found.append("error")
+            except StopIteration:
+                break
+        assert found == ["error", 1, 2, 3, 4, "error"]
+        assert taken_up(loader) is not False
+
+
+class DiesTheSecondTime(Numbers):
+    """Sample 1 ends its worker when it is asked for again."""
+
+    asked = 0
+
+    def __getitem__(self, i):
+        if i == 1:
+            self.asked += 1
+            if self.asked == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(i)
+
+
+def test_a_death_in_the_next_epoch_does_not_touch_the_present_one():
+    loader = DataLoader(DiesTheSecondTime(8), num_workers=2, persistent_workers=True, overlap_epochs=True)
+    it = iter(loader)
+    found = [int(next(it)) for _ in range(7)]
+    victim = worker_pids(it)[1]
+    assert wait_until(lambda: gone(victim))
+    found += [int(b) for b in it]
+    assert found == list(range(8))
+    it = iter(loader)
+    assert int(next(it)) == 0
+    with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid {victim}\)"):
+        next(it)
+    # All workers are new ones.
+    assert values(epoch(loader)) == [[i] for i in range(8)]
+
+
+@pytest.mark.parametrize("dispatch", [None, "shared_queue"])
+def test_a_worker_that_is_killed_between_epochs_is_noticed(dispatch):
+    loader = DataLoader(Numbers(8), num_workers=2, persistent_workers=True, overlap_epochs=True, dispatch=dispatch)
+    epoch(loader)
+    os.kill(worker_pids(loader._iterator)[0], signal.SIGKILL)
+    with within(60), pytest.raises(RuntimeError, match="killed by signal"):
+        for _ in range(100):
+            epoch(loader)
+    assert sorted(int(b) for b in epoch(loader)) == list(range(8))
+
+
+@pytest.mark.warns
+def test_workers_are_started_again_without_it(lines):
+    loader = DataLoader(
+        DiesTheSecondTime(8), num_workers=2, persistent_workers=True, overlap_epochs=True, max_restarts=3
+    )
+    for _ in range(3):
+        assert values(epoch(loader)) == [[i] for i in range(8)]
+    assert lines("overlap_epochs has no effect: with max_restarts")
+
+
+class Interrupt(Exception):
+    pass
+
+
+def test_an_interrupt_at_the_end_of_an_epoch_loses_nothing(tmp_path):
+    class Gate(Numbers):
+        def __getitem__(self, i):
+            if i == 7:
+                assert wait_until(lambda: os.path.exists(tmp_path / "open"), STARTED)
+            return torch.tensor(i)
+
+    def handler(number, frame):
+        (tmp_path / "open").touch()
+        raise Interrupt
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        loader = DataLoader(Gate(8), num_workers=2, persistent_workers=True, overlap_epochs=True)
+        for number in range(3):
+            (tmp_path / "open").unlink(missing_ok=True)
+            it, found, interrupts = iter(loader), [], 0
+            thread = None
+            while True:
+                if len(found) == 7 and thread is None and number == 0:
+                    thread = while_next_waits(signal.raise_signal, signal.SIGUSR1)
+                elif number:
+                    (tmp_path / "open").touch()
+                try:
+                    found.append(int(next(it)))
+                except Interrupt:
+                    interrupts += 1
+                except StopIteration:
+                    break
+            if thread is not None:
+                thread.join()
+                assert interrupts == 1
+            assert found == list(range(8))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_ctrl_c_ends_a_program_with_early_tasks():
+    source = """
+    import _thread, threading
+    if __name__ == "__main__":
+        loader = DataLoader(range(8), num_workers=2, persistent_workers=True, overlap_epochs=True)
+        try:
+            for number in range(10**6):
+                for batch in loader:
+                    pass
+                if number == 20:
+                    os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            pids = [worker.pid for worker in loader._iterator._workers]
+            del loader
+            print("interrupted", len(pids))
+    """
+    status, out, err = run_script(source)
+    assert (status, out) == (0, "interrupted 2\n"), err
+
+
+# --- the end
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("where", ["in the epoch", "at its end"])
+def test_a_loader_that_goes_leaves_nothing(tmp_path, where, pin_memory, host):
+    dataset = Logged(8, tmp_path / "log", payload=100_000)
+    settings = dict(num_workers=2, persistent_workers=True, pin_memory=pin_memory)
+    loader = DataLoader(dataset, overlap_epochs=True, **settings)
+    it = iter(loader)
+    kept = [next(it) for _ in range(7)]
+    assert wait_until(lambda: dataset.begun() > 8)
+    if where == "at its end":
+        kept += list(it)
+    pids = worker_pids(it)
+    del it, loader
+    assert wait_until(lambda: all(map(gone, pids)))
+    assert [int(b[0, 0]) for b in kept] == list(range(len(kept)))
+
+
+def test_a_loop_that_is_left_gives_its_blocks_back(tmp_path):
+    """Batches of epochs that were taken back do not add up."""
+    dataset = Logged(6, tmp_path / "log", payload=100_000)
+    loader = DataLoader(dataset, num_workers=2, persistent_workers=True, overlap_epochs=True)
+    held = []
+    for number in range(12):
+        before = dataset.begun()
+        for count, _ in enumerate(loader):
+            if count == 4:
+                break
+        if number == 0:
+            assert wait_until(lambda before=before: dataset.begun() - before > 6)
+        held.append(loader._iterator._core.memory()[1])
+    assert max(held[4:]) <= 2 * max(held[:4])
+
+
+# --- who has it
+
+
+def test_it_needs_workers_that_stay():
+    text = (
+        r"^overlap_epochs=True needs workers: with num_workers=0 the samples are made in the program's own process, "
+        r"and nothing can go on with the next epoch meanwhile; set num_workers to 1 or more, or leave "
+        r"overlap_epochs out$"
+    )
+    with pytest.raises(ValueError, match=text):
+        DataLoader(range(2), overlap_epochs=True)
+    text = (
+        r"^overlap_epochs=True needs persistent workers: others end with their epoch, and nothing can go on with the "
+        r"next epoch meanwhile; set persistent_workers=True, or leave overlap_epochs out$"
+    )
+    with pytest.raises(ValueError, match=text):
+        DataLoader(range(2), num_workers=1, overlap_epochs=True)
+    with pytest.raises(TypeError, match="overlap_epochs"):
+        DataLoader(range(2), num_workers=1, persistent_workers=True, overlap_epochs=1)
+    assert epoch(DataLoader(range(2), num_workers=1, overlap_epochs=False)) == [0, 1]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def test_an_iterable_dataset_is_refused():
+    loader = DataLoader(Stream(), num_workers=1, persistent_workers=True, overlap_epochs=True)
+    with pytest.raises(ValueError, match=r"^overlap_epochs needs a map-style dataset, got True for an iterable one"):
+        iter(loader)
+
+
+def test_install_sets_it_where_it_has_an_effect(lines):
+    with rustloader.installed(overlap_epochs=True):
+        assert list(TorchDataLoader(range(3), num_workers=1)) == [0, 1, 2]
+        kept = TorchDataLoader(range(3), num_workers=1, persistent_workers=True)
+        for _ in range(2):
+            assert list(kept) == [0, 1, 2]
+        assert taken_up(kept)
+        stream = TorchDataLoader(Stream(), num_workers=1, persistent_workers=True)
+        assert list(stream) == [0, 1, 2, 3]
+        assert lines("overlap_epochs has no effect: an iterable dataset")
+        assert list(TorchDataLoader(range(3))) == [0, 1, 2]
+
+
+def test_other_samplers_are_asked_when_torch_asks(tmp_path):
+    dataset = Logged(6, tmp_path / "log")
+    loader = DataLoader(
+        dataset, sampler=Odd(6), num_workers=1, persistent_workers=True, overlap_epochs=True, prefetch_factor=2
+    )
+    for number in range(1, 3):
+        assert len(list(itertools.islice(loader, 7))) == 6
+        assert dataset.begun() == 6 * number
+        assert taken_up(loader) is None
