@@ -612,8 +612,8 @@ class Port:
 
     def stoppable(self, index: Any, *, shows_places: bool = False, traces: bool = False) -> StoppableIndices:
         """An index batch whose iteration ends with WorkerStopped when the loader shuts down. With ``shows_places`` it
-        also calls `at_sample` for each index. With ``traces`` the time to the next index is that of a sample, in a trace
-        with samples."""
+        also calls `at_sample` for each index. With ``traces`` the time to the next index is that of a sample, for a
+        trace with samples."""
 
     def timed(self, collate_fn: Any) -> TimedCollate:
         """``collate_fn``, timed."""

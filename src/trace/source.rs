@@ -7,7 +7,7 @@ use super::{Event, Kind, MAIN, Sink};
 use crate::config::TRACE_DRAIN;
 use crate::error::Result;
 use crate::shm::arena::{Arena, ArenaRing};
-use crate::shm::layout::{StatusPage, WorkerState};
+use crate::shm::layout::{REMOTE, StatusPage, WorkerState};
 use crate::shm::ring::Consumer;
 use crate::sync::{AtomicU32, Ordering, lock};
 use crate::sys;
@@ -109,8 +109,11 @@ impl Source {
         let StatusPage { state, since_ns, task, .. } = &self.arena.control(worker).status;
         let (begin, number) = (since_ns.load(Ordering::Relaxed), task.load(Ordering::Relaxed));
         let length = sys::clock::monotonic_ns().saturating_sub(begin);
+        // That of a worker on another machine has its own clock.
+        let is_remote = self.arena.header().main.options.load(Ordering::Relaxed) & REMOTE != 0;
         if let Some(kind) = Kind::of_state(WorkerState::from_u32(state.load(Ordering::Relaxed)))
             && begin != 0
+            && !is_remote
         {
             self.put(Event { kind, who: worker, begin, length, number, extra: 0 });
         }

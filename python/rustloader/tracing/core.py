@@ -50,8 +50,12 @@ class Trace:
             raise RuntimeError("a trace is being made already: one process makes one at a time")
         self._spool = Spool(self.path, self._level, self._seconds)
         _active = self
-        for traceable in list(_live):
-            self.add(traceable)
+        try:
+            for traceable in list(_live):
+                self.add(traceable)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

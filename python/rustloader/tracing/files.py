@@ -8,8 +8,10 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
+from rustloader._core import TRACE_KINDS
 from rustloader.tracing import slices, spool
 
+_EPOCH = TRACE_KINDS.index("epoch")
 # Numbers of processes of a further file with the same ones.
 _NEXT_FILE = 100_000_000
 # Phases whose `id` ties events together.
@@ -23,17 +25,14 @@ class NotATrace(ValueError):
 def convert(folder: str, path: str) -> None:
     """Writes the trace of a spool."""
     about = spool.read_about(folder)
-    records = spool.read_records(folder, about)
+    since = 0
     if about["seconds"] is not None:
-        records = _last(about["seconds"], list(records))
-    _write(path, slices.lines(about, records))
-
-
-def _last(seconds: float, records: list[Any]) -> Iterator[Any]:
-    """The records of the last seconds, and the epochs before."""
-    since = max((begin + length for _, begin, length, *_ in records), default=0) - int(seconds * 1e9)
-    epoch = slices.TRACE_KINDS.index("epoch")
-    return (it for it in records if it[1] + it[2] >= since or it[0] & 0xFF == epoch)
+        last = max((begin + length for _, begin, length, *_ in spool.read_records(folder, about)), default=0)
+        since = last - int(about["seconds"] * 1e9)
+    records = spool.read_records(folder, about)
+    # An epoch that began before still has its number.
+    kept = (it for it in records if it[1] + it[2] >= since or it[0] & 0xFF == _EPOCH)
+    _write(path, slices.lines(about, kept))
 
 
 def _write(path: str, lines: Iterable[str]) -> None:

@@ -32,7 +32,7 @@ _NO_INDEX = (1 << 64) - 1
 _Piece = tuple[int, int, int, int, int]
 
 
-def lines(about: dict[str, Any], records: Iterable[tuple[int, int, int, int, int]]) -> Iterator[str]:
+def lines(about: dict[str, Any], records: Iterable[_Piece]) -> Iterator[str]:
     """The events of a trace, each as JSON."""
     yield metadata(CLOCK, about["pid"], {key: value for key, value in about.items() if key not in ("files", "lost")})
     name = about["script"] if about["rank"] is None else f"{about['script']} rank {about['rank']}"
@@ -43,8 +43,8 @@ def lines(about: dict[str, Any], records: Iterable[tuple[int, int, int, int, int
         first = sources[-1].end if sources else _FIRST_ROW
         sources.append(_Source(about, len(sources), loader, before, first))
         yield from sources[-1].names()
-    for first, *rest in records:
-        yield from sources[first >> 32].add(first >> 8 & 0xFFFFFF, (first & 0xFF, *rest))
+    for word, begin, length, number, extra in records:
+        yield from sources[word >> 32].add(word >> 8 & 0xFFFFFF, (word & 0xFF, begin, length, number, extra))
     for source in sources:
         yield from source.close()
     yield metadata(END, about["pid"], {"lost": about.get("lost", 0), "complete": "files" in about})
@@ -64,9 +64,11 @@ class _Source:
         self._pid, self._number, self._before = about["pid"], number, before
         self._offset = about["wallNanoseconds"] - about["monotonicNanoseconds"] - about["baseTimeNanoseconds"]
         self._is_new = before is None or before._workers != self._workers
-        self._first = first if self._is_new or before is None else before._first
+        self._first: int = first if self._is_new or before is None else before._first
         # The row after the last one in use.
         self.end = max(first, self._first + self._workers + 2)
+        # Epochs of the loader's earlier iterators, once this one has begun.
+        self._earlier: int | None = None
         # First tasks and numbers of the epochs.
         self._tasks: list[int] = []
         self._epochs: list[int] = []
@@ -84,13 +86,17 @@ class _Source:
                 yield metadata("thread_name", self._pid, {"name": name}, self._first + row)
 
     @property
-    def epochs(self) -> int:
-        """Epochs of the loader until now."""
-        earlier = 0 if self._before is None else self._before.epochs
-        return earlier + (self._epochs[-1] if self._epochs else not self._workers)
+    def earlier(self) -> int:
+        if self._earlier is None:
+            before = self._before
+            # Without workers an iterator is an epoch.
+            own = 0 if before is None else before._epochs[-1] if before._epochs else int(not before._workers)
+            self._earlier = 0 if before is None else before.earlier + own
+        return self._earlier
 
     def add(self, who: int, piece: _Piece) -> Iterator[str]:
         kind, begin, length, number, extra = piece
+        args = self._args(number) if kind in (_FETCH, _PIN) else ""
         row = {TRACE_MAIN: 0, TRACE_PINNER: 1}.get(who, who + 2)
         kept = self._pieces.setdefault(row, [])
         if kind in _MOMENTS:
@@ -118,7 +124,7 @@ class _Source:
                 yield from self._batch(row, is_whole=True)
         else:
             yield from self._batch(row)
-            yield self._slice(row, TRACE_KINDS[kind], begin, length, self._args(number) if kind in (_FETCH, _PIN) else "")
+            yield self._slice(row, TRACE_KINDS[kind], begin, length, args)
 
     def _begin_epoch(self, task: int, count: int) -> None:
         # Each trace, and each file of it, begins with the present one.
@@ -146,7 +152,7 @@ class _Source:
             yield self._slice(row, "batch", begin, end - begin, self._args(pieces[0][3]))
         has_fetch = False
         for piece in pieces:
-            kind, begin, length, number, index = piece
+            kind, begin, length, _, index = piece
             if kind in (_PACK, _PUBLISH):
                 sent.append(piece)
             elif kind == _SAMPLE:
@@ -207,6 +213,5 @@ class _Source:
 
     def _epoch_of(self, task: int) -> tuple[int, int]:
         """The epoch of a task, from 0, and the first task of it."""
-        earlier = 0 if self._before is None else self._before.epochs
         at = bisect.bisect_right(self._tasks, task) - 1
-        return (earlier, 0) if at < 0 else (earlier + max(self._epochs[at] - 1, 0), self._tasks[at])
+        return (self.earlier, 0) if at < 0 else (self.earlier + max(self._epochs[at] - 1, 0), self._tasks[at])

@@ -21,7 +21,8 @@ ABOUT = "about.json"
 # A record: the first word has the source (32 bits), who (24) and the kind (8); then begin, length and two numbers.
 _RECORD = struct.Struct("<5Q")
 _READ = _RECORD.size << 14
-# Timestamps are microseconds from the begin of a period of this length, as in torch.profiler's files: a float holds them.
+# Timestamps are microseconds from the begin of a period of this length, as in torch.profiler's files: a float has room
+# for them.
 _PERIOD = 7_889_238 * 10**9
 
 

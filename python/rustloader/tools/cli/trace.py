@@ -1,4 +1,4 @@
-"""``trace``: runs a script as ``run`` does, and writes a trace of its loaders. ``trace merge``: makes one of several."""
+"""``trace``: runs a script as ``run`` does, and writes a trace. ``trace merge``: makes one trace of several."""
 
 from __future__ import annotations
 
