@@ -21,6 +21,8 @@ CLOCK, END = "rustloader_trace", "rustloader_trace_end"
 _FIRST_ROW = 10_000_000
 # Nanoseconds from which the work between collate_fn and sending is shown.
 _SHOWN = 20_000
+# Nanoseconds between two waits that are one.
+_PAUSE = 200_000
 _FETCH, _COLLATE, _PACK, _PUBLISH, _SAMPLE = map(TRACE_KINDS.index, ("fetch", "collate", "pack", "publish", "sample"))
 _NEXT, _WAITING, _EPOCH, _STARTED = map(TRACE_KINDS.index, ("next", "waiting", "epoch", "started"))
 _DIED, _STALLED, _SAVED, _PIN = map(TRACE_KINDS.index, ("died", "stalled", "saved", "pin"))
@@ -115,7 +117,10 @@ class _Source:
                 # Within the slice, and after the batch was sent.
                 yield self._flow(row, "f", begin + max(0, length - 1000), number - 1)
         elif kind == _WAITING:
-            kept.append(piece)
+            # The engine looks around now and then in a long wait.
+            goes_on = bool(kept) and begin - kept[-1][1] - kept[-1][2] < _PAUSE
+            since = kept.pop()[1] if goes_on else begin
+            kept.append((kind, since, begin + length - since, 0, 0))
         elif row > 1 and kind in _OF_BATCH:
             if kept and kept[0][3] != number:
                 yield from self._batch(row)

@@ -92,10 +92,10 @@ https://ui.perfetto.dev. `trace merge` makes one file of several, of ranks and o
 script's."""
 _TRACE_EXAMPLES = """\
 examples:
-  {prog} trace train.py --epochs 3
+  {prog} trace train.py
   {prog} trace -o run.json.gz --seconds 60 train.py
   {prog} trace --level sample -m mypackage.train
-  torchrun --nproc-per-node 2 -m rustloader trace -o rank{{rank}}.json.gz train.py
+  torchrun -m rustloader trace -o rank{{rank}}.json.gz train.py
   {prog} trace merge rank0.json.gz rank1.json.gz -o all.json.gz
 """
 
