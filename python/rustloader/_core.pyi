@@ -954,6 +954,7 @@ class WarmPages:
     def announce(self, workers: int) -> None:
         """Lets a loader with so many workers inherit the memory of one that is freed before this one begins."""
 
+@final
 class TraceSink:
     """Writes the events of a trace to files.
 
