@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::{Event, Kind};
+use super::event::{Event, Kind};
 use crate::shm::arena::{Arena, ArenaRing};
 use crate::shm::layout::WorkerState;
 use crate::shm::ring::Producer;

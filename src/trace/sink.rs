@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Mutex;
 
-use super::{Event, Kind};
+use super::event::{Event, Kind};
 use crate::config::TRACE_BUFFER;
 use crate::error::Result;
 use crate::sync::lock;

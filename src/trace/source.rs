@@ -3,7 +3,8 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::{Event, Kind, MAIN, Sink};
+use super::event::{Event, Kind, MAIN};
+use super::sink::Sink;
 use crate::config::TRACE_DRAIN;
 use crate::error::Result;
 use crate::shm::arena::{Arena, ArenaRing};

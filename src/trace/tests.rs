@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::*;
 use crate::config::TRACE_SLOTS;
 use crate::shm::arena::Arena;
+use crate::shm::layout::WorkerState;
 use crate::sys::memfd;
 
 type Read5 = [u64; 5];

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from pinning_support import pinning
 from sample_data import Numbers
 from support import DataLoader, run_script, rustloader, start_script
 from torch.utils.data import Dataset, IterableDataset
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(300)]
 
 if rustloader is not None:
+    from rustloader._core import TRACE_KINDS, TRACE_MAIN
     from rustloader.tools import cli
     from rustloader.tracing import core, files, slices
 
@@ -52,8 +54,8 @@ class Fails(Dataset):
 class Dies(Dataset):
     """Ends its process at an index, the first time."""
 
-    def __init__(self, marker):
-        self.marker = marker
+    def __init__(self, marker, seconds=0.1):
+        self.marker, self.seconds = marker, seconds
 
     def __len__(self):
         return 40
@@ -61,7 +63,7 @@ class Dies(Dataset):
     def __getitem__(self, index):
         if index == 20 and not os.path.exists(self.marker):
             open(self.marker, "w").close()
-            time.sleep(0.1)
+            time.sleep(self.seconds)
             os.kill(os.getpid(), signal.SIGKILL)
         return index
 
@@ -266,7 +268,21 @@ def test_a_final_death_and_its_trace(tmp_path):
     assert len(instants(events, "died")) == 1
 
 
-def test_a_stall_and_a_saved_state(tmp_path, monkeypatch):
+@pytest.mark.warns
+def test_a_worker_that_is_stuck(tmp_path):
+    loader = DataLoader(
+        Dies(str(tmp_path / "died"), 3600), batch_size=4, num_workers=1, max_restarts=1, stall_timeout=1
+    )
+    with rustloader.trace(tmp_path / "run.json"):
+        assert len(list(loader)) == 10
+    events = load(tmp_path / "run.json")
+    rows = check(events)
+    (stalled,), (died,) = instants(events, "stalled"), instants(events, "died")
+    assert stalled["args"] == died["args"] == {"batch": 5, "epoch": 0} and stalled["ts"] <= died["ts"]
+    assert max(it["dur"] for it in named(rows, "fetch")) >= 1_000_000
+
+
+def test_a_saved_state(tmp_path):
     loader = rustloader.StatefulDataLoader(Numbers(8), batch_size=2, num_workers=1)
     with rustloader.trace(tmp_path / "run.json"):
         it = iter(loader)
@@ -349,6 +365,59 @@ def test_off_it_records_nothing(tmp_path):
     list(loader)
     events = load(tmp_path / "run.json")
     assert not check(events) and len(events) == 3
+
+
+def test_a_pin_thread_has_a_row(tmp_path):
+    with pinning(), rustloader.trace(tmp_path / "run.json"):
+        list(DataLoader(Numbers(8), batch_size=2, num_workers=1, pin_memory=True))
+    rows = check(load(tmp_path / "run.json"))
+    assert batches_of(named(rows, "pin", "0 Numbers: pin thread")) == [(0, batch) for batch in range(4)]
+
+
+def written(*records, workers=2):
+    """The events of records: (who, name of the kind, begin, length, number, extra), in microseconds."""
+    about = {"pid": 1, "script": "x.py", "rank": None, "wallNanoseconds": 0, "monotonicNanoseconds": 0}
+    about |= {"baseTimeNanoseconds": 0, "loaders": [{"group": 0, "name": "Numbers", "workers": workers}], "files": []}
+    words = (
+        (who << 8 | TRACE_KINDS.index(kind), begin * 1000, length * 1000, number, extra)
+        for who, kind, begin, length, number, extra in records
+    )
+    return [json.loads(line) for line in slices.lines(about, words)]
+
+
+def spans(rows, row):
+    return [(event["name"], event["ts"], event["dur"]) for event in rows[f"0 Numbers: {row}"]]
+
+
+def test_records_become_slices():
+    rows = check(
+        written(
+            (TRACE_MAIN, "epoch", 0, 0, 0, 1),
+            (0, "start", 0, 10, 0, 0),
+            (0, "wait", 10, 5, 0, 0),
+            (0, "replay", 15, 30, 0, 0),
+            (0, "sample", 46, 2, 0, 7),
+            (0, "fetch", 45, 5, 0, 0),
+            (0, "collate", 50, 5, 0, 0),
+            (0, "fetch", 55, 30, 0, 0),
+            (0, "pack", 85, 3, 0, 0),
+            (0, "publish", 88, 2, 0, 0),
+            # The second batch is cut off, and the third is not sent.
+            (0, "fetch", 90, 10, 2, 0),
+            (0, "died", 100, 0, 2, 0),
+            (1, "fetch", 20, 9, 1, 0),
+            (TRACE_MAIN, "waiting", 5, 60, 0, 0),
+            (TRACE_MAIN, "waiting", 70, 21, 0, 0),
+            (TRACE_MAIN, "next", 4, 90, 1, 0),
+            (TRACE_MAIN, "step", 94, 6, 0, 0),
+        )
+    )
+    parts = [("batch", 45, 45), ("fetch", 45, 5), ("sample", 46, 2), ("collate", 50, 5), ("rest", 55, 30)]
+    before = [("start", 0, 10), ("wait", 10, 5), ("replay", 15, 30)]
+    cut = [("batch", 90, 10), ("fetch", 90, 10)]
+    assert spans(rows, "worker 0") == [*before, *parts, ("send", 85, 5), *cut]
+    assert spans(rows, "worker 1") == [("no batch", 20, 9)]
+    assert spans(rows, "main") == [("next", 4, 90), ("wait", 5, 86), ("step", 94, 6)]
 
 
 # Merging
