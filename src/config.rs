@@ -21,6 +21,16 @@ pub const QUEUE_SPAN_MAX: usize = 1 << 16;
 /// Seconds from which a timeout counts as none (30 years): clocks would overflow.
 pub const TIMEOUT_MAX: f64 = 1e9;
 
+// --- Traces ---
+
+/// Slots of a worker's ring of trace events: those of a few hundred batches. `next` empties it at least as often as the next
+/// constant says, and a worker that waits for it makes no more than the batches that are outstanding.
+pub const TRACE_SLOTS: u32 = 1 << 12;
+/// How often `next` empties the rings.
+pub const TRACE_DRAIN: Duration = Duration::from_millis(10);
+/// Bytes of events that are written to the file at a time.
+pub const TRACE_BUFFER: usize = 256 << 10;
+
 // --- Positions ---
 
 /// Batches before the last answer to which a position can go back: 8 that a wrapper has ahead, and the one that a call of its

@@ -8,7 +8,7 @@
 //! interop                  tensors, arrays, DLPack, calls of Python
 //! engine, observe, worker  the main process's end, an observer in another process, a worker's end
 //! transport                tasks and batches over a connection to another machine
-//! metrics, store, cache    counters; objects that processes share; samples that are made once
+//! metrics, store, cache, trace  counters; objects that processes share; samples that are made once; events
 //! scheduler, tree, wire    dispatch and delivery order; the bytes of a batch; the entries of the rings
 //! shm                      the arena: rings, blocks, leases
 //! copy, sys                memory copies; every system call
@@ -45,6 +45,8 @@ pub mod observe;
 pub mod store;
 #[cfg(not(loom))]
 pub mod sys;
+#[cfg(not(loom))]
+pub mod trace;
 #[cfg(not(loom))]
 pub mod transport;
 #[cfg(not(loom))]

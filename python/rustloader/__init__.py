@@ -34,6 +34,7 @@ Statistics:
     report_ranks: Returns the figures of all ranks as ``RankReport``, a table with the slowest one.
     serve_metrics: Serves the metrics of all loaders for Prometheus; ``MetricsServer`` is what it returns.
     engine_batches: Counts the batches that the engine has delivered in this process.
+    trace: Writes what loaders and workers do, and when, to a file for Perfetto.
     Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CacheEstimate, CopyStats, CoreUsers,
     PinningStats, TransferStats, FaultStats, Failure, Fallback, Verdict, VerdictKind, RankStats: The results.
 
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
     from rustloader.settings.options import Options as Options
     from rustloader.sharing.core import share as share
     from rustloader.stateful_dataloader.loader import StatefulDataLoader as StatefulDataLoader
+    from rustloader.tracing.core import trace as trace
 
 # The modules that define the public names; all other names are torch's.
 _HOMES = {
@@ -138,6 +140,7 @@ _HOMES = {
     "device.prefetch.loader": ("DeviceLoader", "prefetch_to_device"),
     "sharing.core": ("share",),
     "stateful_dataloader.loader": ("StatefulDataLoader",),
+    "tracing.core": ("trace",),
 }
 _OURS = {name: f"rustloader.{module}" for module, names in _HOMES.items() for name in names}
 if not sys.platform.startswith("linux"):
@@ -153,6 +156,7 @@ if not sys.platform.startswith("linux"):
         "metrics.stats",
         "sharing.core",
         "stateful_dataloader.loader",
+        "tracing.core",
     )
     _OURS |= {name: "rustloader.iterator.unsupported" for module in _NEED_THE_ENGINE for name in _HOMES[module]}
 elif importlib.util.find_spec("rustloader._core") is None:

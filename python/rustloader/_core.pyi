@@ -26,6 +26,9 @@ __all__ = [
     "RESUME",
     "REWIND",
     "TIMED_OUT",
+    "TRACE_KINDS",
+    "TRACE_MAIN",
+    "TRACE_PINNER",
     "UNREADABLE",
     "VACANT",
     "WAIT_BOUNDS",
@@ -55,6 +58,7 @@ __all__ = [
     "StoppableIndices",
     "TimedCollate",
     "Totals",
+    "TraceSink",
     "WarmPages",
     "WorkerStopped",
     "WorkerTotals",
@@ -96,6 +100,11 @@ BACK_BATCHES: Final[int]
 
 # Leaves below this many bytes travel inside the message and are copied on delivery.
 INLINE_LIMIT: Final[int]
+
+# The names of the kinds of a trace's events, by number, and who they are of if of no worker: see `TraceSink`.
+TRACE_KINDS: Final[list[str]]
+TRACE_MAIN: Final[int]
+TRACE_PINNER: Final[int]
 
 # Codes of `Engine.next` and `Engine.begin`.
 BATCH: Final[int]
@@ -242,6 +251,16 @@ class Engine:
         ``answers`` counts all answers, or all but the last one, which has not reached the caller. ValueError: more than
         9 batches back, or more than were delivered, or another number of answers. Lock-free; after the end the last
         position."""
+
+    def trace(self, sink: TraceSink, source: int, level: int) -> bool:
+        """Begins to trace, as number ``source``: batches at level 1, samples, too, at 2. False after ``finish``.
+        Errors: no memory for the workers' rings. Lock-free."""
+
+    def end_trace(self) -> None:
+        """Ends it. ``finish`` does so as well. Lock-free; nothing in a forked child."""
+
+    def note_saved(self, answers: int) -> None:
+        """Lets a trace know that the state after ``answers`` answers was saved. Lock-free."""
 
     def snapshot(self, worker: int, answers: int) -> Snapshot | None:
         """The newest snapshot of this epoch that a worker made after at most ``answers`` of its answers.
@@ -626,9 +645,10 @@ class Port:
     def leave(self) -> None:
         """Reports that the worker leaves, and ignores Ctrl-C from then on."""
 
-    def stoppable(self, index: Any, *, shows_places: bool = False) -> StoppableIndices:
+    def stoppable(self, index: Any, *, shows_places: bool = False, traces: bool = False) -> StoppableIndices:
         """An index batch whose iteration ends with WorkerStopped when the loader shuts down. With ``shows_places`` it
-        also calls `at_sample` for each index."""
+        also calls `at_sample` for each index. With ``traces`` the time to the next index is that of a sample, for a
+        trace with samples."""
 
     def timed(self, collate_fn: Any) -> TimedCollate:
         """``collate_fn``, timed."""
@@ -968,6 +988,24 @@ class WarmPages:
     def __new__(cls) -> WarmPages: ...
     def announce(self, workers: int) -> None:
         """Lets a loader with so many workers inherit the memory of one that is freed before this one begins."""
+
+@final
+class TraceSink:
+    """Writes the events of a trace to files.
+
+    A record has 40 bytes, five little-endian words: ``source`` (32 bits), ``who`` (24) and kind (8); begin and length
+    in monotonic nanoseconds; two numbers. `TRACE_KINDS` has the names of the kinds. ``who`` is a worker, `TRACE_MAIN`
+    or `TRACE_PINNER`."""
+
+    def __new__(cls, files: list[int], seconds: float) -> TraceSink:
+        """Takes descriptors of empty files. Two take turns of ``seconds``."""
+
+    def put(self, source: int, kind: int, who: int, begin: int, length: int, number: int, extra: int = 0) -> None:
+        """Adds an event. ValueError: there is no such kind."""
+
+    def end(self) -> tuple[int, list[tuple[int, int]]]:
+        """Writes what is left. The number of lost events; each file by its number, with its bytes, the last one last.
+        Later events are dropped."""
 
 def begin_forks() -> None:
     """Marks this thread's forks until ``end_forks`` as the workers of one iterator. No fork finds the thread that

@@ -15,10 +15,12 @@ use super::types::{Progress, Step};
 use super::{page, pin};
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
+use crate::metrics::Count;
 use crate::scheduler::{Action, Death, Dispatch, Event, Placement, Scheduler, Settings};
 use crate::shm::arena::Arena;
 use crate::shm::layout::{Needs, PINNING, REMOTE};
 use crate::shm::pool;
+use crate::trace::{Kind, MAIN};
 use crate::wire::TaskKind;
 
 /// One iterator's engine. `T` is the caller's tag of a task, `B` a batch prepared before its delivery (by the pin thread, or
@@ -61,7 +63,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             inbox: Inbox::new(handle.clone())?,
             outbox: Outbox::new(handle.clone()),
             liveness: Liveness::new(handle.clone(), settings.restarts),
-            times: Times::new(arena, handle.meter.clone()),
+            times: Times::new(arena, handle.meter.clone(), handle.trace.clone()),
             handle,
             delivery: Delivery::new(settings.fills()),
             scheduler: Scheduler::new(settings)?,
@@ -92,6 +94,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     /// Lets the cycle of this epoch begin with a worker, before the epoch's first task: [`Scheduler::begin_with`].
     pub fn begin_with(&mut self, worker: u32) -> Result<()> {
+        let (task, epoch) = (self.scheduler.first_task().0, self.handle.meter.get(Count::Epochs));
+        self.handle.trace.mark(Kind::Epoch, MAIN, task, epoch);
         self.scheduler.begin_with(WorkerId(worker))
     }
 
@@ -259,6 +263,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if let Step::Deliver { incoming, .. } = &step {
             let ordinal = incoming.entry.task - self.scheduler.first_task().0;
             self.handle.answers().positions.answered(ordinal, incoming.worker, incoming.is_batch());
+            self.times.delivers(incoming.entry.task);
         }
         if matches!(step, Step::Wait(_)) && self.delivery.begins_to_wait() {
             self.event(Event::WaitBegan)?;

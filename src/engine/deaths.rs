@@ -9,6 +9,7 @@ use crate::scheduler::{Death, Event};
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Reports a worker's death to the scheduler.
     pub(super) fn died(&mut self, worker: u32) -> Result<()> {
+        self.handle.trace.died(worker);
         let held = self.outbox.lost_with(worker);
         self.liveness.keep_remains(worker);
         self.event(Event::WorkerDied { worker: WorkerId(worker), held })?;

@@ -19,6 +19,7 @@ use crate::shm::arena::{Arena, Usage};
 use crate::shm::layout::WorkerState;
 use crate::sync::{Ordering, lock};
 use crate::sys;
+use crate::trace::{Kind, Source};
 
 /// The doorbell's token in a poll set; those of the workers are made by [`Handle::started`].
 pub(super) const DOORBELL: u64 = u64::MAX;
@@ -58,6 +59,8 @@ pub struct Handle {
     answers: Mutex<Answers>,
     /// Set with the first worker on another machine: then all workers are.
     links: OnceLock<Links>,
+    /// What goes into a trace.
+    pub trace: Arc<Source>,
 }
 
 impl Handle {
@@ -66,6 +69,7 @@ impl Handle {
         let workers = arena.geometry().workers;
         let slots = (0..workers).map(|_| Mutex::default()).collect();
         Ok(Self {
+            trace: Arc::new(Source::new(arena.clone())),
             arena,
             doorbell: Arc::new(sys::event::EventFd::new()?),
             slots,
@@ -106,6 +110,7 @@ impl Handle {
             return Err(Error::usage(format!("worker {worker} was started twice")));
         }
         let process = Arc::new(open()?);
+        self.trace.mark(Kind::Started, worker, process.pid as u64, u64::from(slot.generation));
         slot.generation += 1;
         slot.liveness = Some(process.clone());
         Ok((process, token(worker, slot.generation)))
@@ -294,6 +299,7 @@ impl Handle {
     pub fn part_with_arena(&self) {
         let mut last = self.last();
         if last.is_none() {
+            self.trace.end();
             let now = sys::clock::monotonic_ns();
             let page = |worker| &self.arena.control(worker).status;
             *last = Some((0..self.arena.geometry().workers).map(|it| Status::of(page(it), now)).collect());

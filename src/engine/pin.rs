@@ -27,6 +27,7 @@ use crate::error::{Error, Result};
 use crate::metrics::Count;
 use crate::shm::arena::Arena;
 use crate::sys;
+use crate::trace::{Kind, PINNER};
 use crate::wire::ResultKind;
 
 /// Prepares batches on the pin thread.
@@ -234,7 +235,9 @@ impl<P: Prepare> Body<P> {
         if incoming.is_batch() {
             let begin = sys::clock::monotonic();
             ready = Some(self.prepare.prepare(&self.arena, &incoming)?);
-            self.handle.meter.add_time(Count::Pinning, sys::clock::monotonic() - begin);
+            let end = sys::clock::monotonic();
+            self.handle.meter.add_time(Count::Pinning, end - begin);
+            self.handle.trace.slice(Kind::Pin, PINNER, begin, end, incoming.entry.task);
             self.handle.meter.add(Count::Pinned, 1);
         }
         if ready.as_ref().is_some_and(P::is_error) && self.is_lost(&incoming, TIED_EXIT) {

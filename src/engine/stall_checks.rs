@@ -7,6 +7,7 @@ use super::liveness::Liveness;
 use super::stalls::overdue::Killed;
 use super::stalls::report::{Shown, Stall};
 use crate::id::WorkerId;
+use crate::trace::Kind;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Sets the limits of the phases (`None`: never stuck), and the [`Stall::patience`].
@@ -21,6 +22,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     /// A stuck worker that has not been reported. Call after each [`Engine::after_wait`] until there is none.
     pub fn stalled(&mut self) -> Option<Stall> {
+        let stall = self.find_stalled()?;
+        self.handle.trace.mark(Kind::Stalled, stall.worker, stall.task.map_or(0, |task| task.0), 0);
+        Some(stall)
+    }
+
+    fn find_stalled(&mut self) -> Option<Stall> {
         let now = self.inbox.looked();
         if let Some(stall) = self.overdue(now) {
             return Some(stall);

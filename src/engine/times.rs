@@ -9,6 +9,7 @@ use crate::metrics::{Count, Meter};
 use crate::shm::arena::Arena;
 use crate::shm::layout::MainState;
 use crate::sys;
+use crate::trace::{Kind, MAIN, Source};
 
 /// The time, and what is noted of it.
 #[derive(Debug)]
@@ -18,12 +19,15 @@ pub(super) struct Times {
     watch: Watch,
     page: Page,
     meter: Arc<Meter>,
+    trace: Arc<Source>,
+    /// The task that this `next` delivers, plus one.
+    delivered: u64,
 }
 
 impl Times {
-    pub(super) fn new(arena: Arc<Arena>, meter: Arc<Meter>) -> Self {
+    pub(super) fn new(arena: Arc<Arena>, meter: Arc<Meter>, trace: Arc<Source>) -> Self {
         let page = Page::new(arena, meter.clone());
-        Self { now: Duration::ZERO, watch: Watch::default(), page, meter }
+        Self { now: Duration::ZERO, watch: Watch::default(), page, meter, trace, delivered: 0 }
     }
 
     /// The time of the last clock read.
@@ -58,7 +62,10 @@ impl Times {
     #[inline]
     pub(super) fn next_begins(&mut self) {
         self.tick();
-        self.watch.next_begins(self.now, &self.meter);
+        if let Some(left) = self.watch.next_begins(self.now, &self.meter) {
+            self.trace.slice(Kind::Step, MAIN, left, self.now, 0);
+        }
+        self.delivered = 0;
         self.page.show_next(self.now);
     }
 
@@ -79,7 +86,9 @@ impl Times {
     #[inline]
     pub(super) fn next_ends(&mut self) {
         self.tick();
-        let state = self.watch.next_ends(self.now, &self.meter);
+        let (entered, state) = self.watch.next_ends(self.now, &self.meter);
+        self.trace.slice(Kind::Next, MAIN, entered, self.now, self.delivered);
+        self.trace.empty_now_and_then(self.now);
         self.page.show_counts(state, self.now);
     }
 
@@ -94,10 +103,17 @@ impl Times {
     /// The wait has ended.
     pub(super) fn wait_ends(&mut self) {
         self.tick();
-        self.watch.wait_ends(self.now, &self.meter);
+        let began = self.watch.wait_ends(self.now, &self.meter);
         if self.watch.waiting().is_some() {
+            self.trace.slice(Kind::Waiting, MAIN, began, self.now, 0);
             self.page.show_wait_ends();
         }
+    }
+
+    /// The current `next` delivers a task.
+    #[inline]
+    pub(super) fn delivers(&mut self, task: u64) {
+        self.delivered = task + 1;
     }
 
     /// Shows that an epoch of persistent workers begins with this task.

@@ -48,7 +48,8 @@ impl Watch {
         (self.wait_began, self.blocked) = (now, blocked);
     }
 
-    pub(super) fn wait_ends(&mut self, now: Duration, meter: &Meter) {
+    /// The wait ends. Returns when it began.
+    pub(super) fn wait_ends(&mut self, now: Duration, meter: &Meter) -> Duration {
         let time = now - self.wait_began;
         self.waited += time;
         self.fresh = true;
@@ -63,6 +64,7 @@ impl Watch {
                 }
             }
         }
+        self.wait_began
     }
 
     /// An epoch begins.
@@ -76,15 +78,15 @@ impl Watch {
         self.is_over = true;
     }
 
-    /// A `next` begins.
+    /// A `next` begins. Returns when the last one of the epoch ended.
     #[inline]
-    pub(super) fn next_begins(&mut self, now: Duration, meter: &Meter) {
+    pub(super) fn next_begins(&mut self, now: Duration, meter: &Meter) -> Option<Duration> {
         (self.fresh, self.in_next) = (true, true);
         self.entered = now;
         (self.waited, self.blocked_for) = (Duration::ZERO, Duration::ZERO);
-        if !self.left.is_zero() {
-            meter.add_time(Count::Step, now - self.left);
-        }
+        let left = (!self.left.is_zero()).then_some(self.left)?;
+        meter.add_time(Count::Step, now - left);
+        Some(left)
     }
 
     /// Whether the last `next` worked for long: then draws are measured.
@@ -99,9 +101,9 @@ impl Watch {
         self.blocked_for
     }
 
-    /// A `next` ends, with an answer or an error. Returns the state that the main process is in now.
+    /// A `next` ends, with an answer or an error. Returns when it began, and the state that the main process is in now.
     #[inline]
-    pub(super) fn next_ends(&mut self, now: Duration, meter: &Meter) -> MainState {
+    pub(super) fn next_ends(&mut self, now: Duration, meter: &Meter) -> (Duration, MainState) {
         let time = now - self.entered;
         meter.add_time(Count::Next, time);
         if !self.is_first {
@@ -111,6 +113,6 @@ impl Watch {
         self.left = if self.is_over { Duration::ZERO } else { now };
         self.is_first = false;
         (self.fresh, self.in_next) = (false, false);
-        if self.is_over { MainState::Between } else { MainState::Step }
+        (self.entered, if self.is_over { MainState::Between } else { MainState::Step })
     }
 }

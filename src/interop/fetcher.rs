@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pyo3::prelude::*;
-use pyo3::types::PyIterator;
+use pyo3::types::{PyInt, PyIterator};
 
 use crate::shm::layout::WorkerState;
 use crate::worker::port::Port;
@@ -17,6 +17,9 @@ pyo3::create_exception!(
     "Ends a fetch between two samples when the loader shuts down."
 );
 
+/// The index, in a trace, of a sample whose index is no number.
+const NO_INDEX: u64 = u64::MAX;
+
 /// An index batch whose iteration ends with `WorkerStopped`. torch's fetcher only iterates over it and takes its length.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct StoppableIndices {
@@ -24,6 +27,8 @@ pub struct StoppableIndices {
     pub index: Py<PyAny>,
     /// Whether the status page shows the place of each index that the iteration comes to.
     pub shows_places: bool,
+    /// Whether the time from one index to the next is that of a sample, for a trace.
+    pub traces: bool,
 }
 
 #[pymethods]
@@ -35,7 +40,7 @@ impl StoppableIndices {
     fn __iter__(&self, py: Python<'_>) -> PyResult<StoppableIterator> {
         let items = self.index.bind(py).try_iter()?.unbind();
         let place = self.shows_places.then(AtomicU64::default);
-        Ok(StoppableIterator { port: self.port.clone(), items, place })
+        Ok(StoppableIterator { port: self.port.clone(), items, place, traces: self.traces })
     }
 }
 
@@ -46,6 +51,7 @@ pub struct StoppableIterator {
     items: Py<PyIterator>,
     /// Place of the next index, if the status page shows it.
     place: Option<AtomicU64>,
+    traces: bool,
 }
 
 #[pymethods]
@@ -59,6 +65,10 @@ impl StoppableIterator {
             return Err(WorkerStopped::new_err(()));
         }
         let item = self.items.bind(py).clone().next().transpose()?;
+        if self.traces && self.port.traces_samples() {
+            let number = |item: &Bound<'_, PyAny>| item.cast_exact::<PyInt>().ok()?.extract().ok();
+            self.port.trace_sample(item.as_ref().map(|item| number(item).unwrap_or(NO_INDEX)));
+        }
         if let (Some(place), true) = (&self.place, item.is_some()) {
             let now = place.load(Ordering::Relaxed);
             place.store(now + 1, Ordering::Relaxed);

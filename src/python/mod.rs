@@ -11,6 +11,7 @@ mod remote;
 mod sharing;
 mod signals;
 mod sizes;
+mod trace;
 
 use pyo3::prelude::*;
 
@@ -33,6 +34,7 @@ mod _core {
         remote::PyLink,
         sharing::{ShareBuilder, SharedData, SharedItems, SharedIterator, SharedPairs, SharedStore},
         signals::{DeferredSignals, call_into},
+        trace::PyTraceSink,
     };
     #[pymodule_export]
     use crate::codec::roundtrip::{_collate, _roundtrip};
@@ -56,6 +58,9 @@ mod _core {
         }
         #[cfg(feature = "failpoints")]
         module.add_function(wrap_pyfunction!(super::functions::_failpoint_calls, module)?)?;
+        module.add("TRACE_KINDS", crate::trace::Kind::names())?;
+        module.add("TRACE_MAIN", crate::trace::MAIN)?;
+        module.add("TRACE_PINNER", crate::trace::PINNER)?;
         module.add("ARENA_MIN", crate::config::ARENA_MIN)?;
         module.add("CACHE_VERSION", crate::cache::VERSION)?;
         module.add("BACK_BATCHES", crate::config::BACK_BATCHES)?;

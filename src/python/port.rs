@@ -313,9 +313,9 @@ impl PyPort {
         self.port.leave();
     }
 
-    #[pyo3(signature = (index, *, shows_places = false))]
-    fn stoppable(&self, index: Bound<'_, PyAny>, shows_places: bool) -> StoppableIndices {
-        StoppableIndices { port: self.port.clone(), index: index.unbind(), shows_places }
+    #[pyo3(signature = (index, *, shows_places = false, traces = false))]
+    fn stoppable(&self, index: Bound<'_, PyAny>, shows_places: bool, traces: bool) -> StoppableIndices {
+        StoppableIndices { port: self.port.clone(), index: index.unbind(), shows_places, traces }
     }
 
     fn timed(&self, collate_fn: Bound<'_, PyAny>) -> TimedCollate {

@@ -7,14 +7,14 @@ use crate::sys;
 use crate::wire::{TaskEntry, TaskKind};
 
 impl StatusPage {
-    /// Begins a task.
-    pub(super) fn begin(&self, task: u64, kind: TaskKind, now: u64) {
+    /// Begins a task. Returns the nanoseconds spent in the previous state.
+    pub(super) fn begin(&self, task: u64, kind: TaskKind, now: u64) -> u64 {
         // Before the state: a stall check must not mistake the previous task for this one.
         self.task_since_ns.store(now, Ordering::Relaxed);
         // The message that begins an epoch has the number of the first task.
         self.place.store(if kind.begins_epoch() { NOT_BEGUN } else { 0 }, Ordering::Relaxed);
         self.task.store(task, Ordering::Relaxed);
-        self.change(WorkerState::Fetch, now);
+        self.change(WorkerState::Fetch, now)
     }
 
     /// Shows the place of the current sample in its index batch. Returns false, and shows nothing, in a replay.

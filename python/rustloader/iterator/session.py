@@ -32,6 +32,7 @@ from rustloader.system import hooks, moved_storages
 from rustloader.system.cleanup import clean_up_after
 from rustloader.system.protocols import LoaderLike, WorkersIterator
 from rustloader.system.torch_side import forget_locals, is_torchs
+from rustloader.tracing import core as tracing
 from rustloader.workers import affinity
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import WorkerGroup
@@ -100,6 +101,10 @@ class Session:
     def engine(self) -> Engine:
         return self.group.engine
 
+    def traced_as(self) -> tuple[object, str, int]:
+        """What a trace knows of the loader: see `tracing.Traceable`."""
+        return self._state, tracing.name_of(self.group.dataset), self.config.num_workers
+
     @property
     def batches(self) -> int:
         """Number of batches that the engine has delivered."""
@@ -130,6 +135,7 @@ class Session:
             moved_storages.watch()
             self.counters.add(engine.meter)
             engine.belongs_to(self._state.pages)
+            tracing.follow(self)
             if not is_remote(self._context):  # those elsewhere have other cores
                 cores = affinity.of_workers(self.config.worker_affinity, it._num_workers)
                 if cores is not None:

@@ -157,6 +157,13 @@ def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
 
 
 @contextlib.contextmanager
+def trace(path: str | os.PathLike[str], *, level: str = "batch", seconds: float | None = None) -> Iterator[None]:
+    """Only logs a warning: there is no engine to trace."""
+    warn()
+    yield
+
+
+@contextlib.contextmanager
 def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
     """Calls ``callback`` with ``stats(source)`` at the end of the body. Raises ValueError as the engine's does."""
     check_interval(every)

@@ -214,6 +214,7 @@ class StatefulEpochs(Positioned, Epochs):
             tasks, beyond, counts, last = answers, [], [0] * it._num_workers, None
         else:
             position = it._engine().position(answers, back)
+            it._engine().note_saved(answers - back)
             tasks, beyond, counts, last = position.low, position.ahead, position.per_worker, position.last_worker
             if it._dataset_kind == _DatasetKind.Iterable:
                 # Tasks that found no data depend on how far workers were ahead.

@@ -94,7 +94,7 @@ class WorkerGroup:
         self.engine = engine
         self.processes = processes
         self.context = context
-        self._dataset = dataset
+        self.dataset = dataset
         self._on_exit = on_exit
         # The dataset of workers on other machines.
         self._blob: remote.Blob | None = None
@@ -116,7 +116,7 @@ class WorkerGroup:
         if counts_oom_kills:
             self._oom_kills = OomKills()
         if is_remote(self.context):
-            self._blob = remote.Blob(self.context, self._dataset, job)
+            self._blob = remote.Blob(self.context, self.dataset, job)
             self._start_remote(range(job.config.num_workers), self._blob, job)
             return
         process.start_helpers(self.context)
@@ -171,7 +171,7 @@ class WorkerGroup:
                 pickling = Pickling()
             if len(worker_ids) > 1 and pickling is not None:
                 if job.starts is None:
-                    common = PickledOnce.of(arguments.marked(self._dataset, job, job), pickling)
+                    common = PickledOnce.of(arguments.marked(self.dataset, job, job), pickling)
                 if common is not None:
                     stack.callback(common.close)
                 if method == "spawn":
@@ -191,7 +191,7 @@ class WorkerGroup:
     ) -> int:
         with contextlib.nullcontext() if gates is None else gates.next() as gate:
             connection = Connection(self.engine, worker_id)
-            payload = Payload(connection, self._dataset, job, worker_id, common, gate, self._reports, pickling)
+            payload = Payload(connection, self.dataset, job, worker_id, common, gate, self._reports, pickling)
             worker = self.context.Process(target=main.run, args=(payload,))
             worker.daemon = True
             try:

@@ -165,7 +165,7 @@ class _Worker:
             guard,
             make_pool=self.make_pool if has_threads else None,
             # A shutdown ends the fetch between two samples.
-            marked=functools.partial(self.port.stoppable, shows_places=places),
+            marked=functools.partial(self.port.stoppable, shows_places=places, traces=not has_threads),
         )
 
     def make_guard(self, worker_id: int) -> Guard:

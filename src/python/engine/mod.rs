@@ -28,6 +28,7 @@ use super::functions::WarmPages;
 use super::gate::{closed, enter};
 use super::remote::PyLink;
 use super::sizes::Sizes;
+use super::trace::PyTraceSink;
 use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
 use crate::config::TIMEOUT_MAX;
 use crate::engine::gate::{Attempt, Gate};
@@ -39,6 +40,7 @@ use crate::interop::exit_guard::park_at_exit;
 use crate::metrics::Count;
 use crate::scheduler::{Dispatch, Settings, Window};
 use crate::sys::clock;
+use crate::trace::{Kind, MAIN};
 use crate::worker::watchdog::Parent;
 
 /// The engine of one iterator. `_core.pyi` documents the methods. Those that call `enter` take exclusive access; all others may
@@ -305,6 +307,24 @@ impl PyEngine {
         self.check_worker(worker)?;
         let snapshot = self.handle.snapshot(worker, answers)?;
         Ok(snapshot.map(|snapshot| PySnapshot::new(py, &snapshot)))
+    }
+
+    fn trace(&self, sink: &PyTraceSink, source: u32, level: u32) -> PyResult<bool> {
+        if self.handle.has_ended() {
+            return Ok(false);
+        }
+        let first_task = self.handle.arena.header().main.epoch_task.load(Ordering::Relaxed);
+        let epoch = (first_task, self.handle.meter.get(Count::Epochs));
+        self.handle.trace.begin(sink.0.clone(), source, level, epoch)?;
+        Ok(true)
+    }
+
+    fn end_trace(&self) {
+        self.handle.trace.end();
+    }
+
+    fn note_saved(&self, answers: u64) {
+        self.handle.trace.mark(Kind::Saved, MAIN, answers, 0);
     }
 
     #[pyo3(signature = (timeout = 0.0))]

@@ -14,10 +14,10 @@ pub use self::usage::Usage;
 use super::block::{self, CONSUMER, DELIVERED, Left, Parking, RETURNING, Remains, WORKER};
 use super::layout::{
     BlockEntry, ControlPage, Geometry, Header, MAGIC, Needs, PAGE, QueueControl, QueueSlot, RegionHead,
-    RingControl, RingSlot, Sleeper, VERSION, WorkerState,
+    RingControl, RingSlot, Sleeper, TraceHead, VERSION, WorkerState,
 };
 use super::ring::{Consumer, Entry};
-use crate::config::{ARENA_MAX, ARENA_MIN, ARENA_USUAL, LARGE};
+use crate::config::{ARENA_MAX, ARENA_MIN, ARENA_USUAL, LARGE, TRACE_SLOTS};
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
 use crate::sys;
@@ -209,6 +209,24 @@ impl Arena {
         ArenaRing::new(self.clone(), &self.control(worker).results, slots)
     }
 
+    /// The head of a worker's ring of trace events.
+    pub fn trace_head(&self, worker: u32) -> &TraceHead {
+        assert!(worker < self.geometry.workers);
+        self.at(self.geometry.trace_head(worker))
+    }
+
+    /// A worker's ring of trace events.
+    pub fn trace_ring(self: &Arc<Self>, worker: u32) -> ArenaRing {
+        let slots = self.slice::<RingSlot>(self.geometry.trace_slots(worker), TRACE_SLOTS);
+        ArenaRing::new(self.clone(), &self.trace_head(worker).ring, slots)
+    }
+
+    /// Reserves the memory of the rings of trace events.
+    pub fn populate_traces(&self) -> Result<()> {
+        let end = self.geometry.trace_head(self.geometry.workers);
+        self.map.populate(self.geometry.trace_head(0) as usize..end as usize)
+    }
+
     /// The head of the queue that the workers share, if they do.
     pub fn queue_control(&self) -> Option<&QueueControl> {
         self.geometry.shared_queue.then(|| self.at(self.geometry.queue_control()))
@@ -395,6 +413,7 @@ impl Arena {
         self.parking.end();
         let header = self.header();
         header.stop.0.store(0, Ordering::Relaxed);
+        header.trace.0.store(0, Ordering::Relaxed);
         header.doorbell.0.asleep.store(0, Ordering::Relaxed);
         header.main.reset();
         for word in self.bitmap() {

@@ -3,8 +3,10 @@
 //! The control part takes about workers² x prefetch_factor x 128 bytes (64 workers: 2 MiB; 1,000: 250 MiB). Its pages exist from
 //! the start, so that a full machine is an error at once and not a SIGBUS later.
 
-use super::{BlockEntry, ControlPage, Header, PAGE, QueueControl, QueueSlot, RegionHead, RingSlot};
-use crate::config::{BYTES_PER_BLOCK, REGION_MIN, TABLE_MAX, TABLE_MIN, TASKS_MAX, WORKERS_MAX};
+use super::{
+    BlockEntry, ControlPage, Header, PAGE, QueueControl, QueueSlot, RegionHead, RingSlot, TraceHead,
+};
+use crate::config::{BYTES_PER_BLOCK, REGION_MIN, TABLE_MAX, TABLE_MIN, TASKS_MAX, TRACE_SLOTS, WORKERS_MAX};
 use crate::error::{Error, Result};
 
 /// Requirements of an arena.
@@ -204,8 +206,23 @@ impl Geometry {
         self.tables() + u64::from(region) * u64::from(self.table_len) * size_of::<BlockEntry>() as u64
     }
 
-    fn data_start(&self) -> u64 {
+    fn traces(&self) -> u64 {
         round_up(self.table(self.regions()), PAGE)
+    }
+
+    /// Offset of a worker's [`TraceHead`]. Its pages, and those of the slots, come with the first trace.
+    pub fn trace_head(&self, worker: u32) -> u64 {
+        let slots = u64::from(TRACE_SLOTS) * size_of::<RingSlot>() as u64;
+        self.traces() + u64::from(worker) * (size_of::<TraceHead>() as u64 + slots)
+    }
+
+    /// Offset of the slots of a worker's ring of trace events.
+    pub fn trace_slots(&self, worker: u32) -> u64 {
+        self.trace_head(worker) + size_of::<TraceHead>() as u64
+    }
+
+    fn data_start(&self) -> u64 {
+        round_up(self.trace_head(self.workers), PAGE)
     }
 
     /// Offset of a region's data.
@@ -244,7 +261,10 @@ mod tests {
             assert!(g.result_slots(0) + u64::from(g.ring_slots) * 64 <= g.control(1));
             assert_eq!(g.region_head(0) % 64, 0);
             assert!(g.region_head(g.regions()) <= g.table(0));
-            assert!(g.table(g.regions()) <= g.data(0));
+            assert!(g.table(g.regions()) <= g.trace_head(0));
+            assert!(g.trace_slots(0) + u64::from(TRACE_SLOTS) * 64 <= g.trace_head(1));
+            assert_eq!(g.trace_head(1) % 64, 0);
+            assert!(g.trace_head(workers) <= g.data(0));
             assert_eq!(g.data(0) % PAGE, 0);
             assert!(g.data(g.regions()) <= g.total);
         }

@@ -1,7 +1,8 @@
 //! The arena's layout: `#[repr(C)]` structs of atomics, and offsets, never pointers.
 //!
 //! ```text
-//! Header | bitmap | queue | ControlPage of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | data of region 0 ... n
+//! Header | bitmap | queue | ControlPage of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | TraceHead of worker 0, 1, ... |
+//! data of region 0 ... n
 //! ```
 //! The queue is there only if the engine's workers share one: [`QueueControl`] and its slots.
 //! Worker `i` alone allocates in region `i < n`; region `n` belongs to the main process and carries index batches.
@@ -82,6 +83,8 @@ pub struct Header {
     pub doorbell: Line<Sleeper>,
     /// Not 0 when the workers must leave.
     pub stop: Line<AtomicU32>,
+    /// What the workers record for a trace: 0 for nothing, 1 for batches, 2 for samples, too.
+    pub trace: Line<AtomicU32>,
     pub(crate) main: MainPage,
 }
 
@@ -434,6 +437,17 @@ pub struct ControlPage {
     pub tasks: RingControl,
     /// The completion ring, worker to main.
     pub results: RingControl,
+}
+
+/// The head of a worker's ring of trace events; its slots follow it. It goes on from trace to trace and from process to
+/// process: nothing resets it.
+#[repr(C)]
+#[derive(Debug, Default)]
+pub struct TraceHead {
+    /// Worker to main.
+    pub ring: RingControl,
+    /// Events that found the ring full; written by the worker alone.
+    pub lost: Line<AtomicU64>,
 }
 
 /// The head of one region.

@@ -17,6 +17,7 @@ use crate::shm::queue::Claimer;
 use crate::shm::ring::{Consumer, Producer};
 use crate::sync::{Ordering, lock};
 use crate::sys;
+use crate::trace::Recorder;
 use crate::transport::Remote;
 use crate::wire::{TaskEntry, TaskKind};
 use crate::worker::arrays::table::Arrays;
@@ -65,6 +66,7 @@ pub struct Port {
     at_sample: AtomicBool,
     /// When `remote` was last told of a batch of a replay, in monotonic nanoseconds.
     pub(super) told_ns: AtomicU64,
+    trace: Recorder,
 }
 
 impl Port {
@@ -103,6 +105,7 @@ impl Port {
             remote: None,
             at_sample: AtomicBool::new(false),
             told_ns: AtomicU64::new(0),
+            trace: Recorder::new(arena.clone(), worker),
             arena,
         })
     }
@@ -150,8 +153,12 @@ impl Port {
         if !self.arena.is_ours() {
             return 0;
         }
-        let now = sys::clock::monotonic_ns();
+        let (now, before) = (sys::clock::monotonic_ns(), self.at());
         let spent = self.status().change(state, now);
+        // The message that begins an epoch is no batch.
+        if state != WorkerState::Starting {
+            self.record(before, now, spent);
+        }
         if let Some(remote) = &self.remote
             && self.at_sample.swap(false, Ordering::Relaxed)
         {
@@ -162,6 +169,34 @@ impl Port {
             self.stack.check_handler(self.status(), now);
         }
         u32::try_from(spent / 1000).unwrap_or(u32::MAX)
+    }
+
+    /// What the worker does, for [`Port::record`]: its state, its task, and whether it makes earlier batches again.
+    #[inline]
+    fn at(&self) -> (u32, u64, bool) {
+        let StatusPage { state, task, place, .. } = self.status();
+        let (state, task) = (state.load(Ordering::Relaxed), task.load(Ordering::Relaxed));
+        (state, task, place.load(Ordering::Relaxed) == NOT_BEGUN)
+    }
+
+    /// Records for a trace, if one is on, what the worker has done until now.
+    #[inline]
+    fn record(&self, (state, task, replays): (u32, u64, bool), now: u64, spent: u64) {
+        if self.trace.is_on() {
+            let state = WorkerState::from_u32(state);
+            self.trace.spent(state, (now.saturating_sub(spent), spent), task, replays);
+        }
+    }
+
+    /// Whether a trace wants each sample.
+    #[inline]
+    pub fn traces_samples(&self) -> bool {
+        self.trace.has_samples() && self.arena.is_ours()
+    }
+
+    /// Records for a trace that a sample has ended, and that the one of an index begins, or none.
+    pub fn trace_sample(&self, index: Option<u64>) {
+        self.trace.sample(index, sys::clock::monotonic_ns(), self.task());
     }
 
     /// Notes that a batch of a replay begins, or with `ends` that the replay is over: time counts from now. Until then the worker
@@ -317,8 +352,9 @@ impl Port {
         let Some(words) = lock(&self.ends).next()? else { return Ok(None) };
         sys::moment::task_taken();
         let entry = TaskEntry::from_words(&words)?;
-        let (status, now) = (self.status(), sys::clock::monotonic_ns());
-        status.begin(entry.task, entry.kind, now);
+        let (status, now, before) = (self.status(), sys::clock::monotonic_ns(), self.at());
+        let spent = status.begin(entry.task, entry.kind, now);
+        self.record(before, now, spent);
         self.stack.check_handler(status, now);
         if let Some(block) = entry.block {
             let region = self.arena.geometry().main_region();

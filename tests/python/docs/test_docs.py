@@ -208,14 +208,14 @@ def check_ours(words):
         assert words[0] in ("--help", "--version"), words
         return
     command, *rest = words
-    ours, scripts = parser.script_arguments(words) if command == "run" else (words, [])
+    ours, scripts = parser.script_arguments(words) if command in ("run", "trace") else (words, [])
     options = {word.partition("=")[0] for word in ours[1:] if word.startswith("-")}
     assert options <= known_options("rustloader", command) | {"-m"}, words
-    if command in ("doctor", "top") or "--help" in words:
+    if command in ("doctor", "top") or "--help" in words or ours[-1] == "merge":
         return
     # All else than a name of a file is a value of an option.
     assert any(map(is_there, rest)), f"{words}: name a file, or one of {sorted(READERS)}"
-    if command == "run":
+    if command in ("run", "trace"):
         check_script([ours[-1], *scripts])
 
 

@@ -120,7 +120,7 @@ def test_house_words_are_found(text):
 # The command line
 
 
-@pytest.mark.parametrize("command", ["doctor", "check", "bench", "top"])
+@pytest.mark.parametrize("command", ["doctor", "check", "bench", "top", "trace"])
 def test_the_page_of_the_command_line_has_every_option_and_no_other(command):
     text = re.search(rf"^## `{command}`\n(.*?)(?=^## |\Z)", PAGES["docs/cli.md"].read_text(), re.M | re.S)[1]
     tables = "\n".join("|".join(cells) for cells in table_rows(text) if cells[0].startswith("`--"))
@@ -131,7 +131,7 @@ def test_the_page_of_the_command_line_has_every_option_and_no_other(command):
 
 def test_the_page_of_the_command_line_has_every_command():
     commands = {cells[0] for cells in table_rows(PAGES["docs/cli.md"].read_text().partition("\n## ")[0])[1:]}
-    assert commands == {f"`{name}`" for name in ("doctor", "check", "bench", "top", "run")}
+    assert commands == {f"`{name}`" for name in ("doctor", "check", "bench", "top", "trace", "run")}
 
 
 # The API

@@ -21,9 +21,11 @@ __all__ = ["main"]
 _MODULES = {"bench": "rustloader.tools.bench.command", "top": "rustloader.tools.top.command"}
 # Commands that need Linux, and the message on other systems.
 _NO_COMPARISON = "the engine runs on Linux only: there is nothing to compare"
+_NO_TRACE = "the engine runs on Linux only: there is nothing to trace"
 _LINUX_ONLY = {
     "bench": _NO_COMPARISON,
     "check": _NO_COMPARISON,
+    "trace": _NO_TRACE,
     "top": f"the engine of rustloader needs Linux, and this is {sys.platform}",
 }
 # Errors of a write to stdout.
@@ -38,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     rest: list[str] = []
-    if given[:1] == ["run"]:
+    if given[:1] in (["run"], ["trace"]):
         given, rest = script_arguments(given)
     if sys.stdout is None:  # closed
         sys.stdout = open(os.devnull, "w")
@@ -51,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"rustloader {options.command}: {_LINUX_ONLY[options.command]}", file=sys.stderr)
         return 2
     command = importlib.import_module(_MODULES.get(options.command, f"rustloader.tools.cli.{options.command}"))
-    if options.command == "run":
+    if options.command in ("run", "trace"):
         return int(command.main(options, rest))
     try:
         with _terminable():

@@ -88,11 +88,26 @@ examples:
 """
 
 
+_TRACE = """\
+Runs a script as `run` does, and writes what its loaders and their workers do, and when, to a file for
+https://ui.perfetto.dev. `trace merge` makes one file of several, of ranks and of torch.profiler. Exit status: the
+script's."""
+_TRACE_EXAMPLES = """\
+examples:
+  {prog} trace train.py
+  {prog} trace -o run.json.gz --seconds 60 train.py
+  {prog} trace --level sample -m mypackage.train
+  torchrun -m rustloader trace -o rank{{rank}}.json.gz train.py
+  {prog} trace merge rank0.json.gz rank1.json.gz -o all.json.gz
+"""
+
+
 def script_arguments(given: list[str]) -> tuple[list[str], list[str]]:
-    """Splits the arguments of `run` after the script's name: those of `run`, and those of the script."""
+    """Splits the arguments of `run` or `trace` after the script's name: its own, and those of the script."""
+    valued = _valued_flags() if given[0] == "run" else {"-o", "--output", "--seconds", "--level"}
     k = 1
     while k < len(given) and given[k].startswith("-"):
-        k += 2 if given[k] in _valued_flags() else 1
+        k += 2 if given[k] in valued else 1
     return given[: k + 1], given[k + 1 :]
 
 
@@ -161,6 +176,16 @@ def make_parser() -> argparse.ArgumentParser:
     top.add_argument("--json", action="store_true", help="print it once, as JSON")
     between = "seconds between two samples; rates and shares cover this interval (default: 1)"
     top.add_argument("--interval", type=positive_seconds, default=1.0, metavar="SECONDS", help=between)
+
+    trace = command("trace", "run a script, and write a trace of its loaders", _TRACE, _TRACE_EXAMPLES)
+    trace.add_argument("-m", dest="module", action="store_true", help="the script is a module, as with python -m")
+    file = "the trace (default: trace.json.gz); {rank} stands for the rank; a name without .gz is not compressed"
+    trace.add_argument("-o", "--output", metavar="FILE", help=file)
+    last = "keep only the last SECONDS of the run"
+    trace.add_argument("--seconds", type=positive_seconds, metavar="SECONDS", help=last)
+    finer = "a slice per batch (default), or one per sample too"
+    trace.add_argument("--level", choices=("batch", "sample"), default="batch", help=finer)
+    trace.add_argument("script", help="the script; what follows it are its own arguments. Or: merge FILE ... -o FILE")
     return parser
 
 

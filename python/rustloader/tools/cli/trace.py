@@ -1,0 +1,47 @@
+"""``trace``: runs a script as ``run`` does, and writes a trace. ``trace merge``: makes one trace of several."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from rustloader.settings.options import Options
+from rustloader.tools.cli import run
+
+
+def main(options: Any, arguments: list[str]) -> int:
+    """Runs the script and returns 0, or 2 if there is no such script; or merges traces."""
+    if options.script == "merge" and not options.module:
+        return _merge(options.output, arguments)
+    from rustloader.tracing import core
+
+    rank = os.environ.get("RANK", "")
+    path = options.output or (f"trace-rank{rank}.json.gz" if rank else "trace.json.gz")
+    for name in Options.__dataclass_fields__:
+        setattr(options, name, None)
+    trace = core.trace(path.replace("{rank}", rank or "0"), level=options.level, seconds=options.seconds)
+    try:
+        with trace:
+            status = run.main(options, arguments)
+    finally:
+        if trace.is_written:
+            print(f"rustloader trace: wrote {trace.path}; open it at https://ui.perfetto.dev", file=sys.stderr)
+    return status
+
+
+def _merge(output: str | None, arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="rustloader trace merge", allow_abbrev=False)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a trace, of rustloader or of torch.profiler")
+    parser.add_argument("-o", "--output", default=output, required=output is None, metavar="FILE", help="the result")
+    given = parser.parse_args(arguments)
+    from rustloader.tracing import files
+
+    try:
+        count = files.merge(given.files, given.output)
+    except (files.NotATrace, OSError) as error:
+        print(f"rustloader trace merge: {error}", file=sys.stderr)
+        return 2
+    print(f"{given.output}: {count} events of {len(given.files)} files")
+    return 0

@@ -1,0 +1,121 @@
+"""The files of traces: written, read, and merged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator
+from typing import IO, Any
+
+from rustloader._core import TRACE_KINDS
+from rustloader.tracing import slices, spool
+
+_EPOCH = TRACE_KINDS.index("epoch")
+# Numbers of processes of a further file with the same ones.
+_NEXT_FILE = 100_000_000
+# Phases whose `id` ties events together.
+_TIED = frozenset("stfbneSTpFNOD")
+
+
+class NotATrace(ValueError):
+    """A file is no trace that can be merged."""
+
+
+def convert(folder: str, path: str) -> None:
+    """Writes the trace of a spool."""
+    about = spool.read_about(folder)
+    since = 0
+    if about["seconds"] is not None:
+        last = max((begin + length for _, begin, length, *_ in spool.read_records(folder, about)), default=0)
+        since = last - int(about["seconds"] * 1e9)
+    records = spool.read_records(folder, about)
+    # An epoch that began before still has its number.
+    kept = (it for it in records if it[1] + it[2] >= since or it[0] & 0xFF == _EPOCH)
+    _write(path, slices.lines(about, kept))
+
+
+def _write(path: str, lines: Iterable[str]) -> None:
+    """Writes an array, an event a line. Without its end it is a trace nevertheless."""
+    with _open(path, "wt") as file:
+        file.write("[")
+        separator = "\n"
+        for line in lines:
+            file.write(separator + line)
+            separator = ",\n"
+        file.write("\n]\n")
+
+
+def _open(path: str, mode: str) -> IO[str]:
+    opened: IO[str] = gzip.open(path, mode, compresslevel=5) if path.endswith(".gz") else open(path, mode)  # type: ignore[assignment]
+    return opened
+
+
+def merge(paths: list[str], path: str) -> int:
+    """Merges traces, of this module and of torch.profiler, into one file. Returns the number of events.
+
+    The clocks of all are aligned. Of two files of the same kind with the same process numbers, the second one gets
+    others. Files of this module and of torch.profiler keep those that they share.
+
+    Raises:
+        NotATrace: A file is no trace.
+        OSError: A file cannot be read or written.
+    """
+    read = [_read(given) for given in paths]
+    base = next((base for base, *_ in read if base), 0)
+    count = 0
+
+    def merged() -> Iterator[str]:
+        nonlocal count
+        owners: dict[tuple[bool, Any], list[int]] = {}
+        for number, (own_base, is_ours, events) in enumerate(read):
+            shift = (own_base - base) / 1000
+            for event in events:
+                count += 1
+                files = owners.setdefault((is_ours, event.get("pid")), [])
+                if number not in files:
+                    files.append(number)
+                place = files.index(number)
+                if place and isinstance(event.get("pid"), int):
+                    event["pid"] += place * _NEXT_FILE
+                if shift and event.get("ph") != "M" and "ts" in event:
+                    event["ts"] = float(event["ts"]) + shift
+                if number and event.get("ph") in _TIED and "id" in event:
+                    event["id"] = f"{number}.{event['id']}"
+                yield json.dumps(event, separators=(",", ":"))
+
+    _write(path, merged())
+    return count
+
+
+def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
+    """The base of a file's clock in nanoseconds, whether it is one of this module, and its events."""
+    if os.path.isdir(path):
+        about = spool.read_about(path)
+        lines = slices.lines(about, spool.read_records(path, about))
+        return about["baseTimeNanoseconds"], True, map(json.loads, lines)
+    try:
+        with _open(path, "rt") as file:
+            text = file.read()
+    except (EOFError, UnicodeDecodeError) as error:
+        raise NotATrace(f"{path} is cut off, or no trace: {error}") from None
+    events = _events(path, text)
+    if isinstance(events, dict):
+        return int(events.get("baseTimeNanoseconds", 0)), False, events["traceEvents"]
+    clock = next((event["args"] for event in events if event.get("name") == slices.CLOCK), None)
+    return (0, False, events) if clock is None else (clock["baseTimeNanoseconds"], True, events)
+
+
+def _events(path: str, text: str) -> Any:
+    """The array of a file, or its object with one. An array may lack its end."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        if not text.lstrip().startswith("["):
+            raise NotATrace(f"{path} is no JSON: a trace of torch.profiler that is cut off cannot be read") from None
+        whole = [line.strip().rstrip(",") for line in text.lstrip()[1:].splitlines()]
+        found = [json.loads(line) for line in whole if line.startswith("{") and line.endswith("}")]
+    is_object = isinstance(found, dict) and isinstance(found.get("traceEvents"), list)
+    if not is_object and not isinstance(found, list):
+        raise NotATrace(f"{path} is no trace: it has no array of events")
+    return found

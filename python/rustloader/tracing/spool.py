@@ -1,0 +1,112 @@
+"""The folder of a trace that is being made: records that the extension writes, and what they are about.
+
+A program that is killed leaves it, beside where the trace would be. `rustloader trace merge` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rustloader._core import TraceSink
+
+ABOUT = "about.json"
+# A record: the first word has the source (32 bits), who (24) and the kind (8); then begin, length and two numbers.
+_RECORD = struct.Struct("<5Q")
+_READ = _RECORD.size << 14
+# Timestamps are microseconds from the begin of a period of this length, as in torch.profiler's files: a float has room
+# for them.
+_PERIOD = 7_889_238 * 10**9
+
+
+def _clocks() -> tuple[int, int]:
+    """The monotonic and the wall clock at the same moment, in nanoseconds."""
+    reads = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(10)]
+    before, wall, after = min(reads, key=lambda read: read[2] - read[0])
+    return (before + after) // 2, wall
+
+
+class Spool:
+    """The folder, and the sink that fills it.
+
+    Args:
+        path: The file of the trace.
+        level: 1 for batches, 2 for samples, too.
+        seconds: Time to keep, or None.
+    """
+
+    def __init__(self, path: str, level: int, seconds: float | None) -> None:
+        self.folder, self._pid = f"{path}.spool", os.getpid()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.mkdir(self.folder)
+        monotonic, wall = _clocks()
+        rank = os.environ.get("RANK", "")
+        self._about: dict[str, Any] = {
+            "pid": self._pid,
+            "host": socket.gethostname(),
+            "rank": int(rank) if rank.isdecimal() else None,
+            "level": level,
+            "seconds": seconds,
+            "monotonicNanoseconds": monotonic,
+            "wallNanoseconds": wall,
+            "baseTimeNanoseconds": wall // _PERIOD * _PERIOD,
+            "loaders": [],
+        }
+        self._files = ["0"] if seconds is None else ["0", "1"]
+        self._write()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        opened = [os.open(os.path.join(self.folder, name), flags, 0o666) for name in self._files]
+        self.sink = TraceSink(opened, seconds or 0.0)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has made it."""
+        return self._pid == os.getpid()
+
+    def add(self, group: int, name: str, workers: int) -> int:
+        """Adds an iterator of a loader. Returns its number."""
+        self._about["loaders"].append({"group": group, "name": name, "workers": workers})
+        self._write()
+        return len(self._about["loaders"]) - 1
+
+    def end(self) -> None:
+        """Completes the files."""
+        self._about["lost"], files = self.sink.end()
+        self._about["files"] = [(self._files[number], length) for number, length in files]
+        self._write()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self) -> None:
+        # The command's is not there yet when its trace begins.
+        main = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
+        self._about["script"] = os.path.basename(main)
+        name = os.path.join(self.folder, ABOUT)
+        with open(name + ".new", "w") as file:
+            json.dump(self._about, file)
+        os.replace(name + ".new", name)
+
+
+def read_about(folder: str) -> dict[str, Any]:
+    with open(os.path.join(folder, ABOUT)) as file:
+        about: dict[str, Any] = json.load(file)
+    return about
+
+
+def read_records(folder: str, about: dict[str, Any]) -> Iterator[tuple[int, int, int, int, int]]:
+    """The records, as they were written. A program that was killed has not written how long the files are."""
+    there = [name for name in ("0", "1") if os.path.exists(os.path.join(folder, name))]
+    there.sort(key=lambda name: os.stat(os.path.join(folder, name)).st_mtime_ns)
+    for name, length in about.get("files", [(name, sys.maxsize) for name in there]):
+        with open(os.path.join(folder, name), "rb") as file:
+            while length > 0 and (data := file.read(min(_READ, length))):
+                length -= len(data)
+                yield from _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size])

@@ -1,0 +1,45 @@
+//! Traces: where the events go, and what an engine adds to them. `_core.pyi` documents the class.
+
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::sync::Arc;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::trace::{Event, Kind, Sink};
+
+/// The files of a trace.
+#[pyclass(frozen, name = "TraceSink", module = "rustloader._core")]
+pub struct PyTraceSink(pub Arc<Sink>);
+
+#[pymethods]
+impl PyTraceSink {
+    #[new]
+    fn new(files: Vec<i32>, seconds: f64) -> Self {
+        // SAFETY: the caller passes ownership of the descriptors, which are open.
+        let files = files.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }).collect();
+        Self(Arc::new(Sink::new(files, (seconds * 1e9) as u64)))
+    }
+
+    #[pyo3(signature = (source, kind, who, begin, length, number, extra = 0))]
+    #[expect(clippy::too_many_arguments, reason = "the fields of an event")]
+    fn put(
+        &self,
+        source: u32,
+        kind: u32,
+        who: u32,
+        begin: u64,
+        length: u64,
+        number: u64,
+        extra: u64,
+    ) -> PyResult<()> {
+        let kind = Kind::of_number(kind);
+        let kind = kind.ok_or_else(|| PyValueError::new_err("there is no such kind of event"))?;
+        self.0.put(source, Event { kind, who, begin, length, number, extra });
+        Ok(())
+    }
+
+    fn end(&self, py: Python<'_>) -> (u64, Vec<(usize, u64)>) {
+        py.detach(|| self.0.end())
+    }
+}

@@ -1,0 +1,107 @@
+//! Events: their kinds, and their form in a ring and in a file.
+
+use crate::numbered::numbered_enum;
+use crate::shm::layout::WorkerState;
+use crate::shm::ring::Entry;
+
+numbered_enum! {
+    /// What an event is about. The first ones are the states of a worker, by their numbers.
+    pub enum Kind {
+        /// A worker before its loop.
+        Starting = 0 => "start",
+        /// A worker that waits for a task.
+        Idle = 1 => "wait",
+        /// A worker in the dataset; in the main process, a fetch without workers.
+        Fetch = 2 => "fetch",
+        /// A worker in `collate_fn`.
+        Collate = 3 => "collate",
+        /// A worker that encodes a batch.
+        Pack = 4 => "pack",
+        /// A worker that publishes a batch.
+        Publish = 5 => "publish",
+        /// A worker that makes earlier batches again.
+        Replay = 6 => "replay",
+        /// A sample; the last number is its index.
+        Sample = 7 => "sample",
+        /// A `next` of the main process; the number is the task that it has delivered, plus one.
+        Next = 8 => "next",
+        /// A wait within it.
+        Waiting = 9 => "waiting",
+        /// The time between two `next` calls.
+        Step = 10 => "step",
+        /// The pin thread prepares a batch.
+        Pin = 11 => "pin",
+        /// An epoch begins; the numbers are its first task and the count of epochs.
+        Epoch = 12 => "epoch",
+        /// A worker's process has been started; the numbers are its pid and how many it had before.
+        Started = 13 => "started",
+        /// It has died.
+        Died = 14 => "died",
+        /// It has been reported as stuck.
+        Stalled = 15 => "stalled",
+        /// The loader's state was saved after this number of batches.
+        Saved = 16 => "saved",
+    }
+}
+
+impl Kind {
+    /// The names, by number.
+    pub fn names() -> Vec<&'static str> {
+        (0..).map_while(Self::of_number).map(Self::name).collect()
+    }
+
+    /// The kind of the time in a worker's state.
+    pub(super) fn of_state(state: WorkerState) -> Option<Self> {
+        (state != WorkerState::Left).then(|| Self::of_number(state as u32)).flatten()
+    }
+}
+
+/// [`Event::who`] of the loop in the main process.
+pub const MAIN: u32 = 0xff_ffff;
+/// [`Event::who`] of the pin thread.
+pub const PINNER: u32 = 0xff_fffe;
+
+/// One event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// What it is about.
+    pub kind: Kind,
+    /// The worker, [`MAIN`] or [`PINNER`].
+    pub who: u32,
+    /// Monotonic nanoseconds at which it began.
+    pub begin: u64,
+    /// Nanoseconds that it took.
+    pub length: u64,
+    /// A task, or what the kind says.
+    pub number: u64,
+    /// What the kind says.
+    pub extra: u64,
+}
+
+impl Event {
+    /// Bytes of a record in the file.
+    pub const LEN: usize = 40;
+
+    /// The entry in a worker's ring.
+    pub(super) fn to_entry(self) -> Entry {
+        [u64::from(self.kind as u32), self.begin, self.length, self.number, self.extra, 0, 0, 0]
+    }
+
+    /// An event of worker `who`; `None` for what is none.
+    pub(super) fn of_entry(entry: &Entry, who: u32) -> Option<Self> {
+        let [kind, begin, length, number, extra, ..] = *entry;
+        let kind = Kind::of_number(u32::try_from(kind).ok()?)?;
+        Some(Self { kind, who, begin, length, number, extra })
+    }
+
+    /// The record in the file: little-endian words, the first of `source` (32 bits), who (24) and kind (8).
+    pub(super) fn to_bytes(self, source: u32) -> [u8; Self::LEN] {
+        let first = u64::from(source) << 32 | u64::from(self.who) << 8 | u64::from(self.kind as u32);
+        let mut bytes = [0; Self::LEN];
+        let words = [first, self.begin, self.length, self.number, self.extra];
+        for (bytes, word) in bytes.as_chunks_mut().0.iter_mut().zip(words) {
+            *bytes = word.to_le_bytes();
+        }
+        bytes
+    }
+}

@@ -1,0 +1,85 @@
+//! A worker's end of a trace.
+
+use std::sync::{Arc, Mutex};
+
+use super::event::{Event, Kind};
+use crate::shm::arena::{Arena, ArenaRing};
+use crate::shm::layout::WorkerState;
+use crate::shm::ring::Producer;
+use crate::sync::{Ordering, lock};
+
+/// [`Recorder::level`] from which samples are recorded.
+const SAMPLES: u32 = 2;
+
+/// Writes a worker's events into its ring.
+#[derive(Debug)]
+pub struct Recorder {
+    arena: Arc<Arena>,
+    worker: u32,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The ring's end, from the first event on.
+    ring: Option<Producer<ArenaRing>>,
+    /// When the current sample began, and its index.
+    sample: Option<(u64, u64)>,
+}
+
+impl Recorder {
+    /// The recorder of a worker.
+    pub fn new(arena: Arc<Arena>, worker: u32) -> Self {
+        Self { arena, worker, state: Mutex::default() }
+    }
+
+    /// What to record: 0 for nothing.
+    #[inline]
+    fn level(&self) -> u32 {
+        self.arena.header().trace.0.load(Ordering::Relaxed)
+    }
+
+    /// Whether to record anything.
+    #[inline]
+    pub fn is_on(&self) -> bool {
+        self.level() != 0
+    }
+
+    /// Records the time in a state, which ends. `replays`: the worker makes earlier batches again.
+    pub fn spent(&self, state: WorkerState, (begin, length): (u64, u64), task: u64, replays: bool) {
+        let kind = match Kind::of_state(state) {
+            Some(Kind::Fetch | Kind::Collate) if replays => Kind::Replay,
+            Some(kind) => kind,
+            None => return,
+        };
+        let mut inner = lock(&self.state);
+        // A sample that is not whole by now has failed.
+        inner.sample = None;
+        self.push(&mut inner, Event { kind, who: self.worker, begin, length, number: task, extra: 0 });
+    }
+
+    /// Whether to record samples.
+    #[inline]
+    pub fn has_samples(&self) -> bool {
+        self.level() >= SAMPLES
+    }
+
+    /// Ends the current sample, and begins one of an index, or none.
+    pub fn sample(&self, index: Option<u64>, now: u64, task: u64) {
+        let mut inner = lock(&self.state);
+        if let Some((begin, extra)) = inner.sample.take() {
+            let (length, number) = (now.saturating_sub(begin), task);
+            let event = Event { kind: Kind::Sample, who: self.worker, begin, length, number, extra };
+            self.push(&mut inner, event);
+        }
+        inner.sample = index.map(|index| (now, index));
+    }
+
+    fn push(&self, inner: &mut State, event: Event) {
+        let ring = inner.ring.get_or_insert_with(|| Producer::new(self.arena.trace_ring(self.worker)));
+        if ring.push(&event.to_entry()).is_err() {
+            let lost = &self.arena.trace_head(self.worker).lost.0;
+            lost.store(lost.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+        }
+    }
+}

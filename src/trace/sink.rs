@@ -1,0 +1,113 @@
+//! Where the events of a trace go: a file, or two that take turns.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Mutex;
+
+use super::event::{Event, Kind};
+use crate::config::TRACE_BUFFER;
+use crate::error::Result;
+use crate::sync::lock;
+use crate::sys;
+
+/// Writes the events of all loaders of a process. With two files each gets those of `turn` nanoseconds, and then replaces the
+/// other: together they have at least the last ones of that time.
+#[derive(Debug)]
+pub struct Sink {
+    turn: u64,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    /// The files with their numbers; the last is the present one.
+    files: Vec<(usize, File)>,
+    buffer: Vec<u8>,
+    /// When the present file got its first event.
+    since: u64,
+    /// The last epoch of each source: each file begins with them.
+    epochs: BTreeMap<u32, Event>,
+    /// Events that could not be written, or were lost in a ring.
+    lost: u64,
+    ended: bool,
+}
+
+#[derive(Debug)]
+struct File {
+    fd: OwnedFd,
+    /// Bytes written.
+    len: u64,
+}
+
+impl Sink {
+    /// A sink over empty files.
+    pub fn new(files: Vec<OwnedFd>, turn: u64) -> Self {
+        let files = files.into_iter().map(|fd| File { fd, len: 0 }).enumerate().collect();
+        let epochs = BTreeMap::new();
+        let inner = Inner { files, buffer: Vec::new(), since: 0, epochs, lost: 0, ended: false };
+        Self { turn, inner: Mutex::new(inner) }
+    }
+
+    /// Appends an event.
+    pub fn put(&self, source: u32, event: Event) {
+        let inner = &mut *lock(&self.inner);
+        if inner.ended {
+            return;
+        }
+        inner.buffer.extend_from_slice(&event.to_bytes(source));
+        if event.kind == Kind::Epoch {
+            inner.epochs.insert(source, event);
+        }
+        let end = event.begin.saturating_add(event.length);
+        if inner.since == 0 {
+            inner.since = end;
+        }
+        let turns = inner.files.len() > 1 && end.saturating_sub(inner.since) > self.turn;
+        if turns || inner.buffer.len() >= TRACE_BUFFER {
+            inner.flush();
+        }
+        if turns {
+            inner.since = end;
+            inner.files.rotate_left(1);
+            if let Some((_, file)) = inner.files.last_mut() {
+                file.len = 0;
+            }
+            let epochs = inner.epochs.iter().flat_map(|(source, epoch)| epoch.to_bytes(*source));
+            inner.buffer.extend(epochs);
+        }
+    }
+
+    /// Counts events that were lost before they came here.
+    pub fn lose(&self, events: u64) {
+        lock(&self.inner).lost += events;
+    }
+
+    /// Writes what is left. Returns how many events were lost, and the number and bytes of each file, the present one last.
+    pub fn end(&self) -> (u64, Vec<(usize, u64)>) {
+        let inner = &mut *lock(&self.inner);
+        inner.flush();
+        inner.ended = true;
+        (inner.lost, inner.files.iter().map(|(number, file)| (*number, file.len)).collect())
+    }
+}
+
+impl Inner {
+    fn flush(&mut self) {
+        let written = match self.files.last_mut() {
+            Some((_, file)) => file.append(&self.buffer),
+            None => Ok(()),
+        };
+        if written.is_err() {
+            self.lost += (self.buffer.len() / Event::LEN) as u64;
+        }
+        self.buffer.clear();
+    }
+}
+
+impl File {
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        sys::sealed::write_at(self.fd.as_fd(), bytes, self.len)?;
+        self.len += bytes.len() as u64;
+        Ok(())
+    }
+}

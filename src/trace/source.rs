@@ -1,0 +1,161 @@
+//! The main process's end of a trace: the events of one iterator.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::event::{Event, Kind, MAIN};
+use super::sink::Sink;
+use crate::config::TRACE_DRAIN;
+use crate::error::Result;
+use crate::shm::arena::{Arena, ArenaRing};
+use crate::shm::layout::{REMOTE, StatusPage, WorkerState};
+use crate::shm::ring::Consumer;
+use crate::sync::{AtomicU32, Ordering, lock};
+use crate::sys;
+
+/// Takes the events of an iterator's workers and those of its loop to a [`Sink`]. In a forked child it does nothing.
+#[derive(Debug)]
+pub struct Source {
+    arena: Arc<Arena>,
+    /// Not 0 while a trace is on.
+    on: AtomicU32,
+    traced: Mutex<Option<Traced>>,
+}
+
+#[derive(Debug)]
+struct Traced {
+    sink: Arc<Sink>,
+    /// The number of this source in the trace.
+    number: u32,
+    /// By worker.
+    rings: Vec<Consumer<ArenaRing>>,
+    /// When they were last emptied.
+    emptied: Duration,
+    /// Events that the workers had lost before.
+    lost: u64,
+}
+
+impl Source {
+    /// The source of an iterator that uses this arena.
+    pub fn new(arena: Arc<Arena>) -> Self {
+        Self { arena, on: AtomicU32::new(0), traced: Mutex::default() }
+    }
+
+    /// Whether a trace is on.
+    #[inline]
+    pub fn is_on(&self) -> bool {
+        self.on.load(Ordering::Relaxed) != 0 && self.arena.is_ours()
+    }
+
+    /// Begins a trace, as source `number`, in the present epoch with this first task and count. An error without memory for
+    /// the rings. The iterator uses the arena.
+    pub fn begin(&self, sink: Arc<Sink>, number: u32, level: u32, (task, epoch): (u64, u64)) -> Result<()> {
+        self.end();
+        self.arena.populate_traces()?;
+        let rings = (0..self.workers()).map(|worker| Consumer::new(self.arena.trace_ring(worker)));
+        let mut rings: Vec<_> = rings.collect();
+        // What is left of an earlier trace.
+        rings.iter_mut().for_each(|ring| while let Ok(Some(_)) = ring.pop() {});
+        let lost = self.lost();
+        *lock(&self.traced) = Some(Traced { sink, number, rings, emptied: Duration::ZERO, lost });
+        self.on.store(1, Ordering::Relaxed);
+        self.mark(Kind::Epoch, MAIN, task, epoch);
+        self.arena.header().trace.0.store(level, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Ends the trace, if there is one. Before the iterator parts with its arena.
+    pub fn end(&self) {
+        if !self.arena.is_ours() {
+            return;
+        }
+        let Some(mut traced) = lock(&self.traced).take() else { return };
+        self.on.store(0, Ordering::Relaxed);
+        self.arena.header().trace.0.store(0, Ordering::Relaxed);
+        traced.empty();
+        traced.sink.lose(self.lost().wrapping_sub(traced.lost));
+    }
+
+    fn workers(&self) -> u32 {
+        self.arena.geometry().workers
+    }
+
+    fn lost(&self) -> u64 {
+        let lost = |worker| self.arena.trace_head(worker).lost.0.load(Ordering::Relaxed);
+        (0..self.workers()).map(lost).fold(0, u64::wrapping_add)
+    }
+
+    /// Records a time, if a trace is on.
+    #[inline]
+    pub fn slice(&self, kind: Kind, who: u32, begin: Duration, end: Duration, number: u64) {
+        if self.is_on() {
+            let (begin, length) = (begin.as_nanos() as u64, end.saturating_sub(begin).as_nanos() as u64);
+            self.put(Event { kind, who, begin, length, number, extra: 0 });
+        }
+    }
+
+    /// Records a moment, if a trace is on.
+    pub fn mark(&self, kind: Kind, who: u32, number: u64, extra: u64) {
+        if self.is_on() {
+            self.put(Event { kind, who, begin: sys::clock::monotonic_ns(), length: 0, number, extra });
+        }
+    }
+
+    /// Records that a worker has died, after what it has recorded itself, and what it was at.
+    pub fn died(&self, worker: u32) {
+        if !self.is_on() {
+            return;
+        }
+        self.empty();
+        let StatusPage { state, since_ns, task, .. } = &self.arena.control(worker).status;
+        let (begin, number) = (since_ns.load(Ordering::Relaxed), task.load(Ordering::Relaxed));
+        let length = sys::clock::monotonic_ns().saturating_sub(begin);
+        // That of a worker on another machine has its own clock.
+        let is_remote = self.arena.header().main.options.load(Ordering::Relaxed) & REMOTE != 0;
+        if let Some(kind) = Kind::of_state(WorkerState::from_u32(state.load(Ordering::Relaxed)))
+            && begin != 0
+            && !is_remote
+        {
+            self.put(Event { kind, who: worker, begin, length, number, extra: 0 });
+        }
+        self.mark(Kind::Died, worker, number, 0);
+    }
+
+    /// Empties the rings, unless that was done a moment ago.
+    #[inline]
+    pub fn empty_now_and_then(&self, now: Duration) {
+        if self.is_on()
+            && let Some(traced) = &mut *lock(&self.traced)
+            && now.saturating_sub(traced.emptied) >= TRACE_DRAIN
+        {
+            traced.emptied = now;
+            traced.empty();
+        }
+    }
+
+    /// Empties the rings.
+    fn empty(&self) {
+        if let Some(traced) = &mut *lock(&self.traced) {
+            traced.empty();
+        }
+    }
+
+    fn put(&self, event: Event) {
+        if let Some(traced) = &*lock(&self.traced) {
+            traced.sink.put(traced.number, event);
+        }
+    }
+}
+
+impl Traced {
+    fn empty(&mut self) {
+        for (worker, ring) in self.rings.iter_mut().enumerate() {
+            // A ring that a broken worker has damaged gives no more events.
+            while let Ok(Some(entry)) = ring.pop() {
+                if let Some(event) = Event::of_entry(&entry, worker as u32) {
+                    self.sink.put(self.number, event);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,172 @@
+use std::fs::File;
+use std::io::{Read, Seek};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::*;
+use crate::config::TRACE_SLOTS;
+use crate::shm::arena::Arena;
+use crate::shm::layout::WorkerState;
+use crate::sys::memfd;
+
+type Read5 = [u64; 5];
+
+fn file() -> (OwnedFd, File) {
+    let fd = memfd::create("trace", 0).unwrap();
+    let file = File::from(fd.try_clone().unwrap());
+    (fd, file)
+}
+
+/// The records of the first `len` bytes.
+fn records(file: &mut File, len: u64) -> Vec<Read5> {
+    let mut bytes = Vec::new();
+    file.rewind().unwrap();
+    file.take(len).read_to_end(&mut bytes).unwrap();
+    let (words, rest) = bytes.as_chunks::<8>();
+    assert!(rest.is_empty() && words.len().is_multiple_of(5));
+    words.chunks(5).map(|words| std::array::from_fn(|at| u64::from_le_bytes(words[at]))).collect()
+}
+
+fn first(source: u64, who: u32, kind: Kind) -> u64 {
+    source << 32 | u64::from(who) << 8 | u64::from(kind as u32)
+}
+
+fn event(kind: Kind, begin: u64, number: u64) -> Event {
+    Event { kind, who: 1, begin, length: 5, number, extra: 0 }
+}
+
+#[test]
+fn the_states_of_a_worker_have_their_numbers() {
+    use WorkerState as State;
+    let states = [State::Starting, State::Idle, State::Fetch, State::Collate, State::Pack, State::Publish];
+    assert!(states.iter().all(|state| Kind::of_state(*state).unwrap() as u32 == *state as u32));
+    assert_eq!(Kind::of_state(State::Left), None);
+    let names = Kind::names();
+    assert_eq!((names[Kind::Fetch as usize], names.last()), ("fetch", Some(&"saved")));
+}
+
+#[test]
+fn an_entry_is_read_as_it_was_written_and_any_words_are_none_or_an_event() {
+    let event = event(Kind::Sample, 7, 8);
+    assert_eq!(Event::of_entry(&event.to_entry(), 1), Some(event));
+    assert_eq!(Event::of_entry(&[u64::MAX; 8], 1), None);
+    assert_eq!(Event::of_entry(&[1 << 32; 8], 1), None);
+}
+
+#[test]
+fn workers_record_only_while_a_trace_is_on() {
+    let arena = Arena::create_sized(1 << 30, 2, 4).unwrap();
+    let (source, recorder) = (Source::new(arena.clone()), Recorder::new(arena.clone(), 1));
+    assert!(!recorder.is_on() && !source.is_on());
+    source.mark(Kind::Died, 0, 1, 0);
+    let (fd, mut read) = file();
+    let sink = Arc::new(Sink::new(vec![fd], 0));
+    source.begin(sink.clone(), 3, 1, (100, 2)).unwrap();
+    assert!(recorder.is_on() && !recorder.has_samples() && source.is_on());
+    recorder.spent(WorkerState::Fetch, (1000, 20), 101, false);
+    recorder.spent(WorkerState::Collate, (1020, 1), 101, true);
+    recorder.spent(WorkerState::Left, (1021, 1), 101, false);
+    source.slice(Kind::Step, MAIN, Duration::from_nanos(5), Duration::from_nanos(9), 0);
+    source.end();
+    assert!(!recorder.is_on() && !source.is_on());
+    source.slice(Kind::Step, MAIN, Duration::ZERO, Duration::ZERO, 0);
+    let (lost, files) = sink.end();
+    assert_eq!((lost, files.len()), (0, 1));
+    let found = records(&mut read, files[0].1);
+    assert_eq!((found[0][0], &found[0][3..]), (first(3, MAIN, Kind::Epoch), &[100, 2][..]));
+    let rest = [
+        [first(3, MAIN, Kind::Step), 5, 4, 0, 0],
+        [first(3, 1, Kind::Fetch), 1000, 20, 101, 0],
+        [first(3, 1, Kind::Replay), 1020, 1, 101, 0],
+    ];
+    assert_eq!(found[1..], rest);
+}
+
+#[test]
+fn a_sample_lasts_until_the_next_and_one_that_fails_is_left_out() {
+    let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
+    let (source, recorder) = (Source::new(arena.clone()), Recorder::new(arena.clone(), 0));
+    let (fd, mut read) = file();
+    let sink = Arc::new(Sink::new(vec![fd], 0));
+    source.begin(sink.clone(), 0, 2, (0, 1)).unwrap();
+    assert!(recorder.has_samples());
+    for (index, now) in [(Some(7), 10), (Some(8), 12), (None, 15), (Some(9), 20)] {
+        recorder.sample(index, now, 4);
+    }
+    recorder.spent(WorkerState::Fetch, (9, 20), 4, false);
+    recorder.sample(None, 30, 4);
+    source.end();
+    let found = records(&mut read, sink.end().1[0].1);
+    let sample = first(0, 0, Kind::Sample);
+    assert_eq!(found[1..3], [[sample, 10, 2, 4, 7], [sample, 12, 3, 4, 8]]);
+    assert_eq!(found[3][0], first(0, 0, Kind::Fetch));
+    assert_eq!(found.len(), 4);
+}
+
+#[test]
+fn what_a_full_ring_loses_is_counted_and_the_next_trace_begins_empty() {
+    let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
+    let (source, recorder) = (Source::new(arena.clone()), Recorder::new(arena.clone(), 0));
+    for round in 0..3 {
+        let (fd, mut read) = file();
+        let sink = Arc::new(Sink::new(vec![fd], 0));
+        source.begin(sink.clone(), 0, 1, (0, 1)).unwrap();
+        let events = u64::from(TRACE_SLOTS) + round;
+        (0..events).for_each(|at| recorder.spent(WorkerState::Idle, (at, 1), round, false));
+        source.end();
+        // A worker may be about to record when a trace ends.
+        recorder.spent(WorkerState::Idle, (0, 1), 99, false);
+        let (lost, files) = sink.end();
+        let found = records(&mut read, files[0].1);
+        assert_eq!((lost, found.len() as u32), (round, 1 + TRACE_SLOTS));
+        assert!(found[1..].iter().all(|words| words[3] == round));
+    }
+}
+
+#[test]
+fn the_death_of_a_worker_ends_what_it_was_at() {
+    let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
+    let source = Source::new(arena.clone());
+    let (fd, mut read) = file();
+    let sink = Arc::new(Sink::new(vec![fd], 0));
+    source.begin(sink.clone(), 0, 1, (0, 1)).unwrap();
+    let page = &arena.control(0).status;
+    page.state.store(WorkerState::Collate as u32, crate::sync::Ordering::Relaxed);
+    page.since_ns.store(77, crate::sync::Ordering::Relaxed);
+    page.task.store(5, crate::sync::Ordering::Relaxed);
+    source.died(0);
+    source.end();
+    let found = records(&mut read, sink.end().1[0].1);
+    assert_eq!((found[1][0], found[1][1], found[1][3]), (first(0, 0, Kind::Collate), 77, 5));
+    assert_eq!((found[2][0], found[2][3]), (first(0, 0, Kind::Died), 5));
+}
+
+#[test]
+fn two_files_take_turns_and_each_knows_the_epoch() {
+    let ((one, mut read_one), (two, mut read_two)) = (file(), file());
+    let sink = Sink::new(vec![one, two], 100);
+    sink.put(0, event(Kind::Epoch, 1, 0));
+    (0..100).for_each(|at| sink.put(0, event(Kind::Next, 10 * at, at)));
+    let (lost, files) = sink.end();
+    assert_eq!(lost, 0);
+    let mut kept = Vec::new();
+    for (number, len) in files {
+        let found = records(if number == 0 { &mut read_one } else { &mut read_two }, len);
+        assert_eq!(found[0][0], first(0, 1, Kind::Epoch));
+        kept.extend(found[1..].iter().map(|words| words[1]));
+    }
+    // The last 100 ns at least, in order, and hardly more than two turns.
+    assert!(kept.is_sorted_by(|a, b| a + 10 == *b) && kept.last() == Some(&990));
+    assert!((11..=24).contains(&kept.len()), "{kept:?}");
+    sink.put(0, event(Kind::Next, 1, 1));
+    assert_eq!(sink.end().1.iter().map(|(_, len)| len / 40).sum::<u64>() as usize, kept.len() + 2);
+}
+
+#[test]
+fn events_that_cannot_be_written_are_counted() {
+    let sink = Sink::new(vec![OwnedFd::from(File::open("/proc/self/exe").unwrap())], 0);
+    (0..3).for_each(|at| sink.put(0, event(Kind::Next, at, at)));
+    sink.lose(4);
+    assert_eq!(sink.end(), (7, vec![(0, 0)]));
+}

@@ -1,0 +1,552 @@
+"""`rustloader.trace` and its command: the file is valid, counts what happened, and has the times of a stopwatch."""
+
+import collections
+import gzip
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from pinning_support import pinning
+from sample_data import Numbers
+from support import DataLoader, run_script, rustloader, start_script
+from torch.utils.data import Dataset, IterableDataset
+
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(300)]
+
+if rustloader is not None:
+    from rustloader._core import TRACE_KINDS, TRACE_MAIN
+    from rustloader.tools import cli
+    from rustloader.tracing import core, files, slices
+
+PHASES = {"X": {"dur", "name"}, "M": {"name", "args"}, "i": {"s", "name"}, "s": {"id", "cat"}, "f": {"id", "cat", "bp"}}
+
+
+class Sleepy(Dataset):
+    def __init__(self, length=12, seconds=0.01):
+        self.length, self.seconds = length, seconds
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return index
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        return iter(range(torch.utils.data.get_worker_info().id, 10, 2))
+
+
+class Fails(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise ValueError("no sample")
+        return index
+
+
+class Dies(Dataset):
+    """Ends its process at an index, the first time."""
+
+    def __init__(self, marker, seconds=0.1):
+        self.marker, self.seconds = marker, seconds
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 20 and not os.path.exists(self.marker):
+            open(self.marker, "w").close()
+            time.sleep(self.seconds)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def load(path):
+    with (gzip.open if str(path).endswith(".gz") else open)(path, "rt") as file:
+        return json.load(file)
+
+
+def check(events):
+    """Checks the events by the format's description. Returns the slices by the name of their row."""
+    rows, threads = collections.defaultdict(list), {}
+    for event in events:
+        assert {"ph", "pid", "tid", "ts"} | PHASES[event["ph"]] <= set(event), event
+        assert isinstance(event["ts"], int) and event["ts"] >= 0
+        if event["ph"] == "M" and event["name"] == "thread_name":
+            assert (event["pid"], event["tid"]) not in threads
+            threads[event["pid"], event["tid"]] = event["args"]["name"]
+    for event in events:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            rows[threads[event["pid"], event["tid"]]].append(event)
+    for row in rows.values():
+        check_nesting(row)
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
+    assert ends.keys() <= starts.keys()
+    assert all(starts[key]["ts"] <= end["ts"] for key, end in ends.items())
+    return rows
+
+
+def check_nesting(row):
+    """Slices of a row are disjoint, or one contains the other and comes before it in the file."""
+    open_until = []
+    for event in sorted(row, key=lambda it: it["ts"]):  # stable
+        begin, end = event["ts"], event["ts"] + event["dur"]
+        while open_until and open_until[-1] <= begin and not (begin == end == open_until[-1]):
+            open_until.pop()
+        assert not open_until or end <= open_until[-1], event
+        open_until.append(end)
+
+
+def named(rows, name, row=""):
+    return [event for key, events in rows.items() if row in key for event in events if event["name"] == name]
+
+
+def instants(events, name):
+    return [event for event in events if event["ph"] == "i" and event["name"] == name]
+
+
+def about(events, name="rustloader_trace"):
+    (found,) = (event["args"] for event in events if event["name"] == name)
+    return found
+
+
+def batches_of(slices):
+    return sorted((event["args"]["epoch"], event["args"]["batch"]) for event in slices)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_slices_are_counted_against_batches_and_samples(method, persistent, tmp_path):
+    loader = DataLoader(
+        Sleepy(12, 0.001), batch_size=3, num_workers=2, multiprocessing_context=method, persistent_workers=persistent
+    )
+    with rustloader.trace(tmp_path / "run.json", level="sample"):
+        for _ in range(2):
+            assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    events = load(tmp_path / "run.json")
+    rows = check(events)
+    assert set(rows) <= {f"0 Sleepy: {row}" for row in ("main", "worker 0", "worker 1")}
+    expected = [(epoch, batch) for epoch in range(2) for batch in range(4)]
+    for name in ("batch", "next"):
+        assert batches_of([it for it in named(rows, name) if "args" in it]) == expected
+    assert batches_of(named(rows, "batch", "worker 1")) == [it for it in expected if it[1] % 2]
+    for name in ("fetch", "collate", "send"):
+        assert len(named(rows, name)) == 8
+    assert sorted(it["args"]["index"] for it in named(rows, "sample")) == sorted([*range(12)] * 2)
+    assert len(named(rows, "step")) == 8
+    assert [it["args"]["epoch"] for it in instants(events, "epoch")][-2:] == [0, 1] if persistent else True
+    assert len(instants(events, "started")) == (2 if persistent else 4)
+    for phase in "sf":
+        assert len([event for event in events if event["ph"] == phase]) == 8
+    assert about(events, "rustloader_trace_end") == {"lost": 0, "complete": True}
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_waits_and_work_are_those_of_a_stopwatch(tmp_path):
+    loader = DataLoader(Sleepy(20, 0.01), batch_size=2, num_workers=1)
+    in_next = in_step = 0.0
+    with rustloader.trace(tmp_path / "run.json"):
+        it = iter(loader)
+        for _ in range(10):
+            before = time.perf_counter()
+            next(it)
+            after = time.perf_counter()
+            time.sleep(0.005)
+            in_next, in_step = in_next + after - before, in_step + time.perf_counter() - after
+    rows = check(load(tmp_path / "run.json"))
+    seconds = {
+        name: sum(event["dur"] for event in named(rows, name, row)) / 1e6
+        for name, row in [("next", "main"), ("wait", "main"), ("step", "main"), ("fetch", "worker")]
+    }
+    assert seconds["next"] == pytest.approx(in_next, rel=0.1)
+    assert 0.5 * in_next < seconds["wait"] <= seconds["next"]
+    # Nine of the ten steps are between two calls.
+    assert 0.8 * in_step < seconds["step"] <= in_step
+    assert seconds["fetch"] >= 0.2
+
+
+def test_workers_that_run_when_it_begins_are_traced_and_no_more_after_its_end(tmp_path):
+    loader = DataLoader(Numbers(8), batch_size=2, num_workers=2, persistent_workers=True)
+    assert len(list(loader)) == 4
+    for round in range(2):
+        path = tmp_path / f"{round}.json"
+        with rustloader.trace(path):
+            list(loader)
+        rows = check(load(path))
+        assert len(named(rows, "batch")) == 4
+        assert {it["args"]["epoch"] for it in named(rows, "batch")} == {2 * round + 1}
+        list(loader)
+
+
+def test_it_may_begin_and_end_within_an_epoch(tmp_path):
+    it = iter(DataLoader(Numbers(40), batch_size=2, num_workers=2))
+    before = [next(it) for _ in range(6)]
+    with rustloader.trace(tmp_path / "run.json"):
+        traced = [next(it) for _ in range(6)]
+    assert torch.equal(torch.cat([*before, *traced, *it]), torch.arange(40))
+    delivered = [event for event in named(check_open(load(tmp_path / "run.json")), "next") if "args" in event]
+    assert batches_of(delivered) == [(0, batch) for batch in range(6, 12)]
+
+
+def check_open(events):
+    """`check` for a trace that begins within an epoch: the begins of some arrows are before it."""
+    starts = {event["id"] for event in events if event["ph"] == "s"}
+    return check([event for event in events if event["ph"] != "f" or event["id"] in starts])
+
+
+def test_loaders_without_workers(tmp_path):
+    loaders = DataLoader(Sleepy(6, 0.002), batch_size=2), rustloader.StatefulDataLoader(Sleepy(6, 0.0), batch_size=3)
+    with rustloader.trace(tmp_path / "run.json"):
+        for _ in range(2):
+            for loader in loaders:
+                list(loader)
+    rows = check(load(tmp_path / "run.json"))
+    assert batches_of(named(rows, "fetch", "0 Sleepy: main")) == [(e, b) for e in range(2) for b in range(3)]
+    assert batches_of(named(rows, "fetch", "1 Sleepy: main")) == [(e, b) for e in range(2) for b in range(2)]
+    assert sum(it["dur"] for it in named(rows, "fetch", "0 Sleepy")) >= 2 * 6 * 2000
+    assert len(named(rows, "step", "0 Sleepy")) == 4
+
+
+def test_several_loaders_at_a_time(tmp_path):
+    one, two = (DataLoader(Numbers(n), batch_size=2, num_workers=w) for n, w in ((8, 1), (12, 2)))
+    with rustloader.trace(tmp_path / "run.json"):
+        assert len(list(zip(one, two, strict=False))) == 4
+    events = load(tmp_path / "run.json")
+    rows = check_open(events)
+    assert len(named(rows, "batch", "0 Numbers")) == 4 and len(named(rows, "batch", "1 Numbers")) >= 4
+    assert len({row.partition(":")[0] for row in rows}) == 2
+
+
+def test_an_iterable_dataset_ends_without_a_batch(tmp_path):
+    with rustloader.trace(tmp_path / "run.json", level="sample"):
+        assert len(list(DataLoader(Streamed(), batch_size=2, num_workers=2))) == 6
+    rows = check(load(tmp_path / "run.json"))
+    assert len(named(rows, "batch")) == len(named(rows, "send")) == 6
+    assert len(named(rows, "sample")) == 10
+    assert not [it for it in named(rows, "sample") if "args" in it]
+
+
+def test_an_exception_in_a_sample_and_one_in_the_loop(tmp_path):
+    loader = DataLoader(Fails(), batch_size=2, num_workers=1)
+    with pytest.raises(ValueError, match="no sample"), rustloader.trace(tmp_path / "run.json", level="sample"):
+        list(loader)
+    rows = check_open(load(tmp_path / "run.json"))
+    assert (0, 1) in batches_of(named(rows, "batch"))
+    assert 3 not in [it["args"]["index"] for it in named(rows, "sample")]
+
+
+@pytest.mark.warns
+def test_a_worker_that_is_killed_leaves_whole_events(tmp_path):
+    loader = DataLoader(Dies(str(tmp_path / "died")), batch_size=4, num_workers=2, max_restarts=3)
+    with rustloader.trace(tmp_path / "run.json", level="sample"):
+        assert torch.equal(torch.cat(list(loader)), torch.arange(40))
+    events = load(tmp_path / "run.json")
+    rows = check(events)
+    (died,) = instants(events, "died")
+    assert died["args"] == {"batch": 5, "epoch": 0}
+    assert len(instants(events, "started")) == 2 and len(instants(events, "restarted")) == 1
+    # Batch 5 was begun twice, and the cut-off slice lasts until the death.
+    again = [it for it in named(rows, "batch") if it["args"]["batch"] == 5]
+    assert len(again) == 2 and again[0]["dur"] >= 100_000
+    assert {it[1] for it in batches_of(named(rows, "batch"))} == set(range(10))
+
+
+def test_a_final_death_and_its_trace(tmp_path):
+    loader = DataLoader(Dies(str(tmp_path / "died")), batch_size=4, num_workers=2)
+    with pytest.raises(RuntimeError, match="killed by signal"), rustloader.trace(tmp_path / "run.json"):
+        list(loader)
+    events = load(tmp_path / "run.json")
+    check_open(events)
+    assert len(instants(events, "died")) == 1
+
+
+@pytest.mark.warns
+def test_a_worker_that_is_stuck(tmp_path):
+    loader = DataLoader(
+        Dies(str(tmp_path / "died"), 3600), batch_size=4, num_workers=1, max_restarts=1, stall_timeout=1
+    )
+    with rustloader.trace(tmp_path / "run.json"):
+        assert len(list(loader)) == 10
+    events = load(tmp_path / "run.json")
+    rows = check(events)
+    (stalled,), (died,) = instants(events, "stalled"), instants(events, "died")
+    assert stalled["args"] == died["args"] == {"batch": 5, "epoch": 0} and stalled["ts"] <= died["ts"]
+    assert max(it["dur"] for it in named(rows, "fetch")) >= 1_000_000
+
+
+def test_a_saved_state(tmp_path):
+    loader = rustloader.StatefulDataLoader(Numbers(8), batch_size=2, num_workers=1)
+    with rustloader.trace(tmp_path / "run.json"):
+        it = iter(loader)
+        next(it), next(it)
+        loader.state_dict()
+        list(it)
+    (saved,) = instants(load(tmp_path / "run.json"), "state saved")
+    assert saved["args"] == {"batches": 2}
+
+
+def test_only_the_last_seconds(tmp_path):
+    loader = DataLoader(Sleepy(60, 0.02), batch_size=1, num_workers=1)
+    with rustloader.trace(tmp_path / "run.json", seconds=0.3):
+        list(loader)
+    rows = check_open(load(tmp_path / "run.json"))
+    kept = [it["args"]["batch"] for it in named(rows, "batch")]
+    assert kept == list(range(kept[0], 60)) and 1 <= len(kept) <= 30
+    times = [it["ts"] for row in rows.values() for it in row]
+    assert max(times) - min(times) <= 2_000_000
+
+
+def test_what_a_full_ring_loses_is_in_the_file(tmp_path):
+    # One batch has more samples than the ring has slots, and nothing empties it meanwhile.
+    loader = DataLoader(Numbers(20_000), batch_size=10_000, num_workers=1, prefetch_factor=2)
+    with rustloader.trace(tmp_path / "run.json", level="sample"):
+        assert len(list(loader)) == 2
+    events = load(tmp_path / "run.json")
+    check_open(events)
+    samples = [event for event in events if event["ph"] == "X" and event["name"] == "sample"]
+    lost = about(events, "rustloader_trace_end")["lost"]
+    assert lost > 0 and len(samples) + lost >= 20_000
+
+
+def test_a_compressed_file_and_the_size_of_events(tmp_path):
+    loader = DataLoader(Numbers(2000), batch_size=2, num_workers=2)
+    for name in ("run.json", "run.json.gz"):
+        with rustloader.trace(tmp_path / name):
+            list(loader)
+        assert len(named(check(load(tmp_path / name)), "batch")) == 1000
+    # 100,000 batches take 30 MB at most.
+    assert (tmp_path / "run.json.gz").stat().st_size <= 300 * 1000
+    assert (tmp_path / "run.json").stat().st_size <= 1100 * 1000
+
+
+def test_wrong_arguments(tmp_path):
+    for wrong in ({"level": "fine"}, {"seconds": 0}, {"seconds": float("nan")}, {"seconds": "1"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            rustloader.trace(tmp_path / "run.json", **wrong)
+    with pytest.raises(FileNotFoundError), rustloader.trace(tmp_path / "none" / "run.json"):
+        pass
+    with rustloader.trace(tmp_path / "run.json"):
+        with pytest.raises(RuntimeError, match="already"), rustloader.trace(tmp_path / "other.json"):
+            pass
+    assert core.current() is None and os.listdir(tmp_path) == ["run.json"]
+
+
+def test_a_forked_child_ends_no_trace(tmp_path):
+    loader = DataLoader(Numbers(8), batch_size=2, num_workers=1)
+    with rustloader.trace(tmp_path / "run.json"):
+        it = iter(loader)
+        next(it)
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                status = int(core.current() is not None or len(list(DataLoader(Numbers(4), num_workers=1))) != 4)
+                core._active.__exit__(None, None, None)
+                core.follow_fetches(iter(DataLoader(Numbers(4))), object())
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        list(it)
+    assert len(named(check(load(tmp_path / "run.json")), "batch")) == 4
+
+
+def test_off_it_records_nothing(tmp_path):
+    loader = DataLoader(Numbers(8), batch_size=2, num_workers=1, persistent_workers=True)
+    with rustloader.trace(tmp_path / "run.json"):
+        pass
+    list(loader)
+    events = load(tmp_path / "run.json")
+    assert not check(events) and len(events) == 3
+
+
+def test_a_pin_thread_has_a_row(tmp_path):
+    with pinning(), rustloader.trace(tmp_path / "run.json"):
+        list(DataLoader(Numbers(8), batch_size=2, num_workers=1, pin_memory=True))
+    rows = check(load(tmp_path / "run.json"))
+    assert batches_of(named(rows, "pin", "0 Numbers: pin thread")) == [(0, batch) for batch in range(4)]
+
+
+def written(*records, workers=2):
+    """The events of records: (who, name of the kind, begin, length, number, extra), in microseconds."""
+    about = {"pid": 1, "script": "x.py", "rank": None, "wallNanoseconds": 0, "monotonicNanoseconds": 0}
+    about |= {"baseTimeNanoseconds": 0, "loaders": [{"group": 0, "name": "Numbers", "workers": workers}], "files": []}
+    words = (
+        (who << 8 | TRACE_KINDS.index(kind), begin * 1000, length * 1000, number, extra)
+        for who, kind, begin, length, number, extra in records
+    )
+    return [json.loads(line) for line in slices.lines(about, words)]
+
+
+def spans(rows, row):
+    return [(event["name"], event["ts"], event["dur"]) for event in rows[f"0 Numbers: {row}"]]
+
+
+def test_records_become_slices():
+    rows = check(
+        written(
+            (TRACE_MAIN, "epoch", 0, 0, 0, 1),
+            (0, "start", 0, 10, 0, 0),
+            (0, "wait", 10, 5, 0, 0),
+            (0, "replay", 15, 30, 0, 0),
+            (0, "sample", 46, 2, 0, 7),
+            (0, "fetch", 45, 5, 0, 0),
+            (0, "collate", 50, 5, 0, 0),
+            (0, "fetch", 55, 30, 0, 0),
+            (0, "pack", 85, 3, 0, 0),
+            (0, "publish", 88, 2, 0, 0),
+            # The second batch is cut off, and the third is not sent.
+            (0, "fetch", 90, 10, 2, 0),
+            (0, "died", 100, 0, 2, 0),
+            (1, "fetch", 20, 9, 1, 0),
+            (TRACE_MAIN, "waiting", 5, 60, 0, 0),
+            (TRACE_MAIN, "waiting", 70, 21, 0, 0),
+            (TRACE_MAIN, "next", 4, 90, 1, 0),
+            (TRACE_MAIN, "step", 94, 6, 0, 0),
+        )
+    )
+    parts = [("batch", 45, 45), ("fetch", 45, 5), ("sample", 46, 2), ("collate", 50, 5), ("rest", 55, 30)]
+    before = [("start", 0, 10), ("wait", 10, 5), ("replay", 15, 30)]
+    cut = [("batch", 90, 10), ("fetch", 90, 10)]
+    assert spans(rows, "worker 0") == [*before, *parts, ("send", 85, 5), *cut]
+    assert spans(rows, "worker 1") == [("no batch", 20, 9)]
+    assert spans(rows, "main") == [("next", 4, 90), ("wait", 5, 86), ("step", 94, 6)]
+
+
+# Merging
+
+
+PROFILED = """
+import os, time, torch, rustloader
+loader = rustloader.DataLoader(range(10), batch_size=2, num_workers=1)
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, rustloader.trace("ours.json"):
+    for _ in loader:
+        with torch.profiler.record_function("the step"):
+            time.sleep(0.02)
+profile.export_chrome_trace("torchs.json")
+print(os.getpid())
+"""
+
+
+def test_the_clock_is_that_of_torchs_profiler(tmp_path):
+    # In a process of its own: the profiler leaves a thread.
+    status, out, err = run_script(PROFILED, cwd=tmp_path)
+    assert status == 0, err
+    ours, torchs = load(tmp_path / "ours.json"), load(tmp_path / "torchs.json")
+    assert about(ours)["baseTimeNanoseconds"] == torchs["baseTimeNanoseconds"]
+    assert files.merge([str(tmp_path / "ours.json"), str(tmp_path / "torchs.json")], str(tmp_path / "all.json"))
+    events = load(tmp_path / "all.json")
+    mine = [it for it in events if it["ph"] == "X" and it["name"] == "step"]
+    steps = [it for it in events if it["ph"] == "X" and it["name"] == "the step"]
+    nexts = [it for it in events if it["ph"] == "X" and "DataLoader" in it["name"] and "__next__" in it["name"]]
+    assert len(mine) == len(steps) == 5 and nexts
+    assert {it["pid"] for it in mine} == {it["pid"] for it in steps} == {int(out)}
+    for ours, torchs in zip(mine, steps, strict=True):
+        # Within a step of the loop lies torch's, up to a millisecond.
+        assert ours["ts"] - 1000 <= torchs["ts"]
+        assert torchs["ts"] + torchs["dur"] <= ours["ts"] + ours["dur"] + 1000
+
+
+def test_files_of_ranks_merge_into_one(tmp_path):
+    events = {}
+    for rank in range(2):
+        path = tmp_path / f"{rank}.json"
+        with rustloader.trace(path):
+            list(DataLoader(Numbers(8), batch_size=2, num_workers=1))
+        events[rank] = load(path)
+    # The second one's clock counts from another time.
+    clock = next(it for it in events[1] if it["name"] == slices.CLOCK)["args"]
+    clock["baseTimeNanoseconds"] -= 5_000_000_000
+    later = [it | {"ts": it["ts"] + 5_000_000 * (it["ph"] != "M")} for it in events[1]]
+    (tmp_path / "1.json").write_text(json.dumps(later))
+    # The third has lost its end.
+    (tmp_path / "2.json").write_text((tmp_path / "0.json").read_text().rpartition("\n{")[0][:-30])
+    given, result = [str(tmp_path / f"{k}.json") for k in range(3)], tmp_path / "all.json.gz"
+    assert cli.main(["trace", "merge", *given, "-o", str(result)]) == 0
+    merged = load(result)
+    pids = [os.getpid() + k * 100_000_000 for k in range(3)]
+    assert {it["pid"] for it in merged} == {*pids}
+    times = {pid: [it["ts"] for it in merged if it["pid"] == pid and it["ph"] != "M"] for pid in pids}
+    # By the first one's clock each event is where it was.
+    for rank in range(2):
+        assert times[pids[rank]] == [it["ts"] for it in events[rank] if it["ph"] != "M"]
+    assert 0 < len(times[pids[2]]) < len(times[pids[0]])
+    ids = collections.Counter(it["id"] for it in merged if it["ph"] == "s")
+    assert set(ids.values()) == {1}
+
+
+def test_what_is_no_trace(tmp_path, capsys):
+    for text in ("", "{", "{}", "3", '{"traceEvents": 3}'):
+        (tmp_path / "wrong.json").write_text(text)
+        assert cli.main(["trace", "merge", str(tmp_path / "wrong.json"), "-o", str(tmp_path / "all.json")]) == 2
+        assert "wrong.json" in capsys.readouterr().err
+    (tmp_path / "wrong.json.gz").write_bytes(gzip.compress(b"[" * 1000)[:20])
+    for name in ("wrong.json.gz", "none.json"):
+        assert cli.main(["trace", "merge", str(tmp_path / name), "-o", str(tmp_path / "all.json")]) == 2
+        assert name in capsys.readouterr().err
+
+
+# The command
+
+SCRIPT = """
+import sys, torch
+from torch.utils.data import DataLoader
+if __name__ == "__main__":
+    loader = DataLoader(range(8), batch_size=2, num_workers=1)
+    assert sys.argv[1:] == ["--epochs", "1"], sys.argv
+    print(sum(int(batch.sum()) for batch in loader))
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("output", ["run.json", None])
+def test_the_command_runs_a_script(output, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = [] if output is None else ["-o", output, "--level", "sample", "--seconds", "100"]
+    program = ["-m", "rustloader", "trace", *options, "train.py", "--epochs", "1"]
+    source = f"import subprocess, sys; done = subprocess.run([sys.executable, *{program!r}]); sys.exit(done.returncode)"
+    status, out, err = run_script(source, head="", cwd=tmp_path)
+    output = output or "trace.json.gz"
+    assert (status, out) == (3, "28\n") and f"wrote {output}" in err
+    events = load(tmp_path / output)
+    rows = check(events)
+    assert len(named(rows, "batch")) == 4
+    assert about(events)["script"] == "train.py"
+
+
+def test_a_rank_has_its_own_file(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    program = ["-m", "rustloader", "trace", "-o", "{rank}.json", "train.py"]
+    source = f"import subprocess, sys; subprocess.run([sys.executable, *{program!r}], check=True)"
+    assert run_script(source, head="", cwd=tmp_path, environment={"RANK": "3"})[0] == 0
+    (name,) = [it["args"] for it in load(tmp_path / "3.json") if it["name"] == "process_name"]
+    assert name == {"name": "train.py rank 3"}
+
+
+def test_a_program_that_is_killed_leaves_what_merge_reads(tmp_path):
+    source = """
+import itertools, rustloader
+if __name__ == "__main__":
+    loader = rustloader.DataLoader(range(1 << 40), batch_size=2, num_workers=1)
+    with rustloader.trace("run.json"):
+        for n, _ in enumerate(loader):
+            if n == 20_000:
+                print("now", flush=True)
+"""
+    process = start_script(source, head="", cwd=tmp_path)
+    assert process.stdout.readline().strip() in ("now", b"now")
+    process.kill()
+    process.wait()
+    folder = tmp_path / "run.json.spool"
+    assert not (tmp_path / "run.json").exists() and folder.is_dir()
+    assert cli.main(["trace", "merge", str(folder), "-o", str(tmp_path / "all.json")]) == 0
+    events = load(tmp_path / "all.json")
+    assert len(named(check_open(events), "batch")) > 5000
+    assert about(events, "rustloader_trace_end")["complete"] is False
