@@ -17,8 +17,7 @@ fn ring(c: &mut Criterion) {
         });
     });
     let arena = Arena::create_sized(1 << 30, 1, 8).unwrap();
-    let (mut producer, mut consumer) =
-        (Producer::new(arena.result_ring(0)), Consumer::new(arena.result_ring(0)));
+    let (mut producer, mut consumer) = (Producer::new(arena.result_ring(0)), Consumer::new(arena.result_ring(0)));
     group.bench_function("push + pop, arena", |b| {
         b.iter(|| {
             producer.push(black_box(&[1; SLOT_WORDS])).unwrap();

@@ -34,8 +34,7 @@ const CASES: [Case; 4] = [
 fn scheduler(workers: usize, case: Case) -> Bench {
     let torch = Settings::torch(workers, 2, case.in_order);
     let batches = |times| times * torch.max_tasks();
-    let window =
-        case.window.map(|times| Window { batches: batches(times), bytes: Some(batches(times) as u64) });
+    let window = case.window.map(|times| Window { batches: batches(times), bytes: Some(batches(times) as u64) });
     let settings = Settings { dispatch: case.dispatch.unwrap_or(torch.dispatch), window, ..torch };
     Bench::new(settings).expect("these settings are in range")
 }
@@ -62,8 +61,7 @@ fn run(
                 scheduler.on_event(Duration::ZERO, event).expect("the trace follows the protocol");
             }
             Decision::Submit => {
-                let (task, placement) =
-                    scheduler.submit(delivered as u64).expect("one place has become free");
+                let (task, placement) = scheduler.submit(delivered as u64).expect("one place has become free");
                 submitted(task, placement);
             }
             Decision::Deliver { task, worker, tag, result } => {

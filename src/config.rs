@@ -1,5 +1,5 @@
-//! Limits, sizes and intervals of the core, with units and reasons. Constants of a single algorithm or layout are next to it.
-//! `python/mod.rs` exports those that the Python side needs.
+//! Limits, sizes and intervals of the core, with units and reasons. Constants of a single algorithm or layout are next
+//! to it. `python/mod.rs` exports those that the Python side needs.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -23,8 +23,8 @@ pub const TIMEOUT_MAX: f64 = 1e9;
 
 // --- Traces ---
 
-/// Slots of a worker's ring of trace events: those of a few hundred batches. `next` empties it at least as often as the next
-/// constant says, and a worker that waits for it makes no more than the batches that are outstanding.
+/// Slots of a worker's ring of trace events: those of a few hundred batches. `next` empties it at least as often as the
+/// next constant says, and a worker that waits for it makes no more than the batches that are outstanding.
 pub const TRACE_SLOTS: u32 = 1 << 12;
 /// How often `next` empties the rings.
 pub const TRACE_DRAIN: Duration = Duration::from_millis(10);
@@ -33,8 +33,8 @@ pub const TRACE_BUFFER: usize = 256 << 10;
 
 // --- Positions ---
 
-/// Batches before the last answer to which a position can go back: 8 that a wrapper has ahead, and the one that a call of its
-/// `next` is about to return.
+/// Batches before the last answer to which a position can go back: 8 that a wrapper has ahead, and the one that a call
+/// of its `next` is about to return.
 pub const BACK_BATCHES: usize = 9;
 /// Answers that are kept for it: errors between these batches count here alone.
 pub const BACK_ANSWERS: usize = 1 << 10;
@@ -77,8 +77,8 @@ pub const TRIM_WINDOW: u32 = 64;
 pub const TRIM_PATIENCE: u8 = 2;
 /// Bytes from which a block is large: its pages cost more than a wake-up.
 pub const LARGE: u64 = MIB;
-/// How long a worker waits for the return of a large block that the loop holds, per [`LARGE`] bytes of it: a fraction of what
-/// fresh pages cost.
+/// How long a worker waits for the return of a large block that the loop holds, per [`LARGE`] bytes of it: a fraction
+/// of what fresh pages cost.
 pub const RETURN_WAIT: Duration = Duration::from_micros(200);
 /// Size classes by which a warm block may exceed the requested size (up to 75 % larger).
 pub const REUSE_CLASSES: usize = 3;
@@ -141,8 +141,8 @@ pub const PIN_STACK: usize = 8 << 20;
 
 /// Interval between two checks for stuck workers.
 pub const STALL_CHECK: Duration = Duration::from_millis(100);
-/// Longest interval between two of these checks beyond [`WAIT_SLICE`]. After a longer one the main process may have been
-/// stopped, together with its workers.
+/// Longest interval between two of these checks beyond [`WAIT_SLICE`]. After a longer one the main process may have
+/// been stopped, together with its workers.
 pub const STALL_PAUSE: Duration = Duration::from_secs(1);
 /// Limit of the wait for the stack of a worker that is then killed.
 pub const KILLED_STACK: Duration = Duration::from_millis(200);
@@ -161,8 +161,8 @@ pub const HANDLER_CHECK_NS: u64 = 50_000_000;
 
 /// The longest single sleep of an idle worker; then it trims its memory and handles signals.
 pub const IDLE_SLICE: Duration = Duration::from_secs(1);
-/// How long a worker is idle before it returns all idle pages if it is ahead of the loop: several times what fresh pages of a
-/// large batch cost.
+/// How long a worker is idle before it returns all idle pages if it is ahead of the loop: several times what fresh
+/// pages of a large batch cost.
 pub const AHEAD: Duration = Duration::from_millis(20);
 /// Bytes held by a worker's objects from which it calls Python's garbage collector, which does not see their size.
 pub const COLLECT_FROM: u64 = 32 * MIB;
@@ -172,11 +172,13 @@ pub const COLLECT_BATCHES: u64 = 4;
 pub const RETAINED_MAX: u64 = GIB;
 /// Bytes from which an array that NumPy makes in a worker lies in its region.
 pub const ARRAY_MIN: usize = 64 << 10;
-/// Bytes that such arrays may have together. What a dataset keeps for long counts, too, and is better off in ordinary memory.
+/// Bytes that such arrays may have together. What a dataset keeps for long counts, too, and is better off in ordinary
+/// memory.
 pub const ARRAYS_FROM: u64 = 64 * MIB;
 /// The same limit in batches of the largest recent size; the higher of both applies.
 pub const ARRAYS_BATCHES: u64 = 4;
-/// How long a fork in a worker waits for the child's private copies of these arrays: a memory copy, unless the child is stopped.
+/// How long a fork in a worker waits for the child's private copies of these arrays: a memory copy, unless the child is
+/// stopped.
 pub const PRIVATE_WAIT: Duration = Duration::from_secs(10);
 /// How often a worker without a pidfd checks that the main process runs.
 pub const PARENT_CHECK: Duration = Duration::from_millis(200);
@@ -197,12 +199,14 @@ pub const SIGTERM_ALONE: Duration = Duration::from_secs(2);
 pub const SLOWEST: usize = 8;
 /// Recent batches whose durations statistics keep, to predict the gain of other settings.
 pub const RECENT_WORK: usize = 256;
-/// Upper bounds in microseconds of the classes that waits of `next` are counted in; longer ones have a class of their own.
+/// Upper bounds in microseconds of the classes that waits of `next` are counted in; longer ones have a class of their
+/// own.
 pub const WAIT_BOUNDS_US: [u64; 18] = [
-    100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000,
-    2_500_000, 5_000_000, 10_000_000, 30_000_000, 60_000_000,
+    100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 2_500_000,
+    5_000_000, 10_000_000, 30_000_000, 60_000_000,
 ];
-/// Mean nanoseconds of a fetch from which the CPU time of each one is measured. That takes four system calls, about 1.2 us.
+/// Mean nanoseconds of a fetch from which the CPU time of each one is measured. That takes four system calls, about 1.2
+/// us.
 pub const FETCH_MEASURED_FROM_NS: u64 = 400_000;
 /// Of shorter fetches, one in this number is measured.
 pub const FETCH_SAMPLE: u64 = 8;
@@ -219,8 +223,8 @@ pub const TABLE_READ: u32 = 1024;
 
 // --- Workers on other machines ---
 
-/// Bytes that a connection's end receives beyond what it waits for: shorter frames take no system call of their own, and a consumer
-/// that waits receives these alone.
+/// Bytes that a connection's end receives beyond what it waits for: shorter frames take no system call of their own,
+/// and a consumer that waits receives these alone.
 pub const LINK_BUFFER: usize = 16 << 10;
 /// Bytes of the largest result that the worker's thread sends itself: waking another thread would take longer.
 pub const LINK_AT_ONCE: u64 = 16 << 10;
@@ -228,13 +232,15 @@ pub const LINK_AT_ONCE: u64 = 16 << 10;
 pub const LINK_STREAK: u32 = 8;
 /// How often a thread that is off duty looks whether the consumer still receives.
 pub const LINK_OFF_DUTY: Duration = Duration::from_millis(2);
-/// How often a worker's receiving thread looks for what arrives while a batch is made: deaths and shutdowns are seen that late.
+/// How often a worker's receiving thread looks for what arrives while a batch is made: deaths and shutdowns are seen
+/// that late.
 pub const LINK_TICK: Duration = Duration::from_millis(20);
 /// Leaves of one batch: a longer table is damage.
 pub const LINK_LEAVES: u32 = 1 << 20;
 /// Tasks of a shared queue that a worker holds at a time: the next one travels while it makes a batch.
 pub const LINK_CREDIT: usize = 2;
-/// Shortest time between two reports of a replay to the main process, in nanoseconds: `stall_timeout` may fire this much early.
+/// Shortest time between two reports of a replay to the main process, in nanoseconds: `stall_timeout` may fire this
+/// much early.
 pub const REPLAY_TOLD_NS: u64 = 10_000_000;
 /// How long a connection may be without an acknowledgement before it counts as broken.
 pub const LINK_SILENCE: Duration = Duration::from_secs(15);

@@ -30,15 +30,14 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize, streaming: bool) {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
-        __m256i, __m512i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256, _mm512_loadu_si512,
-        _mm512_stream_si512,
+        __m256i, __m512i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256, _mm512_loadu_si512, _mm512_stream_si512,
     };
 
     /// Bytes per iteration: a multiple of both vector lengths.
     const STEP: usize = 256;
 
-    /// Copies the bytes before the first 64-byte boundary and after the last whole step by ordinary means; returns the bounds
-    /// of the rest.
+    /// Copies the bytes before the first 64-byte boundary and after the last whole step by ordinary means; returns the
+    /// bounds of the rest.
     ///
     /// # Safety
     /// As for [`super::copy`].

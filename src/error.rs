@@ -160,11 +160,7 @@ impl fmt::Display for Error {
                  are left; share less, free memory, or raise the limit"
             ),
             Self::Foreign { what } => {
-                write!(
-                    f,
-                    "this is no shared object that rustloader {} can read: {what}",
-                    env!("CARGO_PKG_VERSION")
-                )
+                write!(f, "this is no shared object that rustloader {} can read: {what}", env!("CARGO_PKG_VERSION"))
             }
             Self::Child { what } => f.write_str(what),
             Self::Usage { what } => {

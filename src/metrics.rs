@@ -1,8 +1,8 @@
 //! Counters of an iterator, readable from any thread at any time.
 //!
-//! A counter has one writer at a time, the thread with exclusive access or the pin thread, so an addition is a load and a store.
-//! Slow tasks, the end of an iterator and readers take the lock. In a forked child a lost thread may hold it: a child only
-//! tries to lock, and otherwise treats the data as empty.
+//! A counter has one writer at a time, the thread with exclusive access or the pin thread, so an addition is a load and
+//! a store. Slow tasks, the end of an iterator and readers take the lock. In a forked child a lost thread may hold it:
+//! a child only tries to lock, and otherwise treats the data as empty.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -96,7 +96,8 @@ pub struct WorkerTotals {
 }
 
 impl WorkerTotals {
-    /// Reads a status page at the monotonic time `now`, in nanoseconds. The caller knows the process before the page does.
+    /// Reads a status page at the monotonic time `now`, in nanoseconds. The caller knows the process before the page
+    /// does.
     pub fn of(page: &StatusPage, (pid, alive): (u32, bool), now: u64) -> Self {
         // The sums before `since_ns`: a change between the two reads omits an interval, and counts none twice.
         // SYNC: time-spent (pairs with the Release in `StatusPage::change`).
@@ -298,8 +299,7 @@ impl Meter {
     pub fn note_wait(&self, time: Duration) {
         let us = time.as_micros() as u64;
         // Most of them do not wait.
-        let class =
-            if us <= WAIT_BOUNDS_US[0] { 0 } else { WAIT_BOUNDS_US.partition_point(|&bound| bound < us) };
+        let class = if us <= WAIT_BOUNDS_US[0] { 0 } else { WAIT_BOUNDS_US.partition_point(|&bound| bound < us) };
         let word = &self.waits[class];
         word.store(word.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
@@ -534,9 +534,8 @@ mod tests {
             let now = meter.totals();
             ended.absorb(&totals);
             let free = ended.totals();
-            let right = now.counts[Count::Batches as usize] == 3
-                && now.slowest.is_empty()
-                && indices(&free) == ["5", "5"];
+            let right =
+                now.counts[Count::Batches as usize] == 3 && now.slowest.is_empty() && indices(&free) == ["5", "5"];
             // SAFETY: a plain call.
             unsafe { libc::_exit(i32::from(!right)) };
         }

@@ -1,7 +1,7 @@
 //! Observes another process's iterator through its arena, without its cooperation.
 //!
-//! Uses `pread` on a read-only descriptor and maps nothing, so it neither allocates nor changes pages of the arena. Data may be
-//! torn or garbage: every number that is used to find more data is validated, all others are only shown.
+//! Uses `pread` on a read-only descriptor and maps nothing, so it neither allocates nor changes pages of the arena.
+//! Data may be torn or garbage: every number that is used to find more data is validated, all others are only shown.
 
 use std::os::fd::BorrowedFd;
 
@@ -10,8 +10,8 @@ use crate::error::{Error, Result};
 use crate::metrics::{Count, WorkerTotals};
 use crate::shm::arena::Usage;
 use crate::shm::layout::{
-    BlockEntry, ControlPage, Geometry, Header, IN_ORDER, INDEX_BYTES, MAGIC, MainPage, MainState, PERSISTENT,
-    PINNING, QueueSlot, REMOTE, RegionHead, RingControl, RingSlot, Shared, StatusPage, VERSION, WorkerState,
+    BlockEntry, ControlPage, Geometry, Header, IN_ORDER, INDEX_BYTES, MAGIC, MainPage, MainState, PERSISTENT, PINNING,
+    QueueSlot, REMOTE, RegionHead, RingControl, RingSlot, Shared, StatusPage, VERSION, WorkerState,
 };
 use crate::shm::queue::is_waiting;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
@@ -79,8 +79,8 @@ pub struct ObservedWorker {
     pub warm: u64,
 }
 
-/// Observes an arena. `None` while no iterator uses it. [`Error::Layout`] for another version, [`Error::Corrupt`] for a file
-/// that is not an arena.
+/// Observes an arena. `None` while no iterator uses it. [`Error::Layout`] for another version, [`Error::Corrupt`] for a
+/// file that is not an arena.
 pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     let file = File { fd, len: sys::proc_fd::len(fd) as u64 };
     let header: Header = file.read(0)?;
@@ -111,8 +111,7 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     let mut observed = Vec::new();
     let shared = if geometry.shared_queue { Some(file.waiting(&geometry)?) } else { None };
     for worker_id in 0..geometry.workers {
-        let control =
-            file.read_steady(geometry.control(worker_id), |it: &ControlPage| worker_key(&it.status))?;
+        let control = file.read_steady(geometry.control(worker_id), |it: &ControlPage| worker_key(&it.status))?;
         let before = usage.warm;
         file.add_region(&geometry, worker_id, &mut usage)?;
         let warm = usage.warm.saturating_sub(before);
@@ -189,13 +188,7 @@ fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> 
     counts
 }
 
-fn worker_of(
-    control: &ControlPage,
-    started_ns: u64,
-    epoch_task: u64,
-    warm: u64,
-    ready: u32,
-) -> ObservedWorker {
+fn worker_of(control: &ControlPage, started_ns: u64, epoch_task: u64, warm: u64, ready: u32) -> ObservedWorker {
     let (page, now_ns) = (&control.status, sys::clock::monotonic_ns());
     let pid = page.pid.load(Ordering::Relaxed);
     let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));

@@ -1,7 +1,8 @@
-//! The random numbers of `seed_by`: a counter-based generator, so that they depend on a batch's place and on nothing before it.
+//! The random numbers of `seed_by`: a counter-based generator, so that they depend on a batch's place and on nothing
+//! before it.
 //!
-//! Philox4x64-10 of J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-//! `numpy.random.Philox` is the same function.
+//! Philox4x64-10 of J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw: "Parallel random numbers: as easy as 1, 2, 3",
+//! SC 2011. `numpy.random.Philox` is the same function.
 //!
 //! What this module computes must never change: programs repeat a run from saved numbers with a later version.
 
@@ -53,14 +54,11 @@ mod tests {
     /// From `kat_vectors` of the authors' library, Random123.
     #[test]
     fn the_function_is_the_published_one() {
-        let zeros =
-            [0x1655_4d9e_ca36_314c, 0xdb20_fe9d_672d_0fdc, 0xd7e7_72ce_e186_176b, 0x7e68_b68a_ec7b_a23b];
+        let zeros = [0x1655_4d9e_ca36_314c, 0xdb20_fe9d_672d_0fdc, 0xd7e7_72ce_e186_176b, 0x7e68_b68a_ec7b_a23b];
         assert_eq!(philox([0; 4], [0; 2]), zeros);
-        let ones =
-            [0x87b0_92c3_013f_e90b, 0x438c_3c67_be8d_0224, 0x9cc7_d7c6_9cd7_77b6, 0xa09c_aebf_594f_0ba0];
+        let ones = [0x87b0_92c3_013f_e90b, 0x438c_3c67_be8d_0224, 0x9cc7_d7c6_9cd7_77b6, 0xa09c_aebf_594f_0ba0];
         assert_eq!(philox([u64::MAX; 4], [u64::MAX; 2]), ones);
-        let counter =
-            [0x243f_6a88_85a3_08d3, 0x1319_8a2e_0370_7344, 0xa409_3822_299f_31d0, 0x082e_fa98_ec4e_6c89];
+        let counter = [0x243f_6a88_85a3_08d3, 0x1319_8a2e_0370_7344, 0xa409_3822_299f_31d0, 0x082e_fa98_ec4e_6c89];
         let key = [0x4528_21e6_38d0_1377, 0xbe54_66cf_34e9_0c6c];
         let pi = [0xa528_f454_03e6_1d95, 0x38c7_2dbd_566e_9788, 0xa5a1_610e_72fd_18b5, 0x57bd_43b5_e52b_7fe6];
         assert_eq!(philox(counter, key), pi);
@@ -71,12 +69,10 @@ mod tests {
     fn each_part_of_a_place_has_its_own_word() {
         let at = Place { place: 3, ordinal: 5, worker: 7, epoch: 11 };
         assert_eq!(words(13, at), philox([3, 5, 7, 11], [13, 0]));
-        let pinned =
-            [0x2c58_0a79_95c9_dfb0, 0xd976_b36a_92f2_7bac, 0xedd4_bcc9_70d9_99ab, 0xc5dc_6492_727f_9c2f];
+        let pinned = [0x2c58_0a79_95c9_dfb0, 0xd976_b36a_92f2_7bac, 0xedd4_bcc9_70d9_99ab, 0xc5dc_6492_727f_9c2f];
         assert_eq!(words(13, at), pinned);
         let first = Place { place: 0, ordinal: 0, worker: 0, epoch: 0 };
-        let pinned =
-            [0xfbbc_0fd7_0576_3d7d, 0x5941_ec5d_ac2b_d286, 0x7e84_4d9a_ba8c_946c, 0xeb11_e7c2_acb3_d49f];
+        let pinned = [0xfbbc_0fd7_0576_3d7d, 0x5941_ec5d_ac2b_d286, 0x7e84_4d9a_ba8c_946c, 0xeb11_e7c2_acb3_d49f];
         assert_eq!(words(u64::MAX, first), pinned);
     }
 }

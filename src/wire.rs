@@ -1,11 +1,13 @@
 //! The ring entries and the message head, as both sides read and write them.
 //!
 //! A task entry is `[task, kind | inline length << 32, block, length, inline ...]`: index batches of up to
-//! [`INLINE_BYTES`] bytes travel in the entry itself, others in a block of the main process's region. (A byte ring would have to
-//! be fed in pieces while the worker drains it, and the main process cannot feed it while the user trains.)
+//! [`INLINE_BYTES`] bytes travel in the entry itself, others in a block of the main process's region. (A byte ring
+//! would have to be fed in pieces while the worker drains it, and the main process cannot feed it while the user
+//! trains.)
 //!
 //! A result entry is `[task, kind | block << 32, length, checksum, fetch us | collate us << 32, pack us | copies << 32,
-//! bytes, copied bytes]`. Its block holds the message: the number of leaves, a table of the leaves' blocks and lengths, and the payload.
+//! bytes, copied bytes]`. Its block holds the message: the number of leaves, a table of the leaves' blocks and lengths,
+//! and the payload.
 
 use crate::error::{Error, Result};
 use crate::numbered::numbered_enum;
@@ -31,7 +33,8 @@ numbered_enum! {
         Resume = 3,
         /// Leave.
         Leave = 4,
-        /// The next epoch begins early: its tasks follow, and there is no answer. The payload is that of [`epoch_payload`].
+        /// The next epoch begins early: its tasks follow, and there is no answer. The payload is that of
+        /// [`epoch_payload`].
         Early = 5,
         /// As [`Self::Resume`], in place of the epoch that has begun early: that one is taken back.
         Rewind = 6,
@@ -51,11 +54,11 @@ numbered_enum! {
         Exhausted = 4,
         /// The answer to [`TaskKind::Resume`].
         Resumed = 5,
-        /// As [`Self::Pickle`], but unpickling requests something from the worker (a descriptor): unpickled on receipt, before
-        /// the worker may leave.
+        /// As [`Self::Pickle`], but unpickling requests something from the worker (a descriptor): unpickled on receipt,
+        /// before the worker may leave.
         Tied = 6,
-        /// No answer: a snapshot of the worker's state. The entry's task is the number of the worker's answers in the epoch at
-        /// which it was made. Without a block it was left out for want of memory.
+        /// No answer: a snapshot of the worker's state. The entry's task is the number of the worker's answers in the
+        /// epoch at which it was made. Without a block it was left out for want of memory.
         Snapshot = 7,
         /// As [`Self::Snapshot`], but the error that prevents it.
         FailedSnapshot = 8,
@@ -223,11 +226,8 @@ impl ResultEntry {
         if !kind.fits(block.is_some()) {
             return Err(Error::corrupt(format!("a result entry of kind {kind:?} with block {block:?}")));
         }
-        let timings = Timings {
-            fetch_us: words[4] as u32,
-            collate_us: (words[4] >> 32) as u32,
-            pack_us: words[5] as u32,
-        };
+        let timings =
+            Timings { fetch_us: words[4] as u32, collate_us: (words[4] >> 32) as u32, pack_us: words[5] as u32 };
         let load = Load { bytes: words[6], copies: (words[5] >> 32) as u32, copied_bytes: words[7] };
         Ok(Self { task: words[0], kind, block, len: words[2], checksum: words[3], timings, load })
     }
@@ -247,8 +247,8 @@ pub fn message_len(leaves: usize, payload: usize) -> u64 {
     (MESSAGE_HEAD + leaves * LEAF_ROW + payload) as u64
 }
 
-/// Bytes before the payload in a message of `len` bytes, by its first [`MESSAGE_HEAD`] bytes. [`Error::Corrupt`] if the message is too
-/// short for them.
+/// Bytes before the payload in a message of `len` bytes, by its first [`MESSAGE_HEAD`] bytes. [`Error::Corrupt`] if the
+/// message is too short for them.
 pub fn payload_start(first: &[u8], len: u64) -> Result<u64> {
     let count = word(first, 0).filter(|count| *count <= len / LEAF_ROW as u64);
     let start = count.map(|count| message_len(count as usize, 0)).filter(|start| *start <= len);

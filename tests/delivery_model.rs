@@ -1,5 +1,5 @@
-//! What calls of `next` owe, keep back and answer, against a small reference: the calls written out one after the other, in
-//! plain loops, over the same random sampler, scheduler and interrupts.
+//! What calls of `next` owe, keep back and answer, against a small reference: the calls written out one after the
+//! other, in plain loops, over the same random sampler, scheduler and interrupts.
 
 mod common;
 
@@ -24,8 +24,8 @@ enum Draw {
     Interrupted,
 }
 
-/// The scheduler's next answer. `Batch` asks for a draw first, and delivers on the next call. With a window, `Batch` and
-/// `Exhausted` each make room for one more task, and the scheduler asks while there is room.
+/// The scheduler's next answer. `Batch` asks for a draw first, and delivers on the next call. With a window, `Batch`
+/// and `Exhausted` each make room for one more task, and the scheduler asks while there is room.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Says {
     Batch,
@@ -100,18 +100,7 @@ struct World<'a> {
 impl<'a> World<'a> {
     fn new(script: &'a Script) -> Self {
         let (draws, says, decodings, room, batches, errors, yielded) = (0, 0, 0, 0, 0, 0, 0);
-        Self {
-            script,
-            draws,
-            says,
-            decodings,
-            staged: None,
-            room,
-            batches,
-            errors,
-            yielded,
-            sent: Vec::new(),
-        }
+        Self { script, draws, says, decodings, staged: None, room, batches, errors, yielded, sent: Vec::new() }
     }
 
     fn draw(&mut self) -> Draw {
@@ -369,12 +358,8 @@ impl Driver {
         loop {
             // The bindings keep no tag; here an equivalent type stands for it.
             let decide = |may_ask| match decide(world, may_ask) {
-                Decision::Deliver { task, worker, result, .. } => {
-                    Decision::Deliver { task, worker, tag: 0, result }
-                }
-                Decision::Raise { task, worker, result, .. } => {
-                    Decision::Raise { task, worker, tag: 0, result }
-                }
+                Decision::Deliver { task, worker, result, .. } => Decision::Deliver { task, worker, tag: 0, result },
+                Decision::Raise { task, worker, result, .. } => Decision::Raise { task, worker, tag: 0, result },
                 Decision::Submit => Decision::Submit,
                 Decision::Wait(deadline) => Decision::Wait(deadline),
                 Decision::TimedOut => Decision::TimedOut,
@@ -469,8 +454,7 @@ fn script() -> impl Strategy<Value = Script> {
         1 => Just(Says::Dead),
         1 => Just(Says::End),
     ];
-    let calls =
-        prop_oneof![proptest::collection::vec(before, 1..40), proptest::collection::vec(calm, 1..40),];
+    let calls = prop_oneof![proptest::collection::vec(before, 1..40), proptest::collection::vec(calm, 1..40),];
     let draws = proptest::collection::vec(draw, 0..60);
     let cut_off = proptest::collection::vec(proptest::bool::weighted(0.2), 0..60);
     (any::<bool>(), calls, draws, proptest::collection::vec(says, 0..60), cut_off)

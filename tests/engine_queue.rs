@@ -34,13 +34,11 @@ struct Rig {
 
 impl Rig {
     fn new(in_order: bool) -> Self {
-        let needs =
-            Needs { workers: WORKERS, outstanding: 2 * WORKERS, shared_queue: true, snapshots: false };
+        let needs = Needs { workers: WORKERS, outstanding: 2 * WORKERS, shared_queue: true, snapshots: false };
         let arena = Arena::create_for(1 << 30, needs).unwrap();
         let mut engine = Engine::over(arena.clone(), settings(in_order)).unwrap();
         let doorbell = || engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
-        let ports =
-            (0..WORKERS).map(|worker| Port::open(arena.clone(), worker, doorbell()).unwrap()).collect();
+        let ports = (0..WORKERS).map(|worker| Port::open(arena.clone(), worker, doorbell()).unwrap()).collect();
         let start = |_| Command::new("sleep").arg("1000").spawn().unwrap();
         let processes: Vec<Child> = (0..WORKERS).map(start).collect();
         for (worker, process) in (0..).zip(&processes) {
@@ -198,10 +196,7 @@ fn a_death_loses_the_task_that_the_worker_held_and_the_others_go_on() {
         rig.engine.wait(None).unwrap();
         rig.engine.after_wait().unwrap();
     }
-    assert_eq!(
-        rig.engine.death().map(|death| (death.worker.0, death.lost.map(|task| task.0))),
-        Some((1, Some(2)))
-    );
+    assert_eq!(rig.engine.death().map(|death| (death.worker.0, death.lost.map(|task| task.0))), Some((1, Some(2))));
     assert_eq!(rig.claim(2).task, 3, "what waits goes on to others");
     rig.send(2, 3);
     rig.send(0, 0);
@@ -294,7 +289,5 @@ fn an_arena_without_a_queue_serves_no_engine_that_needs_one() {
     let arena = Arena::create_for(1 << 30, needs).unwrap();
     assert!(matches!(Engine::<u64>::over(arena, Settings::torch(3, 2, true)), Err(Error::Usage { .. })));
     assert!(Engine::<u64>::new(settings(true), false).unwrap().arena().queue_control().is_some());
-    assert!(
-        Engine::<u64>::new(Settings::torch(3, 2, true), false).unwrap().arena().queue_control().is_none()
-    );
+    assert!(Engine::<u64>::new(Settings::torch(3, 2, true), false).unwrap().arena().queue_control().is_none());
 }

@@ -216,15 +216,12 @@ fn every_position_that_can_be_asked_for_has_its_snapshot_and_no_older_one_is_kep
                     for (worker, count) in (0..).zip(position.per_worker) {
                         let (found, is_error, payload) = rig.found(worker, count).unwrap();
                         assert_eq!((found, is_error), (count, false));
-                        assert_eq!(
-                            payload,
-                            if count == 0 { b"first".to_vec() } else { count.to_le_bytes().into() }
-                        );
+                        assert_eq!(payload, if count == 0 { b"first".to_vec() } else { count.to_le_bytes().into() });
                     }
                 }
             }
-            // The answers that a position may go behind, one before them for each worker, one under way, and one that goes with its
-            // worker's next.
+            // The answers that a position may go behind, one before them for each worker, one under way, and one that
+            // goes with its worker's next.
             assert!(held(&rig.arena) <= BACK_BATCHES + 1 + 2 + 2, "{} are held", held(&rig.arena));
         }
     }
@@ -367,8 +364,7 @@ fn the_ring_has_room_for_all_snapshots_while_nobody_takes_them() {
             Settings { persistent: true, dispatch: Dispatch::SharedQueue, ..torchs },
         ] {
             // With a shared queue, one worker may take all tasks.
-            let tasks =
-                if settings.dispatch == Dispatch::SharedQueue { workers } else { 1 } * prefetch_factor;
+            let tasks = if settings.dispatch == Dispatch::SharedQueue { workers } else { 1 } * prefetch_factor;
             let mut rig = Rig::new(settings);
             rig.snapshot(0, 0, b"first");
             for count in 1..=tasks as u64 {

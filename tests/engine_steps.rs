@@ -1,5 +1,5 @@
-//! What the engine answers when nothing can be delivered yet, when a worker's process ends, and at the ends of epochs; and
-//! what workers see of it.
+//! What the engine answers when nothing can be delivered yet, when a worker's process ends, and at the ends of epochs;
+//! and what workers see of it.
 
 use std::os::fd::AsRawFd;
 use std::process::{Child, Command};
@@ -227,8 +227,7 @@ fn a_new_epoch_brings_each_worker_its_message_and_the_number_of_its_first_task()
             (0..SETTINGS.prefetch_factor).for_each(|_| rig.answer(worker));
             let Received::Task(entry) = port.receive().unwrap() else { panic!("no message") };
             let in_block = port.payload.lock().unwrap();
-            let payload =
-                if entry.block.is_some() { &in_block[..] } else { &entry.inline[..entry.len as usize] };
+            let payload = if entry.block.is_some() { &in_block[..] } else { &entry.inline[..entry.len as usize] };
             assert_eq!((entry.kind, entry.block.is_some()), (TaskKind::Resume, message.len() > 24));
             assert_eq!(read_epoch(payload).unwrap(), (sent, message));
             drop(in_block);

@@ -59,17 +59,13 @@ fn the_worker_is_told_to_leave_after_its_last_tied_result_was_opened() {
     for payload in [&b"first"[..], b"third"] {
         // Asked again it answers the same, and nothing after the result has been read.
         let Step::Open { .. } = step(&mut engine) else { panic!("the result is to be opened") };
-        let Step::Open { incoming, ready: None } = step(&mut engine) else {
-            panic!("the result is to be opened")
-        };
+        let Step::Open { incoming, ready: None } = step(&mut engine) else { panic!("the result is to be opened") };
         assert_eq!(engine.active(), [true, true]);
         let message = Message::open(&arena, &incoming, Vec::new()).unwrap();
         assert_eq!(message.payload(), payload);
         engine.opened(message.payload().to_vec()).unwrap();
     }
-    assert!(
-        matches!(step(&mut engine), Step::Deliver { tag: 0, ready: Some(opened), .. } if opened == b"first")
-    );
+    assert!(matches!(step(&mut engine), Step::Deliver { tag: 0, ready: Some(opened), .. } if opened == b"first"));
     assert_eq!(engine.active(), [false, true]);
     assert_eq!(task(&ports[0]).kind, TaskKind::Leave);
 
@@ -112,9 +108,7 @@ fn a_tied_result_whose_opening_was_cut_off_is_opened_again_from_what_is_left() {
     let Step::Open { ready: Some(left), .. } = step(&mut engine) else { panic!("once more") };
     assert_eq!(left, b"first");
     engine.opened(left).unwrap();
-    assert!(
-        matches!(step(&mut engine), Step::Deliver { tag: 0, ready: Some(opened), .. } if opened == b"first")
-    );
+    assert!(matches!(step(&mut engine), Step::Deliver { tag: 0, ready: Some(opened), .. } if opened == b"first"));
 }
 
 #[test]

@@ -11,12 +11,7 @@ use rustloader::shm::doorbell;
 use rustloader::wire::{Load, ResultEntry, ResultKind, TaskEntry, Timings, read_message};
 
 fn words() -> impl Strategy<Value = [u64; 8]> {
-    let word = prop_oneof![
-        any::<u64>(),
-        0..64u64,
-        Just(u64::MAX),
-        (0..7u64, 0..64u64).prop_map(|(k, b)| k | b << 32)
-    ];
+    let word = prop_oneof![any::<u64>(), 0..64u64, Just(u64::MAX), (0..7u64, 0..64u64).prop_map(|(k, b)| k | b << 32)];
     proptest::array::uniform8(word)
 }
 

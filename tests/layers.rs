@@ -1,4 +1,5 @@
-//! The layers of the crate: a module uses only what lies below it. The table stands in the documentation of `src/lib.rs`.
+//! The layers of the crate: a module uses only what lies below it. The table stands in the documentation of
+//! `src/lib.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -56,8 +57,8 @@ fn first_names(rest: &str) -> Vec<&str> {
     names
 }
 
-/// The modules of the crate's root that a file names: by `crate::`, or by as many `super::` as lead there. `depth` is the
-/// number of modules around the file's code.
+/// The modules of the crate's root that a file names: by `crate::`, or by as many `super::` as lead there. `depth` is
+/// the number of modules around the file's code.
 fn used(text: &str, depth: usize) -> Vec<Used> {
     let text = code(text);
     let root = "super::".repeat(depth);
@@ -84,12 +85,8 @@ fn violations(layers: &Layers, module: &str, file: &Path, text: &str, depth: usi
             let allowed: Vec<&str> =
                 layers.iter().filter(|(_, layer)| **layer > own).map(|(name, _)| &**name).collect();
             let file = file.display();
-            writeln!(
-                wrong,
-                "{file}:{line}: `{module}` uses `{other}`, but may use only {}",
-                allowed.join(", ")
-            )
-            .unwrap();
+            writeln!(wrong, "{file}:{line}: `{module}` uses `{other}`, but may use only {}", allowed.join(", "))
+                .unwrap();
         }
     }
     for (at, line) in code(text).lines().enumerate() {
@@ -303,10 +300,7 @@ fn the_files_of_a_module_use_each_other_in_one_direction() {
     let modules: BTreeSet<Module> = sources.keys().cloned().collect();
     let mut by_top: BTreeMap<String, Arrows> = BTreeMap::new();
     for (module, path) in sources {
-        if module != ["lib"]
-            && module.last().is_none_or(|name| name != "tests")
-            && !module.contains(&"tests".into())
-        {
+        if module != ["lib"] && module.last().is_none_or(|name| name != "tests") && !module.contains(&"tests".into()) {
             let text = std::fs::read_to_string(path).unwrap();
             add_arrows(by_top.entry(module[0].clone()).or_default(), &modules, &module, &text);
         }
@@ -355,7 +349,6 @@ fn a_circle_of_files_is_found() {
 #[test]
 fn a_module_with_a_folder_is_its_mod_rs() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let beside: Vec<PathBuf> =
-        files(&src).into_iter().filter(|file| file.with_extension("").is_dir()).collect();
+    let beside: Vec<PathBuf> = files(&src).into_iter().filter(|file| file.with_extension("").is_dir()).collect();
     assert!(beside.is_empty(), "move each of these into its folder, as mod.rs: {beside:?}");
 }

@@ -1,7 +1,7 @@
 //! The wake-up that could be lost, and the bitmap. Run by `make test` with `--cfg loom`.
 //!
-//! The kernel's part is modelled by its promise: a futex wait returns at once when the word is no longer what the sleeper
-//! has seen, an eventfd keeps a ring until it is read. So a sleeper may sleep indefinitely only if the bell
+//! The kernel's part is modelled by its promise: a futex wait returns at once when the word is no longer what the
+//! sleeper has seen, an eventfd keeps a ring until it is read. So a sleeper may sleep indefinitely only if the bell
 //! is still what its ticket says, and nothing was there when it looked once more.
 #![cfg(loom)]
 

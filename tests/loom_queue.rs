@@ -130,7 +130,8 @@ fn a_worker_that_stops_after_its_swap_holds_one_entry_and_no_other_worker_waits_
     });
 }
 
-/// A worker's search before its sleep, as in `Port::receive`: whether it has found an entry, or the futex does not wait.
+/// A worker's search before its sleep, as in `Port::receive`: whether it has found an entry, or the futex does not
+/// wait.
 fn found_or_woken(queue: &HeapQueue, worker: u32, sleeper: &Sleeper) -> (bool, u32) {
     let Ticket(ticket) = sleeper.announce();
     (claimed(queue, worker, 1) == [0], ticket)

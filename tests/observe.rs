@@ -66,10 +66,7 @@ fn an_arena_shows_its_iterator_from_the_begin_to_the_end() {
     assert_eq!((seen.prefetch_factor, seen.in_order, seen.persistent, seen.pinning), (2, true, true, false));
     assert_eq!(seen.workers.len(), WORKERS as usize);
     let idle = &seen.workers[1];
-    assert_eq!(
-        (idle.state, idle.totals.pid, idle.batch, &idle.index),
-        (WorkerState::Starting, 0, None, &None)
-    );
+    assert_eq!((idle.state, idle.totals.pid, idle.batch, &idle.index), (WorkerState::Starting, 0, None, &None));
     engine.finish();
     assert!(look(&arena).is_none(), "it has ended");
     engine.next_begins();
@@ -166,10 +163,7 @@ fn a_worker_shows_its_batch_and_its_index() {
     );
     arena.reset_control();
     let status = &arena.control(0).status;
-    assert_eq!(
-        status.start_cpu_ns.load(Ordering::Relaxed) + status.start_queued_ns.load(Ordering::Relaxed),
-        0
-    );
+    assert_eq!(status.start_cpu_ns.load(Ordering::Relaxed) + status.start_queued_ns.load(Ordering::Relaxed), 0);
 }
 
 #[test]
@@ -273,10 +267,7 @@ fn another_version_is_named() {
     let error = observe(file_of(&head, arena.geometry().total).as_fd()).unwrap_err();
     assert_eq!(error, Error::Layout { found: 77, expected: VERSION });
     let text = error.to_string();
-    assert!(
-        text.contains("layout version 77") && text.contains(&format!("reads version {VERSION}")),
-        "{text}"
-    );
+    assert!(text.contains("layout version 77") && text.contains(&format!("reads version {VERSION}")), "{text}");
 }
 
 #[test]

@@ -57,9 +57,7 @@ fn fake(act: Act) -> (Fake, Arc<AtomicUsize>) {
 
 fn open(arena: &Arc<Arena>, handle: &Handle) -> Vec<Port> {
     let doorbell = || handle.doorbell.as_fd().try_clone_to_owned().unwrap();
-    (0..arena.geometry().workers)
-        .map(|worker| Port::open(arena.clone(), worker, doorbell()).unwrap())
-        .collect()
+    (0..arena.geometry().workers).map(|worker| Port::open(arena.clone(), worker, doorbell()).unwrap()).collect()
 }
 
 /// A worker publishes batch `number` as the answer to a task, with one leaf.
@@ -72,10 +70,7 @@ fn publish(port: &Port, task: u64, number: u64) {
 /// Blocks that the main process has not released.
 fn held(arena: &Arc<Arena>) -> usize {
     let entries = |region| &arena.table(region)[..arena.block_count(region) as usize];
-    (0..arena.geometry().regions())
-        .flat_map(entries)
-        .filter(|entry| entry.state.load(SeqCst) & CONSUMER != 0)
-        .count()
+    (0..arena.geometry().regions()).flat_map(entries).filter(|entry| entry.state.load(SeqCst) & CONSUMER != 0).count()
 }
 
 fn until(mut condition: impl FnMut() -> bool) {
@@ -105,8 +100,7 @@ impl Rig {
         let settings = Settings::torch(workers, prefetch_factor, in_order);
         let mut engine = Engine::over(arena.clone(), settings).unwrap();
         let ports = open(&arena, engine.handle());
-        let processes: Vec<Child> =
-            (0..workers).map(|_| Command::new("sleep").arg("1000").spawn().unwrap()).collect();
+        let processes: Vec<Child> = (0..workers).map(|_| Command::new("sleep").arg("1000").spawn().unwrap()).collect();
         for (worker, process) in processes.iter().enumerate() {
             engine.started(worker as u32, process.id() as i32).unwrap();
         }
@@ -315,8 +309,7 @@ fn what_the_thread_has_held_is_gone_when_its_end_is_told() {
     let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
     for _ in 0..200 {
         let handle = Arc::new(Handle::new(arena.clone()).unwrap());
-        let link =
-            pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
+        let link = pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
         handle.stop_pinning();
         until(|| handle.pinning().unwrap().join(LIMIT));
         // The handle's own, and the link's.

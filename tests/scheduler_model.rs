@@ -1,10 +1,10 @@
 //! The scheduler against a small reference: a transcription of what torch's `_MultiProcessingDataLoaderIter` does,
-//! with deaths added: final ones, and workers that are replaced, of which torch's algorithm notices nothing. Random orders of
-//! completion, errors, exhaustions, deaths, replacements, resets and timeouts.
+//! with deaths added: final ones, and workers that are replaced, of which torch's algorithm notices nothing. Random
+//! orders of completion, errors, exhaustions, deaths, replacements, resets and timeouts.
 //!
-//! Settings that torch does not have are combined freely: a shared queue, and windows of batches and bytes. They have no
-//! reference: no task may be lost or delivered twice, the order, all bounds and the dispatch policy must hold, and a window
-//! asks the sampler exactly while there is room.
+//! Settings that torch does not have are combined freely: a shared queue, and windows of batches and bytes. They have
+//! no reference: no task may be lost or delivered twice, the order, all bounds and the dispatch policy must hold, and a
+//! window asks the sampler exactly while there is room.
 
 mod common;
 
@@ -112,10 +112,10 @@ impl Torch {
                 self.rcvd += 1;
                 return self.process(self.rcvd - 1, failed);
             }
-            // Deaths go beyond torch's rules: raised at once out of order, in order when the head is lost or nothing is left.
-            let lost = |(_, (worker, data)): &(&u64, &(usize, Option<bool>))| {
-                data.is_none() && self.dead.contains(worker)
-            };
+            // Deaths go beyond torch's rules: raised at once out of order, in order when the head is lost or nothing is
+            // left.
+            let lost =
+                |(_, (worker, data)): &(&u64, &(usize, Option<bool>))| data.is_none() && self.dead.contains(worker);
             if !self.dead.is_empty() && (!self.in_order || head.is_none_or(|(w, _)| self.dead.contains(&w))) {
                 let first = self.info.iter().find(lost);
                 let worker = first.map_or(self.dead[0], |(_, (worker, _))| *worker);
@@ -297,9 +297,7 @@ impl World<'_> {
                 Action::Retire(worker) => {
                     self.processes[worker.index()].gone = true;
                     // Its exit is not a death.
-                    self.scheduler
-                        .on_event(self.now, Event::WorkerDied { worker, held: Vec::new() })
-                        .unwrap();
+                    self.scheduler.on_event(self.now, Event::WorkerDied { worker, held: Vec::new() }).unwrap();
                 }
                 Action::Resume(worker) => {
                     let process = &mut self.processes[worker.index()];
@@ -470,8 +468,7 @@ impl World<'_> {
 
     /// Whether a vacancy is due whose tasks the epoch needs.
     fn is_vacancy_due(&self) -> bool {
-        let needed =
-            |process: &&Process| process.vacant && process.due.is_none() && !process.bound.is_empty();
+        let needed = |process: &&Process| process.vacant && process.due.is_none() && !process.bound.is_empty();
         self.scheduler.death().is_none() && self.processes.iter().any(|process| needed(&process))
     }
 
@@ -540,10 +537,7 @@ impl World<'_> {
                     Placement::Worker(worker) => worker,
                     Placement::Later => {
                         let all = self.scheduler.undelivered();
-                        all.iter()
-                            .find(|(number, _)| *number == task)
-                            .and_then(|(_, worker)| *worker)
-                            .unwrap()
+                        all.iter().find(|(number, _)| *number == task).and_then(|(_, worker)| *worker).unwrap()
                     }
                 };
                 if self.settings.dispatch == Dispatch::RoundRobin && self.config.is_map_style() {
@@ -672,8 +666,7 @@ impl World<'_> {
                     self.resend();
                     continue;
                 }
-                Decision::Deliver { task, worker, tag, result }
-                | Decision::Raise { task, worker, tag, result } => {
+                Decision::Deliver { task, worker, tag, result } | Decision::Raise { task, worker, tag, result } => {
                     assert_eq!((tag, result), (task.0, task.0 * 3));
                     assert!(task.0 >= self.epoch, "a stale batch");
                     self.ended[task.0 as usize] += 1;
@@ -819,10 +812,7 @@ fn run(config: &Config) {
                     let first = held.min().map_or((world.dead[0].0, None), |(task, it)| (it, Some(task)));
                     assert_eq!((worker, lost), first);
                     let is_next = |task: &u64| last.max(world.epoch.checked_sub(1)) == task.checked_sub(1);
-                    assert!(
-                        world.settings.delivery == DeliveryOrder::AsCompleted
-                            || !world.ready.iter().any(is_next)
-                    );
+                    assert!(world.settings.delivery == DeliveryOrder::AsCompleted || !world.ready.iter().any(is_next));
                 }
                 if world.choice() < 128 {
                     world.a_worker_acts();
@@ -847,11 +837,9 @@ fn run(config: &Config) {
 }
 
 fn config() -> impl Strategy<Value = Config> {
-    let dispatch =
-        prop_oneof![Just(Dispatch::RoundRobin), Just(Dispatch::FairShare), Just(Dispatch::SharedQueue)];
+    let dispatch = prop_oneof![Just(Dispatch::RoundRobin), Just(Dispatch::FairShare), Just(Dispatch::SharedQueue)];
     let window = (1_usize..40, proptest::option::of(0_u64..400));
-    let window =
-        proptest::option::weighted(0.8, window.prop_map(|(batches, bytes)| Window { batches, bytes }));
+    let window = proptest::option::weighted(0.8, window.prop_map(|(batches, bytes)| Window { batches, bytes }));
     let delivery = prop_oneof![Just(DeliveryOrder::InOrder), Just(DeliveryOrder::AsCompleted)];
     let free = (dispatch, delivery, window);
     let free = free.prop_map(|(dispatch, delivery, window)| Free { dispatch, delivery, window });

@@ -34,11 +34,7 @@ const WITHOUT: &[(&str, &str, &str)] = &[
     ("sigterm.rs", "getpid", "cannot be refused"),
     ("sigterm.rs", "raise", "in a signal's handler; cannot be refused"),
     ("sigterm.rs", "sigaction", "in a signal's handler; the one outside of it has a failpoint"),
-    (
-        "sigterm.rs",
-        "timer_settime",
-        "in a signal's handler; refused, the signal does what it does without it",
-    ),
+    ("sigterm.rs", "timer_settime", "in a signal's handler; refused, the signal does what it does without it"),
     ("socket.rs", "set_socket_keepalive", "refused for no socket"),
     ("socket.rs", "set_tcp_keepcnt", "refused for other sockets than TCP's, which need no option"),
     ("socket.rs", "set_tcp_keepidle", "as above"),
@@ -122,8 +118,7 @@ fn faults(path: &Path, text: &str) -> Vec<String> {
             found.push(format!("{name} is called in {}", path.display()));
         }
         // The macro stands around the call, or around a closure named a line or two before.
-        let near =
-            String::from_utf8_lossy(&text.as_bytes()[at.saturating_sub(130)..text.len().min(at + 260)]);
+        let near = String::from_utf8_lossy(&text.as_bytes()[at.saturating_sub(130)..text.len().min(at + 260)]);
         let known = WITHOUT.iter().any(|(place, call, _)| (*place, *call) == (file, name));
         if !near.contains("failpoint!(\"") && !known {
             found.push(format!("{name} in {file} has no failpoint"));
@@ -159,11 +154,7 @@ fn calls_stand_in_sys_and_have_a_failpoint() {
 #[test]
 fn a_call_in_the_wrong_place_or_without_a_failpoint_is_found() {
     let bad = [
-        (
-            "src/engine/handle.rs",
-            "failpoint!(\"x\", libc::kill(pid, 0))",
-            "kill is called in src/engine/handle.rs",
-        ),
+        ("src/engine/handle.rs", "failpoint!(\"x\", libc::kill(pid, 0))", "kill is called in src/engine/handle.rs"),
         ("src/sys/pidfd.rs", "unsafe { libc::kill(pid, 0) }", "kill in pidfd.rs has no failpoint"),
         ("src/sys/pidfd.rs", "unsafe { libc::munmap(begin, len) }", "munmap in pidfd.rs has no failpoint"),
         ("src/sys/map.rs", "rustix::fs::fstat(fd)", "fstat in map.rs has no failpoint"),
@@ -207,8 +198,7 @@ fn the_code_behind_a_test_module_is_product() {
 fn every_kind_of_failpoint_is_used() {
     use std::collections::BTreeSet;
     let all: String = sources(&src().join("sys")).into_iter().map(|(_, text)| text).collect();
-    let used: BTreeSet<&str> =
-        all.split("failpoint!(\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
+    let used: BTreeSet<&str> = all.split("failpoint!(\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
     let listed: BTreeSet<&str> = rustloader::sys::failpoint::kinds().iter().copied().collect();
     assert_eq!(used, listed);
 }

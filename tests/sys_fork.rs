@@ -76,9 +76,7 @@ fn steps_run_in_their_own_order_around_a_fork_and_the_generation_rises_in_the_ch
     assert_eq!(Step::ALL, [Step::Generation, Step::Connections, Step::Blocks, Step::Arrays]);
     assert!(Step::ALL.iter().enumerate().all(|(place, &step)| step as usize == place));
     // Not in their order.
-    for (step, handlers) in
-        [(Step::Blocks, &BLOCKS), (Step::Arrays, &ARRAYS), (Step::Connections, &CONNECTIONS)]
-    {
+    for (step, handlers) in [(Step::Blocks, &BLOCKS), (Step::Arrays, &ARRAYS), (Step::Connections, &CONNECTIONS)] {
         assert!(fork::on_fork(step, handlers).unwrap());
         assert!(!fork::on_fork(step, handlers).unwrap());
     }

@@ -14,8 +14,7 @@ struct Tree(PathBuf);
 
 impl Tree {
     fn new(name: &str) -> Self {
-        let root =
-            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("sys_memory_{name}_{}", std::process::id()));
+        let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("sys_memory_{name}_{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&root);
         let tree = Self(root);
         tree.file("proc/meminfo", MEMINFO)
@@ -88,10 +87,11 @@ fn every_level_of_v2_counts() {
 
 #[test]
 fn a_limit_above_the_machine_does_not_count() {
-    let tree = Tree::new("above")
-        .file("proc/self/cgroup", "0::/a\n")
-        .file("cgroup/cgroup.controllers", "")
-        .v2("/a", "99999999999", 0);
+    let tree = Tree::new("above").file("proc/self/cgroup", "0::/a\n").file("cgroup/cgroup.controllers", "").v2(
+        "/a",
+        "99999999999",
+        0,
+    );
     assert_eq!(tree.available().bytes, MACHINE);
 }
 
@@ -123,10 +123,7 @@ fn v1_has_its_own_files_and_its_own_word_for_no_limit() {
         .file("proc/self/cgroup", "12:cpu,cpuacct:/x\n4:memory:/a/b\n0::/a\n")
         .v1("", 9_223_372_036_854_771_712, 10)
         .v1("/a", 20_000, 10_000)
-        .file(
-            "cgroup/memory/a/memory.stat",
-            "inactive_file 1\ntotal_inactive_file 1500\ntotal_active_file 500\n",
-        )
+        .file("cgroup/memory/a/memory.stat", "inactive_file 1\ntotal_inactive_file 1500\ntotal_active_file 500\n")
         .v1("/a/b", 9_223_372_036_854_771_712, 10);
     let room = tree.available();
     assert_eq!(room.bytes, 12_000);
@@ -139,8 +136,7 @@ fn every_limit_has_its_size_and_its_kind() {
         .file("proc/self/cgroup", "0::/a\n")
         .file("cgroup/cgroup.controllers", "memory\n")
         .v2("/a", "300000", 100_000);
-    let found: Vec<_> =
-        limits(&tree.roots()).iter().map(|room| (room.is_cgroup, room.size, room.bytes)).collect();
+    let found: Vec<_> = limits(&tree.roots()).iter().map(|room| (room.is_cgroup, room.size, room.bytes)).collect();
     assert_eq!(found, [(false, 1050 * 1024, MACHINE), (true, 300_000, 200_000)]);
 }
 

@@ -51,8 +51,7 @@ fn await_exit(process: &PidFd) {
 /// Whether the kernel keeps the status of a process that was reaped.
 fn keeps_status() -> bool {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
-    let mut numbers =
-        release.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse::<u32>().unwrap_or(0));
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse::<u32>().unwrap_or(0));
     (numbers.next().unwrap(), numbers.next().unwrap_or(0)) >= (6, 15)
 }
 

@@ -1,7 +1,8 @@
 //! A worker's connection to the engine: the same rules in one arena, and over sockets between two.
 //!
-//! What a peer of a socket may do wrong is tried at each end, in `transport/main_end.rs` and `transport/worker_end.rs`. No way is
-//! over heap memory: an arena returns pages by punching holes into its memfd. Its rings alone are, in `loom_ring.rs`.
+//! What a peer of a socket may do wrong is tried at each end, in `transport/main_end.rs` and `transport/worker_end.rs`.
+//! No way is over heap memory: an arena returns pages by punching holes into its memfd. Its rings alone are, in
+//! `loom_ring.rs`.
 
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
@@ -59,7 +60,8 @@ fn sockets(way: Way) -> (OwnedFd, OwnedFd) {
     }
 }
 
-/// Two ends, the second one without the code under test: a socket of either kind is read, written and shut down by the same calls.
+/// Two ends, the second one without the code under test: a socket of either kind is read, written and shut down by the
+/// same calls.
 fn raw_sockets(way: Way) -> (OwnedFd, UnixStream) {
     let (one, other) = sockets(way);
     let other = UnixStream::from(other);
@@ -176,8 +178,7 @@ impl Main {
         let mut named = 0;
         let mut completions = Completions::new(&self.arena);
         while let Some(incoming) = completions.pop(0).unwrap() {
-            let message =
-                incoming.entry.block.map(|_| Message::open(&self.arena, &incoming, Vec::new()).unwrap());
+            let message = incoming.entry.block.map(|_| Message::open(&self.arena, &incoming, Vec::new()).unwrap());
             named += message.map_or(0, |message| 1 + message.leaves.len());
         }
         held == named
@@ -216,8 +217,7 @@ impl Worker {
     fn over(socket: OwnedFd, room: u64) -> Self {
         let lost = Arc::new(AtomicBool::new(false));
         let noted = lost.clone();
-        let remote =
-            Remote::start(socket, OUTSTANDING, room, move || noted.store(true, Relaxed), || {}).unwrap();
+        let remote = Remote::start(socket, OUTSTANDING, room, move || noted.store(true, Relaxed), || {}).unwrap();
         let port = Port::over(remote.clone()).unwrap();
         remote.ready();
         Self { port, remote: Some(remote), lost }
@@ -318,19 +318,12 @@ fn batches_come_back_whole_and_in_order() {
             for (at, shape) in shapes.iter().enumerate() {
                 let incoming = main.take();
                 let task = 6 * round + at as u64;
-                assert_eq!(
-                    (incoming.entry.task, incoming.entry.timings.fetch_us),
-                    (task, task as u32),
-                    "{way:?}"
-                );
+                assert_eq!((incoming.entry.task, incoming.entry.timings.fetch_us), (task, task as u32), "{way:?}");
                 let (payload, leaves) = main.open(&incoming);
                 assert_eq!(payload, asks(shape));
                 assert_eq!(leaves.len(), shape.len());
                 for (leaf, len) in leaves.iter().zip(shape) {
-                    assert!(
-                        leaf.len() == *len as usize && leaf.iter().all(|byte| *byte == task as u8),
-                        "{way:?}"
-                    );
+                    assert!(leaf.len() == *len as usize && leaf.iter().all(|byte| *byte == task as u8), "{way:?}");
                 }
                 assert!(incoming.entry.load.bytes >= shape.iter().map(|len| u64::from(*len)).sum());
             }
@@ -349,9 +342,7 @@ fn batches_come_back_whole_and_in_order() {
 fn each_kind_of_answer_arrives_where_it_belongs() {
     for way in WAYS {
         let (mut main, worker) = open(way);
-        for (task, kind) in
-            [(0, TaskKind::Plain), (1, TaskKind::Pickle), (2, TaskKind::Plain), (3, TaskKind::Plain)]
-        {
+        for (task, kind) in [(0, TaskKind::Plain), (1, TaskKind::Pickle), (2, TaskKind::Plain), (3, TaskKind::Plain)] {
             main.send(task, kind, &[7; 100]);
         }
         worker.port.send_snapshot(0, b"first", false).unwrap();
@@ -451,8 +442,7 @@ fn a_batch_that_is_larger_than_the_main_process_has_room_for_is_refused_and_the_
         // The largest one that it makes has room in the main process.
         main.send(1, TaskKind::Plain, b"");
         worker.next().unwrap();
-        let fits =
-            |len: &u64| worker.port.allocate(*len).map(|(block, _)| worker.port.release(block)).is_ok();
+        let fits = |len: &u64| worker.port.allocate(*len).map(|(block, _)| worker.port.release(block)).is_ok();
         let largest = (0..room).rev().step_by(4096).find(fits).unwrap();
         assert!(largest > room / 2);
         worker.answer(1, b"", &[largest as usize]);
@@ -518,8 +508,7 @@ fn a_kill_reaches_a_worker_that_makes_a_batch() {
     let (one, other) = sockets(Way::Tcp);
     let main = Main::linked(one, ARENA);
     let (killed, end) = mpsc::channel();
-    let remote =
-        Remote::start(other, OUTSTANDING, ARENA / 2, || {}, move || killed.send(()).unwrap()).unwrap();
+    let remote = Remote::start(other, OUTSTANDING, ARENA / 2, || {}, move || killed.send(()).unwrap()).unwrap();
     main.link.as_ref().unwrap().kill();
     end.recv_timeout(LIMIT).unwrap();
     drop(remote);

@@ -1,5 +1,5 @@
-//! A worker's slot: its process ends at any point, its rings and region are reset, and another process takes its place. The
-//! other workers and the leases on its blocks do not notice.
+//! A worker's slot: its process ends at any point, its rings and region are reset, and another process takes its place.
+//! The other workers and the leases on its blocks do not notice.
 
 use std::collections::VecDeque;
 use std::process::{Child, Command};
@@ -103,10 +103,7 @@ impl Main {
         assert_eq!(self.arena.promised_by_others(1), 0);
         let table = &self.arena.table(0)[..self.arena.block_count(0) as usize];
         let lost = |block: &&BlockEntry| block.state.load(Relaxed) & RETURNING != 0;
-        assert!(
-            table.iter().filter(lost).all(|block| block.warm.load(Relaxed) == 0),
-            "what is lost has no pages"
-        );
+        assert!(table.iter().filter(lost).all(|block| block.warm.load(Relaxed) == 0), "what is lost has no pages");
         withdrawn
     }
 }
@@ -200,8 +197,7 @@ fn serve(arena: &Arc<Arena>) -> ! {
             if let Received::Task(entry) = port.receive().unwrap() {
                 let leaf = leaf(&port, entry.task as u8);
                 let keep = if entry.task % 2 == 0 { Keep::No } else { Keep::Yes };
-                port.send(entry.task, ResultKind::Plain, &[(leaf, keep)], &[1; 5000], Timings::default())
-                    .unwrap();
+                port.send(entry.task, ResultKind::Plain, &[(leaf, keep)], &[1; 5000], Timings::default()).unwrap();
                 if keep == Keep::Yes {
                     port.release(leaf.block);
                 }

@@ -7,13 +7,14 @@
 //! index    := a word for each row: 0 (absent), 1 (never), or where its record begins
 //! record   := length:u32 check:u32 bytes, padded to a multiple of 8
 //! ```
-//! A row goes from absent to whole once and never moves. A writer takes space at the end of the heap (a compare-and-swap),
-//! writes the record there, and then publishes it in the index (another one). So a writer that is killed leaves nothing but
-//! unused space, and a reader sees a whole record or none. Two writers may make the same row at the same time: the second one
-//! finds the word taken and gives its space back, or leaves it unused if others have taken space behind it.
+//! A row goes from absent to whole once and never moves. A writer takes space at the end of the heap (a
+//! compare-and-swap), writes the record there, and then publishes it in the index (another one). So a writer that is
+//! killed leaves nothing but unused space, and a reader sees a whole record or none. Two writers may make the same row
+//! at the same time: the second one finds the word taken and gives its space back, or leaves it unused if others have
+//! taken space behind it.
 //!
-//! Records are checked where a machine may have gone down between their pages, in files on a disk: each process checks a
-//! record when it first reads it. What a record's bytes mean is the business of `codec`.
+//! Records are checked where a machine may have gone down between their pages, in files on a disk: each process checks
+//! a record when it first reads it. What a record's bytes mean is the business of `codec`.
 
 mod format;
 mod table;

@@ -42,8 +42,8 @@ pub enum Found {
 /// A record's bytes, which lie in the mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// The first byte. It stays while the [`Cache`] lives. Other processes can write to it, though none that is sound does:
-    /// copy the bytes before you check them.
+    /// The first byte. It stays while the [`Cache`] lives. Other processes can write to it, though none that is sound
+    /// does: copy the bytes before you check them.
     pub ptr: *const u8,
     /// The number of bytes.
     pub len: usize,
@@ -135,7 +135,8 @@ impl Cache {
         rows.saturating_mul(8).saturating_add(HEADER).next_multiple_of(4096)
     }
 
-    /// Makes a file of `limit` bytes, all of them zero, an empty table. The magic comes last: a file that lacks it is none.
+    /// Makes a file of `limit` bytes, all of them zero, an empty table. The magic comes last: a file that lacks it is
+    /// none.
     pub fn format(fd: BorrowedFd<'_>, rows: u64, limit: u64, meta: &[u8]) -> Result<()> {
         let heap = Self::overhead(rows);
         if heap >= limit || meta.len() > MOST_META || usize::try_from(limit).is_err() {
@@ -170,8 +171,8 @@ impl Cache {
         Ok(is_possible.then_some(Head { version, rows, limit, meta }))
     }
 
-    /// Maps a table of [`Self::create`], or of [`Self::format`] in a file that is at least as long as its limit. `in_memory`:
-    /// whether its pages are memory that nothing can reclaim.
+    /// Maps a table of [`Self::create`], or of [`Self::format`] in a file that is at least as long as its limit.
+    /// `in_memory`: whether its pages are memory that nothing can reclaim.
     ///
     /// Errors: [`Error::Foreign`] if it is no table of this version.
     pub fn open(fd: OwnedFd, in_memory: bool) -> Result<Self> {
@@ -192,22 +193,21 @@ impl Cache {
         })
     }
 
-    /// As [`Self::open`], for a file that outlives its programs. The caller holds the file's lock. `whole`: the length that it
-    /// had; what was cut off is gone. After the machine has gone down the index and the end of the heap may not belong
-    /// together: the end is then found anew. Samples that could not be kept may be of a class that can be pickled now.
+    /// As [`Self::open`], for a file that outlives its programs. The caller holds the file's lock. `whole`: the length
+    /// that it had; what was cut off is gone. After the machine has gone down the index and the end of the heap may not
+    /// belong together: the end is then found anew. Samples that could not be kept may be of a class that can be
+    /// pickled now.
     pub fn open_file(fd: OwnedFd, in_memory: bool, whole: u64) -> Result<Self> {
         let mut cache = Self::open(fd, in_memory)?;
         cache.verified = (0..cache.rows.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
         let is_cut = whole < cache.limit();
         if is_cut || cache.usage().refused > 0 {
             cache.forget(|row, at| at == state::NEVER || cache.end_of(row).is_none_or(|end| end > whole));
-            (0..STRIPES)
-                .for_each(|stripe| cache.counter(stripe, counter::REFUSED).store(0, Ordering::Relaxed));
+            (0..STRIPES).for_each(|stripe| cache.counter(stripe, counter::REFUSED).store(0, Ordering::Relaxed));
         }
         if is_cut || cache.header(word::BOOT).load(Ordering::Relaxed) != boot() {
             let ends = (0..cache.rows).filter_map(|row| Some((cache.end_of(row)?, cache.size_at(row)?)));
-            let (end, stored) =
-                ends.fold((cache.heap, 0), |(end, sum), (its, size)| (end.max(its), sum + size));
+            let (end, stored) = ends.fold((cache.heap, 0), |(end, sum), (its, size)| (end.max(its), sum + size));
             cache.header(word::END).store(end, Ordering::Relaxed);
             cache.header(word::STORED).store(stored, Ordering::Relaxed);
             cache.header(word::BOOT).store(boot(), Ordering::Relaxed);
@@ -242,8 +242,7 @@ impl Cache {
     /// Takes more samples again, after [`Closed::NoRoom`].
     pub fn reopen(&self) {
         let (no_room, open) = (Closed::NoRoom as u64, Closed::Open as u64);
-        let _ =
-            self.header(word::CLOSED).compare_exchange(no_room, open, Ordering::Relaxed, Ordering::Relaxed);
+        let _ = self.header(word::CLOSED).compare_exchange(no_room, open, Ordering::Relaxed, Ordering::Relaxed);
     }
 
     /// The descriptor; `None` if other code has closed it.
@@ -274,8 +273,7 @@ impl Cache {
     pub fn take_probe(&self) -> bool {
         let probes = self.header(word::PROBES);
         let take = |left: u64| left.checked_sub(1);
-        probes.load(Ordering::Relaxed) > 0
-            && probes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
+        probes.load(Ordering::Relaxed) > 0 && probes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
     }
 
     /// Whether this call is the first with that bit, over all processes.
@@ -306,8 +304,8 @@ impl Cache {
         }
     }
 
-    /// The record at a place; `None` if it is damaged. The row is then absent, and is made again. It is no damage if the place
-    /// lies behind this mapping's end: another program has raised the limit.
+    /// The record at a place; `None` if it is damaged. The row is then absent, and is made again. It is no damage if
+    /// the place lies behind this mapping's end: another program has raised the limit.
     #[inline]
     fn record(&self, row: u64, at: u64) -> Option<Record> {
         if at >= self.limit() && at.is_multiple_of(8) {
@@ -430,9 +428,7 @@ impl Cache {
         }
         let mut bytes = u64::from(len).to_ne_bytes().to_vec();
         let (mut rest, mut to) = (parts, at);
-        while let Some((part, behind)) =
-            rest.split_first().filter(|(part, _)| bytes.len() + part.len() <= JOINED)
-        {
+        while let Some((part, behind)) = rest.split_first().filter(|(part, _)| bytes.len() + part.len() <= JOINED) {
             bytes.extend_from_slice(part);
             rest = behind;
         }
@@ -477,8 +473,7 @@ impl Cache {
     /// What it holds, and what was asked of it.
     pub fn usage(&self) -> Usage {
         let read = |at: usize| self.header(at).load(Ordering::Relaxed);
-        let sum =
-            |at: usize| (0..STRIPES).map(|stripe| self.counter(stripe, at).load(Ordering::Relaxed)).sum();
+        let sum = |at: usize| (0..STRIPES).map(|stripe| self.counter(stripe, at).load(Ordering::Relaxed)).sum();
         let (end, stored) = (read(word::END), read(word::STORED));
         Usage {
             hits: sum(counter::HITS),

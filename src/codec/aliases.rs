@@ -1,5 +1,5 @@
-//! Alias resolution, the second pass over a payload with repetitions: repeated objects become references to a mark, and tensors
-//! that share memory get a common storage.
+//! Alias resolution, the second pass over a payload with repetitions: repeated objects become references to a mark, and
+//! tensors that share memory get a common storage.
 
 use std::collections::HashMap;
 
@@ -51,8 +51,8 @@ struct Aliases<'a, T: Tensors> {
     storages: Vec<SharedMemory<T::Object>>,
 }
 
-/// Rewrites the payload `out` from `from` on, and the placeholders of `copies`. An error: the tensors share memory in a way that
-/// cannot be described.
+/// Rewrites the payload `out` from `from` on, and the placeholders of `copies`. An error: the tensors share memory in a
+/// way that cannot be described.
 pub fn resolve<T: Tensors>(
     tensors: &T,
     seen: &Seen<T::Object>,
@@ -121,11 +121,7 @@ impl<T: Tensors> Aliases<'_, T> {
         if len > shown.saturating_mul(STORAGE_WASTE) && !any_shared(&lattices, OVERLAP_STEPS) {
             for (extent, view) in component.iter().zip(&views) {
                 if leaves[extent.leaf].window {
-                    self.share(
-                        std::slice::from_ref(extent),
-                        std::slice::from_ref(view),
-                        extent.end - extent.start,
-                    )?;
+                    self.share(std::slice::from_ref(extent), std::slice::from_ref(view), extent.end - extent.start)?;
                 }
             }
             return Ok(());
@@ -198,8 +194,8 @@ impl<T: Tensors> Aliases<'_, T> {
         for SharedMemory { low, len, align, tensors } in &self.storages {
             let (first, len) = (*low as *const u8, *len);
             if len < INLINE_LIMIT {
-                // SAFETY: the extents of live tensors overlap from `low` on for `len` bytes, so their storages hold all of it.
-                // The GIL is held, as for every read of a tensor's memory.
+                // SAFETY: the extents of live tensors overlap from `low` on for `len` bytes, so their storages hold all
+                // of it. The GIL is held, as for every read of a tensor's memory.
                 writer.storage(unsafe { std::slice::from_raw_parts(first, len) });
             } else {
                 let place = writer.storage_outside(len);

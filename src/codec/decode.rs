@@ -15,14 +15,9 @@ use crate::interop::tensor::{Bridge, SharedStorage};
 use crate::interop::view::Form;
 use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, walk};
 
-/// Builds the batch of a payload, with its large leaves from `source`. Nothing in the payload is trusted: a damaged one is
-/// [`Error::Corrupt`].
-pub fn decode<S: Source>(
-    py: Python<'_>,
-    bridge: &Bridge,
-    payload: &[u8],
-    source: &mut S,
-) -> PyResult<Py<PyAny>> {
+/// Builds the batch of a payload, with its large leaves from `source`. Nothing in the payload is trusted: a damaged one
+/// is [`Error::Corrupt`].
+pub fn decode<S: Source>(py: Python<'_>, bridge: &Bridge, payload: &[u8], source: &mut S) -> PyResult<Py<PyAny>> {
     Decoder::new(py, Some(bridge), source).build(payload)
 }
 
@@ -103,11 +98,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
         let py = self.py;
         let values = if group == Group::Dict { count * 2 } else { count };
         // An error rather than a panic, should the walk be wrong.
-        let start = self
-            .stack
-            .len()
-            .checked_sub(values)
-            .ok_or_else(|| PyRuntimeError::new_err("unbalanced batch"))?;
+        let start = self.stack.len().checked_sub(values).ok_or_else(|| PyRuntimeError::new_err("unbalanced batch"))?;
         let mut values = self.stack.drain(start..);
         let made = if group == Group::Dict {
             let dict = PyDict::new(py);
@@ -168,8 +159,8 @@ fn sequence<'py>(
     values: impl Iterator<Item = PyResult<Bound<'py, PyAny>>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let size = len as ffi::Py_ssize_t;
-    // SAFETY: new references, or null with an exception set. Slots stay null until set, which both types tolerate on drop;
-    // the object is not returned before all are set.
+    // SAFETY: new references, or null with an exception set. Slots stay null until set, which both types tolerate on
+    // drop; the object is not returned before all are set.
     let made = unsafe {
         let made = if group == Group::List { ffi::PyList_New(size) } else { ffi::PyTuple_New(size) };
         Bound::from_owned_ptr_or_err(py, made)?

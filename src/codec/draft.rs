@@ -91,7 +91,8 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(false)
     }
 
-    /// Records a container at a depth; false as for [`Self::is_new`]. [`Self::leave`] ends it. Too deep a one is an error.
+    /// Records a container at a depth; false as for [`Self::is_new`]. [`Self::leave`] ends it. Too deep a one is an
+    /// error.
     #[inline]
     pub fn enter(&mut self, value: &O, depth: usize) -> Plain<bool> {
         if depth >= MAX_DEPTH {
@@ -119,8 +120,8 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(())
     }
 
-    /// Writes a tensor or an array. `is_sole`: see [`Hold::Sole`]. `storage_offset` returns the offset of a tensor without
-    /// elements, in elements.
+    /// Writes a tensor or an array. `is_sole`: see [`Hold::Sole`]. `storage_offset` returns the offset of a tensor
+    /// without elements, in elements.
     ///
     /// # Safety
     /// The view describes memory that `value` keeps alive.

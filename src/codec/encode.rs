@@ -52,14 +52,9 @@ struct Encoder<'a, 'py> {
     is_key: bool,
 }
 
-/// Appends `batch` to `out`, with its large leaves in `sink`. False: it is not a plain tree and must be pickled; `out` is
-/// unchanged.
-pub fn encode<S: Sink>(
-    bridge: &Bridge,
-    batch: &Bound<'_, PyAny>,
-    out: &mut Vec<u8>,
-    sink: &mut S,
-) -> PyResult<bool> {
+/// Appends `batch` to `out`, with its large leaves in `sink`. False: it is not a plain tree and must be pickled; `out`
+/// is unchanged.
+pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<u8>, sink: &mut S) -> PyResult<bool> {
     let before = out.len();
     // From the first address that is noted to the last copy.
     let _reading = reading(batch.py());
@@ -71,8 +66,8 @@ pub fn encode<S: Sink>(
     for copy in copies {
         let done = copy.run(&mut out, sink, |plan, first, target| {
             let (from, to) = (first as usize, target as usize);
-            // SAFETY: the plan describes the view that begins at `from`, which the copy's owner keeps alive; `to` points to as
-            // many fresh bytes as the plan writes.
+            // SAFETY: the plan describes the view that begins at `from`, which the copy's owner keeps alive; `to`
+            // points to as many fresh bytes as the plan writes.
             let copy = || unsafe { plan.copy(from as *const u8, to as *mut u8) };
             if plan.bytes >= DETACH_FROM { batch.py().detach(copy) } else { copy() }
         });
@@ -94,8 +89,8 @@ pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     plain
 }
 
-/// Writes a plain tree and returns the pending copies. `is_sole`: only its list has the value, or arrays are copied anyhow. On an
-/// error `out` holds a part.
+/// Writes a plain tree and returns the pending copies. `is_sole`: only its list has the value, or arrays are copied
+/// anyhow. On an error `out` holds a part.
 fn plain<'py>(
     bridge: Option<&Bridge>,
     value: &Bound<'py, PyAny>,
@@ -107,9 +102,7 @@ fn plain<'py>(
     encoder.value(value, 0)?;
     let (seen, copies) = encoder.draft.finish();
     match seen.tangled() {
-        Some(extents) => {
-            resolve(&BatchTensors { py: value.py(), bridge }, &seen, &extents, out, from, copies)
-        }
+        Some(extents) => resolve(&BatchTensors { py: value.py(), bridge }, &seen, &extents, out, from, copies),
         None => Ok(copies),
     }
 }
@@ -147,7 +140,8 @@ impl<'py> Encoder<'_, 'py> {
         let kind = value.get_type_ptr();
         // Exact types, by the address of the type object.
         if self.bridge.is_some_and(|bridge| bridge.is_tensor(value)) {
-            // Its hash is a function in Python, where a signal handler may raise: a plain batch has to arrive without any.
+            // Its hash is a function in Python, where a signal handler may raise: a plain batch has to arrive without
+            // any.
             return if self.is_key { Err(NotPlain) } else { self.tensor(value) };
         }
         if kind == &raw mut ffi::PyLong_Type {

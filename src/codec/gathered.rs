@@ -1,4 +1,5 @@
-//! The batch of cached samples: what default_collate makes of them, gathered out of the cache without an object for each.
+//! The batch of cached samples: what default_collate makes of them, gathered out of the cache without an object for
+//! each.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -128,15 +129,10 @@ impl Build for Sample {
     }
 }
 
-/// The batch of some rows, as torch's default_collate makes it. `None` leaves it to torch: a row is missing, or samples are
-/// not all of one form, which is a tensor, or a flat list, tuple or dict with strings as keys, of contiguous tensors, ints and
-/// floats.
-pub fn gather(
-    py: Python<'_>,
-    cache: &Cache,
-    rows: &[u64],
-    make: &mut Make<'_>,
-) -> PyResult<Option<Py<PyAny>>> {
+/// The batch of some rows, as torch's default_collate makes it. `None` leaves it to torch: a row is missing, or samples
+/// are not all of one form, which is a tensor, or a flat list, tuple or dict with strings as keys, of contiguous
+/// tensors, ints and floats.
+pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], make: &mut Make<'_>) -> PyResult<Option<Py<PyAny>>> {
     let bridge = Bridge::get(py)?;
     if bridge.has_modes(py)? || !bridge.default_is_cpu(py)? {
         return Ok(None);
@@ -153,9 +149,8 @@ pub fn gather(
         samples.push(sample);
     }
     let Some(first) = samples.first() else { return Ok(None) };
-    let is_like = |sample: &Sample| {
-        sample.group == first.group && sample.columns == first.columns && sample.keys == first.keys
-    };
+    let is_like =
+        |sample: &Sample| sample.group == first.group && sample.columns == first.columns && sample.keys == first.keys;
     if !samples.iter().all(is_like) {
         return Ok(None);
     }
@@ -185,8 +180,8 @@ pub fn gather(
                 let (to, each, streams) = (to as usize, plan.each, plan.total >= STREAM_FROM);
                 let fill = move || {
                     for (i, from) in sources.into_iter().enumerate() {
-                        // SAFETY: each source has `each` bytes, in the cache's mapping or in a tree, which both stay until
-                        // the end of `gather`; the target is new memory with room for all.
+                        // SAFETY: each source has `each` bytes, in the cache's mapping or in a tree, which both stay
+                        // until the end of `gather`; the target is new memory with room for all.
                         unsafe { copy(from as *const u8, (to + i * each) as *mut u8, each, streams) };
                     }
                 };

@@ -1,8 +1,10 @@
-//! The codec encodes a batch, a plain tree of Python values, tensors and arrays, as bytes and memory leaves, and decodes it.
+//! The codec encodes a batch, a plain tree of Python values, tensors and arrays, as bytes and memory leaves, and
+//! decodes it.
 //!
-//! [`crate::tree`] defines the bytes. Pickle handles any other batch (subclasses, cycles, ...) as a whole. Decoding preserves the
-//! identities of containers, tensors and arrays, and the elements that tensors share. The first pass (`draft`, `seen`) writes as
-//! if no object repeats; `aliases` resolves repetitions. Both compile without the feature `python`, for their tests.
+//! [`crate::tree`] defines the bytes. Pickle handles any other batch (subclasses, cycles, ...) as a whole. Decoding
+//! preserves the identities of containers, tensors and arrays, and the elements that tensors share. The first pass
+//! (`draft`, `seen`) writes as if no object repeats; `aliases` resolves repetitions. Both compile without the feature
+//! `python`, for their tests.
 
 pub mod aliases;
 pub mod draft;
@@ -77,7 +79,8 @@ pub trait Sink {
         false
     }
 
-    /// The leaf and the offset of bytes in memory that can travel without a copy. Called only for at least `INLINE_LIMIT` bytes.
+    /// The leaf and the offset of bytes in memory that can travel without a copy. Called only for at least
+    /// `INLINE_LIMIT` bytes.
     fn adopt(&mut self, ptr: *const u8, len: usize, hold: Hold) -> Option<(u32, u64)>;
 }
 

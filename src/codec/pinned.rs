@@ -31,11 +31,7 @@ struct PinnedMemory {
 
 impl<'py, M: Memory> Pinned<'py, M> {
     /// Memory for one payload; `None` if it needs torch's function, see [`small_bytes`].
-    pub fn new(
-        payload: &[u8],
-        allocate: Bound<'py, PyAny>,
-        tuples_become_lists: bool,
-    ) -> Result<Option<Self>, Error> {
+    pub fn new(payload: &[u8], allocate: Bound<'py, PyAny>, tuples_become_lists: bool) -> Result<Option<Self>, Error> {
         let slab_len = small_bytes(payload, tuples_become_lists)?;
         let copies = Copies::new();
         Ok(slab_len.map(|slab_len| Self { allocate, tuples_become_lists, slab: None, slab_len, copies }))

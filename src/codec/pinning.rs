@@ -18,8 +18,8 @@ struct LeasedCopy<M> {
     to: *mut u8,
 }
 
-// SAFETY: the target is memory of a tensor that no other thread has yet and that outlives the copy (`Copies::run`); the lease
-// is `Send`.
+// SAFETY: the target is memory of a tensor that no other thread has yet and that outlives the copy (`Copies::run`); the
+// lease is `Send`.
 unsafe impl<M: Memory> Send for LeasedCopy<M> {}
 
 /// The copies of one batch.
@@ -34,7 +34,8 @@ impl<M: Memory> Copies<M> {
     /// Adds the copy of `len` bytes at `offset` of a lease.
     ///
     /// # Safety
-    /// The lease has these bytes. `to` has room for them until [`Self::run`] has returned, and nothing else uses it until then.
+    /// The lease has these bytes. `to` has room for them until [`Self::run`] has returned, and nothing else uses it
+    /// until then.
     pub unsafe fn push(&mut self, from: M, offset: usize, len: usize, to: *mut u8) {
         self.0.push(LeasedCopy { from, offset, len, to });
     }
@@ -48,8 +49,8 @@ impl<M: Memory> Copies<M> {
     }
 }
 
-/// Bytes that the small tensors of a payload need in pinned memory. `None` if the payload needs torch's function, which copies
-/// repeated objects twice and does not change the keys of dicts.
+/// Bytes that the small tensors of a payload need in pinned memory. `None` if the payload needs torch's function, which
+/// copies repeated objects twice and does not change the keys of dicts.
 pub fn small_bytes(payload: &[u8], tuples_become_lists: bool) -> Result<Option<usize>, Error> {
     let mut scan = Scan { tuples_become_lists, ..Scan::default() };
     walk(payload, &mut scan)?;

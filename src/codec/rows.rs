@@ -1,16 +1,14 @@
 //! Python values as the rows of a shared object, and back.
 //!
-//! A row of bytes is the tree of a plain value; or, behind a byte that begins no tree, a pickle, a tree with its leaves, or the
-//! values of a dict. The image's meta has the keys of such dicts, as the tree of a list of tuples.
+//! A row of bytes is the tree of a plain value; or, behind a byte that begins no tree, a pickle, a tree with its
+//! leaves, or the values of a dict. The image's meta has the keys of such dicts, as the tree of a list of tuples.
 
 use std::ops::Deref;
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{
-    PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyInt, PyList, PyNone, PyString, PyTuple, PyType,
-};
+use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyInt, PyList, PyNone, PyString, PyTuple, PyType};
 
 use super::shapes::Shapes;
 use super::{Hold, Sink, Source, decode, encode, shrink};
@@ -23,10 +21,11 @@ use crate::tree::text;
 
 /// The first byte of a pickle.
 pub(super) const PICKLE: u8 = 0xf0;
-/// The first byte of a tree with leaves: the tree's length, the number of leaves, each one's length, all u64; the tree; the
-/// leaves.
+/// The first byte of a tree with leaves: the tree's length, the number of leaves, each one's length, all u64; the tree;
+/// the leaves.
 pub(super) const LEAVES: u8 = 0xf1;
-/// The first byte of a dict that has a shape: the shape's number, u32; the tuple of the values, a tree with or without leaves.
+/// The first byte of a dict that has a shape: the shape's number, u32; the tuple of the values, a tree with or without
+/// leaves.
 const SHAPED: u8 = 0xf2;
 
 /// A mapped image of rows.
@@ -64,8 +63,8 @@ impl Rows {
     }
 }
 
-/// Memory that is kept from value to value: a large allocation for each would make the allocator return pages to the system,
-/// and the dataset fault them in again.
+/// Memory that is kept from value to value: a large allocation for each would make the allocator return pages to the
+/// system, and the dataset fault them in again.
 #[derive(Default)]
 pub struct Scratch {
     tree: Vec<u8>,
@@ -312,8 +311,8 @@ pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResul
     Ok(true)
 }
 
-/// Whether an object is a number whose hash is the same in every process: of NumPy or the standard library, or with the hash of
-/// Python's own.
+/// Whether an object is a number whose hash is the same in every process: of NumPy or the standard library, or with the
+/// hash of Python's own.
 fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     static NUMBER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = value.py();
@@ -351,8 +350,7 @@ pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>
     let py = wanted.py();
     let mut buffer = Vec::new();
     let hash = key_hash(wanted, &mut buffer)?;
-    let text =
-        wanted.cast_exact::<PyString>().ok().map(|text| text.to_str()).and_then(std::result::Result::ok);
+    let text = wanted.cast_exact::<PyString>().ok().map(|text| text.to_str()).and_then(std::result::Result::ok);
     let is_key = |row: u64| -> PyResult<bool> {
         match text.and_then(|text| is_text(store, row, text)) {
             Some(known) => Ok(known),

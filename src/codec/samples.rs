@@ -1,4 +1,5 @@
-//! Samples as the records of a cache, and back: the rows of [`super::rows`], read out of memory that other processes map, too.
+//! Samples as the records of a cache, and back: the rows of [`super::rows`], read out of memory that other processes
+//! map, too.
 
 use std::ptr;
 

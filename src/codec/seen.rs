@@ -93,8 +93,8 @@ impl<O> Seen<O> {
         self.leaves.push(met);
     }
 
-    /// The sorted extents of the leaves if aliases must be resolved: an object is repeated, leaves share memory, or there are
-    /// windows.
+    /// The sorted extents of the leaves if aliases must be resolved: an object is repeated, leaves share memory, or
+    /// there are windows.
     pub fn tangled(&self) -> Option<Vec<Extent>> {
         let certain = self.windows || !self.again.is_empty();
         if self.ascending && !certain {

@@ -1,4 +1,5 @@
-//! Dicts with the same keys. A row has the number of their shape and their values; the image has the keys of each shape once.
+//! Dicts with the same keys. A row has the number of their shape and their values; the image has the keys of each shape
+//! once.
 
 use std::collections::HashMap;
 

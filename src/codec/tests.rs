@@ -217,16 +217,15 @@ type View = (usize, Dtype, Vec<(i64, i64)>, bool);
 /// Views inside of the memory; a batch names them by their positions, some more than once.
 fn batches() -> impl Strategy<Value = Vec<Tensor>> {
     let small = proptest::collection::vec((1i64..6, 0i64..12), 0..4);
-    let large = (1i64..3, 2000i64..2100, 0i64..3)
-        .prop_map(|(rows, columns, step)| vec![(rows, columns * step), (columns, 1)]);
+    let large =
+        (1i64..3, 2000i64..2100, 0i64..3).prop_map(|(rows, columns, step)| vec![(rows, columns * step), (columns, 1)]);
     let shape = prop_oneof![6 => small, 1 => large];
     let int32 = Dtype::from_dl(0, 32, 1).unwrap();
     let dtype = prop_oneof![Just(Dtype::UINT8), Just(int32), Just(Dtype::FLOAT64)];
     let view = (0usize..12, dtype, shape, prop::bool::weighted(0.1));
     let views = proptest::collection::vec(view, 1..7);
     (views, proptest::collection::vec(any::<prop::sample::Index>(), 1..10)).prop_map(|(views, items)| {
-        let memory =
-            Rc::new((0..MEMORY as u64 / 8).map(|word| word.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect());
+        let memory = Rc::new((0..MEMORY as u64 / 8).map(|word| word.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect());
         let make = |(id, (at, dtype, dims, is_array)): (usize, View)| {
             let (shape, strides) = dims.into_iter().unzip();
             let kind = if is_array { Kind::Array } else { Kind::Tensor };
@@ -245,8 +244,8 @@ fn source(tensor: &Tensor) -> Vec<u8> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
-    /// Whatever is shared in the batch is shared in what comes back, and nothing else: the bytes that tensors show correspond
-    /// one to one.
+    /// Whatever is shared in the batch is shared in what comes back, and nothing else: the bytes that tensors show
+    /// correspond one to one.
     #[test]
     fn tensors_come_back_with_their_values_and_what_they_share(batch in batches()) {
         let Ok((payload, leaves)) = encode(&batch) else {

@@ -23,8 +23,8 @@ use crate::shm::pool;
 use crate::trace::{Kind, MAIN};
 use crate::wire::TaskKind;
 
-/// One iterator's engine. `T` is the caller's tag of a task, `B` a batch prepared before its delivery (by the pin thread, or
-/// because it was tied), `E` an error of the sampler.
+/// One iterator's engine. `T` is the caller's tag of a task, `B` a batch prepared before its delivery (by the pin
+/// thread, or because it was tied), `E` an error of the sampler.
 #[derive(Debug)]
 pub struct Engine<T, B: Send + 'static = (), E = ()> {
     pub(super) handle: Arc<Handle>,
@@ -145,12 +145,11 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     /// Whether each worker takes tasks in this epoch.
     pub fn active(&self) -> Vec<bool> {
-        (0..self.arena().geometry().workers)
-            .map(|worker| self.scheduler.is_active(WorkerId(worker)))
-            .collect()
+        (0..self.arena().geometry().workers).map(|worker| self.scheduler.is_active(WorkerId(worker))).collect()
     }
 
-    /// A worker's first unanswered task. Of a shared queue, the oldest task that it holds, or else the oldest that waits.
+    /// A worker's first unanswered task. Of a shared queue, the oldest task that it holds, or else the oldest that
+    /// waits.
     pub fn oldest_task_of(&self, worker: u32) -> Option<(TaskId, &T)> {
         let Some(queue) = self.outbox.queue() else { return self.scheduler.oldest_task_of(WorkerId(worker)) };
         let tagged = |task| self.scheduler.tag_of(task).map(|tag| (task, tag));
@@ -186,8 +185,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if is_vacant { self.replaced(worker) } else { Ok(()) }
     }
 
-    /// Sends an encoded index batch to the next worker. `None` if no worker takes tasks: drops the tag, as torch does. Does not
-    /// wait for memory, see [`settle`](crate::shm::alloc::settle).
+    /// Sends an encoded index batch to the next worker. `None` if no worker takes tasks: drops the tag, as torch does.
+    /// Does not wait for memory, see [`settle`](crate::shm::alloc::settle).
     pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
         // A sampler or a signal handler may have forked during `next`.
         self.handle.check_ours()?;
@@ -213,8 +212,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(Some(task))
     }
 
-    /// Begins another epoch of persistent workers, which get `message`. Call [`Engine::step`] until [`Engine::resuming`] is
-    /// false. A worker that has not answered the last reset gets this message after its answer.
+    /// Begins another epoch of persistent workers, which get `message`. Call [`Engine::step`] until
+    /// [`Engine::resuming`] is false. A worker that has not answered the last reset gets this message after its answer.
     pub fn reset(&mut self, message: &[u8]) -> Result<()> {
         self.times.tick();
         let rewinds = self.scheduler.is_early();
@@ -304,7 +303,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
                     completions::discard(&self.handle.arena, &incoming);
                 }
-                // An exhausted worker leaves it out, or it is a task of an earlier epoch. The end discards what is outstanding.
+                // An exhausted worker leaves it out, or it is a task of an earlier epoch. The end discards what is
+                // outstanding.
                 Action::Discard { task, result: None, .. } if !self.finished => {
                     if let Some(ordinal) = task.0.checked_sub(self.scheduler.first_task().0) {
                         self.handle.answers().positions.left_out(ordinal);

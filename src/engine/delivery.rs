@@ -1,7 +1,7 @@
 //! The state of a call of `next()`: owed draws, deferred errors and interrupted work.
 //!
-//! A state machine without Python, thread or clock, between the scheduler and the bindings, which ask the sampler, unpickle
-//! and convert. `T` is an index batch, `B` a result that the bindings hold, `E` an error of the sampler.
+//! A state machine without Python, thread or clock, between the scheduler and the bindings, which ask the sampler,
+//! unpickle and convert. `T` is an index batch, `B` a result that the bindings hold, `E` an error of the sampler.
 //!
 //! # Precedence
 //! Only [`Delivery::answer`] ranks answers. The first row that applies is the answer:
@@ -20,19 +20,19 @@
 //! | 10 | the scheduler answers `Wait`, and the pin thread has ended | [`Step::NoPinThread`] | nothing |
 //! | 11 | the scheduler answers `Wait` | [`Step::Wait`] | an event |
 //!
-//! An error of the sampler never replaces a batch: the call that draws the index still delivers its batch, and the error waits
-//! for the next call (1) or the end of the epoch (8). After an error or an interrupt the draw is owed, because a signal handler
-//! may have raised it, and then the sampler still has its index.
+//! An error of the sampler never replaces a batch: the call that draws the index still delivers its batch, and the
+//! error waits for the next call (1) or the end of the epoch (8). After an error or an interrupt the draw is owed,
+//! because a signal handler may have raised it, and then the sampler still has its index.
 //!
-//! With a window no draw is owed: the scheduler answers `Submit` while there is room. While an error is deferred it must not,
-//! or a sampler that always fails would keep the call from ending; [`Delivery::answer`] tells it.
+//! With a window no draw is owed: the scheduler answers `Submit` while there is room. While an error is deferred it
+//! must not, or a sampler that always fails would keep the call from ending; [`Delivery::answer`] tells it.
 //!
 //! # State kept elsewhere
-//! - The scheduler keeps the staged batch, the refills for exhausted workers, and the death that it raises. They are part of
-//!   torch's algorithm, and `tests/scheduler_model.rs` compares them to torch's fields.
-//! - Python's `Session` keeps `last`, which all calls raise after an end or a death, because waiting threads and forked children
-//!   cannot access this state; and `rescued`, an answer that a signal handler cut off after the engine had returned. Both
-//!   outrank this table, `last` first.
+//! - The scheduler keeps the staged batch, the refills for exhausted workers, and the death that it raises. They are
+//!   part of torch's algorithm, and `tests/scheduler_model.rs` compares them to torch's fields.
+//! - Python's `Session` keeps `last`, which all calls raise after an end or a death, because waiting threads and forked
+//!   children cannot access this state; and `rescued`, an answer that a signal handler cut off after the engine had
+//!   returned. Both outrank this table, `last` first.
 //!
 //! `tests/delivery_model.rs` compares this table and the code with a reference model.
 

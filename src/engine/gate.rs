@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use crate::sync::lock;
 
-/// A lock with bounded waits, between which callers check signals. Reentry is an error, not a deadlock, for signal handlers.
+/// A lock with bounded waits, between which callers check signals. Reentry is an error, not a deadlock, for signal
+/// handlers.
 #[derive(Debug, Default)]
 pub struct Gate {
     queue: Mutex<Queue>,

@@ -52,8 +52,8 @@ pub struct Handle {
     pub meter: Arc<Meter>,
     closing: AtomicBool,
     exiting: AtomicBool,
-    /// The workers' last status, once another iterator may use the arena. Locked while the arena is used without exclusive
-    /// access. The bindings hold the GIL then, so that Python never forks with the lock held; a child checks
+    /// The workers' last status, once another iterator may use the arena. Locked while the arena is used without
+    /// exclusive access. The bindings hold the GIL then, so that Python never forks with the lock held; a child checks
     /// [`Handle::is_ours`] nevertheless.
     last: Mutex<Option<Box<[Status]>>>,
     answers: Mutex<Answers>,
@@ -83,13 +83,11 @@ impl Handle {
         })
     }
 
-    /// Registers a worker's new process. Returns it and the token of its pidfd. [`Error::Usage`] for an invalid pid, an unknown
-    /// worker, or a slot in use.
+    /// Registers a worker's new process. Returns it and the token of its pidfd. [`Error::Usage`] for an invalid pid, an
+    /// unknown worker, or a slot in use.
     pub fn started(&self, worker: u32, pid: i32) -> Result<(Arc<Process>, u64)> {
         if pid <= 0 || pid == std::process::id() as i32 {
-            return Err(Error::usage(format!(
-                "worker {worker} has pid {pid}, which is not a separate process"
-            )));
+            return Err(Error::usage(format!("worker {worker} has pid {pid}, which is not a separate process")));
         }
         self.register(worker, || Ok(Process::open(pid)))
     }
@@ -198,8 +196,7 @@ impl Handle {
 
     /// Returns [`Error::Child`] in a forked child.
     pub fn check_ours(&self) -> Result<()> {
-        let what =
-            "this DataLoader iterator belongs to the process that this one was forked from; make a new one";
+        let what = "this DataLoader iterator belongs to the process that this one was forked from; make a new one";
         if self.is_ours() { Ok(()) } else { Err(Error::Child { what }) }
     }
 
@@ -262,8 +259,8 @@ impl Handle {
         }
     }
 
-    /// Stops all workers and wakes every thread in `next`; idempotent. Takes only the lock `last`, which is held for a copy of
-    /// the workers' counters. If a wake fails, the sleeper sees the stop within its slice.
+    /// Stops all workers and wakes every thread in `next`; idempotent. Takes only the lock `last`, which is held for a
+    /// copy of the workers' counters. If a wake fails, the sleeper sees the stop within its slice.
     pub fn close(&self) {
         // SYNC: closing (pairs with the Acquire in `closing`).
         self.closing.store(true, Ordering::Release);
@@ -295,7 +292,8 @@ impl Handle {
         }
     }
 
-    /// Detaches from the arena after the workers have ended: another iterator may use it, and `close` must not stop its workers.
+    /// Detaches from the arena after the workers have ended: another iterator may use it, and `close` must not stop its
+    /// workers.
     pub fn part_with_arena(&self) {
         let mut last = self.last();
         if last.is_none() {
@@ -321,8 +319,7 @@ impl Handle {
         let last = self.last();
         let mut totals = self.meter.totals();
         if last.is_none() {
-            let now =
-                |worker| self.process(worker).map_or((0, false), |it| (it.pid as u32, !it.has_exited()));
+            let now = |worker| self.process(worker).map_or((0, false), |it| (it.pid as u32, !it.has_exited()));
             totals.add_arena(&self.arena, now);
         }
         totals.pin_threads = u32::from(self.pinning().is_some_and(PinControl::is_alive));
@@ -382,13 +379,14 @@ impl Handle {
         })
     }
 
-    /// The answers. Locked only briefly: no Python code runs meanwhile, and nothing waits. The bindings hold the GIL then, so
-    /// that Python never forks with the lock held; a child checks [`Handle::is_ours`] first.
+    /// The answers. Locked only briefly: no Python code runs meanwhile, and nothing waits. The bindings hold the GIL
+    /// then, so that Python never forks with the lock held; a child checks [`Handle::is_ours`] first.
     pub fn answers(&self) -> MutexGuard<'_, Answers> {
         lock(&self.answers)
     }
 
-    /// The newest snapshot of this epoch that a worker made after at most `answers` of its answers. `None` before there is one, and after the end of the iterator.
+    /// The newest snapshot of this epoch that a worker made after at most `answers` of its answers. `None` before there
+    /// is one, and after the end of the iterator.
     pub fn snapshot(&self, worker: u32, answers: u64) -> Result<Option<Snapshot>> {
         self.check_ours()?;
         self.answers().snapshot(worker, answers)
@@ -399,8 +397,8 @@ impl Handle {
         self.answers().keep(&self.arena, incoming);
     }
 
-    /// A worker's status; after the end of the iterator the last one, because another iterator may use the arena. `None` for
-    /// an unknown worker. [`Error::Child`] in a forked child.
+    /// A worker's status; after the end of the iterator the last one, because another iterator may use the arena.
+    /// `None` for an unknown worker. [`Error::Child`] in a forked child.
     pub fn status(&self, worker: u32) -> Result<Option<Status>> {
         self.check_ours()?;
         let last = self.last();

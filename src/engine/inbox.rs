@@ -61,9 +61,7 @@ impl<B: Send + 'static> Inbox<B> {
         restarts: bool,
         around: impl FnOnce(pin::Body<P>) -> std::result::Result<(), String> + Send + 'static,
     ) -> Result<()> {
-        let Some(Source::Rings(completions)) =
-            self.source.take_if(|source| matches!(source, Source::Rings(_)))
-        else {
+        let Some(Source::Rings(completions)) = self.source.take_if(|source| matches!(source, Source::Rings(_))) else {
             return Err(Error::usage("a second pin thread"));
         };
         let link = pin::start(prepare, &self.handle, completions, results, restarts, around)?;
@@ -99,7 +97,8 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Forgets the source in a forked child: the pin thread of the parent may have held the channel's locks at the fork.
+    /// Forgets the source in a forked child: the pin thread of the parent may have held the channel's locks at the
+    /// fork.
     pub(super) fn forget_source(&mut self) {
         std::mem::forget(self.source.take());
     }
@@ -114,15 +113,9 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Waits for the end of a worker's process from now on. `may_be_blind`: where the poll set refuses it, the end is found
-    /// without.
-    pub(super) fn watch(
-        &mut self,
-        worker: u32,
-        process: &Process,
-        token: u64,
-        may_be_blind: bool,
-    ) -> Result<()> {
+    /// Waits for the end of a worker's process from now on. `may_be_blind`: where the poll set refuses it, the end is
+    /// found without.
+    pub(super) fn watch(&mut self, worker: u32, process: &Process, token: u64, may_be_blind: bool) -> Result<()> {
         match process.end_fd() {
             Some(end) => match self.poll.add(end.as_raw_fd(), token) {
                 Err(_) if may_be_blind => self.unwatched.push(worker),
@@ -147,7 +140,8 @@ impl<B: Send + 'static> Inbox<B> {
         self.looked
     }
 
-    /// Polls for dead workers once per [`DEATH_CHECK`]. Returns whether it did; [`Inbox::take_ready`] has what it found.
+    /// Polls for dead workers once per [`DEATH_CHECK`]. Returns whether it did; [`Inbox::take_ready`] has what it
+    /// found.
     #[inline]
     pub(super) fn look(&mut self, now: Duration) -> Result<bool> {
         if now - self.looked < DEATH_CHECK {
@@ -164,7 +158,8 @@ impl<B: Send + 'static> Inbox<B> {
         self.ready.clear();
     }
 
-    /// Sleeps until something arrives, at most for this time. `None`: it has arrived already, or the iterator is shut down.
+    /// Sleeps until something arrives, at most for this time. `None`: it has arrived already, or the iterator is shut
+    /// down.
     pub(super) fn sleep(&mut self, limit: Duration) -> Result<Option<WaitOutcome>> {
         let sleeper = self.sleeper();
         sleeper.announce();

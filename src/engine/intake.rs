@@ -11,7 +11,8 @@ use crate::scheduler::Event;
 use crate::wire::ResultKind;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Passes results to the scheduler and performs its actions. Stops at a tied result, whose worker may leave after it.
+    /// Passes results to the scheduler and performs its actions. Stops at a tied result, whose worker may leave after
+    /// it.
     #[inline]
     pub(super) fn take_in(&mut self) -> Result<()> {
         while !self.delivery.is_tied()
@@ -93,8 +94,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         })
     }
 
-    /// Reports the end of a worker's process, after the results that it had published. If it may be replaced, a tied result
-    /// that is not opened does not count, nor what was published after it: the next process makes them again.
+    /// Reports the end of a worker's process, after the results that it had published. If it may be replaced, a tied
+    /// result that is not opened does not count, nor what was published after it: the next process makes them again.
     pub(super) fn ended(&mut self, worker: u32) -> Result<()> {
         if let Some(link) = self.inbox.link() {
             if link.drain.try_send(worker).is_ok() {

@@ -1,13 +1,14 @@
 //! The engine: performs the scheduler's actions, and reports events to it.
 //!
-//! Without pinning the engine has no thread in the main process: `next` drains the completion rings, and waits on the doorbell
-//! and the workers' pidfds in one call. With pinning a thread owns the consumer's ends ([`completions::Completions`]) and passes
-//! prepared batches to `next` (`pin.rs`).
+//! Without pinning the engine has no thread in the main process: `next` drains the completion rings, and waits on the
+//! doorbell and the workers' pidfds in one call. With pinning a thread owns the consumer's ends
+//! ([`completions::Completions`]) and passes prepared batches to `next` (`pin.rs`).
 //!
-//! [`Engine`] (`core.rs`) delegates to its parts, each with private fields and a file of its own: [`delivery`], what `next` owes;
-//! `outbox`, what goes to the workers; `inbox`, what comes from them; `liveness`, stuck and dead workers; `times`, the clock and
-//! the status page. `intake`, `wait`, `stall_checks`, `deaths`, `early`, `restart`, `news`, `statistics` and `shutdown` are the pages of `impl Engine`, which
-//! move events between the parts. A file uses only files below it (`tests/layers.rs`): pages, core, parts, [`Handle`], types.
+//! [`Engine`] (`core.rs`) delegates to its parts, each with private fields and a file of its own: [`delivery`], what
+//! `next` owes; `outbox`, what goes to the workers; `inbox`, what comes from them; `liveness`, stuck and dead workers;
+//! `times`, the clock and the status page. `intake`, `wait`, `stall_checks`, `deaths`, `early`, `restart`, `news`,
+//! `statistics` and `shutdown` are the pages of `impl Engine`, which move events between the parts. A file uses only
+//! files below it (`tests/layers.rs`): pages, core, parts, [`Handle`], types.
 
 mod answers;
 pub mod completions;

@@ -99,13 +99,9 @@ impl Outbox {
         self.begins = if rewinds { TaskKind::Rewind } else { TaskKind::Resume };
     }
 
-    /// The entries that begin an epoch early, one for each worker. None if a worker has not taken the last but one: then its
-    /// ring could overflow. Does not wait for memory.
-    pub(super) fn early_entries(
-        &mut self,
-        first_task: u64,
-        message: &[u8],
-    ) -> Result<Option<Vec<TaskEntry>>> {
+    /// The entries that begin an epoch early, one for each worker. None if a worker has not taken the last but one:
+    /// then its ring could overflow. Does not wait for memory.
+    pub(super) fn early_entries(&mut self, first_task: u64, message: &[u8]) -> Result<Option<Vec<TaskEntry>>> {
         let mut rings = self.tasks.iter_mut().zip(&self.early);
         if rings.any(|(ring, [filled, _])| !ring.has_taken(*filled)) {
             return Ok(None);

@@ -1,4 +1,5 @@
-//! The main process's status page in the arena's header, for `rustloader top`. The thread in `next` writes it with plain stores.
+//! The main process's status page in the arena's header, for `rustloader top`. The thread in `next` writes it with
+//! plain stores.
 
 use std::sync::Arc;
 use std::time::Duration;

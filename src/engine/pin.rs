@@ -5,11 +5,11 @@
 //!                            pin thread <--channel, doorbell----- next(): "drain worker w, it has ended"
 //! ```
 //! The thread owns the consumer's ends of the rings ([`Completions`]). Batches in the channel are outstanding for the
-//! scheduler, so there are at most `max_tasks`, with as many snapshots, beside a few other events. A worker's death is reported after
-//! [`PinEvent::Drained`] in the same channel, and so after all results that the worker had published.
+//! scheduler, so there are at most `max_tasks`, with as many snapshots, beside a few other events. A worker's death is
+//! reported after [`PinEvent::Drained`] in the same channel, and so after all results that the worker had published.
 //!
-//! A fork may copy a lock of the channel or of [`PinControl`] while the thread holds it. A child takes none of them: the
-//! engine forgets the link, and callers check [`Handle::is_ours`] first.
+//! A fork may copy a lock of the channel or of [`PinControl`] while the thread holds it. A child takes none of them:
+//! the engine forgets the link, and callers check [`Handle::is_ours`] first.
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -36,11 +36,7 @@ pub trait Prepare: Send + 'static {
     type Ready: Send + 'static;
 
     /// Prepares a batch. An error ends the thread.
-    fn prepare(
-        &mut self,
-        arena: &Arc<Arena>,
-        incoming: &Incoming,
-    ) -> std::result::Result<Self::Ready, String>;
+    fn prepare(&mut self, arena: &Arc<Arena>, incoming: &Incoming) -> std::result::Result<Self::Ready, String>;
 
     /// Whether it is the error in a batch's place.
     fn is_error(ready: &Self::Ready) -> bool;
@@ -79,8 +75,8 @@ pub struct Body<P: Prepare> {
     control: Arc<PinControl>,
     events: Sender<PinEvent<P::Ready>>,
     drain: Receiver<u32>,
-    /// Workers that have died with a tied result, which does not count, nor what they published after it. `None` if workers
-    /// are not replaced.
+    /// Workers that have died with a tied result, which does not count, nor what they published after it. `None` if
+    /// workers are not replaced.
     lost: Option<BTreeSet<u32>>,
 }
 
@@ -247,8 +243,8 @@ impl<P: Prepare> Body<P> {
         Ok(())
     }
 
-    /// Whether a result does not count, because its worker may be replaced and has died before it, or an earlier one, was
-    /// opened. Waits up to `limit` for the end of a worker that may have begun.
+    /// Whether a result does not count, because its worker may be replaced and has died before it, or an earlier one,
+    /// was opened. Waits up to `limit` for the end of a worker that may have begun.
     fn is_lost(&mut self, incoming: &Incoming, limit: Duration) -> bool {
         let (worker, is_tied) = (incoming.worker, incoming.entry.kind == ResultKind::Tied);
         let Some(lost) = &mut self.lost else { return false };

@@ -1,7 +1,7 @@
 //! The position of an epoch: which tasks have been delivered, now and a few answers ago.
 //!
-//! An *answer* is a batch, or the error in its place, that the engine has handed out. [`Positions`] keeps the last ones, so that
-//! it can be asked for an earlier position. Ordinals count the tasks of the epoch from 0.
+//! An *answer* is a batch, or the error in its place, that the engine has handed out. [`Positions`] keeps the last
+//! ones, so that it can be asked for an earlier position. Ordinals count the tasks of the epoch from 0.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -107,7 +107,8 @@ impl Positions {
         }
     }
 
-    /// Forgets answers that no position can go behind: the last one, and [`BACK_BATCHES`] batches before it, are enough.
+    /// Forgets answers that no position can go behind: the last one, and [`BACK_BATCHES`] batches before it, are
+    /// enough.
     #[inline]
     fn settle(&mut self) {
         while self.recent.len() > 1
@@ -130,8 +131,8 @@ impl Positions {
         self.settled[worker as usize]
     }
 
-    /// The position after `answers` answers, which are all or all but one, without the last `back` batches and the errors
-    /// after each of these. The error says why there is none.
+    /// The position after `answers` answers, which are all or all but one, without the last `back` batches and the
+    /// errors after each of these. The error says why there is none.
     pub fn at(&self, answers: u64, back: usize) -> Result<Position, String> {
         let missing = self.answers.checked_sub(answers).filter(|missing| *missing <= 1);
         let Some(missing) = missing else {
@@ -162,8 +163,7 @@ impl Positions {
         let mut kept = self.recent.len() - missing;
         for found in 0..back {
             let batch = self.recent.iter().take(kept).rposition(|answer| answer.is_batch);
-            kept = batch
-                .ok_or_else(|| format!("{found} batches of this epoch can be taken back, not {back}"))?;
+            kept = batch.ok_or_else(|| format!("{found} batches of this epoch can be taken back, not {back}"))?;
         }
         Ok(kept)
     }
@@ -184,12 +184,7 @@ mod tests {
         positions
     }
 
-    fn position(
-        low: u64,
-        ahead: &[u64],
-        per_worker: &[u64],
-        last_worker: Option<u32>,
-    ) -> Result<Position, String> {
+    fn position(low: u64, ahead: &[u64], per_worker: &[u64], last_worker: Option<u32>) -> Result<Position, String> {
         Ok(Position { low, ahead: ahead.to_vec(), per_worker: per_worker.to_vec(), last_worker })
     }
 

@@ -95,9 +95,8 @@ impl Process {
         }
         let sent = self.pidfd.as_ref().is_some_and(|pidfd| pidfd.send_signal(signal).is_ok());
         // By pid only if that is surely the worker: the start time fits, or it is a child.
-        let same = || {
-            self.start_time != 0 && sys::pidfd::start_time(self.pid).is_ok_and(|time| time == self.start_time)
-        };
+        let same =
+            || self.start_time != 0 && sys::pidfd::start_time(self.pid).is_ok_and(|time| time == self.start_time);
         if !sent && (same() || sys::pidfd::is_child(self.pid)) {
             let _ = sys::signal::kill(self.pid, signal);
         }
@@ -161,24 +160,14 @@ mod tests {
     #[test]
     fn without_pidfd_and_start_time_only_a_child_is_signalled() {
         // The shell's child is not a child of this process, and becomes init's.
-        let mut shell = Command::new("sh")
-            .args(["-c", "sleep 100 >&- & echo $!"])
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut shell =
+            Command::new("sh").args(["-c", "sleep 100 >&- & echo $!"]).stdout(Stdio::piped()).spawn().unwrap();
         let mut number = String::new();
         shell.stdout.take().unwrap().read_to_string(&mut number).unwrap();
         shell.wait().unwrap();
         let started = Duration::ZERO;
-        let unknown = |pid| Process {
-            pid,
-            pidfd: None,
-            start_time: 0,
-            started,
-            was_gone: false,
-            descends: true,
-            link: None,
-        };
+        let unknown =
+            |pid| Process { pid, pidfd: None, start_time: 0, started, was_gone: false, descends: true, link: None };
         let stranger = number.trim().parse().unwrap();
         let watch = PidFd::open(stranger).unwrap();
         unknown(stranger).signal(libc::SIGKILL);

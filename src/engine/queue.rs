@@ -1,8 +1,9 @@
 //! The engine's side of the queue that workers share: it knows which worker holds each task.
 //!
-//! The workers sleep on one futex. A task wakes one of them; a control message, which travels in a worker's own ring, and the end
-//! wake all. A worker that was killed in its sleep stays counted, which costs needless wakes. One that was killed after its wake-up
-//! strands no task: its death wakes the others, and each polls once per [`IDLE_SLICE`](crate::config::IDLE_SLICE).
+//! The workers sleep on one futex. A task wakes one of them; a control message, which travels in a worker's own ring,
+//! and the end wake all. A worker that was killed in its sleep stays counted, which costs needless wakes. One that was
+//! killed after its wake-up strands no task: its death wakes the others, and each polls once per
+//! [`IDLE_SLICE`](crate::config::IDLE_SLICE).
 
 use std::sync::Arc;
 
@@ -40,10 +41,7 @@ impl SharedQueue {
             return Ok(());
         }
         let holder = self.holder(TaskId(entry.task));
-        Err(Error::corrupt(format!(
-            "worker {worker} answers task {}, whose holder is {holder:?}",
-            entry.task
-        )))
+        Err(Error::corrupt(format!("worker {worker} answers task {}, whose holder is {holder:?}", entry.task)))
     }
 
     /// The worker that holds a task and has not answered it.

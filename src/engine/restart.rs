@@ -15,9 +15,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.restarts()
     }
 
-    /// Empties a vacant worker's slot for its next process, see [`Engine::started`]. Its published results count, its leases
-    /// stay valid, and the blocks of tasks that it had not taken are released. May be repeated until `started`, once the
-    /// process that used the slot meanwhile has ended.
+    /// Empties a vacant worker's slot for its next process, see [`Engine::started`]. Its published results count, its
+    /// leases stay valid, and the blocks of tasks that it had not taken are released. May be repeated until `started`,
+    /// once the process that used the slot meanwhile has ended.
     ///
     /// Errors: [`Error::Usage`] if the worker is not vacant.
     pub fn vacate(&mut self, worker: u32) -> Result<()> {
@@ -35,8 +35,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// Whether the tied result could not be opened because its worker ends, and may be replaced: then it is made again. Call it
-    /// before [`Engine::opened`] with an error.
+    /// Whether the tied result could not be opened because its worker ends, and may be replaced: then it is made again.
+    /// Call it before [`Engine::opened`] with an error.
     pub fn lost_tied(&mut self) -> Result<bool> {
         let worker = self.delivery.tied_worker().filter(|_| self.liveness.restarts());
         let Some(worker) = worker.filter(|worker| self.handle.exits(*worker, TIED_EXIT)) else {

@@ -38,8 +38,8 @@ impl<M> Snapshots<M> {
         self.workers[worker as usize].is_in_epoch = true;
     }
 
-    /// Keeps a snapshot that a worker made after `count` answers, in place of those that no position needs any more. All
-    /// positions have at least `settled` answers of this worker. `None` is a snapshot that was left out.
+    /// Keeps a snapshot that a worker made after `count` answers, in place of those that no position needs any more.
+    /// All positions have at least `settled` answers of this worker. `None` is a snapshot that was left out.
     pub fn keep(&mut self, worker: u32, count: u64, snapshot: Option<M>, settled: u64) {
         let OfWorker { kept, is_in_epoch, has_started } = &mut self.workers[worker as usize];
         if !*is_in_epoch {
@@ -118,8 +118,7 @@ mod tests {
             snapshots.keep(0, count, Some("state"), settled);
         }
         // A position after 3 answers needs the one before them.
-        let counts =
-            |snapshots: &Snapshots<_>| snapshots.workers[0].kept.iter().map(|it| it.0).collect::<Vec<_>>();
+        let counts = |snapshots: &Snapshots<_>| snapshots.workers[0].kept.iter().map(|it| it.0).collect::<Vec<_>>();
         assert_eq!(counts(&snapshots), [2, 4]);
         snapshots.keep(0, 6, Some("state"), 4);
         assert_eq!(counts(&snapshots), [4, 6]);

@@ -24,8 +24,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if self.arrives_soon() { Ok(()) } else { self.sleep(deadline) }
     }
 
-    /// Begins a wait: yields the processor for a moment. Returns whether something has arrived. Call it with the GIL: beside a busy
-    /// Python thread, a thread that releases it waits 5 ms to get it back. Otherwise go on with [`Engine::sleep`].
+    /// Begins a wait: yields the processor for a moment. Returns whether something has arrived. Call it with the GIL:
+    /// beside a busy Python thread, a thread that releases it waits 5 ms to get it back. Otherwise go on with
+    /// [`Engine::sleep`].
     pub fn arrives_soon(&mut self) -> bool {
         self.inbox.wait_begins();
         let start = sys::clock::monotonic();

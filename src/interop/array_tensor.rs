@@ -8,8 +8,8 @@ use super::view::LeafView;
 use crate::tree::Kind;
 use crate::tree::layout::Dims;
 
-/// An array in a batch that arrives as the tensor that `torch.as_tensor` makes of it. No such tensor exists in the worker: it
-/// would hide the array, and with it what else refers to the memory.
+/// An array in a batch that arrives as the tensor that `torch.as_tensor` makes of it. No such tensor exists in the
+/// worker: it would hide the array, and with it what else refers to the memory.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct ArrayTensor {
     /// The array itself: like the tensor, this object decides how long it lives.
@@ -36,14 +36,13 @@ impl ArrayTensor {
 }
 
 impl Bridge {
-    /// The memory of a plain array as the tensor that `torch.as_tensor` makes of it. `None` also where torch warns or fails.
+    /// The memory of a plain array as the tensor that `torch.as_tensor` makes of it. `None` also where torch warns or
+    /// fails.
     pub fn view_as_tensor(&self, array: &Bound<'_, PyAny>) -> Option<LeafView> {
         let py = array.py();
         let view = self.array_view(array)?;
         let flags = array.getattr(intern!(py, "flags")).ok()?;
-        if view.dtype.torch_name().is_none()
-            || !flags.getattr(intern!(py, "writeable")).ok()?.is_truthy().ok()?
-        {
+        if view.dtype.torch_name().is_none() || !flags.getattr(intern!(py, "writeable")).ok()?.is_truthy().ok()? {
             return None;
         }
         // torch keeps the array's strides. Where a dimension has one element, an export has others.

@@ -11,8 +11,8 @@ use super::memory::{Heap, Memory};
 use super::tensor::bridge::Bridge;
 use super::view::Form;
 
-/// Leased memory that exports a writable buffer: an out-of-band buffer of a pickle, or the base of a NumPy array. The lease
-/// lives as long as the object: NumPy keeps the object, but holds no export of it.
+/// Leased memory that exports a writable buffer: an out-of-band buffer of a pickle, or the base of a NumPy array. The
+/// lease lives as long as the object: NumPy keeps the object, but holds no export of it.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct LeaseBuffer {
     shared: SharedMemory,

@@ -7,8 +7,8 @@ use crate::sys::fork;
 
 /// A Python object that a thread without the GIL may drop.
 ///
-/// PyO3 would queue it behind a lock, which a fork may copy while it is held, so the drop takes the GIL. In a forked child the
-/// object leaks: freeing pinned memory takes the allocator's locks, which have the same problem.
+/// PyO3 would queue it behind a lock, which a fork may copy while it is held, so the drop takes the GIL. In a forked
+/// child the object leaks: freeing pinned memory takes the allocator's locks, which have the same problem.
 #[derive(Debug)]
 pub struct DetachedObject {
     object: Option<Py<PyAny>>,

@@ -1,11 +1,11 @@
-//! Calls from Rust into Python on threads that may be in the call when the interpreter exits: a daemon thread in `next`, the
-//! pin thread.
+//! Calls from Rust into Python on threads that may be in the call when the interpreter exits: a daemon thread in
+//! `next`, the pin thread.
 //!
-//! Python (up to 3.13) ends a thread that wants the GIL back during the exit with `pthread_exit`. That unwinds the stack, and
-//! aborts the process in Rust's frames. Such a thread is parked here instead, as Python 3.14 does.
+//! Python (up to 3.13) ends a thread that wants the GIL back during the exit with `pthread_exit`. That unwinds the
+//! stack, and aborts the process in Rust's frames. Such a thread is parked here instead, as Python 3.14 does.
 //!
-//! PyO3 parks threads that return from [`Python::detach`] or call [`Python::attach`] (`HangThread` in pyo3-ffi), but not in calls
-//! that release the GIL inside Python, such as a sampler that sleeps.
+//! PyO3 parks threads that return from [`Python::detach`] or call [`Python::attach`] (`HangThread` in pyo3-ffi), but
+//! not in calls that release the GIL inside Python, such as a sampler that sleeps.
 
 use std::hint::black_box;
 use std::mem::{forget, transmute};
@@ -26,10 +26,11 @@ type UnwindingNext = unsafe extern "C-unwind" fn(Object) -> Object;
 type Release = unsafe extern "C" fn(Object);
 type UnwindingRelease = unsafe extern "C-unwind" fn(Object);
 
-// A second declaration as "C-unwind" would not do: the compiler keeps one declaration of a symbol in a unit of code, and with
-// pyo3's it assumes that the call cannot unwind. `black_box` hides the callee.
+// A second declaration as "C-unwind" would not do: the compiler keeps one declaration of a symbol in a unit of code,
+// and with pyo3's it assumes that the call cannot unwind. `black_box` hides the callee.
 
-/// Calls a function that runs Python code or waits without the GIL: users' code, pickle, torch's allocator. Drops the arguments.
+/// Calls a function that runs Python code or waits without the GIL: users' code, pickle, torch's allocator. Drops the
+/// arguments.
 pub fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
     // SAFETY: the types differ only in that unwinding is allowed.
     let call = black_box(unsafe { transmute::<Call, UnwindingCall>(ffi::PyObject_Call) });

@@ -20,7 +20,8 @@ pyo3::create_exception!(
 /// The index, in a trace, of a sample whose index is no number.
 const NO_INDEX: u64 = u64::MAX;
 
-/// An index batch whose iteration ends with `WorkerStopped`. torch's fetcher only iterates over it and takes its length.
+/// An index batch whose iteration ends with `WorkerStopped`. torch's fetcher only iterates over it and takes its
+/// length.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct StoppableIndices {
     pub port: Arc<Port>,

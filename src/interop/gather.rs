@@ -17,8 +17,9 @@ type Target = (*mut u8, Py<PyAny>);
 /// Makes the tensor of a plan, which has room for all of its bytes. `None`: the batch is left to torch.
 type Make<'a, 'py> = dyn FnMut(&Bound<'py, PyAny>, &StackPlan) -> PyResult<Option<Target>> + 'a;
 
-/// What default_collate makes of the samples `index` of a TensorDataset: for each tensor its rows, stacked. `None` leaves the
-/// batch to torch: an index is not an exact int or not in range, or a tensor is not plain, or its rows are not contiguous.
+/// What default_collate makes of the samples `index` of a TensorDataset: for each tensor its rows, stacked. `None`
+/// leaves the batch to torch: an index is not an exact int or not in range, or a tensor is not plain, or its rows are
+/// not contiguous.
 pub fn gather<'py>(
     bridge: &Bridge,
     tensors: &Bound<'py, PyAny>,
@@ -34,11 +35,7 @@ pub fn gather<'py>(
     }
     let planned = |tensor: &Bound<'py, PyAny>| {
         let view = bridge.view(tensor)?;
-        Some((
-            plan(&view, rows.len(), end)?,
-            view.ptr as usize,
-            view.strides[0] as usize * view.dtype.itemsize(),
-        ))
+        Some((plan(&view, rows.len(), end)?, view.ptr as usize, view.strides[0] as usize * view.dtype.itemsize()))
     };
     let plans = tensors.iter().map(|tensor| planned(&tensor));
     let Some(plans) = plans.collect::<Option<Vec<_>>>() else { return Ok(None) };
@@ -63,9 +60,9 @@ pub fn gather<'py>(
         let copy = || {
             for (place, row) in rows.iter().enumerate() {
                 let (from, to) = ((from + row * step) as *const u8, (to + place * plan.each) as *mut u8);
-                // SAFETY: the rows are in range, so each lies in the tensor's memory, which the GIL or `_storage` keeps. The
-                // target is new memory with a place for each. A program that resizes the storage in another thread
-                // meanwhile would break torch.stack, too.
+                // SAFETY: the rows are in range, so each lies in the tensor's memory, which the GIL or `_storage`
+                // keeps. The target is new memory with a place for each. A program that resizes the storage in another
+                // thread meanwhile would break torch.stack, too.
                 unsafe { to.copy_from_nonoverlapping(from, plan.each) };
             }
         };

@@ -1,7 +1,9 @@
-//! The index stream: the index batches that torch's samplers yield, from an array of 8 bytes an index instead of a list.
+//! The index stream: the index batches that torch's samplers yield, from an array of 8 bytes an index instead of a
+//! list.
 //!
-//! Python draws the permutations (`iterator/indices.py`), this iterator cuts them into batches. Nothing between two draws runs
-//! Python code, so neither a signal handler nor another thread can come between taking indices and returning them.
+//! Python draws the permutations (`iterator/indices.py`), this iterator cuts them into batches. Nothing between two
+//! draws runs Python code, so neither a signal handler nor another thread can come between taking indices and returning
+//! them.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -74,8 +76,7 @@ impl IndexStream {
         is_interrupt: Py<PyAny>,
     ) -> Self {
         let source = Source::Unstarted;
-        let state =
-            State { source, array: None, at: 0, full: None, pending: Vec::new(), skip: 0, skipping: 0 };
+        let state = State { source, array: None, at: 0, full: None, pending: Vec::new(), skip: 0, skipping: 0 };
         Self { torchs, batches, begin, size_of, is_interrupt, state: Mutex::new(state) }
     }
 
@@ -101,9 +102,7 @@ impl IndexStream {
     fn skip(&self, count: usize) -> PyResult<()> {
         let mut state = self.lock()?;
         let Source::Unstarted = state.source else {
-            return Err(PyValueError::new_err(
-                "skip must be called before the first next of an index stream",
-            ));
+            return Err(PyValueError::new_err("skip must be called before the first next of an index stream"));
         };
         state.skip = state.skip.saturating_add(count);
         Ok(())
@@ -138,7 +137,8 @@ impl IndexStream {
         Ok(())
     }
 
-    /// Leaves out the index batches that `skip` has named, of the present size. After an interrupt the next call continues.
+    /// Leaves out the index batches that `skip` has named, of the present size. After an interrupt the next call
+    /// continues.
     fn leave_out(&self, py: Python<'_>, state: &mut State) -> PyResult<()> {
         if let Source::Torchs = state.source {
             while state.skip > 0 {
@@ -279,6 +279,7 @@ impl IndexStream {
 #[inline]
 fn rest(array: &Option<PyBuffer<i64>>, at: usize) -> &[i64] {
     let Some(items) = array.as_ref().and_then(PyBuffer::as_slice_ptr) else { return &[] };
-    // SAFETY: the buffer keeps its memory in place while it is borrowed. Nothing writes to it: `more` gives each array away.
+    // SAFETY: the buffer keeps its memory in place while it is borrowed. Nothing writes to it: `more` gives each array
+    // away.
     unsafe { items.as_ref() }.get(at..).unwrap_or_default()
 }

@@ -1,11 +1,12 @@
 //! Storages whose memory is exchanged while tensors on them live: `share_memory_()` and torch's queues.
 //!
-//! torch copies such a storage into new memory, exchanges the two, and frees the old memory. An array or a DLPack view of the tensor
-//! keeps the storage alive, not its old memory. And an encoder that copies without the GIL would read freed memory.
+//! torch copies such a storage into new memory, exchanges the two, and frees the old memory. An array or a DLPack view
+//! of the tensor keeps the storage alive, not its old memory. And an encoder that copies without the GIL would read
+//! freed memory.
 //!
-//! So a move runs within [`Move`]. The deleter that it runs into, on the same thread, hands the memory over instead of freeing it
-//! ([`caught`]), and the storage keeps it until its own end. Moves and [`Reading`]s exclude each other. Both begin and end with the
-//! GIL, so plain counters are enough.
+//! So a move runs within [`Move`]. The deleter that it runs into, on the same thread, hands the memory over instead of
+//! freeing it ([`caught`]), and the storage keeps it until its own end. Moves and [`Reading`]s exclude each other. Both
+//! begin and end with the GIL, so plain counters are enough.
 //!
 //! Outside a move the cost is one load of an atomic per freed tensor, and two counts per batch that is encoded.
 
@@ -36,8 +37,7 @@ impl Count {
     fn update(&self, change: impl Fn(u64) -> u64) {
         let stamp = Self::stamp();
         let next = |value: u64| {
-            let count =
-                if value >> COUNT_BITS == stamp >> COUNT_BITS { value & u64::from(u32::MAX) } else { 0 };
+            let count = if value >> COUNT_BITS == stamp >> COUNT_BITS { value & u64::from(u32::MAX) } else { 0 };
             Some(stamp | change(count))
         };
         let _ = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, next);

@@ -1,7 +1,8 @@
 //! NumPy's memory in a worker: arrays of [`ARRAY_MIN`] bytes or more lie in the worker's region, see `worker::arrays`.
 //!
-//! NumPy 1.22 and newer let a program replace the functions that allocate the memory of arrays (NEP 49). The functions are set per
-//! context, and each array keeps those that made it. Ours pass on to NumPy's default ones what is small or has no room.
+//! NumPy 1.22 and newer let a program replace the functions that allocate the memory of arrays (NEP 49). The functions
+//! are set per context, and each array keeps those that made it. Ours pass on to NumPy's default ones what is small or
+//! has no room.
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::sync::Arc;
@@ -120,16 +121,15 @@ pub struct NumpyMemory {
 }
 
 impl NumpyMemory {
-    /// `None`: NumPy is missing or older than 1.22, the program has set a handler of its own, or forks cannot be watched. The
-    /// memory of the handler stays for good: arrays may outlive everything else.
+    /// `None`: NumPy is missing or older than 1.22, the program has set a handler of its own, or forks cannot be
+    /// watched. The memory of the handler stays for good: arrays may outlive everything else.
     pub fn new(py: Python<'_>, port: &Arc<Port>) -> PyResult<Option<Self>> {
         let Ok(Some(api)) = Api::find(py) else { return Ok(None) };
         let Some(default) = api.default(py)? else { return Ok(None) };
         if arrays::watch(port).is_err() {
             return Ok(None);
         }
-        let (first, len) =
-            (port.arena().region_base(port.worker()) as usize, port.arena().geometry().region_len);
+        let (first, len) = (port.arena().region_base(port.worker()) as usize, port.arena().geometry().region_len);
         let context = Box::leak(Box::new(Context { port: port.clone(), first, len: len as usize, default }));
         let functions = Functions { ctx: std::ptr::from_mut(context).cast(), malloc, calloc, realloc, free };
         let mut handler = Box::new(Handler { name: [0; 127], version: VERSION, functions });
@@ -137,9 +137,8 @@ impl NumpyMemory {
             *to = *from as c_char;
         }
         // SAFETY: the handler is never freed; the name is static.
-        let capsule = unsafe {
-            ffi::PyCapsule_New(std::ptr::from_mut(Box::leak(handler)).cast(), CAPSULE.as_ptr(), None)
-        };
+        let capsule =
+            unsafe { ffi::PyCapsule_New(std::ptr::from_mut(Box::leak(handler)).cast(), CAPSULE.as_ptr(), None) };
         // SAFETY: a new reference or an error.
         let capsule = unsafe { Bound::from_owned_ptr_or_err(py, capsule)? }.unbind();
         Ok(Some(Self { api, capsule }))
@@ -180,8 +179,8 @@ impl Context {
     }
 }
 
-// NumPy calls these with its own arguments: a context and a pointer of this handler, from any thread, usually with the GIL.
-// They call no Python, and cannot panic but for a broken table, which ends the process.
+// NumPy calls these with its own arguments: a context and a pointer of this handler, from any thread, usually with the
+// GIL. They call no Python, and cannot panic but for a broken table, which ends the process.
 
 unsafe extern "C" fn malloc(ctx: *mut c_void, len: usize) -> *mut c_void {
     // SAFETY: see above.

@@ -126,8 +126,7 @@ impl PyCache {
 
     fn fileno(&self) -> PyResult<i32> {
         let closed = || {
-            let text =
-                "the descriptor of a cache was closed by other code, so it cannot be sent to another process";
+            let text = "the descriptor of a cache was closed by other code, so it cannot be sent to another process";
             PyOSError::new_err((libc::EBADF, text))
         };
         Ok(self.cache.fd().ok_or_else(closed)?.as_raw_fd())
@@ -164,12 +163,7 @@ impl PyCache {
     }
 
     /// Keeps a sample. Returns why the cache takes no more, if this call has found that out.
-    fn put(
-        &self,
-        row: u64,
-        sample: &Bound<'_, PyAny>,
-        dumps: &Bound<'_, PyAny>,
-    ) -> PyResult<Option<&'static str>> {
+    fn put(&self, row: u64, sample: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<Option<&'static str>> {
         let row = self.row(row)?;
         // User code that pickles may come back here, and another thread may fill at the same time.
         let mut scratch = std::mem::take(&mut *self.scratch.lock().unwrap_or_else(PoisonError::into_inner));

@@ -213,8 +213,8 @@ impl PyMeter {
         self.handle.upgrade().is_none_or(|handle| handle.has_ended())
     }
 
-    /// Removes ended iterators' meters from a list and adds their figures. One call does both, so that a reader in another
-    /// thread neither misses them nor counts them twice.
+    /// Removes ended iterators' meters from a list and adds their figures. One call does both, so that a reader in
+    /// another thread neither misses them nor counts them twice.
     fn absorb(&self, meters: &Bound<'_, PyList>) -> PyResult<()> {
         for at in (0..meters.len()).rev() {
             let meter = meters.get_item(at)?.cast_into::<Self>()?;

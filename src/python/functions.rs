@@ -124,7 +124,8 @@ pub fn _trim_pool(py: Python<'_>) -> usize {
     py.detach(pool::clear)
 }
 
-/// Counts the system calls of each kind in this process, for tests. Arms the failpoints of the environment on first use.
+/// Counts the system calls of each kind in this process, for tests. Arms the failpoints of the environment on first
+/// use.
 #[cfg(feature = "failpoints")]
 #[pyfunction]
 pub fn _failpoint_calls() -> std::collections::HashMap<&'static str, u64> {

@@ -23,12 +23,10 @@ mod _core {
     use super::{
         cache::PyCache,
         engine::{PyDeath, PyEngine, PyPosition, PyProgress, PySnapshot},
-        figures::{
-            Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena,
-        },
+        figures::{Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena},
         functions::{
-            _trim_pool, WarmPages, begin_forks, cpu_quota, descends, end_forks, engine_batches,
-            memory_limits, observed, seed_words, set_reporting, tend_pages,
+            _trim_pool, WarmPages, begin_forks, cpu_quota, descends, end_forks, engine_batches, memory_limits,
+            observed, seed_words, set_reporting, tend_pages,
         },
         port::PyPort,
         remote::PyLink,

@@ -57,8 +57,8 @@ impl PyPort {
         Ok((code, first_task, Some(PyBytes::new(py, message).into_any().unbind())))
     }
 
-    /// Memory in the arena for `len` bytes; `None` if the worker already retains so much that the heap should be used. Runs
-    /// Python's collector first if garbage may hold the arena's blocks.
+    /// Memory in the arena for `len` bytes; `None` if the worker already retains so much that the heap should be used.
+    /// Runs Python's collector first if garbage may hold the arena's blocks.
     fn lease(&self, py: Python<'_>, len: usize) -> PyResult<Option<WorkerLease>> {
         // Python reports errors of finalizers itself.
         let collect = || drop(py.import("gc").and_then(|gc| gc.call_method0("collect")));
@@ -74,8 +74,8 @@ impl PyPort {
         Ok(outgoing.send(task, kind, payload, self.stopwatch.take(&self.port))?)
     }
 
-    /// Sends a plain tree; returns false, and sends nothing, for anything else. The list `holder` has the only reference to
-    /// `value`, if the worker keeps none, and may be emptied. Without it arrays are copied.
+    /// Sends a plain tree; returns false, and sends nothing, for anything else. The list `holder` has the only
+    /// reference to `value`, if the worker keeps none, and may be emptied. Without it arrays are copied.
     fn encode(
         &self,
         task: u64,
@@ -153,7 +153,8 @@ impl PyPort {
 
     #[staticmethod]
     fn inherit(engine: &PyEngine, worker: u32, load_index: Py<PyAny>) -> PyResult<Self> {
-        // SAFETY: the number is the doorbell's; in a child the engine closes no descriptor, so that nothing else closes it.
+        // SAFETY: the number is the doorbell's; in a child the engine closes no descriptor, so that nothing else closes
+        // it.
         let doorbell = unsafe { OwnedFd::from_raw_fd(engine.handle.doorbell.as_fd().as_raw_fd()) };
         Ok(Self::over(Port::open(engine.handle.arena.inherited(), worker, doorbell)?, load_index))
     }
@@ -179,7 +180,8 @@ impl PyPort {
         py.detach(|| remote.finish(remote::limit(seconds)))
     }
 
-    /// Starts the watchdog thread. Without one (RLIMIT_NPROC) the worker itself checks the main process when it is idle.
+    /// Starts the watchdog thread. Without one (RLIMIT_NPROC) the worker itself checks the main process when it is
+    /// idle.
     fn watch(&self, parent: (i32, u64)) {
         let parent = Parent::told(parent.0, parent.1);
         if watchdog::start(self.port.clone(), parent).is_err() {
@@ -192,8 +194,8 @@ impl PyPort {
         terminate::survive_group_signal(&self.port, main, alone).is_ok()
     }
 
-    /// Registers faulthandler for the stack signal. Its handler dumps the stacks into this worker's stack file without the GIL.
-    /// If that fails, or the user handles the signal, the status page says so.
+    /// Registers faulthandler for the stack signal. Its handler dumps the stacks into this worker's stack file without
+    /// the GIL. If that fails, or the user handles the signal, the status page says so.
     fn offer_stack(&self, py: Python<'_>) {
         let Some(fd) = self.port.make_stack_file() else { return };
         let (all_threads, chain) = (true, false);
@@ -247,8 +249,7 @@ impl PyPort {
         let Some(view) = bridge.view_as_tensor(array) else { return Ok(None) };
         let plan = Plan::new(&view.shape, &view.byte_strides, view.dtype.itemsize(), Style::Tensor);
         let bytes = plan.filter(|plan| plan.gather.is_none()).map_or(0, |plan| plan.bytes);
-        let block =
-            (bytes >= ARRAY_MIN).then(|| self.port.adoptable(view.first as usize, bytes as u64)).flatten();
+        let block = (bytes >= ARRAY_MIN).then(|| self.port.adoptable(view.first as usize, bytes as u64)).flatten();
         if !block.is_some_and(|(block, _)| self.port.has_array(block))
             || bridge.has_modes(py)?
             || !bridge.default_is_cpu(py)?
@@ -347,11 +348,7 @@ impl PyPort {
         })
     }
 
-    fn gather_cached(
-        &self,
-        table: Bound<'_, PyCache>,
-        index: Bound<'_, PyAny>,
-    ) -> PyResult<Option<Py<PyAny>>> {
+    fn gather_cached(&self, table: Bound<'_, PyCache>, index: Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
         let py = index.py();
         let Some((rows, _)) = gather::rows(&index) else { return Ok(None) };
         let rows: Vec<u64> = rows.into_iter().map(|row| row as u64).collect();

@@ -32,7 +32,8 @@ impl PyLink {
     }
 }
 
-/// The worker's end, in a process that serves nothing else: it ends with the connection, even inside an item of the dataset.
+/// The worker's end, in a process that serves nothing else: it ends with the connection, even inside an item of the
+/// dataset.
 pub fn open(fd: i32, ring_slots: u32, region_len: u64) -> PyResult<Arc<Remote>> {
     // SAFETY: the caller passes ownership of the descriptor, which is open.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };

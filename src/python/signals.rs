@@ -12,9 +12,9 @@ use crate::sys::signal::Mask;
 
 /// Calls a function and appends what it returns to a list, before Python can run a signal handler.
 ///
-/// Python runs handlers in its own code, between two bytecodes. Between the end of the call and the append there are none: code of
-/// Python that runs here, in a finalizer of an argument, prints what a handler raises and goes on. `_core.pyi` says what follows
-/// for the caller.
+/// Python runs handlers in its own code, between two bytecodes. Between the end of the call and the append there are
+/// none: code of Python that runs here, in a finalizer of an argument, prints what a handler raises and goes on.
+/// `_core.pyi` says what follows for the caller.
 #[pyfunction]
 #[pyo3(signature = (into, function, /, *args))]
 pub fn call_into<'py>(
@@ -25,8 +25,8 @@ pub fn call_into<'py>(
     into.append(call(function, args)?)
 }
 
-/// A context in which signals are deferred. Entering and leaving are one call each: Python may run a handler of another signal
-/// after each call, which must not come between the steps.
+/// A context in which signals are deferred. Entering and leaving are one call each: Python may run a handler of another
+/// signal after each call, which must not come between the steps.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct DeferredSignals {
     signals: Vec<i32>,

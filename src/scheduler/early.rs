@@ -24,8 +24,8 @@ pub(super) struct Early {
 }
 
 impl<T, R> Scheduler<T, R> {
-    /// Whether a task of the next epoch can be submitted now: the sampler has ended, and there is room. The next epoch gets as
-    /// many early tasks as its beginning would submit.
+    /// Whether a task of the next epoch can be submitted now: the sampler has ended, and there is room. The next epoch
+    /// gets as many early tasks as its beginning would submit.
     pub fn may_be_early(&self) -> bool {
         let has_begun = match &self.early {
             Some(early) => !early.ended && self.next_task.0 - early.first.0 < u64::from(self.max_tasks),
@@ -39,21 +39,15 @@ impl<T, R> Scheduler<T, R> {
         self.early.is_some()
     }
 
-    /// Begins the next epoch early: what is submitted from now on belongs to it. Returns its first task. [`Error::Usage`] unless
-    /// [`Scheduler::may_be_early`].
+    /// Begins the next epoch early: what is submitted from now on belongs to it. Returns its first task.
+    /// [`Error::Usage`] unless [`Scheduler::may_be_early`].
     pub fn begin_early(&mut self) -> Result<TaskId> {
         if self.early.is_some() || !self.may_be_early() {
             return Err(Error::usage("an epoch begins early once, after the end of the sampler"));
         }
         let first = self.next_task;
-        self.early = Some(Early {
-            first,
-            outstanding: 0,
-            ready: 0,
-            queue: VecDeque::new(),
-            ended: false,
-            loses_present: false,
-        });
+        self.early =
+            Some(Early { first, outstanding: 0, ready: 0, queue: VecDeque::new(), ended: false, loses_present: false });
         Ok(first)
     }
 

@@ -1,9 +1,9 @@
 //! Decides which worker gets each task and what `next` returns.
 //!
-//! A state machine without thread, clock, channel or shared memory. The caller reports events ([`Scheduler::on_event`]),
-//! performs effects ([`Scheduler::poll`]), submits indices ([`Scheduler::submit`]) and asks for the next batch
-//! ([`Scheduler::next`]). Every call costs O(1). `README.md` beside this file describes the settings, the states and the
-//! relation to torch's algorithm, and shows why no task is lost and no wait is endless.
+//! A state machine without thread, clock, channel or shared memory. The caller reports events
+//! ([`Scheduler::on_event`]), performs effects ([`Scheduler::poll`]), submits indices ([`Scheduler::submit`]) and asks
+//! for the next batch ([`Scheduler::next`]). Every call costs O(1). `README.md` beside this file describes the
+//! settings, the states and the relation to torch's algorithm, and shows why no task is lost and no wait is endless.
 
 mod bitmap;
 mod clock;
@@ -35,8 +35,9 @@ use unanswered::Unanswered;
 use window::Bytes;
 use workers::{Life, Workers};
 
-/// The scheduler. `T` is the caller's tag of a task (the index object), `R` a result. Each tag is returned exactly once:
-/// from a refused `submit`, with a batch, or in [`Action::Discard`]. So no destructor of a tag runs foreign code in here.
+/// The scheduler. `T` is the caller's tag of a task (the index object), `R` a result. Each tag is returned exactly
+/// once: from a refused `submit`, with a batch, or in [`Action::Discard`]. So no destructor of a tag runs foreign code
+/// in here.
 #[derive(Debug)]
 pub struct Scheduler<T, R> {
     workers: Workers,
@@ -91,16 +92,8 @@ impl<T, R> Scheduler<T, R> {
     /// A scheduler for newly started workers. Returns [`Error::Usage`] for settings beyond its limits.
     pub fn new(settings: Settings) -> Result<Self> {
         let (max_tasks, span, fills) = (settings.max_tasks(), settings.queue_span(), settings.fills());
-        let Settings {
-            workers,
-            prefetch_factor,
-            window,
-            dispatch,
-            delivery,
-            persistent,
-            timeout,
-            restarts: replaces,
-        } = settings;
+        let Settings { workers, prefetch_factor, window, dispatch, delivery, persistent, timeout, restarts: replaces } =
+            settings;
         let Window { batches, bytes } = window.unwrap_or(Window { batches: max_tasks, bytes: None });
         let limit = TASKS_MAX as usize;
         let fits = workers <= WORKERS_MAX as usize && max_tasks <= limit && (1..=limit).contains(&batches);
@@ -144,8 +137,8 @@ impl<T, R> Scheduler<T, R> {
     /// Dispatches one task; the caller sends it to its [`Placement`]. Call at the start of an epoch as long as
     /// [`Scheduler::primes`], and once per [`Decision::Submit`].
     ///
-    /// Returns the tag, without any change, if no worker can take a task: all are exhausted or at their share, a limit is
-    /// reached, resume messages are unanswered, a worker has died, or the iterator has been shut down.
+    /// Returns the tag, without any change, if no worker can take a task: all are exhausted or at their share, a limit
+    /// is reached, resume messages are unanswered, a worker has died, or the iterator has been shut down.
     #[inline]
     pub fn submit(&mut self, tag: T) -> std::result::Result<(TaskId, Placement), T> {
         if !self.accepts() {
@@ -192,8 +185,8 @@ impl<T, R> Scheduler<T, R> {
         asked < self.max_tasks() && (!self.fills || self.has_room())
     }
 
-    /// Lets the cycle of this epoch begin with a worker instead of the first one. Call it before the epoch's first submission.
-    /// A shared queue has no cycle. [`Error::Usage`] for an unknown worker.
+    /// Lets the cycle of this epoch begin with a worker instead of the first one. Call it before the epoch's first
+    /// submission. A shared queue has no cycle. [`Error::Usage`] for an unknown worker.
     pub fn begin_with(&mut self, worker: WorkerId) -> Result<()> {
         self.entry(worker)?;
         self.workers.begin_with(worker.0);
@@ -322,8 +315,8 @@ impl<T, R> Scheduler<T, R> {
         self.raised.or(self.first_lost).or(idle)
     }
 
-    /// A worker's oldest unanswered task, with its tag. While resuming this may be a task of the abandoned epoch. With a
-    /// shared queue it is known only if a process of the worker has died with it.
+    /// A worker's oldest unanswered task, with its tag. While resuming this may be a task of the abandoned epoch. With
+    /// a shared queue it is known only if a process of the worker has died with it.
     pub fn oldest_task_of(&self, worker: WorkerId) -> Option<(TaskId, &T)> {
         let front = self.workers.get(worker.index())?.front;
         let slot = (front != NIL).then(|| self.reorder.slot(front))?;
@@ -336,12 +329,10 @@ impl<T, R> Scheduler<T, R> {
         self.reorder.slot(slot).tag.as_ref()
     }
 
-    /// Whether the worker has an unanswered task or resume message, and is not vacant. With a shared queue, tasks of living
-    /// workers are unknown here.
+    /// Whether the worker has an unanswered task or resume message, and is not vacant. With a shared queue, tasks of
+    /// living workers are unknown here.
     pub fn is_waited_for(&self, worker: WorkerId) -> bool {
-        self.workers
-            .get(worker.index())
-            .is_some_and(|entry| !entry.vacant && (entry.front != NIL || entry.resumes > 0))
+        self.workers.get(worker.index()).is_some_and(|entry| !entry.vacant && (entry.front != NIL || entry.resumes > 0))
     }
 
     /// The worker whose result is delivered next, if that is known.
@@ -380,14 +371,14 @@ impl<T, R> Scheduler<T, R> {
         self.first_task
     }
 
-    /// The worker's undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window its unanswered ones, with
-    /// a shared queue 0.
+    /// The worker's undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window its unanswered ones,
+    /// with a shared queue 0.
     pub fn load_of(&self, worker: WorkerId) -> usize {
         self.workers.get(worker.index()).map_or(0, |worker| worker.load as usize)
     }
 
-    /// The undelivered tasks of this epoch with their workers, in the order of dispatch (the keys of torch's `_task_info`).
-    /// The worker of an unanswered task of a shared queue is unknown.
+    /// The undelivered tasks of this epoch with their workers, in the order of dispatch (the keys of torch's
+    /// `_task_info`). The worker of an unanswered task of a shared queue is unknown.
     pub fn undelivered(&self) -> Vec<(TaskId, Option<WorkerId>)> {
         let all = self.first_task..self.end_of_tasks();
         let mut tasks: Vec<_> = self.reorder.waiting().filter(|(task, _)| all.contains(task)).collect();

@@ -12,10 +12,7 @@ impl<T, R> Scheduler<T, R> {
             return Ok(());
         }
         if task >= self.first_task || self.tag_of(task).is_none() {
-            return Err(Error::corrupt(format!(
-                "the shared queue gives back task {}, which is not stale",
-                task.0
-            )));
+            return Err(Error::corrupt(format!("the shared queue gives back task {}, which is not stale", task.0)));
         }
         self.withdraw(task);
         Ok(())
@@ -57,8 +54,8 @@ impl<T, R> Scheduler<T, R> {
         tasks.filter(|task| *task >= self.first_task).collect()
     }
 
-    /// Drops the stale tasks that are left once all workers have resumed: a worker took each from the queue, and will not
-    /// answer it any more.
+    /// Drops the stale tasks that are left once all workers have resumed: a worker took each from the queue, and will
+    /// not answer it any more.
     pub(super) fn drop_stale(&mut self) {
         while let Some((task, _)) = self.shared.as_ref().and_then(|shared| shared.tasks().next()) {
             self.withdraw(task);

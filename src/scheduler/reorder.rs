@@ -42,7 +42,8 @@ pub(super) struct Task<T, R> {
 /// The slots, and the queue that `next` takes from.
 ///
 /// In order, the queue is the reorder buffer: a task enters it when it is dispatched, so the front is the next task to
-/// deliver. Out of order, a task enters when its result arrives, so nothing is kept of tasks delivered past a stuck worker.
+/// deliver. Out of order, a task enters when its result arrives, so nothing is kept of tasks delivered past a stuck
+/// worker.
 #[derive(Debug)]
 pub(super) struct Reorder<T, R> {
     slots: Vec<Task<T, R>>,
@@ -62,15 +63,7 @@ impl<T, R> Reorder<T, R> {
     /// Allocates the slot of a dispatched task.
     #[inline]
     pub fn insert(&mut self, task: TaskId, worker: u32, tag: T) -> u32 {
-        let slot = Task {
-            next: NIL,
-            worker,
-            task,
-            state: State::Outstanding,
-            tag: Some(tag),
-            result: None,
-            bytes: 0,
-        };
+        let slot = Task { next: NIL, worker, task, state: State::Outstanding, tag: Some(tag), result: None, bytes: 0 };
         if self.free == NIL {
             self.slots.push(slot);
             return self.slots.len() as u32 - 1;
@@ -121,9 +114,8 @@ impl<T, R> Reorder<T, R> {
 
     /// All tasks that are to be delivered, in no order, with their workers if known.
     pub fn waiting(&self) -> impl Iterator<Item = (TaskId, Option<WorkerId>)> {
-        let held = |slot: &&Task<T, R>| {
-            matches!(slot.state, State::Outstanding | State::Ready | State::Failed | State::Lost)
-        };
+        let held =
+            |slot: &&Task<T, R>| matches!(slot.state, State::Outstanding | State::Ready | State::Failed | State::Lost);
         let worker = |slot: &Task<T, R>| (slot.worker != NIL).then_some(WorkerId(slot.worker));
         self.slots.iter().filter(held).map(move |slot| (slot.task, worker(slot)))
     }

@@ -79,7 +79,8 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Handles the start of a vacant worker's next process. It begins with the present epoch, so it needs no resume message.
+    /// Handles the start of a vacant worker's next process. It begins with the present epoch, so it needs no resume
+    /// message.
     pub(super) fn on_replaced(&mut self, worker: WorkerId) -> Result<()> {
         if self.shut_down {
             return Ok(());
@@ -169,8 +170,8 @@ impl<T, R> Scheduler<T, R> {
         self.workers.get(worker.index()).is_some_and(|worker| worker.vacant)
     }
 
-    /// The tasks that are bound to a worker and unanswered, oldest first. Tasks of a shared queue are bound to a worker by its
-    /// death.
+    /// The tasks that are bound to a worker and unanswered, oldest first. Tasks of a shared queue are bound to a worker
+    /// by its death.
     pub fn tasks_of(&self, worker: WorkerId) -> impl Iterator<Item = (TaskId, &T)> {
         let slot = |slot: u32| (slot != NIL).then(|| self.reorder.slot(slot));
         let first = slot(self.workers.get(worker.index()).map_or(NIL, |worker| worker.front));
@@ -217,7 +218,8 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Discards the tasks of an abandoned epoch that no process has: those of vacant workers, and those that are unsent.
+    /// Discards the tasks of an abandoned epoch that no process has: those of vacant workers, and those that are
+    /// unsent.
     pub(super) fn discard_unsent(&mut self) {
         for vacancy in 0..self.restarts.vacancies.len() {
             self.discard_fifo(self.restarts.vacancies[vacancy].worker);

@@ -81,7 +81,8 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// torch's settings, without persistent workers, a timeout or restarts. Only this function interprets torch's `in_order`.
+    /// torch's settings, without persistent workers, a timeout or restarts. Only this function interprets torch's
+    /// `in_order`.
     pub const fn torch(workers: usize, prefetch_factor: usize, in_order: bool) -> Self {
         let (dispatch, delivery) = match in_order {
             true => (Dispatch::RoundRobin, DeliveryOrder::InOrder),
@@ -109,8 +110,8 @@ impl Settings {
         self.window.is_some() || self.dispatch == Dispatch::SharedQueue
     }
 
-    /// Limit of the tasks from the oldest unanswered one of a shared queue to the newest. It bounds the scheduler's table of
-    /// them, not the slots of the queue, which hold waiting tasks only.
+    /// Limit of the tasks from the oldest unanswered one of a shared queue to the newest. It bounds the scheduler's
+    /// table of them, not the slots of the queue, which hold waiting tasks only.
     pub fn queue_span(&self) -> usize {
         let window = self.window.map_or(0, |window| window.batches.min(QUEUE_SPAN_MAX));
         QUEUE_SPAN.max(window).max(self.max_tasks().min(TASKS_MAX as usize))
@@ -155,8 +156,8 @@ pub enum Event<R> {
     WorkerDied {
         /// The worker.
         worker: WorkerId,
-        /// The tasks that it had taken from the shared queue and not answered; none under the other policies, which bind
-        /// tasks to workers.
+        /// The tasks that it had taken from the shared queue and not answered; none under the other policies, which
+        /// bind tasks to workers.
         held: Vec<TaskId>,
     },
     /// A vacant worker has a new process, which begins with the present epoch and has none of its tasks.
@@ -246,8 +247,8 @@ pub enum Decision<T, R> {
     TimedOut,
     /// The epoch is over.
     End,
-    /// Wait for an event, or until this time if given: the end of the timeout, if that runs ([`Event::WaitBegan`]), or the time
-    /// to which a replacement is postponed.
+    /// Wait for an event, or until this time if given: the end of the timeout, if that runs ([`Event::WaitBegan`]), or
+    /// the time to which a replacement is postponed.
     Wait(Option<Duration>),
     /// The scheduler has been shut down.
     Shutdown,

@@ -4,7 +4,8 @@ use super::reorder::NIL;
 use crate::id::TaskId;
 use std::collections::VecDeque;
 
-/// The slots of all tasks from the oldest unanswered one to the newest. Numbers are contiguous, so a lookup is one index.
+/// The slots of all tasks from the oldest unanswered one to the newest. Numbers are contiguous, so a lookup is one
+/// index.
 #[derive(Debug, Default)]
 pub(super) struct Unanswered {
     /// The number of the task at the front.

@@ -19,11 +19,13 @@ pub(super) enum Life {
 /// One worker. Small, because events touch the entries in random order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Worker {
-    /// Slot of the oldest outstanding task: the front of the FIFO. With a shared queue, of those that a process which died has left.
+    /// Slot of the oldest outstanding task: the front of the FIFO. With a shared queue, of those that a process which
+    /// died has left.
     pub front: u32,
     /// Slot of the newest outstanding task.
     pub back: u32,
-    /// Slot of the first outstanding task that its present process has not been sent. `NIL`, unless the worker is replaced.
+    /// Slot of the first outstanding task that its present process has not been sent. `NIL`, unless the worker is
+    /// replaced.
     pub unsent: u32,
     /// Undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window, its unanswered ones.
     pub load: u32,
@@ -100,8 +102,8 @@ impl Workers {
         self.cursor = index;
     }
 
-    /// Begins an epoch of which a number of tasks have been dispatched in turn. `all_live`: no worker has died, and the epoch
-    /// goes on.
+    /// Begins an epoch of which a number of tasks have been dispatched in turn. `all_live`: no worker has died, and the
+    /// epoch goes on.
     pub fn take_up(&mut self, tasks: u64, all_live: bool) {
         if all_live {
             self.begin_epoch();

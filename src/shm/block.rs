@@ -5,8 +5,8 @@
 //! region's owner takes it.
 //!
 //! The last holder to clear its bit frees the block. The region's owner puts it into its private list. Any other holder
-//! sets RETURNING in the same step and then pushes the block onto the stack. So a block is on the stack at most once, and
-//! a new owner that scans the table never takes a block that another thread is about to push.
+//! sets RETURNING in the same step and then pushes the block onto the stack. So a block is on the stack at most once,
+//! and a new owner that scans the table never takes a block that another thread is about to push.
 
 use super::layout::BlockEntry;
 use crate::error::{Error, Result};
@@ -81,7 +81,8 @@ pub fn mark_if(state: &AtomicU32, holder: u32, bits: u32) -> bool {
 }
 
 /// Set while no worker is attached, because the arena is in the pool or retired: a released block then loses its pages
-/// at once. Parking scans all blocks after setting the flag, and a release checks the flag after its step: one sees the other.
+/// at once. Parking scans all blocks after setting the flag, and a release checks the flag after its step: one sees the
+/// other.
 #[derive(Debug, Default)]
 pub struct Parking(AtomicU32);
 

@@ -1,7 +1,7 @@
 //! A thread that does work which comes due without a call of the library, and lives only while there is some.
 //!
-//! No fork finds it: [`pause`] joins it before, so that a child inherits none of its locks, and Python (from 3.12) does not
-//! warn of a fork with threads. It calls nothing of Python.
+//! No fork finds it: [`pause`] joins it before, so that a child inherits none of its locks, and Python (from 3.12) does
+//! not warn of a fork with threads. It calls nothing of Python.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -28,8 +28,7 @@ struct State {
     forks: u32,
 }
 
-static STATE: Mutex<State> =
-    Mutex::new(State { work: None, asked: false, thread: None, ended: None, forks: 0 });
+static STATE: Mutex<State> = Mutex::new(State { work: None, asked: false, thread: None, ended: None, forks: 0 });
 static WAKE: Condvar = Condvar::new();
 /// Whether there was ever work. A program that only imports the library forks without a hook of it.
 static USED: AtomicBool = AtomicBool::new(false);

@@ -23,8 +23,8 @@ use crate::sync::{AtomicU64, Ordering, fence};
 pub struct Ticket(pub u32);
 
 impl Sleeper {
-    /// Announces that the caller, who belongs to this side, is about to sleep. The caller checks for work once more, waits
-    /// until the bell differs from the ticket if there is none, and calls [`Sleeper::awake`].
+    /// Announces that the caller, who belongs to this side, is about to sleep. The caller checks for work once more,
+    /// waits until the bell differs from the ticket if there is none, and calls [`Sleeper::awake`].
     #[inline]
     pub fn announce(&self) -> Ticket {
         self.asleep.fetch_add(1, Ordering::Relaxed);

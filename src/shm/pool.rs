@@ -1,11 +1,11 @@
 //! A pool of arenas that outlive their iterators: the next epoch finds warm pages.
 //!
-//! The pool belongs to the process and holds at most [`POOL_ARENAS`] arenas, idle pages up to a sixteenth of the machine's
-//! memory and half of the available memory, for at most [`POOL_IDLE`]. Then the [`caretaker`] retires them.
+//! The pool belongs to the process and holds at most [`POOL_ARENAS`] arenas, idle pages up to a sixteenth of the
+//! machine's memory and half of the available memory, for at most [`POOL_IDLE`]. Then the [`caretaker`] retires them.
 //!
-//! An arena waits for the next epoch of its [`Owner`], the loader that used it last, and goes with it. A loader that has not
-//! begun may inherit it: a program that makes a loader for each epoch binds the new one to the name of the old one, which
-//! ends just before the new one begins. Any loader may take any arena that fits.
+//! An arena waits for the next epoch of its [`Owner`], the loader that used it last, and goes with it. A loader that
+//! has not begun may inherit it: a program that makes a loader for each epoch binds the new one to the name of the old
+//! one, which ends just before the new one begins. Any loader may take any arena that fits.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64 as Stamp;

@@ -14,9 +14,9 @@
 //! A worker reads the entry before it claims it. If the swap succeeds, the state was the same all the time, so nothing
 //! has overwritten the entry. At any moment the state says who holds an entry, even if that process was killed.
 //!
-//! Entries are claimed in the order of their positions, so those that wait are the last ones. A producer with fewer than
-//! `capacity` entries waiting always finds its slot claimed. It may reuse the slot of an entry that is held and not
-//! answered yet: [`Submitter`] then remembers the holder. A slot of zeroes holds the entry before the first one.
+//! Entries are claimed in the order of their positions, so those that wait are the last ones. A producer with fewer
+//! than `capacity` entries waiting always finds its slot claimed. It may reuse the slot of an entry that is held and
+//! not answered yet: [`Submitter`] then remembers the holder. A slot of zeroes holds the entry before the first one.
 
 use super::layout::{QueueControl, QueueSlot, SLOT_WORDS};
 use super::ring::{Entry, Full};
@@ -154,7 +154,8 @@ impl<M: QueueMemory> Submitter<M> {
             let displaced = self.displaced.iter().find(|(displaced, _)| *displaced == position);
             return displaced.map(|(_, worker)| *worker);
         }
-        // The worker's answer orders its claim before this load, and so does its end. Before either the claim may be missed.
+        // The worker's answer orders its claim before this load, and so does its end. Before either the claim may be
+        // missed.
         worker_of(self.memory.slot(position).state.load(Ordering::Relaxed))
     }
 
@@ -168,9 +169,8 @@ impl<M: QueueMemory> Submitter<M> {
     /// The oldest entry that no worker has claimed.
     pub fn oldest_waiting(&self) -> Option<u64> {
         let all = self.unanswered.iter().flatten().copied();
-        let waits = |position: &u64| {
-            self.memory.slot(*position).state.load(Ordering::Relaxed) == state_of(*position, WAITING)
-        };
+        let waits =
+            |position: &u64| self.memory.slot(*position).state.load(Ordering::Relaxed) == state_of(*position, WAITING);
         all.filter(waits).min()
     }
 
@@ -198,8 +198,8 @@ impl<M: QueueMemory> Claimer<M> {
         &self.memory
     }
 
-    /// Claims the oldest entry; `None` if none waits. The worker holds it until it answers. [`Error::Corrupt`] if a slot
-    /// has the entry of another slot, or an entry waits before the head.
+    /// Claims the oldest entry; `None` if none waits. The worker holds it until it answers. [`Error::Corrupt`] if a
+    /// slot has the entry of another slot, or an entry waits before the head.
     #[inline]
     pub fn claim(&mut self) -> Result<Option<(u64, Entry)>> {
         let control = self.memory.control();
@@ -248,8 +248,8 @@ impl<M: QueueMemory> Claimer<M> {
         Ok(())
     }
 
-    /// The position to try after a slot whose entry is `found`, not `position`: all that are older by the queue's capacity
-    /// have been claimed.
+    /// The position to try after a slot whose entry is `found`, not `position`: all that are older by the queue's
+    /// capacity have been claimed.
     #[cold]
     fn overtaken(&self, position: u64, found: u64) -> Result<u64> {
         let capacity = self.memory.slots().len() as u64;

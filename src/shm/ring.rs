@@ -95,8 +95,8 @@ impl<M: RingMemory> Consumer<M> {
         Self { memory, head, tail: head }
     }
 
-    /// Takes the oldest entry; `None` when the ring is empty. [`Error::Corrupt`] if the other side's counter claims more
-    /// entries than the ring has slots.
+    /// Takes the oldest entry; `None` when the ring is empty. [`Error::Corrupt`] if the other side's counter claims
+    /// more entries than the ring has slots.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Entry>> {
         let slots = self.memory.slots();
@@ -110,9 +110,7 @@ impl<M: RingMemory> Consumer<M> {
             }
             if published > capacity {
                 self.tail = self.head;
-                return Err(Error::corrupt(format!(
-                    "a ring of {capacity} slots claims to hold {published} entries"
-                )));
+                return Err(Error::corrupt(format!("a ring of {capacity} slots claims to hold {published} entries")));
             }
         }
         let slot = &slots[(self.head & (capacity - 1)) as usize];

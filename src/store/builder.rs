@@ -157,21 +157,20 @@ impl Builder {
         Ok(())
     }
 
-    /// Checks that there is memory for `len` bytes of raw data, and address space for the two mappings that readers of raw data
-    /// make.
+    /// Checks that there is memory for `len` bytes of raw data, and address space for the two mappings that readers of
+    /// raw data make.
     pub fn expect(&mut self, len: u64) -> Result<()> {
         self.check(len, len, 2)
     }
 
-    /// Checks that there is memory for `len` more bytes, and address space for as many mappings of the image. If there is memory
-    /// for `ahead` bytes, these need no further check.
+    /// Checks that there is memory for `len` more bytes, and address space for as many mappings of the image. If there
+    /// is memory for `ahead` bytes, these need no further check.
     fn check(&mut self, len: u64, ahead: u64, mappings: u64) -> Result<()> {
         if let Some(left) = map::address_space_left()
             && self.at.saturating_add(len).saturating_mul(mappings) > left
         {
             let times = if mappings == 1 { "" } else { " twice" };
-            let limit =
-                format!("all of them are mapped{times} into the address space (RLIMIT_AS, `ulimit -v`)");
+            let limit = format!("all of them are mapped{times} into the address space (RLIMIT_AS, `ulimit -v`)");
             return Err(self.no_memory(len, limit, left));
         }
         let room = memory::available(&Roots::default());
@@ -202,11 +201,7 @@ impl Builder {
             }
             Err(Error::Os { errno: libc::ENOMEM | libc::ENOSPC, .. }) => {
                 let room = memory::available(&Roots::default());
-                Err(self.no_memory(
-                    len,
-                    format!("the kernel has no free page for them, {}", room.limit),
-                    room.bytes,
-                ))
+                Err(self.no_memory(len, format!("the kernel has no free page for them, {}", room.limit), room.bytes))
             }
             Err(error) => Err(error),
         }

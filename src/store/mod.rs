@@ -10,9 +10,10 @@
 //! slots  := words of an open-addressed table: 0, or row + 1 (bits 0-39) and the top of the row's hash (bits 40-63)
 //! odd    := row:u64 of each row without a hash
 //! ```
-//! Numbers are little-endian. A chunk has 1,024 rows, or fewer if these would exceed 1 MiB; `chunk_rows` is 1,024 if all but the
-//! last have as many, else 0. What a row's bytes, the kind and the meta mean is the business of `python`. The seals
-//! guarantee length and bytes; everything else is checked at each access, because the descriptor may come from elsewhere.
+//! Numbers are little-endian. A chunk has 1,024 rows, or fewer if these would exceed 1 MiB; `chunk_rows` is 1,024 if
+//! all but the last have as many, else 0. What a row's bytes, the kind and the meta mean is the business of `python`.
+//! The seals guarantee length and bytes; everything else is checked at each access, because the descriptor may come
+//! from elsewhere.
 
 mod builder;
 mod reader;

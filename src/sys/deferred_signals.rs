@@ -49,15 +49,15 @@ static DEFERRALS: [Deferral; COUNT] = [
 #[must_use]
 pub struct Deferred([bool; COUNT]);
 
-/// Defers `signals` until [`Deferred::release`]. Ignores a signal that has no handler, is not in the table above, or whose
-/// handler the system does not replace.
+/// Defers `signals` until [`Deferred::release`]. Ignores a signal that has no handler, is not in the table above, or
+/// whose handler the system does not replace.
 pub fn defer(signals: &[i32]) -> Deferred {
     Deferred(DEFERRALS.each_ref().map(|it| signals.contains(&it.signal) && it.begin()))
 }
 
 impl Deferred {
-    /// Restores the handlers, then raises in this thread the signals that arrived and that no other caller defers. Raising
-    /// comes last, because a handler's exception ends the caller's work.
+    /// Restores the handlers, then raises in this thread the signals that arrived and that no other caller defers.
+    /// Raising comes last, because a handler's exception ends the caller's work.
     pub fn release(self) {
         let mine = || DEFERRALS.iter().zip(self.0).filter(|(_, deferred)| *deferred).map(|(it, _)| it);
         let came: Vec<i32> = mine().filter(|it| it.end()).map(|it| it.signal).collect();
@@ -126,8 +126,8 @@ impl Deferral {
         self.came.store(false, Ordering::Relaxed);
         self.holders.store(1, Ordering::Relaxed);
         // A child of a process that deferred it has the recording handler already. A handler that has replaced that one
-        // may call it. If it were replaced in turn, each would call the other without end, so it stays. What it passes on
-        // is deferred.
+        // may call it. If it were replaced in turn, each would call the other without end, so it stays. What it passes
+        // on is deferred.
         let old = self.old.load(Ordering::Relaxed);
         let replaced = self.placed.load(Ordering::Relaxed) && action.sa_sigaction != old;
         if action.sa_sigaction != handler as *const () as usize && !replaced {
@@ -146,15 +146,12 @@ impl Deferral {
 
     /// Ends one [`Deferral::begin`]. The last call restores the handler; returns whether the signal arrived.
     fn end(&self) -> bool {
-        if self.owner.load(Ordering::Relaxed) != getpid() || self.holders.fetch_sub(1, Ordering::Relaxed) > 1
-        {
+        if self.owner.load(Ordering::Relaxed) != getpid() || self.holders.fetch_sub(1, Ordering::Relaxed) > 1 {
             return false;
         }
         self.owner.store(0, Ordering::SeqCst);
         // Unless the program has set another one.
-        if let Some(mut action) =
-            self.action().filter(|action| action.sa_sigaction == handler as *const () as usize)
-        {
+        if let Some(mut action) = self.action().filter(|action| action.sa_sigaction == handler as *const () as usize) {
             action.sa_sigaction = self.old.load(Ordering::Relaxed);
             if !self.old_takes_info.load(Ordering::Relaxed) {
                 action.sa_flags &= !libc::SA_SIGINFO;

@@ -45,8 +45,8 @@ impl EventFd {
         }
     }
 
-    /// Makes it unreadable until the next ring; false if its number names another file. Call it before checking what the
-    /// rings announced.
+    /// Makes it unreadable until the next ring; false if its number names another file. Call it before checking what
+    /// the rings announced.
     pub fn drain(&self) -> Result<bool> {
         if !self.0.is_intact() {
             return Ok(false);

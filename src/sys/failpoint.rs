@@ -1,5 +1,5 @@
-//! Failpoints, for tests: the n-th system call of a kind fails, or ends the process. Two moments of a worker's task have one
-//! as well (`moment.rs`).
+//! Failpoints, for tests: the n-th system call of a kind fails, or ends the process. Two moments of a worker's task
+//! have one as well (`moment.rs`).
 //!
 //! Without the cargo feature `failpoints` nothing of this is compiled, and [`failpoint!`] is the bare call.
 //! Only atomics are used, so failpoints work in forked children.
@@ -166,12 +166,12 @@ mod seam {
         Ok(())
     }
 
-    /// Arms the failpoints of `RUSTLOADER_FAILPOINT`, once per process: `kind:nth:effect`, separated by commas. `nth+` means
-    /// "from there on"; an effect is an errno's name or number, `exit=code`, `kill` or `stop`.
+    /// Arms the failpoints of `RUSTLOADER_FAILPOINT`, once per process: `kind:nth:effect`, separated by commas. `nth+`
+    /// means "from there on"; an effect is an errno's name or number, `exit=code`, `kill` or `stop`.
     ///
-    /// Each process reads it at its first call and counts from there; a child keeps no failpoints or counts of its parent.
-    /// So a variable set after main's first call and before a fork affects the children alone, and one removed there main
-    /// alone.
+    /// Each process reads it at its first call and counts from there; a child keeps no failpoints or counts of its
+    /// parent. So a variable set after main's first call and before a fork affects the children alone, and one removed
+    /// there main alone.
     fn read_environment() {
         // SAFETY: getpid has no precondition.
         let me = unsafe { libc::getpid() };

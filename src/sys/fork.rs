@@ -10,14 +10,14 @@ use super::failpoint::failpoint;
 use super::refused;
 use crate::error::Result;
 
-/// A step that runs around forks. Parent and child run the steps in this order, [`ForkHandlers::prepare`] in the reverse one.
-/// The order of their installation does not matter.
+/// A step that runs around forks. Parent and child run the steps in this order, [`ForkHandlers::prepare`] in the
+/// reverse one. The order of their installation does not matter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Counts the forks ([`generation`]). First: what the other steps call in a child must see that it is in one.
     Generation,
-    /// `left_behind`: closes connections in the child. Before the arrays: the parent gives the list's lock back before it waits
-    /// for the copies, so that no thread waits with it.
+    /// `left_behind`: closes connections in the child. Before the arrays: the parent gives the list's lock back before
+    /// it waits for the copies, so that no thread waits with it.
     Connections,
     /// `shm::forks`: marks the blocks that the child may read. Before the arrays, for the same reason: the marks are
     /// filed, and the caretaker may go on, before the parent waits.
@@ -92,9 +92,8 @@ fn hook() -> Result<()> {
     install(Step::Generation, &COUNTER);
     // Two concurrent calls install the hooks twice; the second of two in one fork finds nothing to do.
     // SAFETY: the hooks are plain functions that stay as long as the process (the library is not unloaded).
-    let call = || match unsafe {
-        libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child))
-    } {
+    let call = || match unsafe { libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child)) }
+    {
         0 => Ok(()),
         errno => Err(Errno::from_raw_os_error(errno)),
     };

@@ -27,8 +27,8 @@ pub enum Wake {
     Interrupted,
 }
 
-/// Sleeps until [`wake`] while `word` is `expected`, without a timeout for as long as it takes. The futex is not private:
-/// the word may lie in a mapping that other processes share.
+/// Sleeps until [`wake`] while `word` is `expected`, without a timeout for as long as it takes. The futex is not
+/// private: the word may lie in a mapping that other processes share.
 pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Result<Wake> {
     let timeout = timeout.map(timespec);
     let call = || rustix::thread::futex::wait(word, Flags::empty(), expected, timeout.as_ref());

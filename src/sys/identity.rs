@@ -22,8 +22,7 @@ pub struct FdIdentity {
 impl FdIdentity {
     /// The identity of the file that `fd` names. Takes no lock, so a forked child can call it.
     pub fn of(fd: RawFd) -> Result<Self> {
-        Self::look(fd)
-            .map_err(|errno| refused("fstat", errno, format!("descriptor {fd} was closed by other code")))
+        Self::look(fd).map_err(|errno| refused("fstat", errno, format!("descriptor {fd} was closed by other code")))
     }
 
     fn look(fd: RawFd) -> rustix::io::Result<Self> {
@@ -63,13 +62,7 @@ mod tests {
         let (reader, writer) = std::io::pipe().unwrap();
         let file = File::open("/proc/self/exe").unwrap();
         let event = EventFd::new().unwrap();
-        let fds = [
-            one.as_raw_fd(),
-            two.as_raw_fd(),
-            reader.as_raw_fd(),
-            file.as_raw_fd(),
-            event.as_fd().as_raw_fd(),
-        ];
+        let fds = [one.as_raw_fd(), two.as_raw_fd(), reader.as_raw_fd(), file.as_raw_fd(), event.as_fd().as_raw_fd()];
         for (at, fd) in fds.iter().enumerate() {
             let identity = FdIdentity::of(*fd).unwrap();
             for (other_at, other) in fds.iter().enumerate() {

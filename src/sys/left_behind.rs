@@ -17,7 +17,8 @@ thread_local! {
     static HELD: RefCell<Option<MutexGuard<'static, Open>>> = const { RefCell::new(None) };
 }
 
-/// Lets later forks close a descriptor in the child, if the system lets forks be hooked. [`forget`] it before it is closed.
+/// Lets later forks close a descriptor in the child, if the system lets forks be hooked. [`forget`] it before it is
+/// closed.
 pub(super) fn leave_behind(fd: BorrowedFd<'_>) {
     static HANDLERS: ForkHandlers = ForkHandlers { prepare, parent, child };
     let _ = on_fork(Step::Connections, &HANDLERS);

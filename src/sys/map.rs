@@ -46,8 +46,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `len` bytes of `fd`, which must keep at least that length (be sealed): an access behind a file's end is
-    /// SIGBUS.
+    /// Maps the first `len` bytes of `fd`, which must keep at least that length (be sealed): an access behind a file's
+    /// end is SIGBUS.
     pub fn new(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
         if len == 0 {
             return Err(Error::usage("a mapping of 0 bytes"));
@@ -56,7 +56,8 @@ impl Mapping {
         if size < len as u64 {
             return Err(Error::usage(format!("a mapping of {len} bytes of a file that has {size}")));
         }
-        // Not accessible yet: after mlockall(MCL_FUTURE) the kernel would populate every page, more than the machine's memory.
+        // Not accessible yet: after mlockall(MCL_FUTURE) the kernel would populate every page, more than the machine's
+        // memory.
         let start = map_file(fd, len, ProtFlags::empty(), MapFlags::SHARED)?;
         let mapping = Self { start, len, page: page_size() };
         let start = start.as_ptr().cast();
@@ -65,9 +66,8 @@ impl Mapping {
         let _ = unsafe { rustix::mm::munlock(start, len) };
         let protection = MprotectFlags::READ | MprotectFlags::WRITE;
         // SAFETY: the range is the mapping just made.
-        failpoint!("mprotect", unsafe { rustix::mm::mprotect(start, len, protection) }).map_err(|errno| {
-            refused("mprotect", errno, "run without the sandbox or tool that restricts it")
-        })?;
+        failpoint!("mprotect", unsafe { rustix::mm::mprotect(start, len, protection) })
+            .map_err(|errno| refused("mprotect", errno, "run without the sandbox or tool that restricts it"))?;
         // A refusal only makes core dumps larger.
         let _ = failpoint!("dontdump", mapping.advise(&(0..len), Advice::LinuxDontDump));
         Ok(mapping)
@@ -86,9 +86,9 @@ impl Mapping {
 
     /// Ensures that every page that `range` touches has memory and can be written without a fault.
     ///
-    /// Errors: [`Error::NoMemory`] if the kernel has no page, [`Error::Usage`] outside of the mapping. Before Linux 5.14, and
-    /// where a sandbox refuses the call, a machine without a free page raises SIGBUS. A memory cgroup kills instead of
-    /// refusing: check [`memory::available`] first.
+    /// Errors: [`Error::NoMemory`] if the kernel has no page, [`Error::Usage`] outside of the mapping. Before Linux
+    /// 5.14, and where a sandbox refuses the call, a machine without a free page raises SIGBUS. A memory cgroup kills
+    /// instead of refusing: check [`memory::available`] first.
     pub fn populate(&self, range: Range<usize>) -> Result<()> {
         let pages = self.touched(&range)?;
         let call = || failpoint!("populate", self.advise(&pages, Advice::LinuxPopulateWrite));
@@ -104,9 +104,9 @@ impl Mapping {
         Ok(())
     }
 
-    /// Maps the present pages that `range` touches into this process's page tables. A shared mapping tracks no first write,
-    /// so later writes do not fault. For such pages it takes less than half the time of [`Mapping::populate`] (0.38 us
-    /// each, not 0.92).
+    /// Maps the present pages that `range` touches into this process's page tables. A shared mapping tracks no first
+    /// write, so later writes do not fault. For such pages it takes less than half the time of [`Mapping::populate`]
+    /// (0.38 us each, not 0.92).
     ///
     /// Errors: as of [`Mapping::populate`]. Without kernel support it does nothing.
     pub fn map_in(&self, range: Range<usize>) -> Result<()> {
@@ -118,8 +118,8 @@ impl Mapping {
         }
     }
 
-    /// Releases the memory of the whole pages inside `range`, for all processes; they read as zeroes afterwards. The rest of
-    /// `range` stays.
+    /// Releases the memory of the whole pages inside `range`, for all processes; they read as zeroes afterwards. The
+    /// rest of `range` stays.
     pub fn remove(&self, range: Range<usize>) -> Result<()> {
         self.check(&range)?;
         let Some(pages) = self.inside(&range) else { return Ok(()) };
@@ -151,8 +151,8 @@ impl Mapping {
 
     fn advise(&self, pages: &Range<usize>, advice: Advice) -> rustix::io::Result<()> {
         let start = self.start.as_ptr().wrapping_add(pages.start);
-        // SAFETY: `pages` lies in the mapping up to its last page's end, and none of the advices unmaps; MADV_REMOVE changes
-        // bytes, as the owner of the range requests.
+        // SAFETY: `pages` lies in the mapping up to its last page's end, and none of the advices unmaps; MADV_REMOVE
+        // changes bytes, as the owner of the range requests.
         unsafe { rustix::mm::madvise(start.cast(), pages.len(), advice) }
     }
 
@@ -183,12 +183,7 @@ pub(super) fn size_of_file(fd: BorrowedFd<'_>) -> Result<u64> {
 }
 
 /// Maps the first `len` bytes of a file anywhere. Its pages need no swap space before they are written.
-pub(super) fn map_file(
-    fd: BorrowedFd<'_>,
-    len: usize,
-    protection: ProtFlags,
-    flags: MapFlags,
-) -> Result<NonNull<u8>> {
+pub(super) fn map_file(fd: BorrowedFd<'_>, len: usize, protection: ProtFlags, flags: MapFlags) -> Result<NonNull<u8>> {
     let (any, flags) = (std::ptr::null_mut(), flags | MapFlags::NORESERVE);
     // SAFETY: the kernel chooses a free address range.
     let start = failpoint!("mmap", unsafe { rustix::mm::mmap(any, len, protection, flags, fd, 0) })

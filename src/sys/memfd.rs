@@ -46,8 +46,8 @@ fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
         .map_err(|errno| refused(errno, if errno == Errno::FBIG { too_long } else { "" }))
 }
 
-/// Seals the length of a file of [`create`], so that no access to its mapping can be SIGBUS for want of length, and seals
-/// the seals. Punching holes stays allowed. Sealing again is no error.
+/// Seals the length of a file of [`create`], so that no access to its mapping can be SIGBUS for want of length, and
+/// seals the seals. Punching holes stays allowed. Sealing again is no error.
 pub fn seal(fd: BorrowedFd<'_>) -> Result<()> {
     let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
     let has_them = || rustix::fs::fcntl_get_seals(fd).is_ok_and(|present| present.contains(seals));

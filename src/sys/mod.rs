@@ -4,17 +4,18 @@
 //! remedy. Calls interrupted by a signal are repeated, except waits, which report it.
 //!
 //! Calls go through rustix: its types carry the rules that `unsafe` would state, and it enters the kernel without the C
-//! library. Each call is written with its whole path, so that `tests/sys_calls.rs` finds it. These stay the C library's:
+//! library. Each call is written with its whole path, so that `tests/sys_calls.rs` finds it. These stay the C
+//! library's:
 //!
-//! - `clock_gettime` and `sysconf`: for them rustix reads the auxiliary vector, before Linux 6.4 from /proc with an allocation;
-//!   the C library knows it already. The clock is no faster.
+//! - `clock_gettime` and `sysconf`: for them rustix reads the auxiliary vector, before Linux 6.4 from /proc with an
+//!   allocation; the C library knows it already. The clock is no faster.
 //! - `getrlimit` and `sysinfo`: rustix does not check their answer, which a sandbox may refuse.
 //! - `sendmsg` and `recvmsg`: rustix takes slices, but others may change the bytes meanwhile.
 //! - `kill` and `pidfd_send_signal`: rustix names neither signal 0 nor real-time signals without `unsafe`.
 //! - `close` of a number, in [`left_behind`]: no safer in rustix.
 //! - `ioctl` of a pidfd: rustix has no type for the request, and its general call is no safer.
-//! - `pthread_atfork`, `sigaction`, signal masks, `timer_create`, `raise`, `_exit`, `getrusage`, `strsignal`, `dlopen`: rustix
-//!   has no stable call for them, and the C library keeps state of its own for most.
+//! - `pthread_atfork`, `sigaction`, signal masks, `timer_create`, `raise`, `_exit`, `getrusage`, `strsignal`, `dlopen`:
+//!   rustix has no stable call for them, and the C library keeps state of its own for most.
 
 pub mod cgroup;
 pub mod clock;

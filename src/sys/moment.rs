@@ -1,5 +1,5 @@
-//! Points in a worker's task, other than system calls, at which a failpoint of a test can end the process. An errno has no
-//! effect there.
+//! Points in a worker's task, other than system calls, at which a failpoint of a test can end the process. An errno has
+//! no effect there.
 
 use super::failpoint::failpoint;
 

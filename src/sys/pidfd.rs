@@ -70,8 +70,7 @@ impl PidFd {
     pub fn has_exited(&self) -> Result<bool> {
         let mut entry = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)];
         let mut call = || rustix::event::poll(&mut entry, Some(&Timespec::default()));
-        retry_on_intr(|| failpoint!("pidfd_poll", call()))
-            .map_err(|errno| refused("poll(pidfd)", errno, ""))?;
+        retry_on_intr(|| failpoint!("pidfd_poll", call())).map_err(|errno| refused("poll(pidfd)", errno, ""))?;
         let found = entry[0].revents();
         if found.contains(PollFlags::NVAL) {
             return Err(refused("poll(pidfd)", Errno::BADF, "the descriptor was closed by other code"));
@@ -79,8 +78,8 @@ impl PidFd {
         Ok(!found.is_empty())
     }
 
-    /// The exit status, without reaping. `None` while the process lives, or if the kernel does not report it: before Linux
-    /// 6.15 it does only for unreaped children of this process.
+    /// The exit status, without reaping. `None` while the process lives, or if the kernel does not report it: before
+    /// Linux 6.15 it does only for unreaped children of this process.
     pub fn status(&self) -> Option<ExitStatus> {
         wait_status(WaitId::PidFd(self.as_fd())).unwrap_or_else(|_| self.recorded_status())
     }
@@ -89,8 +88,7 @@ impl PidFd {
     fn recorded_status(&self) -> Option<ExitStatus> {
         let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..PidfdInfo::default() };
         // SAFETY: the request number encodes a size of 64 bytes, that of `info`.
-        let mut call =
-            || unsafe { libc::ioctl(self.0.as_fd().as_raw_fd(), PIDFD_GET_INFO as _, &raw mut info) };
+        let mut call = || unsafe { libc::ioctl(self.0.as_fd().as_raw_fd(), PIDFD_GET_INFO as _, &raw mut info) };
         failpoint!("pidfd_get_info", answer(call())).ok()?;
         if info.mask & PIDFD_INFO_EXIT == 0 {
             return None;
@@ -109,9 +107,7 @@ impl PidFd {
         let call = || unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, none, 0) };
         match failpoint!("pidfd_send_signal", answer(call())) {
             Ok(_) | Err(Errno::SRCH) => Ok(()),
-            Err(errno) => {
-                Err(refused("pidfd_send_signal", errno, format!("signal {signal} to a worker process")))
-            }
+            Err(errno) => Err(refused("pidfd_send_signal", errno, format!("signal {signal} to a worker process"))),
         }
     }
 
@@ -195,17 +191,14 @@ pub fn start_time(pid: i32) -> Result<u64> {
     })
 }
 
-/// Whether the process `pid` started at `start_time` (0: any) runs; a zombie does not. Where /proc is unreadable, signal
-/// 0 decides, which counts a zombie as running.
+/// Whether the process `pid` started at `start_time` (0: any) runs; a zombie does not. Where /proc is unreadable,
+/// signal 0 decides, which counts a zombie as running.
 pub fn runs(pid: i32, start_time: u64) -> bool {
     let stat = match read_file(format!("/proc/{pid}/stat").as_ref()) {
         Ok(stat) => stat,
-        // A missing file means a dead process only if other files of /proc exist; other errors (no descriptor left, say)
-        // do not tell.
-        Err(error)
-            if error.kind() == std::io::ErrorKind::NotFound
-                && read_file("/proc/self/stat".as_ref()).is_ok() =>
-        {
+        // A missing file means a dead process only if other files of /proc exist; other errors (no descriptor left,
+        // say) do not tell.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound && read_file("/proc/self/stat".as_ref()).is_ok() => {
             return false;
         }
         Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return false,
@@ -271,10 +264,7 @@ mod tests {
 
     #[test]
     fn a_number_without_a_process_is_refused() {
-        assert!(matches!(
-            PidFd::open(i32::MAX),
-            Err(Error::Os { call: "pidfd_open", errno: libc::ESRCH, .. })
-        ));
+        assert!(matches!(PidFd::open(i32::MAX), Err(Error::Os { call: "pidfd_open", errno: libc::ESRCH, .. })));
         assert!(matches!(PidFd::open(-1), Err(Error::Os { errno: libc::EINVAL, .. })));
         assert!(matches!(start_time(i32::MAX), Err(Error::Os { errno: libc::ENOENT, .. })));
     }

@@ -99,14 +99,14 @@ impl PollSet {
         if failpoint!("epoll_ctl", rustix::event::epoll::delete(epoll, entry.as_fd())).is_ok() {
             return Ok(());
         }
-        // It was closed before. If a forked process still holds its file, the epoll reports it forever and only a new one
-        // forgets it. Where that fails too, ppoll names the descriptor.
+        // It was closed before. If a forked process still holds its file, the epoll reports it forever and only a new
+        // one forgets it. Where that fails too, ppoll names the descriptor.
         self.epoll = self.new_epoll().ok();
         Ok(())
     }
 
-    /// Waits until a descriptor is readable, for at most `timeout`, and writes the tokens of those that are into `ready`.
-    /// An end of file, an error and an exited process count as readable. epoll reports at most 64 per wait.
+    /// Waits until a descriptor is readable, for at most `timeout`, and writes the tokens of those that are into
+    /// `ready`. An end of file, an error and an exited process count as readable. epoll reports at most 64 per wait.
     ///
     /// Errors: [`Error::Os`] `EBADF` for a descriptor closed before it was removed, [`Error::Usage`] in a forked child.
     pub fn wait(&mut self, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {
@@ -180,8 +180,8 @@ fn register(epoll: &OwnedFd, fd: BorrowedFd<'_>, token: u64) -> Result<()> {
 }
 
 fn epoll_wait(epoll: &OwnedFd, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {
-    // The kernel's limit for epoll, in milliseconds. rustix rounds up, so that the caller does not spin through the last
-    // fraction of one.
+    // The kernel's limit for epoll, in milliseconds. rustix rounds up, so that the caller does not spin through the
+    // last fraction of one.
     let timeout = timeout.map(|time| timespec(time.min(Duration::from_millis(i32::MAX as u64))));
     let mut events = [const { MaybeUninit::uninit() }; EPOLL_EVENTS];
     match failpoint!("epoll_wait", rustix::event::epoll::wait(epoll, &mut events, timeout.as_ref())) {

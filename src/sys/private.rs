@@ -10,8 +10,9 @@ use super::clock::timespec;
 use super::failpoint::failpoint;
 use super::retry_on_intr;
 
-/// Replaces the whole pages from `start` on, `len` bytes, by private ones with the same bytes: ordinary memory of this process.
-/// If the system refuses, they become inaccessible, so that an access ends the process and changes nothing. Takes no lock.
+/// Replaces the whole pages from `start` on, `len` bytes, by private ones with the same bytes: ordinary memory of this
+/// process. If the system refuses, they become inaccessible, so that an access ends the process and changes nothing.
+/// Takes no lock.
 ///
 /// # Safety
 /// The range is mapped and readable, it belongs to no other thread, and no reference to it is used during the call.
@@ -58,8 +59,8 @@ impl Gate {
         Some(Self { ours, childs })
     }
 
-    /// In the parent: waits until the child has dropped the gate or ended, at most for `limit`. Returns at once if there is no
-    /// child.
+    /// In the parent: waits until the child has dropped the gate or ended, at most for `limit`. Returns at once if
+    /// there is no child.
     pub fn wait(self, limit: Duration) {
         drop(self.childs);
         let mut entry = [PollFd::new(&self.ours, PollFlags::IN)];

@@ -14,8 +14,7 @@ use super::{limit, refused, retry_on_intr};
 use crate::error::{Error, Result};
 
 /// The seals of such a file: with them no access to a mapping of it can be SIGBUS, and its bytes never change.
-const SEALS: SealFlags =
-    SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::WRITE).union(SealFlags::SEAL);
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::WRITE).union(SealFlags::SEAL);
 
 /// Writes all bytes at a position of a memfd. Its pages come into being within the call, so that a lack of memory is an
 /// error and not a SIGBUS.
@@ -53,13 +52,12 @@ fn too_long(len: u64) -> Error {
 
 /// Seals a memfd against every change, and the seals.
 pub fn seal_all(fd: BorrowedFd<'_>) -> Result<()> {
-    failpoint!("seal", rustix::fs::fcntl_add_seals(fd, SEALS)).map_err(|errno| {
-        refused("fcntl(F_ADD_SEALS)", errno, "the kernel or its sandbox does not allow seals")
-    })
+    failpoint!("seal", rustix::fs::fcntl_add_seals(fd, SEALS))
+        .map_err(|errno| refused("fcntl(F_ADD_SEALS)", errno, "the kernel or its sandbox does not allow seals"))
 }
 
-/// A private mapping of a sealed file, inherited by forked children. A write through it, if it is writable, changes this
-/// process's copy of a page alone.
+/// A private mapping of a sealed file, inherited by forked children. A write through it, if it is writable, changes
+/// this process's copy of a page alone.
 #[derive(Debug)]
 pub struct SealedMap {
     /// The first byte; on a page boundary.
@@ -136,8 +134,7 @@ mod tests {
         write_at(fd.as_fd(), b"p!", 3).unwrap();
         assert!(matches!(SealedMap::new(fd.as_fd(), false), Err(Error::Foreign { .. })));
         seal_all(fd.as_fd()).unwrap();
-        let (read, written) =
-            (SealedMap::new(fd.as_fd(), false).unwrap(), SealedMap::new(fd.as_fd(), true).unwrap());
+        let (read, written) = (SealedMap::new(fd.as_fd(), false).unwrap(), SealedMap::new(fd.as_fd(), true).unwrap());
         // SAFETY: only the other mapping is writable, and it is private.
         assert_eq!(unsafe { read.bytes() }, b"help!");
         // SAFETY: the mapping is writable and has 5 bytes.

@@ -36,7 +36,8 @@ pub enum Answer {
 
 /// The handler's state.
 struct Seat {
-    /// The process that installed it. A forked child has the handler but no timer: there the signal has its default effect.
+    /// The process that installed it. A forked child has the handler but no timer: there the signal has its default
+    /// effect.
     pid: i32,
     /// A `timer_t`.
     timer: usize,

@@ -80,8 +80,8 @@ impl<'a> Part<'a> {
     }
 }
 
-/// A connected stream socket. A forked child closes its copy at once. Once its number names another file, nothing is sent or
-/// received by it.
+/// A connected stream socket. A forked child closes its copy at once. Once its number names another file, nothing is
+/// sent or received by it.
 #[derive(Debug)]
 pub struct Socket(KnownFd);
 
@@ -108,8 +108,8 @@ impl Socket {
         }
     }
 
-    /// Lets the kernel find an end of the connection without a packet: it probes an idle connection, and gives up on bytes that
-    /// are not acknowledged within `limit`. Does nothing for other sockets than TCP's.
+    /// Lets the kernel find an end of the connection without a packet: it probes an idle connection, and gives up on
+    /// bytes that are not acknowledged within `limit`. Does nothing for other sockets than TCP's.
     pub fn keep_alive(&self, limit: Duration) {
         let millis = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX) as u32;
         let part = |n| Duration::from_secs(u64::from(millis / 1000 / n).max(1));
@@ -130,20 +130,20 @@ impl Socket {
         message.msg_iov = parts.as_ptr().cast_mut().cast();
         message.msg_iovlen = parts.len() as _;
         let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-        // SAFETY: the header names `parts`, whose bytes stay readable during the call. The kernel alone reads them: if they change
-        // meanwhile, old or new ones are sent.
+        // SAFETY: the header names `parts`, whose bytes stay readable during the call. The kernel alone reads them: if
+        // they change meanwhile, old or new ones are sent.
         let call = || unsafe { libc::sendmsg(self.raw(), &message, flags) };
         moved(retry_on_intr(|| failpoint!("socket_send", answer(call()))), "sendmsg", false)
     }
 
-    /// Receives what is there, into `first`, and what that has no room for into `second`: each an address and its bytes.
+    /// Receives what is there, into `first`, and what that has no room for into `second`: each an address and its
+    /// bytes.
     ///
     /// # Safety
     /// The caller owns these bytes.
     pub unsafe fn receive(&self, first: (*mut u8, usize), second: (*mut u8, usize)) -> Result<Moved> {
         self.check("recvmsg")?;
-        let mut parts =
-            [first, second].map(|(memory, len)| libc::iovec { iov_base: memory.cast(), iov_len: len });
+        let mut parts = [first, second].map(|(memory, len)| libc::iovec { iov_base: memory.cast(), iov_len: len });
         // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = parts.as_mut_ptr();
@@ -153,8 +153,8 @@ impl Socket {
         moved(retry_on_intr(|| failpoint!("socket_receive", answer(call()))), "recvmsg", true)
     }
 
-    /// Waits until there is something to receive if `receives`, or room to send if `sends`, or until `bell` is readable, or a signal
-    /// arrives, at most `limit`.
+    /// Waits until there is something to receive if `receives`, or room to send if `sends`, or until `bell` is
+    /// readable, or a signal arrives, at most `limit`.
     pub fn wait(
         &self,
         receives: bool,
@@ -166,8 +166,8 @@ impl Socket {
         events.set(PollFlags::IN, receives);
         events.set(PollFlags::OUT, sends);
         let second = bell.unwrap_or(self.as_fd());
-        let mut entries = [(self.as_fd(), events), (second, PollFlags::IN)]
-            .map(|(fd, events)| PollFd::from_borrowed_fd(fd, events));
+        let mut entries =
+            [(self.as_fd(), events), (second, PollFlags::IN)].map(|(fd, events)| PollFd::from_borrowed_fd(fd, events));
         let asked = &mut entries[..=usize::from(bell.is_some())];
         match failpoint!("ppoll", rustix::event::poll(asked, limit.map(timespec).as_ref())) {
             Err(Errno::INTR) => Ok(Found::default()),

@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::sync::lock;
 use crate::sys;
 
-/// Writes the events of all loaders of a process. With two files each gets those of `turn` nanoseconds, and then replaces the
-/// other: together they have at least the last ones of that time.
+/// Writes the events of all loaders of a process. With two files each gets those of `turn` nanoseconds, and then
+/// replaces the other: together they have at least the last ones of that time.
 #[derive(Debug)]
 pub struct Sink {
     turn: u64,
@@ -82,7 +82,8 @@ impl Sink {
         lock(&self.inner).lost += events;
     }
 
-    /// Writes what is left. Returns how many events were lost, and the number and bytes of each file, the present one last.
+    /// Writes what is left. Returns how many events were lost, and the number and bytes of each file, the present one
+    /// last.
     pub fn end(&self) -> (u64, Vec<(usize, u64)>) {
         let inner = &mut *lock(&self.inner);
         inner.flush();

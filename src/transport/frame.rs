@@ -75,15 +75,12 @@ impl Head {
         let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let len = u64::from(number(8)) | u64::from(number(12)) << 32;
         let (kind, count) = (Kind::of_number(number(0)), number(4));
-        let bad =
-            || Error::connection(format!("a frame of kind {} with {count} parts and {len} bytes", number(0)));
+        let bad = || Error::connection(format!("a frame of kind {} with {count} parts and {len} bytes", number(0)));
         let head = Self { kind: kind.ok_or_else(bad)?, count, len };
         let fits = match head.kind {
             Kind::Task => len <= most,
             Kind::Result => count <= LINK_LEAVES && len <= most,
-            Kind::Stop | Kind::Kill | Kind::Ready | Kind::Left | Kind::Sample | Kind::Again => {
-                count == 0 && len == 0
-            }
+            Kind::Stop | Kind::Kill | Kind::Ready | Kind::Left | Kind::Sample | Kind::Again => count == 0 && len == 0,
         };
         if fits { Ok(head) } else { Err(bad()) }
     }

@@ -99,8 +99,7 @@ impl Inflow {
             return Ok(Moved::Nothing);
         }
         // SAFETY: the memory is the rest of the buffer.
-        let moved =
-            unsafe { socket.receive((free.as_mut_ptr(), free.len()), (NonNull::dangling().as_ptr(), 0)) }?;
+        let moved = unsafe { socket.receive((free.as_mut_ptr(), free.len()), (NonNull::dangling().as_ptr(), 0)) }?;
         if let Moved::Bytes(count) = moved {
             self.end += count;
             self.total += count as u64;
@@ -128,8 +127,7 @@ impl Inflow {
             // The buffer is empty. What follows these bytes goes there in the same call.
             let (buffer, wanted) = (&mut self.buffer, len - done);
             // SAFETY: the rest of the caller's bytes, and the buffer.
-            let receive =
-                || unsafe { socket.receive((memory.add(done), wanted), (buffer.as_mut_ptr(), buffer.len())) };
+            let receive = || unsafe { socket.receive((memory.add(done), wanted), (buffer.as_mut_ptr(), buffer.len())) };
             let count = until_moved(rest, receive)?.ok_or_else(cut)?;
             self.total += count as u64;
             done += count.min(wanted);

@@ -1,10 +1,11 @@
 //! The main process's end of a connection to a worker.
 //!
-//! Tasks are sent by the thread that has queued one ([`Link::pump`]). A thread of the link receives results; it sleeps on the socket
-//! and on an eventfd. A consumer that waits for a small result receives it itself ([`Link::receive_now`]), because a hop to another
-//! thread costs more than most small batches. While it does so again and again, the link's thread is *off duty*: it does not sleep on
-//! the socket, where each result would wake it for nothing. It is on duty again once the consumer sleeps ([`Link::on_duty`]), or has
-//! received nothing for [`LINK_OFF_DUTY`].
+//! Tasks are sent by the thread that has queued one ([`Link::pump`]). A thread of the link receives results; it sleeps
+//! on the socket and on an eventfd. A consumer that waits for a small result receives it itself
+//! ([`Link::receive_now`]), because a hop to another thread costs more than most small batches. While it does so again
+//! and again, the link's thread is *off duty*: it does not sleep on the socket, where each result would wake it for
+//! nothing. It is on duty again once the consumer sleeps ([`Link::on_duty`]), or has received nothing for
+//! [`LINK_OFF_DUTY`].
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
@@ -73,14 +74,9 @@ struct Intake {
 }
 
 impl Link {
-    /// Serves worker `worker` of this process's arena over a connected socket, in a thread of its own. `doorbell` wakes the
-    /// engine. The slot of the worker must be empty, as a process would find it at its start.
-    pub fn start(
-        arena: &Arc<Arena>,
-        worker: u32,
-        socket: OwnedFd,
-        doorbell: Arc<EventFd>,
-    ) -> Result<Arc<Self>> {
+    /// Serves worker `worker` of this process's arena over a connected socket, in a thread of its own. `doorbell` wakes
+    /// the engine. The slot of the worker must be empty, as a process would find it at its start.
+    pub fn start(arena: &Arc<Arena>, worker: u32, socket: OwnedFd, doorbell: Arc<EventFd>) -> Result<Arc<Self>> {
         let link = Arc::new(Self {
             socket: Socket::new(socket),
             arena: arena.clone(),
@@ -189,8 +185,8 @@ impl Link {
         sent.inspect_err(|error| self.cut(&error.to_string())).ok()
     }
 
-    /// Receives small frames that have arrived whole; leaves all else to the thread, and waits for nothing. The thread that waits
-    /// for results calls it.
+    /// Receives small frames that have arrived whole; leaves all else to the thread, and waits for nothing. The thread
+    /// that waits for results calls it.
     pub fn receive_now(&self) {
         let Some(mut intake) = try_lock(&self.intake) else { return };
         let mut results = 0;
@@ -209,7 +205,8 @@ impl Link {
             self.streak.fetch_add(results, Ordering::Relaxed);
         }
         let is_for_thread = intake.failed.is_some() || intake.needs_memory;
-        // It may sleep on the socket, which has been emptied. After the lock: it would find that taken, and sleep again.
+        // It may sleep on the socket, which has been emptied. After the lock: it would find that taken, and sleep
+        // again.
         drop(intake);
         if is_for_thread {
             self.wake();
@@ -284,9 +281,7 @@ impl Link {
                 Arrived::Head => idle = None,
                 Arrived::Nothing => {
                     let now = sys::clock::monotonic();
-                    if self.streak.load(Ordering::Relaxed) >= LINK_STREAK
-                        && !self.blocked.load(Ordering::Relaxed)
-                    {
+                    if self.streak.load(Ordering::Relaxed) >= LINK_STREAK && !self.blocked.load(Ordering::Relaxed) {
                         self.stay_off_duty()?;
                     } else if now - *idle.get_or_insert(now) < YIELD_FOR {
                         // The next result is often under way.
@@ -299,7 +294,8 @@ impl Link {
         }
     }
 
-    /// Receives what has arrived, and waits for the rest of a frame that has begun. Finds nothing while the consumer receives.
+    /// Receives what has arrived, and waits for the rest of a frame that has begun. Finds nothing while the consumer
+    /// receives.
     fn receive_arrived(&self) -> Result<Arrived> {
         let Some(mut intake) = try_lock(&self.intake) else { return Ok(Arrived::Nothing) };
         if let Some(error) = intake.failed.take() {
@@ -410,10 +406,7 @@ impl Link {
             let sum = lens.iter().try_fold(len, |sum, len| sum.checked_add(*len));
             let region = self.arena.geometry().region_len;
             let bytes = sum.filter(|sum| *sum <= region).ok_or_else(|| {
-                Error::connection(format!(
-                    "a batch of {} leaves exceeds a region of {region} bytes",
-                    lens.len()
-                ))
+                Error::connection(format!("a batch of {} leaves exceeds a region of {region} bytes", lens.len()))
             })?;
             let block = held.allocate(allocator, len)?;
             let mut leaves = Vec::with_capacity(lens.len());
@@ -481,8 +474,8 @@ struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// A block of `len` bytes. Waits while the consumer holds all memory, if it may: [`LINK_MEMORY_WAIT`] for all blocks, and not
-    /// beyond the end of the connection.
+    /// A block of `len` bytes. Waits while the consumer holds all memory, if it may: [`LINK_MEMORY_WAIT`] for all
+    /// blocks, and not beyond the end of the connection.
     fn allocate(&mut self, allocator: &mut Allocator, len: u64) -> Result<u32> {
         if len <= SMALL_MESSAGE {
             allocator.trust(SMALL_MESSAGE);

@@ -151,8 +151,8 @@ impl Outflow {
         }
     }
 
-    /// Notes the sample that the worker begins: its task, and its place in the index batch and 1. It may come before the answers
-    /// to earlier tasks.
+    /// Notes the sample that the worker begins: its task, and its place in the index batch and 1. It may come before
+    /// the answers to earlier tasks.
     pub(super) fn at_sample(&self, mut words: impl Iterator<Item = u64>) {
         let (Some(task), Some(place)) = (words.next(), words.next()) else { return };
         let is_due = |(due, kind): &(u64, TaskKind)| *due == task && *kind != TaskKind::Resume;

@@ -1,8 +1,8 @@
 //! The worker's end of a connection: an arena of its own for the worker's loop.
 //!
 //! The worker's thread itself receives while it waits for a task ([`Remote::wait`]), and sends small results
-//! ([`Remote::send_now`]): a hop to another thread costs more than most small batches. Two threads do the rest: one sends what is
-//! large or has no room in the socket, one receives while the worker makes a batch.
+//! ([`Remote::send_now`]): a hop to another thread costs more than most small batches. Two threads do the rest: one
+//! sends what is large or has no room in the socket, one receives while the worker makes a batch.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
@@ -12,9 +12,7 @@ use std::time::Duration;
 use super::counters;
 use super::frame::{self, Head, Kind};
 use super::inflow::{Arrived, Inflow};
-use crate::config::{
-    IDLE_SLICE, LINK_AT_ONCE, LINK_SILENCE, LINK_STACK, LINK_TICK, SMALL_MESSAGE, YIELD_FOR,
-};
+use crate::config::{IDLE_SLICE, LINK_AT_ONCE, LINK_SILENCE, LINK_STACK, LINK_TICK, SMALL_MESSAGE, YIELD_FOR};
 use crate::error::{Error, Result};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::{Arena, ArenaRing};
@@ -71,9 +69,10 @@ struct Outgoing {
 }
 
 impl Remote {
-    /// Serves the worker of a new arena over a connected socket. `ring_slots` and `region_len` are those of the main process's
-    /// arena: a batch that has no room there is refused here. `lost` runs in a thread when the connection ends before
-    /// [`Remote::finish`], after the worker has been asked to leave; `killed` when the main process asks for the process's end.
+    /// Serves the worker of a new arena over a connected socket. `ring_slots` and `region_len` are those of the main
+    /// process's arena: a batch that has no room there is refused here. `lost` runs in a thread when the connection
+    /// ends before [`Remote::finish`], after the worker has been asked to leave; `killed` when the main process asks
+    /// for the process's end.
     pub fn start(
         socket: OwnedFd,
         ring_slots: u32,
@@ -92,10 +91,7 @@ impl Remote {
                 kill: false,
                 has_ended: false,
             }),
-            outgoing: Mutex::new(Outgoing {
-                results: Consumer::new(arena.result_ring(WORKER)),
-                rest: Vec::new(),
-            }),
+            outgoing: Mutex::new(Outgoing { results: Consumer::new(arena.result_ring(WORKER)), rest: Vec::new() }),
             left_to_thread: AtomicBool::new(false),
             arena,
             bell: EventFd::new()?,
@@ -140,8 +136,8 @@ impl Remote {
         self.tell(&Head::bare(Kind::Ready).to_bytes());
     }
 
-    /// Tells the main process which sample of a task the worker begins, by its place in the index batch and 1, or that none is
-    /// under way (0). Returns when the kernel has it: the sample may end the process.
+    /// Tells the main process which sample of a task the worker begins, by its place in the index batch and 1, or that
+    /// none is under way (0). Returns when the kernel has it: the sample may end the process.
     pub fn at_sample(&self, task: u64, place: u64) {
         let mut frame = Head::bare(Kind::Sample).to_bytes().to_vec();
         frame::put_words(&mut frame, &[task, place]);
@@ -192,7 +188,8 @@ impl Remote {
         let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
     }
 
-    /// Waits up to `limit` for a task, which it receives into the ring, or a signal. Returns false while another thread receives.
+    /// Waits up to `limit` for a task, which it receives into the ring, or a signal. Returns false while another thread
+    /// receives.
     pub fn wait(&self, limit: Duration) -> Result<bool> {
         let start = sys::clock::monotonic();
         let yields = || {
@@ -305,8 +302,8 @@ impl Remote {
         Ok(())
     }
 
-    /// Sends the result of `bytes` bytes that the worker has just published, if it is small and no larger one waits. Does not
-    /// wait for the socket. Returns false if the sending thread has to be woken.
+    /// Sends the result of `bytes` bytes that the worker has just published, if it is small and no larger one waits.
+    /// Does not wait for the socket. Returns false if the sending thread has to be woken.
     pub fn send_now(&self, bytes: u64) -> bool {
         self.leave_to_thread(bytes);
         let sent = !self.left_to_thread.load(Ordering::Relaxed) && self.try_send();
@@ -363,7 +360,8 @@ impl Remote {
         let mut parts = vec![Part::new(head), payload];
         for leaf in &leaves {
             let memory = self.arena.block_memory(WORKER, leaf.block, leaf.len)?.as_ptr();
-            // SAFETY: as above. An object of the worker may write into it at the same time, as it may with a local worker.
+            // SAFETY: as above. An object of the worker may write into it at the same time, as it may with a local
+            // worker.
             parts.push(unsafe { Part::raw(memory, leaf.len as usize) });
         }
         let sent = parts.chunks(PARTS).try_for_each(|parts| self.send(parts));
@@ -371,8 +369,8 @@ impl Remote {
         sent
     }
 
-    /// Appends what comes before the payload of a result. Returns its block, its leaves and the begin of its payload in the
-    /// block; `None` if it has none.
+    /// Appends what comes before the payload of a result. Returns its block, its leaves and the begin of its payload in
+    /// the block; `None` if it has none.
     fn write_head(&self, entry: &ResultEntry, out: &mut Vec<u8>) -> Result<Option<(u32, Vec<Leaf>, u64)>> {
         let counted = counters::read(&self.arena.control(WORKER).status);
         let mut put = |count: usize, len| {

@@ -3,8 +3,8 @@
 use super::tag;
 use crate::config::{INDICES_SHOWN, KEY_BYTES_SHOWN};
 
-/// The text of an int, a string, or a list or tuple of these: `[3, 14, ... 64 in all]`; `None` for anything else and for
-/// damaged bytes. `bytes` is the beginning of an encoding of `len` bytes.
+/// The text of an int, a string, or a list or tuple of these: `[3, 14, ... 64 in all]`; `None` for anything else and
+/// for damaged bytes. `bytes` is the beginning of an encoding of `len` bytes.
 pub fn brief(bytes: &[u8], len: u64) -> Option<String> {
     let (whole, mut reader) = (len <= bytes.len() as u64, Prefix { bytes });
     let (open, close, count, ints) = match reader.byte()? {
@@ -94,9 +94,7 @@ impl Prefix<'_> {
         let valid = match std::str::from_utf8(shown) {
             Ok(text) => text,
             // A truncated character.
-            Err(error) if error.error_len().is_none() => {
-                std::str::from_utf8(&shown[..error.valid_up_to()]).ok()?
-            }
+            Err(error) if error.error_len().is_none() => std::str::from_utf8(&shown[..error.valid_up_to()]).ok()?,
             Err(_) => return None,
         };
         let more = if valid.len() < len { "..." } else { "" };

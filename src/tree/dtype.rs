@@ -99,8 +99,8 @@ impl Dtype {
         (dl.0 != 255).then_some(dl)
     }
 
-    /// The element type of DLPack's (code, bits, lanes). torch exports `int1` to `int7`, `uint1` to `uint7` and `bit` as
-    /// 8-bit integers, so callers also check a tensor's dtype.
+    /// The element type of DLPack's (code, bits, lanes). torch exports `int1` to `int7`, `uint1` to `uint7` and `bit`
+    /// as 8-bit integers, so callers also check a tensor's dtype.
     #[inline]
     pub fn from_dl(code: u8, bits: u8, lanes: u16) -> Option<Self> {
         if code == 255 {
@@ -155,12 +155,9 @@ mod tests {
 
     #[test]
     fn constants_are_what_they_say() {
-        for (dtype, name) in [
-            (Dtype::UINT8, "uint8"),
-            (Dtype::INT8, "int8"),
-            (Dtype::INT64, "int64"),
-            (Dtype::FLOAT64, "float64"),
-        ] {
+        for (dtype, name) in
+            [(Dtype::UINT8, "uint8"), (Dtype::INT8, "int8"), (Dtype::INT64, "int64"), (Dtype::FLOAT64, "float64")]
+        {
             assert_eq!(dtype.torch_name(), Some(name));
         }
         assert!(Dtype::all().filter(|d| d.is_complex()).all(|d| d.may_be_neg()));

@@ -110,7 +110,8 @@ pub fn is_contiguous(shape: &[i64], strides: &[i64]) -> bool {
 /// The rules that a view follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
-    /// torch: dense and expanded layouts keep their strides; otherwise holes are closed in the same order of dimensions.
+    /// torch: dense and expanded layouts keep their strides; otherwise holes are closed in the same order of
+    /// dimensions.
     Tensor,
     /// NumPy: dense layouts keep their strides; others arrive in C order, as through pickle.
     Array,
@@ -134,8 +135,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Plans the transfer of a view with strides in **bytes**. `None` if it cannot be transferred this way: elements of a
-    /// tensor share memory without an expanded dimension, or a number is out of range.
+    /// Plans the transfer of a view with strides in **bytes**. `None` if it cannot be transferred this way: elements of
+    /// a tensor share memory without an expanded dimension, or a number is out of range.
     pub fn new(shape: &[i64], byte_strides: &[i64], itemsize: usize, style: Style) -> Option<Self> {
         let item = itemsize as i64;
         let count = numel(shape)?;
@@ -186,9 +187,7 @@ impl Plan {
             let bytes = extent(shape, &zero_unmoved(given, shape), itemsize)?;
             if style == Style::Array {
                 // The stride of a dimension of size 1 does not matter; NumPy's may be anything.
-                (given.as_mut_slice().iter_mut().zip(shape))
-                    .filter(|(_, size)| **size == 1)
-                    .for_each(|(s, _)| *s = 1);
+                (given.as_mut_slice().iter_mut().zip(shape)).filter(|(_, size)| **size == 1).for_each(|(s, _)| *s = 1);
             } else if given.iter().any(|&stride| stride < 0) {
                 return None;
             }
@@ -231,7 +230,8 @@ impl Plan {
     /// `self.bytes` writable bytes apart from it.
     pub unsafe fn copy(&self, first: *const u8, target: *mut u8) {
         match &self.gather {
-            // SAFETY: a view copied whole is dense: it has `bytes` bytes from its first element on (the caller's promise).
+            // SAFETY: a view copied whole is dense: it has `bytes` bytes from its first element on (the caller's
+            // promise).
             None => unsafe { copy(first, target, self.bytes, self.bytes >= STREAM_FROM) },
             Some(gather) => {
                 let mut target = target;
@@ -269,8 +269,7 @@ fn compact(shape: &[i64], byte_strides: &[i64], order: &[usize]) -> Option<(Dims
     // A dimension of size 1 gets its stride in a contiguous tensor, from its right neighbour.
     for dim in (0..shape.len()).rev() {
         if shape[dim] == 1 && byte_strides[dim] != 0 {
-            let right =
-                strides.get(dim + 1).map_or(1, |&stride| stride.max(1).saturating_mul(shape[dim + 1]));
+            let right = strides.get(dim + 1).map_or(1, |&stride| stride.max(1).saturating_mul(shape[dim + 1]));
             strides.as_mut_slice()[dim] = right;
         }
     }

@@ -14,11 +14,7 @@ pub struct Lattice<'a> {
 }
 
 /// Calls `each` with every connected run of overlapping extents, sorted by start; `bounds` gives start and end.
-pub fn components<'a, T>(
-    extents: &'a [T],
-    bounds: impl Fn(&T) -> (usize, usize),
-    mut each: impl FnMut(&'a [T]),
-) {
+pub fn components<'a, T>(extents: &'a [T], bounds: impl Fn(&T) -> (usize, usize), mut each: impl FnMut(&'a [T])) {
     let mut rest = extents;
     while let Some(first) = rest.first() {
         let mut end = bounds(first).1;

@@ -94,7 +94,8 @@ pub struct Storage<'a> {
     pub place: Place<'a>,
 }
 
-/// The builder of [`walk`]. Values lie on a stack: an atom pushes one, the end of a container replaces its values by one.
+/// The builder of [`walk`]. Values lie on a stack: an atom pushes one, the end of a container replaces its values by
+/// one.
 pub trait Build {
     /// The builder's error; damaged payloads are [`Error::Corrupt`].
     type Error: From<Error>;
@@ -238,11 +239,7 @@ pub fn text(payload: &[u8]) -> Option<&str> {
 impl<'a> Reader<'a> {
     #[cold]
     fn corrupt(&self, what: &str) -> Error {
-        Error::corrupt(format!(
-            "a batch's payload of {} bytes, at byte {}: {what}",
-            self.bytes.len(),
-            self.at
-        ))
+        Error::corrupt(format!("a batch's payload of {} bytes, at byte {}: {what}", self.bytes.len(), self.at))
     }
 
     #[inline]
@@ -308,8 +305,7 @@ impl<'a> Reader<'a> {
         if len > 0 {
             dims = Dims::zeros(len).ok_or_else(|| self.corrupt("too many dimensions"))?;
             for value in dims.as_mut_slice() {
-                *value = i64::try_from(self.varint()?)
-                    .map_err(|_| self.corrupt("a size or stride is out of range"))?;
+                *value = i64::try_from(self.varint()?).map_err(|_| self.corrupt("a size or stride is out of range"))?;
             }
         }
         Ok(dims)
@@ -349,10 +345,7 @@ impl<'a> Reader<'a> {
     fn place(&mut self, form: u8, len: usize) -> Result<Place<'a>> {
         Ok(match form & FORM_OUTSIDE {
             0 => Place::Inline(self.take(len)?),
-            _ => Place::Outside {
-                leaf: u32::from_le_bytes(self.array()?),
-                offset: u64::from_le_bytes(self.array()?),
-            },
+            _ => Place::Outside { leaf: u32::from_le_bytes(self.array()?), offset: u64::from_le_bytes(self.array()?) },
         })
     }
 

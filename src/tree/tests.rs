@@ -54,8 +54,7 @@ impl Build for Counted {
 
     fn close(&mut self, group: Group, count: usize) -> Result<(), Error> {
         let values = if group == Group::Dict { count * 2 } else { count };
-        self.stack =
-            self.stack.checked_sub(values).expect("a container closes over values that were built") + 1;
+        self.stack = self.stack.checked_sub(values).expect("a container closes over values that were built") + 1;
         Ok(())
     }
 }
@@ -134,24 +133,8 @@ fn huge_counts_are_refused() {
     }
     assert!(count(&[tag::TENSOR, 8, 1, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f]).is_err());
     assert!(
-        count(&[
-            tag::TENSOR,
-            8,
-            2 | FORM_OUTSIDE,
-            0xff,
-            0xff,
-            0xff,
-            0xff,
-            0xff,
-            1,
-            0xff,
-            0xff,
-            0xff,
-            0xff,
-            0xff,
-            1
-        ])
-        .is_err()
+        count(&[tag::TENSOR, 8, 2 | FORM_OUTSIDE, 0xff, 0xff, 0xff, 0xff, 0xff, 1, 0xff, 0xff, 0xff, 0xff, 0xff, 1])
+            .is_err()
     );
 }
 

@@ -60,15 +60,11 @@ pub struct WorkerLease {
 unsafe impl Send for WorkerLease {}
 
 impl WorkerLease {
-    /// Allocates a block. `pause` sleeps. `None` if the region is full, or in a child of the worker: use the heap instead.
+    /// Allocates a block. `pause` sleeps. `None` if the region is full, or in a child of the worker: use the heap
+    /// instead.
     ///
     /// Errors: [`Error::NoMemory`] if the machine or cgroup has no memory left. The heap would wake the OOM killer.
-    pub fn new(
-        port: &Arc<Port>,
-        kept: &Arc<Kept>,
-        len: usize,
-        pause: impl Fn(Duration),
-    ) -> Result<Option<Self>> {
+    pub fn new(port: &Arc<Port>, kept: &Arc<Kept>, len: usize, pause: impl Fn(Duration)) -> Result<Option<Self>> {
         let found = port.await_return(len as u64, &pause);
         let (block, ptr) = match found.and_then(|()| settle(|| port.allocate(len as u64), pause)) {
             Ok(allocated) => allocated,

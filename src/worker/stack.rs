@@ -17,7 +17,8 @@ pub(super) struct StackOffer {
 }
 
 impl StackOffer {
-    /// Creates the file for stack dumps. `None`: the status page says why. Never closed, because its number may be reused.
+    /// Creates the file for stack dumps. `None`: the status page says why. Never closed, because its number may be
+    /// reused.
     pub fn make_file(status: &StatusPage) -> Option<i32> {
         let handler = sys::signal::handler_of(sys::signal::stack_signal());
         if handler.is_some_and(|handler| handler != sys::signal::DEFAULT) {

@@ -1,8 +1,8 @@
 //! SIGTERM to the process group, as sent to preempt a training run.
 //!
-//! By default all workers would die of it, and `next` would raise before the main process's handler could react. So if the main
-//! process has a handler, a worker notes the signal on its status page, continues, and checks every [`SIGTERM_CHECK`] which
-//! other workers have received it:
+//! By default all workers would die of it, and `next` would raise before the main process's handler could react. So if
+//! the main process has a handler, a worker notes the signal on its status page, continues, and checks every
+//! [`SIGTERM_CHECK`] which other workers have received it:
 //!
 //! | received by | meaning | the worker |
 //! |---|---|---|
@@ -11,8 +11,8 @@
 //! | no other worker, up to the limit | a signal to this worker | dies of it, and the main process names it |
 //! | there is no other worker | unknown | continues for [`SIGTERM_ALONE`] |
 //!
-//! A second SIGTERM ends the worker at once, as does its own. On one from the main process, part of a shutdown, it leaves.
-//! [`decide`] runs in the signal handler: it only loads and stores atomics.
+//! A second SIGTERM ends the worker at once, as does its own. On one from the main process, part of a shutdown, it
+//! leaves. [`decide`] runs in the signal handler: it only loads and stores atomics.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -41,8 +41,9 @@ static LOOKED: AtomicU32 = AtomicU32::new(0);
 /// [`LOOKED`] after the last check.
 const DECIDED: u32 = u32::MAX;
 
-/// Makes this worker survive a SIGTERM to the group. `main` is the main process's pid. If no other worker receives the signal
-/// within `alone`, it was sent to this worker only; on a busy machine delivery may take that long. An error leaves SIGTERM as it was.
+/// Makes this worker survive a SIGTERM to the group. `main` is the main process's pid. If no other worker receives the
+/// signal within `alone`, it was sent to this worker only; on a busy machine delivery may take that long. An error
+/// leaves SIGTERM as it was.
 pub fn survive_group_signal(port: &Port, main: i32, alone: Duration) -> Result<()> {
     let pids = (std::process::id() as i32, main);
     let input = Input { arena: port.arena().clone(), worker: port.worker(), pids, looks: looks_in(alone) };
@@ -58,16 +59,13 @@ fn decide(cause: Cause) -> Answer {
         Cause::Sent { by } if by == input.pids.0 => Answer::Die,
         // Pending signals merge, so this may be the main process's signal too.
         Cause::Sent { .. } if input.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Answer::Leave,
-        Cause::Sent { .. } => {
-            match page(input.worker).terminated.swap(Terminated::Alone as u32, Ordering::Relaxed) {
-                0 => Answer::AskAgain(SIGTERM_CHECK),
-                _ => Answer::Die,
-            }
-        }
+        Cause::Sent { .. } => match page(input.worker).terminated.swap(Terminated::Alone as u32, Ordering::Relaxed) {
+            0 => Answer::AskAgain(SIGTERM_CHECK),
+            _ => Answer::Die,
+        },
         Cause::Time => {
             let workers = 0..input.arena.geometry().workers;
-            let others =
-                workers.filter(|worker| *worker != input.worker).map(page).filter(|page| works(page));
+            let others = workers.filter(|worker| *worker != input.worker).map(page).filter(|page| works(page));
             let (mut count, mut flagged) = (0, 0);
             for page in others {
                 count += 1;
@@ -95,7 +93,8 @@ fn looks_in(time: Duration) -> u32 {
     u32::try_from(looks).unwrap_or(u32::MAX).clamp(1, DECIDED / 2 - 1)
 }
 
-/// The answer after `looked` checks, if `flagged` of `others` workers have received the signal; and the new value of `looked`.
+/// The answer after `looked` checks, if `flagged` of `others` workers have received the signal; and the new value of
+/// `looked`.
 fn next(looked: u32, looks: u32, others: u32, flagged: u32) -> (Answer, u32) {
     let most = if flagged > 0 { 2 * looks } else { looks };
     match looked {

@@ -1,7 +1,8 @@
 //! A thread that ends the worker after the main process, even inside an item of the dataset.
 //!
-//! It waits on a pidfd, or if that is refused checks every [`PARENT_CHECK`] for a process with that pid and start time. (Not
-//! PR_SET_PDEATHSIG, which fires when the forking *thread* ends.) Then it stops the worker, and ends it after [`ORPHAN_GRACE`].
+//! It waits on a pidfd, or if that is refused checks every [`PARENT_CHECK`] for a process with that pid and start time.
+//! (Not PR_SET_PDEATHSIG, which fires when the forking *thread* ends.) Then it stops the worker, and ends it after
+//! [`ORPHAN_GRACE`].
 
 use std::sync::Arc;
 

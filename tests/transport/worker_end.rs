@@ -23,8 +23,7 @@ fn frame(task: u64, payload: &[u8]) -> Vec<u8> {
 impl Worker {
     /// The tasks that it still gets. It has been asked to leave, and its process knows.
     fn ended(&self) -> Vec<(u64, Vec<u8>)> {
-        let tasks =
-            std::iter::from_fn(|| self.next()).map(|(entry, payload)| (entry.task, payload)).collect();
+        let tasks = std::iter::from_fn(|| self.next()).map(|(entry, payload)| (entry.task, payload)).collect();
         wait_until(|| self.lost.load(Relaxed));
         tasks
     }

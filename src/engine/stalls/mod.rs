@@ -1,7 +1,7 @@
 //! Detection of workers that are stuck in their start or at one batch. [`overdue`] kills some of them.
 //!
-//! While the main process waits for results it checks the status pages a few times per second, without a thread or any cost
-//! per batch.
+//! While the main process waits for results it checks the status pages a few times per second, without a thread or any
+//! cost per batch.
 
 pub mod overdue;
 pub mod report;

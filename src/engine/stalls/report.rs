@@ -35,7 +35,8 @@ pub struct Stall {
     pub time: Duration,
     /// Limit of the wait for its stack; `None` for no stack dump.
     pub patience: Option<Duration>,
-    /// The limit of [`Engine::kill_stalls`](crate::engine::Engine::kill_stalls), if the worker has exceeded it: [`Engine::kill`](crate::engine::Engine::kill) it.
+    /// The limit of [`Engine::kill_stalls`](crate::engine::Engine::kill_stalls), if the worker has exceeded it:
+    /// [`Engine::kill`](crate::engine::Engine::kill) it.
     pub exceeds: Option<Duration>,
 }
 
@@ -57,12 +58,7 @@ pub(in crate::engine) struct Shown {
 
 impl Shown {
     /// What a worker's status page shows now.
-    pub(in crate::engine) fn of(
-        arena: &Arena,
-        worker: u32,
-        process: Arc<Process>,
-        oldest: Option<TaskId>,
-    ) -> Self {
+    pub(in crate::engine) fn of(arena: &Arena, worker: u32, process: Arc<Process>, oldest: Option<TaskId>) -> Self {
         let page = &arena.control(worker).status;
         let time = |word: &AtomicU64| Duration::from_nanos(word.load(Ordering::Relaxed));
         Self {
@@ -88,8 +84,6 @@ impl Shown {
 
     /// Whether the pin thread holds the worker's answer.
     pub(in crate::engine) fn is_answered(&self) -> bool {
-        self.state == WorkerState::Idle
-            && self.answers > 0
-            && self.oldest.is_some_and(|oldest| self.task >= oldest)
+        self.state == WorkerState::Idle && self.answers > 0 && self.oldest.is_some_and(|oldest| self.task >= oldest)
     }
 }

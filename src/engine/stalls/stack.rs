@@ -1,5 +1,5 @@
-//! The Python stacks of a stuck worker. faulthandler dumps them: it runs in a signal handler without the GIL, and writes to a memfd
-//! that the main process reads through /proc.
+//! The Python stacks of a stuck worker. faulthandler dumps them: it runs in a signal handler without the GIL, and
+//! writes to a memfd that the main process reads through /proc.
 
 use std::os::fd::AsFd;
 use std::time::Duration;

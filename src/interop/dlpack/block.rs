@@ -5,9 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use super::abi::{
-    CPU, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor,
-};
+use super::abi::{CPU, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor};
 use crate::interop::memory::Memory;
 use crate::interop::moving;
 use crate::interop::view::Form;
@@ -45,8 +43,8 @@ const EMPTY: DLTensor = DLTensor {
 };
 
 impl<M: Memory> Block<M> {
-    /// A block over leased memory; the caller has checked that the view at byte `offset` stays inside. `None`: no memory, or
-    /// a dtype that DLPack cannot name.
+    /// A block over leased memory; the caller has checked that the view at byte `offset` stays inside. `None`: no
+    /// memory, or a dtype that DLPack cannot name.
     pub fn leased(lease: M, offset: usize, form: Form<'_>) -> Option<Self> {
         let data = lease.ptr().wrapping_add(offset);
         let (block, _) = Self::allocate(Some(lease), form, 0)?;
@@ -71,15 +69,13 @@ impl<M: Memory> Block<M> {
         let (code, bits, lanes) = dtype.dl()?;
         // torch aligns to 64 bytes; for little data the allocator makes that too expensive.
         let data_align = if data_len < 1024 { 16 } else { 64 };
-        let (layout, dims_at) =
-            Layout::new::<Header<M>>().extend(Layout::array::<i64>(shape.len() * 2).ok()?).ok()?;
+        let (layout, dims_at) = Layout::new::<Header<M>>().extend(Layout::array::<i64>(shape.len() * 2).ok()?).ok()?;
         let (layout, data_at) = layout.extend(Layout::from_size_align(data_len, data_align).ok()?).ok()?;
         // SAFETY: the layout holds a header, so its size is not 0.
         let memory = NonNull::new(unsafe { alloc(layout) })?;
         let header = memory.cast::<Header<M>>();
         // SAFETY: `extend` gave these offsets inside the allocation, aligned for their types.
-        let (dims, data) =
-            unsafe { (memory.as_ptr().add(dims_at).cast::<i64>(), memory.as_ptr().add(data_at)) };
+        let (dims, data) = unsafe { (memory.as_ptr().add(dims_at).cast::<i64>(), memory.as_ptr().add(data_at)) };
         let tensor = || DLTensor {
             ndim: shape.len() as i32,
             dtype: DLDataType { code, bits, lanes },
@@ -96,11 +92,7 @@ impl<M: Memory> Block<M> {
                 flags: 0,
                 dl_tensor: tensor(),
             },
-            legacy: DLManagedTensor {
-                dl_tensor: tensor(),
-                manager_ctx: context,
-                deleter: Some(delete_legacy::<M>),
-            },
+            legacy: DLManagedTensor { dl_tensor: tensor(), manager_ctx: context, deleter: Some(delete_legacy::<M>) },
             state: AtomicU8::new(UNOWNED),
             layout,
             lease,
@@ -133,8 +125,8 @@ impl<M: Memory> Block<M> {
         if state.load(Ordering::Relaxed) == DELETED {
             return;
         }
-        // SYNC: handed-over (pairs with the Acquire in `delete`). The tensor reaches other threads through the GIL, so that
-        // its deleter finds this store.
+        // SYNC: handed-over (pairs with the Acquire in `delete`). The tensor reaches other threads through the GIL, so
+        // that its deleter finds this store.
         state.store(OWNED, Ordering::Release);
         std::mem::forget(self);
     }
@@ -253,9 +245,8 @@ mod tests {
             assert_eq!((tensor.ndim, tensor.byte_offset, tensor.device.device_type), (2, 0, CPU));
             assert_eq!((tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes), (0, 64, 1));
             // SAFETY: two sizes and two strides stand in the block.
-            let (shape, strides) = unsafe {
-                (std::slice::from_raw_parts(tensor.shape, 2), std::slice::from_raw_parts(tensor.strides, 2))
-            };
+            let (shape, strides) =
+                unsafe { (std::slice::from_raw_parts(tensor.shape, 2), std::slice::from_raw_parts(tensor.strides, 2)) };
             assert_eq!((shape, strides), (&[2, 3][..], &[3, 1][..]));
         }
     }

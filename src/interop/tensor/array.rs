@@ -16,7 +16,8 @@ use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, is_contiguous};
 
 impl Bridge {
-    /// The memory of a plain array. `None`: it is not exactly an `ndarray`, or not of a native dtype of kinds b, i, u, f, c.
+    /// The memory of a plain array. `None`: it is not exactly an `ndarray`, or not of a native dtype of kinds b, i, u,
+    /// f, c.
     pub fn array_view(&self, obj: &Bound<'_, PyAny>) -> Option<LeafView> {
         let numpy = self.numpy.as_ref().filter(|numpy| numpy.is_array(obj))?;
         let dtype = numpy.dtype_of(obj).ok()??;
@@ -37,8 +38,8 @@ impl Bridge {
         Some(LeafView { kind: Kind::Array, dtype, shape, byte_strides, first: view.buf.cast_const().cast() })
     }
 
-    /// Whether an array alone has its memory: the arrays that it is a view of have no other reference, and there are no weak
-    /// ones, whose callbacks could write to the memory when the array goes.
+    /// Whether an array alone has its memory: the arrays that it is a view of have no other reference, and there are no
+    /// weak ones, whose callbacks could write to the memory when the array goes.
     pub fn has_alone(&self, array: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = array.py();
         let Some(numpy) = self.numpy.as_ref() else { return Ok(false) };
@@ -79,8 +80,7 @@ impl Bridge {
             let array = numpy.ndarray.bind(py).call1((shape_tuple, own, buffer, offset))?;
             return Ok(array.unbind());
         }
-        let bytes =
-            PyTuple::new(py, strides.iter().map(|stride| stride.wrapping_mul(dtype.itemsize() as i64)))?;
+        let bytes = PyTuple::new(py, strides.iter().map(|stride| stride.wrapping_mul(dtype.itemsize() as i64)))?;
         Ok(numpy.ndarray.bind(py).call1((shape_tuple, own, buffer, offset, bytes))?.unbind())
     }
 

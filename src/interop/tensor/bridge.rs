@@ -95,8 +95,8 @@ impl Bridge {
         self.numpy.as_ref().is_some_and(|numpy| numpy.is_array(obj))
     }
 
-    /// The memory of a plain tensor. `None`: it is not exactly a `torch.Tensor`, not on the CPU, not strided, not of a dtype
-    /// of DLPack, or it requires grad, has names, is a lazy conjugate, negative or zero.
+    /// The memory of a plain tensor. `None`: it is not exactly a `torch.Tensor`, not on the CPU, not strided, not of a
+    /// dtype of DLPack, or it requires grad, has names, is a lazy conjugate, negative or zero.
     pub fn view<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
         if !self.is_tensor(obj) {
             return None;
@@ -172,8 +172,7 @@ impl Bridge {
             return None;
         }
         let dtype = self.dtype_of(&obj.getattr(intern!(py, "dtype")).ok()?)?;
-        let dims =
-            |name| -> Option<Dims> { Dims::new(&obj.call_method0(name).ok()?.extract::<Vec<i64>>().ok()?) };
+        let dims = |name| -> Option<Dims> { Dims::new(&obj.call_method0(name).ok()?.extract::<Vec<i64>>().ok()?) };
         let (shape, strides) = (dims(intern!(py, "size"))?, dims(intern!(py, "stride"))?);
         let ptr = obj.call_method0(intern!(py, "data_ptr")).ok()?.extract::<usize>().ok()? as *const u8;
         Some(TensorView::new(ptr, dtype, shape, strides))
@@ -183,8 +182,9 @@ impl Bridge {
         self.dtypes.iter().find(|(known, _)| known.is(dtype)).map(|(_, dtype)| *dtype)
     }
 
-    /// A tensor over leased memory, its first element at byte `offset`. It is no view, its storage ends with its last element,
-    /// and the last tensor on that storage drops the lease. ValueError if the form does not fit, or torch has no such dtype.
+    /// A tensor over leased memory, its first element at byte `offset`. It is no view, its storage ends with its last
+    /// element, and the last tensor on that storage drops the lease. ValueError if the form does not fit, or torch has
+    /// no such dtype.
     pub fn tensor<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, form: Form<'_>) -> Made {
         form.check(&lease, offset).map_err(PyValueError::new_err)?;
         let block = Block::leased(lease, offset, form);

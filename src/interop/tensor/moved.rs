@@ -29,8 +29,7 @@ pub fn move_storage<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = storage.py();
     // A storage without memory, such as a fake one, gets torch's own error below.
-    let address =
-        storage.call_method0(intern!(py, "data_ptr")).and_then(|it| it.extract()).unwrap_or(0_usize);
+    let address = storage.call_method0(intern!(py, "data_ptr")).and_then(|it| it.extract()).unwrap_or(0_usize);
     let moving = Move::begin(address as *const u8, |time| py.detach(|| std::thread::sleep(time)));
     let mut call = vec![storage.clone()];
     call.extend(args.iter());

@@ -19,13 +19,7 @@ pub struct SharedStorage {
 
 impl Bridge {
     /// A storage of `len` bytes at `offset` of a lease. ValueError if they reach beyond it.
-    pub fn storage<M: Memory>(
-        &self,
-        py: Python<'_>,
-        lease: M,
-        offset: usize,
-        len: usize,
-    ) -> PyResult<SharedStorage> {
+    pub fn storage<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, len: usize) -> PyResult<SharedStorage> {
         let address = (lease.ptr() as usize).wrapping_add(offset);
         let bytes = self.tensor(py, lease, offset, Form::bytes(&[len as i64]))?;
         SharedStorage::of(py, bytes.bind(py), len, address)
@@ -37,15 +31,9 @@ impl Bridge {
         SharedStorage::of(py, copied.bind(py), bytes.len(), 0)
     }
 
-    /// A tensor on a storage, its first element at byte `offset`; it is no view. ValueError if the form does not fit, or torch
-    /// has no such dtype.
-    pub fn tensor_shared(
-        &self,
-        py: Python<'_>,
-        storage: &SharedStorage,
-        offset: usize,
-        form: Form<'_>,
-    ) -> Made {
+    /// A tensor on a storage, its first element at byte `offset`; it is no view. ValueError if the form does not fit,
+    /// or torch has no such dtype.
+    pub fn tensor_shared(&self, py: Python<'_>, storage: &SharedStorage, offset: usize, form: Form<'_>) -> Made {
         let dtype = form.dtype;
         let end = form.extent().and_then(|bytes| bytes.checked_add(offset));
         if end.is_none_or(|end| end > storage.len)

@@ -56,10 +56,8 @@ impl<'py> Call<'_, 'py> {
         }
         let early = self.state.early.take().filter(|_| !is_first);
         let was_early = early.is_some();
-        let drawn = early
-            .map(|early| self.draw_foreseen(early, message, first_worker))
-            .transpose()?
-            .unwrap_or_default();
+        let drawn =
+            early.map(|early| self.draw_foreseen(early, message, first_worker)).transpose()?.unwrap_or_default();
         let (taken_up, mut asked) = (drawn.taken_up(), drawn.draws);
         if !is_first && !taken_up {
             // A death during the last epoch, which was abandoned before its batches were all delivered.

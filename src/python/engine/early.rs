@@ -1,5 +1,5 @@
-//! The next epoch, whose tasks are sent before the present one has ended. Its index batches are foreseen, and the beginning of the
-//! epoch draws them from the sampler all the same: what was sent counts only if it is what was drawn.
+//! The next epoch, whose tasks are sent before the present one has ended. Its index batches are foreseen, and the
+//! beginning of the epoch draws them from the sampler all the same: what was sent counts only if it is what was drawn.
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -59,22 +59,15 @@ impl<'py> Call<'_, 'py> {
                 .iter_mut()
                 .for_each(|early| early.tasks.push((index.clone_ref(self.py), bytes.clone()))),
             // The epoch draws it again when it begins.
-            Ok(None) | Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => {
-                self.state.engine.sampler_ended()?
-            }
+            Ok(None) | Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => self.state.engine.sampler_ended()?,
             Err(error) => return Err(error.into()),
         }
         Ok(())
     }
 
-    /// Draws what was foreseen, and makes the early epoch the present one if it is the same. Otherwise the draws are left to
-    /// [`Call::send_drawn`].
-    pub(super) fn draw_foreseen(
-        &mut self,
-        early: Early,
-        message: &[u8],
-        first_worker: u32,
-    ) -> PyResult<Drawn<'py>> {
+    /// Draws what was foreseen, and makes the early epoch the present one if it is the same. Otherwise the draws are
+    /// left to [`Call::send_drawn`].
+    pub(super) fn draw_foreseen(&mut self, early: Early, message: &[u8], first_worker: u32) -> PyResult<Drawn<'py>> {
         let mut drawn = Drawn::default();
         if early.message != message || first_worker != 0 || !self.state.engine.may_take_up() {
             return Ok(drawn);

@@ -43,8 +43,8 @@ use crate::sys::clock;
 use crate::trace::{Kind, MAIN};
 use crate::worker::watchdog::Parent;
 
-/// The engine of one iterator. `_core.pyi` documents the methods. Those that call `enter` take exclusive access; all others may
-/// be called at any time.
+/// The engine of one iterator. `_core.pyi` documents the methods. Those that call `enter` take exclusive access; all
+/// others may be called at any time.
 #[pyclass(frozen, name = "Engine", module = "rustloader._core")]
 pub struct PyEngine {
     state: Mutex<State>,
@@ -81,8 +81,8 @@ struct StallLimits {
     stack_seconds: f64,
 }
 
-/// `LoaderConfig` of `settings/config.py`: what it says of scheduling. Values are converted as Python does it, and their errors
-/// are Python's own.
+/// `LoaderConfig` of `settings/config.py`: what it says of scheduling. Values are converted as Python does it, and
+/// their errors are Python's own.
 struct Config {
     settings: Settings,
     snapshots: bool,
@@ -96,17 +96,14 @@ impl<'py> FromPyObject<'_, 'py> for Config {
     fn extract(config: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let value = |name| config.getattr(name);
         let in_order = value("in_order")?.is_truthy()?;
-        let torch =
-            Settings::torch(value("num_workers")?.extract()?, value("prefetch_factor")?.extract()?, in_order);
+        let torch = Settings::torch(value("num_workers")?.extract()?, value("prefetch_factor")?.extract()?, in_order);
         let shared_queue = value("dispatch")?.eq("shared_queue")?;
         let (batches, bytes): (Option<usize>, Option<u64>) = value("window")?.extract()?;
         let settings = Settings {
             persistent: value("persistent_workers")?.is_truthy()?,
             timeout: seconds(value("timeout")?.extract()?),
             dispatch: if shared_queue { Dispatch::SharedQueue } else { torch.dispatch },
-            window: bytes
-                .map(|bytes| Window::of_bytes(bytes, torch.max_tasks()))
-                .or(batches.map(Window::of_batches)),
+            window: bytes.map(|bytes| Window::of_bytes(bytes, torch.max_tasks())).or(batches.map(Window::of_batches)),
             restarts: value("max_restarts")?.gt(0)?,
             ..torch
         };
@@ -137,13 +134,7 @@ impl PyEngine {
         engine.kill_stalls(stall_timeout.and_then(seconds));
         Ok(Self {
             handle: engine.handle().clone(),
-            state: Mutex::new(State {
-                engine,
-                buffer: Vec::new(),
-                payload: Vec::new(),
-                begun: None,
-                early: None,
-            }),
+            state: Mutex::new(State { engine, buffer: Vec::new(), payload: Vec::new(), begun: None, early: None }),
             gate: Gate::default(),
             finish_wanted: AtomicBool::new(false),
             callbacks: Callbacks { loads, dump_index, is_interrupt, warn_stall },
@@ -208,8 +199,8 @@ impl PyEngine {
         Ok(self.enter(py)?.state().engine.give_up(worker)?)
     }
 
-    /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an index for each
-    /// task that may be outstanding. The answer is `END`, or what arrived instead.
+    /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an
+    /// index for each task that may be outstanding. The answer is `END`, or what arrived instead.
     // The arguments of a Python method.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (answer, next_index, is_first, message, first_worker = 0, foresight = None))]
@@ -228,9 +219,9 @@ impl PyEngine {
         self.call(py, access.state(), answer, next_index, foresight).begin(is_first, message, first_worker)
     }
 
-    /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call raises the
-    /// sampler's error, because the batch is sound. The result is in `answer` before this returns: an exception of a signal
-    /// handler cannot lose it.
+    /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call
+    /// raises the sampler's error, because the batch is sound. The result is in `answer` before this returns: an
+    /// exception of a signal handler cannot lose it.
     #[pyo3(signature = (answer, next_index, foresight = None))]
     fn next<'py>(
         &self,
@@ -385,10 +376,10 @@ impl PyEngine {
 
     /// Releases everything; while a `next` has exclusive access, that `next` does it when it returns.
     ///
-    /// The GIL is held here, and in `Access::drop` until the gate is released, for two reasons. The holder checks for the request
-    /// and then releases the gate: without the GIL a request between the two would find the gate closed and be lost. And no
-    /// fork by Python copies the handle's lock or the meter's while a thread holds it. Threads that wait at the gate take its
-    /// lock without the GIL, so a forked child must not touch that lock.
+    /// The GIL is held here, and in `Access::drop` until the gate is released, for two reasons. The holder checks for
+    /// the request and then releases the gate: without the GIL a request between the two would find the gate closed and
+    /// be lost. And no fork by Python copies the handle's lock or the meter's while a thread holds it. Threads that
+    /// wait at the gate take its lock without the GIL, so a forked child must not touch that lock.
     fn finish(&self) {
         if !self.handle.is_ours() {
             return;
@@ -400,11 +391,12 @@ impl PyEngine {
         }
     }
 
-    /// Visits the deferred errors of the sampler: each refers to the iterator by its traceback, and the iterator to this engine.
+    /// Visits the deferred errors of the sampler: each refers to the iterator by its traceback, and the iterator to
+    /// this engine.
     ///
-    /// The collector and all who take the lock hold the GIL. A call in progress may keep the lock while it waits without the GIL;
-    /// then the engine is in use, and nothing needs to be visited. There is no `__clear__`: each cycle has a traceback, which the
-    /// collector clears.
+    /// The collector and all who take the lock hold the GIL. A call in progress may keep the lock while it waits
+    /// without the GIL; then the engine is in use, and nothing needs to be visited. There is no `__clear__`: each cycle
+    /// has a traceback, which the collector clears.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         match self.state.try_lock() {
             Ok(mut state) => state.engine.delivery().errors().iter().try_for_each(|error| visit.call(error)),

@@ -28,7 +28,8 @@ enum Read {
 }
 
 impl<'py> Call<'_, 'py> {
-    /// Answers with a result. An error that is not an answer comes from a signal handler, and the next call tries again.
+    /// Answers with a result. An error that is not an answer comes from a signal handler, and the next call tries
+    /// again.
     #[inline]
     pub(super) fn read(&mut self, incoming: &Incoming) -> PyResult<()> {
         match self.read_message(incoming) {
@@ -48,8 +49,8 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Unpickles a result while its worker, which it depends on, still lives. An error takes the batch's place; what a signal
-    /// handler raised is raised at once, and the next call tries again.
+    /// Unpickles a result while its worker, which it depends on, still lives. An error takes the batch's place; what a
+    /// signal handler raised is raised at once, and the next call tries again.
     pub(super) fn open(&mut self, incoming: &Incoming, ready: Option<Ready>) -> PyResult<()> {
         let read = match ready {
             Some(Ready::Pickled(pickle)) => Ok(Read::Pickled(pickle)),
@@ -100,10 +101,12 @@ impl<'py> Call<'_, 'py> {
         Ok(read)
     }
 
-    /// Unpickles: the inner error takes the batch's place. The outer error comes from a signal handler: the batch is sound.
+    /// Unpickles: the inner error takes the batch's place. The outer error comes from a signal handler: the batch is
+    /// sound.
     ///
-    /// Unpickling runs the user's code, and signals are not deferred: code that hangs here must stay interruptible. The code runs
-    /// once, unless a handler interrupts it: then the caller keeps the message, and the next call runs it again.
+    /// Unpickling runs the user's code, and signals are not deferred: code that hangs here must stay interruptible. The
+    /// code runs once, unless a handler interrupts it: then the caller keeps the message, and the next call runs it
+    /// again.
     fn load(&self, pickle: &Pickled) -> PyResult<PyResult<Py<PyAny>>> {
         let loads = || {
             let arguments = (&pickle.payload, &pickle.objects).into_pyobject(self.py)?;

@@ -14,9 +14,9 @@ use crate::shm::alloc::settle;
 use crate::wire::TaskKind;
 
 impl<'py> Call<'_, 'py> {
-    /// Carries out `Step::Submit`. An `Exception` of the sampler is raised by a later call, any other error (an interrupt) at
-    /// once. Pending signals are handled first: a handler that raises inside the sampler would end a generator, such as a
-    /// BatchSampler's.
+    /// Carries out `Step::Submit`. An `Exception` of the sampler is raised by a later call, any other error (an
+    /// interrupt) at once. Pending signals are handled first: a handler that raises inside the sampler would end a
+    /// generator, such as a BatchSampler's.
     #[inline]
     pub(super) fn refill(&mut self) -> PyResult<()> {
         let interrupt = self.py.check_signals();
@@ -79,7 +79,8 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Sends an index batch to the next worker in the cycle. Drops it when no worker takes tasks any more, as torch does.
+    /// Sends an index batch to the next worker in the cycle. Drops it when no worker takes tasks any more, as torch
+    /// does.
     #[inline]
     pub(super) fn submit(&mut self, index: Bound<'py, PyAny>) -> PyResult<()> {
         let pickle = match self.encode(&index) {
@@ -94,11 +95,7 @@ impl<'py> Call<'_, 'py> {
 
     /// Sends an index batch, as it lies in the payload buffer or as a pickle.
     #[inline]
-    pub(super) fn send(
-        &mut self,
-        index: Bound<'py, PyAny>,
-        pickle: Option<Bound<'py, PyBytes>>,
-    ) -> PyResult<()> {
+    pub(super) fn send(&mut self, index: Bound<'py, PyAny>, pickle: Option<Bound<'py, PyBytes>>) -> PyResult<()> {
         let py = self.py;
         // A sampler may use its list again, and this one may have to be sent twice.
         let index = match index.cast_exact::<PyList>() {

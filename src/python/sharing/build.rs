@@ -92,16 +92,15 @@ impl ShareBuilder {
         if len == 0 {
             from = std::ptr::NonNull::dangling().as_ptr();
         }
-        // SAFETY: the buffer's bytes, which stay while `data` lives. Another thread that changes them meanwhile races with the
-        // copy as with any other reader.
+        // SAFETY: the buffer's bytes, which stay while `data` lives. Another thread that changes them meanwhile races
+        // with the copy as with any other reader.
         let bytes = unsafe { std::slice::from_raw_parts(from, len) };
         self.with(|builder, _| Ok(py.detach(|| builder.raw(bytes))?))
     }
 
     fn finish(&self, py: Python<'_>, kind: u64, meta: &[u8]) -> PyResult<SharedStore> {
         let taken = self.builder.try_lock().ok().and_then(|mut builder| builder.take());
-        let (builder, shapes) =
-            taken.ok_or_else(|| PyRuntimeError::new_err("this shared object is finished"))?;
+        let (builder, shapes) = taken.ok_or_else(|| PyRuntimeError::new_err("this shared object is finished"))?;
         let shapes = shapes.finish();
         // Raw data have a meta, and no rows.
         let meta = if shapes.is_empty() { meta } else { &shapes };

@@ -60,11 +60,7 @@ impl SharedItems {
         let slice = slice.indices(self.len() as isize)?;
         let rows = (0..slice.slicelength).map(|n| (slice.start + n as isize * slice.step) as u64);
         let values = rows.map(|row| rows::value(py, &self.items, row)).collect::<PyResult<Vec<_>>>()?;
-        Ok(if self.is_tuple {
-            PyTuple::new(py, values)?.into_any()
-        } else {
-            PyList::new(py, values)?.into_any()
-        })
+        Ok(if self.is_tuple { PyTuple::new(py, values)?.into_any() } else { PyList::new(py, values)?.into_any() })
     }
 }
 
@@ -91,7 +87,8 @@ impl FromPyObject<'_, '_> for Bounded {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        // SAFETY: the object lives; the call sets an exception where it answers -1 with one, and none for large numbers.
+        // SAFETY: the object lives; the call sets an exception where it answers -1 with one, and none for large
+        // numbers.
         let bound = unsafe { ffi::PyNumber_AsSsize_t(object.as_ptr(), std::ptr::null_mut()) };
         match if bound == -1 { PyErr::take(object.py()) } else { None } {
             Some(error) => Err(error),

@@ -46,8 +46,7 @@ unsafe fn export(
         return Err(PyBufferError::new_err("no buffer structure was given"));
     }
     // SAFETY: the structure is Python's; the caller keeps the bytes. Python refuses a writer.
-    match unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), bytes.0.cast(), bytes.1 as isize, 1, flags) }
-    {
+    match unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), bytes.0.cast(), bytes.1 as isize, 1, flags) } {
         0 => Ok(()),
         _ => Err(PyErr::fetch(owner.py())),
     }

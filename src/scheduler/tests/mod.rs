@@ -35,11 +35,7 @@ fn at(machine: &mut Machine, millis: u64, event: Event<&'static str>) {
 }
 
 fn done(machine: &mut Machine, worker: u32, task: u64) {
-    at(
-        machine,
-        0,
-        Event::Completed { worker: WorkerId(worker), task: TaskId(task), result: "data", bytes: 0 },
-    );
+    at(machine, 0, Event::Completed { worker: WorkerId(worker), task: TaskId(task), result: "data", bytes: 0 });
 }
 
 fn exhausted(machine: &mut Machine, worker: u32, task: u64) {
@@ -310,11 +306,7 @@ fn the_timeout_counts_from_the_last_result_and_loses_nothing() {
     let wait = |millis| Decision::Wait(Some(Duration::from_millis(millis)));
     at(&mut machine, 1_000, Event::WaitBegan);
     assert_eq!(machine.next(true), wait(1_100));
-    at(
-        &mut machine,
-        1_090,
-        Event::Completed { worker: WorkerId(1), task: TaskId(1), result: "data", bytes: 0 },
-    );
+    at(&mut machine, 1_090, Event::Completed { worker: WorkerId(1), task: TaskId(1), result: "data", bytes: 0 });
     assert_eq!(machine.next(true), wait(1_190));
     at(&mut machine, 1_189, Event::Time);
     assert_eq!(machine.next(true), wait(1_190));

@@ -34,9 +34,7 @@ fn the_next_process_gets_what_is_unanswered_before_anything_new() {
     let mut machine = machine(Settings { window, restarts: true, ..Settings::torch(2, 2, true) });
     done(&mut machine, 1, 1);
     died(&mut machine, 1);
-    assert!(
-        machine.is_vacant(WorkerId(1)) && !machine.is_dead(WorkerId(1)) && machine.is_active(WorkerId(1))
-    );
+    assert!(machine.is_vacant(WorkerId(1)) && !machine.is_dead(WorkerId(1)) && machine.is_active(WorkerId(1)));
     assert!(refused(&mut machine, 1, 3), "there is no process to answer it");
     assert_eq!(machine.next(true), vacant(1, Some(3)));
     assert_eq!(machine.next(true), vacant(1, Some(3)), "it is still vacant");

@@ -5,8 +5,7 @@ use super::*;
 /// A primed scheduler with a window and its tasks in a shared queue, if `dispatch` says so.
 fn windowed(dispatch: Dispatch, in_order: bool, window: Option<Window>) -> Machine {
     let mut machine =
-        Machine::new(Settings { dispatch, window, persistent: true, ..Settings::torch(2, 2, in_order) })
-            .unwrap();
+        Machine::new(Settings { dispatch, window, persistent: true, ..Settings::torch(2, 2, in_order) }).unwrap();
     begin(&mut machine);
     machine
 }

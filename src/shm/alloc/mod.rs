@@ -6,11 +6,12 @@
 //!
 //! Idle pages are released in three cases. A class whose low-water mark of idle blocks stayed above zero through
 //! [`TRIM_PATIENCE`] windows of [`TRIM_WINDOW`] allocations punches the surplus. With varying sizes, idle pages beyond
-//! the recent peak and an [`IDLE_SHARE`]th are punched before fresh ones are reserved; a warm block of a slightly larger
-//! class is reused first. An idle worker keeps only what the batches under way need, and nothing if it is ahead of the loop.
+//! the recent peak and an [`IDLE_SHARE`]th are punched before fresh ones are reserved; a warm block of a slightly
+//! larger class is reused first. An idle worker keeps only what the batches under way need, and nothing if it is ahead
+//! of the loop.
 //!
-//! Once there is no room behind the last block, a request that no idle block of its class serves is cut from a larger one, or
-//! from idle neighbours that are joined: see `join`.
+//! Once there is no room behind the last block, a request that no idle block of its class serves is cut from a larger
+//! one, or from idle neighbours that are joined: see `join`.
 
 mod join;
 
@@ -42,7 +43,8 @@ fn class_of(pages: u64) -> usize {
     8 + (shift as usize - 1) * 4 + ((last >> shift) as usize - 4)
 }
 
-/// The largest class whose blocks a block of `capacity` bytes can stand in for. Blocks that were joined or cut may be larger.
+/// The largest class whose blocks a block of `capacity` bytes can stand in for. Blocks that were joined or cut may be
+/// larger.
 fn class_within(capacity: u64) -> usize {
     let pages = capacity / PAGE;
     let class = class_of(pages);
@@ -217,8 +219,8 @@ impl Allocator {
         Ok(id)
     }
 
-    /// [`Allocator::allocate`] for the owner's arrays. They are no measure of how long other blocks lie idle, because a batch may
-    /// make any number of them.
+    /// [`Allocator::allocate`] for the owner's arrays. They are no measure of how long other blocks lie idle, because a
+    /// batch may make any number of them.
     pub fn allocate_array(&mut self, len: u64) -> Result<u32> {
         self.window += 1;
         self.allocate(len, WORKER)
@@ -246,8 +248,7 @@ impl Allocator {
     /// The class to take a block from: a warm block of a slightly larger class is cheaper than fresh pages.
     fn warm_class(&self, class: usize) -> usize {
         let warm = |class: &usize| self.free[*class].blocks.len() > self.free[*class].cold;
-        let nearest =
-            if class_pages(class) * PAGE < SLAB { class } else { (class + REUSE_CLASSES).min(CLASSES - 1) };
+        let nearest = if class_pages(class) * PAGE < SLAB { class } else { (class + REUSE_CLASSES).min(CLASSES - 1) };
         (class..=nearest).find(warm).unwrap_or(class)
     }
 
@@ -280,8 +281,8 @@ impl Allocator {
         )
     }
 
-    /// Creates a block behind the last one. Once the region or its table is used up, cuts it from a larger idle block, or joins
-    /// idle neighbours.
+    /// Creates a block behind the last one. Once the region or its table is used up, cuts it from a larger idle block,
+    /// or joins idle neighbours.
     fn make(&mut self, class: usize, least: u64) -> Result<u32> {
         let capacity = class_pages(class) * PAGE;
         if capacity <= self.tail() && self.has_entry()? {
@@ -424,8 +425,7 @@ impl Allocator {
             self.arena.promise(self.region, fresh);
             let others = self.arena.promised_by_others(self.region);
             let room = sys::memory::available(&sys::cgroup::Roots::default());
-            let free =
-                room.bytes.saturating_sub(fresh.clamp(*HEADROOM_MARGIN.start(), *HEADROOM_MARGIN.end()));
+            let free = room.bytes.saturating_sub(fresh.clamp(*HEADROOM_MARGIN.start(), *HEADROOM_MARGIN.end()));
             let headroom = free.saturating_sub(others);
             if fresh <= headroom {
                 let workers = u64::from(self.arena.geometry().workers);

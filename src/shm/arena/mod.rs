@@ -13,8 +13,8 @@ pub use self::rings::{ArenaQueue, ArenaRing};
 pub use self::usage::Usage;
 use super::block::{self, CONSUMER, DELIVERED, Left, Parking, RETURNING, Remains, WORKER};
 use super::layout::{
-    BlockEntry, ControlPage, Geometry, Header, MAGIC, Needs, PAGE, QueueControl, QueueSlot, RegionHead,
-    RingControl, RingSlot, Sleeper, TraceHead, VERSION, WorkerState,
+    BlockEntry, ControlPage, Geometry, Header, MAGIC, Needs, PAGE, QueueControl, QueueSlot, RegionHead, RingControl,
+    RingSlot, Sleeper, TraceHead, VERSION, WorkerState,
 };
 use super::ring::{Consumer, Entry};
 use crate::config::{ARENA_MAX, ARENA_MIN, ARENA_USUAL, LARGE, TRACE_SLOTS};
@@ -49,8 +49,8 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Creates an arena, as large as the system allows between 1 GiB and 1 TiB (pages exist only when touched), and with
-    /// at most half of a limited address space.
+    /// Creates an arena, as large as the system allows between 1 GiB and 1 TiB (pages exist only when touched), and
+    /// with at most half of a limited address space.
     pub fn create(needs: Needs) -> Result<Arc<Self>> {
         Self::create_within(ARENA_MAX, needs)
     }
@@ -127,12 +127,7 @@ impl Arena {
         Ok(Self::over(map, Arc::new(sys::owned::HomeFd::new(fd)), geometry, made_here))
     }
 
-    fn over(
-        map: Arc<sys::map::Mapping>,
-        fd: Arc<sys::owned::HomeFd>,
-        geometry: Geometry,
-        made_here: bool,
-    ) -> Self {
+    fn over(map: Arc<sys::map::Mapping>, fd: Arc<sys::owned::HomeFd>, geometry: Geometry, made_here: bool) -> Self {
         let generation = sys::fork::generation();
         let (retired, parking) = (AtomicBool::new(false), Parking::default());
         Self { map, fd, geometry, generation, made_here, retired, parking, owner: AtomicU64::new(0) }
@@ -176,9 +171,7 @@ impl Arena {
         assert!(offset.is_multiple_of(align_of::<T>() as u64) && offset + bytes <= self.map.len() as u64);
         // SAFETY: the range lies in the mapping, which lives as long as self and cannot shrink (sealed); it is aligned;
         // T consists of atomics, for which every bit pattern is valid and which may change under the reference.
-        unsafe {
-            std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize).cast::<T>(), len as usize)
-        }
+        unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize).cast::<T>(), len as usize) }
     }
 
     /// The arena's head.
@@ -272,11 +265,7 @@ impl Arena {
         let offset = entry.offset.load(Ordering::Relaxed);
         let capacity = entry.capacity.load(Ordering::Relaxed);
         let region_len = self.geometry.region_len;
-        if len > capacity
-            || capacity > region_len
-            || offset > region_len - capacity
-            || !offset.is_multiple_of(PAGE)
-        {
+        if len > capacity || capacity > region_len || offset > region_len - capacity || !offset.is_multiple_of(PAGE) {
             return Err(Error::corrupt(format!(
                 "{len} bytes of block {id} of region {region}, which has {capacity} bytes at {offset}"
             )));
@@ -292,9 +281,9 @@ impl Arena {
         let len = len as usize;
         buffer.clear();
         buffer.reserve(len);
-        // SAFETY: `block_memory` has checked that the range lies in the mapping, and the buffer, which lies outside, has room
-        // for it. No reference to the block is made: a broken process may write to it during the copy, which then holds
-        // old bytes, new ones or both. The caller checks them like everything that other processes write.
+        // SAFETY: `block_memory` has checked that the range lies in the mapping, and the buffer, which lies outside,
+        // has room for it. No reference to the block is made: a broken process may write to it during the copy, which
+        // then holds old bytes, new ones or both. The caller checks them like everything that other processes write.
         unsafe {
             std::ptr::copy_nonoverlapping(memory.as_ptr(), buffer.as_mut_ptr(), len);
             buffer.set_len(len);
@@ -338,8 +327,8 @@ impl Arena {
         self.map.remove((start + from) as usize..(start + to) as usize)
     }
 
-    /// Marks a block as holding the user's tensors, so that a fork marks it. An error unless the consumer holds the block
-    /// and no tensors lie in it yet.
+    /// Marks a block as holding the user's tensors, so that a fork marks it. An error unless the consumer holds the
+    /// block and no tensors lie in it yet.
     pub fn delivered(&self, region: u32, id: u32) -> Result<()> {
         let state = &self.table(region)[id as usize].state;
         let mut seen = state.load(Ordering::Relaxed);
@@ -362,8 +351,8 @@ impl Arena {
         self.release(region, id, CONSUMER);
     }
 
-    /// Clears the holders `bits` of a block from outside its owner; the last holder returns it to the owner. Does nothing
-    /// in a forked child. Takes no lock; any thread may call it.
+    /// Clears the holders `bits` of a block from outside its owner; the last holder returns it to the owner. Does
+    /// nothing in a forked child. Takes no lock; any thread may call it.
     #[inline]
     pub fn release(&self, region: u32, id: u32, bits: u32) {
         if !self.is_ours() || id >= self.geometry.table_len {
@@ -381,8 +370,8 @@ impl Arena {
         }
     }
 
-    /// Wakes a worker that has been idle for some time when a large block has come back, so that it can return the pages. Workers
-    /// that share a queue share a bell, too, and look by themselves.
+    /// Wakes a worker that has been idle for some time when a large block has come back, so that it can return the
+    /// pages. Workers that share a queue share a bell, too, and look by themselves.
     fn tell_idle(&self, region: u32) {
         if region >= self.geometry.workers || self.queue_control().is_some() {
             return;
@@ -390,10 +379,7 @@ impl Arena {
         let ControlPage { status, sleeper, .. } = self.control(region);
         let since = Duration::from_nanos(status.since_ns.load(Ordering::Relaxed));
         let is_idle = status.state.load(Ordering::Relaxed) == WorkerState::Idle as u32;
-        if is_idle
-            && sys::clock::monotonic().saturating_sub(since) >= status.long_idle()
-            && sleeper.0.must_ring()
-        {
+        if is_idle && sys::clock::monotonic().saturating_sub(since) >= status.long_idle() && sleeper.0.must_ring() {
             // It looks by itself later.
             let _ = sys::futex::wake(&sleeper.0.bell, 1);
         }
@@ -438,11 +424,11 @@ impl Arena {
         // Workers are started after this, by fork or through a pipe; both order memory.
     }
 
-    /// Resets a worker's rings, status page and region for its next process; other workers, and the consumer's blocks in
-    /// this region, stay as they are. The worker's process has ended, at any point, and its results have been received, so
-    /// this process acts as the region's owner. `withdrawn` gets each task that the worker had not taken. Blocks outside
-    /// any result stay held until the arena is retired: those of an unpublished message, and those that a child of
-    /// the worker may read.
+    /// Resets a worker's rings, status page and region for its next process; other workers, and the consumer's blocks
+    /// in this region, stay as they are. The worker's process has ended, at any point, and its results have been
+    /// received, so this process acts as the region's owner. `withdrawn` gets each task that the worker had not taken.
+    /// Blocks outside any result stay held until the arena is retired: those of an unpublished message, and those that
+    /// a child of the worker may read.
     ///
     /// Errors: [`Error::Usage`] for a result in the completion ring, [`Error::Corrupt`] for a damaged ring or region.
     pub fn reset_worker(self: &Arc<Self>, worker: u32, mut withdrawn: impl FnMut(Entry)) -> Result<()> {
@@ -471,9 +457,9 @@ impl Arena {
         Ok(())
     }
 
-    /// Recovers the arena after all workers have left cleanly and all results were released: takes back what only workers
-    /// held, and keeps as many warm pages as the batches under way needed. Returns the bytes of warm pages, or `None` when
-    /// a child of a worker may still read a block: the arena is then not reusable.
+    /// Recovers the arena after all workers have left cleanly and all results were released: takes back what only
+    /// workers held, and keeps as many warm pages as the batches under way needed. Returns the bytes of warm pages, or
+    /// `None` when a child of a worker may still read a block: the arena is then not reusable.
     pub fn recover(&self) -> Option<u64> {
         self.parking.begin();
         let mut idle = 0;

@@ -1,11 +1,9 @@
 //! Where the parts of an arena lie.
 //!
-//! The control part takes about workers² x prefetch_factor x 128 bytes (64 workers: 2 MiB; 1,000: 250 MiB). Its pages exist from
-//! the start, so that a full machine is an error at once and not a SIGBUS later.
+//! The control part takes about workers² x prefetch_factor x 128 bytes (64 workers: 2 MiB; 1,000: 250 MiB). Its pages
+//! exist from the start, so that a full machine is an error at once and not a SIGBUS later.
 
-use super::{
-    BlockEntry, ControlPage, Header, PAGE, QueueControl, QueueSlot, RegionHead, RingSlot, TraceHead,
-};
+use super::{BlockEntry, ControlPage, Header, PAGE, QueueControl, QueueSlot, RegionHead, RingSlot, TraceHead};
 use crate::config::{BYTES_PER_BLOCK, REGION_MIN, TABLE_MAX, TABLE_MIN, TASKS_MAX, TRACE_SLOTS, WORKERS_MAX};
 use crate::error::{Error, Result};
 
@@ -43,8 +41,8 @@ const fn round_up(value: u64, to: u64) -> u64 {
     value.div_ceil(to) * to
 }
 
-/// Slots of a ring for `outstanding` tasks and control messages: two that begin an epoch early, one that begins another, and the
-/// one to leave. Of a worker's snapshots one comes with each
+/// Slots of a ring for `outstanding` tasks and control messages: two that begin an epoch early, one that begins
+/// another, and the one to leave. Of a worker's snapshots one comes with each
 /// result, two at the begin and at the end of an epoch, one for an error, and one at the begin of the next epoch.
 const fn ring_slots_for(outstanding: u32, snapshots: bool) -> u32 {
     let results = outstanding + 4;
@@ -100,8 +98,7 @@ impl Geometry {
             return Err(Error::usage("an arena for no workers"));
         }
         if workers > WORKERS_MAX || outstanding > TASKS_MAX {
-            let limit =
-                format!("the engine has room for {WORKERS_MAX} workers and {TASKS_MAX} batches under way");
+            let limit = format!("the engine has room for {WORKERS_MAX} workers and {TASKS_MAX} batches under way");
             return Err(too_many(workers, outstanding, limit));
         }
         Ok(ring_slots_for(outstanding, snapshots))
@@ -167,10 +164,7 @@ impl Geometry {
     }
 
     fn control_len(&self) -> u64 {
-        round_up(
-            size_of::<ControlPage>() as u64 + 2 * u64::from(self.ring_slots) * size_of::<RingSlot>() as u64,
-            128,
-        )
+        round_up(size_of::<ControlPage>() as u64 + 2 * u64::from(self.ring_slots) * size_of::<RingSlot>() as u64, 128)
     }
 
     /// Offset of a worker's [`ControlPage`].
@@ -251,10 +245,7 @@ mod tests {
             assert_eq!((g.queue_control() % 64, g.queue() % 64), (0, 0));
             let (control, slots) = (g.queue() - g.queue_control(), u64::from(g.queue_slots()));
             assert_eq!((control > 0, slots > 0), (shared_queue, shared_queue));
-            assert!(
-                !shared_queue
-                    || control >= size_of::<QueueControl>() as u64 && slots > u64::from(outstanding)
-            );
+            assert!(!shared_queue || control >= size_of::<QueueControl>() as u64 && slots > u64::from(outstanding));
             assert!(g.queue() + slots * size_of::<QueueSlot>() as u64 <= g.control(0));
             assert_eq!(g.control(0) % 128, 0);
             assert_eq!(g.task_slots(0) % 64, 0);
@@ -277,12 +268,8 @@ mod tests {
             sizes.into_iter().flat_map(|size| [(size, (1, false)), (size, (3, true))])
         {
             let needs = Needs { workers, outstanding: 6, shared_queue, snapshots: true };
-            let made =
-                Geometry::new(Geometry::total_for(wanted, needs).unwrap() / PAGE * PAGE, needs).unwrap();
-            assert!(
-                made.region_len <= wanted && made.region_len >= wanted - wanted / 1000,
-                "{wanted} {made:?}"
-            );
+            let made = Geometry::new(Geometry::total_for(wanted, needs).unwrap() / PAGE * PAGE, needs).unwrap();
+            assert!(made.region_len <= wanted && made.region_len >= wanted - wanted / 1000, "{wanted} {made:?}");
         }
     }
 
@@ -297,24 +284,17 @@ mod tests {
             }
         }
         for (workers, ring_slots) in [(0, 8), (WORKERS_MAX + 1, 8), (2, 0), (2, 2), (2, 12), (2, 1 << 27)] {
-            assert!(matches!(
-                Geometry::of_file(64 << 30, workers, ring_slots, false),
-                Err(Error::Corrupt { .. })
-            ));
+            assert!(matches!(Geometry::of_file(64 << 30, workers, ring_slots, false), Err(Error::Corrupt { .. })));
         }
         assert!(matches!(Geometry::of_file(1 << 20, 2, 8, true), Err(Error::Corrupt { .. })));
     }
 
     #[test]
     fn too_small_is_an_error() {
-        let needs =
-            |workers, outstanding| Needs { workers, outstanding, shared_queue: false, snapshots: false };
-        let refused =
-            |total, workers, outstanding| Geometry::new(total, needs(workers, outstanding)).unwrap_err();
+        let needs = |workers, outstanding| Needs { workers, outstanding, shared_queue: false, snapshots: false };
+        let refused = |total, workers, outstanding| Geometry::new(total, needs(workers, outstanding)).unwrap_err();
         assert!(matches!(refused(1 << 30, 0, 8), Error::Usage { .. }));
-        for (total, workers, outstanding) in
-            [(1 << 20, 4, 8), (1 << 40, 2, 1 << 25), (1 << 40, 1 << 17, 1 << 18)]
-        {
+        for (total, workers, outstanding) in [(1 << 20, 4, 8), (1 << 40, 2, 1 << 25), (1 << 40, 1 << 17, 1 << 18)] {
             let text = refused(total, workers, outstanding).to_string();
             let names = format!("num_workers={workers} with prefetch_factor={} is", outstanding / workers);
             assert!(text.starts_with(&names), "{text}");

@@ -129,8 +129,7 @@ impl MainPage {
         for word in [&self.state, &self.pid, &self.prefetch_factor, &self.options] {
             word.store(0, Ordering::Relaxed);
         }
-        let times =
-            [&self.since_ns, &self.wait_since_ns, &self.started_ns, &self.epoch_task, &self.epoch_batches];
+        let times = [&self.since_ns, &self.wait_since_ns, &self.started_ns, &self.epoch_task, &self.epoch_batches];
         let words = times.into_iter().chain(&self.counts).chain(&self.name);
         words.for_each(|word| word.store(0, Ordering::Relaxed));
     }
@@ -184,8 +183,8 @@ impl MainState {
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct Sleeper {
-    /// Number of this side's processes that sleep or are about to. Each adds and subtracts itself; one that is killed in
-    /// its sleep stays counted.
+    /// Number of this side's processes that sleep or are about to. Each adds and subtracts itself; one that is killed
+    /// in its sleep stays counted.
     pub asleep: AtomicU32,
     /// Counts the rings; the word that a worker's futex waits on.
     pub bell: AtomicU32,
@@ -297,15 +296,14 @@ pub(crate) const NOT_BEGUN: u64 = u64::MAX;
 impl StatusPage {
     /// Whether the worker has begun `task`, and not finished it: the task may be to blame for its death.
     pub(crate) fn has_begun(&self) -> bool {
-        let is_waiting =
-            [WorkerState::Starting, WorkerState::Idle].map(|state| state as u32).contains(&self.state());
+        let is_waiting = [WorkerState::Starting, WorkerState::Idle].map(|state| state as u32).contains(&self.state());
         !is_waiting
             && self.task_since_ns.load(Ordering::Relaxed) != 0
             && self.place.load(Ordering::Relaxed) != NOT_BEGUN
     }
 
-    /// How long an idle worker waits usually: as long as its last batch took, or [`AHEAD`] if that is longer. On a busy machine both
-    /// become longer.
+    /// How long an idle worker waits usually: as long as its last batch took, or [`AHEAD`] if that is longer. On a busy
+    /// machine both become longer.
     pub fn long_idle(&self) -> Duration {
         let [since, taken] = [&self.since_ns, &self.task_since_ns].map(|at| at.load(Ordering::Relaxed));
         AHEAD.max(Duration::from_nanos(since.saturating_sub(taken)))
@@ -485,8 +483,7 @@ mod tests {
 
     #[test]
     fn a_stack_file_is_read_as_it_was_written() {
-        for file in [StackFile::NotYet, StackFile::Refused, StackFile::SignalTaken, StackFile::Descriptor(0)]
-        {
+        for file in [StackFile::NotYet, StackFile::Refused, StackFile::SignalTaken, StackFile::Descriptor(0)] {
             assert_eq!(StackFile::from_u32(file.to_u32()), file);
         }
         assert!(matches!(StackFile::from_u32(u32::MAX), StackFile::Descriptor(fd) if fd < 0));

@@ -1,16 +1,16 @@
 //! Memory of the worker's own arrays in its region. `interop::numpy_memory` gives it to NumPy.
 //!
-//! A batch with such an array is sent without a copy if nothing in the worker can change it any more. The proof has two parts.
-//! While the batch is there, the encoder looks at what leads to the array's memory: the containers around it, the array and the
-//! arrays that it is a view of must have one reference each, and no weak ones. So no finalizer that runs when the batch is
-//! dropped can reach the memory. Everything else is copied at once.
+//! A batch with such an array is sent without a copy if nothing in the worker can change it any more. The proof has two
+//! parts. While the batch is there, the encoder looks at what leads to the array's memory: the containers around it,
+//! the array and the arrays that it is a view of must have one reference each, and no weak ones. So no finalizer that
+//! runs when the batch is dropped can reach the memory. Everything else is copied at once.
 //!
-//! Then the packer notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] says whether the
-//! memory was freed in between: every view, buffer and tensor over it keeps it alive. If it was, the block passes to the
-//! consumer; if not, its bytes are copied.
+//! Then the packer notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] says
+//! whether the memory was freed in between: every view, buffer and tensor over it keeps it alive. If it was, the block
+//! passes to the consumer; if not, its bytes are copied.
 //!
-//! Ordinary memory is private to a child that the dataset forks. Blocks are shared memory, so the child replaces those of live
-//! arrays by private copies before any other code runs there, and the forking thread waits for that.
+//! Ordinary memory is private to a child that the dataset forks. Blocks are shared memory, so the child replaces those
+//! of live arrays by private copies before any other code runs there, and the forking thread waits for that.
 //!
 //! One lock covers the table and is taken before the allocator's. A child takes neither.
 
@@ -46,9 +46,10 @@ impl Port {
         self.arena().is_ours().then(|| lock(&self.arrays))
     }
 
-    /// Memory for an array of `len` bytes, zeroes if asked for. `None`: use ordinary memory, because the arrays have enough of
-    /// the region, there is no room, or this is a child of the worker. [`Error::NoMemory`]: the machine or the memory cgroup
-    /// has none left, and ordinary memory would wake the OOM killer. Waits only while other workers reserve too much.
+    /// Memory for an array of `len` bytes, zeroes if asked for. `None`: use ordinary memory, because the arrays have
+    /// enough of the region, there is no room, or this is a child of the worker. [`Error::NoMemory`]: the machine or
+    /// the memory cgroup has none left, and ordinary memory would wake the OOM killer. Waits only while other workers
+    /// reserve too much.
     pub fn allocate_array(&self, len: usize, zeroed: bool) -> Result<Option<NonNull<u8>>> {
         let memory = match settle(|| self.new_array(len), std::thread::sleep) {
             Ok(memory) => memory,
@@ -143,8 +144,8 @@ impl Port {
         self.arrays().is_some_and(|arrays| arrays.live.get(&block).is_some_and(|array| array.freed))
     }
 
-    /// Ends what [`Port::note_array`] began. True: the array was freed, and its block belongs to the caller. False: the array
-    /// lives on.
+    /// Ends what [`Port::note_array`] began. True: the array was freed, and its block belongs to the caller. False: the
+    /// array lives on.
     pub fn take_freed(&self, block: u32) -> bool {
         let Some(mut arrays) = self.arrays() else { return false };
         let Some(array) = arrays.live.get_mut(&block) else { return false };
@@ -188,7 +189,8 @@ thread_local! {
     static FORKING: RefCell<Option<Forking>> = const { RefCell::new(None) };
 }
 
-/// Gives children of this process private copies of a port's arrays. Call it before the first array. The port stays for good.
+/// Gives children of this process private copies of a port's arrays. Call it before the first array. The port stays for
+/// good.
 pub fn watch(port: &Arc<Port>) -> Result<()> {
     static HANDLERS: ForkHandlers =
         ForkHandlers { prepare: before_fork, parent: after_fork_in_parent, child: after_fork_in_child };

@@ -85,8 +85,7 @@ fn the_block_of_a_freed_array_passes_to_the_consumer() {
     let block = block_of(&port, array);
     assert!(port.note_array(block));
     let leaf = Leaf { block, len: LEN as u64 };
-    let unknown =
-        port.send(0, ResultKind::Plain, &[(leaf, Keep::Unknown { offset: 0 })], b"", Timings::default());
+    let unknown = port.send(0, ResultKind::Plain, &[(leaf, Keep::Unknown { offset: 0 })], b"", Timings::default());
     assert!(matches!(unknown, Err(Error::Usage { .. })), "{unknown:?}");
     port.free_array(array.as_ptr());
     assert!(port.take_freed(block));
@@ -125,11 +124,7 @@ fn an_array_grows_where_it_lies_while_its_block_has_room() {
     assert_eq!(port.array_len(array.as_ptr()), LEN + 4000);
     assert_eq!(port.resize_array(array.as_ptr(), 10 * LEN), Resized::Move(LEN + 4000));
     assert_eq!(port.resize_array(array.as_ptr(), LEN), Resized::InPlace);
-    assert_eq!(
-        port.resize_array(array.as_ptr(), LEN / 3),
-        Resized::Move(LEN),
-        "most of the block would lie idle"
-    );
+    assert_eq!(port.resize_array(array.as_ptr(), LEN / 3), Resized::Move(LEN), "most of the block would lie idle");
     assert!(port.note_array(block_of(&port, array)));
     assert_eq!(port.resize_array(array.as_ptr(), LEN), Resized::Move(LEN), "a message has it");
     assert_eq!(port.resize_array(array.as_ptr().wrapping_add(1), LEN), Resized::Move(0));

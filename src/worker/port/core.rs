@@ -199,8 +199,8 @@ impl Port {
         self.trace.sample(index, sys::clock::monotonic_ns(), self.task());
     }
 
-    /// Notes that a batch of a replay begins, or with `ends` that the replay is over: time counts from now. Until then the worker
-    /// has not begun its task.
+    /// Notes that a batch of a replay begins, or with `ends` that the replay is over: time counts from now. Until then
+    /// the worker has not begun its task.
     pub fn progress(&self, ends: bool) {
         if !self.arena.is_ours() {
             return;
@@ -219,8 +219,8 @@ impl Port {
         }
     }
 
-    /// Shows which sample of the current index batch is fetched, for the report of a death. With a main process on another machine
-    /// it may wait for the connection: call it without the GIL.
+    /// Shows which sample of the current index batch is fetched, for the report of a death. With a main process on
+    /// another machine it may wait for the connection: call it without the GIL.
     #[inline]
     pub fn at_sample(&self, place: u64) {
         // A child of the worker has the same page.

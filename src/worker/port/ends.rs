@@ -20,8 +20,8 @@ pub(super) struct Ends {
 }
 
 impl Ends {
-    /// The next entry: of the own ring, so that control messages come first, else of the queue. The message that begins an epoch
-    /// early precedes its tasks, also one that was sent while this took a task.
+    /// The next entry: of the own ring, so that control messages come first, else of the queue. The message that begins
+    /// an epoch early precedes its tasks, also one that was sent while this took a task.
     #[inline]
     pub(super) fn next(&mut self) -> Result<Option<Entry>> {
         if let Some(held) = self.held.take() {

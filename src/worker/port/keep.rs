@@ -9,7 +9,8 @@ pub enum Keep {
     Yes,
     /// It contained one, which may have gone. The consumer holds it already.
     HandedOver,
-    /// It contains an array, which begins at `offset` of the leaf. Whether the worker keeps it is known once the batch is dropped.
+    /// It contains an array, which begins at `offset` of the leaf. Whether the worker keeps it is known once the batch
+    /// is dropped.
     Unknown {
         /// Bytes before the array.
         offset: u64,

@@ -12,8 +12,8 @@ use crate::sys;
 use crate::wire::Leaf;
 
 impl Port {
-    /// Returns idle pages: those beyond what the batches under way need; all of them if there are none for long, or if the
-    /// worker is ahead of the loop. Then there is time for fresh pages before the loop needs the next batch.
+    /// Returns idle pages: those beyond what the batches under way need; all of them if there are none for long, or if
+    /// the worker is ahead of the loop. Then there is time for fresh pages before the loop needs the next batch.
     pub(super) fn trim(&self) -> Result<()> {
         let (idle, long) = (self.idle(), self.status().long_idle());
         let mut allocator = lock(&self.allocator);
@@ -26,8 +26,8 @@ impl Port {
         }
     }
 
-    /// Before a large block is allocated: waits a moment for the return of one that the loop is about to release, because its
-    /// pages are warm. `pause` sleeps.
+    /// Before a large block is allocated: waits a moment for the return of one that the loop is about to release,
+    /// because its pages are warm. `pause` sleeps.
     pub fn await_return(&self, len: u64, pause: impl Fn(Duration)) -> Result<()> {
         if len < LARGE || !self.arena.is_ours() {
             return Ok(());
@@ -68,8 +68,8 @@ impl Port {
         }
     }
 
-    /// The block that contains the `len` bytes at `address`, and the offset in it, if the batch can adopt the block: they fill
-    /// at least half of it, and it has not been sent before, because a consumer may still hold such a block.
+    /// The block that contains the `len` bytes at `address`, and the offset in it, if the batch can adopt the block:
+    /// they fill at least half of it, and it has not been sent before, because a consumer may still hold such a block.
     pub fn adoptable(&self, address: usize, len: u64) -> Option<(u32, u64)> {
         // In a child of the worker a lost thread may hold the lock.
         if !self.arena.is_ours() {

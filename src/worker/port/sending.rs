@@ -45,13 +45,7 @@ impl Port {
     }
 
     /// Writes a message into its block, which belongs to this worker until it is published. `head` is a buffer.
-    fn write_message(
-        &self,
-        head: &mut Vec<u8>,
-        block: u32,
-        leaves: &[(Leaf, Keep)],
-        payload: &[u8],
-    ) -> Result<()> {
+    fn write_message(&self, head: &mut Vec<u8>, block: u32, leaves: &[(Leaf, Keep)], payload: &[u8]) -> Result<()> {
         let len = wire::message_len(leaves.len(), payload.len());
         let memory = self.arena.block_memory(self.worker, block, len)?.as_ptr();
         wire::message_head(leaves.iter().map(|(leaf, _)| leaf), head);
@@ -63,9 +57,10 @@ impl Port {
         Ok(())
     }
 
-    /// Publishes a snapshot that was made after `count` answers of this worker in this epoch, before its next result. The first
-    /// one of an epoch has the count 0. At most one comes with each result, and one each at the begin and the end of the
-    /// epoch and for an error: the ring has no room for more. Returns false if it is left out for want of memory.
+    /// Publishes a snapshot that was made after `count` answers of this worker in this epoch, before its next result.
+    /// The first one of an epoch has the count 0. At most one comes with each result, and one each at the begin and the
+    /// end of the epoch and for an error: the ring has no room for more. Returns false if it is left out for want of
+    /// memory.
     pub fn send_snapshot(&self, count: u64, payload: &[u8], is_error: bool) -> Result<bool> {
         self.check_ours()?;
         let kind = if is_error { ResultKind::FailedSnapshot } else { ResultKind::Snapshot };
@@ -132,8 +127,7 @@ impl Port {
 
     #[inline]
     fn push(&self, ends: &mut Ends, entry: &ResultEntry) -> Result<()> {
-        let full =
-            || Error::corrupt("a completion ring is full although it has room for all outstanding tasks");
+        let full = || Error::corrupt("a completion ring is full although it has room for all outstanding tasks");
         ends.results.push(&entry.to_words()).map_err(|_| full())?;
         doorbell::mark(self.arena.bitmap(), self.worker);
         Ok(())

@@ -100,8 +100,7 @@ fn fetch(port: &Port, kind: TaskKind, work: impl FnOnce()) -> (u64, u64) {
     port.enter(WorkerState::Fetch);
     port.enter(WorkerState::Pack);
     assert_eq!(totals().fetch_measured_ns, after.fetch_measured_ns);
-    let difference =
-        (after.fetch_cpu_ns - before.fetch_cpu_ns, after.fetch_measured_ns - before.fetch_measured_ns);
+    let difference = (after.fetch_cpu_ns - before.fetch_cpu_ns, after.fetch_measured_ns - before.fetch_measured_ns);
     assert_eq!(totals().fetch_cpu_ns, after.fetch_cpu_ns);
     difference
 }
@@ -354,11 +353,7 @@ fn a_main_process_elsewhere_learns_the_sample_of_a_task_while_there_is_one() {
     wait_until(|| arena.bitmap()[0].load(Ordering::Relaxed) != 0);
     assert_eq!(shown(), (6, 3));
     assert_eq!(page.state(), WorkerState::Fetch as u32);
-    assert_eq!(
-        page.tasks_done.load(Ordering::Relaxed),
-        1,
-        "the counters include the answer that they come with"
-    );
+    assert_eq!(page.tasks_done.load(Ordering::Relaxed), 1, "the counters include the answer that they come with");
     port.leave();
     assert!(port.remote().unwrap().finish(Duration::from_secs(30)));
     wait_until(|| link.has_ended());

@@ -1,11 +1,12 @@
 //! Workers that are in one batch for longer than a limit (`stall_timeout`). They are killed, and count as dead.
 //!
-//! The time in a batch counts from the moment at which the worker took it, or, of a batch that it makes again, began it. A
-//! start does not count. An idle worker counts only while a task waits for it, from the first check that finds it so.
+//! The time in a batch counts from the moment at which the worker took it, or, of a batch that it makes again, began
+//! it. A start does not count. An idle worker counts only while a task waits for it, from the first check that finds it
+//! so.
 //!
-//! A worker is killed only if the main process has watched it in that batch for half of the limit. A job may be suspended and
-//! continued as a whole: its workers then have that time to finish. For the same reason a gap between two checks begins the
-//! watch anew.
+//! A worker is killed only if the main process has watched it in that batch for half of the limit. A job may be
+//! suspended and continued as a whole: its workers then have that time to finish. For the same reason a gap between two
+//! checks begins the watch anew.
 
 use std::time::Duration;
 
@@ -142,7 +143,8 @@ impl Overdue {
         self.limit = limit;
     }
 
-    /// Whether a worker that shows this exceeds the limit, once for each batch. If it will later, `next` is at most that time.
+    /// Whether a worker that shows this exceeds the limit, once for each batch. If it will later, `next` is at most
+    /// that time.
     pub(in crate::engine) fn exceeds(
         &mut self,
         worker: u32,

@@ -1,15 +1,16 @@
 //! What happens once a request does not fit behind the last block of a region: it is cut from a larger idle block, or
 //! idle neighbours become one block.
 //!
-//! **The rule.** Only blocks in the owner's private free lists change their place or their size. No holder's bit is set in
-//! them and they are not RETURNING, so no other process or thread may read them by their number: it is on no stack, in no
-//! ring, and no fork has marked it. The entry of a block that was joined to another stays in the table, free and with a
-//! capacity of 0. Whatever walks a table takes it for an idle block without pages, and the owner uses it for a later block.
+//! **The rule.** Only blocks in the owner's private free lists change their place or their size. No holder's bit is set
+//! in them and they are not RETURNING, so no other process or thread may read them by their number: it is on no stack,
+//! in no ring, and no fork has marked it. The entry of a block that was joined to another stays in the table, free and
+//! with a capacity of 0. Whatever walks a table takes it for an idle block without pages, and the owner uses it for a
+//! later block.
 //!
 //! **A killed owner.** It may end between any two stores, and its successor reads the table. So a block first loses
-//! addresses, and then another one gets them: blocks never overlap. A gap that is left lies behind an idle block, the one
-//! that was to grow or has just shrunk, and [`places`] gives it back to that block. The stores are Release stores to keep
-//! their order, which matters to the successor alone.
+//! addresses, and then another one gets them: blocks never overlap. A gap that is left lies behind an idle block, the
+//! one that was to grow or has just shrunk, and [`places`] gives it back to that block. The stores are Release stores
+//! to keep their order, which matters to the successor alone.
 
 use std::collections::BTreeMap;
 
@@ -35,8 +36,7 @@ impl Idle {
 /// The numbers of a table's blocks by their offsets. Closes the gaps that a killed owner has left.
 pub(super) fn places(table: &[BlockEntry]) -> BTreeMap<u64, u32> {
     let blocks = (0..).zip(table).filter(|(_, entry)| entry.capacity.load(Ordering::Relaxed) > 0);
-    let places: BTreeMap<u64, u32> =
-        blocks.map(|(id, entry)| (entry.offset.load(Ordering::Relaxed), id)).collect();
+    let places: BTreeMap<u64, u32> = blocks.map(|(id, entry)| (entry.offset.load(Ordering::Relaxed), id)).collect();
     for ((&offset, &id), &next) in places.iter().zip(places.keys().skip(1)) {
         let entry = &table[id as usize];
         // SYNC: block-released (pairs with the Release in `block::release`).
@@ -59,11 +59,7 @@ impl Allocator {
         };
         let runs = idle.chunk_by(|a, b| a.end() == b.offset);
         let Some(run) = runs.filter(|run| self.room(run) >= least).min_by_key(badness) else {
-            return if tail >= least && self.has_entry()? {
-                self.make_fresh(tail)
-            } else {
-                Err(self.full(least))
-            };
+            return if tail >= least && self.has_entry()? { self.make_fresh(tail) } else { Err(self.full(least)) };
         };
         let wanted = capacity.min(self.room(run));
         let enough = run.iter().position(|block| block.end() - run[0].offset >= wanted);
@@ -78,8 +74,8 @@ impl Allocator {
         Ok(id)
     }
 
-    /// Cuts a block that is in no free list, and held by nothing, down to `capacity` bytes. The rest becomes an idle block,
-    /// unless it is so small that it makes no difference, or the table is full.
+    /// Cuts a block that is in no free list, and held by nothing, down to `capacity` bytes. The rest becomes an idle
+    /// block, unless it is so small that it makes no difference, or the table is full.
     pub(super) fn split(&mut self, id: u32, capacity: u64) {
         let arena = self.arena.clone();
         let table = arena.table(self.region);
@@ -104,7 +100,8 @@ impl Allocator {
         self.put(other);
     }
 
-    /// Makes one block of idle neighbours and takes it out of the free lists. It keeps the pages that the first one begins with.
+    /// Makes one block of idle neighbours and takes it out of the free lists. It keeps the pages that the first one
+    /// begins with.
     fn merge(&mut self, blocks: &[Idle], least: u64) -> Result<u32> {
         let arena = self.arena.clone();
         let table = arena.table(self.region);
@@ -138,10 +135,7 @@ impl Allocator {
     fn remove(&mut self, block: Idle) -> Result<()> {
         let list = &mut self.free[class_within(block.capacity)];
         let Some(place) = list.blocks.iter().position(|id| *id == block.id) else {
-            return Err(Error::corrupt(format!(
-                "the capacity of block {} of region {}",
-                block.id, self.region
-            )));
+            return Err(Error::corrupt(format!("the capacity of block {} of region {}", block.id, self.region)));
         };
         list.blocks.remove(place);
         list.cold -= usize::from(place < list.cold);
@@ -154,8 +148,7 @@ impl Allocator {
         let table = self.arena.table(self.region);
         let idle = |&id: &u32| {
             let entry = &table[id as usize];
-            let (offset, capacity) =
-                (entry.offset.load(Ordering::Relaxed), entry.capacity.load(Ordering::Relaxed));
+            let (offset, capacity) = (entry.offset.load(Ordering::Relaxed), entry.capacity.load(Ordering::Relaxed));
             Idle { id, offset, capacity }
         };
         let mut blocks: Vec<Idle> = self.free.iter().flat_map(|list| &list.blocks).map(idle).collect();

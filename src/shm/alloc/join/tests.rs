@@ -43,8 +43,8 @@ fn bytes_of(table: &[BlockEntry], ids: impl IntoIterator<Item = u32>) -> u64 {
     ids.into_iter().map(|id| table[id as usize].warm.load(Ordering::Relaxed)).sum()
 }
 
-/// Blocks cover the region up to `fresh` without a gap. Each idle one is in the list of its class once, no other one is, and
-/// what the owner knows of them is true.
+/// Blocks cover the region up to `fresh` without a gap. Each idle one is in the list of its class once, no other one
+/// is, and what the owner knows of them is true.
 fn check(a: &Allocator) {
     let table = a.arena.table(a.region);
     let blocks = blocks(a);
@@ -296,8 +296,7 @@ fn longest_gap(held: &[Model], region: u64) -> u64 {
     places.push((region, 0));
     places.sort_unstable();
     let mut end = 0;
-    let gaps =
-        places.into_iter().map(|(offset, capacity)| offset - std::mem::replace(&mut end, offset + capacity));
+    let gaps = places.into_iter().map(|(offset, capacity)| offset - std::mem::replace(&mut end, offset + capacity));
     gaps.max().unwrap_or(0)
 }
 
@@ -310,8 +309,7 @@ fn run(acts: Vec<Act>) {
         match act {
             Act::Allocate(len, holder) => match a.allocate(len, holder) {
                 Ok(id) => {
-                    let new =
-                        Model { id, len, place: block_of(&a, id), bits: holder, delivered: false, stamp };
+                    let new = Model { id, len, place: block_of(&a, id), bits: holder, delivered: false, stamp };
                     assert!(held.iter().all(|other| other.id != id));
                     for word in new.words(&arena) {
                         // SAFETY: the block is new, and the word lies in it.
@@ -424,8 +422,9 @@ impl Random {
     }
 }
 
-/// 64 workers, 100,000 batches of log-normal sizes, each from 4 KiB to 1 MiB: a batch of up to 1 GB, at a scale of 1:1024. Of each
-/// worker four batches are under way, and the loop keeps some longer. A region has room for four of the largest.
+/// 64 workers, 100,000 batches of log-normal sizes, each from 4 KiB to 1 MiB: a batch of up to 1 GB, at a scale of
+/// 1:1024. Of each worker four batches are under way, and the loop keeps some longer. A region has room for four of the
+/// largest.
 #[test]
 fn batches_of_log_normal_sizes_fit() {
     const WORKERS: u32 = 64;
