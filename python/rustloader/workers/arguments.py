@@ -88,14 +88,24 @@ class Reports:
     """A file that all workers of a group share. One that cannot load its arguments writes why, and ends."""
 
     # `__del__` may come when the names of this module are None.
-    _close = staticmethod(os.close)
+    _close, _fstat = staticmethod(os.close), staticmethod(os.fstat)
     # Without a file, if there are too many open ones.
     _fd = -1
+    _file: tuple[int, int] | None = None
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("rustloader-reports", os.MFD_CLOEXEC)
         # Workers may write at the same time.
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
+        self._file = self._identity()
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Which file the descriptor is of. The program may have closed it, and have another one by its number."""
+        try:
+            status = self._fstat(self._fd)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
 
     def for_child(self) -> Any:
         """The descriptor, in a form that the pickle of a process takes."""
@@ -103,7 +113,7 @@ class Reports:
 
     def of(self, pid: int) -> str | None:
         """What a process could not load, and why."""
-        if self._fd < 0:
+        if self._fd < 0 or self._identity() != self._file:
             return None
         data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
         for line in data.splitlines():
@@ -115,9 +125,10 @@ class Reports:
 
     def close(self) -> None:
         """Closes the file."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+        fd = self._fd
+        if fd >= 0 and self._identity() == self._file:
             self._close(fd)
+        self._fd = -1
 
     __del__ = close
 

@@ -150,6 +150,7 @@ print("ok")
 """
 
 
+@pytest.mark.forks
 def test_no_fork_finds_the_thread():
     """Python 3.12 warns of a fork with threads, and a child would inherit the thread's locks."""
     status, out, err = run_script(FORKS, head="")

@@ -344,6 +344,7 @@ WAYS = {
 
 
 @rows(way=WAYS)
+@pytest.mark.forks
 def test_p24_p25_each_kind(DataLoader, way):
     """Each batch is of one kind; what cannot be collated is the same error in its place."""
     each = 4 if way["batch_size"] else 1
@@ -365,6 +366,7 @@ def test_p25_all_kinds_in_one_batch(DataLoader):
 
 @pytest.mark.ours
 @pytest.mark.parametrize("batch_size", [None, 1])
+@pytest.mark.forks
 def test_t24_a_kind_that_cannot_be_sent_is_an_error_in_its_place(batch_size):
     samples = [{"a": 1}, types.MappingProxyType({"a": 1}), {"a": 3}]
     got = outcomes(iter(DataLoader(Given(samples), num_workers=1, batch_size=batch_size)), 4)

@@ -197,6 +197,7 @@ def test_a_thread_that_a_worker_would_wait_for_does_not_hold_up_the_shutdown(mon
         assert [x.item() for x in loader] == list(range(8))
 
 
+@pytest.mark.forks
 def test_descriptors_that_are_closed_in_main_are_an_error_or_no_harm():
     """And what gets their numbers is not written to."""
     status, out, err = run_script("""
@@ -223,6 +224,7 @@ def test_descriptors_that_are_closed_in_main_are_an_error_or_no_harm():
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
 @pytest.mark.parametrize("kind", ["a file", "a pipe", "an empty pipe", "the pipe's other end"])
+@pytest.mark.forks
 def test_what_gets_the_numbers_of_mains_descriptors_stays_as_it_is(kind, pinned):
     """Nothing writes to it, reads from it or waits for it."""
     status, out, err = run_script(f"""

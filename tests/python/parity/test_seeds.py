@@ -219,6 +219,7 @@ class Gated(Draws):
         return super().__getitem__(i)
 
 
+@pytest.mark.forks
 def test_an_epoch_that_could_not_begin_gives_its_number_to_the_next(tmp_path):
     shut = tmp_path / "shut"
     wanted = epochs(make(0, "sample"))
@@ -334,6 +335,7 @@ def test_samples_of_a_subset_have_their_own_seeds(workers, caplog):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.forks
 def test_a_fetcher_that_a_library_replaced_gets_the_batchs_seed_and_plain_indices(workers, monkeypatch, caplog):
     def foreign(self, indices):
         assert type(indices) is list
@@ -446,6 +448,7 @@ def test_an_error_leaves_the_other_batches_and_mains_streams_as_they_were(worker
     assert main_state() == before
 
 
+@pytest.mark.forks
 def test_the_default_is_torchs_seeding_and_leaves_nothing_at_the_loader():
     class Plain(Numbers):
         def __getitem__(self, i):

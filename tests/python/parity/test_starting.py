@@ -187,6 +187,7 @@ def test_what_cannot_be_pickled_is_the_original_error_and_a_warning(method, thin
     assert category is UserWarning and text.startswith("Got pickle error when attempting to start a worker Process. ")
 
 
+@pytest.mark.forks
 def test_files_and_lambdas_are_inherited_under_fork(tmp_path):
     (tmp_path / "file").write_text("abc")
     with open(tmp_path / "file") as file:
@@ -258,6 +259,7 @@ def test_the_fork_server_starts_the_users_processes_with_ctrl_c_open(tmp_path):
 
 
 @pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.forks
 def test_p26_workers_have_the_signal_mask_of_the_main_process(blocked):
     before = signal.pthread_sigmask(signal.SIG_BLOCK if blocked else signal.SIG_UNBLOCK, {signal.SIGINT})
     try:

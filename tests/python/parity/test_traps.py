@@ -55,6 +55,7 @@ def test_t19_a_short_batch_behind_a_long_one_shows_nothing_of_it():
     [torch.zeros(300, 40), [torch.zeros(70, 100)], {"x": torch.zeros(5000, dtype=torch.float64)}],
     ids=["tensor", "list", "dict"],
 )
+@pytest.mark.forks
 def test_t20_default_collate_writes_straight_into_the_arena(sample):
     def collate(samples):
         batch = default_collate(samples)
@@ -171,6 +172,7 @@ class InheritsMain(Numbers):
         return self.written
 
 
+@pytest.mark.forks
 def test_table_a_start_method_set_after_the_construction_counts(monkeypatch):
     monkeypatch.setattr(InheritsMain, "written", True)
     loader = DataLoader(InheritsMain(1), num_workers=1, batch_size=None)

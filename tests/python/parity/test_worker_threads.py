@@ -298,6 +298,7 @@ def test_an_error_of_the_indices_comes_after_those_of_the_samples_before(fails, 
         ThreadedDataset(Failing(9, fails), pool(3), None).__getitems__(BadIndices([0, 1, 2]))
 
 
+@pytest.mark.forks
 def test_sys_exit_in_a_sample_ends_the_worker_as_in_torch():
     def trace(cls, **kw):
         iterator = iter(cls(Failing(4, {1: lambda: SystemExit(3)}), batch_size=2, num_workers=1, **kw))

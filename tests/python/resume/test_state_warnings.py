@@ -224,6 +224,7 @@ def test_a_shuffle_buffer_that_the_state_does_not_hold(kind, workers, caplog):
     "dataset",
     [Stream(), Stream(Part(buffer_size=1)), WithoutState(BUFFER), Hostile(), datasets.GeneratorShards((20, 20))],
 )
+@pytest.mark.forks
 def test_no_word_about_streams_that_resume(dataset, workers, caplog):
     loader = StatefulDataLoader(dataset, None, num_workers=workers, collate_fn=unchanged)
     next(iter(loader))

@@ -44,6 +44,7 @@ def workers(tmp_path, monkeypatch):
 # The order of a start
 
 
+@pytest.mark.forks
 def test_a_start_has_its_order_and_the_replay_is_not_collated(workers):
     workers.set(WorkerStart({"mark": 3}, {"i": 5}, replay=2))
     batches = list(make(Tail(14), worker_init_fn=log_init))
@@ -57,12 +58,14 @@ def test_a_start_has_its_order_and_the_replay_is_not_collated(workers):
     assert states == [(count, {"mark": 3}, {"i": i}, ended) for count, i, ended in i]
 
 
+@pytest.mark.forks
 def test_without_a_start_an_epoch_begins_as_ever(workers):
     batches = list(make(Tail(4), worker_init_fn=log_init))
     assert batches[0] == ([0, 1], ["init", "iter", "state", 0, 1])
     assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 3]
 
 
+@pytest.mark.forks
 def test_what_has_no_state_is_not_told_one(workers):
     class Plain(IterableDataset):
         log = []  # noqa: RUF012
@@ -78,6 +81,7 @@ def test_what_has_no_state_is_not_told_one(workers):
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("batch_size", [2, None])
+@pytest.mark.forks
 def test_a_worker_whose_dataset_had_ended_makes_nothing(workers, count, batch_size):
     last = WorkerStart({"mark": 1}, {"i": 2})
     workers.set(WorkerStart({"mark": 0}, {"i": 2}, ended=True), *[last] * (count - 1))
@@ -89,6 +93,7 @@ def test_a_worker_whose_dataset_had_ended_makes_nothing(workers, count, batch_si
 
 
 @pytest.mark.parametrize("batch_size", [2, None])
+@pytest.mark.forks
 def test_a_dataset_that_ends_in_the_replay_is_not_asked_again(workers, batch_size):
     workers.set(WorkerStart(replay=9), WorkerStart(replay=3 if batch_size is None else 2))
 
@@ -129,6 +134,7 @@ MAP_CASES = {
 
 @pytest.mark.parametrize("case", MAP_CASES)
 @pytest.mark.parametrize("answers", [2, 3])
+@pytest.mark.forks
 def test_a_map_style_dataset_goes_on_from_a_snapshot_and_a_replay(workers, case, answers):
     kw = dict(MAP_CASES[case])
     cls = kw.pop("cls", Recalling)
@@ -201,6 +207,7 @@ class DiceIterator(TailIterator):
 @pytest.mark.parametrize("batch_size", [2, None])
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("answers", [1, 2, 3])
+@pytest.mark.forks
 def test_a_stream_goes_on_from_a_snapshot_and_a_replay(workers, seed_by, batch_size, stateful, answers):
     def run():
         return list(make(Dice(7, stateful), 2, batch_size=batch_size, collate_fn=with_draws, seed_by=seed_by))
@@ -293,6 +300,7 @@ class Ending(Faulty):
 
 
 @pytest.mark.parametrize("cls", [Faulty, Ending])
+@pytest.mark.forks
 def test_errors_in_the_replay_are_dropped_and_later_ones_are_not(workers, cls):
     workers.set(WorkerStart(replay=[[0, 1], [2, 3], [4, 5]]), first_ordinal=3)
     loader = make(cls(12), sampler=range(6, 12), collate_fn=as_list, seed_by="batch")
@@ -320,6 +328,7 @@ def test_a_stream_that_failed_goes_on_as_it_did(workers):
         assert run() == wanted
 
 
+@pytest.mark.forks
 def test_a_fetcher_that_a_library_replaced_fetches_in_full(workers, monkeypatch):
     def foreign(self, indices):
         return self.collate_fn([self.dataset[i] for i in indices])
@@ -350,6 +359,7 @@ class ToldStream(Tail):
         self.n = epoch
 
 
+@pytest.mark.forks
 def test_later_epochs_of_persistent_workers_begin_anew(workers):
     workers.set(WorkerStart({"made": [50]}, replay=[[0, 1]]), first_ordinal=1)
     kw = dict(collate_fn=with_draws, seed_by="sample")
@@ -380,6 +390,7 @@ def test_a_replay_that_no_task_has_begun_ends_with_the_epoch(workers):
 
 
 @pytest.mark.parametrize("make_dataset", [lambda: Told(8), lambda: ToldStream(8)])
+@pytest.mark.forks
 def test_the_dataset_is_told_the_epoch_before_its_iterator_is_made(workers, make_dataset, monkeypatch):
     loader = make(make_dataset(), persistent_workers=True, collate_fn=as_list, seed_by="batch")
     list(loader)

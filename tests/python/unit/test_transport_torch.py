@@ -169,6 +169,7 @@ LAZY = {
 
 @pytest.mark.ours
 @SIZES
+@pytest.mark.forks
 def test_p25_conj_and_neg_views_of_each_kind_arrive_resolved(n):
     base = torch.complex(torch.arange(float(n * n)), torch.arange(float(n * n)) + 1)
     views = {kind: make(base) for kind, make in LAZY.items()}
@@ -200,6 +201,7 @@ QUANTIZED = {
 @pytest.mark.ours
 @pytest.mark.skipif(not hasattr(torch, "quantize_per_tensor"), reason="this torch has no quantized tensors")
 @SIZES
+@pytest.mark.forks
 def test_p25_quantized_tensors_arrive_right(n):
     tensors = {kind: make(torch.rand(n, n)) for kind, make in QUANTIZED.items()}
     for kind, (got, again) in zip(tensors, send(*[[t, t] for t in tensors.values()]), strict=True):
@@ -223,6 +225,7 @@ NOT_SENT = {
 
 @pytest.mark.ours
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no mkldnn")
+@pytest.mark.forks
 def test_p25_what_cannot_be_sent_is_an_error_and_never_a_hang():
     kinds = [kind for kind in NOT_SENT for _ in range(2)]
     samples = [NOT_SENT[kind](n) for kind, n in zip(kinds, [4, 100_000] * len(NOT_SENT), strict=True)]

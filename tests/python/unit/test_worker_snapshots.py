@@ -34,6 +34,7 @@ def _raise():
     raise OSError("unreadable")
 
 
+@pytest.mark.forks
 def test_every_kind_of_answer_counts(workers):
     def unsendable(samples):
         return threading.Lock() if samples[0][0] == 1 else samples
@@ -75,6 +76,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.forks
 def test_an_error_of_the_start_is_the_first_snapshot(workers, case):
     make_dataset, kw = BROKEN[case]
     workers.set(WorkerStart({"mark": 1}, {"i": 1}, replay=2 if case.startswith("iter") else [[0], [1]]))
