@@ -84,8 +84,8 @@ OURS = (
     "ArenaStats CacheEstimate CacheUsage CachedDataset CopyStats CoreUsers DataLoader DeviceLoader "
     "ErrorLimitExceeded Failure Fallback FaultStats LargeAttribute LoaderTimeoutError MetricsServer Options "
     "PinningStats RankReport RankStats SchedulingStats SlowBatch StatefulDataLoader Stats TransferStats "
-    "Verdict VerdictKind WorkerDiedError WorkerStalledError WorkerStats cache engine_batches install installed is_installed "
-    "prefetch_to_device report report_ranks sample_seed serve_metrics share stats trace uninstall"
+    "Verdict VerdictKind WorkerDiedError WorkerStalledError WorkerStats cache engine_batches install installed "
+    "is_installed prefetch_to_device report report_ranks sample_seed serve_metrics share stats trace uninstall"
 ).split()
 
 
