@@ -34,7 +34,7 @@ def worker_of_a_batch(program, theirs, ours):
         return
     for record in (theirs, ours):
         for event in record["main"]:
-            if event[0] == "next" and event[2] == "error":
+            if event[0] == "next" and event[2] in ("error", "end"):
                 event[3] = _replaced(r"worker process \d+", "some worker process", event[3])
             elif event[0] == "counters":
                 event[3:] = [[task for task, _ in event[4]]]
@@ -144,6 +144,22 @@ def seeds(program, theirs, ours):
                     event[1][INITIAL_SEED] = "seeded"
 
 
+def samples_of_the_next_epoch(program, theirs, ours):
+    """Workers make samples of the next epoch before it begins, which are not used if it begins otherwise or not at all.
+    What they are asked for besides is what torch's are asked for, in the same order and with the same generators."""
+    if not program.overlaps:
+        return
+    for name, events in ours["workers"].items():
+        wanted = iter(theirs["workers"].get(name, []))
+        due, kept = next(wanted, None), []
+        for event in events:
+            if event == due:
+                kept.append(event)
+                due = next(wanted, None)
+        if due is None or was_left(program, theirs["main"]):
+            ours["workers"][name] = kept
+
+
 # Where recorder.about() has torch.initial_seed().
 INITIAL_SEED = -6
 
@@ -203,4 +219,5 @@ LIST = [
     frames_of_torchs_fetcher,
     seeds,
     who_calls_when,
+    samples_of_the_next_epoch,
 ]

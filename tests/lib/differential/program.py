@@ -86,12 +86,13 @@ DIMENSIONS = {
     "reorder_window": (None, 1, 3, 32, "64kB"),
     "worker_threads": (None, 3),
     "seed_by": (None, "batch", "sample"),
+    "overlap_epochs": (None, True),
     "given": ("keyword", "install"),
     # Whether our loader's dataset is a cached one.
     "cache": (False, True),
 }
 
-OPTIONS = ("dispatch", "reorder_window", "worker_threads", "seed_by")
+OPTIONS = ("dispatch", "reorder_window", "worker_threads", "seed_by", "overlap_epochs")
 
 BATCHES = ("batch sampler", "list of batches", "array of batches")
 
@@ -152,6 +153,7 @@ class Program:
     reorder_window: int | str | None = None
     worker_threads: int | None = None
     seed_by: str | None = None
+    overlap_epochs: bool | None = None
     given: str = "keyword"
     cache: bool = False
 
@@ -182,6 +184,12 @@ class Program:
     def has_window(self):
         """Whether a window decides how far the sampler is ahead."""
         return self.reorder_window is not None and self.num_workers > 0
+
+    @property
+    def overlaps(self):
+        """Whether workers may be asked for samples of the next epoch, which may not be used."""
+        known = self.sampler in ("default", "shuffle", "replacement", "subset")
+        return bool(self.overlap_epochs) and self.persistent and self.num_workers > 0 and self.is_map and known
 
     @property
     def has_threads(self):
@@ -268,6 +276,10 @@ def wrong_with_options(p):
     """The same about options: what depends on how far the sampler is ahead, or on who makes a batch."""
     if p.given == "install" and not p.options:
         return "nothing to install"
+    if p.overlap_epochs and p.given == "keyword" and not (p.persistent and p.num_workers and p.is_map):
+        return "overlap_epochs refuses it"
+    if p.overlaps and not p.is_ordered:
+        return "it is timing which worker makes a sample of the next epoch"
     if p.worker_threads and not p.is_map and p.given == "keyword":
         return "worker_threads refuses an iterable dataset"
     if "sample seed" in p.samples and not p.seed_by:
