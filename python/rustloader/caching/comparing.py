@@ -66,7 +66,9 @@ class _NumPyState:
 
 def _words(numpy_random: Any) -> bytes | None:
     """The words of an MT19937, and its position; None for another generator."""
-    bit_generator = getattr(numpy_random, "get_bit_generator", lambda: None)()
+    if not hasattr(numpy_random, "get_bit_generator"):
+        return None
+    bit_generator: Any = numpy_random.get_bit_generator()
     if type(bit_generator) is not numpy_random.MT19937:
         return None
     return ctypes.string_at(bit_generator.ctypes.state_address, 625 * 4)

@@ -194,7 +194,7 @@ class Pickling:
 def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) -> Any:
     """A class of picklers that pickle by value what workers lack."""
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]
+    class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined,misc]
         dispatch_table = reducers
 
         def reducer_override(self, obj: Any) -> Any:
