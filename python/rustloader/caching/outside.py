@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import struct
 
-from rustloader._core import CACHE_VERSION
+from rustloader._core import CACHE_VERSION, CacheTable
 from rustloader.caching.usage import CacheUsage
 
 # src/cache/mod.rs has a picture of the file: the words of its header, and 64 stripes of 8 counters.
 _MAGIC = b"RLCACHE1"
-_WORDS, _COUNTERS = struct.Struct("=8s6Q"), struct.Struct("=512Q")
+_WORDS, _COUNTERS = struct.Struct("=8s5Q"), struct.Struct("=512Q")
 _COUNTERS_AT, _STRIPE = 4096, 8
 
 
@@ -19,7 +19,7 @@ def usage_of(descriptor: int) -> CacheUsage | None:
     header = os.pread(descriptor, _COUNTERS_AT + _COUNTERS.size, 0)
     if len(header) < _COUNTERS_AT + _COUNTERS.size:
         return None
-    magic, version, _, limit, heap, end, stored = _WORDS.unpack_from(header)
+    magic, version, rows, limit, end, stored = _WORDS.unpack_from(header)
     if magic != _MAGIC or version != CACHE_VERSION:
         return None
     counters = _COUNTERS.unpack_from(header, _COUNTERS_AT)
@@ -29,7 +29,7 @@ def usage_of(descriptor: int) -> CacheUsage | None:
         misses=misses,
         samples_bytes=stored,
         bytes_left=max(0, limit - end),
-        bytes_unused=max(0, end - heap - stored),
+        bytes_unused=max(0, end - CacheTable.overhead(rows) - stored),
         refused=refused,
         damaged=damaged,
         limit=limit,

@@ -69,7 +69,7 @@ def test_what_a_signal_handler_raises_between_failures_loses_none_of_them(monkey
         pass
 
     class Log:
-        def warning(self, text, name, *_):
+        def warning(self, text, title, name, *_):
             if name == "sample 1":
                 raise Cut
 

@@ -172,6 +172,9 @@ def stop(word):
     second = run(body, 3, only=[1])
     status, errors = ended(first)
     assert status == [KILLED], errors
+    if not early:
+        # Whichever comes first builds: the one that is started again is to come later.
+        assert wait_until(lambda: "1 builds" in run.notes(), 60)
     # As an elastic launcher starts it again.
     status, errors = ended(second + run(body, 3, only=[0, 2]))
     assert status == [0, 0, 0], errors
