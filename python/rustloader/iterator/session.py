@@ -103,7 +103,7 @@ class Session:
 
     def traced_as(self) -> tuple[object, str, int]:
         """What a trace knows of the loader: see `tracing.Traceable`."""
-        return self._state, tracing.name_of(self.group.dataset), self.config.num_workers
+        return self._state, self.config.name, self.config.num_workers
 
     @property
     def batches(self) -> int:

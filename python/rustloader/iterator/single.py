@@ -16,7 +16,7 @@ from rustloader.fetch.seeds import Seeding, Seeds
 from rustloader.fetch.step import Step
 from rustloader.iterator import failures, fetching, indices
 from rustloader.metrics import ledger
-from rustloader.settings import loader_state
+from rustloader.settings import loader_state, names
 from rustloader.settings.config import LoaderConfig, resolve
 from rustloader.system import moved_storages
 from rustloader.system.interrupts import is_interrupt
@@ -38,7 +38,7 @@ def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
         iterator._dataset_fetcher = GuardedFetcher(
             iterator._dataset_fetcher, iterator._dataset_kind, guard, iterator._sampler_iter, count
         )
-    tracing.follow_fetches(iterator, loader_state.of(loader))
+    tracing.follow_fetches(iterator, loader_state.of(loader), names.of(loader))
 
 
 def prepare_fetcher(

@@ -17,7 +17,7 @@ from rustloader.fetch.inline import StepFetcher
 from rustloader.iterator import fetching
 from rustloader.iterator.single import prepare_fetcher
 from rustloader.iterator.texts import warn_of_length
-from rustloader.settings import loader_state
+from rustloader.settings import loader_state, names
 from rustloader.settings.config import resolve
 from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy, worker_after
@@ -62,7 +62,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             resuming.load_counters(self._dataset_fetcher.seeds, start)
         self._sampler_iter = self._resume_sampler(self._sampler_iter)
         self._num_yielded = plan.yielded
-        tracing.follow_fetches(self, loader_state.of(loader))
+        tracing.follow_fetches(self, loader_state.of(loader), names.of(loader))
 
     def _resume_sampler(self, torchs: Any) -> Any:
         """Takes the first snapshot, and makes the batches again that the saved one lacks."""

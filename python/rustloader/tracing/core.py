@@ -135,11 +135,6 @@ def current() -> Trace | None:
     return _active if spool is not None and spool.is_ours else None
 
 
-def name_of(dataset: Any) -> str:
-    """What a loader is called in a trace."""
-    return type(dataset).__name__
-
-
 def follow(traceable: Traceable) -> None:
     """Lets traces have the workers of an iterator, as long as it lives."""
     _live.add(traceable)
@@ -148,12 +143,18 @@ def follow(traceable: Traceable) -> None:
         active.add(traceable)
 
 
-def follow_fetches(iterator: Any, key: object) -> None:
-    """Lets the present trace, if there is one, have the fetches of an iterator without workers."""
+def follow_fetches(iterator: Any, key: object, name: str) -> None:
+    """Lets the present trace, if there is one, have the fetches of an iterator without workers.
+
+    Args:
+        iterator: The iterator.
+        key: An object that lives as long as the loader.
+        name: The loader's name.
+    """
     active = current()
     if active is None:
         return
-    fetcher, source = iterator._dataset_fetcher, active.source(key, name_of(iterator._dataset), 0)
+    fetcher, source = iterator._dataset_fetcher, active.source(key, name, 0)
     # The fetcher must not refer to itself: it would outlive its iterator.
     of_class, weak = type(fetcher).fetch, weakref.ref(fetcher)
     number, left = 0, 0

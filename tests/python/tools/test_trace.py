@@ -125,9 +125,8 @@ def batches_of(slices):
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_slices_are_counted_against_batches_and_samples(method, persistent, tmp_path):
-    loader = DataLoader(
-        Sleepy(12, 0.001), batch_size=3, num_workers=2, multiprocessing_context=method, persistent_workers=persistent
-    )
+    options = dict(batch_size=3, num_workers=2, multiprocessing_context=method, persistent_workers=persistent)
+    loader = DataLoader(Sleepy(12, 0.001), name="Sleepy", **options)
     with rustloader.trace(tmp_path / "run.json", level="sample"):
         for _ in range(2):
             assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
@@ -203,16 +202,19 @@ def check_open(events):
 
 
 def test_loaders_without_workers(tmp_path):
-    loaders = DataLoader(Sleepy(6, 0.002), batch_size=2), rustloader.StatefulDataLoader(Sleepy(6, 0.0), batch_size=3)
+    loaders = (
+        DataLoader(Sleepy(6, 0.002), batch_size=2, name="slow"),
+        rustloader.StatefulDataLoader(Sleepy(6, 0.0), batch_size=3, name="fast"),
+    )
     with rustloader.trace(tmp_path / "run.json"):
         for _ in range(2):
             for loader in loaders:
                 list(loader)
     rows = check(load(tmp_path / "run.json"))
-    assert batches_of(named(rows, "fetch", "0 Sleepy: main")) == [(e, b) for e in range(2) for b in range(3)]
-    assert batches_of(named(rows, "fetch", "1 Sleepy: main")) == [(e, b) for e in range(2) for b in range(2)]
-    assert sum(it["dur"] for it in named(rows, "fetch", "0 Sleepy")) >= 2 * 6 * 2000
-    assert len(named(rows, "step", "0 Sleepy")) == 4
+    assert batches_of(named(rows, "fetch", "0 slow: main")) == [(e, b) for e in range(2) for b in range(3)]
+    assert batches_of(named(rows, "fetch", "1 fast: main")) == [(e, b) for e in range(2) for b in range(2)]
+    assert sum(it["dur"] for it in named(rows, "fetch", "0 slow")) >= 2 * 6 * 2000
+    assert len(named(rows, "step", "0 slow")) == 4
 
 
 def test_several_loaders_at_a_time(tmp_path):
@@ -221,7 +223,7 @@ def test_several_loaders_at_a_time(tmp_path):
         assert len(list(zip(one, two, strict=False))) == 4
     events = load(tmp_path / "run.json")
     rows = check_open(events)
-    assert len(named(rows, "batch", "0 Numbers")) == 4 and len(named(rows, "batch", "1 Numbers")) >= 4
+    assert len(named(rows, "batch", "0 test_trace.py:")) == 4 and len(named(rows, "batch", "1 test_trace.py:")) >= 4
     assert len({row.partition(":")[0] for row in rows}) == 2
 
 
@@ -369,7 +371,7 @@ def test_off_it_records_nothing(tmp_path):
 
 def test_a_pin_thread_has_a_row(tmp_path):
     with pinning(), rustloader.trace(tmp_path / "run.json"):
-        list(DataLoader(Numbers(8), batch_size=2, num_workers=1, pin_memory=True))
+        list(DataLoader(Numbers(8), batch_size=2, num_workers=1, pin_memory=True, name="Numbers"))
     rows = check(load(tmp_path / "run.json"))
     assert batches_of(named(rows, "pin", "0 Numbers: pin thread")) == [(0, batch) for batch in range(4)]
 
