@@ -94,9 +94,14 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     /// Lets the cycle of this epoch begin with a worker, before the epoch's first task: [`Scheduler::begin_with`].
     pub fn begin_with(&mut self, worker: u32) -> Result<()> {
+        self.mark_epoch();
+        self.scheduler.begin_with(WorkerId(worker))
+    }
+
+    /// Tells a trace that the epoch begins.
+    pub(super) fn mark_epoch(&self) {
         let (task, epoch) = (self.scheduler.first_task().0, self.handle.meter.get(Count::Epochs));
         self.handle.trace.mark(Kind::Epoch, MAIN, task, epoch);
-        self.scheduler.begin_with(WorkerId(worker))
     }
 
     /// Whether the start of an epoch submits one more index after it has asked the sampler for `asked`.

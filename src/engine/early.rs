@@ -33,6 +33,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub fn take_up(&mut self) -> Result<()> {
         self.times.tick();
         self.scheduler.take_up()?;
+        self.mark_epoch();
         self.handle.answers().begin_epoch();
         self.liveness.begin_epoch();
         self.times.show_epoch(self.scheduler.first_task().0);

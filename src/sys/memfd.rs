@@ -28,9 +28,9 @@ pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Sets the length of a new file. Checks the limit of file sizes first: exceeding it raises SIGXFSZ, which ends a
+/// Sets the length of a file. Checks the limit of file sizes first: exceeding it raises SIGXFSZ, which ends a
 /// process that does not ignore it.
-fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
+pub fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
     let refused = |errno, why: &str| {
         let hint = format!("a file of {len} bytes in memory was wanted{why}");
         refused("ftruncate", errno, hint)

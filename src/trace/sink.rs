@@ -70,6 +70,8 @@ impl Sink {
             inner.since = end;
             inner.files.rotate_left(1);
             if let Some((_, file)) = inner.files.last_mut() {
+                // A program that is killed must not leave older events behind the new ones. Refused, they are left.
+                let _ = sys::memfd::set_len(&file.fd, 0);
                 file.len = 0;
             }
             let epochs = inner.epochs.iter().flat_map(|(source, epoch)| epoch.to_bytes(*source));

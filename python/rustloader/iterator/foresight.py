@@ -148,6 +148,9 @@ class Foresight:
             return None
         if not _is_torchs(type(inner), _KNOWN.get(type(inner))):
             return None
+        # Reading another sequence may run code of the program.
+        if type(inner) is SubsetRandomSampler and type(inner.indices) not in (list, tuple, range):
+            return None
         guess, copied = _Guess(), copy.copy(inner)
         if type(inner) is DistributedSampler:
             guess.epoch = inner.epoch
@@ -214,6 +217,8 @@ def _why_not(it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, is_t
         return "a dataset with a state of its own, or that worker_init_fn may have given one, changes with each batch"
     if config.max_restarts:
         return "with max_restarts, a worker that is started again begins with the present epoch"
+    if config.window[1] is not None:
+        return "with a reorder_window in bytes, batches of the next epoch would change how far the sampler is ahead"
     if is_tuned:
         return 'with num_workers="auto", the next epoch may have other workers'
     if is_remote(loader.multiprocessing_context):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -38,7 +39,8 @@ class Trace:
     """A trace that is being made: the result of ``rustloader.trace()``, for a ``with`` statement."""
 
     def __init__(self, path: str | os.PathLike[str], level: str, seconds: float | None) -> None:
-        self.path = os.fspath(path)
+        # The program may change its working directory.
+        self.path = os.path.abspath(os.fsdecode(path))
         self._level, self._seconds = _LEVELS[level], seconds
         self.is_written = False
         self._spool: Spool | None = None
@@ -48,10 +50,14 @@ class Trace:
         global _active
         if current() is not None:
             raise RuntimeError("a trace is being made already: one process makes one at a time")
+        if os.path.isdir(self.path):
+            raise IsADirectoryError(errno.EISDIR, "a trace needs the name of a file, and this is a folder", self.path)
+        if os.path.exists(self.path) and not os.access(self.path, os.W_OK):
+            raise PermissionError(errno.EACCES, "the file of a trace cannot be written", self.path)
         self._spool = Spool(self.path, self._level, self._seconds)
         _active = self
         try:
-            for traceable in list(_live):
+            for traceable in _all_live():
                 self.add(traceable)
         except BaseException:
             self.__exit__()
@@ -64,34 +70,58 @@ class Trace:
         if spool is None or not spool.is_ours:  # the `with` of a forked child
             return
         _active = None
-        for traceable in list(_live):
+        for traceable in _all_live():
             traceable.engine.end_trace()
-        spool.end()
-        # If that fails, the folder stays, and `rustloader trace merge` can do it later.
-        files.convert(spool.folder, self.path)
+        try:
+            lost = spool.end()
+            files.convert(spool.folder, self.path)
+        except OSError as error:
+            # The training is done, and may have its results still to save.
+            text = "the trace %s could not be written: %s. `rustloader trace merge %s -o FILE` makes it of its records"
+            logger.error(text, self.path, str(error), spool.folder)
+            return
         spool.remove()
         self.is_written = True
+        if lost:
+            logger.warning("the trace %s lacks %d events, for which there was no room", self.path, lost)
 
-    def source(self, key: object, name: str, workers: int) -> int:
-        """The number of a new iterator among those of the trace."""
-        assert self._spool is not None
-        group = self._groups.setdefault(key, len(self._groups))
-        return self._spool.add(group, name, workers)
+    def source(self, key: object, name: str, workers: int) -> int | None:
+        """Adds an iterator. Returns its number; None if it cannot be in the trace, or the trace has ended."""
+        spool = self._spool
+        if spool is None:
+            return None
+        try:
+            return spool.add(self._groups.setdefault(key, len(self._groups)), name, workers)
+        except OSError as error:
+            logger.warning("the DataLoader %s is not in the trace %s: %s", name, self.path, error)
+            return None
 
     def add(self, traceable: Traceable) -> None:
         """Traces the workers of an iterator."""
-        assert self._spool is not None
-        if not traceable.engine.is_ours or traceable.engine.closing:
+        spool = self._spool
+        if spool is None or not traceable.engine.is_ours or traceable.engine.closing:
+            return
+        source = self.source(*traceable.traced_as())
+        if source is None:
             return
         try:
-            traceable.engine.trace(self._spool.sink, self.source(*traceable.traced_as()), self._level)
+            traceable.engine.trace(spool.sink, source, self._level)
         except (OSError, MemoryError) as error:
             logger.warning("a DataLoader is not in the trace %s: %s", self.path, error)
 
     def put(self, source: int, kind: int, begin: int, end: int, number: int = 0) -> None:
         """Adds a time of the main process to a loader without workers."""
-        if self._spool is not None:
-            self._spool.sink.put(source, kind, TRACE_MAIN, begin, end - begin, number)
+        spool = self._spool
+        if spool is not None and spool.is_ours:
+            spool.sink.put(source, kind, TRACE_MAIN, begin, end - begin, number)
+
+
+def _all_live() -> list[Traceable]:
+    while True:
+        try:
+            return list(_live)
+        except RuntimeError:  # another thread has made an iterator meanwhile
+            continue
 
 
 def trace(
@@ -114,7 +144,8 @@ def trace(
     Raises:
         ValueError: ``level`` or ``seconds`` cannot have that value.
         RuntimeError: A trace is being made already, at the beginning of the body.
-        OSError: The file cannot be written, at the beginning of the body.
+        OSError: The file cannot be written, at the beginning of the body. Later, an error of the log says why there is
+            no file, and how to make it.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2)
@@ -155,6 +186,8 @@ def follow_fetches(iterator: Any, key: object, name: str) -> None:
     if active is None:
         return
     fetcher, source = iterator._dataset_fetcher, active.source(key, name, 0)
+    if source is None:
+        return
     # The fetcher must not refer to itself: it would outlive its iterator.
     of_class, weak = type(fetcher).fetch, weakref.ref(fetcher)
     number, left = 0, 0

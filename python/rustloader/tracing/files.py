@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
@@ -24,15 +25,18 @@ class NotATrace(ValueError):
 
 def convert(folder: str, path: str) -> None:
     """Writes the trace of a spool."""
-    about = spool.read_about(folder)
+    _write(path, _lines(folder, spool.read_about(folder)))
+
+
+def _lines(folder: str, about: dict[str, Any]) -> Iterator[str]:
+    """The events of a spool, each as JSON."""
     since = 0
     if about["seconds"] is not None:
         last = max((begin + length for _, begin, length, *_ in spool.read_records(folder, about)), default=0)
         since = last - int(about["seconds"] * 1e9)
     records = spool.read_records(folder, about)
     # An epoch that began before still has its number.
-    kept = (it for it in records if it[1] + it[2] >= since or it[0] & 0xFF == _EPOCH)
-    _write(path, slices.lines(about, kept))
+    return slices.lines(about, (it for it in records if it[1] + it[2] >= since or it[0] & 0xFF == _EPOCH))
 
 
 def _write(path: str, lines: Iterable[str]) -> None:
@@ -91,13 +95,15 @@ def merge(paths: list[str], path: str) -> int:
 def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
     """The base of a file's clock in nanoseconds, whether it is one of this module, and its events."""
     if os.path.isdir(path):
-        about = spool.read_about(path)
-        lines = slices.lines(about, spool.read_records(path, about))
-        return about["baseTimeNanoseconds"], True, map(json.loads, lines)
+        try:
+            about = spool.read_about(path)
+        except ValueError as error:
+            raise NotATrace(f"{path} is no folder of a trace: {error}") from None
+        return about["baseTimeNanoseconds"], True, map(json.loads, _lines(path, about))
     try:
         with _open(path, "rt") as file:
             text = file.read()
-    except (EOFError, UnicodeDecodeError) as error:
+    except (EOFError, UnicodeDecodeError, zlib.error) as error:
         raise NotATrace(f"{path} is cut off, or no trace: {error}") from None
     events = _events(path, text)
     if isinstance(events, dict):
@@ -116,6 +122,7 @@ def _events(path: str, text: str) -> Any:
         whole = [line.strip().rstrip(",") for line in text.lstrip()[1:].splitlines()]
         found = [json.loads(line) for line in whole if line.startswith("{") and line.endswith("}")]
     is_object = isinstance(found, dict) and isinstance(found.get("traceEvents"), list)
-    if not is_object and not isinstance(found, list):
+    is_array = isinstance(found, list) and all(isinstance(event, dict) for event in found)
+    if not is_object and not is_array:
         raise NotATrace(f"{path} is no trace: it has no array of events")
     return found

@@ -89,12 +89,18 @@ class _Source:
 
     @property
     def earlier(self) -> int:
-        if self._earlier is None:
-            before = self._before
-            # Without workers an iterator is an epoch.
-            own = 0 if before is None else before._epochs[-1] if before._epochs else int(not before._workers)
-            self._earlier = 0 if before is None else before.earlier + own
-        return self._earlier
+        """The number of epochs of the loader's earlier iterators."""
+        chain = [self]
+        while chain[-1]._earlier is None and chain[-1]._before is not None:
+            chain.append(chain[-1]._before)
+        found = 0
+        for source, before in zip(reversed(chain), [None, *reversed(chain)], strict=False):
+            if source._earlier is None:
+                # Without workers an iterator is an epoch.
+                own = 0 if before is None else before._epochs[-1] if before._epochs else int(not before._workers)
+                source._earlier = found + own
+            found = source._earlier
+        return found
 
     def add(self, who: int, piece: _Piece) -> Iterator[str]:
         kind, begin, length, number, extra = piece

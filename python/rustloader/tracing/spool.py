@@ -5,19 +5,24 @@ A program that is killed leaves it, beside where the trace would be. `rustloader
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import socket
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from rustloader._core import TraceSink
+from rustloader.system import local_ranks
 
-ABOUT = "about.json"
+ABOUT, _LOADERS = "about.json", "loaders.jsonl"
+# Version of the records, and of what stands beside them.
+VERSION = 1
 # A record: the first word has the source (32 bits), who (24) and the kind (8); then begin, length and two numbers.
 _RECORD = struct.Struct("<5Q")
 _READ = _RECORD.size << 14
@@ -43,22 +48,21 @@ class Spool:
     """
 
     def __init__(self, path: str, level: int, seconds: float | None) -> None:
-        self.folder, self._pid = f"{path}.spool", os.getpid()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.mkdir(self.folder)
+        self._pid = os.getpid()
+        self.folder = _new_folder(path, self._pid)
         monotonic, wall = _clocks()
-        rank = os.environ.get("RANK", "")
         self._about: dict[str, Any] = {
+            "version": VERSION,
             "pid": self._pid,
             "host": socket.gethostname(),
-            "rank": int(rank) if rank.isdecimal() else None,
+            "rank": local_ranks.global_rank(),
             "level": level,
             "seconds": seconds,
             "monotonicNanoseconds": monotonic,
             "wallNanoseconds": wall,
             "baseTimeNanoseconds": wall // _PERIOD * _PERIOD,
-            "loaders": [],
         }
+        self._loaders = 0
         self._files = ["0"] if seconds is None else ["0", "1"]
         self._write()
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
@@ -72,17 +76,24 @@ class Spool:
 
     def add(self, group: int, name: str, workers: int) -> int:
         """Adds an iterator of a loader. Returns its number."""
-        self._about["loaders"].append({"group": group, "name": name, "workers": workers})
-        self._write()
-        return len(self._about["loaders"]) - 1
+        with open(os.path.join(self.folder, _LOADERS), "a") as file:
+            file.write(json.dumps({"group": group, "name": name, "workers": workers}) + "\n")
+        self._loaders += 1
+        return self._loaders - 1
 
-    def end(self) -> None:
-        """Completes the files."""
-        self._about["lost"], files = self.sink.end()
+    def end(self) -> int:
+        """Completes the files. Returns the number of events that are lost."""
+        lost, files = self.sink.end()
+        self._about["lost"] = lost
         self._about["files"] = [(self._files[number], length) for number, length in files]
         self._write()
+        return lost
 
     def remove(self) -> None:
+        """Removes the folder. Its files give their space back even if forked workers have them open."""
+        for name in self._files:
+            with contextlib.suppress(OSError):
+                os.truncate(os.path.join(self.folder, name), 0)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self) -> None:
@@ -95,9 +106,29 @@ class Spool:
         os.replace(name + ".new", name)
 
 
+def _new_folder(path: str, pid: int) -> str:
+    """Makes a folder beside the trace. One that is there belongs to another process, or is what a crash has left."""
+    for folder in (f"{path}.spool", f"{path}.{pid}.spool"):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+            return folder
+    return tempfile.mkdtemp(".spool", os.path.basename(path), os.path.dirname(path))
+
+
 def read_about(folder: str) -> dict[str, Any]:
+    """Reads what the records of a spool are about.
+
+    Raises:
+        ValueError: It is no spool of this version.
+        OSError: It cannot be read.
+    """
     with open(os.path.join(folder, ABOUT)) as file:
         about: dict[str, Any] = json.load(file)
+    if about.get("version") != VERSION:
+        raise ValueError(f"{folder} has records of version {about.get('version')}, and this rustloader reads {VERSION}")
+    about["loaders"] = []
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, _LOADERS)) as file:
+        about["loaders"] = [json.loads(line) for line in file if line.endswith("\n")]
     return about
 
 

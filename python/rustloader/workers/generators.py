@@ -15,7 +15,7 @@ class GeneratorStates:
     def __init__(self) -> None:
         self._torchs = torch.get_rng_state()
         self._pythons: Any = random.getstate()
-        self._numpys: Any = np.random.get_state()
+        self._numpys: Any = np.random.get_state(legacy=False)
 
     def restore(self) -> None:
         """Sets the generators to these states."""

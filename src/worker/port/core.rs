@@ -77,6 +77,7 @@ impl Port {
             tasks: Consumer::new(arena.task_ring(worker)),
             queue: arena.queue().map(|queue| Claimer::new(queue, worker)),
             held: None,
+            claimed: None,
             results: Producer::new(arena.result_ring(worker)),
             head: Vec::new(),
         };

@@ -12,8 +12,10 @@ pub(super) struct Ends {
     pub(super) tasks: Consumer<ArenaRing>,
     /// The queue of the workers, if they share one. The ring then carries only control messages.
     pub(super) queue: Option<Claimer<ArenaQueue>>,
-    /// The entry that comes next, before all others.
+    /// A message that waits for the answer to a task that was taken before it.
     pub(super) held: Option<Entry>,
+    /// A task of the queue that waits behind messages that begin an epoch early.
+    pub(super) claimed: Option<Entry>,
     pub(super) results: Producer<ArenaRing>,
     /// Buffer for the head of a message.
     pub(super) head: Vec<u8>,
@@ -24,6 +26,9 @@ impl Ends {
     /// an epoch early precedes its tasks, also one that was sent while this took a task.
     #[inline]
     pub(super) fn next(&mut self) -> Result<Option<Entry>> {
+        if let Some(claimed) = self.claimed.take() {
+            return self.behind_messages(claimed);
+        }
         if let Some(held) = self.held.take() {
             return Ok(Some(held));
         }
@@ -38,19 +43,25 @@ impl Ends {
             Some((position, entry)) if entry[0] != position => {
                 Err(Error::corrupt(format!("place {position} of a queue has task {}", entry[0])))
             }
-            Some((_, claimed)) => match self.tasks.pop()? {
-                None => Ok(Some(claimed)),
-                Some(message) if message[1] == TaskKind::Early as u64 => {
-                    self.held = Some(claimed);
-                    Ok(Some(message))
-                }
-                // Any other message waits for the answer to a task that was taken before it.
-                Some(message) => {
-                    self.held = Some(message);
-                    Ok(Some(claimed))
-                }
-            },
+            Some((_, claimed)) => self.behind_messages(claimed),
             None => Ok(None),
+        }
+    }
+
+    /// A task of the queue, or a message that begins an epoch early and was sent meanwhile: one of several if other
+    /// workers have gone on while this one took the task.
+    #[inline]
+    fn behind_messages(&mut self, claimed: Entry) -> Result<Option<Entry>> {
+        match self.tasks.pop()? {
+            None => Ok(Some(claimed)),
+            Some(message) if message[1] == TaskKind::Early as u64 => {
+                self.claimed = Some(claimed);
+                Ok(Some(message))
+            }
+            Some(message) => {
+                self.held = Some(message);
+                Ok(Some(claimed))
+            }
         }
     }
 }

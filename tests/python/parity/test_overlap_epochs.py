@@ -180,7 +180,7 @@ def play(seed, cls, **options):
 
     def note(*event):
         own = getattr(sampler, "generator", None)
-        states = [generator.get_state().sum().item() for generator in (torch.default_generator, own) if generator]
+        states = [bytes(generator.get_state().numpy()) for generator in (torch.default_generator, own) if generator]
         seen.append((event, states))
 
     def step(it):
@@ -282,12 +282,12 @@ def play_with_states(seed, options):
         it = iter(loader)
         until = r.choice([None, None, None, r.randrange(len(loader) + 1)])
         for count, batch in enumerate(it):
-            seen.append((batch, torch.get_rng_state().sum().item()))
+            seen.append((batch, bytes(torch.get_rng_state().numpy())))
             if count == until:
                 break
         if r.random() < 0.5:
             states.append(loader.state_dict())
-            seen.append((states[-1], torch.get_rng_state().sum().item()))
+            seen.append((states[-1], bytes(torch.get_rng_state().numpy())))
         if states and r.random() < 0.3:
             if r.random() < 0.5:
                 loader = make()

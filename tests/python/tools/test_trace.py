@@ -1,10 +1,12 @@
 """`rustloader.trace` and its command: the file is valid, counts what happened, and has the times of a stopwatch."""
 
 import collections
+import errno
 import gzip
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -306,6 +308,7 @@ def test_only_the_last_seconds(tmp_path):
     assert max(times) - min(times) <= 2_000_000
 
 
+@pytest.mark.warns
 def test_what_a_full_ring_loses_is_in_the_file(tmp_path):
     # One batch has more samples than the ring has slots, and nothing empties it meanwhile.
     loader = DataLoader(Numbers(20_000), batch_size=10_000, num_workers=1, prefetch_factor=2)
@@ -516,7 +519,7 @@ def test_the_command_runs_a_script(output, tmp_path):
     source = f"import subprocess, sys; done = subprocess.run([sys.executable, *{program!r}]); sys.exit(done.returncode)"
     status, out, err = run_script(source, head="", cwd=tmp_path)
     output = output or "trace.json.gz"
-    assert (status, out) == (3, "28\n") and f"wrote {output}" in err
+    assert (status, out) == (3, "28\n") and "wrote /" in err and f"/{output};" in err
     events = load(tmp_path / output)
     rows = check(events)
     assert len(named(rows, "batch")) == 4
@@ -552,3 +555,61 @@ if __name__ == "__main__":
     events = load(tmp_path / "all.json")
     assert len(named(check_open(events), "batch")) > 5000
     assert about(events, "rustloader_trace_end")["complete"] is False
+
+
+def test_a_program_that_changes_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with rustloader.trace("run.json"):
+        monkeypatch.chdir("/")
+        assert len(list(DataLoader(Numbers(8), batch_size=2))) == 4
+    assert len(named(check(load(tmp_path / "run.json")), "fetch")) == 4
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path):
+    (tmp_path / "run.json.spool").mkdir()
+    (tmp_path / "run.json.spool" / "kept").write_text("of a crash")
+    for _ in range(2):
+        with rustloader.trace(tmp_path / "run.json"):
+            list(DataLoader(Numbers(8), batch_size=2, num_workers=1))
+    assert sorted(os.listdir(tmp_path)) == ["run.json", "run.json.spool"]
+    assert os.listdir(tmp_path / "run.json.spool") == ["kept"]
+
+
+def test_many_iterators(tmp_path):
+    loader = DataLoader(Numbers(2), batch_size=2)
+    with rustloader.trace(tmp_path / "run.json", seconds=0.05):
+        for _ in range(2500):
+            list(loader)
+    events = load(tmp_path / "run.json")
+    assert max(event["args"]["epoch"] for event in events if event["name"] == "fetch") == 2499
+
+
+@pytest.mark.warns
+def test_a_trace_that_cannot_be_written_ends_no_program(tmp_path, caplog, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with pytest.raises(IsADirectoryError), rustloader.trace(tmp_path):
+        pass
+    with rustloader.trace(tmp_path / "run.json"):
+        list(DataLoader(Numbers(8), batch_size=2, num_workers=1))
+        monkeypatch.setattr(files, "convert", full)
+    assert "rustloader trace merge" in caplog.text and not (tmp_path / "run.json").exists()
+    monkeypatch.undo()
+    assert files.merge([str(tmp_path / "run.json.spool")], str(tmp_path / "run.json")) > 8
+    for name, text in (("a", "[1]"), ("b", "{}")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(files.NotATrace):
+            files.merge([str(tmp_path / name)], str(tmp_path / "c"))
+
+
+def test_a_trace_that_another_thread_ends(tmp_path):
+    trace = rustloader.trace(tmp_path / "run.json")
+    trace.__enter__()
+    loader = DataLoader(Numbers(8), batch_size=2)
+    iterator = iter(loader)
+    next(iterator)
+    thread = threading.Thread(target=trace.__exit__)
+    thread.start()
+    thread.join(60)
+    assert len(list(iterator)) == 3 and len(list(loader)) == 4

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from rustloader.settings.options import Options
+from rustloader.system import local_ranks
 from rustloader.tools.cli import run
 
 
@@ -17,11 +18,13 @@ def main(options: Any, arguments: list[str]) -> int:
         return _merge(options.output, arguments)
     from rustloader.tracing import core
 
-    rank = os.environ.get("RANK", "")
-    path = options.output or (f"trace-rank{rank}.json.gz" if rank else "trace.json.gz")
+    if not options.module and not os.path.exists(options.script):
+        return run.main(options, arguments)  # says so
+    rank = local_ranks.global_rank()
+    path = options.output or ("trace.json.gz" if rank is None else f"trace-rank{rank}.json.gz")
     for name in Options.__dataclass_fields__:
         setattr(options, name, None)
-    trace = core.trace(path.replace("{rank}", rank or "0"), level=options.level, seconds=options.seconds)
+    trace = core.trace(path.replace("{rank}", str(rank or 0)), level=options.level, seconds=options.seconds)
     try:
         with trace:
             status = run.main(options, arguments)
