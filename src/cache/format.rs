@@ -6,7 +6,7 @@ pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"RLCACHE1");
 pub const VERSION: u64 = 1;
 /// Bytes of the header with the counters.
 pub(super) const HEADER: u64 = 8192;
-/// Where the meta begins, and how long it may be.
+/// Position at which the meta begins.
 pub(super) const META: u64 = 256;
 /// The most bytes of a meta.
 pub(super) const MOST_META: usize = 3840;
@@ -20,7 +20,7 @@ pub(super) mod word {
     pub const ROWS: usize = 2;
     /// The file's length.
     pub const LIMIT: usize = 3;
-    /// Where the heap's unused part begins.
+    /// Position at which the heap's unused part begins.
     pub const END: usize = 4;
     /// Bytes of published records.
     pub const STORED: usize = 5;

@@ -15,7 +15,7 @@ use crate::wire::checksum;
 /// Bytes of a record that are joined before they are written: one call instead of several.
 const JOINED: usize = 64 << 10;
 
-/// What a file says of itself.
+/// The header of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Head {
     /// The version of layout and encoding.
@@ -24,11 +24,11 @@ pub struct Head {
     pub rows: u64,
     /// The length that the file may have.
     pub limit: u64,
-    /// What its maker has written beside.
+    /// The bytes that its maker has stored with it.
     pub meta: Vec<u8>,
 }
 
-/// What the index says of a row.
+/// The state of a row in the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
     /// Nothing yet.
@@ -74,7 +74,7 @@ pub enum Closed {
     NoRoom = 2,
 }
 
-/// What became of a record.
+/// The outcome of [`Cache::put`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Put {
     /// It is published.
@@ -85,7 +85,7 @@ pub enum Put {
     Closed(bool),
 }
 
-/// What a cache holds, and what was asked of it.
+/// The contents of a cache, and counts of its reads and records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Reads that found their sample.
@@ -113,7 +113,7 @@ pub struct Cache {
     heap: u64,
     /// The position up to which the memory that is left was checked.
     checked: AtomicU64,
-    /// Whether its pages are memory that nothing can reclaim.
+    /// True if its pages are memory that nothing can reclaim.
     in_memory: bool,
     /// Bits of the rows whose record this process has checked; empty where none needs to be.
     verified: Box<[AtomicU64]>,
@@ -156,7 +156,7 @@ impl Cache {
         sealed::write_at(fd, &MAGIC.to_ne_bytes(), 0)
     }
 
-    /// What a file says of itself; `None` if it is no table.
+    /// Reads the header of a file; `None` if it is no table.
     pub fn head(fd: BorrowedFd<'_>) -> Result<Option<Head>> {
         let Ok(map) = Mapping::new(fd, HEADER as usize) else { return Ok(None) };
         let words: &[AtomicU64] = words(&map, 0, word::COUNT);
@@ -269,14 +269,14 @@ impl Cache {
         }
     }
 
-    /// Whether a sample is to be made twice: true for the first few, over all processes.
+    /// Returns true for the first few calls, over all processes: the sample is to be made twice.
     pub fn take_probe(&self) -> bool {
         let probes = self.header(word::PROBES);
         let take = |left: u64| left.checked_sub(1);
         probes.load(Ordering::Relaxed) > 0 && probes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
     }
 
-    /// Whether this call is the first with that bit, over all processes.
+    /// Returns true for the first call with that bit, over all processes.
     pub fn is_news(&self, bit: u64) -> bool {
         self.header(word::TOLD).fetch_or(bit, Ordering::Relaxed) & bit == 0
     }
@@ -292,7 +292,7 @@ impl Cache {
         self.count(counter::MISSES);
     }
 
-    /// What the index says of a row, which must be one of the table's.
+    /// Looks up a row, which must be one of the table's, in the index.
     #[inline]
     pub fn look(&self, row: u64) -> Found {
         // SYNC: row-published (pairs with the Release in `put`): the place implies the record's bytes.
@@ -348,7 +348,7 @@ impl Cache {
         (word as u32, (word >> 32) as u32)
     }
 
-    /// Where a row's record ends.
+    /// Returns the position at which a row's record ends.
     fn end_of(&self, row: u64) -> Option<u64> {
         let at = self.row(row).load(Ordering::Relaxed);
         self.bounded(at).map(|record| at + size_of(record.len as u64))
@@ -446,7 +446,7 @@ impl Cache {
         Ok(true)
     }
 
-    /// Whether there is memory up to a position of the heap. Looks at the system now and then.
+    /// Returns true if there is memory up to a position of the heap. Looks at the system now and then.
     fn has_memory(&self, from: u64, to: u64) -> bool {
         if !self.in_memory || to <= self.checked.load(Ordering::Relaxed) {
             return true;
@@ -470,7 +470,7 @@ impl Cache {
         Put::Closed(before.is_ok())
     }
 
-    /// What it holds, and what was asked of it.
+    /// Returns the contents, and the counts of reads and records.
     pub fn usage(&self) -> Usage {
         let read = |at: usize| self.header(at).load(Ordering::Relaxed);
         let sum = |at: usize| (0..STRIPES).map(|stripe| self.counter(stripe, at).load(Ordering::Relaxed)).sum();

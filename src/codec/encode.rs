@@ -123,7 +123,8 @@ fn storage_offset(value: &Bound<'_, PyAny>) -> Plain<Option<u64>> {
     Ok((offset > 0).then_some(offset))
 }
 
-/// Whether an object has only two references: that of its container, or of the list that holds a batch, and `value`.
+/// Returns true if an object has only two references: that of its container, or of the list that holds a batch, and
+/// `value`.
 #[inline]
 fn is_sole(value: &Bound<'_, PyAny>) -> bool {
     // SAFETY: a live object; the GIL is held.

@@ -28,7 +28,7 @@ enum Part {
     Float(f64),
 }
 
-/// What the parts of a sample are, which those of all samples of a batch have in common.
+/// The type of a part of a sample. All samples of a batch have the same columns.
 #[derive(PartialEq)]
 enum Column {
     Tensor(Dtype, Dims),
@@ -45,7 +45,7 @@ struct Sample {
     keys: Vec<String>,
     group: Option<Group>,
     leaves: Parts,
-    /// Whether it has something else.
+    /// True if the sample has a part of any other type.
     is_other: bool,
 }
 

@@ -13,7 +13,7 @@ use crate::worker::port::{Keep, Port};
 pub struct Outgoing<'a> {
     port: &'a Port,
     leaves: Vec<(Leaf, Keep)>,
-    /// Whether arrays may be adopted. Their batch is then dropped before [`Outgoing::settle`].
+    /// True if arrays may be adopted. Their batch is then dropped before [`Outgoing::settle`].
     takes_arrays: bool,
 }
 
@@ -22,8 +22,8 @@ impl<'a> Outgoing<'a> {
         Self { port, leaves: Vec::new(), takes_arrays }
     }
 
-    /// Whether arrays of the worker were adopted: drop the batch, then call [`Outgoing::settle`]. The message holds all
-    /// other blocks from here on, because objects of the batch may be their last holders.
+    /// Returns true if arrays of the worker were adopted: drop the batch, then call [`Outgoing::settle`]. The message
+    /// holds all other blocks from here on, because objects of the batch may be their last holders.
     pub fn begin_settling(&mut self) -> bool {
         if !self.leaves.iter().any(|(_, keep)| matches!(keep, Keep::Unknown { .. })) {
             return false;

@@ -251,7 +251,7 @@ pub(super) fn loads(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
     Ok(LOADS.get_or_try_init(py, || py.import("pickle")?.getattr("loads").map(Bound::unbind))?.bind(py))
 }
 
-/// Whether a row is equal to a str; `None` if only the row's value can tell.
+/// Returns true if a row is equal to a str; `None` if only the row's value can tell.
 #[inline]
 pub fn is_text(store: &Store, row: u64, wanted: &str) -> Option<bool> {
     match store.row(row) {
@@ -311,8 +311,8 @@ pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResul
     Ok(true)
 }
 
-/// Whether an object is a number whose hash is the same in every process: of NumPy or the standard library, or with the
-/// hash of Python's own.
+/// Returns true if an object is a number whose hash is the same in every process: of NumPy or the standard library, or
+/// with the hash of Python's own.
 fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     static NUMBER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = value.py();
@@ -328,7 +328,7 @@ fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(matches!(package, Some("numpy" | "decimal" | "fractions")) && value.is_instance(number.bind(py))?)
 }
 
-/// Whether an instance of a subclass has the hash and the equality of a base.
+/// Returns true if an instance of a subclass has the hash and the equality of a base.
 fn hashes_like(value: &Bound<'_, PyAny>, base: &Bound<'_, PyType>) -> PyResult<bool> {
     let (py, kind) = (value.py(), value.get_type());
     for name in [intern!(py, "__hash__"), intern!(py, "__eq__")] {

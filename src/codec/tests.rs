@@ -37,7 +37,7 @@ impl Tensor {
         self.memory.as_ptr().cast::<u8>().wrapping_add(self.offset)
     }
 
-    /// Where each element begins, in bytes from that of the first, in C order.
+    /// Returns the position of each element, in bytes from that of the first, in C order.
     fn elements(shape: &[i64], strides: &[i64], itemsize: usize) -> Vec<usize> {
         let mut all = vec![0];
         for (&size, &stride) in shape.iter().zip(strides) {

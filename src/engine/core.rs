@@ -99,7 +99,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.scheduler.begin_with(WorkerId(worker))
     }
 
-    /// Whether the start of an epoch submits one more index after it has asked the sampler for `asked`.
+    /// Returns true if the start of an epoch submits one more index after it has asked the sampler for `asked`.
     pub fn primes(&self, asked: usize) -> bool {
         self.scheduler.primes(asked)
     }
@@ -143,7 +143,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Whether each worker takes tasks in this epoch.
+    /// Returns, for each worker, true if it takes tasks in this epoch.
     pub fn active(&self) -> Vec<bool> {
         (0..self.arena().geometry().workers).map(|worker| self.scheduler.is_active(WorkerId(worker))).collect()
     }
@@ -238,7 +238,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.scheduler.death()
     }
 
-    /// Whether workers have not answered [`Engine::reset`] yet.
+    /// Returns true while workers have not answered [`Engine::reset`].
     pub fn resuming(&self) -> bool {
         self.scheduler.resuming()
     }

@@ -234,12 +234,12 @@ impl<T, B, E> Delivery<T, B, E> {
         self.unsent.take()
     }
 
-    /// Whether neither shared memory is damaged nor the pin thread has ended.
+    /// Returns true if shared memory is intact and the pin thread has not ended.
     pub fn is_sound(&self) -> bool {
         matches!(self.health, Health::Sound)
     }
 
-    /// Whether shared memory is damaged.
+    /// Returns true if shared memory is damaged.
     pub fn is_broken(&self) -> bool {
         matches!(self.health, Health::Broken(_))
     }
@@ -272,7 +272,7 @@ impl<T, B, E> Delivery<T, B, E> {
         }
     }
 
-    /// Whether there is a tied result.
+    /// Returns true if there is a tied result.
     #[inline]
     pub fn is_tied(&self) -> bool {
         self.tied.is_some()

@@ -4,7 +4,7 @@ use super::core::Engine;
 use crate::error::{Error, Result};
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Whether a task of the next epoch can be sent now: the sampler has ended, and there is room.
+    /// Returns true if a task of the next epoch can be sent now: the sampler has ended, and there is room.
     pub fn may_be_early(&self) -> bool {
         !self.finished && !self.snapshots && self.scheduler.may_be_early()
     }
@@ -24,7 +24,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(true)
     }
 
-    /// Whether the early epoch can become the present one.
+    /// Returns true if the early epoch can become the present one.
     pub fn may_take_up(&self) -> bool {
         !self.delivery.is_broken() && self.scheduler.may_take_up()
     }

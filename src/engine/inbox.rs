@@ -1,4 +1,4 @@
-//! What comes from the workers: results from the rings or the pin thread, the doorbell, and the ends of processes.
+//! The arrivals from the workers: results from the rings or the pin thread, the doorbell, and the ends of processes.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -83,7 +83,7 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Whether this thread takes the results from the rings.
+    /// Returns true if this thread takes the results from the rings.
     pub(super) fn has_rings(&self) -> bool {
         matches!(self.source, Some(Source::Rings(_)))
     }
@@ -103,7 +103,7 @@ impl<B: Send + 'static> Inbox<B> {
         std::mem::forget(self.source.take());
     }
 
-    /// Whether a result or event waits.
+    /// Returns true if a result or event waits.
     #[inline]
     pub(super) fn has_news(&self) -> bool {
         match &self.source {
@@ -173,7 +173,7 @@ impl<B: Send + 'static> Inbox<B> {
         outcome.map(Some)
     }
 
-    /// Whether something may arrive that ends no sleep.
+    /// Returns true if something may arrive without ending a sleep.
     pub(super) fn is_blind(&self) -> bool {
         self.deaf || !self.unwatched.is_empty()
     }

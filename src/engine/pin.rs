@@ -38,7 +38,7 @@ pub trait Prepare: Send + 'static {
     /// Prepares a batch. An error ends the thread.
     fn prepare(&mut self, arena: &Arc<Arena>, incoming: &Incoming) -> std::result::Result<Self::Ready, String>;
 
-    /// Whether it is the error in a batch's place.
+    /// Returns true for the error in a batch's place.
     fn is_error(ready: &Self::Ready) -> bool;
 }
 
@@ -243,8 +243,8 @@ impl<P: Prepare> Body<P> {
         Ok(())
     }
 
-    /// Whether a result does not count, because its worker may be replaced and has died before it, or an earlier one,
-    /// was opened. Waits up to `limit` for the end of a worker that may have begun.
+    /// Returns true if a result does not count, because its worker may be replaced and has died before this result, or
+    /// an earlier one, was opened. Waits up to `limit` for the end of a worker that may have begun to end.
     fn is_lost(&mut self, incoming: &Incoming, limit: Duration) -> bool {
         let (worker, is_tied) = (incoming.worker, incoming.entry.kind == ResultKind::Tied);
         let Some(lost) = &mut self.lost else { return false };

@@ -57,7 +57,7 @@ impl<M> Snapshots<M> {
         }
     }
 
-    /// Whether the worker has sent its first snapshot of this epoch.
+    /// Returns true if the worker has sent its first snapshot of this epoch.
     pub fn has_started(&self, worker: u32) -> bool {
         self.workers[worker as usize].has_started
     }

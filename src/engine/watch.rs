@@ -33,7 +33,7 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Whether the engine may skip one clock read.
+    /// Returns true, once, if the engine may skip one clock read.
     #[inline]
     pub(super) fn take_fresh(&mut self) -> bool {
         std::mem::take(&mut self.fresh)
@@ -89,7 +89,7 @@ impl Watch {
         Some(left)
     }
 
-    /// Whether the last `next` worked for long: then draws are measured.
+    /// Returns true if the last `next` worked for long: then draws are measured.
     #[inline]
     pub(super) fn was_long(&self) -> bool {
         self.was_long

@@ -26,9 +26,9 @@ const NO_INDEX: u64 = u64::MAX;
 pub struct StoppableIndices {
     pub port: Arc<Port>,
     pub index: Py<PyAny>,
-    /// Whether the status page shows the place of each index that the iteration comes to.
+    /// True if the status page shows the place of each index that the iteration comes to.
     pub shows_places: bool,
-    /// Whether the time from one index to the next is that of a sample, for a trace.
+    /// True if the time from one index to the next is that of a sample, for a trace.
     pub traces: bool,
 }
 

@@ -47,7 +47,7 @@ const FEATURE_VERSION: usize = 211;
 const SET_HANDLER: usize = 304;
 const GET_HANDLER: usize = 305;
 
-/// What the functions get.
+/// The context that NumPy passes to the functions.
 struct Context {
     port: Arc<Port>,
     /// The region's addresses.

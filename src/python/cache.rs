@@ -39,7 +39,7 @@ impl PyCache {
     }
 }
 
-/// What a file says of itself: version, rows, limit and meta.
+/// The header of a file: version, rows, limit and meta.
 type Told<'py> = (u64, u64, u64, Bound<'py, PyBytes>);
 
 /// A descriptor of the caller.
@@ -73,7 +73,7 @@ impl PyCache {
         Ok(Cache::format(borrowed(&fd)?, rows, limit, meta)?)
     }
 
-    /// What a file says of itself.
+    /// Reads the header of a file.
     #[staticmethod]
     fn head<'py>(py: Python<'py>, fd: i32) -> PyResult<Option<Told<'py>>> {
         let head = Cache::head(borrowed(&fd)?)?;
@@ -156,7 +156,7 @@ impl PyCache {
         }
     }
 
-    /// Whether a missing row is worth keeping: nothing marks it, and there may be room.
+    /// Returns true if a missing row is worth keeping: nothing marks it, and there may be room.
     fn takes(&self, row: u64) -> PyResult<bool> {
         let is_open = self.cache.closed() == Closed::Open;
         Ok(is_open && self.cache.look(self.row(row)?) == Found::Absent)

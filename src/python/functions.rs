@@ -15,7 +15,7 @@ use crate::sys::{memory, pidfd};
 /// Batches that engines of this process have delivered.
 pub static BATCHES: AtomicU64 = AtomicU64::new(0);
 
-/// Whether a `rustloader.report` is in force.
+/// True while a `rustloader.report` is in force.
 static REPORTING: AtomicBool = AtomicBool::new(false);
 
 /// Counts the batches that the Rust engine has delivered in this process, all loaders together.

@@ -43,7 +43,7 @@ pub struct PyPort {
     payload: Mutex<Vec<u8>>,
     kept: Arc<Kept>,
     stopwatch: Arc<Stopwatch>,
-    /// Where NumPy's arrays lie, if it is the region.
+    /// The worker's region as the memory of NumPy's arrays, if they lie there.
     numpy_memory: OnceLock<NumpyMemory>,
     /// The main process, if no watchdog thread checks it.
     unguarded: OnceLock<Parent>,

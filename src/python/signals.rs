@@ -1,4 +1,4 @@
-//! What signal handlers must not interrupt: taking a value, and forking workers.
+//! Calls that signal handlers must not interrupt: taking a value, and forking workers.
 
 use std::sync::Mutex;
 

@@ -31,7 +31,7 @@ impl Bytes {
         self.ready = 0;
     }
 
-    /// Whether there is room for one more task beside the outstanding ones.
+    /// Returns true if there is room for one more task beside the outstanding ones.
     pub fn admit(&self, outstanding: u32) -> bool {
         let expected = self.largest.saturating_mul(u64::from(outstanding) + 1);
         self.ready.saturating_add(expected) <= self.limit

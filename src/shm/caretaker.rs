@@ -30,7 +30,7 @@ struct State {
 
 static STATE: Mutex<State> = Mutex::new(State { work: None, asked: false, thread: None, ended: None, forks: 0 });
 static WAKE: Condvar = Condvar::new();
-/// Whether there was ever work. A program that only imports the library forks without a hook of it.
+/// True once there was any work. A program that only imports the library forks without a hook of it.
 static USED: AtomicBool = AtomicBool::new(false);
 /// The fork generation that the state belongs to.
 static GENERATION: AtomicU64 = AtomicU64::new(0);

@@ -40,7 +40,8 @@ impl Sleeper {
         self.asleep.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether someone of this side sleeps and the caller must wake it, by futex or eventfd. Call it after publishing.
+    /// Returns true if a thread of this side sleeps and the caller must wake it, by futex or eventfd. Call it after
+    /// publishing.
     #[inline]
     pub fn must_ring(&self) -> bool {
         // SYNC: asleep-or-published (pairs with the fence in `Sleeper::announce`).

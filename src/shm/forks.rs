@@ -41,7 +41,7 @@ struct Watched {
 struct Table {
     arenas: HashMap<usize, Watched>,
     marks: Vec<ForkMarks>,
-    /// How many forks have marked a block.
+    /// The number of forks that have marked a block.
     counts: HashMap<Key, u32>,
 }
 

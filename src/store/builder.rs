@@ -31,7 +31,7 @@ pub struct Builder {
     rows: u64,
     /// The first row and the place of each chunk.
     table: Vec<(u64, u64)>,
-    /// Whether all chunks so far are full.
+    /// True if all chunks so far are full.
     uniform: bool,
     /// The hashes of rows, with their numbers.
     hashes: Vec<(u64, u64)>,
@@ -66,7 +66,7 @@ impl Builder {
         self.at
     }
 
-    /// Whether nothing was written.
+    /// Returns true if nothing was written.
     pub fn is_empty(&self) -> bool {
         self.at == HEADER && self.rows == 0
     }

@@ -1,4 +1,4 @@
-//! What happens at a fork: the steps of this crate, in one order, and the number of forks so far.
+//! Fork handlers: the steps of this crate, in one order, and the number of forks so far.
 
 use std::cell::Cell;
 use std::panic::catch_unwind;
@@ -32,7 +32,7 @@ impl Step {
     pub const ALL: [Self; 4] = [Self::Generation, Self::Connections, Self::Blocks, Self::Arrays];
 }
 
-/// What a step does. A panic ends only that part of it.
+/// The functions of a step. A panic ends only that part of it.
 #[derive(Debug)]
 pub struct ForkHandlers {
     /// Runs before every fork, in the forking thread.
@@ -48,7 +48,7 @@ static GENERATION: AtomicU64 = AtomicU64::new(0);
 /// The handlers of each step that is installed, by its place in [`Step::ALL`].
 static INSTALLED: [AtomicPtr<ForkHandlers>; Step::ALL.len()] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; Step::ALL.len()];
-/// Whether the C library calls this module at forks.
+/// True if the C library calls this module at forks.
 static HOOKED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {

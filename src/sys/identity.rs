@@ -35,7 +35,7 @@ impl FdIdentity {
         (self.device, self.inode)
     }
 
-    /// Whether `fd` names a file of the same inode; false for a closed one.
+    /// Returns true if `fd` names a file of the same inode; false for a closed one.
     pub fn same_inode(&self, fd: RawFd) -> bool {
         Self::look(fd) == Ok(*self)
     }

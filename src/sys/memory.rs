@@ -11,7 +11,7 @@ pub struct Headroom {
     pub bytes: u64,
     /// The limit in bytes, used or not.
     pub size: u64,
-    /// Whether it is a cgroup's limit, not the machine's.
+    /// True if it is a cgroup's limit, not the machine's.
     pub is_cgroup: bool,
     /// A description of the limit, with its size.
     pub limit: String,

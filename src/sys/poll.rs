@@ -56,7 +56,7 @@ impl PollSet {
         self.tokens.len()
     }
 
-    /// Whether there are none.
+    /// Returns true if there are none.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }

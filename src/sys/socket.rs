@@ -21,7 +21,7 @@ const BROKEN: &str = "the other end has gone, or the network between the machine
 /// The remedy when the descriptor no longer names the socket.
 const REPLACED: &str = "the descriptor was closed or replaced by other code";
 
-/// What one call moved.
+/// The outcome of one call that sends or receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moved {
     /// This many bytes, at least one.
@@ -32,7 +32,7 @@ pub enum Moved {
     End,
 }
 
-/// What [`Socket::wait`] found.
+/// The outcome of [`Socket::wait`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Found {
     /// The socket has bytes, or its end.

@@ -1,4 +1,4 @@
-//! Where the events of a trace go: a file, or two that take turns.
+//! The destination of a trace's events: a file, or two that take turns.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,7 +23,7 @@ struct Inner {
     /// The files with their numbers; the last is the present one.
     files: Vec<(usize, File)>,
     buffer: Vec<u8>,
-    /// When the present file got its first event.
+    /// The time at which the present file got its first event.
     since: u64,
     /// The last epoch of each source: each file begins with them.
     epochs: BTreeMap<u32, Event>,

@@ -29,7 +29,7 @@ struct Traced {
     number: u32,
     /// By worker.
     rings: Vec<Consumer<ArenaRing>>,
-    /// When they were last emptied.
+    /// The time at which they were last emptied.
     emptied: Duration,
     /// Events that the workers had lost before.
     lost: u64,
@@ -41,7 +41,7 @@ impl Source {
         Self { arena, on: AtomicU32::new(0), traced: Mutex::default() }
     }
 
-    /// Whether a trace is on.
+    /// Returns true if a trace is on.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.on.load(Ordering::Relaxed) != 0 && self.arena.is_ours()

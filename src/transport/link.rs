@@ -65,7 +65,7 @@ struct Intake {
     allocator: Allocator,
     results: Producer<ArenaRing>,
     has_left: bool,
-    /// What the consumer's attempt to receive has found, for the thread.
+    /// The error of the consumer's attempt to receive, for the thread.
     failed: Option<Error>,
     /// The connection has ended, or is damaged.
     has_ended: bool,
@@ -117,7 +117,7 @@ impl Link {
         &self.arena.control(self.worker).status
     }
 
-    /// Whether the connection has ended, and the thread no longer uses the arena.
+    /// Returns true if the connection has ended, and the thread no longer uses the arena.
     pub fn has_ended(&self) -> bool {
         // SYNC: link-ended (pairs with the Release in `run`).
         self.ended.load(Ordering::Acquire)
@@ -155,7 +155,7 @@ impl Link {
         self.pump();
     }
 
-    /// Whether this end has given up the connection.
+    /// Returns true if this end has given up the connection.
     fn is_cut(&self) -> bool {
         lock(&self.reason).is_some()
     }
@@ -469,7 +469,7 @@ struct Held<'a> {
     link: &'a Link,
     blocks: Vec<u32>,
     waits: bool,
-    /// When the first wait for memory began.
+    /// The time at which the first wait for memory began.
     start: Option<Duration>,
 }
 

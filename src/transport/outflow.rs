@@ -17,7 +17,7 @@ use crate::sys;
 use crate::sys::socket::{Moved, Part, Socket};
 use crate::wire::{ResultEntry, ResultKind, TaskEntry, TaskKind};
 
-/// What is taken from the rings, and not sent or not answered yet.
+/// The sending side: tasks that were taken from the rings, and are not sent or not answered yet.
 #[derive(Debug)]
 pub(super) struct Outflow {
     arena: Arc<Arena>,
@@ -52,7 +52,7 @@ impl Outflow {
         }
     }
 
-    /// Whether another task of a shared queue may be taken. While the worker starts, others may be idle.
+    /// Returns true if another task of a shared queue may be taken. While the worker starts, others may be idle.
     pub(super) fn has_credit(&self) -> bool {
         self.ready && self.under_way() < LINK_CREDIT
     }

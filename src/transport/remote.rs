@@ -49,7 +49,7 @@ pub struct Remote {
     has_ended: Condvar,
 }
 
-/// What is received.
+/// The receiving side.
 #[derive(Debug)]
 struct Intake {
     inflow: Inflow,
@@ -60,7 +60,7 @@ struct Intake {
     has_ended: bool,
 }
 
-/// What is sent.
+/// The sending side.
 #[derive(Debug)]
 struct Outgoing {
     results: Consumer<ArenaRing>,

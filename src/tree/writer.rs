@@ -9,7 +9,7 @@ pub struct Writer<'a> {
     out: &'a mut Vec<u8>,
 }
 
-/// Where a leaf's number and offset are written once known.
+/// Position of a leaf's number and offset, which are written once known.
 #[derive(Clone, Copy, Debug)]
 pub struct Placeholder(usize);
 
@@ -36,7 +36,7 @@ impl<'a> Writer<'a> {
         self.out.len()
     }
 
-    /// Whether the payload is empty.
+    /// Returns true if the payload is empty.
     pub fn is_empty(&self) -> bool {
         self.out.is_empty()
     }

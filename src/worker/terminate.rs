@@ -81,7 +81,7 @@ fn decide(cause: Cause) -> Answer {
     }
 }
 
-/// Whether a worker has started and not left.
+/// Returns true if a worker has started and not left.
 fn works(page: &StatusPage) -> bool {
     let left = page.state.load(Ordering::Relaxed) == WorkerState::Left as u32;
     page.pid.load(Ordering::Relaxed) != 0 && !left

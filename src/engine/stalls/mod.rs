@@ -58,7 +58,7 @@ impl Stalls {
         self.patience
     }
 
-    /// Whether to check the workers now.
+    /// Returns true if the workers are to be checked now.
     pub(super) fn begins_check(&self, now: Duration) -> bool {
         now.saturating_sub(self.looked) >= STALL_CHECK
     }

@@ -11,12 +11,12 @@ use crate::error::Error;
 use crate::interop::exit_guard::{call, next_item};
 use crate::wire::TaskKind;
 
-/// What the beginning of an epoch has drawn so far.
+/// The draws of the beginning of an epoch so far.
 #[derive(Default)]
 pub(super) struct Drawn<'py> {
     /// Number of draws.
     pub(super) draws: usize,
-    /// Whether the workers have begun the epoch early, with these index batches.
+    /// True if the workers have begun the epoch early, with these index batches.
     taken_up: bool,
     /// Index batches as they were foreseen, with their bytes. To be sent again.
     again: Vec<(Py<PyAny>, Vec<u8>)>,

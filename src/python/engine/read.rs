@@ -119,7 +119,7 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Whether a signal handler raised an error, rather than the code that it interrupted.
+    /// Returns true if a signal handler raised an error, rather than the code that it interrupted.
     pub(super) fn is_interrupt(&self, error: &PyErr) -> PyResult<bool> {
         // Not `value`, which has no traceback.
         let value = error.clone_ref(self.py).into_value(self.py);

@@ -54,7 +54,7 @@ fn dead(worker: u32, lost: Option<u64>) -> Decision<u64, &'static str> {
     Decision::Dead(Death { worker: WorkerId(worker), lost: lost.map(TaskId) })
 }
 
-/// What `submit` returns for a task of this worker.
+/// The value that `submit` returns for a task of this worker.
 fn to(task: u64, worker: u32) -> std::result::Result<(TaskId, Placement), u64> {
     Ok((TaskId(task), Placement::Worker(WorkerId(worker))))
 }

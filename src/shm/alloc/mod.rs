@@ -240,7 +240,7 @@ impl Allocator {
         self.sent.insert(id);
     }
 
-    /// Whether a block was sent in a message since it was allocated.
+    /// Returns true if a block was sent in a message since it was allocated.
     pub fn was_sent(&self, id: u32) -> bool {
         self.sent.contains(&id)
     }
@@ -298,7 +298,7 @@ impl Allocator {
         }
     }
 
-    /// Whether the table has an entry for another block.
+    /// Returns true if the table has an entry for another block.
     fn has_entry(&mut self) -> Result<bool> {
         let id = self.mapped.len() as u32;
         if !self.spare.is_empty() || id == self.arena.geometry().table_len {
@@ -501,12 +501,13 @@ impl Allocator {
         Ok(())
     }
 
-    /// Whether a message of this region waits for the loop: the main process opens it when it delivers the batch.
+    /// Returns true if a message of this region waits for the loop: the main process opens it when it delivers the
+    /// batch.
     pub fn is_ahead(&self) -> bool {
         self.states().any(|state| state & (CONSUMER | DELIVERED) == CONSUMER)
     }
 
-    /// Whether a large block of `len` bytes would take fresh pages, while the loop holds one that fits.
+    /// Returns true if a large block of `len` bytes would take fresh pages, while the loop holds one that fits.
     pub fn awaits(&mut self, len: u64) -> Result<bool> {
         if len < LARGE {
             return Ok(false);

@@ -153,7 +153,7 @@ impl Arena {
         self.fd.as_fd().as_raw_fd()
     }
 
-    /// Whether this process mapped the arena; false in its forked children.
+    /// Returns true in the process that mapped the arena; false in its forked children.
     #[inline]
     pub fn is_ours(&self) -> bool {
         self.generation == sys::fork::generation()

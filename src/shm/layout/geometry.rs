@@ -1,4 +1,4 @@
-//! Where the parts of an arena lie.
+//! The places of an arena's parts.
 //!
 //! The control part takes about workers² x prefetch_factor x 128 bytes (64 workers: 2 MiB; 1,000: 250 MiB). Its pages
 //! exist from the start, so that a full machine is an error at once and not a SIGBUS later.
@@ -14,9 +14,9 @@ pub struct Needs {
     pub workers: u32,
     /// Limit of outstanding tasks.
     pub outstanding: u32,
-    /// Whether the workers share a queue.
+    /// True if the workers share a queue.
     pub shared_queue: bool,
-    /// Whether workers send snapshots beside their results.
+    /// True if workers send snapshots beside their results.
     pub snapshots: bool,
 }
 
@@ -27,7 +27,7 @@ pub struct Geometry {
     pub workers: u32,
     /// Slots of each ring: a power of two.
     pub ring_slots: u32,
-    /// Whether the workers share a queue, which has as many slots as a ring.
+    /// True if the workers share a queue, which has as many slots as a ring.
     pub shared_queue: bool,
     /// Entries of each block table.
     pub table_len: u32,

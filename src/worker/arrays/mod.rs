@@ -31,12 +31,12 @@ use crate::sync::{Ordering, lock};
 use crate::sys::fork::{ForkHandlers, Step, on_fork};
 use crate::sys::private::{Gate, make_inaccessible, make_private};
 
-/// What to do with an array that changes its size.
+/// The outcome of a request for another size of an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resized {
     /// It has the new size.
     InPlace,
-    /// It must move; it has so many bytes now.
+    /// It must move; it has this many bytes now.
     Move(usize),
 }
 
@@ -127,7 +127,7 @@ impl Port {
         Resized::InPlace
     }
 
-    /// Whether an array lies in a block.
+    /// Returns true if an array lies in a block.
     pub fn has_array(&self, block: u32) -> bool {
         self.arrays().is_some_and(|arrays| arrays.live.contains_key(&block))
     }
@@ -139,7 +139,7 @@ impl Port {
         array.map(|array| array.noted = true).is_some()
     }
 
-    /// Whether a noted array was freed. Its memory stays as it is.
+    /// Returns true if a noted array was freed. Its memory stays as it is.
     pub fn is_freed(&self, block: u32) -> bool {
         self.arrays().is_some_and(|arrays| arrays.live.get(&block).is_some_and(|array| array.freed))
     }
@@ -173,7 +173,7 @@ struct Watched {
     next: Option<&'static Watched>,
 }
 
-/// What a child has copied, with what its parents had: addresses and lengths.
+/// The ranges that a child has copied, and those that its parents had copied: addresses and lengths.
 static PRIVATE: AtomicPtr<Vec<(usize, usize)>> = AtomicPtr::new(std::ptr::null_mut());
 
 struct Forking {

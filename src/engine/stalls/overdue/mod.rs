@@ -17,7 +17,7 @@ use crate::shm::layout::WorkerState;
 use crate::sys;
 use crate::sys::pidfd::ExitStatus;
 
-/// What [`Engine::kill`](crate::engine::Engine::kill) has done.
+/// The outcome of [`Engine::kill`](crate::engine::Engine::kill).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Killed {
     /// It has sent SIGKILL.
@@ -28,7 +28,7 @@ pub enum Killed {
     WentOn,
 }
 
-/// What a worker does. It has gone on once this differs.
+/// The work of a worker. The worker has gone on once this differs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Work {
     /// Nothing that counts.
@@ -111,7 +111,7 @@ impl Overdue {
         self.watched[worker as usize] = Watched::default();
     }
 
-    /// Whether a worker that ended like that was killed for the limit.
+    /// Returns true if a worker that ended with this status was killed for the limit.
     pub(in crate::engine) fn was_killed(&self, worker: u32, status: Option<ExitStatus>) -> bool {
         let by_it = matches!(status, None | Some(ExitStatus::Signal(libc::SIGKILL)));
         by_it && self.watched[worker as usize].killed
@@ -126,7 +126,7 @@ impl Overdue {
         }
     }
 
-    /// Whether to check the workers now.
+    /// Returns true if the workers are to be checked now.
     pub(in crate::engine) fn begins_check(&mut self, now: Duration) -> bool {
         if self.limit.is_none() {
             return false;
@@ -143,8 +143,8 @@ impl Overdue {
         self.limit = limit;
     }
 
-    /// Whether a worker that shows this exceeds the limit, once for each batch. If it will later, `next` is at most
-    /// that time.
+    /// Returns true if a worker that shows this exceeds the limit, once for each batch. If it will exceed it later,
+    /// lowers `next` to that time.
     pub(in crate::engine) fn exceeds(
         &mut self,
         worker: u32,

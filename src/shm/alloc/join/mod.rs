@@ -1,5 +1,5 @@
-//! What happens once a request does not fit behind the last block of a region: it is cut from a larger idle block, or
-//! idle neighbours become one block.
+//! Joins and splits idle blocks once a request does not fit behind the last block of a region: it is cut from a larger
+//! idle block, or idle neighbours become one block.
 //!
 //! **The rule.** Only blocks in the owner's private free lists change their place or their size. No holder's bit is set
 //! in them and they are not RETURNING, so no other process or thread may read them by their number: it is on no stack,
