@@ -32,8 +32,8 @@ def _ray() -> Any:
 
 
 def _session(ray: Any) -> Any:
-    """What tells a connection to a cluster from earlier ones; None without one. Unlike most calls of Ray, this starts
-    none."""
+    """Returns an identity that distinguishes the connection to a cluster from earlier ones; None without a connection.
+    Unlike most calls of Ray, this starts none."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -68,7 +68,7 @@ class _StartedActor:
         self._session = _session(ray)
 
     def failure(self) -> str | None:
-        """Why ``serve`` has ended, or the actor."""
+        """Returns the reason why ``serve`` or the actor has ended; None while both run."""
         try:
             if _session(self._ray) != self._session:
                 return "Ray was shut down"
@@ -112,7 +112,7 @@ class RayContext(RemoteContext):
 
     Worker i is an actor with the id and the seeds of worker i, so batches are bit-identical to those of local workers.
     They come over a TCP connection of each actor to this process, not through Ray's object store. Ray starts an actor
-    and tells of its end; order, restarts (``max_restarts``) and exactly-once delivery are the loader's. The dataset is
+    and reports its end; order, restarts (``max_restarts``) and exactly-once delivery are the loader's. The dataset is
     pickled by cloudpickle and put into the object store once.
 
     Args:

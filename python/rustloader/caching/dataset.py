@@ -23,7 +23,7 @@ from rustloader.sharing.pickling import descriptor_of, dumps, register
 logger = logging.getLogger("rustloader")
 
 _MISSING = object()
-# Bits of what was told: once, whatever the number of processes.
+# Bits of the events that are reported: each one once, over all processes.
 _FULL, RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
 
 

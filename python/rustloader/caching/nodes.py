@@ -14,7 +14,7 @@ from rustloader.sharing.ranks import meet_on_machine
 
 
 class Origin(NamedTuple):
-    """How a cache was asked for, for a machine that makes its own."""
+    """The request for a cache, from which another machine makes its own."""
 
     memory: int | None
     key: str | None

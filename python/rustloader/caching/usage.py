@@ -1,4 +1,4 @@
-"""What a cache has, and what was asked of it."""
+"""Content and counters of a cache."""
 
 from dataclasses import dataclass
 

@@ -123,7 +123,7 @@ def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
 
 
 def _assigns(code: CodeType, name: str) -> bool:
-    """Whether a function assigns to one of its parameters."""
+    """Returns True if a function assigns to one of its parameters."""
     stores = ("STORE_FAST", "STORE_DEREF", "DELETE_FAST", "DELETE_DEREF")
     # Python 3.13 joins two stores into one instruction.
     names = (step.argval for step in dis.get_instructions(code) if step.opname.startswith(stores))
@@ -143,7 +143,7 @@ class EmptyBatchError(Exception):
 
 
 class EmptyBatch:
-    """What a worker sends in place of a batch that has no samples left, as it sends errors."""
+    """The answer of a worker in place of a batch that has no samples left. It is sent as errors are."""
 
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = failures

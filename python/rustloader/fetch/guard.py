@@ -141,15 +141,15 @@ class Guard:
         return None
 
     def has_failures(self) -> bool:
-        """Whether a sample of the present batch has failed."""
+        """Returns True if a sample of the present batch has failed."""
         return bool(self._found)
 
     def is_poisoned(self) -> bool:
-        """Whether a sample of the present batch must not be made."""
+        """Returns True if a sample of the present batch must not be made."""
         return bool(self._poison)
 
     def is_foreign(self, error: Exception) -> bool:
-        """Whether an error has nothing to do with the sample: a signal handler has raised it."""
+        """Returns True if an error has nothing to do with the sample: a signal handler has raised it."""
         return self._is_foreign(error, self._handled)
 
     def empty(self) -> EmptyBatchError:
@@ -202,7 +202,7 @@ class Guard:
         self._found.append((place, failure_of(index, error, action, self._worker_id)))
 
     def _substitute(self, place: int, index: Any, error: Exception) -> Any:
-        """What the program's function returns."""
+        """Returns the sample that the program's function gives in place of a failed one."""
         assert callable(self._policy)
         try:
             sample = self._policy(index, error)
@@ -325,7 +325,7 @@ class GuardedDataset:
         return self.source[index]
 
     def _by_sample(self, indices: Any) -> list[Any]:
-        """What torch's fetcher makes of an index batch, at the same speed while nothing fails."""
+        """Makes the batch of torch's fetcher from an index batch, at the same speed while nothing fails."""
         source, made = self.source, []
         left = enumerate(indices)
         place, index = -1, None
@@ -340,7 +340,7 @@ class GuardedDataset:
                 made.append(self._guard.instead_of(place, index, error, self._item))
 
     def _as_batch(self, indices: Any) -> Any:
-        """What ``__getitems__`` of the dataset makes; if it fails, it is asked for each sample alone."""
+        """Makes a batch by ``__getitems__`` of the dataset; if it fails, it is called for each sample alone."""
         guard = self._guard
         if not guard.is_poisoned():
             try:
@@ -369,7 +369,7 @@ class GuardedDataset:
 
 
 class _Alone:
-    """What ``__getitems__`` has made of one index."""
+    """The result of ``__getitems__`` for one index."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples

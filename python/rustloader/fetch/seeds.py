@@ -55,7 +55,7 @@ def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
 
 
 class Apart(Enum):
-    """How far the samples of a batch can be told apart before they are made."""
+    """The degree to which the samples of a batch can be told apart before they are made."""
 
     NO = 0  # the dataset makes the batch in one call
     ONE = 1  # the batch is one sample, or threads make its samples at the same time

@@ -26,7 +26,7 @@ _row: Any = torch.Tensor.__getitem__
 _fetch: Any = _MapDatasetFetcher.fetch
 _getitem: Any = TensorDataset.__getitem__
 _getitems: Any = Subset.__getitems__
-# Whether torch's code is what a gather stands for.
+# True if torch's code is what a gather stands for.
 _is_known = all(
     (
         # A program may have replaced these before this import.
@@ -92,7 +92,7 @@ class TableFetcher(_MapDatasetFetcher):
         return _MapDatasetFetcher.fetch(self, possibly_batched_index) if batch is None else batch
 
     def _is_untouched(self) -> bool:
-        """Whether torch would still make a batch with the functions that a gather stands for."""
+        """Returns True if torch would still make a batch with the functions that a gather stands for."""
         functions = collate.default_collate_fn_map
         return (
             self._is_standard

@@ -61,7 +61,7 @@ class FailureCount:
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Begins to count anew."""
+        """Resets the counters."""
         self.error: Callable[[], ErrorLimitExceeded] | None = None
         self.epoch = self.next_epoch
         self._count, self.next_earlier = self.next_earlier, 0

@@ -91,7 +91,7 @@ def note_begun(loader: LoaderLike, seeding: Seeding) -> None:
 
 
 def _not_apart(loader: LoaderLike) -> str | None:
-    """Why the samples of a batch cannot be told apart, or None."""
+    """Returns the reason why the samples of a batch cannot be told apart, or None."""
     if torchs.takes_batches(loader._dataset_kind, loader.dataset, loader._auto_collation):
         return f"the __getitems__ of {type(loader.dataset).__qualname__} makes a whole batch"
     if not torchs.is_own(loader._dataset_kind):
@@ -100,7 +100,7 @@ def _not_apart(loader: LoaderLike) -> str | None:
 
 
 def _why_one_after_the_other(loader: LoaderLike) -> str | None:
-    """Why threads cannot make the samples of a batch at the same time, or None."""
+    """Returns the reason why threads cannot make the samples of a batch at the same time, or None."""
     if loader._dataset_kind == _DatasetKind.Iterable:
         return "the samples of an iterable dataset come one after the other"
     if not loader._auto_collation:

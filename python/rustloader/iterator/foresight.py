@@ -1,4 +1,4 @@
-"""What the next epoch of a persistent loader begins with, foreseen before the present one has ended."""
+"""The beginning of a persistent loader's next epoch, foreseen before the present one has ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("rustloader")
 
 # Seeds that a program may draw from torch's generator between two epochs, as the `iter()` of another loader does.
 _MOST_DRAWS = 8
-# After so many wrong guesses in a row there is no further one.
+# Number of wrong guesses in a row after which there is no further one.
 _MOST_WRONG = 3
 
 # The samplers that can be foreseen, if their code is torch's.
@@ -41,7 +41,7 @@ _KNOWN = {
 
 @dataclass
 class _Guess:
-    """What a guess starts from: the state of torch's global generator, or the epoch of a sampler."""
+    """The start of a guess: the state of torch's global generator, or the epoch of a sampler."""
 
     state: torch.Tensor | None = None
     epoch: int | None = None
@@ -64,13 +64,14 @@ class Foresight:
     def __init__(self, index_sampler: Any, epochs: Epochs) -> None:
         self._sampler, self._epochs = index_sampler, epochs
         self._batches: Iterator[Any] = iter(())
-        # Whether the present epoch has asked.
+        # True if the present epoch has asked.
         self._has_asked = False
         self._guess: _Guess | None = None
         # The guess for the epoch that begins, and what that finds.
         self._judged: tuple[_Guess, _Guess] | None = None
         self._wrong = 0
-        # How many seeds the program draws until the next epoch, and by how much it raises the sampler's epoch.
+        # The number of seeds that the program draws until the next epoch, and the step by which it raises the sampler's
+        # epoch.
         self._draws, self._step = 0, 1
 
     def begin(self) -> bytes | None:
@@ -184,14 +185,14 @@ def _is_torchs(cls: type, code: Any) -> bool:
 
 
 def packed(message: dict[str, Any]) -> bytes:
-    """What the workers of a persistent loader are told, as it is sent."""
+    """Encodes a message to the workers of a persistent loader; an empty one has no bytes."""
     return pickle.dumps(message) if message else b""
 
 
 def of(
     it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, epochs: Epochs, is_tuned: bool
 ) -> Foresight | None:
-    """What foresees the epochs of a loader with ``overlap_epochs``. None if its epochs do not overlap.
+    """Returns the foresight of a loader with ``overlap_epochs``. None if its epochs do not overlap.
 
     ``is_tuned``: the number of workers may change between epochs.
     """
@@ -207,7 +208,7 @@ def of(
 
 
 def _why_not(it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, is_tuned: bool) -> str | None:
-    """Why the epochs of a loader cannot overlap, or None."""
+    """Returns the reason why the epochs of a loader cannot overlap, or None."""
     if it._dataset_kind != _DatasetKind.Map:
         return "an iterable dataset begins its next epoch in iter(dataset)"
     if config.snapshots:

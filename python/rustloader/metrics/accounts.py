@@ -26,7 +26,7 @@ class Open(NamedTuple):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing counts there any more. An iterator may outlive its loader."""
+        """True if nothing counts there any more. An iterator may outlive its loader."""
         return self.loader() is None and self.ledger.has_ended
 
 

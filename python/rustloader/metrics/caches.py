@@ -16,7 +16,7 @@ _DEPTH = 8
 
 
 def usage(dataset: Any) -> CacheUsage | None:
-    """What the cache of a dataset has; None without one."""
+    """Returns the usage of a dataset's cache; None without one."""
     cached = find(dataset)
     return None if cached is None else cached.usage()
 

@@ -55,7 +55,7 @@ class Allowance:
 
 
 class _Known(NamedTuple):
-    """What is known of a process: its bytes of page faults at the last reading (0: none yet), and its own bytes."""
+    """The known figures of a process: its bytes of page faults at the last reading (0: none yet), and its own bytes."""
 
     pid: int
     faulted: int

@@ -123,12 +123,12 @@ def judge(stats: Figures, is_most: bool = False) -> Verdict:
 
 
 def described(large: LargeAttribute) -> str:
-    """What an attribute is, in words."""
+    """Describes an attribute in words."""
     return f"a {large.kind} of {large.items:,} items, about {size(large.bytes)}"
 
 
 def _caching(stats: Figures) -> str:
-    """What a cache would gain; empty if that is unknown, or little."""
+    """Describes the gain from a cache; empty if it is unknown, or little."""
     estimate, tasks = stats.cache_estimate, sum(worker.tasks for worker in stats.workers)
     if estimate is None or not tasks:
         return ""
@@ -148,7 +148,7 @@ def _caching(stats: Figures) -> str:
 
 
 def _copying(stats: Figures) -> str:
-    """What to do about a dataset that workers copy; empty if nothing is known of one."""
+    """Returns advice on a dataset that workers copy; empty if nothing is known of one."""
     if not stats.large_attributes:
         return ""
     most = max(worker.private_bytes or 0 for worker in stats.workers)

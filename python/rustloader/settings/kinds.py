@@ -37,11 +37,12 @@ class Kind:
     expected: str
 
     def is_kind(self, value: Any) -> bool:
-        """Whether a value has the right type. Otherwise the error is a TypeError."""
+        """Returns True if a value has the right type. Otherwise the error is a TypeError."""
         return isinstance(value, self.types) and (bool in self.types or not isinstance(value, bool))
 
     def allows(self, value: Any) -> bool:
-        """Whether a value of the right type is one that the option can have. Otherwise the error is a ValueError."""
+        """Returns True if a value of the right type is one that the option can have. Otherwise the error is a
+        ValueError."""
         return True
 
     def read(self, text: str) -> Any:

@@ -27,7 +27,7 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
     memory is one sealed file without a name, which nothing can change. It counts once for all processes, and goes with
     the last of them.
 
-    Items are made anew at each access: they have the type and value that the original had, but changes to them are
+    Items are made again at each access: they have the type and value that the original had, but changes to them are
     lost, and ``is`` does not hold between two accesses.
 
     A list, or any other iterable of items, becomes a read-only sequence like a list; it is read once, and never held in

@@ -36,11 +36,11 @@ _SLICE = 1e6
 # Connections that wait at a listening socket, and those that have not said yet who they are.
 _MOST_WAITING = 256
 _CREDENTIALS = struct.Struct("3i")
-# What a rank says before its name, and the longest such word in bytes.
+# The prefix of a rank's name in its greeting, and the longest such greeting in bytes.
 _HELLO = b"rustloader share "
 _LONGEST = 128
 
-# How often this process has used a key: the n-th call of each rank belongs to the n-th of the others.
+# Number of times that this process has used a key: the n-th call of each rank belongs to the n-th of the others.
 _uses: dict[str, int] = {}
 # Held while a socket comes into being, so that no fork falls between the call and `_own`. A signal handler may fork.
 _lock = threading.RLock()
@@ -102,7 +102,7 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
 
 
 class _Store(Protocol):
-    """What lies in a file that other processes can open by a descriptor."""
+    """An object in a file that other processes can open by a descriptor."""
 
     def fileno(self) -> int: ...
 

@@ -1,4 +1,4 @@
-"""How much memory the attributes of a dataset take, about, with the data of arrays and tensors unless it is shared.
+"""Estimates the memory of a dataset's attributes, with the data of arrays and tensors unless it is shared.
 
 `metrics.copied` looks for less, the Python objects that a forked worker copies as it reads them, and has less time.
 """
@@ -58,7 +58,7 @@ def size_of(value: Any, level: int = 0) -> int:
 
 
 def is_shared(value: np.ndarray | torch.Tensor) -> bool:
-    """Whether the memory of an array or a tensor is one for all processes already: shared, or a file's."""
+    """Returns True if the memory of an array or a tensor is one for all processes already: shared, or a file's."""
     if isinstance(value, SharedTensor):
         return True
     if isinstance(value, torch.Tensor):

@@ -79,7 +79,7 @@ class _Description:
         self._with_workers = schema.SNAPSHOT in state
         self._own = self._part(state, "", OWN) if OWN in state else {}
         self._snapshot = self._part(state, "", schema.SNAPSHOT) if self._with_workers else {}
-        # Where the position in the sampler stands.
+        # The part with the position in the sampler.
         self._main = self._part(self._snapshot, schema.SNAPSHOT, schema.MAIN) if self._with_workers else state
         self._main_path = "_snapshot._main_snapshot" if self._with_workers else ""
         self._sampler_part = self._part(self._own, OWN, Own.SAMPLER) if self._own else {}
@@ -181,7 +181,7 @@ class _Description:
         return first + (length // batch_size if drops_last else -(-length // batch_size))
 
     def _is_known(self) -> bool:
-        """Whether the sampler yields single indices. The length of another one may count batches."""
+        """Returns True if the sampler yields single indices. The length of another one may count batches."""
         return _SAMPLERS.get(plain(self._sampler.kind), "")[:1].isupper()
 
     def _ahead(self) -> Iterator[str]:

@@ -39,7 +39,7 @@ def draws(loader: LoaderLike, index_sampler: Any, with_base_seed: bool) -> Draws
 
 
 def foreseen(loader: LoaderLike, index_sampler: Any) -> Draws:
-    """What ``draws`` would return, with a base seed. Draws from copies of the generators, which costs little."""
+    """Foresees the result of ``draws`` with a base seed. Draws from copies of the generators, which costs little."""
     copies: dict[int, torch.Generator] = {}
 
     def copy_of(generator: torch.Generator | None) -> torch.Generator:
@@ -118,8 +118,8 @@ class KeptDraws:
         self._watches = [SeedWatch(generator) for generator, _ in drawn]
 
     def was_seeded_since(self) -> bool:
-        """Whether the program has seeded a generator since, or restored its state: then its own draws count, as in a
-        run without a state. It is not noticed if it seeds with the same number and draws before the next epoch."""
+        """Returns True if the program has since seeded a generator or restored its state: then its own draws count, as
+        in a run without a state. Seeding with the same number and drawing before the next epoch is not noticed."""
         restored = any(torch.equal(_of(generator).get_state(), state) for generator, state in self._before)
         return restored or any(watch.was_seeded() for watch in self._watches)
 
@@ -137,7 +137,7 @@ class SeedWatch:
         self._seed, self._was_fresh = now.initial_seed(), _is_fresh(now)
 
     def was_seeded(self) -> bool:
-        """Whether it was seeded."""
+        """Returns True if the generator was seeded."""
         generator = _of(self._generator)
         return generator.initial_seed() != self._seed or (_is_fresh(generator) and not self._was_fresh)
 
@@ -147,7 +147,7 @@ def _of(generator: torch.Generator | None) -> torch.Generator:
 
 
 def _is_fresh(generator: torch.Generator) -> bool:
-    """Whether a generator is where its seed puts it."""
+    """Returns True if a generator is where its seed puts it."""
     seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
     return torch.equal(generator.get_state(), seeded.get_state())
 

@@ -85,7 +85,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _since_load: tuple[SeedWatch, SeedWatch]
     # Number of epochs that have begun.
     _epochs = 0
-    # Whether a state in the middle of an epoch has looked for a shuffle buffer.
+    # True once a state in the middle of an epoch has looked for a shuffle buffer.
     _has_looked = False
 
     if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return recorder_of(self.dataset)
 
     def _keeps_workers(self) -> bool:
-        """Whether the workers of an epoch stay for the next one."""
+        """Returns True if the workers of an epoch stay for the next one."""
         return self.num_workers > 0 and bool(resolve(self).persistent_workers)
 
     def _begin(self, plan: Plan) -> None:

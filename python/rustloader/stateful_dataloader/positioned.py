@@ -1,4 +1,4 @@
-"""What the iterators of a StatefulDataLoader share: an epoch that begins at a position."""
+"""The common part of a StatefulDataLoader's iterators: an epoch that begins at a position."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Positioned:
             warnings.warn(text, stacklevel=frames_to_program())
 
     def delivered_nothing(self, it: IteratorLike) -> bool:
-        """Whether no batch has come out of the present epoch, nor an error."""
+        """Returns True if no batch has come out of the present epoch, nor an error."""
         return it._num_yielded == self.origin.yielded and not self.raised
 
     def warn_if_empty(self, it: IteratorLike) -> None:
@@ -121,7 +121,7 @@ class Positioned:
 
 
 def worker_after(start: WorkerStart, answers: int, count: int, made: WorkerStart | None) -> WorkerStart:
-    """What a worker starts from that goes on after a number of its answers.
+    """Returns the start of a worker that goes on after a number of its answers.
 
     Before its first answer, a worker that has loaded a state has that one: the state comes back as it was loaded. A
     dataset that applies it at its first step shows another one until then.

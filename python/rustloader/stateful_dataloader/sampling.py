@@ -32,7 +32,7 @@ class Sampling(ABC):
     """
 
     iterator: Iterator[Any]
-    # Whether another one from the same saved state yields the same.
+    # True if another iterator from the same saved state yields the same.
     is_repeatable = True
 
     def __init__(self, kind: Kind, iterator: Iterator[Any]) -> None:
@@ -46,13 +46,13 @@ class Sampling(ABC):
 
     @abstractmethod
     def state(self, position: int) -> SamplerState:
-        """What to save of the sampler when all index batches before a position are delivered.
+        """Returns the state of the sampler when all index batches before a position are delivered.
 
         Makes the draws of the first ``next`` if they are not made, so that the state says what comes.
         """
 
     def _said(self, **more: Any) -> SamplerState:
-        # When it is asked for: `len` of a sampler may be code of the program.
+        # Computed on first use: `len` of a sampler may be code of the program.
         said = self._about
         if said is None:
             said = self._about = about(self._kind)
@@ -155,7 +155,7 @@ def _with_samples(said: SamplerState, position: int) -> SamplerState:
 
 
 def unstarted(index_sampler: Any) -> SamplerState:
-    """What to save of a sampler before the first epoch. Draws nothing."""
+    """Returns the state of a sampler before the first epoch. Draws nothing."""
     return about(kind_of(index_sampler))
 
 

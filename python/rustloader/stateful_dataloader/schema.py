@@ -83,7 +83,7 @@ class Own:
 
 @dataclass(frozen=True)
 class DatasetState:
-    """What a state says about the dataset.
+    """The part of a state that describes the dataset.
 
     Attributes:
         kind: ``"map"`` or ``"iterable"``.
@@ -102,13 +102,13 @@ class DatasetState:
 
     @property
     def is_iterable(self) -> bool:
-        """Whether the dataset is iterable."""
+        """True if the dataset is iterable."""
         return bool(self.kind == "iterable")
 
 
 @dataclass(frozen=True)
 class SamplerState:
-    """What a state says about a sampler at a position. None stands for what it does not say.
+    """The part of a state that describes a sampler at a position. None stands for an entry that the state lacks.
 
     Attributes:
         kind: That of ``kinds.Kind``; None in torchdata's states.
@@ -162,7 +162,7 @@ class SamplerState:
 
     @property
     def has_states(self) -> bool:
-        """Whether there is a state of the sampler or its iterator."""
+        """True if there is a state of the sampler or its iterator."""
         return self.index_sampler_state is not None or self.sampler_iter_state is not None
 
 
@@ -183,7 +183,7 @@ class Draws:
 
 @dataclass
 class State:
-    """What a state says.
+    """The content of a state.
 
     Attributes:
         num_workers: Number of workers of the loader that wrote it.
@@ -392,7 +392,7 @@ def _known(cls: Any, said: Mapping[str, Any], **more: Any) -> Any:
 
 
 def _worker(snapshot: Any, record: Any) -> WorkerStart:
-    """What a worker starts from, of its snapshot and what a state says about it besides."""
+    """Returns the start of a worker, from its snapshot and its record in a state."""
     snapshot = record.get(Own.START) or snapshot
     of(snapshot, DATASET_STATE, object)
     fetcher = of(snapshot, FETCHER_STATE, dict, type(None)) or {}

@@ -47,7 +47,7 @@ class Supervisor:
 
     @property
     def restarts_workers(self) -> bool:
-        """Whether dead workers may be started again."""
+        """True if dead workers may be started again."""
         return self._restarts is not None
 
     def begin_epoch(self) -> None:

@@ -1,4 +1,4 @@
-"""What this package does around ``os.fork``: its steps, in one order.
+"""The steps of this package around ``os.fork``, in one order.
 
 The module of a step says what it does (:func:`at_fork`); this list says when. So the order does not depend on imports.
 Hooks of the C library run between these and the fork itself: ``src/sys/fork.rs`` lists them.

@@ -209,7 +209,7 @@ PATCHES = (
         "the start of a worker",
         _NEVER,
     ),
-    # What belongs to one object
+    # Changes of one object
     Change(
         "a _SingleProcessDataLoaderIter: _sampler_iter and _dataset_fetcher",
         "iterator.single",
@@ -234,7 +234,7 @@ PATCHES = (
         "the first iterator of a StatefulDataLoader over one",
         _NEVER,
     ),
-    # How objects travel
+    # Changes of the way objects travel
     Change(
         "multiprocessing.reduction.ForkingPickler: reducers of shared objects, cached datasets and numpy.ndarray",
         "sharing.pickling",

@@ -38,7 +38,7 @@ class IterType(ABCMeta):
 
 
 def is_torchs(function: Any, module: types.ModuleType) -> bool:
-    """Whether a function is defined in a module of torch, and not put there by a program."""
+    """Returns True if a function is defined in a module of torch, and not put there by a program."""
     return getattr(function, "__globals__", None) is vars(module)
 
 

@@ -29,7 +29,7 @@ class Traceable(Protocol):
         """An object that lives as long as the loader, the loader's name, and its number of workers."""
 
 
-# What can be traced now.
+# Iterators that can be traced now.
 _live: weakref.WeakSet[Traceable] = weakref.WeakSet()
 _active: Trace | None = None
 

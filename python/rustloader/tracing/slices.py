@@ -149,7 +149,7 @@ class _Source:
         if not pieces:
             return
         pieces.sort(key=lambda piece: (piece[1], -piece[2]))
-        # When the trace ended, its worker may not have come back from sending it.
+        # The worker may not have returned from sending it when the trace ended.
         is_whole |= pieces[0][3] == self._delivered
         sent: list[_Piece] = []
         if is_whole:

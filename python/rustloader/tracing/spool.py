@@ -21,7 +21,7 @@ ABOUT = "about.json"
 # A record: the first word has the source (32 bits), who (24) and the kind (8); then begin, length and two numbers.
 _RECORD = struct.Struct("<5Q")
 _READ = _RECORD.size << 14
-# Timestamps are microseconds from the begin of a period of this length, as in torch.profiler's files: a float has room
+# Timestamps are microseconds from the start of a period of this length, as in torch.profiler's files: a float has room
 # for them.
 _PERIOD = 7_889_238 * 10**9
 
@@ -67,7 +67,7 @@ class Spool:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process has made it."""
+        """True if this process has made it."""
         return self._pid == os.getpid()
 
     def add(self, group: int, name: str, workers: int) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-# What this process has sent by value, or received. Both ends have the same key for it.
+# Objects that this process has sent by value, or received. Both ends have the same key for each.
 _by_key: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
@@ -75,13 +75,14 @@ def define(key: str, name: str | None, make: Callable[..., Any], args: tuple[Any
 
 
 def find_own(key: str, module: str, name: str) -> Any:
-    """What this process has sent, or received, by value under a key; without it, what a module has under the name."""
+    """Returns the object that this process has sent or received by value under a key; without one, that of a module
+    under the name."""
     obj = _by_key.get(key)
     return find(module, name) if obj is None else obj
 
 
 def find(module: str, name: str) -> Any:
-    """What a module of this process has under a qualified name."""
+    """Returns the object that a module of this process has under a qualified name."""
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (AttributeError, ImportError) as error:
@@ -90,7 +91,7 @@ def find(module: str, name: str) -> Any:
 
 
 def _is_by_value(obj: Any) -> bool:
-    """Whether a class or function came here by value. What is in a module of both ends is for pickle itself."""
+    """Returns True if a class or function came here by value. What is in a module of both ends is for pickle itself."""
     module = obj.__module__
     if module is None or "<locals>" in obj.__qualname__ or (module in sys.modules and module != "__main__"):
         return False

@@ -70,7 +70,8 @@ def _preload() -> Iterator[None]:
 
 
 def _is_shadowed() -> bool:
-    """Whether the server may find another package of our name in the working directory, where it looks first."""
+    """Returns True if the server may find another package of the same name in the working directory, where it looks
+    first."""
     if sys.flags.safe_path:
         return False
     try:

@@ -65,7 +65,8 @@ def deferred_signals() -> Iterator[list[int]]:
 
 
 def _survives_sigterm() -> bool:
-    """Whether the program handles SIGTERM itself. Ray's handler, which `ray.init` installs, only ends the process."""
+    """Returns True if the program handles SIGTERM itself. Ray's handler, which `ray.init` installs, only ends the
+    process."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler in (signal.SIG_DFL, signal.SIG_IGN):
         return False
@@ -98,7 +99,7 @@ class WorkerGroup:
         self._on_exit = on_exit
         # The dataset of workers on other machines.
         self._blob: remote.Blob | None = None
-        # What workers that are not forked could not load.
+        # Reports of workers that are not forked on arguments that they could not load.
         self._reports: Reports | None = None
         # Set when the workers start.
         self._oom_kills: OomKills | None = None
@@ -147,7 +148,8 @@ class WorkerGroup:
             self.processes[worker.worker_id : worker.worker_id + 1] = [worker]
 
     def was_out_of_memory(self, death: Death, exitcode: int | None) -> bool:
-        """Whether a worker died because its memory cgroup was out of memory. The same answer for the same death."""
+        """Returns True if a worker died because its memory cgroup was out of memory. Answers the same for the same
+        death."""
         generation, answer = self._out_of_memory.get(death.worker_id, (-1, False))
         if generation != death.generation:
             was_killed = exitcode == -signal.SIGKILL and not death.stalled
@@ -213,9 +215,10 @@ class WorkerGroup:
                 raise
 
     def notes_of_start(self, death: Death, exitcode: int | None) -> tuple[str | None, tuple[str, ...]]:
-        """What a worker that has died could not load, and the notes on its start, if an error of it ended the start."""
+        """Returns the report of a dead worker on an argument that it could not load, and the notes on its start, if an
+        error ended the start."""
         report = None if self._reports is None else self._reports.of(death.pid)
-        # What Python's own end by an error gives. Errors of `worker_init_fn` come later, and are answers.
+        # Python's own end by an error gives this. Errors of `worker_init_fn` come later, and are answers.
         failed = (
             exitcode == 1
             and self._reports is not None
@@ -236,8 +239,8 @@ class WorkerGroup:
 
     @staticmethod
     def exiting() -> bool:
-        """Whether the interpreter exits. torch then sets the flag; names of modules that are already gone are None, so
-        this is a method."""
+        """Returns True while the interpreter exits. torch then sets the flag; names of modules that are already gone
+        are None, so this is a method."""
         return _utils is None or _utils.python_exit_status is True or _utils.python_exit_status is None
 
     def exit(self) -> None:

@@ -23,7 +23,7 @@ from rustloader.workers.definitions import Pickling
 
 # Objects of other packages may be tied to one process, or their code may show how often it runs.
 _PLAIN = (sys.stdlib_module_names | {"numpy", "pandas", "torch"}) - {"multiprocessing", "_multiprocessing"}
-# What pickling calls of an object's class.
+# Methods of an object's class that pickling calls.
 _HOOKS = (
     "__reduce_ex__",
     "__reduce__",
@@ -52,11 +52,11 @@ def _is_plain(module: Any) -> bool:
 
 
 def _is_plain_class(kind: type) -> bool:
-    """Whether pickling an object of a class runs no code but that of known packages."""
+    """Returns True if pickling an object of a class runs no code but that of known packages."""
     for name in _HOOKS + (_ITEMS if issubclass(kind, list | dict) else ()):
         for base in kind.__mro__:
             if name in vars(base):
-                # What the standard library has added to a class, as for named tuples, names its own module.
+                # Methods that the standard library has added to a class, as for named tuples, name its own module.
                 module = getattr(vars(base)[name], "__module__", None) or base.__module__
                 if not _is_plain(module):
                     return False
@@ -86,7 +86,7 @@ class _Table(dict[type, Callable[[Any], Any]]):
         return self.setdefault(kind, _reduce)
 
 
-# What the pickler does with types that are not in its table.
+# The pickler's own reduction of types that are not in its table.
 _reduce: Callable[[Any], Any] = operator.methodcaller("__reduce_ex__", pickle.DEFAULT_PROTOCOL)
 
 

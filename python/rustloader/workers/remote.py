@@ -42,7 +42,7 @@ class RemoteProcess:
 
     Attributes:
         pid: Its process there.
-        exitcode: None: nothing tells it.
+        exitcode: None: it is unknown.
         daemon: True.
     """
 
@@ -52,7 +52,7 @@ class RemoteProcess:
     def __init__(self, worker_id: int, pid: int, started: Started, link: Link) -> None:
         self.worker_id, self.pid = worker_id, pid
         self._started, self._link = started, link
-        # Why it had ended before it was killed: after that, the cluster tells of the kill.
+        # The reason why it had ended before it was killed: after that, the cluster reports the kill.
         self._told: str | None = None
 
     @property
@@ -61,19 +61,19 @@ class RemoteProcess:
         return f"RemoteWorker-{self.worker_id}"
 
     def is_alive(self) -> bool:
-        """Whether its connection is open."""
+        """Returns True if its connection is open."""
         return not self._link.has_ended
 
     @property
     def end(self) -> str | None:
-        """Why it has ended, as far as this machine knows; None if it has left, or lives."""
+        """The reason why it has ended, as far as this machine knows; None if it has left, or lives."""
         return None if self._link.reason is None else self._known()
 
     def _known(self) -> str | None:
         return self._told or self._started.failure() or self._link.reason
 
     def why_died(self) -> str | None:
-        """Why it has died. The cluster knows more than the connection, but only a little later."""
+        """Returns the reason why it has died. The cluster knows more than the connection, but only a little later."""
         deadline = time.monotonic() + STATUS_AFTER
         while (found := self._told or self._started.failure()) is None and time.monotonic() < deadline:
             time.sleep(REMOTE_CHECK)
@@ -119,7 +119,7 @@ class _Starting:
         self.worker_id, self.token = worker_id, handshake.new_token()
         self.listener = handshake.listen(address)
         self.connection: socket.socket | None = None
-        # Whether the worker has connected.
+        # True once the worker has connected.
         self.is_proved = False
         # Connections that have to prove themselves, and their threads.
         self.pending: dict[socket.socket, threading.Thread] = {}
@@ -179,7 +179,7 @@ class _Starting:
         self.started.kill()
 
 
-# What a thread has found: the pid of the worker, None for a stranger, or an error.
+# The result of a thread: the pid of the worker, None for a stranger, or an error.
 _News = tuple[_Starting, socket.socket, int | Exception | None]
 
 

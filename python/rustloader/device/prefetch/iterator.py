@@ -44,7 +44,7 @@ _END, _LEFT = _End(), _Left()
 
 
 class Position:
-    """What an iterator has taken from the loader and not delivered.
+    """The batches that an iterator has taken from the loader and not delivered.
 
     Attributes:
         ahead: Batches as the loader gave them, `Copied` ones, `_Failed` and at last `_END`.
@@ -63,12 +63,12 @@ class Position:
         return sum(it.is_batch if isinstance(it, _Failed) else it is not _END for it in ahead) + self.taking
 
     def has_unseen_end(self) -> bool:
-        """Whether the loader has ended and the program has not been told."""
+        """Returns True if the loader has ended and the program has not seen the end."""
         ahead = self.ahead.copy()
         return bool(ahead) and ahead[-1] is _END and not self.has_ended
 
     def has_unseen_error(self) -> bool:
-        """Whether the loader's position is behind an error that the program has not been told."""
+        """Returns True if the loader's position is behind an error that the program has not seen."""
         ahead = self.ahead.copy()
         return bool(ahead) and isinstance(ahead[-1], _Failed) and ahead[-1].is_counted
 

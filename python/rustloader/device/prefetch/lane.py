@@ -64,7 +64,7 @@ class Copied:
 
 
 class _Source:
-    """What a copy reads on the host, until the event after it.
+    """The memory of the host that a copy reads, until the event after it.
 
     Attributes:
         done: The event after the copy; None if the copy failed, until the event is recorded.
@@ -89,7 +89,8 @@ class _Loan:
         self.streams = [stream]
 
     def is_dropped(self) -> bool:
-        """Whether the alias is the last tensor over the storage. False if torch does not say: it is handed over."""
+        """Returns True if the alias is the last tensor over the storage. False if torch does not say: it is handed
+        over."""
         return _use_count is not None and bool(_use_count(self.address) == _ALONE)
 
 
@@ -119,7 +120,7 @@ class Lane:
         self.streams, self.depth = streams, depth
         # Reentrant: a signal handler may raise between the lock and the body of `with`.
         self.lock = threading.RLock()
-        # Whether a call is under way, which a signal handler or the collector may have interrupted.
+        # True if a call is under way, which a signal handler or the collector may have interrupted.
         self.is_busy = False
         self.delivered = 0
         self.transfers = Transfers()
@@ -129,12 +130,12 @@ class Lane:
         self._sources: deque[_Source] = deque()
         # Batches that iterators left behind while the lane was in use.
         self._dropped: deque[Copied] = deque()
-        # What ends the loops that were closed while the lane was in use.
+        # The functions that end the loops that were closed while the lane was in use.
         self._closers: deque[Callable[[], None]] = deque()
         # Last: `__del__` uses all of the others even if this fails.
         self.stream = streams.make()
 
-    # What `__del__` calls while the interpreter exits: by then the names of this module may be None.
+    # Functions that `__del__` calls while the interpreter exits: by then the names of this module may be None.
     _getpid = staticmethod(os.getpid)
     _is_finalizing = staticmethod(sys.is_finalizing)
 
@@ -145,7 +146,7 @@ class Lane:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a forked child, which must neither use nor free what belongs to the device."""
+        """True in a forked child, which must neither use nor free what belongs to the device."""
         return self._getpid() != self._pid
 
     @property
@@ -168,7 +169,7 @@ class Lane:
         except BaseException:
             # Parts of it may be under way. The event may be what has failed: it is recorded later.
             self._sources.append(_Source(None, (host, move.read)))
-            # What a signal handler raises may have come between the change of the stream and the body of `with`.
+            # An error of a signal handler may have come between the change of the stream and the body of `with`.
             streams.restore(place)
             # An object that changes itself keeps what it has moved, and the next call finds it on the device.
             self._lent += self._loans(move.made, streams.current())
@@ -300,7 +301,7 @@ class Lane:
         if not self.lock.acquire(blocking=False):
             return
         try:
-            # What is recorded during a capture would become a part of the graph.
+            # An event that is recorded during a capture would become a part of the graph.
             if not self.is_busy and not self.streams.is_capturing():
                 try:
                     self.is_busy = True
@@ -336,7 +337,8 @@ class Lane:
             if not self.streams.is_capturing():
                 self.settle()
                 return
-            # What is recorded during a capture would become a part of the graph. torch's allocator waits for its end.
+            # An event that is recorded during a capture would become a part of the graph. torch's allocator waits for
+            # its end.
             for loan in self._lent:
                 for stream in loan.streams:
                     self.streams.hand_over(loan.alias, stream)

@@ -14,7 +14,7 @@ import torch
 from rustloader.device.prefetch.streams import Streams, parts
 
 _STAYS = (str, bytes, bytearray, memoryview, range, int, float, complex, type, type(None))
-# Whether the method `to` of a type takes `non_blocking`.
+# Types, and whether their method `to` takes `non_blocking`.
 _takes_non_blocking: dict[type, bool] = {}
 
 
@@ -75,7 +75,7 @@ class Move:
         read: list[torch.Tensor] = []
         try:
             if type(value) is torch.Tensor and value.layout is torch.strided:
-                # Some containers make their items anew, and do not keep them.
+                # Some containers make their items at each access, and do not keep them.
                 read.append(value)
                 moved = self._streams.copy(value)
                 if moved is not value:
@@ -99,7 +99,7 @@ class Move:
                 self.nbytes += storage.nbytes()
 
     def _mapping(self, value: Mapping[Any, Any]) -> Any:
-        # Some make their items anew at each access.
+        # Some make their items at each access.
         items = list(value.items())
         moved = {key: self(item) for key, item in items}
         if all(moved[key] is item for key, item in items):

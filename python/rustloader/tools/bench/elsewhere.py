@@ -47,7 +47,7 @@ def give_workers(loader: Any, engine: str) -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a cluster has for workers.
+    """The resources of a cluster for workers.
 
     Attributes:
         cpus: CPUs that are free.
@@ -135,7 +135,7 @@ def _link(ray: Any, node: str) -> float:
 
 @dataclass(frozen=True)
 class Price:
-    """When workers on a cluster pay: the formula of the page "Beyond one machine".
+    """The cost model of workers on a cluster: the formula of the page "Beyond one machine".
 
     Attributes:
         batch_bytes, cpu_seconds: bytes of a batch, and processor time that it takes.
@@ -165,7 +165,7 @@ class Price:
 
     @property
     def pays(self) -> bool:
-        """Whether workers on the cluster make more batches than this machine's cores, and the link carries more."""
+        """True if workers on the cluster make more batches than this machine's cores, and the link carries more."""
         return self.replaced > self.cores and self.cluster.cpus > self.cores
 
     def __str__(self) -> str:

@@ -120,7 +120,7 @@ def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size
 
 
 def draft_gain(of: Size, wanted: Size) -> float:
-    """How many times as fast Pillow decodes an image of a size, if it may scale it down; measured on this machine."""
+    """Measures on this machine how many times as fast Pillow decodes an image of a size if it may scale it down."""
     from PIL import Image
 
     file = io.BytesIO()

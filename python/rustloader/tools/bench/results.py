@@ -40,7 +40,7 @@ class Point:
 
     @property
     def alone(self) -> bool:
-        """Whether only torch's own loop was measured."""
+        """True if only torch's own loop was measured."""
         return self.rustloader is self.torch
 
     @property
@@ -50,7 +50,7 @@ class Point:
 
     @property
     def comparison(self) -> Comparison | None:
-        """Which engine is faster; None without workers."""
+        """The comparison of the two engines; None without workers."""
         if self.alone:
             return None
         batches = min(self.torch.batches, self.rustloader.batches)

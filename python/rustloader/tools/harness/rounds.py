@@ -32,11 +32,11 @@ class Interval(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """Whether more values would add little."""
+        """True if more values would add little."""
         return self.high <= self.low * _NARROW
 
     def overlaps(self, other: Interval) -> bool:
-        """Whether the two intervals intersect."""
+        """Returns True if the two intervals intersect."""
         return self.low <= other.high and other.low <= self.high
 
 
@@ -76,7 +76,7 @@ def in_turn(items: Sequence[Item], number: int) -> list[Item]:
 
 
 class Rounds(dict[str, list[Any]]):
-    """What each side took in each round: a number, or a dictionary of several figures."""
+    """The measurements of each side in each round: a number, or a dictionary of several figures."""
 
     def of(self, side: str, figure: str | None = None) -> list[float]:
         """A figure of each round."""

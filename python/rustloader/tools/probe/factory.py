@@ -140,7 +140,7 @@ def _a(kind: str) -> str:
 
 
 def _hint(found: Any) -> str:
-    """What a factory should return instead of the object that it returned."""
+    """Returns a hint at what a factory should return instead of the object that it returned."""
     from torch.utils.data import Dataset
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
