@@ -16,17 +16,17 @@ pub const WORKERS_MAX: u32 = 1 << 16;
 pub const TASKS_MAX: u32 = 1 << 24;
 /// Tasks by which a shared queue may run ahead of its oldest unanswered one: they bound the scheduler's table.
 pub const QUEUE_SPAN: usize = 1 << 10;
-/// The same for a window of more batches than that: its size, up to this number.
+/// The most tasks of that span: it grows with the window from [`QUEUE_SPAN`] up to this number.
 pub const QUEUE_SPAN_MAX: usize = 1 << 16;
 /// Seconds from which a timeout counts as none (30 years): clocks would overflow.
 pub const TIMEOUT_MAX: f64 = 1e9;
 
 // --- Traces ---
 
-/// Slots of a worker's ring of trace events: those of a few hundred batches. `next` empties it at least as often as the
-/// next constant says, and a worker that waits for it makes no more than the batches that are outstanding.
+/// Slots of a worker's ring of trace events, enough for a few hundred batches. `next` empties the ring at least once
+/// per [`TRACE_DRAIN`], and between two calls of `next` a worker makes no more than the outstanding batches.
 pub const TRACE_SLOTS: u32 = 1 << 12;
-/// The time between two `next` calls that empty the rings of a trace.
+/// Interval after which `next` empties the rings of a trace again.
 pub const TRACE_DRAIN: Duration = Duration::from_millis(10);
 /// Bytes of events that are written to the file at a time.
 pub const TRACE_BUFFER: usize = 256 << 10;
@@ -36,7 +36,7 @@ pub const TRACE_BUFFER: usize = 256 << 10;
 /// Batches before the last answer to which a position can go back: 8 that a wrapper has ahead, and the one that a call
 /// of its `next` is about to return.
 pub const BACK_BATCHES: usize = 9;
-/// Answers that are kept for it: errors between these batches count here alone.
+/// Answers that are kept for such positions: these batches, and the errors between them.
 pub const BACK_ANSWERS: usize = 1 << 10;
 
 // --- Arena ---
@@ -62,7 +62,7 @@ pub const POOL_SHARE: u64 = 16;
 /// The time that an unused arena stays in the pool: longer than the usual pause between two epochs. Workers that had no
 /// task for as long return their idle pages, too.
 pub const POOL_IDLE: Duration = Duration::from_secs(10);
-/// Bytes of the stack of the thread that releases them: it runs no Python code.
+/// Bytes of the stack of the thread that releases unused arenas: it runs no Python code.
 pub const CARETAKER_STACK: usize = 128 << 10;
 
 // --- Allocator ---
@@ -123,9 +123,9 @@ pub const BLIND_SLICE: Duration = Duration::from_millis(20);
 /// The time for which a waiting thread yields the processor before it sleeps: a wake-up costs more than most small
 /// batches.
 pub const YIELD_FOR: Duration = Duration::from_micros(20);
-/// The time between two checks for dead workers by a `next` that never blocks.
+/// Interval between two checks for dead workers by a `next` that never blocks.
 pub const DEATH_CHECK: Duration = Duration::from_millis(100);
-/// The time between two checks of a shutdown for the end of a worker without a pidfd.
+/// Interval between two checks of a shutdown for the end of a worker without a pidfd.
 pub const EXIT_CHECK: Duration = Duration::from_millis(2);
 /// The longest wait for the end of a worker whose tied result cannot be opened: its sockets close before its process is
 /// gone.
@@ -182,7 +182,7 @@ pub const ARRAYS_BATCHES: u64 = 4;
 /// The longest wait of a fork in a worker for the child's private copies of these arrays: the time of a memory copy,
 /// unless the child is stopped.
 pub const PRIVATE_WAIT: Duration = Duration::from_secs(10);
-/// The time between two checks of a worker without a pidfd that the main process runs.
+/// Interval between two checks by a worker without a pidfd that the main process runs.
 pub const PARENT_CHECK: Duration = Duration::from_millis(200);
 /// Time for the current item once the main process is gone.
 pub const ORPHAN_GRACE: Duration = Duration::from_millis(300);
@@ -232,23 +232,23 @@ pub const LINK_BUFFER: usize = 16 << 10;
 pub const LINK_AT_ONCE: u64 = 16 << 10;
 /// Results that a consumer receives itself one after the other before the connection's thread goes off duty.
 pub const LINK_STREAK: u32 = 8;
-/// The time between two checks of a thread that is off duty that the consumer still receives.
+/// Interval between two checks, by a thread that is off duty, that the consumer still receives.
 pub const LINK_OFF_DUTY: Duration = Duration::from_millis(2);
-/// The time between two looks of a worker's receiving thread for data while a batch is made: deaths and shutdowns are
-/// seen that late.
+/// Interval between two checks of the socket by a worker's receiving thread while a batch is made: deaths and shutdowns
+/// are seen that late.
 pub const LINK_TICK: Duration = Duration::from_millis(20);
 /// Leaves of one batch: a longer table is damage.
 pub const LINK_LEAVES: u32 = 1 << 20;
 /// Tasks of a shared queue that a worker holds at a time: the next one travels while it makes a batch.
 pub const LINK_CREDIT: usize = 2;
-/// Shortest time between two reports of a replay to the main process, in nanoseconds: `stall_timeout` may fire this
+/// Shortest interval between two reports of a replay to the main process, in nanoseconds: `stall_timeout` may fire this
 /// much early.
 pub const REPLAY_TOLD_NS: u64 = 10_000_000;
 /// The longest time of a connection without an acknowledgement before it counts as broken.
 pub const LINK_SILENCE: Duration = Duration::from_secs(15);
 /// The longest wait of a received batch for memory before its worker is given up.
 pub const LINK_MEMORY_WAIT: Duration = Duration::from_secs(10);
-/// Time between two attempts to get memory for a received batch.
+/// Interval between two attempts to get memory for a received batch.
 pub const LINK_MEMORY_CHECK: Duration = Duration::from_millis(5);
 /// Bytes of the stack of a connection's threads.
 pub const LINK_STACK: usize = 256 << 10;

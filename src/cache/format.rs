@@ -1,4 +1,4 @@
-//! The numbers of the format; the module has the picture.
+//! The constants of the format, which the module's documentation describes.
 
 /// The first word of a file: "RLCACHE1".
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"RLCACHE1");
@@ -27,7 +27,7 @@ pub(super) mod word {
     pub const CLOSED: usize = 6;
     /// Samples that are still to be made twice.
     pub const PROBES: usize = 7;
-    /// Bits of what was told in the log.
+    /// Bits of the messages that were logged already.
     pub const TOLD: usize = 8;
     /// The boot of the machine that last used the file.
     pub const BOOT: usize = 9;
@@ -35,7 +35,7 @@ pub(super) mod word {
     pub const COUNT: usize = 11;
 }
 
-/// Words of the index that are no places.
+/// Words of the index that are not positions.
 pub(super) mod state {
     pub const ABSENT: u64 = 0;
     pub const NEVER: u64 = 1;

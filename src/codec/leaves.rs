@@ -73,8 +73,8 @@ impl<'a> Outgoing<'a> {
 
 impl Sink for Outgoing<'_> {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
-        // Sleeps with the GIL. The draft has addresses of tensors and arrays by now, and knows which of them nothing
-        // but the batch has: another thread could resize a storage, which frees its memory, or find a reference through
+        // Sleeps with the GIL. The draft has addresses of tensors and arrays by now, and knows which of them only the
+        // batch refers to: another thread could resize a storage, which frees its memory, or find a reference through
         // `gc`. Large copies run the same risk, for a shorter time.
         self.port.await_return(len as u64, std::thread::sleep)?;
         let (block, memory) = settle(|| self.port.allocate(len as u64), std::thread::sleep)?;

@@ -84,7 +84,7 @@ impl Leaves {
         self.filled.iter().map(|(leaf, len)| unsafe { std::slice::from_raw_parts(leaf.ptr(), *len) })
     }
 
-    /// The memory that is worth keeping.
+    /// Returns the memory that is worth keeping, and frees the rest.
     fn into_spare(self) -> Vec<Heap> {
         let mut left = BUFFER_KEPT;
         let all = self.filled.into_iter().map(|(leaf, _)| leaf).chain(self.spare);
@@ -106,7 +106,7 @@ impl Sink for Leaves {
     }
 }
 
-/// Appends a value as a row. `dumps` pickles what is no plain tree.
+/// Appends a value as a row. `dumps` pickles a value that is not a plain tree.
 pub fn push(
     builder: &mut Builder,
     shapes: &mut Shapes,
@@ -279,7 +279,7 @@ pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResul
         let Ok(text) = text.to_str() else { return Ok(false) };
         out.push(b's');
         out.extend_from_slice(text.as_bytes());
-        // No byte of UTF-8, so that tuples of other parts have other bytes.
+        // A byte that UTF-8 does not have, so that tuples of different parts have different bytes.
         out.push(0xff);
     } else if value.cast_exact::<PyInt>().is_ok()
         || value.cast_exact::<PyFloat>().is_ok()
@@ -364,12 +364,12 @@ pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>
             }
         }
     } else {
-        // An unhashable object is no key: Python's TypeError.
+        // Raises Python's TypeError for an unhashable object.
         wanted.hash()?;
     }
     let rows: Box<dyn Iterator<Item = u64>> = match hash {
         Some(_) => Box::new(store.odd()),
-        // Its hash says nothing about the table: every key may be equal.
+        // The table cannot be searched by its hash: every key may be equal.
         None => Box::new((0..store.rows()).step_by(2)),
     };
     for row in rows {

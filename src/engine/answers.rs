@@ -1,4 +1,4 @@
-//! The answers of this epoch, from which positions to resume from are computed. Any thread may ask at any time.
+//! The answers of this epoch, from which a position for a resume is computed. Any thread may ask at any time.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ pub struct Snapshot {
 /// The answers of the current epoch, and the workers' snapshots.
 #[derive(Debug)]
 pub struct Answers {
-    /// Which tasks have been delivered.
+    /// The tasks that have been delivered.
     pub positions: Positions,
     snapshots: Snapshots<Parcel>,
 }

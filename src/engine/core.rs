@@ -303,8 +303,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
                     completions::discard(&self.handle.arena, &incoming);
                 }
-                // An exhausted worker leaves it out, or it is a task of an earlier epoch. The end discards what is
-                // outstanding.
+                // An exhausted worker leaves it out, or it is a task of an earlier epoch. The end discards outstanding
+                // tasks.
                 Action::Discard { task, result: None, .. } if !self.finished => {
                     if let Some(ordinal) = task.0.checked_sub(self.scheduler.first_task().0) {
                         self.handle.answers().positions.left_out(ordinal);

@@ -212,7 +212,7 @@ impl<T, B, E> Delivery<T, B, E> {
         })
     }
 
-    /// Marks the call as waiting. Returns whether it was not before.
+    /// Marks the call as waiting. Returns true if it was not waiting before.
     pub fn begins_to_wait(&mut self) -> bool {
         std::mem::replace(&mut self.call, Call::Waits) != Call::Waits
     }

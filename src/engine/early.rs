@@ -9,8 +9,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         !self.finished && !self.snapshots && self.scheduler.may_be_early()
     }
 
-    /// Begins the next epoch early: workers get `message` after their present tasks, and what is submitted from now on
-    /// belongs to that epoch. False: it cannot begin now. Call it once in an epoch, if [`Engine::may_be_early`].
+    /// Begins the next epoch early: workers get `message` after their present tasks, and later submissions belong to
+    /// that epoch. False: it cannot begin now. Call it once in an epoch, if [`Engine::may_be_early`].
     pub fn begin_early(&mut self, message: &[u8]) -> Result<bool> {
         let first_task = self.scheduler.first_task().0 + self.scheduler.dispatched();
         let entries = match self.outbox.early_entries(first_task, message) {

@@ -57,7 +57,7 @@ pub struct Handle {
     /// [`Handle::is_ours`] nevertheless.
     last: Mutex<Option<Box<[Status]>>>,
     answers: Mutex<Answers>,
-    /// Set with the first worker on another machine: then all workers are.
+    /// Set with the first worker on another machine: then all workers are on other machines.
     links: OnceLock<Links>,
     /// The source of this iterator's events in a trace.
     pub trace: Arc<Source>,

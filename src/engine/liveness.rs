@@ -75,7 +75,7 @@ impl Liveness {
         self.answered[worker as usize]
     }
 
-    /// Keeps what is known of a process that has ended, if another one may take its place.
+    /// Keeps the record of a process that has ended, if another one may take its place.
     pub(super) fn keep_remains(&mut self, worker: u32) {
         if self.restarts {
             let remains = self.look_at(worker);
@@ -106,7 +106,7 @@ impl Liveness {
         }
     }
 
-    /// Resets what the checks have found of a worker, for its next process.
+    /// Resets the results of the checks of a worker, for its next process.
     pub(super) fn forget(&mut self, worker: u32) {
         self.stalls.forget(worker);
         self.overdue.forget(worker);

@@ -97,7 +97,7 @@ impl Positions {
         self.advance();
     }
 
-    /// Raises `low` over what has been delivered or left out.
+    /// Raises `low` over tasks that have been delivered or left out.
     #[inline]
     fn advance(&mut self) {
         if !self.ahead.is_empty() || !self.left_out.is_empty() {
@@ -175,7 +175,7 @@ mod tests {
 
     use super::*;
 
-    /// Answers by workers in turn, in order: a batch for each `true`.
+    /// Answers by the workers in round-robin order: a batch for each `true`, an error for each `false`.
     fn in_order(workers: u32, batches: &[bool]) -> Positions {
         let mut positions = Positions::new(workers as usize);
         for (ordinal, is_batch) in (0..).zip(batches) {

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-/// The snapshots of all workers. `M` is what a snapshot consists of.
+/// The snapshots of all workers. `M` is the type of a snapshot's contents.
 #[derive(Debug)]
 pub struct Snapshots<M> {
     workers: Vec<OfWorker<M>>,
@@ -169,7 +169,7 @@ mod tests {
                     let found = snapshots.at(0, answers);
                     prop_assert_eq!(found, expected.map(|(count, snapshot)| (*count, snapshot)));
                 }
-                // One at most is older than what is settled, and each is kept or dropped.
+                // At most one is older than the settled answers, and each is kept or dropped.
                 let kept = all.iter().filter(|(_, snapshot)| Rc::strong_count(snapshot) == 2);
                 let kept: Vec<u64> = kept.map(|(count, _)| *count).collect();
                 prop_assert_eq!(kept.len(), snapshots.workers[0].kept.len());

@@ -79,7 +79,7 @@ impl StoppableIterator {
     }
 }
 
-/// Runs `work`, which shows what the worker does: without the GIL if a main process on another machine has to be told.
+/// Runs `work`, which shows the worker's activity: without the GIL if that sends a message to another machine.
 pub fn shown<R: Send>(py: Python<'_>, port: &Port, work: impl FnOnce() -> R + Send) -> R {
     if port.remote().is_some() { py.detach(work) } else { work() }
 }

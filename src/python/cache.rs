@@ -114,7 +114,7 @@ impl PyCache {
         self.cache.limit()
     }
 
-    /// Why it takes no more; None if it does.
+    /// Returns the reason for which it takes no more samples; None if it takes more.
     #[getter]
     fn closed(&self) -> Option<&'static str> {
         match self.cache.closed() {
@@ -162,7 +162,7 @@ impl PyCache {
         Ok(is_open && self.cache.look(self.row(row)?) == Found::Absent)
     }
 
-    /// Keeps a sample. Returns why the cache takes no more, if this call has found that out.
+    /// Keeps a sample. Returns the reason for which the cache takes no more samples, if this call has closed it.
     fn put(&self, row: u64, sample: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<Option<&'static str>> {
         let row = self.row(row)?;
         // User code that pickles may come back here, and another thread may fill at the same time.

@@ -35,7 +35,7 @@ pub fn engine_batches() -> u64 {
     BATCHES.load(Ordering::Relaxed)
 }
 
-/// One question for both observers, so that `next` asks once.
+/// Returns true if either observer is active: one call, so that `next` asks once.
 #[pyfunction]
 pub fn observed() -> bool {
     REPORTING.load(Ordering::Relaxed) || has_callbacks()
@@ -90,7 +90,7 @@ impl WarmPages {
     }
 
     fn announce(&self, workers: &Bound<'_, PyAny>) {
-        // What is no number of workers is refused at the first epoch, as in torch.
+        // A value that is no number of workers is refused at the first epoch, as in torch.
         if let (Some(owner), Ok(workers)) = (&self.0, workers.extract()) {
             owner.announce(workers);
         }

@@ -91,7 +91,7 @@ impl PyPort {
             if outgoing.begin_settling() {
                 drop(value);
                 holder.map_or(Ok(()), |list| list.del_slice(0, list.len()))?;
-                // With the GIL: whoever still has the array may write to it once Python code runs again.
+                // With the GIL: code that still refers to the array may write to it once Python code runs again.
                 // SAFETY: the array's block is noted, so it stays; `to` points to as many fresh bytes.
                 outgoing.settle(|from, to, len| unsafe { copy(from, to, len, true) })?;
             }

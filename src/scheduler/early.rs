@@ -39,8 +39,8 @@ impl<T, R> Scheduler<T, R> {
         self.early.is_some()
     }
 
-    /// Begins the next epoch early: what is submitted from now on belongs to it. Returns its first task.
-    /// [`Error::Usage`] unless [`Scheduler::may_be_early`].
+    /// Begins the next epoch early: later submissions belong to it. Returns its first task. [`Error::Usage`] unless
+    /// [`Scheduler::may_be_early`].
     pub fn begin_early(&mut self) -> Result<TaskId> {
         if self.early.is_some() || !self.may_be_early() {
             return Err(Error::usage("an epoch begins early once, after the end of the sampler"));
@@ -72,7 +72,7 @@ impl<T, R> Scheduler<T, R> {
         self.workers.take_up(tasks, self.first_dead.is_none());
         for slot in &early.queue {
             let entry = self.reorder.slot(*slot);
-            // With a window, the load of a worker is what it has not answered.
+            // With a window, the load of a worker is the number of its unanswered tasks.
             if self.fills && self.shared.is_none() && matches!(entry.state, State::Ready | State::Failed) {
                 self.workers.unload(entry.worker);
             }

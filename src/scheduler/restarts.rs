@@ -131,13 +131,13 @@ impl<T, R> Scheduler<T, R> {
             return true;
         }
         let bound = (front != NIL).then(|| self.reorder.slot(front).task);
-        // Any worker can take what waits in the shared queue.
+        // Any worker can take the tasks that wait in the shared queue.
         let shared = self.shared.as_ref().and_then(|shared| shared.tasks().next());
         let oldest = bound.into_iter().chain(shared.map(|(task, _)| task)).min();
         if self.first_dead.is_none() {
             return oldest.is_some() || life == Life::Active && !self.ended;
         }
-        // Only what precedes the first lost task is still delivered.
+        // Only the tasks before the first lost one are still delivered.
         let precedes = |task| self.first_lost.is_none_or(|death| Some(task) < death.lost);
         self.delivery == DeliveryOrder::InOrder && oldest.is_some_and(precedes)
     }

@@ -177,7 +177,7 @@ pub enum Event<R> {
     SamplerEnded,
     /// A persistent loader begins another epoch.
     EpochReset,
-    /// The iterator ends for good.
+    /// The iterator ends.
     Shutdown,
     /// `next` begins to wait, which starts the timeout. Sent once per call, not once per slice.
     WaitBegan,

@@ -11,9 +11,9 @@
 //! wait until bell != ticket
 //! asleep -= 1
 //! ```
-//! One fence comes first: either the ringer sees `asleep`, or the sleeper sees what was published. Only the sleeper
-//! clears its mark, so a ringer that stops between its two steps hides no other ring. A spurious ring is
-//! harmless, and so is the mark of a sleeper that was killed.
+//! One fence comes first: either the ringer sees `asleep`, or the sleeper sees the published entry. Only the sleeper
+//! clears its mark, so a ringer that stops between its two steps hides no other ring. A spurious ring is harmless, and
+//! so is the mark of a sleeper that was killed.
 
 use super::layout::Sleeper;
 use crate::sync::{AtomicU64, Ordering, fence};

@@ -272,7 +272,7 @@ impl Builder {
         }
     }
 
-    /// The open-addressed table of the hashes, which go.
+    /// Takes the hashes, and makes an open-addressed table of them.
     fn slots(&mut self) -> Vec<u64> {
         let hashes = std::mem::take(&mut self.hashes);
         if hashes.is_empty() {
@@ -290,7 +290,7 @@ impl Builder {
         slots
     }
 
-    /// Writes what is left, and seals the file. `kind` and `meta` come back as they are.
+    /// Writes the rest, and seals the file. Readers get `kind` and `meta` as they are.
     pub fn finish(mut self, kind: u64, meta: &[u8]) -> Result<OwnedFd> {
         self.flush()?;
         if self.rows >> (ROW_BITS - 1) != 0 {

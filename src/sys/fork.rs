@@ -14,7 +14,8 @@ use crate::error::Result;
 /// reverse one. The order of their installation does not matter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Counts the forks ([`generation`]). First: what the other steps call in a child must see that it is in one.
+    /// Counts the forks ([`generation`]). First: the functions that the other steps call in a child must see that it is
+    /// one.
     Generation,
     /// `left_behind`: closes connections in the child. Before the arrays: the parent gives the list's lock back before
     /// it waits for the copies, so that no thread waits with it.

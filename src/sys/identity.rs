@@ -41,7 +41,7 @@ impl FdIdentity {
     }
 }
 
-/// The identity of this boot of the machine; `None` if the system does not tell.
+/// The identity of this boot of the machine; `None` if unknown.
 pub fn boot_id() -> Option<Vec<u8>> {
     read_file("/proc/sys/kernel/random/boot_id".as_ref()).ok()
 }

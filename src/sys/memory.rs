@@ -60,9 +60,9 @@ fn machine(roots: &Roots) -> Option<Headroom> {
     })
 }
 
-/// The headroom of a memory cgroup level. Page cache of this level and those below counts as free, also what was read
-/// more than once ("active"): after a few epochs it often fills the rest of the limit, and the kernel drops it before
-/// it refuses memory.
+/// The headroom of a memory cgroup level. Page cache of this level and those below counts as free, also pages that were
+/// read more than once ("active"): after a few epochs it often fills the rest of the limit, and the kernel drops it
+/// before it refuses memory.
 fn of_level(level: &Level) -> Option<Headroom> {
     let (file, usage, caches) = if level.is_v2 {
         ("memory.max", "memory.current", ["inactive_file", "active_file"])

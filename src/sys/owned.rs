@@ -41,7 +41,7 @@ impl Drop for HomeFd {
 #[derive(Debug)]
 pub struct KnownFd {
     fd: HomeFd,
-    /// `None` if the system does not tell.
+    /// `None` if unknown.
     identity: Option<FdIdentity>,
 }
 

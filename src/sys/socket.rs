@@ -121,7 +121,7 @@ impl Socket {
         let _ = rustix::net::sockopt::set_tcp_user_timeout(self.as_fd(), millis);
     }
 
-    /// Sends what fits into the socket's buffer.
+    /// Sends as many bytes as fit into the socket's buffer.
     pub fn send(&self, parts: &[Part<'_>]) -> Result<Moved> {
         self.check("sendmsg")?;
         // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
@@ -136,7 +136,7 @@ impl Socket {
         moved(retry_on_intr(|| failpoint!("socket_send", answer(call()))), "sendmsg", false)
     }
 
-    /// Receives what is there, into `first`, and what that has no room for into `second`: each an address and its
+    /// Receives the available bytes into `first`, and those beyond its length into `second`: each an address and its
     /// bytes.
     ///
     /// # Safety

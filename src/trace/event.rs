@@ -87,7 +87,7 @@ impl Event {
         [u64::from(self.kind as u32), self.begin, self.length, self.number, self.extra, 0, 0, 0]
     }
 
-    /// An event of worker `who`; `None` for what is none.
+    /// Decodes an event of worker `who`; `None` if the entry is no event.
     pub(super) fn of_entry(entry: &Entry, who: u32) -> Option<Self> {
         let [kind, begin, length, number, extra, ..] = *entry;
         let kind = Kind::of_number(u32::try_from(kind).ok()?)?;

@@ -82,8 +82,7 @@ impl Sink {
         lock(&self.inner).lost += events;
     }
 
-    /// Writes what is left. Returns how many events were lost, and the number and bytes of each file, the present one
-    /// last.
+    /// Writes the rest. Returns the number of lost events, and the number and bytes of each file, the present one last.
     pub fn end(&self) -> (u64, Vec<(usize, u64)>) {
         let inner = &mut *lock(&self.inner);
         inner.flush();

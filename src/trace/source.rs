@@ -64,7 +64,7 @@ impl Source {
         Ok(())
     }
 
-    /// Ends the trace, if there is one. Before the iterator parts with its arena.
+    /// Ends the trace, if there is one. Call it before the iterator gives up its arena.
     pub fn end(&self) {
         if !self.arena.is_ours() {
             return;
@@ -101,7 +101,7 @@ impl Source {
         }
     }
 
-    /// Records that a worker has died, after what it has recorded itself, and what it was at.
+    /// Records a worker's death, after its own events and the state in which it died.
     pub fn died(&self, worker: u32) {
         if !self.is_on() {
             return;

@@ -90,7 +90,7 @@ impl Inflow {
         self.begin = begin;
     }
 
-    /// Receives into the buffer what is there.
+    /// Receives the available bytes into the buffer.
     fn refill(&mut self, socket: &Socket) -> Result<Moved> {
         self.buffer.copy_within(self.begin..self.end, 0);
         (self.begin, self.end) = (0, self.end - self.begin);

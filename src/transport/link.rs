@@ -53,7 +53,7 @@ pub struct Link {
     /// Readable once the connection has ended.
     end: EventFd,
     ended: AtomicBool,
-    /// Why it ended, unless the worker has left.
+    /// The reason for its end, unless the worker has left.
     reason: Mutex<Option<String>>,
     received: AtomicU64,
 }
@@ -128,7 +128,7 @@ impl Link {
         self.end.as_fd()
     }
 
-    /// Why the connection has ended; `None` if the worker has left, and before the end.
+    /// Returns the reason for the end of the connection; `None` if the worker has left, and before the end.
     pub fn reason(&self) -> Option<String> {
         lock(&self.reason).clone()
     }
@@ -166,14 +166,14 @@ impl Link {
         self.socket.shut_down(std::net::Shutdown::Both);
     }
 
-    /// Sends what the rings have. What the socket has no room for is sent by the thread.
+    /// Sends the entries of the rings. The thread sends those for which the socket has no room.
     pub fn pump(&self) {
         if matches!(self.send_queued(), Some(false)) {
             self.wake();
         }
     }
 
-    /// Sends what the rings have; false if the socket has no room for all, `None` after the end.
+    /// Sends the entries of the rings; false if the socket has no room for all, `None` after the end.
     fn send_queued(&self) -> Option<bool> {
         let mut outflow = lock(&self.outflow);
         if self.has_ended() {
@@ -252,7 +252,7 @@ impl Link {
         let served = self.serve();
         let has_left = lock(&self.intake).has_left;
         let reason = match served {
-            // A reset is no news of a worker that has left.
+            // A reset by a worker that has left is no error.
             Ok(()) | Err(Error::Os { .. }) if has_left => None,
             Ok(()) => Some("the connection was closed".to_owned()),
             Err(error) => Some(error.to_string()),

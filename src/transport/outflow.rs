@@ -122,7 +122,7 @@ impl Outflow {
         Ok(())
     }
 
-    /// Sends what is queued; false if the socket has no room for all.
+    /// Sends the queued bytes; false if the socket has no room for all.
     pub(super) fn flush(&mut self, socket: &Socket) -> Result<bool> {
         let mut sent = 0;
         while sent < self.out.len() {
@@ -135,7 +135,7 @@ impl Outflow {
         Ok(self.out.is_empty())
     }
 
-    /// Shows on the status page what the worker is at, as far as this end knows.
+    /// Shows on the status page the task that the worker is at, as far as this end knows.
     fn show(&self) {
         let (state, task) = match self.unanswered.front() {
             _ if !self.ready => return,

@@ -117,7 +117,7 @@ pub enum Style {
     Array,
 }
 
-/// Which bytes of a view are transferred, and how they are read.
+/// The bytes of a view to transfer, and the loops that read them.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// The strides of the delivered view, in elements.

@@ -41,7 +41,7 @@ impl<'a> Writer<'a> {
         self.out.is_empty()
     }
 
-    /// Removes what was written since [`Self::len`] was `len`.
+    /// Removes the bytes written since [`Self::len`] was `len`.
     pub fn truncate(&mut self, len: usize) {
         self.out.truncate(len);
     }

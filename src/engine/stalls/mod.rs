@@ -25,7 +25,7 @@ struct WatchedWorker {
     reported: Option<(Phase, Option<TaskId>, bool)>,
 }
 
-/// The limits, and what the checks have found.
+/// The limits, and the results of the checks.
 #[derive(Debug)]
 pub(super) struct Stalls {
     /// Time in a phase after which a worker is stuck; `None` for never.

@@ -1,4 +1,4 @@
-//! Workers that are stuck in their start or at one batch: what they show, and the report.
+//! Workers that are stuck in their start or at one batch: their status, and the report.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -11,7 +11,7 @@ pub struct Numpy {
     pub(super) weakrefs: Py<PyAny>,
     /// Pairs of NumPy's dtype and this crate's, for all built-in dtypes, including aliases (`longlong`).
     known: Vec<(Py<PyAny>, Dtype)>,
-    /// The dtypes of delivered arrays, by our dtypes' codes.
+    /// The dtypes of delivered arrays, by the codes of this crate's dtypes.
     pub(super) delivered: Vec<Option<Py<PyAny>>>,
 }
 

@@ -64,7 +64,7 @@ impl SharedItems {
     }
 }
 
-/// An int, or what has an `__index__`, as Python's sequences read it; `None` for other objects.
+/// The value of an int, or of an object with an `__index__`, as Python's sequences read it; `None` for other objects.
 #[inline]
 fn index_of(key: &Bound<'_, PyAny>) -> PyResult<Option<isize>> {
     // SAFETY: the object lives; the calls set an exception where they answer -1 with one.

@@ -1,5 +1,5 @@
-//! The allocator of one region. Its free lists are private to the owner; what other processes need stands in the
-//! region's block table.
+//! The allocator of one region. Its free lists are private to the owner; the region's block table has the data that
+//! other processes need.
 //!
 //! Size classes are virtual: a block has the capacity of its class, but only the pages that its contents
 //! need. Free blocks are reused last-in first-out, while their pages are warm.
@@ -219,8 +219,8 @@ impl Allocator {
         Ok(id)
     }
 
-    /// [`Allocator::allocate`] for the owner's arrays. They are no measure of how long other blocks lie idle, because a
-    /// batch may make any number of them.
+    /// As [`Allocator::allocate`], for the owner's arrays. They do not count in the window that measures how long other
+    /// blocks are idle, because a batch may make any number of them.
     pub fn allocate_array(&mut self, len: u64) -> Result<u32> {
         self.window += 1;
         self.allocate(len, WORKER)

@@ -4,9 +4,9 @@
 //! Header | bitmap | queue | ControlPage of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | TraceHead of worker 0, 1, ... |
 //! data of region 0 ... n
 //! ```
-//! The queue is there only if the engine's workers share one: [`QueueControl`] and its slots.
-//! Worker `i` alone allocates in region `i < n`; region `n` belongs to the main process and carries index batches.
-//! All shared words are atomics: reading what a broken worker wrote is defined, and its users check the meaning.
+//! The queue is there only if the engine's workers share one: [`QueueControl`] and its slots. Worker `i` alone
+//! allocates in region `i < n`; region `n` belongs to the main process and carries index batches. All shared words are
+//! atomics: reading the words of a broken worker is defined, and the readers check their values.
 
 mod geometry;
 
@@ -144,7 +144,7 @@ impl MainPage {
         }
     }
 
-    /// The loader's name, of which there may be the beginning only.
+    /// The loader's name, or the beginning of a long one.
     pub fn name(&self) -> String {
         let bytes = self.name.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes());
         let bytes: Vec<u8> = bytes.take_while(|&byte| byte != 0).collect();
@@ -473,7 +473,7 @@ pub struct BlockEntry {
     pub offset: AtomicU64,
     /// Bytes up to the next block, with or without pages; 0 for an entry without a block.
     pub capacity: AtomicU64,
-    /// Bytes from the block's begin that have pages.
+    /// Bytes with pages, from the block's start on.
     pub warm: AtomicU64,
 }
 

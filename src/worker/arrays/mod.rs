@@ -1,9 +1,9 @@
 //! Memory of the worker's own arrays in its region. `interop::numpy_memory` gives it to NumPy.
 //!
 //! A batch with such an array is sent without a copy if nothing in the worker can change it any more. The proof has two
-//! parts. While the batch is there, the encoder looks at what leads to the array's memory: the containers around it,
-//! the array and the arrays that it is a view of must have one reference each, and no weak ones. So no finalizer that
-//! runs when the batch is dropped can reach the memory. Everything else is copied at once.
+//! parts. While the batch exists, the encoder checks the references that lead to the array's memory: the containers
+//! around it, the array and the arrays that it is a view of must have one reference each, and no weak ones. So no
+//! finalizer that runs when the batch is dropped can reach the memory. Everything else is copied at once.
 //!
 //! Then the packer notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] says
 //! whether the memory was freed in between: every view, buffer and tensor over it keeps it alive. If it was, the block
@@ -82,7 +82,7 @@ impl Port {
         Ok(Some(memory))
     }
 
-    /// Why an array of the current task was refused. Forgets it.
+    /// Takes the error for which an array of the current task was refused.
     pub fn take_refusal(&self) -> Option<Error> {
         let (task, error) = self.arena().is_ours().then(|| lock(&self.refused_array).take())??;
         (task == self.task()).then_some(error)
@@ -144,8 +144,8 @@ impl Port {
         self.arrays().is_some_and(|arrays| arrays.live.get(&block).is_some_and(|array| array.freed))
     }
 
-    /// Ends what [`Port::note_array`] began. True: the array was freed, and its block belongs to the caller. False: the
-    /// array lives on.
+    /// Withdraws the note of [`Port::note_array`]. True: the array was freed, and its block belongs to the caller.
+    /// False: the array lives on.
     pub fn take_freed(&self, block: u32) -> bool {
         let Some(mut arrays) = self.arrays() else { return false };
         let Some(array) = arrays.live.get_mut(&block) else { return false };

@@ -51,7 +51,7 @@ pub struct Port {
     pub(super) reserve: Mutex<Option<u32>>,
     /// Set when the main process is gone.
     orphaned: AtomicBool,
-    /// The last wait for a block of the loop was in vain, and none has come back since: the loop keeps its batches.
+    /// The last wait for a block of the loop expired, and none has come back since: the loop keeps its batches.
     pub(super) waited_in_vain: AtomicBool,
     /// Payload of the last task that came in a block.
     pub payload: Mutex<Vec<u8>>,
@@ -179,7 +179,7 @@ impl Port {
         (state, task, place.load(Ordering::Relaxed) == NOT_BEGUN)
     }
 
-    /// Records for a trace, if one is on, what the worker has done until now.
+    /// Records the worker's activity until now for a trace, if one is on.
     #[inline]
     fn record(&self, (state, task, replays): (u32, u64, bool), now: u64, spent: u64) {
         if self.trace.is_on() {

@@ -1,12 +1,12 @@
 //! Workers that are in one batch for longer than a limit (`stall_timeout`). They are killed, and count as dead.
 //!
-//! The time in a batch counts from the moment at which the worker took it, or, of a batch that it makes again, began
-//! it. A start does not count. An idle worker counts only while a task waits for it, from the first check that finds it
-//! so.
+//! The time in a batch counts from the moment at which the worker took it. A batch that it makes again counts from its
+//! beginning. A start does not count. An idle worker counts only while a task waits for it, from the first check that
+//! finds the task waiting.
 //!
 //! A worker is killed only if the main process has watched it in that batch for half of the limit. A job may be
 //! suspended and continued as a whole: its workers then have that time to finish. For the same reason a gap between two
-//! checks begins the watch anew.
+//! checks restarts the watch.
 
 use std::time::Duration;
 
@@ -86,7 +86,7 @@ impl Watched {
     }
 }
 
-/// The limit, and what the checks have found.
+/// The limit, and the results of the checks.
 #[derive(Debug)]
 pub(in crate::engine) struct Overdue {
     /// `None`: no worker is killed.
