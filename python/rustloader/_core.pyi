@@ -454,7 +454,7 @@ class Observed:
 
 @final
 class Death:
-    """A worker's death: the value of DEAD and VACANT.
+    """A worker's death: the value that comes with DEAD and VACANT.
 
     ``exitcode`` is multiprocessing's: negative for a signal, None if unknown. ``signal`` is the C library's text.
     ``index`` is the index batch that the worker was at, else its first unanswered one, or None. ``task`` is its number
@@ -519,7 +519,7 @@ class Progress:
 
 @final
 class Meter:
-    """The counters of one iterator, which they outlive, or of ended iterators."""
+    """The counters of one iterator, which they outlive, or of ended iterators together."""
 
     def __new__(cls) -> Meter: ...
     @property
@@ -619,7 +619,8 @@ class Port:
         would make a tensor over its memory without a warning."""
 
     def enter_thread(self) -> None:
-        """Does the same in a further thread, if `use_numpy_arena` has succeeded."""
+        """Lets NumPy make large arrays in this worker's region in a further thread, after `use_numpy_arena` has
+        succeeded."""
 
     def take_refusal(self) -> MemoryError | None:
         """Takes the error of an array of the current task that found no memory in the region, nor elsewhere. None
@@ -886,7 +887,7 @@ class CacheTable:
         """Returns True if ``put`` may keep the sample of a row."""
 
     def put(self, row: int, sample: Any, dumps: Callable[[Any], bytes]) -> str | None:
-        """Keeps a sample. Returns why the table takes no more, if this call has found that out.
+        """Keeps a sample. Returns the reason why the table takes no more, if this call has found it.
 
         Raises:
             OSError: The sample could not be written. The table takes no more.
@@ -939,7 +940,7 @@ class SharedData:
     @property
     def address(self) -> int: ...
     def storage(self) -> torch.UntypedStorage:
-        """A storage over the data. What is written to it, this process alone sees."""
+        """A storage over the data. Only this process sees what is written to it."""
 
     def __len__(self) -> int: ...
 

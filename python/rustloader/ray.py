@@ -51,7 +51,7 @@ class _Actor:
     """A worker. It has no arguments and no state: what it needs comes with the call, and a new one replaces it."""
 
     def begin(self) -> None:
-        """Its answer says that the actor runs."""
+        """Does nothing: its answer shows that the actor runs."""
 
     def serve(self, references: list[Any], call: Call, seconds: float) -> None:
         """Serves until the main process ends it. A reference in a list is not resolved by Ray, which would keep the
@@ -169,7 +169,7 @@ class RayContext(RemoteContext):
         return address
 
     def dumps(self, value: Any) -> bytes:
-        """Pickles by value what the main script has defined."""
+        """Pickles by value the definitions of the main script."""
         from ray import cloudpickle
 
         blob: bytes = cloudpickle.dumps(value)

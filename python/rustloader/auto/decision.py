@@ -108,7 +108,7 @@ class Epoch:
 
 
 class Limit(NamedTuple):
-    """A maximum of workers, and why."""
+    """A maximum of workers, and its reason."""
 
     most: float
     reason: str

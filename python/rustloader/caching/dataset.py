@@ -202,7 +202,7 @@ class CachedDataset(Wrapper):
 
 
 class _CachedBatches(CachedDataset):
-    """As its base, for a dataset with ``__getitems__``: what is missing of a batch is made in one call."""
+    """A cached dataset with ``__getitems__``: the samples of a batch that are missing are made in one call."""
 
     def __getitems__(self, indices: Any) -> Any:
         indices = list(indices)

@@ -28,7 +28,7 @@ _tables: weakref.WeakValueDictionary[str, CacheTable] = weakref.WeakValueDiction
 
 
 def name_of(table: CacheTable) -> str:
-    """A name that no other cache has."""
+    """Makes a name that no other cache has."""
     return _names.setdefault(table, secrets.token_hex(16))
 
 

@@ -1,4 +1,4 @@
-"""Reads what a cache of another process has, from its file alone. Nothing is mapped or written."""
+"""Reads the content and the counters of another process's cache, from its file alone. Nothing is mapped or written."""
 
 from __future__ import annotations
 

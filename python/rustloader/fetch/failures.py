@@ -1,4 +1,4 @@
-"""Failed samples: what is known of one, and how it travels from a worker to the main process."""
+"""Failed samples: their description, and the way it travels from a worker to the main process."""
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 import contextlib
@@ -79,7 +79,7 @@ def index_text(index: Any) -> str:
 
 
 def put_note(wrapper: Any, worker_id: int, batch: int, index: Any, error: BaseException) -> None:
-    """Puts beside a worker's error where it was raised, as :func:`add_note` shows it.
+    """Notes beside a worker's error where it was raised, as :func:`add_note` shows it.
 
     Args:
         wrapper: torch's ``ExceptionWrapper`` of the error.
@@ -134,7 +134,7 @@ class EmptyBatchError(Exception):
     """Raised in place of a batch that has no samples left.
 
     Attributes:
-        failures: Why.
+        failures: The reasons.
     """
 
     def __init__(self, failures: list[Failure]) -> None:

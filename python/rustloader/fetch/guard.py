@@ -120,7 +120,7 @@ class Guard:
         return [failure for _, failure in sorted(self._found, key=operator.itemgetter(0))]
 
     def take_failures(self) -> list[Failure]:
-        """The same, once."""
+        """Returns the failures of the present batch, and forgets them."""
         found = self.failures() if self._found else []
         self._found = []
         return found
@@ -157,7 +157,7 @@ class Guard:
         return EmptyBatchError(self.failures())
 
     def sample(self, place: int, index: Any, fetch: Callable[[Any], Any]) -> Any:
-        """Makes a sample, or decides what takes its place. Raises if the batch has to fail."""
+        """Makes a sample, or decides about its replacement. Raises if the batch has to fail."""
         # Also for a sample that is passed over: what takes its place may kill, too.
         if self.at_sample is not None:
             self.at_sample(place)
@@ -170,7 +170,7 @@ class Guard:
             return self.instead_of(place, index, error, fetch)
 
     def instead_of(self, place: int, index: Any, error: Exception, fetch: Callable[[Any], Any]) -> Any:
-        """Decides what takes the place of a sample that has failed. Raises if the batch has to fail."""
+        """Decides about the replacement of a sample that has failed. Raises if the batch has to fail."""
         if self.is_foreign(error):
             _raise(error)
         self.check()

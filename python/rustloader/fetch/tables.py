@@ -1,4 +1,5 @@
-"""A batch of a TensorDataset, or of cached samples, is a gather, instead of a sample at a time and a stack of them."""
+"""Makes a batch of a TensorDataset, or of cached samples, by a gather, instead of a sample at a time and a stack of
+them."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def use(fetcher: Any, collate_fn: Any, gather: _Gather, gather_cached: _Gather |
 
     Args:
         fetcher: torch's fetcher.
-        collate_fn: What it calls.
+        collate_fn: The function that it calls.
         gather: Gathers the rows of a table.
         gather_cached: Gathers cached samples; None leaves them to torch.
     """

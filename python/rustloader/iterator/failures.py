@@ -33,7 +33,7 @@ class FailureCount:
         limit: ``max_errors``.
         samples: Number of samples of an epoch; None if unknown.
         batch_size: Samples of a batch, for an epoch of unknown length.
-        title: What the log calls the loader.
+        title: The title of the loader in the log.
 
     Attributes:
         allowed: Number of samples that may fail in an epoch; None if it is unlimited or depends on what was delivered.

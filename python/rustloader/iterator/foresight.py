@@ -57,8 +57,8 @@ class Foresight:
     and which epoch it sets.
 
     Args:
-        index_sampler: What the loader takes its index batches from.
-        epochs: Says which message the next epoch begins with.
+        index_sampler: The source of the loader's index batches.
+        epochs: Gives the message that the next epoch begins with.
     """
 
     def __init__(self, index_sampler: Any, epochs: Epochs) -> None:
@@ -105,7 +105,7 @@ class Foresight:
         raise StopIteration
 
     def epoch_begins(self) -> None:
-        """Notes what the epoch that begins finds, before its first draw."""
+        """Notes the state at the start of the epoch that begins, before its first draw."""
         guess, self._guess, self._judged = self._guess, None, None
         # A short epoch asks for the next one while it begins.
         self._has_asked, self._batches = False, iter(())
@@ -114,7 +114,7 @@ class Foresight:
             self._judged = guess, found
 
     def epoch_has_begun(self, is_right: bool | None) -> None:
-        """Learns whether the epoch that has begun is as foreseen. None: the workers had not begun it."""
+        """Compares the epoch that has begun with the guess. None: the workers had not begun it."""
         if self._judged is None or is_right is None:
             self._judged = None
             return

@@ -73,9 +73,9 @@ def stream(index_sampler: Any, torchs: Any, start: Start | None = None) -> Any:
     """The index stream of a sampler, or torch's iterator where there is none.
 
     Args:
-        index_sampler: What a loader takes its index batches from.
+        index_sampler: The source of a loader's index batches.
         torchs: ``iter(index_sampler)``, unstarted.
-        start: Where the order starts from, or where the stream notes it. None: it is not saved.
+        start: The start of the order, given or noted by the stream. None: it is not saved.
     """
     if type(index_sampler) is BatchSampler:
         inner = vars(index_sampler).get("sampler")

@@ -53,7 +53,7 @@ class Session:
         loader: Its loader.
         config: Its settings.
         engine: An engine without workers.
-        epochs: What epochs begin with.
+        epochs: The start of epochs.
         of_auto: Decides about the number of workers, with num_workers="auto".
 
     Attributes:

@@ -55,7 +55,7 @@ class Stats(Figures):
         faults: What epochs have survived: restarts of workers, and failed samples.
         cache: What the cache of the dataset has, and what was asked of it by all processes; None without
             ``rustloader.cache``.
-        cache_estimate: What a cache of all samples would take; None if there is one, or nothing tells.
+        cache_estimate: What a cache of all samples would take; None if there is one, or if it is unknown.
         core_users: Who used the processor cores while the workers of the last iterator ran; None if unknown.
         fallbacks: Iterators that ran on torch's own loop; no other figure includes their work.
         note: Why there are no figures, and what to do; empty where there are some.

@@ -303,7 +303,7 @@ class SchedulingStats:
 
 @dataclass(frozen=True)
 class CacheEstimate:
-    """Holds what a cache of all samples would take, from the batches so far.
+    """Holds the estimated size of a cache of all samples, from the batches so far.
 
     Attributes:
         bytes: Bytes of all samples, about, as they are in the batches.

@@ -21,7 +21,8 @@ class Shares(NamedTuple):
 
     @property
     def waiting(self) -> float:
-        """Neither computing nor waiting for a core: for storage, the network or a lock."""
+        """The share in which workers neither compute nor wait for a core: they wait for storage, the network or a
+        lock."""
         return 1 - self.cpu - self.queued
 
 

@@ -15,7 +15,7 @@ class Call:
     """The parameters with which a worker connects back.
 
     Attributes:
-        address: Where the main process listens.
+        address: The address at which the main process listens.
         port: Its port for this worker.
         token: The secret by which both ends prove themselves. It does not travel over their connection.
         worker_id: The worker's number.

@@ -143,7 +143,7 @@ def connect(address: str, port: int, token: bytes, worker_id: int, pid: int, dea
     """Connects to the main process. Each end has proved itself to the other when this returns.
 
     Raises:
-        HandshakeError: What listens there does not know the secret.
+        HandshakeError: The listener there does not know the secret.
         OSError: Nothing listens there, or it closes the connection, or it is silent until the deadline.
     """
     connection = socket.create_connection((address, port), timeout=_left(deadline))
@@ -169,8 +169,8 @@ def introduce(connection: socket.socket, token: bytes, worker_id: int, pid: int,
 
 
 def is_expected(connection: socket.socket, token: bytes, worker_id: int, deadline: float) -> int | None:
-    """Proves this process to the worker that has proved itself. Returns its pid; None for a stranger, who is told
-    nothing but a nonce.
+    """Proves this process to the worker that has proved itself. Returns its pid; None for a stranger, who gets nothing
+    but a nonce.
 
     Raises:
         HandshakeError: It is the worker, and its versions differ. It has received the versions.

@@ -49,7 +49,7 @@ class Disagreement(ValueError):
 
 
 def check(key: str, mine: Any, shared: Any) -> None:
-    """Compares what this rank has given with what a rank has shared, as far as that is cheap.
+    """Compares the object that this rank gives with the one that another rank has shared, as far as that is cheap.
 
     Raises:
         Disagreement: They differ.

@@ -1,4 +1,4 @@
-"""Sharing what is large among the attributes of a dataset."""
+"""Shares the large attributes of a dataset."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Node:
         self.holders: list[_Node] = []
 
     def change(self) -> None:
-        """Marks this node and all that hold it."""
+        """Marks this node and all nodes that hold it."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -91,7 +91,7 @@ class Sharing:
     # Finding what is large, and sharing it
 
     def _visit(self, value: Any, name: str, holder: _Node | None) -> None:
-        """Shares what is large in a value, and notes in its holders that they change."""
+        """Shares the large parts of a value, and notes in its holders that they change."""
         waiting = [(value, name, holder)]
         while waiting:
             value, name, holder = waiting.pop()

@@ -91,7 +91,7 @@ def register(kind: type, reducer: Callable[[Any], Any]) -> None:
 
 
 def descriptor_of(store: Any, kind: Callable[[int], Any]) -> tuple[Any, ...]:
-    """Reduces what has a descriptor, and is made of one, for another process of this machine."""
+    """Reduces an object that has a descriptor, and is made of one, for another process of this machine."""
     popen = context.get_spawning_popen()
     count = len(popen._fds) if isinstance(popen, popen_forkserver.Popen) else 0  # type: ignore[attr-defined]
     if count >= _MOST_DESCRIPTORS:

@@ -1,4 +1,4 @@
-"""``describe``: what a state of a loader says, in words."""
+"""``describe``: a description of a loader's state in words."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SAMPLERS = {
 
 
 def describe(state: Any) -> str:
-    """Describes a state in words: what wrote it, its position, its sampler, and the states of dataset and workers.
+    """Describes a state in words: its origin, its position, its sampler, and the states of dataset and workers.
 
     It reads states of rustloader and of torchdata, and changes nothing. What is missing or of a wrong type is listed at
     the end.
@@ -71,7 +71,7 @@ def describe(state: Any) -> str:
 
 
 class _Description:
-    """The lines about one state, and what they found missing or of a wrong type."""
+    """The lines about one state, with notes on entries that are missing or of a wrong type."""
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
         self._problems: dict[str, None] = {}

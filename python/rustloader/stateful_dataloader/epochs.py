@@ -29,8 +29,8 @@ class StatefulEpochs(Positioned, Epochs):
 
     Args:
         loader: The loader.
-        plan: What the first epoch starts from.
-        dataset: What a state says about the dataset.
+        plan: The plan of the first epoch.
+        dataset: A state's description of the dataset.
         told: Has the epochs that the program tells its dataset.
     """
 
@@ -67,7 +67,7 @@ class StatefulEpochs(Positioned, Epochs):
     # An epoch begins.
 
     def begin_next_at(self, it: WorkersIterator, plan: Plan) -> None:
-        """Sets what the next epoch starts from, of a persistent loader."""
+        """Sets the plan of a persistent loader's next epoch."""
         self._plan = dataclasses.replace(plan, base_seed=int(it._base_seed))
 
     def beginning(self, it: WorkersIterator) -> None:
@@ -249,7 +249,7 @@ class StatefulEpochs(Positioned, Epochs):
         return self.failures.count_after(yielded)
 
     def _workers_after(self, it: WorkersIterator, counts: list[int], finished: bool) -> list[WorkerStart]:
-        """The newest snapshots that are no younger than the position, and what was delivered after them."""
+        """Returns the newest snapshots that are no younger than the position, and the number of answers after them."""
         if not self._started and self._frozen is None and self._has_begun:
             # The state of a worker that does not start in time is the one that it starts from.
             self._started = bool(it._engine().wait_started(it._timeout))

@@ -134,7 +134,7 @@ def check(saved: SamplerState, loader: LoaderLike) -> None:
     """Checks that a loader's sampler can go on where a saved one was.
 
     Args:
-        saved: What a state says about its sampler.
+        saved: A state's description of its sampler.
         loader: The loader that loads the state.
 
     Raises:

@@ -39,7 +39,7 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
         return self._mode is not None and self._mode.has_ended
 
     def begin_next_at(self, plan: Plan) -> None:
-        """Sets what the next epoch starts from, of a persistent loader."""
+        """Sets the plan of a persistent loader's next epoch."""
         self._epochs.begin_next_at(self, plan)
 
     def delivered_nothing(self) -> bool:

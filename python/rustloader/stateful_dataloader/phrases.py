@@ -1,4 +1,4 @@
-"""Words for parts of a state, whatever is in their place."""
+"""Formats the parts of a state, of the expected type or any other."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Plan(State):
     """The start of an epoch: its beginning, or a saved position.
 
     Attributes:
-        is_bound: Whether only a loader with as many workers can go on.
+        is_bound: Whether only a loader with the same number of workers can go on.
         first_worker: The worker that gets the next task.
         drop: Number of batches to take and drop before the first one is delivered.
         owes_draws: Whether the draws of ``base_seed`` and ``sampler`` are made all the same, see ``ForeseenDraws``.

@@ -32,19 +32,19 @@ _FROZEN = (
 
 
 class Positioned:
-    """An epoch that begins at a position, and what its state says of it. Methods take the iterator.
+    """An epoch that begins at a position, and its part of a state. Methods take the iterator.
 
     Args:
         loader: The loader.
-        plan: What the first epoch starts from.
-        dataset: What a state says about the dataset.
+        plan: The plan of the first epoch.
+        dataset: A state's description of the dataset.
 
     Attributes:
-        origin: What the present epoch started from.
+        origin: The plan that the present epoch started from.
         sampling: Its index batches.
         seeding: Its seeds, unless they are torch's.
         raised: Number of answers in this epoch that were no batch.
-        dataset: What a state says about the dataset.
+        dataset: A state's description of the dataset.
         every: Batches from one snapshot to the next.
     """
 
@@ -127,7 +127,7 @@ def worker_after(start: WorkerStart, answers: int, count: int, made: WorkerStart
     dataset that applies it at its first step shows another one until then.
 
     Args:
-        start: What it started from.
+        start: The start of the worker.
         answers: Number of its answers since.
         count: Number of its answers before its snapshot, and one more for a snapshot of its end.
         made: The snapshot, or None.

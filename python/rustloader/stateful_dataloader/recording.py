@@ -195,7 +195,7 @@ class Recorder(Iterator[Any]):
         """A copy of the newest state that the sampler had before a position, or at it. None: it has no state.
 
         Raises:
-            Exception: What the sampler's ``state_dict`` raised.
+            Exception: The error of the sampler's ``state_dict``.
         """
         self.begin()
         if self._error is not None:

@@ -12,7 +12,7 @@ from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, Sample
 
 
 def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict[str, Any]]:
-    """Makes the states of another number of ranks, which share what is left of the epoch.
+    """Makes the states of another number of ranks, which share the rest of the epoch.
 
     A DistributedSampler deals the order of an epoch to its ranks in turn. So ranks that have delivered the same number
     of batches have together delivered the start of that order. What is left is dealt to the new ranks: over all ranks,
@@ -68,7 +68,7 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
 
 
 class _Rank:
-    """The state of one rank, as far as it matters here."""
+    """The part of a rank's state that matters here."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         own = state.get(OWN) if isinstance(state, Mapping) else None

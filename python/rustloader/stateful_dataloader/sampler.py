@@ -84,7 +84,7 @@ class RandomSampler(Sampler[int]):
 
 
 class _RandomIterator(Iterator[int]):
-    """An epoch of a RandomSampler. Its state is the generator's state at the begin, and the number of indices since."""
+    """An epoch of a RandomSampler. Its state is the generator's state at the start, and the number of indices since."""
 
     # Indices that are drawn at a time with replacement.
     _CHUNK = 32

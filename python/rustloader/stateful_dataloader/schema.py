@@ -97,7 +97,7 @@ class DatasetState:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
-        """Reads a part of a state. What is missing is None."""
+        """Reads a part of a state. A missing entry becomes None."""
         return _known(cls, said)
 
     @property
@@ -121,7 +121,7 @@ class SamplerState:
         state_position: Number of index batches before the two states.
         index_sampler_state: torchdata's ``_index_sampler_state``.
         sampler_iter_state: torchdata's ``_sampler_iter_state``.
-        says_batch_size: Whether it says a batch size, be it None.
+        says_batch_size: Whether it has a batch size, which may be None.
         is_owed: Whether the draws that ``start`` foresees are still to be made. States do not say it.
     """
 
@@ -193,14 +193,14 @@ class State:
         steps: Number of batches that torchdata has delivered since.
         last_worker: The worker that delivered the last batch.
         finished: Whether the epoch has ended.
-        sampler: What it says of the sampler, or None for the beginning of an epoch.
-        workers: What each worker starts from; one for a loader without workers.
-        has_records: Whether it says more of the workers than their snapshots.
+        sampler: Its part about the sampler, or None for the beginning of an epoch.
+        workers: The start of each worker; one for a loader without workers.
+        has_records: Whether it has records of the workers besides their snapshots.
         base_seed: The base seed of the workers, or None to draw it.
         len_called: torch's length of an iterable dataset.
         shared_seed: torch's seed of data pipes.
         epoch: Number of epochs that the loader began before.
-        dataset: What it says of the dataset; None in torchdata's states.
+        dataset: Its part about the dataset; None in torchdata's states.
         seeds: Base seed and epoch of ``seed_by``, or None.
         failures: Number of failures under ``on_error`` in this epoch before the position.
         next: The draws of the next epoch, if it has, or of the first one, if it has not begun.

@@ -36,7 +36,7 @@ def error_of(
         restarts: Number of earlier restarts of the worker.
         history: Further notes of the error.
         out_of_memory: Whether the worker's memory cgroup was out of memory.
-        report: What the worker could not load, and why.
+        report: The worker's report on an argument that it could not load.
     """
     exitcode, name = end_of(death, process)
     if death.index is None:

@@ -78,7 +78,7 @@ class Restarts:
 
         Args:
             death: The death.
-            cause: How the process ended, as in "was killed by signal: Killed".
+            cause: The end of the process, as in "was killed by signal: Killed".
             under_way: Whether the worker had begun the task that the death names. Deaths in a start, and in the
                 replay of earlier batches, say nothing about the batch.
             out_of_memory: Whether its memory cgroup was out of memory.

@@ -34,7 +34,7 @@ class Supervisor:
     Args:
         group: The workers.
         counters: Statistics of the iterator.
-        state: What is remembered of its loader, to say things once.
+        state: The state of its loader, to log messages once.
         restarts: Decides about deaths; None: each is final.
         new_streams: Whether a worker that is started again goes on with other random numbers.
     """
@@ -64,7 +64,7 @@ class Supervisor:
         again.
 
         Args:
-            death: What the engine answered, with `VACANT`.
+            death: The engine's value with `VACANT`.
             make_job: Makes the job of the new process.
         """
         restarts, engine = self._restarts, self._group.engine

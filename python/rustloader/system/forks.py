@@ -62,7 +62,7 @@ def at_fork(
     after_in_parent: Callable[[], object] | None = None,
     after_in_child: Callable[[], object] | None = None,
 ) -> None:
-    """Says what a step does from now on, in place of what was registered before.
+    """Registers the function of a step, in place of the one that was registered before.
 
     Args:
         name: One of ``STEPS``.

@@ -1,4 +1,4 @@
-"""The ranks of a distributed program on this machine, as its launcher (torchrun, Slurm, MPI) tells them.
+"""The ranks of a distributed program on this machine, from the variables of its launcher (torchrun, Slurm, MPI).
 
 A variable that is missing, empty, or no number in ASCII digits tells nothing. The first one that tells something
 counts.

@@ -24,8 +24,8 @@ class Change:
     Attributes:
         place: Dotted name of an attribute; else words.
         by: The module of this package that makes it.
-        process: Where it is made.
-        why: What it is for.
+        process: The processes in which it is made.
+        why: Its purpose.
         put_in: When it is made.
         taken_out: When it is undone, and how.
     """
@@ -327,7 +327,7 @@ class Patch:
 
     Args:
         place: Dotted name of the attribute, as in ``PATCHES``.
-        owner: What has it.
+        owner: The module, class or object that has it.
 
     Raises:
         ValueError: The place is not in the list.

@@ -83,7 +83,7 @@ def in_torch(caller: Callable[..., Any], name: str, function: Callable[..., Any]
 
     Args:
         caller: Function in torch's `dataloader` that makes this call.
-        name: What it calls there; the first use of the name is the line.
+        name: The name that it calls there; the first use of the name is the line.
         function: Called in place of that.
         args: Its arguments.
     """

@@ -1,4 +1,4 @@
-"""Begins and ends a trace, and tells it of the loaders."""
+"""Begins and ends a trace, and connects it with the loaders."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _TIED = frozenset("stfbneSTpFNOD")
 
 
 class NotATrace(ValueError):
-    """A file is no trace that can be merged."""
+    """Raised if a file is no trace that can be merged."""
 
 
 def convert(folder: str, path: str) -> None:
@@ -36,7 +36,7 @@ def convert(folder: str, path: str) -> None:
 
 
 def _write(path: str, lines: Iterable[str]) -> None:
-    """Writes an array, an event a line. Without its end it is a trace nevertheless."""
+    """Writes an array, an event a line. A file without the end of the array is a trace nevertheless."""
     with _open(path, "wt") as file:
         file.write("[")
         separator = "\n"

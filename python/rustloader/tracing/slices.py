@@ -1,4 +1,4 @@
-"""Makes the events of Chrome's trace format of a trace's records.
+"""Converts a trace's records into events of Chrome's trace format.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format. An event is a line
 of its own. A slice comes before those within it, and times are whole microseconds of rounded-down ends, so that slices
@@ -57,7 +57,7 @@ def metadata(name: str, pid: int, args: dict[str, Any], tid: int = 0) -> str:
 
 
 class _Source:
-    """The rows of one iterator of a loader. Those that follow each other with as many workers share them."""
+    """The rows of one iterator of a loader. Successive iterators with the same number of workers share them."""
 
     def __init__(
         self, about: dict[str, Any], number: int, loader: dict[str, Any], before: _Source | None, first: int
@@ -189,7 +189,7 @@ class _Source:
         )
 
     def _flow(self, row: int, phase: str, at: int, task: int) -> str:
-        """The begin or the end of the arrow from a batch to its delivery."""
+        """Returns the start or the end of the arrow from a batch to its delivery."""
         binding = ',"bp":"e"' if phase == "f" else ""
         return (
             f'{{"ph":"{phase}","pid":{self._pid},"tid":{self._first + row},"ts":{self._time(at)},'

@@ -1,4 +1,4 @@
-"""The folder of a trace that is being made: records that the extension writes, and what they are about.
+"""The folder of a trace that is being made: records that the extension writes, and the loaders that they belong to.
 
 A program that is killed leaves it, beside where the trace would be. `rustloader trace merge` reads it.
 """

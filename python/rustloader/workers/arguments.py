@@ -35,7 +35,7 @@ _reached = threading.local()
 
 
 def reach(name: str | None) -> None:
-    """Notes that pickling, or unpickling, has come to an argument in this thread. None: to none any more."""
+    """Notes that this thread has come to an argument in pickling or unpickling. None: to none any more."""
     _reached.name = name
 
 
@@ -85,7 +85,8 @@ def naming() -> Iterator[None]:
 
 
 class Reports:
-    """A file that all workers of a group share. One that cannot load its arguments writes why, and ends."""
+    """A file that all workers of a group share. A worker that cannot load its arguments writes the reason to it, and
+    ends."""
 
     # `__del__` may come when the names of this module are None.
     _close, _fstat = staticmethod(os.close), staticmethod(os.fstat)

@@ -128,9 +128,9 @@ class Payload:
 
     Args:
         common: The dataset and the job, pickled once for all workers; None if each worker gets its own pickle.
-        gate: What makes a spawned worker wait for its turn to import torch.
-        reports: Where a worker that cannot load the dataset or the job says so.
-        pickling: How the dataset and the job are pickled.
+        gate: Makes a spawned worker wait for its turn to import torch.
+        reports: The file to which a worker that cannot load the dataset or the job reports it.
+        pickling: Pickles the dataset and the job.
     """
 
     def __init__(

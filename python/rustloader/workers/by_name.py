@@ -1,4 +1,4 @@
-"""Pickles what a worker sends that got classes and functions by value.
+"""Pickles the results of a worker that got classes and functions by value.
 
 The main process has them under their names, and must get its own back: with a copy, ``except`` and ``isinstance`` would
 not know them. cloudpickle brings them to workers on other machines. On this machine ``definitions`` does, and they
@@ -23,7 +23,7 @@ _keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that names what cannot be imported here."""
+    """A pickler that sends by name what cannot be imported here."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, (type, FunctionType)) or type(obj) in self.dispatch_table:
@@ -37,13 +37,13 @@ _pickler: type[pickle.Pickler] = pickle.Pickler
 
 
 def use() -> None:
-    """Makes ``pickler`` give names from now on. A worker calls it that the main process's modules do not reach."""
+    """Makes ``pickler`` use names from now on. It is called by workers that do not have the main process's modules."""
     global _pickler
     _pickler = _Pickler
 
 
 def pickler(*args: Any, **kwargs: Any) -> pickle.Pickler:
-    """A ``pickle.Pickler`` for what this process sends to the main process."""
+    """Returns a ``pickle.Pickler`` for values that this process sends to the main process."""
     return _pickler(*args, **kwargs)
 
 

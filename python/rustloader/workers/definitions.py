@@ -41,7 +41,7 @@ _NEITHER = "Nor can it go by value: {}: {}"
 
 
 class _NamesMain(Exception):
-    """The standard pickle needs something of a ``__main__`` that workers do not have."""
+    """Raised if the standard pickle needs a definition of a ``__main__`` that workers do not have."""
 
 
 class _Watched:
@@ -193,7 +193,7 @@ class Pickling:
 
 
 def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) -> Any:
-    """A class of picklers that pickle by value what workers lack."""
+    """Makes a class of picklers that pickle by value the definitions that workers lack."""
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined,misc]
         dispatch_table = reducers

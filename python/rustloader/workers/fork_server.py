@@ -54,7 +54,7 @@ def ensure_running() -> None:
 
 @contextlib.contextmanager
 def _preload() -> Iterator[None]:
-    """Adds our module to the list of the program's server, while that starts."""
+    """Adds this package's module to the list of the program's server, while that starts."""
     before = getattr(_server, "_preload_modules", None)
     if before != _PYTHONS or not FORKSERVER_PRELOAD.get() or _is_shadowed():
         yield

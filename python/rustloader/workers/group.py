@@ -111,7 +111,7 @@ class WorkerGroup:
         """Starts all workers. After an error some may run; the caller must end them.
 
         Args:
-            job: What the workers share.
+            job: The settings that the workers share.
             counts_oom_kills: Whether ``was_out_of_memory`` is to know. This reads files of the memory cgroups.
         """
         if counts_oom_kills:

@@ -189,7 +189,7 @@ class _Worker:
         """Makes torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset.
 
         Args:
-            start: Where a resumed epoch begins.
+            start: The start of a resumed epoch.
             told: Arguments of the dataset's ``set_epoch``, or None.
         """
         job, step = self.job, self.step

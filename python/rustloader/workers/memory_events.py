@@ -1,4 +1,4 @@
-"""Tells whether the kernel has killed processes because a memory cgroup was out of memory.
+"""Detects that the kernel has killed processes because a memory cgroup was out of memory.
 
 A cgroup counts the processes in it that the OOM killer has ended: in version 2 in memory.events, which includes the
 cgroups below it, and in memory.events.local, which does not; in version 1 in memory.oom_control.

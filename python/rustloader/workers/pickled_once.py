@@ -1,4 +1,4 @@
-"""Pickles what all workers of a start get alike once, if no program can tell that from one pickle for each worker.
+"""Pickles the common arguments of workers once, if no program can distinguish that from one pickle for each worker.
 
 torch pickles the dataset for each worker. A class's own ``__getstate__`` or reducer may count its calls or answer
 differently each time, and descriptors, locks, queues and tensors in shared memory belong to one worker's pickle. With
@@ -44,7 +44,7 @@ _PLAIN_REDUCERS = {
 
 
 class _NotPlain(Exception):
-    """The value has an object in it that must be pickled for each worker."""
+    """Raised if the value has an object in it that must be pickled for each worker."""
 
 
 def _is_plain(module: Any) -> bool:

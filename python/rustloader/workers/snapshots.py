@@ -1,4 +1,4 @@
-"""Snapshots of a dataset's state: when a worker makes them, what is in them, and how they are sent.
+"""Snapshots of a dataset's state: their schedule, their content, and their transport.
 
 ``read`` reads one: what a worker starts from that goes on after it.
 """
@@ -102,7 +102,7 @@ class Snapshots:
     """Decides when a snapshot is made, and makes it.
 
     Args:
-        policy: How often, in the first epoch.
+        policy: The schedule in the first epoch.
         num_workers: Number of workers that take turns.
         kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
         seeds: Seeds of the worker; in the main process the fetcher has them.
@@ -222,7 +222,7 @@ class Publisher:
     Args:
         port: The worker's port.
         snapshots: Makes the snapshots.
-        offset: What a task's number lacks to the number of its batch, in the first epoch.
+        offset: The difference from a task's number to the number of its batch, in the first epoch.
         where: The place that errors name.
         answers: Answers of the worker's earlier processes in this epoch.
     """

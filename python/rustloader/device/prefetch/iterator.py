@@ -79,7 +79,7 @@ class DeviceIterator:
     Args:
         loader: The loader.
         lane: Copies its batches.
-        position: What is ahead; it outlives the iterator.
+        position: The batches ahead; it outlives the iterator.
         tell: Called with the loader and the types that are not pinned, if there are any in the first batch.
     """
 
@@ -308,7 +308,7 @@ def _note_frames(error: BaseException) -> None:
 
 
 def _raise(iterator: DeviceIterator, name: str) -> None:
-    """Raises what a signal handler has raised, from an attribute.
+    """Raises the error of a signal handler, from an attribute.
 
     `is_interrupt` looks into the frames of the traceback, and Python 3.11 and 3.12 then keep their variables. So no
     variable of these frames holds the error: the cycle would keep the program's batches until the collector runs.

@@ -46,7 +46,7 @@ class Copied:
     Attributes:
         batch: The batch on the device.
         made: Its memory, as in `Move`.
-        host: What the device may still read on the host.
+        host: The objects that the device may still read on the host.
         done: The event after the copy.
         loans: Its memory once it is delivered.
     """
@@ -68,7 +68,7 @@ class _Source:
 
     Attributes:
         done: The event after the copy; None if the copy failed, until the event is recorded.
-        host: What it reads.
+        host: The objects that it reads.
         copied: Of a delivered batch: the event before the copy, the event after all work that the program's stream had
             at the delivery, and the batch's bytes.
     """
@@ -198,7 +198,7 @@ class Lane:
         return [_Loan(address, alias, self.delivered, stream) for address, alias in made.items()]
 
     def sweep(self) -> None:
-        """Lets go what the device is done with."""
+        """Releases the memory that the device is done with."""
         streams = self.streams
         self._forget_dropped()
         while self._sources and streams.is_done(self._event_of(self._sources[0])):
@@ -216,7 +216,7 @@ class Lane:
             self._retired.popleft()
 
     def _retire(self) -> None:
-        """Records events after the last use of what was dropped since the last time."""
+        """Records events after the last use of the storages that were dropped since the last call."""
         streams, current = self.streams, self.streams.current()
         kept: list[_Loan] = []
         found: dict[int, _Retired] = {}
@@ -245,7 +245,7 @@ class Lane:
             self.streams.wait(self.stream, event)
 
     def settle(self) -> None:
-        """Lets go of everything: at the end of a loop, however it ended. Waits for the copies that are under way."""
+        """Releases everything, at the end of a loop, however it ended. Waits for the copies that are under way."""
         streams = self.streams
         for loan in self._lent:
             is_dropped = loan.is_dropped()
@@ -266,7 +266,8 @@ class Lane:
                 self._count(self._sources.popleft())
 
     def _event_of(self, source: _Source) -> Any:
-        """The event after a source's copy. That of a failed copy is recorded here: the stream keeps its order."""
+        """Returns the event after a source's copy. That of a failed copy is recorded here: the stream keeps its
+        order."""
         if source.done is None:
             source.done = self.streams.record(self.stream)
         return source.done

@@ -1,4 +1,4 @@
-"""Moves a batch to a device: which of its parts are copied, and what is made of their containers."""
+"""Moves a batch to a device: decides which of its parts are copied, and rebuilds their containers."""
 
 from __future__ import annotations
 

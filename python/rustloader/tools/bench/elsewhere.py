@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster, for ``bench --ray``: how they are given to a loader, and when they pay."""
+"""Workers on a Ray cluster, for ``bench --ray``: their use by a loader, and their cost."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def connect() -> Any:
 
 
 def carry(target: str) -> None:
-    """Has the factory's file sent with what it defines: no node can import it. A module must be installed there."""
+    """Makes Ray send the definitions of the factory's file: no node can import it. A module must be installed there."""
     place, _, is_file = check_target(target)
     if is_file:
         module = sys.modules[os.path.splitext(os.path.basename(place))[0]]

@@ -1,4 +1,4 @@
-"""Notices JPEG files that are decoded far larger than what the samples keep.
+"""Detects JPEG files that are decoded far larger than the samples need.
 
 It is only done in the warm-up of ``bench``: workers note the sizes of the first images that Pillow decodes, and the
 main process the shape of a batch. A program's own loaders are left as they are.
@@ -54,7 +54,7 @@ class Noted:
             file.write("{} {}\n".format(*found))
 
     def read(self) -> None:
-        """Takes what the workers have noted so far into ``sizes``."""
+        """Reads the sizes that the workers have noted so far into ``sizes``."""
         with contextlib.suppress(FileNotFoundError), open(self._path) as file:
             self.sizes = [(int(width), int(height)) for width, height in (line.split() for line in file)]
 
@@ -96,7 +96,7 @@ def kept_size(batch: Any) -> Size | None:
 
 
 def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size], float] | None = None) -> str:
-    """A sentence on images that are decoded far larger than what is kept; empty where they are not.
+    """Returns a sentence on images that are decoded far larger than the samples need; empty if they are not.
 
     Args:
         decoded: sizes of decoded images.

@@ -1,4 +1,4 @@
-"""``doctor``: checks what the engine needs of a machine, and whether it works."""
+"""``doctor``: checks that a machine has all that the engine needs, and that the engine works."""
 
 from __future__ import annotations
 

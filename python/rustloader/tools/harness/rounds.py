@@ -1,4 +1,4 @@
-"""Rounds in which all sides are measured in turn, and the medians and intervals of what they took."""
+"""Rounds in which all sides are measured in turn, and the medians and intervals of the measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NARROW = 1.1
 
 
 class Failure(Exception):
-    """A side delivered something wrong: its figures mean nothing."""
+    """Raised if a side delivered something wrong: its figures mean nothing."""
 
 
 class Interval(NamedTuple):

@@ -160,7 +160,7 @@ class Loader:
 
     @property
     def batches_per_second(self) -> float:
-        """In the interval."""
+        """Batches per second in the interval."""
         return self.recent.batches / self.seconds
 
     @property
@@ -270,8 +270,8 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look |
 
 
 def judged(stats: Stats, figures: Observed) -> Stats:
-    """The statistics that a verdict goes by: it must know that workers run on other machines. Their other settings are
-    unknown, and no advice goes by what stands for them."""
+    """Returns the statistics that a verdict is based on: it must know that workers run on other machines. Their other
+    settings are unknown; placeholders stand for them, and no advice depends on these."""
     if not figures.remote:
         return stats
     prefetch_factor, in_order = figures.prefetch_factor, figures.in_order
