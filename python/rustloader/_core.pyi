@@ -101,7 +101,8 @@ BACK_BATCHES: Final[int]
 # Leaves below this many bytes travel inside the message and are copied on delivery.
 INLINE_LIMIT: Final[int]
 
-# The names of the kinds of a trace's events, by number, and who they are of if of no worker: see `TraceSink`.
+# The names of the kinds of a trace's events, by number, and the numbers of the main process and of the pin thread in
+# place of a worker's: see `TraceSink`.
 TRACE_KINDS: Final[list[str]]
 TRACE_MAIN: Final[int]
 TRACE_PINNER: Final[int]
@@ -632,7 +633,7 @@ class Port:
     def send_snapshot(self, count: int, payload: bytes, is_error: bool) -> bool:
         """Sends a snapshot of this worker's state, made after ``count`` of its answers in this epoch, or the error that
         prevents it. Comes before the next result, at most once for each; once more at the start of an epoch (with the
-        count 0), at its end, and for an error. Returns False if it is left out for want of memory."""
+        count 0), at its end, and for an error. Returns False if it is left out because memory is short."""
 
     def exhausted(self, task: int) -> None:
         """Reports that the iterable dataset is exhausted."""

@@ -83,7 +83,8 @@ class _StartedActor:
         return "the actor has ended its call"
 
     def waits_for(self) -> str:
-        """The resources that the actor asked for, and those of the cluster, or what it cannot reach."""
+        """Describes the resources that the actor asked for and those of the cluster, or the address that it cannot
+        reach."""
         with contextlib.suppress(Exception):
             if self._ray.wait([self._begun], timeout=0, fetch_local=False)[0]:
                 return (
@@ -176,8 +177,8 @@ class RayContext(RemoteContext):
         return blob
 
     def put(self, blob: bytes) -> Any:
-        """Puts bytes into the object store. Ray joins a cluster, or starts one, where the program has not: here alone,
-        because nothing of an earlier session is there in the next one."""
+        """Puts bytes into the object store. Joins or starts a cluster if the program has not. Only this method does,
+        because objects of one session do not exist in the next one."""
         ray = _ray()
         reference = ray.put(blob)
         return _session(ray), reference

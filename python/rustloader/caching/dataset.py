@@ -84,7 +84,7 @@ class CachedDataset(Wrapper):
         return type(self)(dataset, self.table, then, self._origin)
 
     def usage(self) -> CacheUsage:
-        """Returns what the cache has, and what was asked of it.
+        """Returns the content and the counters of the cache.
 
         Examples:
             >>> cached = rustloader.cache(torch.utils.data.TensorDataset(torch.zeros(3, 5)), memory="1MiB")

@@ -116,7 +116,7 @@ class Guard:
 
     def failures(self) -> list[Failure]:
         """The failures of the present batch, in the order of its samples."""
-        # Threads find them in any order. Those of one place are in theirs.
+        # Threads find them in any order. The sort keeps the order of those of one place.
         return [failure for _, failure in sorted(self._found, key=operator.itemgetter(0))]
 
     def take_failures(self) -> list[Failure]:

@@ -74,7 +74,7 @@ _INDICES = (list, tuple, range, SharedList, SharedTuple)
 class TableFetcher(_MapDatasetFetcher):
     """torch's fetcher of a table. A batch that a gather would not make as torch does takes torch's way."""
 
-    # The types of what is collated, and instances of samples, for which a program may have functions of its own.
+    # The types that are collated, and instances of samples, for which a program may have functions of its own.
     _collated: tuple[type, ...] = (torch.Tensor,)
     _samples: tuple[Any, ...] = ((),)
 

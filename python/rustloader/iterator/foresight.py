@@ -53,8 +53,8 @@ class Foresight:
     They come from copies of the sampler and of its generator, so that nothing which a program can see changes. They may
     be wrong: the beginning of the epoch draws from the sampler itself and compares.
 
-    What the program does between two epochs is learned from wrong guesses: how far it moves torch's global generator,
-    and which epoch it sets.
+    Wrong guesses teach how the program acts between two epochs: how far it moves torch's global generator, and which
+    epoch it sets.
 
     Args:
         index_sampler: The source of the loader's index batches.
@@ -67,7 +67,7 @@ class Foresight:
         # True if the present epoch has asked.
         self._has_asked = False
         self._guess: _Guess | None = None
-        # The guess for the epoch that begins, and what that finds.
+        # The guess for the epoch that begins, and the state that it finds.
         self._judged: tuple[_Guess, _Guess] | None = None
         self._wrong = 0
         # The number of seeds that the program draws until the next epoch, and the step by which it raises the sampler's

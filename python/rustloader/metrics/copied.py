@@ -4,7 +4,7 @@ Python writes a reference count into each object that it looks at, so a forked w
 Arrays and tensors are one object each.
 
 The sizes are those of Python objects alone, by a few items, and without running code of the dataset. `sharing.sizes`
-also counts the data of arrays, because it asks what another process would have to be sent.
+also counts the data of arrays, because it measures the bytes that would be sent to another process.
 """
 
 from __future__ import annotations

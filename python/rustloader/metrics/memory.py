@@ -1,7 +1,7 @@
 """Private memory of workers.
 
 The kernel counts it page by page, which takes milliseconds for each GB. So it is read only when statistics are taken
-and before workers end, only of processes whose page faults say that they have gained much since the last time, and for
+and before workers end, only of processes whose page faults show that they have grown much since the last time, and for
 at most 1 % of the time.
 """
 

@@ -39,7 +39,7 @@ class Started(Protocol):
         """Describes what it may be waiting for, for the error of a start that takes too long."""
 
     def kill(self) -> None:
-        """Ends it, whatever it does. Does not wait, and raises nothing if it is gone."""
+        """Ends it in any state. Does not wait, and raises nothing if it is gone."""
 
 
 class RemoteContext(BaseContext, abc.ABC):

@@ -1,6 +1,6 @@
 """The handshake of a connection. Both ends prove that they know a secret, before either of them unpickles anything.
 
-The worker has the secret from what started it, Ray say. It does not travel over the connection::
+The worker gets the secret from its launcher, such as Ray. It does not travel over the connection::
 
     main process    magic number, nonce                                                          the challenge
     worker          magic number, nonce, worker number, pid, versions as JSON                    the hello
@@ -50,7 +50,7 @@ _HELLO_SECONDS = 30.0
 
 
 class HandshakeError(RuntimeError):
-    """The other end refuses, or what it sends is no handshake."""
+    """Raised if the other end refuses, or does not send a handshake."""
 
 
 def new_token() -> bytes:

@@ -15,13 +15,13 @@ _state = _State()
 
 
 def is_packing() -> bool:
-    """Returns True if what is being pickled goes to another machine."""
+    """Returns True if this thread is pickling something for another machine."""
     return _state.depth > 0
 
 
 @contextlib.contextmanager
 def packing() -> Iterator[None]:
-    """Marks what is pickled within as going to another machine."""
+    """Marks the pickles that are made in the body as going to another machine."""
     _state.depth += 1
     try:
         yield

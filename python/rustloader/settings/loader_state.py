@@ -1,6 +1,6 @@
 """The state of a loader that rustloader keeps from one iterator to the next.
 
-What must travel with copies and pickles of a loader is an attribute of it: the options that its constructor was given,
+Parts that travel with copies and pickles of a loader are its attributes: the options that its constructor was given,
 the epochs with ``seed_by``, and the number that "auto" has set. Everything else is a `LoaderState`, in a weak table: it
 keeps the loader's attributes the same as torch's.
 """

@@ -33,7 +33,7 @@ logger = logging.getLogger("rustloader")
 _RETRY = 0.02
 # Seconds of the longest single wait: sockets count milliseconds in 31 bits.
 _SLICE = 1e6
-# Connections that wait at a listening socket, and those that have not said yet who they are.
+# Number of connections that wait at a listening socket, and of those that have not identified themselves yet.
 _MOST_WAITING = 256
 _CREDENTIALS = struct.Struct("3i")
 # The prefix of a rank's name in its greeting, and the longest such greeting in bytes.
@@ -226,7 +226,7 @@ class _Server:
         self._listener, self._store, self._named, self._ranks = listener, store, named, ranks
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._served: set[bytes] = set()
-        # Those that have not said yet who they are.
+        # Connections that have not identified themselves yet.
         self._waiting: dict[int, socket.socket] = {}
         self._ended = False
         self._thread: threading.Thread | None = None

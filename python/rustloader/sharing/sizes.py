@@ -22,7 +22,7 @@ from rustloader.sharing.sequences import SharedDict, SharedList, SharedTuple
 
 # Items of a container that are measured: of the outermost one, of those in it, and so on.
 _SAMPLED = (200, 32, 8, 2)
-# Items that are pickled to see what they have in common, and bytes of pickles from which it is not looked for.
+# Number of items that are pickled to find their common parts, and bytes of pickles above which these are not sought.
 _PICKLED = 8
 _LARGEST_PICKLE = 16 << 20
 # Bytes of pickles that the names of classes may take.

@@ -104,7 +104,7 @@ class _Description:
             found.append(f"problems: {'; '.join(self._problems)}")
         return found
 
-    # Values, whatever the state has in their place
+    # Values, which the state may lack or have of a wrong type
 
     def _value(self, values: Mapping[Any, Any], path: str, key: str, *kinds: type) -> Any:
         """A value of one of these types, or None with a note."""

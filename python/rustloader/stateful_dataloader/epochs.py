@@ -31,7 +31,7 @@ class StatefulEpochs(Positioned, Epochs):
         loader: The loader.
         plan: The plan of the first epoch.
         dataset: A state's description of the dataset.
-        told: Has the epochs that the program tells its dataset.
+        told: The recorder of the dataset's ``set_epoch``.
     """
 
     # The snapshots of each worker, once its engine has ended.
@@ -105,7 +105,7 @@ class StatefulEpochs(Positioned, Epochs):
         return message if told is None else message | {"set_epoch": told}
 
     def next_message(self) -> dict[str, Any] | None:
-        # A dataset that is told its epoch cannot take one back.
+        # A dataset cannot undo a ``set_epoch``.
         is_told = self._told_epoch is not None and self._told_epoch.in_force is not None
         return None if is_told else super().next_message()
 
@@ -153,7 +153,7 @@ class StatefulEpochs(Positioned, Epochs):
             job.starts = self._starts(it, plan)
 
     def complete_next(self, job: Job) -> None:
-        # The program may have told its dataset another epoch since this one began.
+        # The program may have set another epoch in its dataset since this one began.
         job.told = None if self._told_epoch is None else self._told_epoch.in_force
 
     def _starts(self, it: WorkersIterator, plan: Plan) -> list[WorkerStart | None]:

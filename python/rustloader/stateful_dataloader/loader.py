@@ -253,8 +253,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return _StatefulMultiProcessingIter(self, plan, about, told)
 
     def _recorder(self) -> EpochRecorder | None:
-        """A recorder of the epochs that the program tells its dataset, if workers have to be told: those that stay for
-        later epochs, and those that are started again."""
+        """Returns the recorder of the dataset's ``set_epoch``, if there are workers to forward it to: those that
+        stay for later epochs, and those that are restarted."""
         config = resolve(self)
         if not self.forward_set_epoch or not (config.persistent_workers or config.max_restarts):
             return None

@@ -1,6 +1,6 @@
 """The format of a loader's state: the keys of torchdata's states, and this package's part, ``_rustloader``.
 
-No other module spells these keys. ``State`` is what a state says; ``State.to_torchdata`` writes it as a dict, and
+No other module spells these keys. ``State`` is the content of a state; ``State.to_torchdata`` writes it as a dict, and
 ``State.from_torchdata`` reads it, of this package or of torchdata.
 """
 

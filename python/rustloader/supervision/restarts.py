@@ -42,7 +42,7 @@ class Restarts:
         self.lock = threading.RLock()
         # The last death of each worker that was counted, by generation, and whether it is final.
         self._counted: dict[int, tuple[int, bool]] = {}
-        # The last generation of each worker whose death needs nothing any more.
+        # The last generation of each worker whose death is settled.
         self._settled: dict[int, int] = {}
         self._restarts: Counter[int] = Counter()
         # The last death of each worker, in a line.
@@ -93,7 +93,7 @@ class Restarts:
         if under_way and death.task is not None and not self._survives_at(death, death.task, cause):
             return self._decided(death, None)
         answers, again = self._in_a_row.get(death.worker_id, (-1, 0))
-        # A worker that was killed for want of memory leaves the others time to release some.
+        # A worker that was killed because memory ran out leaves the others time to release some.
         again = again + 1 if death.answers == answers else int(out_of_memory)
         return self._decided(death, self._next_start(death, again))
 

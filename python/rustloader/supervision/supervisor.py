@@ -69,7 +69,7 @@ class Supervisor:
         """
         restarts, engine = self._restarts, self._group.engine
         assert restarts is not None
-        # Before signals are blocked: what the helpers start inherits their mask.
+        # Before signals are blocked: processes that the helpers start inherit their mask.
         process.start_helpers(self._group.context)
         # A signal handler that calls `next` comes before or after this. Another thread in `next` gets the same answer.
         with self._deferred_signals() as unblock, restarts.lock:

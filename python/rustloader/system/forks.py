@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 # After a fork the steps run in this order, before it in the reverse one.
 STEPS = (
-    # A child makes the lock of the ledgers again. First: later steps may run the collector, and what it destroys may
-    # take the lock, which a thread of the parent held for good.
+    # A child makes the lock of the ledgers again. First: later steps may run the collector, and the objects that it
+    # destroys may take the lock, which a thread of the parent held for good.
     "ledgers",
     # The lock of the sockets by which ranks meet is held over the fork, and a child closes its copies. Before all that
     # is not a lock: the other threads of the parent wait for it.

@@ -1,7 +1,8 @@
 """Everything of torch, multiprocessing, NumPy and Python that this package changes at run time, in one list.
 
 An attribute of a foreign module or class is replaced by a :class:`Patch`, which refuses a place that is not listed.
-What is no attribute, or belongs to one object only, is changed by its own module, and listed with a place in words.
+A change that is not of an attribute, or of one object only, is made by its own module, and listed with a place in
+words.
 ``tests/python/unit/test_patch_list.py`` compares the list with what a program and its workers find.
 """
 

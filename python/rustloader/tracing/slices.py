@@ -14,7 +14,7 @@ from typing import Any
 
 from rustloader._core import TRACE_KINDS, TRACE_MAIN, TRACE_PINNER
 
-# The event that says what the clock of a file is, and the one at the end, with what was lost.
+# The event with the clock of a file, and the one at the end, with the number of lost events.
 CLOCK, END = "rustloader_trace", "rustloader_trace_end"
 
 # Rows of the loaders have numbers of threads that no thread has.
@@ -74,7 +74,7 @@ class _Source:
         # First tasks and numbers of the epochs.
         self._tasks: list[int] = []
         self._epochs: list[int] = []
-        # By row: what belongs to the present batch, or the waits of the present `next`.
+        # By row: the pieces of the present batch, or the waits of the present `next`.
         self._pieces: dict[int, list[_Piece]] = {}
         # The task that was delivered last.
         self._delivered = -1

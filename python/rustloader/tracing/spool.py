@@ -18,7 +18,8 @@ from typing import Any
 from rustloader._core import TraceSink
 
 ABOUT = "about.json"
-# A record: the first word has the source (32 bits), who (24) and the kind (8); then begin, length and two numbers.
+# A record: the first word has the source (32 bits), the worker, main process or pin thread (24) and the kind (8);
+# then start, length and two numbers.
 _RECORD = struct.Struct("<5Q")
 _READ = _RECORD.size << 14
 # Timestamps are microseconds from the start of a period of this length, as in torch.profiler's files: a float has room

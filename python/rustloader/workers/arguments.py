@@ -137,7 +137,7 @@ class Reports:
 
 @contextlib.contextmanager
 def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
-    """Reports an error of the body, in a worker. ``duplicate`` is what ``Reports.for_child`` has given, or None."""
+    """Reports an error of the body, in a worker. ``duplicate`` is the result of ``Reports.for_child``, or None."""
     fd = None if duplicate is None else duplicate.detach()
     try:
         yield

@@ -91,7 +91,8 @@ def find(module: str, name: str) -> Any:
 
 
 def _is_by_value(obj: Any) -> bool:
-    """Returns True if a class or function came here by value. What is in a module of both ends is for pickle itself."""
+    """Returns True if a class or function came here by value. Pickle itself handles the objects of modules
+    that both ends have."""
     module = obj.__module__
     if module is None or "<locals>" in obj.__qualname__ or (module in sys.modules and module != "__main__"):
         return False

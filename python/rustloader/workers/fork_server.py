@@ -37,7 +37,8 @@ class _Exit:
 def ensure_running() -> None:
     """Starts the server if it does not run, and waits until it has imported its modules.
 
-    The wait ends with what a signal handler raises. The start of the first worker, which waits as well, defers signals.
+    The wait ends with the error of a signal handler. The start of the first worker, which waits as well, defers
+    signals.
     """
     pid = getattr(_server, "_forkserver_pid", None)
     with _preload():

@@ -57,7 +57,7 @@ _DEFERRED = (
 def deferred_signals() -> Iterator[list[int]]:
     """Lets the handlers of signals wait while workers start; gives the signals that a new process unblocks.
 
-    A worker must not be interrupted before it can catch the error, at-fork hooks lose what a handler raises, and one
+    A worker must not be interrupted before it can catch the error, at-fork hooks lose the error of a handler, and one
     that raises just after a fork would leave a process that is not known yet.
     """
     with DeferredSignals([it for it in _DEFERRED if callable(signal.getsignal(it))]) as blocked:
@@ -140,7 +140,7 @@ class WorkerGroup:
 
     def _start_remote(self, worker_ids: Sequence[int], blob: remote.Blob, job: Job) -> None:
         """Starts workers on other machines, at the same time."""
-        # First: one that is stopped keeps what the cluster has reserved for it.
+        # First: a worker that is stopped keeps the resources that the cluster has reserved for it.
         for worker_id in worker_ids:
             for before in self.processes[worker_id : worker_id + 1]:
                 quietly(before.kill)

@@ -283,7 +283,7 @@ class _Worker:
             else:
                 if self.publisher is not None:
                     self.publisher.after(task, self.step.fetcher, self.dataset)
-                # The batch's only reference: what nothing else in the worker refers to is sent without a copy.
+                # The batch's only reference: tensors without further references in the worker are sent without a copy.
                 batch = [data]
                 del data
                 self.send(task, batch)

@@ -33,7 +33,7 @@ _HOOKS = (
     "__getattribute__",
     "__getattr__",
 )
-# The same for what is a list or a dict.
+# The same for lists and dicts.
 _ITEMS = ("__iter__", "items")
 # multiprocessing's own reducers of methods and partial functions, whose results name no process.
 _PLAIN_REDUCERS = {

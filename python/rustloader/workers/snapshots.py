@@ -1,6 +1,6 @@
 """Snapshots of a dataset's state: their schedule, their content, and their transport.
 
-``read`` reads one: what a worker starts from that goes on after it.
+``read`` reads one: the start of a worker that goes on after it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The iterator of a prefetcher: batches that were taken from the loader, in order, and their delivery.
 
-What a signal handler raises in ``next`` loses no batch: it is in one of two places at any time, `Position.ahead` or the
+An error of a signal handler in ``next`` loses no batch: it is in one of two places at any time, `Position.ahead` or the
 answer of a call. It moves from one to the other as `_core.call_into` says.
 """
 

@@ -109,7 +109,7 @@ class Lane:
     """The copies of one prefetcher to one device.
 
     A caller holds ``lock`` while it uses any method but `drop` and `close`, and calls `close_waiting` after it. Each
-    method may end early with what a signal handler or the device raises, and be called again.
+    method may end early with an error of a signal handler or the device, and be called again.
 
     Args:
         streams: Of the device.

@@ -23,13 +23,13 @@ class Move:
 
     Args:
         streams: Of the device. The copies are queued in the calling thread's stream.
-        asks_pinned: Whether the types of what is not pinned are collected.
+        asks_pinned: Whether the types of objects that are not pinned are collected.
 
     Attributes:
         made: The memory on the device that was made: an alias of a tensor by the address of its storage.
         read: The tensors of the host that were copied. The device may still read them.
         nbytes: Bytes of ``made``.
-        unpinned: The types of what lies in pageable memory: the outermost one that torch does not pin, or ``Tensor``.
+        unpinned: The types of objects in pageable memory: the outermost one that torch does not pin, or ``Tensor``.
     """
 
     def __init__(self, streams: Streams, asks_pinned: bool = False) -> None:

@@ -101,13 +101,13 @@ def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size
     Args:
         decoded: sizes of decoded images.
         kept: the size that samples keep.
-        measure: the gain of a scaled decode, from the sizes of an image and of what is asked for.
+        measure: the gain of a scaled decode, from the sizes of an image and of the requested one.
     """
     if not decoded or kept is None:
         return ""
     width, height = (round(statistics.median(side)) for side in zip(*decoded, strict=True))
     wanted = (_MARGIN * kept[0], _MARGIN * kept[1])
-    # Pillow scales by 1/2, 1/4 or 1/8, and not below what is asked for.
+    # Pillow scales by 1/2, 1/4 or 1/8, and not below the requested size.
     if min(width / wanted[0], height / wanted[1]) < 2:
         return ""
     gain = (measure or draft_gain)((width, height), wanted)

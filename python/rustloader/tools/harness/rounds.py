@@ -107,12 +107,12 @@ def interleave(
     """Measures all sides in each round, in turn.
 
     Args:
-        sides: what measures each side. It returns a number, or a dictionary of figures.
-        rounds: how often.
-        label: what is measured.
+        sides: the function that measures each side. It returns a number, or a dictionary of figures.
+        rounds: number of rounds.
+        label: name of the measurement.
         beside: bounds and the like, which come last in each round.
         after: called after the sides of each round, to check what they delivered.
-        show: is called with what is measured now, before each measurement and at the end with an empty text.
+        show: is called with the name of each measurement before it, and at the end with an empty text.
     """
     beside = beside or {}
     taken = Rounds({name: [] for name in (*sides, *beside)})
