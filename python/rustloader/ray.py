@@ -121,7 +121,7 @@ class RayContext(RemoteContext):
         num_gpus: GPUs that Ray reserves for each worker.
         resources: Further resources by name, as ``ray.remote`` takes them.
         placement_group: A placement group for all workers.
-        scheduling_strategy: Where Ray places workers outside a placement group (default: "SPREAD", over the nodes).
+        scheduling_strategy: How Ray places workers outside a placement group (default: "SPREAD", over the nodes).
         runtime_env: The runtime environment of the workers, as ``ray.remote`` takes it.
 
     Raises:

@@ -42,7 +42,7 @@ class CachedDataset(Wrapper):
 
     Attributes:
         dataset: The dataset whose samples are kept.
-        then: What happens to each sample after the cache; None for nothing.
+        then: The function that is applied to each sample after the cache; None for none.
         table: The samples that were made.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Judges from statistics what limits a loader."""
+"""Finds the limit of a loader from its statistics."""
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 import math
@@ -56,10 +56,10 @@ _AUTO = 'num_workers="auto" decides about more workers at the next iter().'
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """Names what limits a loader and the remedy.
+    """Names the limit of a loader and the remedy.
 
     Attributes:
-        kind: What limits: "step" (the training step), "workers" (too few of them), "dataset" (its own work, on all
+        kind: The limit: "step" (the training step), "workers" (too few of them), "dataset" (its own work, on all
             cores), "storage" (workers wait for storage or the network), "cores" (other work takes them), "collate"
             (``collate_fn``), "head_of_line" (one slow worker, or a few slow batches), "main" (the sampler, or opening
             batches), "pinning", "device" (the copy to it), "transport" (between the processes), "network" (to workers

@@ -35,11 +35,11 @@ _SAMPLERS = {
 def describe(state: Any) -> str:
     """Describes a state in words: its origin, its position, its sampler, and the states of dataset and workers.
 
-    It reads states of rustloader and of torchdata, and changes nothing. What is missing or of a wrong type is listed at
-    the end.
+    It reads states of rustloader and of torchdata, and changes nothing. Entries that are missing or of a wrong type are
+    listed at the end.
 
     Args:
-        state: What ``state_dict()`` of a StatefulDataLoader returned.
+        state: The result of ``state_dict()`` of a StatefulDataLoader.
 
     Returns:
         Text of several lines.

@@ -38,8 +38,8 @@ def prefetch_to_device(
 
     Args:
         loader: A loader of rustloader or torch, or any iterable of batches.
-        device: Where batches go (default: None, the accelerator of this process; the CPU if there is none). Without an
-            index it is the calling thread's current device. On the CPU batches are handed on as they are.
+        device: The device of the batches (default: None, the accelerator of this process; the CPU if there is none).
+            Without an index it is the calling thread's current device. On the CPU batches are handed on as they are.
         depth: Number of batches that are copied ahead (default: 2).
 
     Returns:
