@@ -16,17 +16,17 @@ pub const WORKERS_MAX: u32 = 1 << 16;
 pub const TASKS_MAX: u32 = 1 << 24;
 /// Tasks by which a shared queue may run ahead of its oldest unanswered one: they bound the scheduler's table.
 pub const QUEUE_SPAN: usize = 1 << 10;
-/// The same for a window of more batches than that: its size, up to this number.
+/// The most tasks of that span: it grows with the window from [`QUEUE_SPAN`] up to this number.
 pub const QUEUE_SPAN_MAX: usize = 1 << 16;
 /// Seconds from which a timeout counts as none (30 years): clocks would overflow.
 pub const TIMEOUT_MAX: f64 = 1e9;
 
 // --- Traces ---
 
-/// Slots of a worker's ring of trace events: those of a few hundred batches. `next` empties it at least as often as the
-/// next constant says, and a worker that waits for it makes no more than the batches that are outstanding.
+/// Slots of a worker's ring of trace events, enough for a few hundred batches. `next` empties the ring at least once
+/// per [`TRACE_DRAIN`], and between two calls of `next` a worker makes no more than the outstanding batches.
 pub const TRACE_SLOTS: u32 = 1 << 12;
-/// How often `next` empties the rings.
+/// Interval after which `next` empties the rings of a trace again.
 pub const TRACE_DRAIN: Duration = Duration::from_millis(10);
 /// Bytes of events that are written to the file at a time.
 pub const TRACE_BUFFER: usize = 256 << 10;
@@ -36,7 +36,7 @@ pub const TRACE_BUFFER: usize = 256 << 10;
 /// Batches before the last answer to which a position can go back: 8 that a wrapper has ahead, and the one that a call
 /// of its `next` is about to return.
 pub const BACK_BATCHES: usize = 9;
-/// Answers that are kept for it: errors between these batches count here alone.
+/// Answers that are kept for such positions: these batches, and the errors between them.
 pub const BACK_ANSWERS: usize = 1 << 10;
 
 // --- Arena ---
@@ -59,10 +59,10 @@ pub const TABLE_MAX: u64 = 1 << 20;
 pub const POOL_ARENAS: usize = 4;
 /// The pool's idle pages take at most the machine's memory divided by this.
 pub const POOL_SHARE: u64 = 16;
-/// How long an unused arena stays in the pool: longer than the pause between two epochs usually is.
-/// Workers that had no task for as long return their idle pages, too.
+/// The time that an unused arena stays in the pool: longer than the usual pause between two epochs. Workers that had no
+/// task for as long return their idle pages, too.
 pub const POOL_IDLE: Duration = Duration::from_secs(10);
-/// Bytes of the stack of the thread that releases them: it runs no Python code.
+/// Bytes of the stack of the thread that releases unused arenas: it runs no Python code.
 pub const CARETAKER_STACK: usize = 128 << 10;
 
 // --- Allocator ---
@@ -77,8 +77,8 @@ pub const TRIM_WINDOW: u32 = 64;
 pub const TRIM_PATIENCE: u8 = 2;
 /// Bytes from which a block is large: its pages cost more than a wake-up.
 pub const LARGE: u64 = MIB;
-/// How long a worker waits for the return of a large block that the loop holds, per [`LARGE`] bytes of it: a fraction
-/// of what fresh pages cost.
+/// The longest wait of a worker for the return of a large block that the loop holds, per [`LARGE`] bytes of it: a
+/// fraction of the cost of fresh pages.
 pub const RETURN_WAIT: Duration = Duration::from_micros(200);
 /// Size classes by which a warm block may exceed the requested size (up to 75 % larger).
 pub const REUSE_CLASSES: usize = 3;
@@ -90,7 +90,7 @@ pub const RECENT_BATCHES: u64 = 16;
 pub const HEADROOM_CHECK: u64 = 8 * MIB;
 /// Bytes that a reservation leaves to other processes: its own size, within these limits.
 pub const HEADROOM_MARGIN: RangeInclusive<u64> = MIB..=32 * MIB;
-/// How long a reservation waits for those of other workers if their sum is too large.
+/// The longest wait of a reservation for those of other workers if their sum is too large.
 pub const RESERVATION_WAIT: Duration = Duration::from_secs(2);
 
 // --- Messages and copies ---
@@ -120,13 +120,15 @@ pub const STORAGE_WASTE: usize = 2;
 pub const WAIT_SLICE: Duration = Duration::from_millis(250);
 /// The longest single wait without a pidfd or doorbell to end it.
 pub const BLIND_SLICE: Duration = Duration::from_millis(20);
-/// How long a waiting thread yields the processor before it sleeps: a wake-up costs more than most small batches.
+/// The time for which a waiting thread yields the processor before it sleeps: a wake-up costs more than most small
+/// batches.
 pub const YIELD_FOR: Duration = Duration::from_micros(20);
-/// How often a `next` that never blocks checks for dead workers.
+/// Interval between two checks for dead workers by a `next` that never blocks.
 pub const DEATH_CHECK: Duration = Duration::from_millis(100);
-/// How often a shutdown checks for the end of a worker without a pidfd.
+/// Interval between two checks of a shutdown for the end of a worker without a pidfd.
 pub const EXIT_CHECK: Duration = Duration::from_millis(2);
-/// How long a worker whose tied result cannot be opened may take to end: its sockets close before its process is gone.
+/// The longest wait for the end of a worker whose tied result cannot be opened: its sockets close before its process is
+/// gone.
 pub const TIED_EXIT: Duration = Duration::from_millis(50);
 /// Work of a `next` above which the next call times its sampler: a thousand times the cost of a clock read.
 pub const LONG_NEXT: Duration = Duration::from_micros(50);
@@ -161,8 +163,8 @@ pub const HANDLER_CHECK_NS: u64 = 50_000_000;
 
 /// The longest single sleep of an idle worker; then it trims its memory and handles signals.
 pub const IDLE_SLICE: Duration = Duration::from_secs(1);
-/// How long a worker is idle before it returns all idle pages if it is ahead of the loop: several times what fresh
-/// pages of a large batch cost.
+/// The time for which a worker that is ahead of the loop is idle before it returns all idle pages: several times the
+/// cost of the fresh pages of a large batch.
 pub const AHEAD: Duration = Duration::from_millis(20);
 /// Bytes held by a worker's objects from which it calls Python's garbage collector, which does not see their size.
 pub const COLLECT_FROM: u64 = 32 * MIB;
@@ -177,10 +179,10 @@ pub const ARRAY_MIN: usize = 64 << 10;
 pub const ARRAYS_FROM: u64 = 64 * MIB;
 /// The same limit in batches of the largest recent size; the higher of both applies.
 pub const ARRAYS_BATCHES: u64 = 4;
-/// How long a fork in a worker waits for the child's private copies of these arrays: a memory copy, unless the child is
-/// stopped.
+/// The longest wait of a fork in a worker for the child's private copies of these arrays: the time of a memory copy,
+/// unless the child is stopped.
 pub const PRIVATE_WAIT: Duration = Duration::from_secs(10);
-/// How often a worker without a pidfd checks that the main process runs.
+/// Interval between two checks by a worker without a pidfd that the main process runs.
 pub const PARENT_CHECK: Duration = Duration::from_millis(200);
 /// Time for the current item once the main process is gone.
 pub const ORPHAN_GRACE: Duration = Duration::from_millis(300);
@@ -188,9 +190,9 @@ pub const ORPHAN_GRACE: Duration = Duration::from_millis(300);
 pub const WATCHDOG_STACK: usize = 64 << 10;
 /// Interval from a SIGTERM to the first check which other workers received one, and between checks.
 pub const SIGTERM_CHECK: Duration = Duration::from_millis(100);
-/// How long workers continue after a SIGTERM to the group, while the main process saves its checkpoint.
+/// The time for which workers continue after a SIGTERM to the group, while the main process saves its checkpoint.
 pub const SIGTERM_SERVE: Duration = Duration::from_secs(30);
-/// How long the only worker of an iterator continues: it has no other worker to compare with.
+/// The time for which the only worker of an iterator continues: it has no other worker to compare with.
 pub const SIGTERM_ALONE: Duration = Duration::from_secs(2);
 
 // --- Statistics and texts ---
@@ -230,23 +232,23 @@ pub const LINK_BUFFER: usize = 16 << 10;
 pub const LINK_AT_ONCE: u64 = 16 << 10;
 /// Results that a consumer receives itself one after the other before the connection's thread goes off duty.
 pub const LINK_STREAK: u32 = 8;
-/// How often a thread that is off duty looks whether the consumer still receives.
+/// Interval between two checks, by a thread that is off duty, that the consumer still receives.
 pub const LINK_OFF_DUTY: Duration = Duration::from_millis(2);
-/// How often a worker's receiving thread looks for what arrives while a batch is made: deaths and shutdowns are seen
-/// that late.
+/// Interval between two checks of the socket by a worker's receiving thread while a batch is made: deaths and shutdowns
+/// are seen that late.
 pub const LINK_TICK: Duration = Duration::from_millis(20);
 /// Leaves of one batch: a longer table is damage.
 pub const LINK_LEAVES: u32 = 1 << 20;
 /// Tasks of a shared queue that a worker holds at a time: the next one travels while it makes a batch.
 pub const LINK_CREDIT: usize = 2;
-/// Shortest time between two reports of a replay to the main process, in nanoseconds: `stall_timeout` may fire this
+/// Shortest interval between two reports of a replay to the main process, in nanoseconds: `stall_timeout` may fire this
 /// much early.
 pub const REPLAY_TOLD_NS: u64 = 10_000_000;
-/// How long a connection may be without an acknowledgement before it counts as broken.
+/// The longest time of a connection without an acknowledgement before it counts as broken.
 pub const LINK_SILENCE: Duration = Duration::from_secs(15);
-/// How long a received batch waits for memory before its worker is given up.
+/// The longest wait of a received batch for memory before its worker is given up.
 pub const LINK_MEMORY_WAIT: Duration = Duration::from_secs(10);
-/// Time between two attempts to get memory for a received batch.
+/// Interval between two attempts to get memory for a received batch.
 pub const LINK_MEMORY_CHECK: Duration = Duration::from_millis(5);
 /// Bytes of the stack of a connection's threads.
 pub const LINK_STACK: usize = 256 << 10;

@@ -2,7 +2,7 @@
 //!
 //! An ordinary copy first reads the lines that it overwrites. Streaming stores do not: in the measurement (2 cores,
 //! AVX-512) two concurrent workers copied 13 to 15 GB/s each with them, 8.5 to 10 without, and the caches keep the
-//! dataset's data. For copies that fit into a cache the reader would lose what the writer gains.
+//! dataset's data. For copies that fit into a cache, the reader would lose as much time as the writer gains.
 
 /// Copies `len` bytes, with streaming stores if `streaming` and the processor supports them.
 ///

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What went wrong, and what to do about it.
+/// The errors of this crate. Their texts name the cause and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
     /// A system call failed.
@@ -21,7 +21,7 @@ pub enum Error {
     },
     /// The connection to a worker on another machine was closed inside a frame, or carries a damaged one.
     Connection {
-        /// What happened.
+        /// The event, in words.
         what: String,
     },
     /// Shared memory of another version of this library.
@@ -39,7 +39,7 @@ pub enum Error {
         limit: String,
         /// Bytes of it still available to a batch.
         headroom: u64,
-        /// Whether only reservations of other workers prevent it, so that a retry may succeed.
+        /// True if only reservations of other workers prevent it, so that a retry may succeed.
         passing: bool,
     },
     /// The loader's settings exceed the engine's limits.
@@ -75,7 +75,7 @@ pub enum Error {
     },
     /// A descriptor or an image from elsewhere holds no shared object that can be read.
     Foreign {
-        /// What is wrong with it.
+        /// The fault, in words.
         what: String,
     },
     /// A forked child used an object of its parent.

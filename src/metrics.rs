@@ -75,7 +75,7 @@ impl Count {
 pub struct WorkerTotals {
     /// The process id; 0 before the start.
     pub pid: u32,
-    /// Whether the process runs.
+    /// True if the process runs.
     pub alive: bool,
     /// Batches and errors sent.
     pub tasks: u64,

@@ -192,7 +192,7 @@ fn worker_of(control: &ControlPage, started_ns: u64, epoch_task: u64, warm: u64,
     let (page, now_ns) = (&control.status, sys::clock::monotonic_ns());
     let pid = page.pid.load(Ordering::Relaxed);
     let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
-    // A worker writes nothing before its start. One elsewhere has no pid here.
+    // A worker writes nothing before its start. A worker on another machine has no pid here.
     let since_ns = match word(&page.since_ns) {
         0 => started_ns,
         since_ns => since_ns,

@@ -4,9 +4,9 @@
 //! Philox4x64-10 of J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw: "Parallel random numbers: as easy as 1, 2, 3",
 //! SC 2011. `numpy.random.Philox` is the same function.
 //!
-//! What this module computes must never change: programs repeat a run from saved numbers with a later version.
+//! The results of this module must never change: programs repeat a run from saved numbers with a later version.
 
-/// Constants of the paper: multipliers of a round, and what each round adds to the key.
+/// Constants of the paper: the multipliers of a round, and the increments of the key after each round.
 const MULTIPLIERS: [u64; 2] = [0xd2e7_470e_e14c_6c93, 0xca5a_8263_9512_1157];
 const WEYL: [u64; 2] = [0x9e37_79b9_7f4a_7c15, 0xbb67_ae85_84ca_a73b];
 const ROUNDS: usize = 10;

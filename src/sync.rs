@@ -8,7 +8,7 @@ pub use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-/// Locks a mutex, also if a thread has panicked while it held it: what it protects is whole at each step.
+/// Locks a mutex, also if a thread has panicked while it held it: the data are consistent after each step.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -23,7 +23,7 @@ const LEAF_ROW: usize = 16;
 pub const MESSAGE_HEAD: usize = 8;
 
 numbered_enum! {
-    /// What a worker is asked to do.
+    /// The kind of a message to a worker.
     pub enum TaskKind {
         /// Fetch a batch; the payload is encoded by the codec.
         Plain = 1,
@@ -42,7 +42,7 @@ numbered_enum! {
 }
 
 numbered_enum! {
-    /// What a worker answers.
+    /// The kind of a message from a worker.
     pub enum ResultKind {
         /// A batch, encoded by the codec.
         Plain = 1,
@@ -66,13 +66,13 @@ numbered_enum! {
 }
 
 impl ResultKind {
-    /// Whether it is a snapshot or the error in its place, and no answer to a task.
+    /// Returns true for a snapshot or the error in its place, which answer no task.
     #[inline]
     pub fn is_snapshot(self) -> bool {
         matches!(self, Self::Snapshot | Self::FailedSnapshot)
     }
 
-    /// Whether an entry of this kind may have a message, or lack one.
+    /// Returns true if an entry of this kind may have a message, or lack one.
     fn fits(self, has_block: bool) -> bool {
         match self {
             Self::Exhausted | Self::Resumed => !has_block,
@@ -87,7 +87,7 @@ impl ResultKind {
 pub struct TaskEntry {
     /// The task's number.
     pub task: u64,
-    /// What to do.
+    /// The kind of the task.
     pub kind: TaskKind,
     /// The payload's block in the main process's region, unless it is inline.
     pub block: Option<u32>,
@@ -137,7 +137,7 @@ impl TaskEntry {
 }
 
 impl TaskKind {
-    /// Whether an epoch begins.
+    /// Returns true if an epoch begins.
     #[inline]
     pub fn begins_epoch(self) -> bool {
         matches!(self, Self::Resume | Self::Early | Self::Rewind)

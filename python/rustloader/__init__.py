@@ -13,11 +13,11 @@ Loaders that a framework builds:
 Memory:
     share: Copies a list, a dict, an array or a tensor into memory that all workers read without a copy.
     cache: Keeps the samples of a dataset in memory that all workers share: each is made once.
-    CachedDataset, CacheUsage: What it returns, and what that has.
+    CachedDataset, CacheUsage: Its result, and the content and the counters of that.
 
 To a device:
     prefetch_to_device: Copies the batches of a loader to a device while the program computes.
-    DeviceLoader: What it returns.
+    DeviceLoader: Its result.
 
 Random numbers:
     sample_seed: Returns the seed of the sample that is being made, with ``seed_by``.
@@ -32,7 +32,7 @@ Statistics:
     stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
     report: Calls a function with them every few seconds.
     report_ranks: Returns the figures of all ranks as ``RankReport``, a table with the slowest one.
-    serve_metrics: Serves the metrics of all loaders for Prometheus; ``MetricsServer`` is what it returns.
+    serve_metrics: Serves the metrics of all loaders for Prometheus; returns a ``MetricsServer``.
     engine_batches: Counts the batches that the engine has delivered in this process.
     trace: Writes what loaders and workers do, and when, to a file for Perfetto.
     Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CacheEstimate, CopyStats, CoreUsers,

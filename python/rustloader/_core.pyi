@@ -101,7 +101,8 @@ BACK_BATCHES: Final[int]
 # Leaves below this many bytes travel inside the message and are copied on delivery.
 INLINE_LIMIT: Final[int]
 
-# The names of the kinds of a trace's events, by number, and who they are of if of no worker: see `TraceSink`.
+# The names of the kinds of a trace's events, by number, and the numbers of the main process and of the pin thread in
+# place of a worker's: see `TraceSink`.
 TRACE_KINDS: Final[list[str]]
 TRACE_MAIN: Final[int]
 TRACE_PINNER: Final[int]
@@ -174,8 +175,8 @@ class Engine:
         for more than ``stall_timeout``."""
 
     def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
-        """What a worker needs: memfd, doorbell, (bytes, workers, slots of a ring, whether the workers share a queue),
-        (pid, start time). Lock-free."""
+        """Returns what a worker needs: memfd, doorbell, (bytes, workers, slots of a ring, whether the workers share a
+        queue), (pid, start time). Lock-free."""
 
     def started(self, worker: int, pid: int) -> None:
         """Registers a started worker. If it replaces one that has died, its unanswered tasks are sent again."""
@@ -239,7 +240,8 @@ class Engine:
         """
 
     def active(self) -> list[bool] | None:
-        """Whether each worker takes tasks in this epoch; None while another thread is in ``next``. Lock-free."""
+        """Returns, for each worker, whether it takes tasks in this epoch; None while another thread is in ``next``.
+        Lock-free."""
 
     def progress(self) -> Progress | None:
         """The progress of this epoch. None while another thread is in ``next``. Lock-free."""
@@ -283,7 +285,7 @@ class Engine:
         """Starts the pin thread, after the workers. ``device.pinning.Pinner`` documents the functions."""
 
     def pinning(self) -> bool:
-        """Whether a pin thread runs. Lock-free."""
+        """Returns True if a pin thread runs. Lock-free."""
 
     def stop_pinning(self) -> None:
         """Tells the pin thread to end. Lock-free."""
@@ -453,7 +455,7 @@ class Observed:
 
 @final
 class Death:
-    """A worker's death: the value of DEAD and VACANT.
+    """A worker's death: the value that comes with DEAD and VACANT.
 
     ``exitcode`` is multiprocessing's: negative for a signal, None if unknown. ``signal`` is the C library's text.
     ``index`` is the index batch that the worker was at, else its first unanswered one, or None. ``task`` is its number
@@ -479,7 +481,7 @@ class Death:
 
 @final
 class Position:
-    """Which tasks of an epoch are delivered.
+    """The delivered tasks of an epoch.
 
     ``low`` is the number of the first task that is not delivered, counted from 0. Tasks that an exhausted worker left
     out do not count as such. ``ahead`` holds the delivered tasks behind it, in order. ``per_worker`` counts the answers
@@ -518,12 +520,12 @@ class Progress:
 
 @final
 class Meter:
-    """The counters of one iterator, which they outlive, or of ended iterators."""
+    """The counters of one iterator, which they outlive, or of ended iterators together."""
 
     def __new__(cls) -> Meter: ...
     @property
     def ended(self) -> bool:
-        """Whether the iterator has ended, so that the counters are final."""
+        """True if the iterator has ended, so that the counters are final."""
 
     def absorb(self, meters: list[Meter]) -> None:
         """Removes ended iterators' meters from a list and adds their figures."""
@@ -534,11 +536,11 @@ class Link:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the connection has ended."""
+        """True if the connection has ended."""
 
     @property
     def reason(self) -> str | None:
-        """Why it has ended; None if the worker has left, and before the end."""
+        """The reason why it has ended; None if the worker has left, and before the end."""
 
     @property
     def received(self) -> int:
@@ -569,7 +571,7 @@ class Port:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the main process is on another machine."""
+        """True if the main process is on another machine."""
 
     def ready(self) -> None:
         """Tells a main process on another machine that the worker enters its loop."""
@@ -618,19 +620,20 @@ class Port:
         would make a tensor over its memory without a warning."""
 
     def enter_thread(self) -> None:
-        """Does the same in a further thread, if `use_numpy_arena` has succeeded."""
+        """Lets NumPy make large arrays in this worker's region in a further thread, after `use_numpy_arena` has
+        succeeded."""
 
     def take_refusal(self) -> MemoryError | None:
-        """Why an array of the current task had no memory in the region, and none elsewhere. None without such an array,
-        and the next time."""
+        """Takes the error of an array of the current task that found no memory in the region, nor elsewhere. None
+        without such an array, and the next time."""
 
     def send_error(self, task: int, pickle: bytes) -> None:
         """Sends an error as a pickle. MemoryError: no room."""
 
     def send_snapshot(self, count: int, payload: bytes, is_error: bool) -> bool:
         """Sends a snapshot of this worker's state, made after ``count`` of its answers in this epoch, or the error that
-        prevents it. Comes before the next result, at most once for each; once more at the begin of an epoch (with the
-        count 0), at its end, and for an error. Returns False if it is left out for want of memory."""
+        prevents it. Comes before the next result, at most once for each; once more at the start of an epoch (with the
+        count 0), at its end, and for an error. Returns False if it is left out because memory is short."""
 
     def exhausted(self, task: int) -> None:
         """Reports that the iterable dataset is exhausted."""
@@ -666,8 +669,8 @@ class Port:
         """As the function ``gather``, into the arena."""
 
     def gather_cached(self, table: CacheTable, index: Any) -> Any:
-        """What default_collate makes of cached samples, into the arena. None leaves the batch to torch: a sample is
-        missing, or they are not all of one form that is gathered."""
+        """Collates cached samples into the arena, as default_collate would. Returns None to leave the batch to torch: a
+        sample is missing, or they are not all of one form that is gathered."""
 
 @final
 class IndexStream:
@@ -750,7 +753,7 @@ def call_into(into: list[Any], function: Callable[..., Any], /, *args: Any) -> N
     """Calls ``function`` with ``args`` and appends what it returns to ``into``. No signal handler can lose the value.
 
     A handler may raise wherever Python runs it, and an item of an iterator or a draw of a generator comes only once.
-    Python runs handlers after a call, at the begin of a function, and where a loop goes back; after no other bytecode.
+    Python runs handlers after a call, at the start of a function, and where a loop goes back; after no other bytecode.
     Hence two rules:
 
     * To take a value and to keep it is one call, of this function. In ``kept.append(next(items))`` a handler may raise
@@ -764,7 +767,8 @@ def call_into(into: list[Any], function: Callable[..., Any], /, *args: Any) -> N
     """
 
 def observed() -> bool:
-    """Whether a profiler or another callback of torch would see ``record_function``, or a report is in force."""
+    """Returns True if a profiler or another callback of torch would see ``record_function``, or a report is in
+    force."""
 
 def set_reporting(reporting: bool) -> None:
     """Makes ``observed`` return True while reports are in force."""
@@ -786,10 +790,11 @@ def seed_words(base_seed: int, place: int, ordinal: int, worker: int, epoch: int
     """Four words of 64 bits from Philox4x64-10 with the key (base_seed, 0) and the counter of the other arguments."""
 
 def is_plain_leaf(obj: Any) -> bool:
-    """Whether the codec can describe an object, a tensor or an array. It may still share memory in a way it cannot."""
+    """Returns True if the codec can describe an object, a tensor or an array. It may still share memory in a way that
+    the codec cannot describe."""
 
 def gather(tensors: Any, index: Any) -> list[torch.Tensor] | None:
-    """What default_collate makes of the samples ``index`` of a TensorDataset with these tensors.
+    """Collates the samples ``index`` of a TensorDataset with these tensors, as default_collate would.
 
     None: left to torch. The tensors are no tuple of plain tensors with contiguous rows, the index is no list of ints in
     range, or a mode of torch is active.
@@ -820,7 +825,7 @@ class ShareBuilder:
         """Appends the key and the value of each pair as two rows."""
 
     def expect(self, nbytes: int) -> None:
-        """Checks that there is memory for so many more bytes."""
+        """Checks that there is memory for ``nbytes`` more bytes."""
 
     def raw(self, data: Any) -> None:
         """Appends the bytes of a contiguous buffer of uint8."""
@@ -871,7 +876,7 @@ class CacheTable:
     def limit(self) -> int: ...
     @property
     def closed(self) -> str | None:
-        """Why it takes no more, "full" or "no room"; None if it does."""
+        """The reason why it takes no more, "full" or "no room"; None if it does."""
 
     def fileno(self) -> int:
         """The descriptor. OSError: other code has closed it."""
@@ -880,10 +885,10 @@ class CacheTable:
         """A new object equal to the sample of an exact int, or ``missing``. Counts a hit or a miss for each row."""
 
     def takes(self, row: int) -> bool:
-        """Whether ``put`` may keep the sample of a row."""
+        """Returns True if ``put`` may keep the sample of a row."""
 
     def put(self, row: int, sample: Any, dumps: Callable[[Any], bytes]) -> str | None:
-        """Keeps a sample. Returns why the table takes no more, if this call has found that out.
+        """Keeps a sample. Returns the reason why the table takes no more, if this call has found it.
 
         Raises:
             OSError: The sample could not be written. The table takes no more.
@@ -894,10 +899,10 @@ class CacheTable:
         """Marks a row whose sample cannot be kept."""
 
     def take_probe(self) -> bool:
-        """Whether a sample is to be made twice; true for a few, over all processes."""
+        """Returns True if a sample is to be made twice: for a few, over all processes."""
 
     def is_news(self, bit: int) -> bool:
-        """Whether this call is the first with that bit, over all processes."""
+        """Returns True if this call is the first with that bit, over all processes."""
 
     def usage(self) -> dict[str, int]:
         """hits, misses, refused, damaged (numbers); stored, unused, left (bytes)."""
@@ -936,13 +941,13 @@ class SharedData:
     @property
     def address(self) -> int: ...
     def storage(self) -> torch.UntypedStorage:
-        """A storage over the data. What is written to it, this process alone sees."""
+        """A storage over the data. Only this process sees what is written to it."""
 
     def __len__(self) -> int: ...
 
 @disjoint_base
 class SharedItems:
-    """The base of a shared list or tuple: reading. Items are made anew at each access."""
+    """The base of a shared list or tuple: reading. Items are made again at each access."""
 
     def __new__(cls, store: SharedStore, is_tuple: bool) -> Self: ...
     @property
@@ -955,7 +960,7 @@ class SharedItems:
     def index(self, value: Any, start: int = 0, stop: int = ..., /) -> int: ...
     def count(self, value: Any, /) -> int: ...
     def equals(self, other: Any) -> bool:
-        """Whether another sequence of the same length has equal items."""
+        """Returns True if another sequence of the same length has equal items."""
 
 @disjoint_base
 class SharedPairs:
@@ -987,7 +992,7 @@ class WarmPages:
 
     def __new__(cls) -> WarmPages: ...
     def announce(self, workers: int) -> None:
-        """Lets a loader with so many workers inherit the memory of one that is freed before this one begins."""
+        """Lets a loader with this number of workers inherit the memory of one that is freed before this one begins."""
 
 @final
 class TraceSink:
@@ -1018,7 +1023,8 @@ def tend_pages() -> None:
     """Starts the thread that returns idle pages again, if a fork has ended it."""
 
 def descends(pid: int) -> bool:
-    """Whether a process is a child or grandchild (under the fork server) of this one; False if ``pid`` is no pid."""
+    """Returns True if a process is a child or grandchild (under the fork server) of this one; False if ``pid`` is no
+    pid."""
 
 def _trim_pool() -> int:
     """Releases the pooled arenas; returns their number."""

@@ -208,7 +208,7 @@ for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.val
 
 
 def _other_iterator(get_iterator: Callable[..., Any]) -> str | None:
-    """Why torch's loader would make an iterator that the engine's cannot replace, or None."""
+    """Returns the reason why torch's loader would make an iterator that the engine's cannot replace, or None."""
     if not is_torchs(get_iterator, torch_dataloader):
         return "DataLoader._get_iterator of torch was replaced"
     iterator = torch_dataloader._MultiProcessingDataLoaderIter

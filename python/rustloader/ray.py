@@ -32,8 +32,8 @@ def _ray() -> Any:
 
 
 def _session(ray: Any) -> Any:
-    """What tells a connection to a cluster from earlier ones; None without one. Unlike most calls of Ray, this starts
-    none."""
+    """Returns an identity that distinguishes the connection to a cluster from earlier ones; None without a connection.
+    Unlike most calls of Ray, this starts none."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -51,7 +51,7 @@ class _Actor:
     """A worker. It has no arguments and no state: what it needs comes with the call, and a new one replaces it."""
 
     def begin(self) -> None:
-        """Its answer says that the actor runs."""
+        """Does nothing: its answer shows that the actor runs."""
 
     def serve(self, references: list[Any], call: Call, seconds: float) -> None:
         """Serves until the main process ends it. A reference in a list is not resolved by Ray, which would keep the
@@ -68,7 +68,7 @@ class _StartedActor:
         self._session = _session(ray)
 
     def failure(self) -> str | None:
-        """Why ``serve`` has ended, or the actor."""
+        """Returns the reason why ``serve`` or the actor has ended; None while both run."""
         try:
             if _session(self._ray) != self._session:
                 return "Ray was shut down"
@@ -83,7 +83,8 @@ class _StartedActor:
         return "the actor has ended its call"
 
     def waits_for(self) -> str:
-        """The resources that the actor asked for, and those of the cluster, or what it cannot reach."""
+        """Describes the resources that the actor asked for and those of the cluster, or the address that it cannot
+        reach."""
         with contextlib.suppress(Exception):
             if self._ray.wait([self._begun], timeout=0, fetch_local=False)[0]:
                 return (
@@ -112,7 +113,7 @@ class RayContext(RemoteContext):
 
     Worker i is an actor with the id and the seeds of worker i, so batches are bit-identical to those of local workers.
     They come over a TCP connection of each actor to this process, not through Ray's object store. Ray starts an actor
-    and tells of its end; order, restarts (``max_restarts``) and exactly-once delivery are the loader's. The dataset is
+    and reports its end; order, restarts (``max_restarts``) and exactly-once delivery are the loader's. The dataset is
     pickled by cloudpickle and put into the object store once.
 
     Args:
@@ -120,7 +121,7 @@ class RayContext(RemoteContext):
         num_gpus: GPUs that Ray reserves for each worker.
         resources: Further resources by name, as ``ray.remote`` takes them.
         placement_group: A placement group for all workers.
-        scheduling_strategy: Where Ray places workers outside a placement group (default: "SPREAD", over the nodes).
+        scheduling_strategy: How Ray places workers outside a placement group (default: "SPREAD", over the nodes).
         runtime_env: The runtime environment of the workers, as ``ray.remote`` takes it.
 
     Raises:
@@ -169,15 +170,15 @@ class RayContext(RemoteContext):
         return address
 
     def dumps(self, value: Any) -> bytes:
-        """Pickles by value what the main script has defined."""
+        """Pickles by value the definitions of the main script."""
         from ray import cloudpickle
 
         blob: bytes = cloudpickle.dumps(value)
         return blob
 
     def put(self, blob: bytes) -> Any:
-        """Puts bytes into the object store. Ray joins a cluster, or starts one, where the program has not: here alone,
-        because nothing of an earlier session is there in the next one."""
+        """Puts bytes into the object store. Joins or starts a cluster if the program has not. Only this method does,
+        because objects of one session do not exist in the next one."""
         ray = _ray()
         reference = ray.put(blob)
         return _session(ray), reference

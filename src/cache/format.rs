@@ -1,4 +1,4 @@
-//! The numbers of the format; the module has the picture.
+//! The constants of the format, which the module's documentation describes.
 
 /// The first word of a file: "RLCACHE1".
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"RLCACHE1");
@@ -6,7 +6,7 @@ pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"RLCACHE1");
 pub const VERSION: u64 = 1;
 /// Bytes of the header with the counters.
 pub(super) const HEADER: u64 = 8192;
-/// Where the meta begins, and how long it may be.
+/// Position at which the meta begins.
 pub(super) const META: u64 = 256;
 /// The most bytes of a meta.
 pub(super) const MOST_META: usize = 3840;
@@ -20,14 +20,14 @@ pub(super) mod word {
     pub const ROWS: usize = 2;
     /// The file's length.
     pub const LIMIT: usize = 3;
-    /// Where the heap's unused part begins.
+    /// Position at which the heap's unused part begins.
     pub const END: usize = 4;
     /// Bytes of published records.
     pub const STORED: usize = 5;
     pub const CLOSED: usize = 6;
     /// Samples that are still to be made twice.
     pub const PROBES: usize = 7;
-    /// Bits of what was told in the log.
+    /// Bits of the messages that were logged already.
     pub const TOLD: usize = 8;
     /// The boot of the machine that last used the file.
     pub const BOOT: usize = 9;
@@ -35,7 +35,7 @@ pub(super) mod word {
     pub const COUNT: usize = 11;
 }
 
-/// Words of the index that are no places.
+/// Words of the index that are not positions.
 pub(super) mod state {
     pub const ABSENT: u64 = 0;
     pub const NEVER: u64 = 1;

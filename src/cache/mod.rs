@@ -1,4 +1,5 @@
-//! Samples that processes make once: records in one file that all of them map. No call waits and none takes a lock.
+//! A cache of samples that processes make once: records in one file that all of them map. No call waits or takes a
+//! lock.
 //!
 //! ```text
 //! file     := header (4 KiB), counters (4 KiB), index, heap
@@ -13,8 +14,8 @@
 //! at the same time: the second one finds the word taken and gives its space back, or leaves it unused if others have
 //! taken space behind it.
 //!
-//! Records are checked where a machine may have gone down between their pages, in files on a disk: each process checks
-//! a record when it first reads it. What a record's bytes mean is the business of `codec`.
+//! Records in a file on a disk are checked, because the machine may have gone down when only some of their pages were
+//! written: each process checks a record when it first reads it. `codec` defines the meaning of a record's bytes.
 
 mod format;
 mod table;

@@ -15,7 +15,7 @@ use crate::wire::checksum;
 /// Bytes of a record that are joined before they are written: one call instead of several.
 const JOINED: usize = 64 << 10;
 
-/// What a file says of itself.
+/// The header of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Head {
     /// The version of layout and encoding.
@@ -24,11 +24,11 @@ pub struct Head {
     pub rows: u64,
     /// The length that the file may have.
     pub limit: u64,
-    /// What its maker has written beside.
+    /// The bytes that its maker has stored with it.
     pub meta: Vec<u8>,
 }
 
-/// What the index says of a row.
+/// The state of a row in the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
     /// Nothing yet.
@@ -42,8 +42,8 @@ pub enum Found {
 /// A record's bytes, which lie in the mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// The first byte. It stays while the [`Cache`] lives. Other processes can write to it, though none that is sound
-    /// does: copy the bytes before you check them.
+    /// The first byte. It stays while the [`Cache`] lives. A broken process may write to it: copy the bytes before you
+    /// check them.
     pub ptr: *const u8,
     /// The number of bytes.
     pub len: usize,
@@ -63,10 +63,10 @@ impl Record {
     }
 }
 
-/// Why a cache takes no more.
+/// The reason for which a cache takes no more samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Closed {
-    /// It does.
+    /// None: it takes more.
     Open = 0,
     /// Its limit is reached.
     Full = 1,
@@ -74,23 +74,23 @@ pub enum Closed {
     NoRoom = 2,
 }
 
-/// What became of a record.
+/// The outcome of [`Cache::put`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Put {
     /// It is published.
     Stored,
-    /// Another process has published the row, or marked it, before.
+    /// Another process has already published the row, or marked it.
     Known,
-    /// The cache takes no more; true if this call has found that out.
+    /// The cache takes no more samples; true if this call has closed it.
     Closed(bool),
 }
 
-/// What a cache holds, and what was asked of it.
+/// The contents of a cache, and counts of its reads and records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Reads that found their sample.
     pub hits: u64,
-    /// Reads that did not.
+    /// Reads that did not find it.
     pub misses: u64,
     /// Samples that cannot be kept.
     pub refused: u64,
@@ -98,13 +98,14 @@ pub struct Usage {
     pub damaged: u64,
     /// Bytes of whole records.
     pub stored: u64,
-    /// Bytes of the heap that no record has: of killed writers, and of rows that were made twice at the same time.
+    /// Bytes of the heap that no record uses: those of killed writers, and of rows that were made twice at the same
+    /// time.
     pub unused: u64,
     /// Bytes of the heap that are left.
     pub left: u64,
 }
 
-/// A table, mapped. Forked children go on with it.
+/// A mapped table. Forked children may use it.
 #[derive(Debug)]
 pub struct Cache {
     map: Mapping,
@@ -113,7 +114,7 @@ pub struct Cache {
     heap: u64,
     /// The position up to which the memory that is left was checked.
     checked: AtomicU64,
-    /// Whether its pages are memory that nothing can reclaim.
+    /// True if its pages are memory that nothing can reclaim.
     in_memory: bool,
     /// Bits of the rows whose record this process has checked; empty where none needs to be.
     verified: Box<[AtomicU64]>,
@@ -135,8 +136,7 @@ impl Cache {
         rows.saturating_mul(8).saturating_add(HEADER).next_multiple_of(4096)
     }
 
-    /// Makes a file of `limit` bytes, all of them zero, an empty table. The magic comes last: a file that lacks it is
-    /// none.
+    /// Formats a file of `limit` zero bytes as an empty table. The magic is stored last: a file without it is no table.
     pub fn format(fd: BorrowedFd<'_>, rows: u64, limit: u64, meta: &[u8]) -> Result<()> {
         let heap = Self::overhead(rows);
         if heap >= limit || meta.len() > MOST_META || usize::try_from(limit).is_err() {
@@ -156,7 +156,7 @@ impl Cache {
         sealed::write_at(fd, &MAGIC.to_ne_bytes(), 0)
     }
 
-    /// What a file says of itself; `None` if it is no table.
+    /// Reads the header of a file; `None` if it is no table.
     pub fn head(fd: BorrowedFd<'_>) -> Result<Option<Head>> {
         let Ok(map) = Mapping::new(fd, HEADER as usize) else { return Ok(None) };
         let words: &[AtomicU64] = words(&map, 0, word::COUNT);
@@ -172,7 +172,7 @@ impl Cache {
     }
 
     /// Maps a table of [`Self::create`], or of [`Self::format`] in a file that is at least as long as its limit.
-    /// `in_memory`: whether its pages are memory that nothing can reclaim.
+    /// `in_memory`: true if its pages are memory that nothing can reclaim.
     ///
     /// Errors: [`Error::Foreign`] if it is no table of this version.
     pub fn open(fd: OwnedFd, in_memory: bool) -> Result<Self> {
@@ -194,9 +194,9 @@ impl Cache {
     }
 
     /// As [`Self::open`], for a file that outlives its programs. The caller holds the file's lock. `whole`: the length
-    /// that it had; what was cut off is gone. After the machine has gone down the index and the end of the heap may not
-    /// belong together: the end is then found anew. Samples that could not be kept may be of a class that can be
-    /// pickled now.
+    /// that it had; records beyond it are lost. After the machine has gone down, the index and the end of the heap may
+    /// not match: the end is then computed from the index. Rows whose samples could not be kept become absent, because
+    /// their class may be picklable now.
     pub fn open_file(fd: OwnedFd, in_memory: bool, whole: u64) -> Result<Self> {
         let mut cache = Self::open(fd, in_memory)?;
         cache.verified = (0..cache.rows.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
@@ -260,7 +260,7 @@ impl Cache {
         self.map.len() as u64
     }
 
-    /// Why it takes no more.
+    /// Returns the reason for which it takes no more samples.
     pub fn closed(&self) -> Closed {
         match self.header(word::CLOSED).load(Ordering::Relaxed) {
             0 => Closed::Open,
@@ -269,14 +269,14 @@ impl Cache {
         }
     }
 
-    /// Whether a sample is to be made twice: true for the first few, over all processes.
+    /// Returns true for the first few calls, over all processes: the sample is to be made twice.
     pub fn take_probe(&self) -> bool {
         let probes = self.header(word::PROBES);
         let take = |left: u64| left.checked_sub(1);
         probes.load(Ordering::Relaxed) > 0 && probes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
     }
 
-    /// Whether this call is the first with that bit, over all processes.
+    /// Returns true for the first call with that bit, over all processes.
     pub fn is_news(&self, bit: u64) -> bool {
         self.header(word::TOLD).fetch_or(bit, Ordering::Relaxed) & bit == 0
     }
@@ -292,7 +292,7 @@ impl Cache {
         self.count(counter::MISSES);
     }
 
-    /// What the index says of a row, which must be one of the table's.
+    /// Looks up a row, which must be one of the table's, in the index.
     #[inline]
     pub fn look(&self, row: u64) -> Found {
         // SYNC: row-published (pairs with the Release in `put`): the place implies the record's bytes.
@@ -304,8 +304,8 @@ impl Cache {
         }
     }
 
-    /// The record at a place; `None` if it is damaged. The row is then absent, and is made again. It is no damage if
-    /// the place lies behind this mapping's end: another program has raised the limit.
+    /// The record at a place; `None` if it is damaged. The row is then absent, and is made again. A place behind this
+    /// mapping's end is no damage: another program has raised the limit.
     #[inline]
     fn record(&self, row: u64, at: u64) -> Option<Record> {
         if at >= self.limit() && at.is_multiple_of(8) {
@@ -348,7 +348,7 @@ impl Cache {
         (word as u32, (word >> 32) as u32)
     }
 
-    /// Where a row's record ends.
+    /// Returns the position at which a row's record ends.
     fn end_of(&self, row: u64) -> Option<u64> {
         let at = self.row(row).load(Ordering::Relaxed);
         self.bounded(at).map(|record| at + size_of(record.len as u64))
@@ -421,7 +421,7 @@ impl Cache {
         self.header(word::END).fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).ok()
     }
 
-    /// Writes a record into its space; false if the memory for it is not there.
+    /// Writes a record into its space; false if there is no memory for it.
     fn write(&self, fd: BorrowedFd<'_>, row: u64, at: u64, len: u32, parts: &[&[u8]]) -> Result<bool> {
         if !self.has_memory(at, at + size_of(u64::from(len))) {
             return Ok(false);
@@ -446,7 +446,7 @@ impl Cache {
         Ok(true)
     }
 
-    /// Whether there is memory up to a position of the heap. Looks at the system now and then.
+    /// Returns true if there is memory up to a position of the heap. Looks at the system now and then.
     fn has_memory(&self, from: u64, to: u64) -> bool {
         if !self.in_memory || to <= self.checked.load(Ordering::Relaxed) {
             return true;
@@ -470,7 +470,7 @@ impl Cache {
         Put::Closed(before.is_ok())
     }
 
-    /// What it holds, and what was asked of it.
+    /// Returns the contents, and the counts of reads and records.
     pub fn usage(&self) -> Usage {
         let read = |at: usize| self.header(at).load(Ordering::Relaxed);
         let sum = |at: usize| (0..STRIPES).map(|stripe| self.counter(stripe, at).load(Ordering::Relaxed)).sum();
@@ -528,7 +528,7 @@ impl Cache {
     }
 }
 
-/// Words of a mapping that has as many.
+/// Returns `count` words of a mapping, from word `at` on.
 fn words(map: &Mapping, at: usize, count: usize) -> &[AtomicU64] {
     assert!((at + count) * 8 <= map.len(), "words of the mapping");
     // SAFETY: they lie in the mapping, which begins on a page, and all users of them use atomics.
@@ -540,13 +540,13 @@ fn size_of(len: u64) -> u64 {
     (len + PREFIX).next_multiple_of(8)
 }
 
-/// The check of a record. It knows its row, so that no other row's record passes for it.
+/// The checksum of a record. It includes the row, so that another row's record does not pass.
 fn check(row: u64, record: Record) -> u32 {
     let pieces = (0..record.len).step_by(JOINED).map(|at| checksum(&record.copy(at, JOINED)));
     pieces.fold(row.wrapping_mul(0x9e37_79b9_7f4a_7c15), |sum, piece| sum.rotate_left(5) ^ piece) as u32
 }
 
-/// A number for this boot of the machine, which no other has; 0 if the system does not tell.
+/// A number that identifies this boot of the machine; 0 if unknown.
 fn boot() -> u64 {
     identity::boot_id().map_or(0, |id| checksum(&id))
 }

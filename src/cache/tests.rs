@@ -15,7 +15,7 @@ fn bytes(cache: &Cache, row: u64) -> Option<Vec<u8>> {
     }
 }
 
-/// A file without a name, as one on a disk.
+/// A file without a name that stands for one on a disk.
 fn file(len: u64) -> File {
     let fd = crate::sys::memfd::create("rustloader-test", len).unwrap();
     File::from(fd)
@@ -120,7 +120,7 @@ fn damaged_records_of_a_file_are_made_again() {
     }
     let (heap, index) = (Cache::overhead(10), HEADER);
     let write = |bytes: &[u8], at| crate::sys::sealed::write_at(file.as_fd(), bytes, at).unwrap();
-    // Bytes that are lost, a length, a place that is none, and another row's record.
+    // Lost bytes, a wrong length, a wrong place, and another row's record.
     write(&[9], heap + 112 + 8 + 50);
     write(&200_u64.to_ne_bytes(), heap + 2 * 112);
     write(&3_u64.to_ne_bytes(), index + 3 * 8);
@@ -169,7 +169,7 @@ fn a_larger_limit_opens_a_full_file() {
     // The program with the old limit is full, and the file is not.
     assert_eq!(cache.put(3, &[&[3; 90]]).unwrap(), Put::Closed(false));
     assert_eq!(larger.closed(), Closed::Open);
-    // It does not see what lies behind its limit, and does not call that damaged.
+    // It does not see records behind its limit, and does not count them as damaged.
     assert_eq!(bytes(&cache, 2), None);
     assert_eq!((bytes(&larger, 2), larger.usage().damaged), (Some(vec![2; 90]), 0));
 }

@@ -207,7 +207,7 @@ impl<T: Tensors> Aliases<'_, T> {
 
     fn write_shared(&self, writer: &mut Writer<'_>, leaf: usize, storage: usize, low: usize) {
         let view = self.tensors.view(&self.leaves[leaf].object);
-        // `share` has just read it. Were it gone, the reader would refuse the payload.
+        // `share` has just read it. If it were gone, the reader would refuse the payload.
         if let Some(TensorView { dtype, shape, strides, ptr, .. }) = view {
             writer.shared(dtype, &shape, &strides, storage, ptr as usize - low);
         }

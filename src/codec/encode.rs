@@ -89,8 +89,8 @@ pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     plain
 }
 
-/// Writes a plain tree and returns the pending copies. `is_sole`: only its list has the value, or arrays are copied
-/// anyhow. On an error `out` holds a part.
+/// Writes a plain tree and returns the pending copies. `is_sole`: only its list refers to the value, or arrays are
+/// copied in any case. On an error `out` holds a part.
 fn plain<'py>(
     bridge: Option<&Bridge>,
     value: &Bound<'py, PyAny>,
@@ -123,7 +123,8 @@ fn storage_offset(value: &Bound<'_, PyAny>) -> Plain<Option<u64>> {
     Ok((offset > 0).then_some(offset))
 }
 
-/// Whether an object has only two references: that of its container, or of the list that holds a batch, and `value`.
+/// Returns true if an object has only two references: that of its container, or of the list that holds a batch, and
+/// `value`.
 #[inline]
 fn is_sole(value: &Bound<'_, PyAny>) -> bool {
     // SAFETY: a live object; the GIL is held.
@@ -301,7 +302,7 @@ impl<'py> Encoder<'_, 'py> {
         let bytes = numel(&view.shape).and_then(|count| count.checked_mul(view.dtype.itemsize() as i64));
         let is_large = bytes.is_some_and(|bytes| bytes >= ARRAY_MIN as i64);
         let is_sole = self.is_sole && is_large && is_sole(value);
-        // An error is none of the batch's: the array is copied.
+        // An error here does not fail the batch: the array is copied.
         let is_sole = is_sole && bridge.has_alone(value).unwrap_or(false);
         // SAFETY: NumPy has just described this view; the batch keeps the array alive.
         unsafe { self.draft.leaf(value, &view, is_sole, || Ok(None)) }

@@ -1,5 +1,4 @@
-//! The batch of cached samples: what default_collate makes of them, gathered out of the cache without an object for
-//! each.
+//! The batch that default_collate makes of cached samples, gathered from the cache without an object for each sample.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -28,7 +27,7 @@ enum Part {
     Float(f64),
 }
 
-/// What the parts of a sample are, which those of all samples of a batch have in common.
+/// The type of a part of a sample. All samples of a batch have the same columns.
 #[derive(PartialEq)]
 enum Column {
     Tensor(Dtype, Dims),
@@ -45,12 +44,12 @@ struct Sample {
     keys: Vec<String>,
     group: Option<Group>,
     leaves: Parts,
-    /// Whether it has something else.
+    /// True if the sample has a part of any other type.
     is_other: bool,
 }
 
 impl Sample {
-    /// Reads a record, of which `tree` keeps the bytes of small tensors. `None`: it is another kind of sample.
+    /// Reads a record; `tree` keeps the bytes of its small tensors. `None`: it is another kind of sample.
     fn of(record: Record, tree: &mut Vec<u8>) -> Result<Option<Self>, Error> {
         let mut sample = Self::default();
         match record.copy(0, 1).first() {
@@ -98,7 +97,7 @@ impl Build for Sample {
             }
             Atom::Int(value) => (Column::Int, Part::Int(value)),
             Atom::Float(value) => (Column::Float, Part::Float(value)),
-            // A key. Texts elsewhere leave more of them than there are values.
+            // A key. With a string elsewhere there are more keys than values.
             Atom::Str(text) if self.keys.len() == self.parts.len() => {
                 self.keys.push(text.to_owned());
                 return Ok(());
@@ -129,9 +128,9 @@ impl Build for Sample {
     }
 }
 
-/// The batch of some rows, as torch's default_collate makes it. `None` leaves it to torch: a row is missing, or samples
-/// are not all of one form, which is a tensor, or a flat list, tuple or dict with strings as keys, of contiguous
-/// tensors, ints and floats.
+/// The batch of some rows, as torch's default_collate makes it. `None` leaves it to torch: a row is missing, or the
+/// samples do not have the same form, or that form is neither a tensor nor a flat list, tuple or dict (with strings as
+/// keys) of contiguous tensors, ints and floats.
 pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], make: &mut Make<'_>) -> PyResult<Option<Py<PyAny>>> {
     let bridge = Bridge::get(py)?;
     if bridge.has_modes(py)? || !bridge.default_is_cpu(py)? {
@@ -144,7 +143,7 @@ pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], make: &mut Make<'_>) 
             return Ok(None);
         }
         let Found::Whole(record) = cache.look(*row) else { return Ok(None) };
-        // A damaged one is found again, and made again, by the way of single samples.
+        // The code for single samples finds a damaged record, too, and makes it again.
         let Ok(Some(sample)) = Sample::of(record, tree) else { return Ok(None) };
         samples.push(sample);
     }

@@ -13,7 +13,7 @@ use crate::worker::port::{Keep, Port};
 pub struct Outgoing<'a> {
     port: &'a Port,
     leaves: Vec<(Leaf, Keep)>,
-    /// Whether arrays may be adopted. Their batch is then dropped before [`Outgoing::settle`].
+    /// True if arrays may be adopted. Their batch is then dropped before [`Outgoing::settle`].
     takes_arrays: bool,
 }
 
@@ -22,8 +22,8 @@ impl<'a> Outgoing<'a> {
         Self { port, leaves: Vec::new(), takes_arrays }
     }
 
-    /// Whether arrays of the worker were adopted: drop the batch, then call [`Outgoing::settle`]. The message holds all
-    /// other blocks from here on, because objects of the batch may be their last holders.
+    /// Returns true if arrays of the worker were adopted: drop the batch, then call [`Outgoing::settle`]. The message
+    /// holds all other blocks from here on, because objects of the batch may be their last holders.
     pub fn begin_settling(&mut self) -> bool {
         if !self.leaves.iter().any(|(_, keep)| matches!(keep, Keep::Unknown { .. })) {
             return false;
@@ -73,8 +73,8 @@ impl<'a> Outgoing<'a> {
 
 impl Sink for Outgoing<'_> {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
-        // Sleeps with the GIL. The draft has addresses of tensors and arrays by now, and knows which of them nothing
-        // but the batch has: another thread could resize a storage, which frees its memory, or find a reference through
+        // Sleeps with the GIL. The draft has addresses of tensors and arrays by now, and knows which of them only the
+        // batch refers to: another thread could resize a storage, which frees its memory, or find a reference through
         // `gc`. Large copies run the same risk, for a shorter time.
         self.port.await_return(len as u64, std::thread::sleep)?;
         let (block, memory) = settle(|| self.port.allocate(len as u64), std::thread::sleep)?;

@@ -58,10 +58,10 @@ pub fn shrink(buffer: &mut Vec<u8>) {
     }
 }
 
-/// Who may change the bytes of a leaf once it is sent.
+/// The side that may change the bytes of a leaf once it is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hold {
-    /// Nobody: only the batch refers to the array, and dropping the batch does not write to it.
+    /// Neither: only the batch refers to the array, and dropping the batch does not write to it.
     Sole,
     /// The worker, as in torch: a tensor that it keeps shares memory with the one that arrives.
     Shared,
@@ -74,7 +74,7 @@ pub trait Sink {
     /// Allocates a leaf, page aligned: its number and its memory.
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)>;
 
-    /// Whether arrays that nothing but the batch refers to can be adopted.
+    /// Returns true if arrays can be adopted to which only the batch refers.
     fn takes_arrays(&self) -> bool {
         false
     }

@@ -13,7 +13,7 @@ pub struct Pickled {
     pub payload: Py<PyBytes>,
     /// The out-of-band objects.
     pub objects: Py<PyList>,
-    /// Whether it is a batch, not an error.
+    /// True for a batch, false for an error.
     pub is_batch: bool,
 }
 

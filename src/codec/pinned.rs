@@ -15,7 +15,7 @@ use crate::tree::Group;
 pub struct Pinned<'py, M> {
     /// A Python function: number of bytes -> a pinned `uint8` tensor of that size.
     allocate: Bound<'py, PyAny>,
-    /// Whether tuples become lists, as in older versions of torch.
+    /// True if tuples become lists, as in older versions of torch.
     tuples_become_lists: bool,
     /// The memory of all small tensors, and how much of it is in use.
     slab: Option<(PinnedMemory, usize)>,

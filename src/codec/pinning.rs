@@ -64,7 +64,7 @@ struct Scan {
     slab_len: usize,
     /// An object occurs twice, or pinning would change the key of a dict.
     odd: bool,
-    /// Whether pinning changes each value of the stack.
+    /// For each value of the stack, true if pinning changes it.
     changes: Vec<bool>,
 }
 

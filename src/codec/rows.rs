@@ -84,7 +84,7 @@ impl Leaves {
         self.filled.iter().map(|(leaf, len)| unsafe { std::slice::from_raw_parts(leaf.ptr(), *len) })
     }
 
-    /// The memory that is worth keeping.
+    /// Returns the memory that is worth keeping, and frees the rest.
     fn into_spare(self) -> Vec<Heap> {
         let mut left = BUFFER_KEPT;
         let all = self.filled.into_iter().map(|(leaf, _)| leaf).chain(self.spare);
@@ -106,7 +106,7 @@ impl Sink for Leaves {
     }
 }
 
-/// Appends a value as a row. `dumps` pickles what is no plain tree.
+/// Appends a value as a row. `dumps` pickles a value that is not a plain tree.
 pub fn push(
     builder: &mut Builder,
     shapes: &mut Shapes,
@@ -251,7 +251,7 @@ pub(super) fn loads(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
     Ok(LOADS.get_or_try_init(py, || py.import("pickle")?.getattr("loads").map(Bound::unbind))?.bind(py))
 }
 
-/// Whether a row is equal to a str; `None` if only the row's value can tell.
+/// Returns true if a row is equal to a str; `None` if only the row's value can tell.
 #[inline]
 pub fn is_text(store: &Store, row: u64, wanted: &str) -> Option<bool> {
     match store.row(row) {
@@ -279,7 +279,7 @@ pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResul
         let Ok(text) = text.to_str() else { return Ok(false) };
         out.push(b's');
         out.extend_from_slice(text.as_bytes());
-        // No byte of UTF-8, so that tuples of other parts have other bytes.
+        // A byte that UTF-8 does not have, so that tuples of different parts have different bytes.
         out.push(0xff);
     } else if value.cast_exact::<PyInt>().is_ok()
         || value.cast_exact::<PyFloat>().is_ok()
@@ -311,8 +311,8 @@ pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResul
     Ok(true)
 }
 
-/// Whether an object is a number whose hash is the same in every process: of NumPy or the standard library, or with the
-/// hash of Python's own.
+/// Returns true if an object is a number whose hash is the same in every process: of NumPy or the standard library, or
+/// with the hash of Python's own.
 fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     static NUMBER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = value.py();
@@ -328,7 +328,7 @@ fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(matches!(package, Some("numpy" | "decimal" | "fractions")) && value.is_instance(number.bind(py))?)
 }
 
-/// Whether an instance of a subclass has the hash and the equality of a base.
+/// Returns true if an instance of a subclass has the hash and the equality of a base.
 fn hashes_like(value: &Bound<'_, PyAny>, base: &Bound<'_, PyType>) -> PyResult<bool> {
     let (py, kind) = (value.py(), value.get_type());
     for name in [intern!(py, "__hash__"), intern!(py, "__eq__")] {
@@ -364,12 +364,12 @@ pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>
             }
         }
     } else {
-        // An unhashable object is no key: Python's TypeError.
+        // Raises Python's TypeError for an unhashable object.
         wanted.hash()?;
     }
     let rows: Box<dyn Iterator<Item = u64>> = match hash {
         Some(_) => Box::new(store.odd()),
-        // Its hash says nothing about the table: every key may be equal.
+        // The table cannot be searched by its hash: every key may be equal.
         None => Box::new((0..store.rows()).step_by(2)),
     };
     for row in rows {

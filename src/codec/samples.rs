@@ -24,7 +24,7 @@ pub fn put(
     let pickle = || dumps.call1((sample,));
     with_parts(sample, pickle, scratch, |_, parts| {
         let len = parts.iter().map(|part| part.len()).sum::<usize>();
-        // Large writes take as long as the disk, or the pages.
+        // Large writes wait for the disk, or for page faults.
         if len < crate::config::DETACH_FROM {
             return Ok(cache.put(row, parts)?);
         }

@@ -18,7 +18,7 @@ pub trait Object {
 pub struct Met<O> {
     pub object: O,
     pub kind: Kind,
-    /// Whether its elements share memory, so that it has only a gap.
+    /// True if its elements share memory, so that it has only a gap.
     pub window: bool,
     /// Start and end of its encoding in the payload.
     pub written: (usize, usize),
@@ -47,9 +47,9 @@ pub struct Seen<O> {
     /// Repeated objects: position of the gap, which is one byte wide, and start of the first encoding.
     pub again: Vec<(usize, usize)>,
     pub leaves: Vec<Met<O>>,
-    /// Whether each leaf begins after the end of the previous one.
+    /// True if each leaf begins after the end of the previous one.
     ascending: bool,
-    /// Whether a leaf is a window.
+    /// True if a leaf is a window.
     pub windows: bool,
 }
 

@@ -37,7 +37,7 @@ impl Tensor {
         self.memory.as_ptr().cast::<u8>().wrapping_add(self.offset)
     }
 
-    /// Where each element begins, in bytes from that of the first, in C order.
+    /// Returns the position of each element, in bytes from that of the first, in C order.
     fn elements(shape: &[i64], strides: &[i64], itemsize: usize) -> Vec<usize> {
         let mut all = vec![0];
         for (&size, &stride) in shape.iter().zip(strides) {
@@ -122,7 +122,7 @@ fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, HeapLeaves)> {
     Ok((payload, leaves))
 }
 
-/// Memory that was read back: which one it is, and where in it.
+/// Memory that was read back: its number, and the position in it.
 type At = (usize, usize);
 
 /// A tensor that was read back: where the bytes of its elements lie, in C order.
@@ -132,7 +132,7 @@ struct Made {
     bytes: Vec<At>,
 }
 
-/// Reads a list of tensors. What stands in the place of another object shares its `Rc`.
+/// Reads a list of tensors. A reference to another object shares its `Rc`.
 #[derive(Default)]
 struct Rebuilt {
     memories: Vec<Vec<u8>>,
@@ -244,8 +244,7 @@ fn source(tensor: &Tensor) -> Vec<u8> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
-    /// Whatever is shared in the batch is shared in what comes back, and nothing else: the bytes that tensors show
-    /// correspond one to one.
+    /// The decoded batch shares exactly what the batch shares: the bytes that tensors show correspond one to one.
     #[test]
     fn tensors_come_back_with_their_values_and_what_they_share(batch in batches()) {
         let Ok((payload, leaves)) = encode(&batch) else {

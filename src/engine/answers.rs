@@ -1,4 +1,4 @@
-//! What is known of the answers of this epoch, for positions to resume from. Any thread may ask at any time.
+//! The answers of this epoch, from which a position for a resume is computed. Any thread may ask at any time.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::shm::arena::Arena;
 pub struct Snapshot {
     /// Answers of the worker before it.
     pub answers: u64,
-    /// Whether the payload is the error of an attempt to make one.
+    /// True if the payload is the error of an attempt to make a snapshot.
     pub is_error: bool,
     /// The pickled state, or error.
     pub payload: Vec<u8>,
@@ -22,13 +22,13 @@ pub struct Snapshot {
 /// The answers of the current epoch, and the workers' snapshots.
 #[derive(Debug)]
 pub struct Answers {
-    /// Which tasks have been delivered.
+    /// The tasks that have been delivered.
     pub positions: Positions,
     snapshots: Snapshots<Parcel>,
 }
 
 impl Answers {
-    /// The begin of an iterator.
+    /// The state at the beginning of an iterator.
     pub(super) fn new(workers: u32) -> Self {
         Self { positions: Positions::new(workers as usize), snapshots: Snapshots::new(workers as usize) }
     }
@@ -49,7 +49,7 @@ impl Answers {
         self.snapshots.clear();
     }
 
-    /// Whether a worker has sent its first snapshot of this epoch.
+    /// Returns true if a worker has sent its first snapshot of this epoch.
     pub(super) fn has_started(&self, worker: u32) -> bool {
         self.snapshots.has_started(worker)
     }

@@ -30,12 +30,12 @@ pub struct Arrival<B> {
 }
 
 impl Incoming {
-    /// Whether it is a batch.
+    /// Returns true for a batch.
     pub fn is_batch(&self) -> bool {
         matches!(self.entry.kind, ResultKind::Plain | ResultKind::Pickle | ResultKind::Tied)
     }
 
-    /// Whether it is a batch, or the error in its place.
+    /// Returns true for a batch, or the error in its place.
     pub fn answers(&self) -> bool {
         self.is_batch() || self.entry.kind == ResultKind::Error
     }
@@ -75,7 +75,7 @@ impl Completions {
         Self { rings, word: 0, marks: 0 }
     }
 
-    /// Whether a ring is marked.
+    /// Returns true if a ring is marked.
     pub fn marked(&self, arena: &Arena) -> bool {
         self.marks != 0 || arena.bitmap().iter().any(|word| word.load(Ordering::Relaxed) != 0)
     }
@@ -127,7 +127,7 @@ impl Parcel {
         incoming.entry.block.map(|_| Self { arena: arena.clone(), incoming })
     }
 
-    /// Whether it is the error in the place of a snapshot.
+    /// Returns true for the error in the place of a snapshot.
     pub fn is_error(&self) -> bool {
         self.incoming.entry.kind == ResultKind::FailedSnapshot
     }

@@ -104,7 +104,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.handle.trace.mark(Kind::Epoch, MAIN, task, epoch);
     }
 
-    /// Whether the start of an epoch submits one more index after it has asked the sampler for `asked`.
+    /// Returns true if the start of an epoch submits one more index after it has asked the sampler for `asked`.
     pub fn primes(&self, asked: usize) -> bool {
         self.scheduler.primes(asked)
     }
@@ -148,7 +148,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Whether each worker takes tasks in this epoch.
+    /// Returns, for each worker, true if it takes tasks in this epoch.
     pub fn active(&self) -> Vec<bool> {
         (0..self.arena().geometry().workers).map(|worker| self.scheduler.is_active(WorkerId(worker))).collect()
     }
@@ -243,7 +243,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.scheduler.death()
     }
 
-    /// Whether workers have not answered [`Engine::reset`] yet.
+    /// Returns true while workers have not answered [`Engine::reset`].
     pub fn resuming(&self) -> bool {
         self.scheduler.resuming()
     }
@@ -308,8 +308,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
                     completions::discard(&self.handle.arena, &incoming);
                 }
-                // An exhausted worker leaves it out, or it is a task of an earlier epoch. The end discards what is
-                // outstanding.
+                // An exhausted worker leaves it out, or it is a task of an earlier epoch. The end discards outstanding
+                // tasks.
                 Action::Discard { task, result: None, .. } if !self.finished => {
                     if let Some(ordinal) = task.0.checked_sub(self.scheduler.first_task().0) {
                         self.handle.answers().positions.left_out(ordinal);

@@ -1,4 +1,4 @@
-//! Deaths of workers: the scheduler hears of them, and what is reported of each.
+//! Deaths of workers: tells the scheduler of each, and collects the details for its report.
 
 use super::core::Engine;
 use super::types::DeathReport;

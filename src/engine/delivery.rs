@@ -212,7 +212,7 @@ impl<T, B, E> Delivery<T, B, E> {
         })
     }
 
-    /// Marks the call as waiting. Returns whether it was not before.
+    /// Marks the call as waiting. Returns true if it was not waiting before.
     pub fn begins_to_wait(&mut self) -> bool {
         std::mem::replace(&mut self.call, Call::Waits) != Call::Waits
     }
@@ -234,12 +234,12 @@ impl<T, B, E> Delivery<T, B, E> {
         self.unsent.take()
     }
 
-    /// Whether neither shared memory is damaged nor the pin thread has ended.
+    /// Returns true if shared memory is intact and the pin thread has not ended.
     pub fn is_sound(&self) -> bool {
         matches!(self.health, Health::Sound)
     }
 
-    /// Whether shared memory is damaged.
+    /// Returns true if shared memory is damaged.
     pub fn is_broken(&self) -> bool {
         matches!(self.health, Health::Broken(_))
     }
@@ -272,7 +272,7 @@ impl<T, B, E> Delivery<T, B, E> {
         }
     }
 
-    /// Whether there is a tied result.
+    /// Returns true if there is a tied result.
     #[inline]
     pub fn is_tied(&self) -> bool {
         self.tied.is_some()

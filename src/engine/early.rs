@@ -4,13 +4,13 @@ use super::core::Engine;
 use crate::error::{Error, Result};
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Whether a task of the next epoch can be sent now: the sampler has ended, and there is room.
+    /// Returns true if a task of the next epoch can be sent now: the sampler has ended, and there is room.
     pub fn may_be_early(&self) -> bool {
         !self.finished && !self.snapshots && self.scheduler.may_be_early()
     }
 
-    /// Begins the next epoch early: workers get `message` after their present tasks, and what is submitted from now on
-    /// belongs to that epoch. False: it cannot begin now. Call it once in an epoch, if [`Engine::may_be_early`].
+    /// Begins the next epoch early: workers get `message` after their present tasks, and later submissions belong to
+    /// that epoch. False: it cannot begin now. Call it once in an epoch, if [`Engine::may_be_early`].
     pub fn begin_early(&mut self, message: &[u8]) -> Result<bool> {
         let first_task = self.scheduler.first_task().0 + self.scheduler.dispatched();
         let entries = match self.outbox.early_entries(first_task, message) {
@@ -24,7 +24,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(true)
     }
 
-    /// Whether the early epoch can become the present one.
+    /// Returns true if the early epoch can become the present one.
     pub fn may_take_up(&self) -> bool {
         !self.delivery.is_broken() && self.scheduler.may_take_up()
     }

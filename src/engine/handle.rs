@@ -57,9 +57,9 @@ pub struct Handle {
     /// [`Handle::is_ours`] nevertheless.
     last: Mutex<Option<Box<[Status]>>>,
     answers: Mutex<Answers>,
-    /// Set with the first worker on another machine: then all workers are.
+    /// Set with the first worker on another machine: then all workers are on other machines.
     links: OnceLock<Links>,
-    /// What goes into a trace.
+    /// The source of this iterator's events in a trace.
     pub trace: Arc<Source>,
 }
 
@@ -128,7 +128,7 @@ impl Handle {
         token(worker, self.generation(worker))
     }
 
-    /// Whether a worker's process has ended, or does so within `limit`.
+    /// Returns true if a worker's process has ended, or ends within `limit`.
     pub(super) fn exits(&self, worker: u32, limit: Duration) -> bool {
         let Some(process) = self.process(worker) else { return true };
         let deadline = sys::clock::monotonic() + limit;
@@ -189,7 +189,7 @@ impl Handle {
         }
     }
 
-    /// Whether this process created the iterator.
+    /// Returns true in the process that created the iterator.
     pub fn is_ours(&self) -> bool {
         self.arena.is_ours()
     }
@@ -200,7 +200,7 @@ impl Handle {
         if self.is_ours() { Ok(()) } else { Err(Error::Child { what }) }
     }
 
-    /// Whether [`Handle::close`] has been called.
+    /// Returns true once [`Handle::close`] has been called.
     pub fn closing(&self) -> bool {
         // SYNC: closing (pairs with the Release in `close`).
         self.closing.load(Ordering::Acquire)
@@ -212,7 +212,7 @@ impl Handle {
         self.exiting.store(true, Ordering::Release);
     }
 
-    /// Whether the interpreter exits.
+    /// Returns true once the interpreter exits.
     pub fn exiting(&self) -> bool {
         // SYNC: exiting (pairs with the Release in `exit`).
         self.exiting.load(Ordering::Acquire)
@@ -306,7 +306,7 @@ impl Handle {
         }
     }
 
-    /// Whether this iterator no longer uses the arena.
+    /// Returns true once this iterator no longer uses the arena.
     pub fn has_ended(&self) -> bool {
         !self.is_ours() || self.last().is_some()
     }
@@ -368,7 +368,8 @@ impl Handle {
         self.running().for_each(|(_, process)| process.signal(signal));
     }
 
-    /// Whether every worker left by itself and none was replaced, so that the arena has no damage and no lost blocks.
+    /// Returns true if every worker left by itself and none was replaced, so that the arena has no damage and no lost
+    /// blocks.
     pub fn all_left(&self) -> bool {
         (0..self.arena.geometry().workers).all(|worker| {
             let Ok(slot) = self.slot(worker) else { return false };

@@ -1,4 +1,4 @@
-//! What comes from the workers: results from the rings or the pin thread, the doorbell, and the ends of processes.
+//! The arrivals from the workers: results from the rings or the pin thread, the doorbell, and the ends of processes.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(super) enum Source<B> {
     Thread(pin::Link<B>),
 }
 
-/// The source of results, and what `next` sleeps on.
+/// The source of results, and the descriptors on which `next` sleeps.
 #[derive(Debug)]
 pub(super) struct Inbox<B> {
     handle: Arc<Handle>,
@@ -83,7 +83,7 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Whether this thread takes the results from the rings.
+    /// Returns true if this thread takes the results from the rings.
     pub(super) fn has_rings(&self) -> bool {
         matches!(self.source, Some(Source::Rings(_)))
     }
@@ -103,7 +103,7 @@ impl<B: Send + 'static> Inbox<B> {
         std::mem::forget(self.source.take());
     }
 
-    /// Whether a result or event waits.
+    /// Returns true if a result or event waits.
     #[inline]
     pub(super) fn has_news(&self) -> bool {
         match &self.source {
@@ -113,8 +113,8 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Waits for the end of a worker's process from now on. `may_be_blind`: where the poll set refuses it, the end is
-    /// found without.
+    /// Waits for the end of a worker's process from now on. `may_be_blind`: if the poll set refuses the process, a
+    /// check in each slice finds its end.
     pub(super) fn watch(&mut self, worker: u32, process: &Process, token: u64, may_be_blind: bool) -> Result<()> {
         match process.end_fd() {
             Some(end) => match self.poll.add(end.as_raw_fd(), token) {
@@ -126,7 +126,7 @@ impl<B: Send + 'static> Inbox<B> {
         Ok(())
     }
 
-    /// Waits for the end of a worker's process no more.
+    /// Stops waiting for the end of a worker's process.
     pub(super) fn unwatch(&mut self, worker: u32) -> Result<()> {
         if let Some(watched) = self.unwatched.iter().position(|unwatched| *unwatched == worker) {
             self.unwatched.swap_remove(watched);
@@ -140,8 +140,8 @@ impl<B: Send + 'static> Inbox<B> {
         self.looked
     }
 
-    /// Polls for dead workers once per [`DEATH_CHECK`]. Returns whether it did; [`Inbox::take_ready`] has what it
-    /// found.
+    /// Polls for dead workers once per [`DEATH_CHECK`]. Returns true if it did; [`Inbox::take_ready`] returns the
+    /// tokens that it found.
     #[inline]
     pub(super) fn look(&mut self, now: Duration) -> Result<bool> {
         if now - self.looked < DEATH_CHECK {
@@ -173,7 +173,7 @@ impl<B: Send + 'static> Inbox<B> {
         outcome.map(Some)
     }
 
-    /// Whether something may arrive that ends no sleep.
+    /// Returns true if something may arrive without ending a sleep.
     pub(super) fn is_blind(&self) -> bool {
         self.deaf || !self.unwatched.is_empty()
     }
@@ -200,7 +200,7 @@ impl<B: Send + 'static> Inbox<B> {
         self.ready = ready;
     }
 
-    /// Drains the doorbell, or returns the worker whose process has ended, if that is what a token of a poll says.
+    /// Handles a token of a poll: drains the doorbell, or returns the worker whose process has ended.
     pub(super) fn ended_by(&mut self, token: u64) -> Result<Option<u32>> {
         if token == DOORBELL {
             if !self.bell().drain()? {

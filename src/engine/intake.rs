@@ -95,7 +95,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Reports the end of a worker's process, after the results that it had published. If it may be replaced, a tied
-    /// result that is not opened does not count, nor what was published after it: the next process makes them again.
+    /// result that is not opened and all results after it do not count: the next process makes them again.
     pub(super) fn ended(&mut self, worker: u32) -> Result<()> {
         if let Some(link) = self.inbox.link() {
             if link.drain.try_send(worker).is_ok() {

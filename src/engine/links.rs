@@ -31,7 +31,7 @@ impl Links {
         Ok(link)
     }
 
-    /// Sends a worker what its ring has.
+    /// Sends a worker the entries of its ring.
     pub(super) fn ring(&self, worker: u32) {
         if let Some(link) = self.get(worker) {
             link.pump();

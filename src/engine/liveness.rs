@@ -1,4 +1,4 @@
-//! What is known of the workers' processes: which are stuck, how they ended, and what they had answered.
+//! The workers' processes: which are stuck, how they ended, and what they had answered.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::shm::layout::WorkerState;
 use crate::sync::Ordering;
 use crate::sys::pidfd::ExitStatus;
 
-/// What is known of a process that has died, for reports. Its slot and its status page may have been emptied since.
+/// A record of a process that has died, for reports. Its slot and its status page may have been emptied since.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Remains {
     pub(super) pid: i32,
@@ -36,7 +36,7 @@ pub(super) struct Liveness {
     restarts: bool,
     /// Results of this epoch of each worker, if `restarts`.
     answered: Box<[u64]>,
-    /// What is known of the vacant workers' last processes.
+    /// The records of the vacant workers' last processes.
     remains: BTreeMap<u32, Remains>,
 }
 
@@ -53,7 +53,7 @@ impl Liveness {
         }
     }
 
-    /// Whether workers that die may be replaced.
+    /// Returns true if workers that die may be replaced.
     #[inline]
     pub(super) fn restarts(&self) -> bool {
         self.restarts
@@ -75,7 +75,7 @@ impl Liveness {
         self.answered[worker as usize]
     }
 
-    /// Keeps what is known of a process that has ended, if another one may take its place.
+    /// Keeps the record of a process that has ended, if another one may take its place.
     pub(super) fn keep_remains(&mut self, worker: u32) {
         if self.restarts {
             let remains = self.look_at(worker);
@@ -83,7 +83,7 @@ impl Liveness {
         }
     }
 
-    /// What is known of a process that has ended.
+    /// Returns the record of a process that has ended.
     pub(super) fn remains_of(&self, worker: u32) -> Remains {
         self.remains.get(&worker).copied().unwrap_or_else(|| self.look_at(worker))
     }
@@ -106,7 +106,7 @@ impl Liveness {
         }
     }
 
-    /// Resets what the checks have found of a worker, for its next process.
+    /// Resets the results of the checks of a worker, for its next process.
     pub(super) fn forget(&mut self, worker: u32) {
         self.stalls.forget(worker);
         self.overdue.forget(worker);

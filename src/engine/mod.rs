@@ -4,8 +4,8 @@
 //! doorbell and the workers' pidfds in one call. With pinning a thread owns the consumer's ends
 //! ([`completions::Completions`]) and passes prepared batches to `next` (`pin.rs`).
 //!
-//! [`Engine`] (`core.rs`) delegates to its parts, each with private fields and a file of its own: [`delivery`], what
-//! `next` owes; `outbox`, what goes to the workers; `inbox`, what comes from them; `liveness`, stuck and dead workers;
+//! [`Engine`] (`core.rs`) delegates to its parts, each with private fields and a file of its own: [`delivery`], the
+//! state of `next`; `outbox`, messages to the workers; `inbox`, arrivals from them; `liveness`, stuck and dead workers;
 //! `times`, the clock and the status page. `intake`, `wait`, `stall_checks`, `deaths`, `early`, `restart`, `news`,
 //! `statistics` and `shutdown` are the pages of `impl Engine`, which move events between the parts. A file uses only
 //! files below it (`tests/layers.rs`): pages, core, parts, [`Handle`], types.

@@ -1,4 +1,4 @@
-//! What happens outside of `next`: the wait for the workers' first snapshots.
+//! The engine's work outside of `next`: the wait for the workers' first snapshots.
 
 use super::completions::Incoming;
 use super::core::Engine;
@@ -6,7 +6,8 @@ use crate::error::Result;
 use crate::id::WorkerId;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Whether a first snapshot of this epoch is still to come: its worker lives, and nothing has ended the iterator.
+    /// Returns true while a first snapshot of this epoch is still to come: its worker lives, and nothing has ended the
+    /// iterator.
     pub fn is_starting(&self) -> bool {
         let goes_on = self.snapshots && !self.has_ended() && self.delivery.is_sound();
         let state = self.handle.answers();
@@ -26,7 +27,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(self.delivery.tied())
     }
 
-    /// Whether nothing may be taken in any more: the rings may belong to another iterator.
+    /// Returns true once no more results may be taken: the rings may belong to another iterator.
     fn has_ended(&self) -> bool {
         self.finished || self.handle.closing()
     }

@@ -1,4 +1,4 @@
-//! What goes to the workers: tasks and control messages, in their rings or the queue that they share.
+//! Messages to the workers: tasks and control messages, in their rings or the queue that they share.
 
 use std::sync::Arc;
 

@@ -5,7 +5,7 @@
 //!                            pin thread <--channel, doorbell----- next(): "drain worker w, it has ended"
 //! ```
 //! The thread owns the consumer's ends of the rings ([`Completions`]). Batches in the channel are outstanding for the
-//! scheduler, so there are at most `max_tasks`, with as many snapshots, beside a few other events. A worker's death is
+//! scheduler, so there are at most `max_tasks` of them, as many snapshots, and a few other events. A worker's death is
 //! reported after [`PinEvent::Drained`] in the same channel, and so after all results that the worker had published.
 //!
 //! A fork may copy a lock of the channel or of [`PinControl`] while the thread holds it. A child takes none of them:
@@ -38,7 +38,7 @@ pub trait Prepare: Send + 'static {
     /// Prepares a batch. An error ends the thread.
     fn prepare(&mut self, arena: &Arc<Arena>, incoming: &Incoming) -> std::result::Result<Self::Ready, String>;
 
-    /// Whether it is the error in a batch's place.
+    /// Returns true for the error in a batch's place.
     fn is_error(ready: &Self::Ready) -> bool;
 }
 
@@ -75,7 +75,7 @@ pub struct Body<P: Prepare> {
     control: Arc<PinControl>,
     events: Sender<PinEvent<P::Ready>>,
     drain: Receiver<u32>,
-    /// Workers that have died with a tied result, which does not count, nor what they published after it. `None` if
+    /// Workers that have died with a tied result. That result and all later ones of theirs do not count. `None` if
     /// workers are not replaced.
     lost: Option<BTreeSet<u32>>,
 }
@@ -92,7 +92,7 @@ pub fn start<P: Prepare>(
     let control = handle.control_of_pinning()?;
     let arena = handle.arena.clone();
     let workers = arena.geometry().workers as usize;
-    // Room beside the batches: exhausted, resumed and drained workers, and the last event.
+    // Room for other events than batches: exhausted, resumed and drained workers, and the last event.
     let (events, received) = bounded(results + 4 * workers + 4);
     let (drain, to_drain) = bounded(workers);
     let (last_word, last_control, last_hands) = (events.clone(), control.clone(), handle.clone());
@@ -243,8 +243,8 @@ impl<P: Prepare> Body<P> {
         Ok(())
     }
 
-    /// Whether a result does not count, because its worker may be replaced and has died before it, or an earlier one,
-    /// was opened. Waits up to `limit` for the end of a worker that may have begun.
+    /// Returns true if a result does not count, because its worker may be replaced and has died before this result, or
+    /// an earlier one, was opened. Waits up to `limit` for the end of a worker that may have begun to end.
     fn is_lost(&mut self, incoming: &Incoming, limit: Duration) -> bool {
         let (worker, is_tied) = (incoming.worker, incoming.entry.kind == ResultKind::Tied);
         let Some(lost) = &mut self.lost else { return false };

@@ -19,11 +19,11 @@ pub struct PinControl {
     thread: OnceLock<ThreadId>,
     /// Rung after an event is sent, if `next` sleeps.
     pub pickup: sys::event::EventFd,
-    /// Whether `next` sleeps.
+    /// The mark that `next` sleeps.
     pub sleeper: Sleeper,
 }
 
-/// Whether the thread has ended. Separate, so that the thread can drop everything else before.
+/// The end of the thread. Separate, so that the thread can drop everything else before.
 #[derive(Debug, Default)]
 pub(super) struct ThreadEnd {
     ended: Mutex<bool>,
@@ -55,7 +55,7 @@ impl PinControl {
         self.stop.store(true, Ordering::Release);
     }
 
-    /// Whether [`PinControl::stop`] was called.
+    /// Returns true once [`PinControl::stop`] was called.
     pub(super) fn is_stopping(&self) -> bool {
         // SYNC: pin-stop (pairs with the Release in `stop`).
         self.stop.load(Ordering::Acquire)
@@ -66,17 +66,18 @@ impl PinControl {
         let _ = self.thread.set(thread::current().id());
     }
 
-    /// What the thread reports its end to.
+    /// Returns the place where the thread reports its end.
     pub(super) fn thread_end(&self) -> Arc<ThreadEnd> {
         self.end.clone()
     }
 
-    /// Whether the thread runs.
+    /// Returns true until the thread has ended.
     pub fn is_alive(&self) -> bool {
         !*lock(&self.end.ended)
     }
 
-    /// Whether the caller is the thread. If the garbage collector ends the iterator there, it cannot join itself.
+    /// Returns true if the caller is the thread. If the garbage collector ends the iterator there, it cannot join
+    /// itself.
     pub fn is_current(&self) -> bool {
         self.thread.get() == Some(&thread::current().id())
     }

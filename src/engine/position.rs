@@ -48,7 +48,7 @@ pub struct Positions {
 }
 
 impl Positions {
-    /// The begin of the first epoch of `workers` workers.
+    /// The position before the first epoch of `workers` workers.
     pub fn new(workers: usize) -> Self {
         Self {
             low: 0,
@@ -97,7 +97,7 @@ impl Positions {
         self.advance();
     }
 
-    /// Raises `low` over what has been delivered or left out.
+    /// Raises `low` over tasks that have been delivered or left out.
     #[inline]
     fn advance(&mut self) {
         if !self.ahead.is_empty() || !self.left_out.is_empty() {
@@ -155,7 +155,7 @@ impl Positions {
         })
     }
 
-    /// How many of the recent answers remain without the last `missing` and then the last `back` batches.
+    /// Returns the number of recent answers that remain without the last `missing` and then the last `back` batches.
     fn kept(&self, missing: usize, back: usize) -> Result<usize, String> {
         if back > BACK_BATCHES {
             return Err(format!("a position is at most {BACK_BATCHES} batches back, not {back}"));
@@ -175,7 +175,7 @@ mod tests {
 
     use super::*;
 
-    /// Answers by workers in turn, in order: a batch for each `true`.
+    /// Answers by the workers in round-robin order: a batch for each `true`, an error for each `false`.
     fn in_order(workers: u32, batches: &[bool]) -> Positions {
         let mut positions = Positions::new(workers as usize);
         for (ordinal, is_batch) in (0..).zip(batches) {
@@ -313,7 +313,7 @@ mod tests {
         proptest::collection::vec(op, 0..80)
     }
 
-    /// The position after some of all answers, counted anew.
+    /// Computes the position after some of all answers from the first one on.
     fn counted(answers: &[Answer], left_out: &BTreeSet<u64>) -> Position {
         let delivered: BTreeSet<u64> = answers.iter().map(|answer| answer.ordinal).collect();
         let low = (0..).find(|ordinal| !delivered.contains(ordinal) && !left_out.contains(ordinal)).unwrap();

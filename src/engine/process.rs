@@ -55,7 +55,7 @@ impl Process {
         }
     }
 
-    /// Whether it has ended, reaped or not.
+    /// Returns true if it has ended, reaped or not.
     pub fn has_exited(&self) -> bool {
         if let Some(link) = &self.link {
             return link.has_ended();

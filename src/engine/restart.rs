@@ -10,7 +10,7 @@ use crate::scheduler::Event;
 use crate::wire::TaskKind;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Whether workers that die may be replaced.
+    /// Returns true if workers that die may be replaced.
     pub fn restarts(&self) -> bool {
         self.liveness.restarts()
     }
@@ -35,8 +35,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// Whether the tied result could not be opened because its worker ends, and may be replaced: then it is made again.
-    /// Call it before [`Engine::opened`] with an error.
+    /// Returns true if the tied result could not be opened because its worker ends, and may be replaced: then it is
+    /// made again. Call it before [`Engine::opened`] with an error.
     pub fn lost_tied(&mut self) -> Result<bool> {
         let worker = self.delivery.tied_worker().filter(|_| self.liveness.restarts());
         let Some(worker) = worker.filter(|worker| self.handle.exits(*worker, TIED_EXIT)) else {

@@ -10,7 +10,7 @@ use crate::shm::arena::Arena;
 use crate::shm::pool;
 use crate::sync::Ordering;
 
-/// What to do with an arena after its iterator.
+/// The use of an arena after its iterator.
 #[derive(Debug)]
 pub enum Ending {
     /// Already handled.

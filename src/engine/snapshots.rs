@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-/// The snapshots of all workers. `M` is what a snapshot consists of.
+/// The snapshots of all workers. `M` is the type of a snapshot's contents.
 #[derive(Debug)]
 pub struct Snapshots<M> {
     workers: Vec<OfWorker<M>>,
@@ -57,7 +57,7 @@ impl<M> Snapshots<M> {
         }
     }
 
-    /// Whether the worker has sent its first snapshot of this epoch.
+    /// Returns true if the worker has sent its first snapshot of this epoch.
     pub fn has_started(&self, worker: u32) -> bool {
         self.workers[worker as usize].has_started
     }
@@ -169,7 +169,7 @@ mod tests {
                     let found = snapshots.at(0, answers);
                     prop_assert_eq!(found, expected.map(|(count, snapshot)| (*count, snapshot)));
                 }
-                // One at most is older than what is settled, and each is kept or dropped.
+                // At most one is older than the settled answers, and each is kept or dropped.
                 let kept = all.iter().filter(|(_, snapshot)| Rc::strong_count(snapshot) == 2);
                 let kept: Vec<u64> = kept.map(|(count, _)| *count).collect();
                 prop_assert_eq!(kept.len(), snapshots.workers[0].kept.len());

@@ -66,7 +66,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         None
     }
 
-    /// What a worker shows; `None` if nothing is waited for that it has to do.
+    /// Reads a worker's status page; `None` if the worker has nothing to do that anything waits for.
     fn shown_by(&self, worker: u32) -> Option<Shown> {
         let oldest = self.oldest_task_of(worker).map(|(task, _)| task);
         if oldest.is_none() && !self.scheduler.is_waited_for(WorkerId(worker)) {

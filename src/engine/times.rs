@@ -11,7 +11,7 @@ use crate::shm::layout::MainState;
 use crate::sys;
 use crate::trace::{Kind, MAIN, Source};
 
-/// The time, and what is noted of it.
+/// The engine's clock, and the places where its times are recorded.
 #[derive(Debug)]
 pub(super) struct Times {
     /// The time of the last clock read, one per step.

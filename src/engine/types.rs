@@ -65,13 +65,13 @@ pub struct DeathReport<'a, T> {
     pub task: Option<u64>,
     /// Results of this epoch, errors included, that processes of this worker have published.
     pub answers: u64,
-    /// Whether it had begun that task. Its start, and batches that it makes again before the task, do not count.
+    /// True if it had begun that task. Its start, and batches that it makes again before the task, do not count.
     pub has_begun: bool,
     /// The place in its index batch of the sample that it was at, if known.
     pub place: Option<u64>,
     /// Number of processes before it in the worker's slot.
     pub generation: u32,
-    /// Whether it was killed because it was stuck.
+    /// True if it was killed because it was stuck.
     pub stalled: bool,
     /// Number of the epoch's first task.
     pub first_task: u64,

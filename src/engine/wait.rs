@@ -25,7 +25,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Begins a wait: yields the processor for a moment. Returns whether something has arrived. Call it with the GIL:
-    /// beside a busy Python thread, a thread that releases it waits 5 ms to get it back. Otherwise go on with
+    /// if another Python thread is busy, a thread that releases it waits 5 ms to get it back. Otherwise go on with
     /// [`Engine::sleep`].
     pub fn arrives_soon(&mut self) -> bool {
         self.inbox.wait_begins();

@@ -8,11 +8,11 @@ use crate::shm::layout::MainState;
 
 #[derive(Debug, Default)]
 pub(super) struct Watch {
-    /// Begin of the current or last `next`.
+    /// Start of the current or last `next`.
     entered: Duration,
     /// End of the last `next` of this epoch; zero before the first, and between epochs.
     left: Duration,
-    /// A `next` runs; waits at the begin of an epoch are not counted.
+    /// A `next` runs; waits at the start of an epoch are not counted.
     in_next: bool,
     /// The engine has just read its clock.
     fresh: bool,
@@ -20,7 +20,7 @@ pub(super) struct Watch {
     is_first: bool,
     /// The epoch has ended.
     is_over: bool,
-    /// Begin of the current wait.
+    /// Start of the current wait.
     wait_began: Duration,
     /// Later results were ready when the wait began.
     blocked: bool,
@@ -33,7 +33,7 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Whether the engine may skip one clock read.
+    /// Returns true, once, if the engine may skip one clock read.
     #[inline]
     pub(super) fn take_fresh(&mut self) -> bool {
         std::mem::take(&mut self.fresh)
@@ -89,7 +89,7 @@ impl Watch {
         Some(left)
     }
 
-    /// Whether the last `next` worked for long: then draws are measured.
+    /// Returns true if the last `next` worked for long: then draws are measured.
     #[inline]
     pub(super) fn was_long(&self) -> bool {
         self.was_long

@@ -9,7 +9,7 @@ use crate::tree::Kind;
 use crate::tree::layout::Dims;
 
 /// An array in a batch that arrives as the tensor that `torch.as_tensor` makes of it. No such tensor exists in the
-/// worker: it would hide the array, and with it what else refers to the memory.
+/// worker: it would hide the array, and with it other references to the memory.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct ArrayTensor {
     /// The array itself: like the tensor, this object decides how long it lives.

@@ -79,7 +79,7 @@ fn guarded<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Parks a daemon thread for good once the interpreter exits. Returns in all other threads.
+/// Parks a daemon thread forever once the interpreter exits. Returns in all other threads.
 pub fn park_at_exit(py: Python<'_>, handle: &Handle) {
     if handle.exiting() && gettid() != std::process::id() as i32 {
         py.detach(|| drop(ParkOnUnwind));

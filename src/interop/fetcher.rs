@@ -26,9 +26,9 @@ const NO_INDEX: u64 = u64::MAX;
 pub struct StoppableIndices {
     pub port: Arc<Port>,
     pub index: Py<PyAny>,
-    /// Whether the status page shows the place of each index that the iteration comes to.
+    /// True if the status page shows the place of each index that the iteration comes to.
     pub shows_places: bool,
-    /// Whether the time from one index to the next is that of a sample, for a trace.
+    /// True if the time from one index to the next is that of a sample, for a trace.
     pub traces: bool,
 }
 
@@ -79,7 +79,7 @@ impl StoppableIterator {
     }
 }
 
-/// Runs `work`, which shows what the worker does: without the GIL if a main process on another machine has to be told.
+/// Runs `work`, which shows the worker's activity: without the GIL if that sends a message to another machine.
 pub fn shown<R: Send>(py: Python<'_>, port: &Port, work: impl FnOnce() -> R + Send) -> R {
     if port.remote().is_some() { py.detach(work) } else { work() }
 }

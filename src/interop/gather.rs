@@ -17,9 +17,9 @@ type Target = (*mut u8, Py<PyAny>);
 /// Makes the tensor of a plan, which has room for all of its bytes. `None`: the batch is left to torch.
 type Make<'a, 'py> = dyn FnMut(&Bound<'py, PyAny>, &StackPlan) -> PyResult<Option<Target>> + 'a;
 
-/// What default_collate makes of the samples `index` of a TensorDataset: for each tensor its rows, stacked. `None`
-/// leaves the batch to torch: an index is not an exact int or not in range, or a tensor is not plain, or its rows are
-/// not contiguous.
+/// Makes the batch that default_collate makes of the samples `index` of a TensorDataset: for each tensor its rows,
+/// stacked. `None` leaves the batch to torch: an index is not an exact int or not in range, or a tensor is not plain,
+/// or its rows are not contiguous.
 pub fn gather<'py>(
     bridge: &Bridge,
     tensors: &Bound<'py, PyAny>,

@@ -30,7 +30,7 @@ pub struct IndexStream {
     state: Mutex<State>,
 }
 
-/// Where the indices come from.
+/// The source of the indices.
 enum Source {
     /// `next` was not called yet.
     Unstarted,
@@ -47,7 +47,7 @@ struct State {
     at: usize,
     /// The size of all batches, if the last one is dropped unless it is full.
     full: Option<usize>,
-    /// The begin of a batch that goes on in the next array.
+    /// The first indices of a batch that goes on in the next array.
     pending: Vec<i64>,
     /// Index batches to leave out before the first one.
     skip: usize,
@@ -275,7 +275,7 @@ impl IndexStream {
     }
 }
 
-/// What is left of the array.
+/// Returns the rest of the array.
 #[inline]
 fn rest(array: &Option<PyBuffer<i64>>, at: usize) -> &[i64] {
     let Some(items) = array.as_ref().and_then(PyBuffer::as_slice_ptr) else { return &[] };

@@ -120,7 +120,7 @@ impl Drop for Move {
     }
 }
 
-/// Whether a move of this thread takes over the block over `data`, which its deleter would free.
+/// Returns true if a move of this thread takes over the block over `data`, which its deleter would free.
 ///
 /// # Safety
 /// If this is true, the caller no longer uses `block`, which `free` may free on any thread.

@@ -1,8 +1,8 @@
 //! NumPy's memory in a worker: arrays of [`ARRAY_MIN`] bytes or more lie in the worker's region, see `worker::arrays`.
 //!
 //! NumPy 1.22 and newer let a program replace the functions that allocate the memory of arrays (NEP 49). The functions
-//! are set per context, and each array keeps those that made it. Ours pass on to NumPy's default ones what is small or
-//! has no room.
+//! are set per context, and each array keeps those that made it. Those of this module leave small arrays, and arrays
+//! without room in the region, to NumPy's default ones.
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::sync::Arc;
@@ -47,7 +47,7 @@ const FEATURE_VERSION: usize = 211;
 const SET_HANDLER: usize = 304;
 const GET_HANDLER: usize = 305;
 
-/// What the functions get.
+/// The context that NumPy passes to the functions.
 struct Context {
     port: Arc<Port>,
     /// The region's addresses.
@@ -122,7 +122,7 @@ pub struct NumpyMemory {
 
 impl NumpyMemory {
     /// `None`: NumPy is missing or older than 1.22, the program has set a handler of its own, or forks cannot be
-    /// watched. The memory of the handler stays for good: arrays may outlive everything else.
+    /// watched. The memory of the handler is never freed: arrays may outlive everything else.
     pub fn new(py: Python<'_>, port: &Arc<Port>) -> PyResult<Option<Self>> {
         let Ok(Some(api)) = Api::find(py) else { return Ok(None) };
         let Some(default) = api.default(py)? else { return Ok(None) };

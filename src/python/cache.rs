@@ -39,7 +39,7 @@ impl PyCache {
     }
 }
 
-/// What a file says of itself: version, rows, limit and meta.
+/// The header of a file: version, rows, limit and meta.
 type Told<'py> = (u64, u64, u64, Bound<'py, PyBytes>);
 
 /// A descriptor of the caller.
@@ -73,7 +73,7 @@ impl PyCache {
         Ok(Cache::format(borrowed(&fd)?, rows, limit, meta)?)
     }
 
-    /// What a file says of itself.
+    /// Reads the header of a file.
     #[staticmethod]
     fn head<'py>(py: Python<'py>, fd: i32) -> PyResult<Option<Told<'py>>> {
         let head = Cache::head(borrowed(&fd)?)?;
@@ -114,7 +114,7 @@ impl PyCache {
         self.cache.limit()
     }
 
-    /// Why it takes no more; None if it does.
+    /// Returns the reason for which it takes no more samples; None if it takes more.
     #[getter]
     fn closed(&self) -> Option<&'static str> {
         match self.cache.closed() {
@@ -156,13 +156,13 @@ impl PyCache {
         }
     }
 
-    /// Whether a missing row is worth keeping: nothing marks it, and there may be room.
+    /// Returns true if a missing row is worth keeping: nothing marks it, and there may be room.
     fn takes(&self, row: u64) -> PyResult<bool> {
         let is_open = self.cache.closed() == Closed::Open;
         Ok(is_open && self.cache.look(self.row(row)?) == Found::Absent)
     }
 
-    /// Keeps a sample. Returns why the cache takes no more, if this call has found that out.
+    /// Keeps a sample. Returns the reason for which the cache takes no more samples, if this call has closed it.
     fn put(&self, row: u64, sample: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<Option<&'static str>> {
         let row = self.row(row)?;
         // User code that pickles may come back here, and another thread may fill at the same time.

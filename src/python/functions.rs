@@ -15,7 +15,7 @@ use crate::sys::{memory, pidfd};
 /// Batches that engines of this process have delivered.
 pub static BATCHES: AtomicU64 = AtomicU64::new(0);
 
-/// Whether a `rustloader.report` is in force.
+/// True while a `rustloader.report` is in force.
 static REPORTING: AtomicBool = AtomicBool::new(false);
 
 /// Counts the batches that the Rust engine has delivered in this process, all loaders together.
@@ -35,7 +35,7 @@ pub fn engine_batches() -> u64 {
     BATCHES.load(Ordering::Relaxed)
 }
 
-/// One question for both observers, so that `next` asks once.
+/// Returns true if either observer is active: one call, so that `next` asks once.
 #[pyfunction]
 pub fn observed() -> bool {
     REPORTING.load(Ordering::Relaxed) || has_callbacks()
@@ -90,7 +90,7 @@ impl WarmPages {
     }
 
     fn announce(&self, workers: &Bound<'_, PyAny>) {
-        // What is no number of workers is refused at the first epoch, as in torch.
+        // A value that is no number of workers is refused at the first epoch, as in torch.
         if let (Some(owner), Ok(workers)) = (&self.0, workers.extract()) {
             owner.announce(workers);
         }

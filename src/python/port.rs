@@ -43,7 +43,7 @@ pub struct PyPort {
     payload: Mutex<Vec<u8>>,
     kept: Arc<Kept>,
     stopwatch: Arc<Stopwatch>,
-    /// Where NumPy's arrays lie, if it is the region.
+    /// The worker's region as the memory of NumPy's arrays, if they lie there.
     numpy_memory: OnceLock<NumpyMemory>,
     /// The main process, if no watchdog thread checks it.
     unguarded: OnceLock<Parent>,
@@ -91,7 +91,7 @@ impl PyPort {
             if outgoing.begin_settling() {
                 drop(value);
                 holder.map_or(Ok(()), |list| list.del_slice(0, list.len()))?;
-                // With the GIL: whoever still has the array may write to it once Python code runs again.
+                // With the GIL: code that still refers to the array may write to it once Python code runs again.
                 // SAFETY: the array's block is noted, so it stays; `to` points to as many fresh bytes.
                 outgoing.settle(|from, to, len| unsafe { copy(from, to, len, true) })?;
             }

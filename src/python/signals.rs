@@ -1,4 +1,4 @@
-//! What signal handlers must not interrupt: taking a value, and forking workers.
+//! Calls that signal handlers must not interrupt: taking a value, and forking workers.
 
 use std::sync::Mutex;
 
@@ -10,7 +10,7 @@ use crate::sync::lock;
 use crate::sys::deferred_signals::{Deferred, defer};
 use crate::sys::signal::Mask;
 
-/// Calls a function and appends what it returns to a list, before Python can run a signal handler.
+/// Calls a function and appends its result to a list, before Python can run a signal handler.
 ///
 /// Python runs handlers in its own code, between two bytecodes. Between the end of the call and the append there are
 /// none: code of Python that runs here, in a finalizer of an argument, prints what a handler raises and goes on.

@@ -1,4 +1,5 @@
-//! What both ends of an arena know of it.
+//! The sizes of an arena, which both ends know.
 
-/// What a worker computes an arena's geometry from: bytes, workers, slots of a ring, whether the workers share a queue.
+/// The sizes from which a worker computes an arena's geometry: bytes, workers, slots of a ring, and true if the workers
+/// share a queue.
 pub type Sizes = (u64, u32, u32, bool);

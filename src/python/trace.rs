@@ -1,4 +1,4 @@
-//! Traces: where the events go, and what an engine adds to them. `_core.pyi` documents the class.
+//! The files of a trace, as a Python object. `_core.pyi` documents the class.
 
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::Arc;

@@ -5,7 +5,7 @@ use super::{Decision, Scheduler};
 use crate::id::WorkerId;
 
 impl<T, R> Scheduler<T, R> {
-    /// Whether any task can be submitted.
+    /// Returns true if any task can be submitted.
     #[inline]
     pub(super) fn accepts(&self) -> bool {
         self.outstanding < self.max_tasks
@@ -20,7 +20,7 @@ impl<T, R> Scheduler<T, R> {
             })
     }
 
-    /// Whether `next` asks for one more index to fill the window. A worker will take it, so no draw is wasted.
+    /// Returns true if `next` asks for one more index to fill the window. A worker will take it, so no draw is wasted.
     #[inline]
     pub(super) fn has_room(&self) -> bool {
         if self.early.is_some() {

@@ -24,8 +24,8 @@ pub(super) struct Early {
 }
 
 impl<T, R> Scheduler<T, R> {
-    /// Whether a task of the next epoch can be submitted now: the sampler has ended, and there is room. The next epoch
-    /// gets as many early tasks as its beginning would submit.
+    /// Returns true if a task of the next epoch can be submitted now: the sampler has ended, and there is room. The
+    /// next epoch gets as many early tasks as its beginning would submit.
     pub fn may_be_early(&self) -> bool {
         let has_begun = match &self.early {
             Some(early) => !early.ended && self.next_task.0 - early.first.0 < u64::from(self.max_tasks),
@@ -34,13 +34,13 @@ impl<T, R> Scheduler<T, R> {
         has_begun && self.accepts()
     }
 
-    /// Whether the next epoch has begun early.
+    /// Returns true if the next epoch has begun early.
     pub fn is_early(&self) -> bool {
         self.early.is_some()
     }
 
-    /// Begins the next epoch early: what is submitted from now on belongs to it. Returns its first task.
-    /// [`Error::Usage`] unless [`Scheduler::may_be_early`].
+    /// Begins the next epoch early: later submissions belong to it. Returns its first task. [`Error::Usage`] unless
+    /// [`Scheduler::may_be_early`].
     pub fn begin_early(&mut self) -> Result<TaskId> {
         if self.early.is_some() || !self.may_be_early() {
             return Err(Error::usage("an epoch begins early once, after the end of the sampler"));
@@ -51,7 +51,8 @@ impl<T, R> Scheduler<T, R> {
         Ok(first)
     }
 
-    /// Whether the early epoch can become the present one: everything else is delivered, and nothing else has died.
+    /// Returns true if the early epoch can become the present one: everything else is delivered, and nothing else has
+    /// died.
     pub fn may_take_up(&self) -> bool {
         self.early.is_some()
             && self.reorder.front().is_none()
@@ -71,7 +72,7 @@ impl<T, R> Scheduler<T, R> {
         self.workers.take_up(tasks, self.first_dead.is_none());
         for slot in &early.queue {
             let entry = self.reorder.slot(*slot);
-            // With a window, the load of a worker is what it has not answered.
+            // With a window, the load of a worker is the number of its unanswered tasks.
             if self.fills && self.shared.is_none() && matches!(entry.state, State::Ready | State::Failed) {
                 self.workers.unload(entry.worker);
             }
@@ -90,7 +91,8 @@ impl<T, R> Scheduler<T, R> {
         self.outstanding - self.early.as_ref().map_or(0, |early| early.outstanding)
     }
 
-    /// Whether those that have died had tasks of the early epoch alone: then the present one is not affected.
+    /// Returns true if the workers that have died had tasks of the early epoch alone: then the present one is not
+    /// affected.
     pub(super) fn loses_early_alone(&self) -> bool {
         let Some(early) = &self.early else { return false };
         !early.loses_present && self.first_lost.is_some_and(|death| death.lost >= Some(early.first))

@@ -180,7 +180,8 @@ impl<T, R> Scheduler<T, R> {
         Ok((task, placement))
     }
 
-    /// Whether the start of an epoch submits one more index after it has asked for `asked`. torch asks for `max_tasks`.
+    /// Returns true if the start of an epoch submits one more index after it has asked for `asked`. torch asks for
+    /// `max_tasks`.
     pub fn primes(&self, asked: usize) -> bool {
         asked < self.max_tasks() && (!self.fills || self.has_room())
     }
@@ -193,7 +194,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Whether the last [`Decision::Submit`] precedes the delivery of a result.
+    /// Returns true if the last [`Decision::Submit`] precedes the delivery of a result.
     #[inline]
     pub fn is_staged(&self) -> bool {
         self.staged.is_some()
@@ -304,7 +305,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Whether resume messages are unanswered. Until they are answered, nothing can be submitted.
+    /// Returns true while resume messages are unanswered. Until they are answered, nothing can be submitted.
     pub fn resuming(&self) -> bool {
         self.resuming > 0
     }
@@ -329,8 +330,8 @@ impl<T, R> Scheduler<T, R> {
         self.reorder.slot(slot).tag.as_ref()
     }
 
-    /// Whether the worker has an unanswered task or resume message, and is not vacant. With a shared queue, tasks of
-    /// living workers are unknown here.
+    /// Returns true if the worker has an unanswered task or resume message, and is not vacant. With a shared queue,
+    /// tasks of living workers are unknown here.
     pub fn is_waited_for(&self, worker: WorkerId) -> bool {
         self.workers.get(worker.index()).is_some_and(|entry| !entry.vacant && (entry.front != NIL || entry.resumes > 0))
     }
@@ -341,12 +342,13 @@ impl<T, R> Scheduler<T, R> {
         (slot.worker != NIL).then_some(WorkerId(slot.worker))
     }
 
-    /// Whether results wait for an older unanswered task.
+    /// Returns true if results wait for an older unanswered task.
     pub fn is_blocked(&self) -> bool {
         self.ready > self.early.as_ref().map_or(0, |early| early.ready)
     }
 
-    /// When the timeout expires, while `next` waits, or a vacancy becomes due.
+    /// Returns the time at which the timeout expires, while `next` waits, or at which a vacancy becomes due, whichever
+    /// is first.
     pub fn deadline(&self) -> Option<Duration> {
         self.clock.deadline.into_iter().chain(self.next_due()).min()
     }
@@ -386,12 +388,12 @@ impl<T, R> Scheduler<T, R> {
         tasks
     }
 
-    /// Whether the worker's process has ended unexpectedly.
+    /// Returns true if the worker's process has ended unexpectedly.
     pub fn is_dead(&self, worker: WorkerId) -> bool {
         self.workers.get(worker.index()).is_some_and(|worker| worker.life == Life::Dead)
     }
 
-    /// Whether the worker takes tasks in this epoch (torch's `_workers_status`).
+    /// Returns true if the worker takes tasks in this epoch (torch's `_workers_status`).
     pub fn is_active(&self, worker: WorkerId) -> bool {
         self.workers.get(worker.index()).is_some_and(|worker| worker.life == Life::Active)
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 #[derive(Debug)]
 struct Vacancy {
     worker: WorkerId,
-    /// When `next` reports it; `None` for now.
+    /// The time at which `next` reports it; `None` for now.
     due: Option<Duration>,
 }
 
@@ -25,7 +25,7 @@ pub(super) struct Restarts {
 }
 
 impl Restarts {
-    /// Whether no worker is vacant and no task unsent.
+    /// Returns true if no worker is vacant and no task unsent.
     #[inline]
     pub fn is_idle(&self) -> bool {
         self.vacancies.is_empty() && self.behind.is_empty()
@@ -118,31 +118,31 @@ impl<T, R> Scheduler<T, R> {
         Some(Death { worker, lost: self.oldest_task_of(worker).map(|(task, _)| task) })
     }
 
-    /// When the next vacancy is due.
+    /// Returns the time at which the next vacancy is due.
     pub(super) fn next_due(&self) -> Option<Duration> {
         let needed = self.restarts.vacancies.iter().filter(|vacancy| self.needs(vacancy.worker));
         needed.filter_map(|vacancy| vacancy.due).min()
     }
 
-    /// Whether the epoch needs a process in the place of a vacant worker.
+    /// Returns true if the epoch needs a process in the place of a vacant worker.
     fn needs(&self, worker: WorkerId) -> bool {
         let Some(&Worker { front, life, .. }) = self.workers.get(worker.index()) else { return false };
         if self.resuming > 0 {
             return true;
         }
         let bound = (front != NIL).then(|| self.reorder.slot(front).task);
-        // Any worker can take what waits in the shared queue.
+        // Any worker can take the tasks that wait in the shared queue.
         let shared = self.shared.as_ref().and_then(|shared| shared.tasks().next());
         let oldest = bound.into_iter().chain(shared.map(|(task, _)| task)).min();
         if self.first_dead.is_none() {
             return oldest.is_some() || life == Life::Active && !self.ended;
         }
-        // Only what precedes the first lost task is still delivered.
+        // Only the tasks before the first lost one are still delivered.
         let precedes = |task| self.first_lost.is_none_or(|death| Some(task) < death.lost);
         self.delivery == DeliveryOrder::InOrder && oldest.is_some_and(precedes)
     }
 
-    /// Whether a task has to be sent again.
+    /// Returns true if a task has to be sent again.
     #[inline]
     pub(super) fn is_behind(&self) -> bool {
         !self.restarts.behind.is_empty()
@@ -165,7 +165,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Whether the worker's process has died and may be replaced.
+    /// Returns true if the worker's process has died and may be replaced.
     pub fn is_vacant(&self, worker: WorkerId) -> bool {
         self.workers.get(worker.index()).is_some_and(|worker| worker.vacant)
     }
@@ -179,7 +179,7 @@ impl<T, R> Scheduler<T, R> {
         slots.filter_map(|slot| Some((slot.task, slot.tag.as_ref()?)))
     }
 
-    /// Whether this is the oldest task of [`Scheduler::tasks_of`].
+    /// Returns true for the oldest task of [`Scheduler::tasks_of`].
     #[inline]
     pub fn is_oldest_of(&self, worker: WorkerId, task: TaskId) -> bool {
         let front = self.workers.get(worker.index()).map_or(NIL, |worker| worker.front);

@@ -16,7 +16,7 @@ pub enum Dispatch {
     SharedQueue,
 }
 
-/// Where a submitted task goes.
+/// The destination of a submitted task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// To this worker.
@@ -36,7 +36,7 @@ pub enum DeliveryOrder {
     AsCompleted,
 }
 
-/// How far submissions run ahead of deliveries: limits of the outstanding and ready tasks together.
+/// The lead of submissions over deliveries: limits of the outstanding and ready tasks together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
     /// Number of tasks, at least 1.
@@ -72,11 +72,11 @@ pub struct Settings {
     pub dispatch: Dispatch,
     /// The order in which results are delivered.
     pub delivery: DeliveryOrder,
-    /// Whether the workers survive [`Event::EpochReset`].
+    /// True if the workers survive [`Event::EpochReset`].
     pub persistent: bool,
     /// Longest wait of `next` without any result arriving.
     pub timeout: Option<Duration>,
-    /// Whether a worker whose process dies may be replaced: its death then makes it vacant.
+    /// True if a worker whose process dies may be replaced: its death then makes it vacant.
     pub restarts: bool,
 }
 
@@ -105,7 +105,7 @@ impl Settings {
         self.workers.saturating_mul(self.prefetch_factor)
     }
 
-    /// Whether `next` fills a window, instead of one submission per delivery.
+    /// Returns true if `next` fills a window, instead of one submission per delivery.
     pub fn fills(&self) -> bool {
         self.window.is_some() || self.dispatch == Dispatch::SharedQueue
     }
@@ -166,7 +166,7 @@ pub enum Event<R> {
     Postponed {
         /// The worker.
         worker: WorkerId,
-        /// When [`Decision::Vacant`] names it again.
+        /// The time at which [`Decision::Vacant`] names it again.
         until: Duration,
     },
     /// A vacant worker is not replaced: its death is final.
@@ -177,7 +177,7 @@ pub enum Event<R> {
     SamplerEnded,
     /// A persistent loader begins another epoch.
     EpochReset,
-    /// The iterator ends for good.
+    /// The iterator ends.
     Shutdown,
     /// `next` begins to wait, which starts the timeout. Sent once per call, not once per slice.
     WaitBegan,

@@ -1,6 +1,7 @@
 //! The byte limit of a window.
 
-/// Bytes of the ready results, and what the outstanding tasks will add: the size of the largest result so far for each.
+/// Bytes of the ready results, and an estimate for the outstanding tasks: the size of the largest result so far for
+/// each.
 #[derive(Debug)]
 pub(super) struct Bytes {
     limit: u64,
@@ -31,7 +32,7 @@ impl Bytes {
         self.ready = 0;
     }
 
-    /// Whether there is room for one more task beside the outstanding ones.
+    /// Returns true if there is room for one more task besides the outstanding ones.
     pub fn admit(&self, outstanding: u32) -> bool {
         let expected = self.largest.saturating_mul(u64::from(outstanding) + 1);
         self.ready.saturating_add(expected) <= self.limit

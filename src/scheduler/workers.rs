@@ -34,7 +34,7 @@ pub(super) struct Worker {
     pub life: Life,
     /// Its process has died and may be replaced.
     pub vacant: bool,
-    /// Whether [`Workers::full`] lists the worker.
+    /// True if [`Workers::full`] lists the worker.
     pub listed: bool,
 }
 
@@ -153,7 +153,7 @@ impl Workers {
         Some(index as u32)
     }
 
-    /// Whether `pick` would select a worker.
+    /// Returns true if `pick` would select a worker.
     #[inline]
     pub fn any_open(&self) -> bool {
         self.open.next_cyclic(0).is_some()

@@ -112,7 +112,7 @@ pub fn give_back(parking: &Parking, head: &AtomicU32, block: &BlockEntry, id: u3
     push_returned(head, block, id);
 }
 
-/// What remains of a block after the workers' end, see [`recover`].
+/// The holders of a block that remain after the workers' end, see [`recover`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remains {
     /// A holder remains.
@@ -135,7 +135,7 @@ pub fn recover(state: &AtomicU32) -> Remains {
     if rest & !RETURNING == 0 { Remains::Idle } else { Remains::Held }
 }
 
-/// Whether neither the user nor any child can read a block, so that its pages may go. The arena is retired.
+/// Returns true if neither the user nor any child can read a block, so that its pages may go. The arena is retired.
 pub fn is_unseen(state: &AtomicU32) -> bool {
     // SYNC: block-released.
     state.load(Ordering::Acquire) & (DELIVERED | FORKED | WORKER_FORKED) == 0

@@ -1,7 +1,7 @@
-//! A thread that does work which comes due without a call of the library, and lives only while there is some.
+//! A thread that does work which comes due without a call of the library. It lives only while there is such work.
 //!
 //! No fork finds it: [`pause`] joins it before, so that a child inherits none of its locks, and Python (from 3.12) does
-//! not warn of a fork with threads. It calls nothing of Python.
+//! not warn of a fork with threads. It calls no Python code.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,7 +12,7 @@ use crate::config::CARETAKER_STACK;
 use crate::sync::{Ordering, lock};
 use crate::sys;
 
-/// Does what is due. Returns the time until the next call, or `None` if nothing is left to do.
+/// Does the work that is due. Returns the time until the next call, or `None` if nothing is left to do.
 pub type Work = fn() -> Option<Duration>;
 
 #[derive(Default)]
@@ -30,7 +30,7 @@ struct State {
 
 static STATE: Mutex<State> = Mutex::new(State { work: None, asked: false, thread: None, ended: None, forks: 0 });
 static WAKE: Condvar = Condvar::new();
-/// Whether there was ever work. A program that only imports the library forks without a hook of it.
+/// True once there was any work. A program that only imports the library forks without a hook of it.
 static USED: AtomicBool = AtomicBool::new(false);
 /// The fork generation that the state belongs to.
 static GENERATION: AtomicU64 = AtomicU64::new(0);

@@ -11,9 +11,9 @@
 //! wait until bell != ticket
 //! asleep -= 1
 //! ```
-//! One fence comes first: either the ringer sees `asleep`, or the sleeper sees what was published. Only the sleeper
-//! clears its mark, so a ringer that stops between its two steps hides no other ring. A spurious ring is
-//! harmless, and so is the mark of a sleeper that was killed.
+//! One fence comes first: either the ringer sees `asleep`, or the sleeper sees the published entry. Only the sleeper
+//! clears its mark, so a ringer that stops between its two steps hides no other ring. A spurious ring is harmless, and
+//! so is the mark of a sleeper that was killed.
 
 use super::layout::Sleeper;
 use crate::sync::{AtomicU64, Ordering, fence};
@@ -40,7 +40,8 @@ impl Sleeper {
         self.asleep.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether someone of this side sleeps and the caller must wake it, by futex or eventfd. Call it after publishing.
+    /// Returns true if a thread of this side sleeps and the caller must wake it, by futex or eventfd. Call it after
+    /// publishing.
     #[inline]
     pub fn must_ring(&self) -> bool {
         // SYNC: asleep-or-published (pairs with the fence in `Sleeper::announce`).

@@ -41,7 +41,7 @@ struct Watched {
 struct Table {
     arenas: HashMap<usize, Watched>,
     marks: Vec<ForkMarks>,
-    /// How many forks have marked a block.
+    /// The number of forks that have marked a block.
     counts: HashMap<Key, u32>,
 }
 
@@ -49,7 +49,7 @@ struct Table {
 static TABLE: AtomicPtr<Mutex<Table>> = AtomicPtr::new(std::ptr::null_mut());
 
 thread_local! {
-    /// This thread's forks in progress: what the children inherit, and what is marked.
+    /// This thread's forks in progress: the mapping that the children inherit, and the blocks that are marked.
     static PENDING: RefCell<Option<(Option<WitnessMapping>, ForkMarks)>> = const { RefCell::new(None) };
     /// Above 0 while the workers of one iterator are started: they count as one fork.
     static GROUP: RefCell<u32> = const { RefCell::new(0) };
@@ -117,7 +117,7 @@ pub fn begin_group() {
     GROUP.with_borrow_mut(|depth| *depth += 1);
 }
 
-/// Ends what [`begin_group`] began.
+/// Ends the group of [`begin_group`].
 pub fn end_group() {
     GROUP.with_borrow_mut(|depth| *depth = depth.saturating_sub(1));
     if GROUP.with_borrow(|depth| *depth == 0) {

@@ -48,7 +48,7 @@ fn worker_of(state: u64) -> Option<u32> {
     u32::try_from((state & ((1 << HOLDER_BITS) - 1)).checked_sub(2)?).ok()
 }
 
-/// Whether an entry waits in a slot of this state.
+/// Returns true if an entry waits in a slot of this state.
 pub fn is_waiting(state: u64) -> bool {
     state != 0 && state & ((1 << HOLDER_BITS) - 1) == WAITING
 }

@@ -80,7 +80,7 @@ impl<M: RingMemory> Producer<M> {
         self.tail
     }
 
-    /// Whether the consumer has taken all entries up to a [`Producer::filled`] of at most 2^31 entries ago.
+    /// Returns true if the consumer has taken all entries up to a [`Producer::filled`] of at most 2^31 entries ago.
     pub fn has_taken(&mut self, filled: u32) -> bool {
         // SYNC: slot-taken (pairs with the Release store in `Consumer::pop`).
         self.head = self.memory.control().head.0.load(Ordering::Acquire);

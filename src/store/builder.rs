@@ -31,7 +31,7 @@ pub struct Builder {
     rows: u64,
     /// The first row and the place of each chunk.
     table: Vec<(u64, u64)>,
-    /// Whether all chunks so far are full.
+    /// True if all chunks so far are full.
     uniform: bool,
     /// The hashes of rows, with their numbers.
     hashes: Vec<(u64, u64)>,
@@ -66,7 +66,7 @@ impl Builder {
         self.at
     }
 
-    /// Whether nothing was written.
+    /// Returns true if nothing was written.
     pub fn is_empty(&self) -> bool {
         self.at == HEADER && self.rows == 0
     }
@@ -272,7 +272,7 @@ impl Builder {
         }
     }
 
-    /// The open-addressed table of the hashes, which go.
+    /// Takes the hashes, and makes an open-addressed table of them.
     fn slots(&mut self) -> Vec<u64> {
         let hashes = std::mem::take(&mut self.hashes);
         if hashes.is_empty() {
@@ -290,7 +290,7 @@ impl Builder {
         slots
     }
 
-    /// Writes what is left, and seals the file. `kind` and `meta` come back as they are.
+    /// Writes the rest, and seals the file. Readers get `kind` and `meta` as they are.
     pub fn finish(mut self, kind: u64, meta: &[u8]) -> Result<OwnedFd> {
         self.flush()?;
         if self.rows >> (ROW_BITS - 1) != 0 {

@@ -11,9 +11,9 @@
 //! odd    := row:u64 of each row without a hash
 //! ```
 //! Numbers are little-endian. A chunk has 1,024 rows, or fewer if these would exceed 1 MiB; `chunk_rows` is 1,024 if
-//! all but the last have as many, else 0. What a row's bytes, the kind and the meta mean is the business of `python`.
-//! The seals guarantee length and bytes; everything else is checked at each access, because the descriptor may come
-//! from elsewhere.
+//! all but the last have as many, else 0. `python` defines the meaning of a row's bytes, the kind and the meta. The
+//! seals guarantee length and bytes; everything else is checked at each access, because the descriptor may come from
+//! elsewhere.
 
 mod builder;
 mod reader;

@@ -28,7 +28,7 @@ struct Section {
 #[derive(Debug)]
 pub struct Store {
     map: SealedMap,
-    /// What the builder was given.
+    /// The kind that the builder was given.
     pub kind: u64,
     rows: u64,
     uniform: bool,

@@ -29,7 +29,7 @@ impl Given {
         .unwrap();
     }
 
-    /// Whether a row is this value, as a number or as a tree.
+    /// Returns true if a row is this value, as a number or as a tree.
     fn is(&self, row: Row<'_>) -> bool {
         let mut tree = Vec::new();
         match (self, row) {

@@ -27,7 +27,7 @@ impl Default for Roots {
 
 /// One level of a cgroup hierarchy.
 pub(super) struct Level {
-    /// Whether it belongs to version 2, which has other files.
+    /// True if it belongs to version 2, which has other files.
     pub is_v2: bool,
     pub folder: PathBuf,
     /// Its path from the hierarchy's root in this process's view: "/a/b".

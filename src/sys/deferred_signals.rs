@@ -237,7 +237,7 @@ mod tests {
             assert_eq!(calls(), (1, 1));
         }
 
-        // The library restores what it replaced: all is as it was at the start.
+        // The library restores the handler that it replaced: the state is that of the start.
         install(REPLACED.load(Ordering::SeqCst), libc::SA_SIGINFO);
         raise(signal);
         assert_eq!(calls(), (0, 1));

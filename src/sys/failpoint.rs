@@ -31,7 +31,7 @@ mod seam {
 
     use crate::error::{Error, Result};
 
-    /// What the chosen call does instead.
+    /// The effect in place of the chosen call.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Effect {
         /// It fails with this `errno`.
@@ -66,7 +66,7 @@ mod seam {
         first: AtomicU64,
         /// The last call that is hit.
         last: AtomicU64,
-        /// What happens: 0 errno, 1 exit, 2 kill, 3 stop.
+        /// The number of the effect: 0 errno, 1 exit, 2 kill, 3 stop.
         effect: AtomicI32,
         /// The errno or the exit code.
         value: AtomicI32,

@@ -1,4 +1,4 @@
-//! What happens at a fork: the steps of this crate, in one order, and the number of forks so far.
+//! Fork handlers: the steps of this crate, in one order, and the number of forks so far.
 
 use std::cell::Cell;
 use std::panic::catch_unwind;
@@ -14,7 +14,8 @@ use crate::error::Result;
 /// reverse one. The order of their installation does not matter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Counts the forks ([`generation`]). First: what the other steps call in a child must see that it is in one.
+    /// Counts the forks ([`generation`]). First: the functions that the other steps call in a child must see that it is
+    /// one.
     Generation,
     /// `left_behind`: closes connections in the child. Before the arrays: the parent gives the list's lock back before
     /// it waits for the copies, so that no thread waits with it.
@@ -32,7 +33,7 @@ impl Step {
     pub const ALL: [Self; 4] = [Self::Generation, Self::Connections, Self::Blocks, Self::Arrays];
 }
 
-/// What a step does. A panic ends only that part of it.
+/// The functions of a step. A panic ends only that part of it.
 #[derive(Debug)]
 pub struct ForkHandlers {
     /// Runs before every fork, in the forking thread.
@@ -48,7 +49,7 @@ static GENERATION: AtomicU64 = AtomicU64::new(0);
 /// The handlers of each step that is installed, by its place in [`Step::ALL`].
 static INSTALLED: [AtomicPtr<ForkHandlers>; Step::ALL.len()] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; Step::ALL.len()];
-/// Whether the C library calls this module at forks.
+/// True if the C library calls this module at forks.
 static HOOKED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {

@@ -30,7 +30,7 @@ impl ForkWitness {
         Ok((Self { file, identity }, mapping))
     }
 
-    /// Whether no process has the mapping. Never blocks. False if unknown.
+    /// Returns true if no process has the mapping. Never blocks. False if unknown.
     pub fn all_ended(&self) -> bool {
         // The number may name another file by now, which must not be sealed.
         self.identity.same_inode(self.file.as_raw_fd()) && memfd::seal_writing(self.file.as_fd())

@@ -14,7 +14,7 @@ use crate::error::Result;
 /// The remedy when a call is refused.
 const UNMAPPED: &str = "the word must lie in mapped memory";
 
-/// Why [`wait`] returned.
+/// The reason for which [`wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
     /// By [`wake`], or spuriously: check the word again.

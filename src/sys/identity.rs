@@ -35,13 +35,13 @@ impl FdIdentity {
         (self.device, self.inode)
     }
 
-    /// Whether `fd` names a file of the same inode; false for a closed one.
+    /// Returns true if `fd` names a file of the same inode; false for a closed one.
     pub fn same_inode(&self, fd: RawFd) -> bool {
         Self::look(fd) == Ok(*self)
     }
 }
 
-/// The identity of this boot of the machine; `None` if the system does not tell.
+/// The identity of this boot of the machine; `None` if unknown.
 pub fn boot_id() -> Option<Vec<u8>> {
     read_file("/proc/sys/kernel/random/boot_id".as_ref()).ok()
 }

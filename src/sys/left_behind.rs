@@ -27,7 +27,7 @@ pub(super) fn leave_behind(fd: BorrowedFd<'_>) {
     }
 }
 
-/// Ends what [`leave_behind`] began.
+/// Undoes [`leave_behind`].
 pub(super) fn forget(fd: BorrowedFd<'_>) {
     lock(&OPEN).retain(|(open, _)| *open != fd.as_raw_fd());
 }

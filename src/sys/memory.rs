@@ -11,7 +11,7 @@ pub struct Headroom {
     pub bytes: u64,
     /// The limit in bytes, used or not.
     pub size: u64,
-    /// Whether it is a cgroup's limit, not the machine's.
+    /// True if it is a cgroup's limit, not the machine's.
     pub is_cgroup: bool,
     /// A description of the limit, with its size.
     pub limit: String,
@@ -60,9 +60,9 @@ fn machine(roots: &Roots) -> Option<Headroom> {
     })
 }
 
-/// The headroom of a memory cgroup level. Page cache of this level and those below counts as free, also what was read
-/// more than once ("active"): after a few epochs it often fills the rest of the limit, and the kernel drops it before
-/// it refuses memory.
+/// The headroom of a memory cgroup level. Page cache of this level and those below counts as free, also pages that were
+/// read more than once ("active"): after a few epochs it often fills the rest of the limit, and the kernel drops it
+/// before it refuses memory.
 fn of_level(level: &Level) -> Option<Headroom> {
     let (file, usage, caches) = if level.is_v2 {
         ("memory.max", "memory.current", ["inactive_file", "active_file"])

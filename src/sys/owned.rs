@@ -41,7 +41,7 @@ impl Drop for HomeFd {
 #[derive(Debug)]
 pub struct KnownFd {
     fd: HomeFd,
-    /// `None` if the system does not tell.
+    /// `None` if unknown.
     identity: Option<FdIdentity>,
 }
 
@@ -52,12 +52,12 @@ impl KnownFd {
         Self { fd: HomeFd::new(fd), identity }
     }
 
-    /// Whether its number certainly still names the same file, as far as [`FdIdentity`] can tell.
+    /// Returns true if its number certainly still names the same file, as far as [`FdIdentity`] can tell.
     pub fn is_intact(&self) -> bool {
         self.identity.is_some_and(|identity| identity.same_inode(self.fd.as_fd().as_raw_fd()))
     }
 
-    /// Whether its number certainly names another file, or none.
+    /// Returns true if its number certainly names another file, or none.
     pub fn is_replaced(&self) -> bool {
         self.identity.is_some() && !self.is_intact()
     }

@@ -61,12 +61,12 @@ impl PidFd {
         Ok(Self(KnownFd::new(fd)))
     }
 
-    /// Whether the descriptor still names the process.
+    /// Returns true if the descriptor still names the process.
     pub fn is_intact(&self) -> bool {
         self.0.is_intact()
     }
 
-    /// Whether the process has ended, reaped or not. Never blocks.
+    /// Returns true if the process has ended, reaped or not. Never blocks.
     pub fn has_exited(&self) -> Result<bool> {
         let mut entry = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)];
         let mut call = || rustix::event::poll(&mut entry, Some(&Timespec::default()));
@@ -117,8 +117,8 @@ impl PidFd {
     }
 }
 
-/// Whether the process `pid` started at `start_time` (0: any) has ended, for systems without pidfds. Children are
-/// checked by waitid: /proc shows a zombie while other threads of it run, before its status is available.
+/// Returns true if the process `pid` started at `start_time` (0: any) has ended, for systems without pidfds. Children
+/// are checked by waitid: /proc shows a zombie while other threads of it run, before its status is available.
 pub fn has_exited(pid: i32, start_time: u64) -> bool {
     match status_of_child(pid) {
         Ok(Some(_)) => true,
@@ -153,13 +153,13 @@ fn numbered(pid: i32) -> rustix::io::Result<Pid> {
     Pid::from_raw(pid.max(0)).ok_or(Errno::INVAL)
 }
 
-/// Whether the process `pid` is an unreaped child of this process.
+/// Returns true if the process `pid` is an unreaped child of this process.
 pub fn is_child(pid: i32) -> bool {
     status_of_child(pid).is_ok()
 }
 
-/// Whether the process `pid` is a child or grandchild of this one, as under multiprocessing's fork server. False for
-/// this process, and for a number that names a group or no process.
+/// Returns true if the process `pid` is a child or grandchild of this one, as under multiprocessing's fork server.
+/// False for this process, and for a number that names a group or no process.
 pub fn descends(pid: i32) -> bool {
     let me = std::process::id() as i32;
     if pid <= 0 || pid == me {
@@ -191,8 +191,8 @@ pub fn start_time(pid: i32) -> Result<u64> {
     })
 }
 
-/// Whether the process `pid` started at `start_time` (0: any) runs; a zombie does not. Where /proc is unreadable,
-/// signal 0 decides, which counts a zombie as running.
+/// Returns true if the process `pid` started at `start_time` (0: any) runs; a zombie does not. Where /proc is
+/// unreadable, signal 0 decides, which counts a zombie as running.
 pub fn runs(pid: i32, start_time: u64) -> bool {
     let stat = match read_file(format!("/proc/{pid}/stat").as_ref()) {
         Ok(stat) => stat,
@@ -209,7 +209,7 @@ pub fn runs(pid: i32, start_time: u64) -> bool {
     !ended && (start_time == 0 || parse_start_time(&stat).is_none_or(|time| time == start_time))
 }
 
-/// Whether the process `pid` exists, perhaps as a zombie.
+/// Returns true if the process `pid` exists, perhaps as a zombie.
 fn exists(pid: i32) -> bool {
     let call = || rustix::process::test_kill_process(numbered(pid)?);
     failpoint!("kill", call()) != Err(Errno::SRCH)

@@ -14,7 +14,7 @@ use super::{by_number, descriptor_hint, refused};
 use crate::config::{EPOLL_EVENTS, POLL_MAX};
 use crate::error::{Error, Result};
 
-/// Why [`PollSet::wait`] returned.
+/// The reason for which [`PollSet::wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitOutcome {
     /// Some descriptors are readable, or at their end.
@@ -56,7 +56,7 @@ impl PollSet {
         self.tokens.len()
     }
 
-    /// Whether there are none.
+    /// Returns true if there are none.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }

@@ -1,4 +1,4 @@
-//! Memfds that nobody can change any more: written once by calls, sealed, then mapped.
+//! Memfds that can no longer be changed: written once by calls, sealed, then mapped.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;

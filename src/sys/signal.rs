@@ -42,7 +42,7 @@ impl Mask {
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
     }
 
-    /// Whether `signal` is blocked.
+    /// Returns true if `signal` is blocked.
     pub fn has(&self, signal: i32) -> bool {
         // SAFETY: a valid set; a number that is no signal is refused.
         unsafe { libc::sigismember(&self.0, signal) == 1 }
@@ -113,13 +113,13 @@ pub fn ignore(signal: i32) {
     unsafe { set_action(signal, &action) };
 }
 
-/// Whether the process `pid` has a handler for `signal`, by /proc; false if unknown.
+/// Returns true if the process `pid` has a handler for `signal`, by /proc; false if unknown.
 pub fn catches(pid: i32, signal: i32) -> bool {
     is_in_mask(pid, b"SigCgt:", signal)
 }
 
-/// Whether the main thread of the process `pid` blocks `signal`, as it does while the handler runs, by /proc; false if
-/// unknown.
+/// Returns true if the main thread of the process `pid` blocks `signal`, as it does while the handler runs, by /proc;
+/// false if unknown.
 pub fn blocks(pid: i32, signal: i32) -> bool {
     is_in_mask(pid, b"SigBlk:", signal)
 }

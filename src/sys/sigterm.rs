@@ -11,7 +11,7 @@ use super::failpoint::failpoint;
 use super::{answer, refused};
 use crate::error::{Error, Result};
 
-/// Why the handler runs.
+/// The reason for which the handler runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
     /// A process sent the signal; 0 for another pid namespace or the kernel.

@@ -21,7 +21,7 @@ const BROKEN: &str = "the other end has gone, or the network between the machine
 /// The remedy when the descriptor no longer names the socket.
 const REPLACED: &str = "the descriptor was closed or replaced by other code";
 
-/// What one call moved.
+/// The outcome of one call that sends or receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moved {
     /// This many bytes, at least one.
@@ -32,7 +32,7 @@ pub enum Moved {
     End,
 }
 
-/// What [`Socket::wait`] found.
+/// The outcome of [`Socket::wait`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Found {
     /// The socket has bytes, or its end.
@@ -121,7 +121,7 @@ impl Socket {
         let _ = rustix::net::sockopt::set_tcp_user_timeout(self.as_fd(), millis);
     }
 
-    /// Sends what fits into the socket's buffer.
+    /// Sends as many bytes as fit into the socket's buffer.
     pub fn send(&self, parts: &[Part<'_>]) -> Result<Moved> {
         self.check("sendmsg")?;
         // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
@@ -136,7 +136,7 @@ impl Socket {
         moved(retry_on_intr(|| failpoint!("socket_send", answer(call()))), "sendmsg", false)
     }
 
-    /// Receives what is there, into `first`, and what that has no room for into `second`: each an address and its
+    /// Receives the available bytes into `first`, and those beyond its length into `second`: each an address and its
     /// bytes.
     ///
     /// # Safety

@@ -5,7 +5,7 @@ use crate::shm::layout::WorkerState;
 use crate::shm::ring::Entry;
 
 numbered_enum! {
-    /// What an event is about. The first ones are the states of a worker, by their numbers.
+    /// The kind of an event. The first ones are the states of a worker, by their numbers.
     pub enum Kind {
         /// A worker before its loop.
         Starting = 0 => "start",
@@ -64,7 +64,7 @@ pub const PINNER: u32 = 0xff_fffe;
 /// One event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// What it is about.
+    /// Its kind.
     pub kind: Kind,
     /// The worker, [`MAIN`] or [`PINNER`].
     pub who: u32,
@@ -72,9 +72,9 @@ pub struct Event {
     pub begin: u64,
     /// Nanoseconds that it took.
     pub length: u64,
-    /// A task, or what the kind says.
+    /// A task, or a number that depends on the kind.
     pub number: u64,
-    /// What the kind says.
+    /// Another number that depends on the kind.
     pub extra: u64,
 }
 
@@ -87,7 +87,7 @@ impl Event {
         [u64::from(self.kind as u32), self.begin, self.length, self.number, self.extra, 0, 0, 0]
     }
 
-    /// An event of worker `who`; `None` for what is none.
+    /// Decodes an event of worker `who`; `None` if the entry is no event.
     pub(super) fn of_entry(entry: &Entry, who: u32) -> Option<Self> {
         let [kind, begin, length, number, extra, ..] = *entry;
         let kind = Kind::of_number(u32::try_from(kind).ok()?)?;

@@ -23,7 +23,7 @@ pub struct Recorder {
 struct State {
     /// The ring's end, from the first event on.
     ring: Option<Producer<ArenaRing>>,
-    /// When the current sample began, and its index.
+    /// The time at which the current sample began, and its index.
     sample: Option<(u64, u64)>,
 }
 
@@ -33,13 +33,13 @@ impl Recorder {
         Self { arena, worker, state: Mutex::default() }
     }
 
-    /// What to record: 0 for nothing.
+    /// Returns the level of the records: 0 for none.
     #[inline]
     fn level(&self) -> u32 {
         self.arena.header().trace.0.load(Ordering::Relaxed)
     }
 
-    /// Whether to record anything.
+    /// Returns true if anything is to be recorded.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.level() != 0
@@ -58,7 +58,7 @@ impl Recorder {
         self.push(&mut inner, Event { kind, who: self.worker, begin, length, number: task, extra: 0 });
     }
 
-    /// Whether to record samples.
+    /// Returns true if samples are to be recorded.
     #[inline]
     pub fn has_samples(&self) -> bool {
         self.level() >= SAMPLES

@@ -1,4 +1,4 @@
-//! Where the events of a trace go: a file, or two that take turns.
+//! The destination of a trace's events: a file, or two that take turns.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,7 +23,7 @@ struct Inner {
     /// The files with their numbers; the last is the present one.
     files: Vec<(usize, File)>,
     buffer: Vec<u8>,
-    /// When the present file got its first event.
+    /// The time at which the present file got its first event.
     since: u64,
     /// The last epoch of each source: each file begins with them.
     epochs: BTreeMap<u32, Event>,
@@ -84,8 +84,7 @@ impl Sink {
         lock(&self.inner).lost += events;
     }
 
-    /// Writes what is left. Returns how many events were lost, and the number and bytes of each file, the present one
-    /// last.
+    /// Writes the rest. Returns the number of lost events, and the number and bytes of each file, the present one last.
     pub fn end(&self) -> (u64, Vec<(usize, u64)>) {
         let inner = &mut *lock(&self.inner);
         inner.flush();

@@ -29,7 +29,7 @@ struct Traced {
     number: u32,
     /// By worker.
     rings: Vec<Consumer<ArenaRing>>,
-    /// When they were last emptied.
+    /// The time at which they were last emptied.
     emptied: Duration,
     /// Events that the workers had lost before.
     lost: u64,
@@ -41,7 +41,7 @@ impl Source {
         Self { arena, on: AtomicU32::new(0), traced: Mutex::default() }
     }
 
-    /// Whether a trace is on.
+    /// Returns true if a trace is on.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.on.load(Ordering::Relaxed) != 0 && self.arena.is_ours()
@@ -64,7 +64,7 @@ impl Source {
         Ok(())
     }
 
-    /// Ends the trace, if there is one. Before the iterator parts with its arena.
+    /// Ends the trace, if there is one. Call it before the iterator gives up its arena.
     pub fn end(&self) {
         if !self.arena.is_ours() {
             return;
@@ -101,7 +101,7 @@ impl Source {
         }
     }
 
-    /// Records that a worker has died, after what it has recorded itself, and what it was at.
+    /// Records a worker's death, after its own events and the state in which it died.
     pub fn died(&self, worker: u32) {
         if !self.is_on() {
             return;

@@ -1,5 +1,5 @@
-//! The counters of a worker's status page, as they travel, and what the main process's page shows of a worker
-//! elsewhere.
+//! The counters of a worker's status page, as they travel, and the page that the main process has for a worker on
+//! another machine.
 
 use crate::shm::layout::{StatusPage, WorkerState};
 use crate::sync::{AtomicU64, Ordering};

@@ -23,7 +23,7 @@ pub const FIXED: usize = 8 * (crate::shm::layout::SLOT_WORDS + COUNTERS);
 pub const SAMPLE: usize = 16;
 
 numbered_enum! {
-    /// What a frame carries.
+    /// The contents of a frame.
     pub enum Kind {
         /// To the worker: a task.
         Task = 1,

@@ -7,7 +7,7 @@ use crate::config::LINK_BUFFER;
 use crate::error::{Error, Result};
 use crate::sys::socket::{Moved, Socket};
 
-/// What [`Inflow::arrived`] found.
+/// The outcome of [`Inflow::arrived`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Arrived {
     /// The head of a frame.
@@ -33,7 +33,7 @@ impl Inflow {
         Self { buffer: vec![0; LINK_BUFFER].into(), begin: 0, end: 0, total: 0 }
     }
 
-    /// Whether a whole head has arrived, or the end of the connection. Does not wait.
+    /// Looks for a whole head, or the end of the connection. Does not wait.
     pub(super) fn arrived(&mut self, socket: &Socket) -> Result<Arrived> {
         if self.end - self.begin >= HEAD {
             return Ok(Arrived::Head);
@@ -55,7 +55,7 @@ impl Inflow {
         Head::from_bytes(bytes, most)
     }
 
-    /// Whether a whole frame has arrived; never for one that is longer than the buffer. Does not wait.
+    /// Returns true if a whole frame has arrived; never for one that is longer than the buffer. Does not wait.
     pub(super) fn has_arrived(&mut self, socket: &Socket, most: u64) -> Result<bool> {
         if self.has_whole(most)? {
             return Ok(true);
@@ -64,7 +64,7 @@ impl Inflow {
         Ok(matches!(self.refill(socket)?, Moved::Bytes(_)) && self.has_whole(most)?)
     }
 
-    /// Whether the buffer holds a whole frame.
+    /// Returns true if the buffer holds a whole frame.
     fn has_whole(&self, most: u64) -> Result<bool> {
         let there = &self.buffer[self.begin..self.end];
         let Some(head) = there.first_chunk::<HEAD>() else { return Ok(false) };
@@ -80,17 +80,17 @@ impl Inflow {
         Ok(len.is_some_and(|len| len <= (there.len() - leaves.end) as u64))
     }
 
-    /// Where the next frame begins, for [`Inflow::rewind`].
+    /// Position of the next frame, for [`Inflow::rewind`].
     pub(super) fn begin(&self) -> usize {
         self.begin
     }
 
-    /// Goes back to the begin of a frame that was whole.
+    /// Goes back to the beginning of a frame that was whole.
     pub(super) fn rewind(&mut self, begin: usize) {
         self.begin = begin;
     }
 
-    /// Receives into the buffer what is there.
+    /// Receives the available bytes into the buffer.
     fn refill(&mut self, socket: &Socket) -> Result<Moved> {
         self.buffer.copy_within(self.begin..self.end, 0);
         (self.begin, self.end) = (0, self.end - self.begin);

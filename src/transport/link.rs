@@ -53,7 +53,7 @@ pub struct Link {
     /// Readable once the connection has ended.
     end: EventFd,
     ended: AtomicBool,
-    /// Why it ended, unless the worker has left.
+    /// The reason for its end, unless the worker has left.
     reason: Mutex<Option<String>>,
     received: AtomicU64,
 }
@@ -65,7 +65,7 @@ struct Intake {
     allocator: Allocator,
     results: Producer<ArenaRing>,
     has_left: bool,
-    /// What the consumer's attempt to receive has found, for the thread.
+    /// The error of the consumer's attempt to receive, for the thread.
     failed: Option<Error>,
     /// The connection has ended, or is damaged.
     has_ended: bool,
@@ -117,7 +117,7 @@ impl Link {
         &self.arena.control(self.worker).status
     }
 
-    /// Whether the connection has ended, and the thread no longer uses the arena.
+    /// Returns true if the connection has ended, and the thread no longer uses the arena.
     pub fn has_ended(&self) -> bool {
         // SYNC: link-ended (pairs with the Release in `run`).
         self.ended.load(Ordering::Acquire)
@@ -128,7 +128,7 @@ impl Link {
         self.end.as_fd()
     }
 
-    /// Why the connection has ended; `None` if the worker has left, and before the end.
+    /// Returns the reason for the end of the connection; `None` if the worker has left, and before the end.
     pub fn reason(&self) -> Option<String> {
         lock(&self.reason).clone()
     }
@@ -155,7 +155,7 @@ impl Link {
         self.pump();
     }
 
-    /// Whether this end has given up the connection.
+    /// Returns true if this end has given up the connection.
     fn is_cut(&self) -> bool {
         lock(&self.reason).is_some()
     }
@@ -166,14 +166,14 @@ impl Link {
         self.socket.shut_down(std::net::Shutdown::Both);
     }
 
-    /// Sends what the rings have. What the socket has no room for is sent by the thread.
+    /// Sends the entries of the rings. The thread sends those for which the socket has no room.
     pub fn pump(&self) {
         if matches!(self.send_queued(), Some(false)) {
             self.wake();
         }
     }
 
-    /// Sends what the rings have; false if the socket has no room for all, `None` after the end.
+    /// Sends the entries of the rings; false if the socket has no room for all, `None` after the end.
     fn send_queued(&self) -> Option<bool> {
         let mut outflow = lock(&self.outflow);
         if self.has_ended() {
@@ -252,7 +252,7 @@ impl Link {
         let served = self.serve();
         let has_left = lock(&self.intake).has_left;
         let reason = match served {
-            // A reset is no news of a worker that has left.
+            // A reset by a worker that has left is no error.
             Ok(()) | Err(Error::Os { .. }) if has_left => None,
             Ok(()) => Some("the connection was closed".to_owned()),
             Err(error) => Some(error.to_string()),
@@ -469,7 +469,7 @@ struct Held<'a> {
     link: &'a Link,
     blocks: Vec<u32>,
     waits: bool,
-    /// When the first wait for memory began.
+    /// The time at which the first wait for memory began.
     start: Option<Duration>,
 }
 

@@ -12,7 +12,7 @@
 //! suite (`tests/transport.rs`) holds both ways to the same rules. A [`Link`] owns the worker's region of the main
 //! process's arena, as a local worker does, and receives batches straight into blocks of it. It needs no GIL.
 //!
-//! A frame begins with [`frame::Head`]. Lengths are checked against what the arena can give before anything is received
+//! A frame begins with [`frame::Head`]. Lengths are checked against the sizes of the arena before anything is received
 //! for them. Any damage ends the connection, and the end of a connection is the end of its worker: the engine waits on
 //! an eventfd of the link in place of a pidfd, so deaths, restarts and shutdown are those of local workers. The exit
 //! status is unknown. The kernel probes an idle connection ([`LINK_SILENCE`](crate::config::LINK_SILENCE)), so there

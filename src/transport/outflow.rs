@@ -17,7 +17,7 @@ use crate::sys;
 use crate::sys::socket::{Moved, Part, Socket};
 use crate::wire::{ResultEntry, ResultKind, TaskEntry, TaskKind};
 
-/// What is taken from the rings, and not sent or not answered yet.
+/// The sending side: tasks that were taken from the rings, and are not sent or not answered yet.
 #[derive(Debug)]
 pub(super) struct Outflow {
     arena: Arc<Arena>,
@@ -52,7 +52,7 @@ impl Outflow {
         }
     }
 
-    /// Whether another task of a shared queue may be taken. While the worker starts, others may be idle.
+    /// Returns true if another task of a shared queue may be taken. While the worker starts, others may be idle.
     pub(super) fn has_credit(&self) -> bool {
         self.ready && self.under_way() < LINK_CREDIT
     }
@@ -122,7 +122,7 @@ impl Outflow {
         Ok(())
     }
 
-    /// Sends what is queued; false if the socket has no room for all.
+    /// Sends the queued bytes; false if the socket has no room for all.
     pub(super) fn flush(&mut self, socket: &Socket) -> Result<bool> {
         let mut sent = 0;
         while sent < self.out.len() {
@@ -135,7 +135,7 @@ impl Outflow {
         Ok(self.out.is_empty())
     }
 
-    /// Shows on the status page what the worker is at, as far as this end knows.
+    /// Shows on the status page the task that the worker is at, as far as this end knows.
     fn show(&self) {
         let (state, task) = match self.unanswered.front() {
             _ if !self.ready => return,

@@ -2,7 +2,7 @@
 //!
 //! The worker's thread itself receives while it waits for a task ([`Remote::wait`]), and sends small results
 //! ([`Remote::send_now`]): a hop to another thread costs more than most small batches. Two threads do the rest: one
-//! sends what is large or has no room in the socket, one receives while the worker makes a batch.
+//! sends large results and those for which the socket has no room, one receives while the worker makes a batch.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
@@ -49,7 +49,7 @@ pub struct Remote {
     has_ended: Condvar,
 }
 
-/// What is received.
+/// The receiving side.
 #[derive(Debug)]
 struct Intake {
     inflow: Inflow,
@@ -60,7 +60,7 @@ struct Intake {
     has_ended: bool,
 }
 
-/// What is sent.
+/// The sending side.
 #[derive(Debug)]
 struct Outgoing {
     results: Consumer<ArenaRing>,
@@ -156,7 +156,7 @@ impl Remote {
         }
     }
 
-    /// Sends what the worker has published, then its end. Returns whether all was sent within `limit`.
+    /// Sends the results that the worker has published, then its end. Returns true if all were sent within `limit`.
     pub fn finish(&self, limit: Duration) -> bool {
         // A child that the dataset forked has no connection.
         if !self.arena.is_ours() {
@@ -173,7 +173,7 @@ impl Remote {
 
     /// Ends the connection of a worker that cannot begin. The main process takes it for a death.
     pub fn give_up(&self) {
-        // The lock: the sending thread tells of no orderly end in between.
+        // The lock: the sending thread cannot report an orderly end in between.
         let _outgoing = lock(&self.outgoing);
         self.finishing.store(true, Ordering::Release);
         self.socket.shut_down(std::net::Shutdown::Both);
@@ -214,7 +214,8 @@ impl Remote {
         Ok(true)
     }
 
-    /// The receiving thread: what the main process sends while the worker makes a batch, and the end of the connection.
+    /// The receiving thread: receives the frames of the main process while the worker makes a batch, and notices the
+    /// end of the connection.
     fn receive_between(&self, killed: &dyn Fn()) {
         sys::signal::block_all_in_this_thread();
         loop {
@@ -231,7 +232,8 @@ impl Remote {
         }
     }
 
-    /// Receives what has arrived. Returns whether there was anything. The end of the connection makes the worker leave.
+    /// Receives the frames that have arrived. Returns true if there were any. The end of the connection makes the
+    /// worker leave.
     fn receive(&self, intake: &mut Intake) -> bool {
         let mut found = false;
         while !intake.has_ended {
@@ -313,7 +315,7 @@ impl Remote {
         sent
     }
 
-    /// Leaves what the worker has published to the sending thread, if it has more than [`LINK_AT_ONCE`] bytes.
+    /// Leaves a published result to the sending thread, if it has more than [`LINK_AT_ONCE`] bytes.
     pub fn leave_to_thread(&self, bytes: u64) {
         if bytes > LINK_AT_ONCE {
             // SYNC: left-to-thread (pairs with the Acquire in `send_waiting`).
@@ -369,8 +371,8 @@ impl Remote {
         sent
     }
 
-    /// Appends what comes before the payload of a result. Returns its block, its leaves and the begin of its payload in
-    /// the block; `None` if it has none.
+    /// Appends the part of a result that precedes its payload. Returns its block, its leaves and the position of its
+    /// payload in the block; `None` if it has none.
     fn write_head(&self, entry: &ResultEntry, out: &mut Vec<u8>) -> Result<Option<(u32, Vec<Leaf>, u64)>> {
         let counted = counters::read(&self.arena.control(WORKER).status);
         let mut put = |count: usize, len| {
@@ -467,7 +469,7 @@ impl Intake {
 }
 
 impl Outgoing {
-    /// Sends what the socket had no room for.
+    /// Sends the bytes for which the socket had no room.
     fn send_rest(&mut self, remote: &Remote) -> Result<()> {
         remote.send(&[Part::new(&std::mem::take(&mut self.rest))])
     }

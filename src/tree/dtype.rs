@@ -121,13 +121,13 @@ impl Dtype {
         (!name.is_empty()).then_some(name)
     }
 
-    /// Whether a torch tensor of this type may have its negative bit set (the imaginary part of a conjugate).
+    /// Returns true if a torch tensor of this type may have its negative bit set (the imaginary part of a conjugate).
     #[inline]
     pub fn may_be_neg(self) -> bool {
         matches!(self.0, 9..=17)
     }
 
-    /// Whether the elements are complex numbers.
+    /// Returns true if the elements are complex numbers.
     #[inline]
     pub fn is_complex(self) -> bool {
         matches!(self.0, 14..=17)

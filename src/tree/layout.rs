@@ -89,7 +89,7 @@ pub fn extent(shape: &[i64], strides: &[i64], itemsize: usize) -> Option<usize> 
     usize::try_from(bytes).ok()
 }
 
-/// Whether strides (in elements) are C-contiguous; those of dimensions of size 1 do not matter.
+/// Returns true if strides (in elements) are C-contiguous; those of dimensions of size 1 do not matter.
 #[inline]
 pub fn is_contiguous(shape: &[i64], strides: &[i64]) -> bool {
     let mut expected = 1i64;
@@ -117,12 +117,12 @@ pub enum Style {
     Array,
 }
 
-/// Which bytes of a view are transferred, and how they are read.
+/// The bytes of a view to transfer, and the loops that read them.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// The strides of the delivered view, in elements.
     pub(crate) strides: Dims,
-    /// Whether they are exactly those of [`Dims::contiguous`].
+    /// True if they are exactly those of [`Dims::contiguous`].
     pub(crate) contiguous: bool,
     /// Bytes to transfer.
     pub(crate) bytes: usize,

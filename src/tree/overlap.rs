@@ -31,7 +31,8 @@ pub fn components<'a, T>(extents: &'a [T], bounds: impl Fn(&T) -> (usize, usize)
     }
 }
 
-/// Whether any two views (sorted by start) share a byte of an element, or deciding it takes more than `budget` steps.
+/// Returns true if any two views (sorted by start) share a byte of an element, or if deciding it takes more than
+/// `budget` steps.
 pub fn any_shared(views: &[Lattice<'_>], mut budget: u32) -> bool {
     for (at, first) in views.iter().enumerate() {
         let end = first.start.saturating_add(first.extent);
@@ -54,7 +55,7 @@ struct Dimension {
     behind: (i128, i128),
 }
 
-/// Whether an element of `first` and one of `second` share a byte.
+/// Returns true if an element of `first` and one of `second` share a byte.
 ///
 /// The difference of their addresses is a sum of coefficients times strides, one per dimension of either. The search
 /// looks for a sum closer to 0 than an element is wide, the widest stride first. With nested strides hardly more than

@@ -45,7 +45,7 @@ pub enum Atom<'a> {
 /// A tensor or an array, its sizes and strides checked against each other, and against the payload if it is inline.
 #[derive(Debug)]
 pub struct Leaf<'a> {
-    /// What it becomes.
+    /// The kind of object that it becomes.
     pub kind: Kind,
     /// The element type.
     pub dtype: Dtype,
@@ -55,11 +55,11 @@ pub struct Leaf<'a> {
     pub strides: Dims,
     /// The bytes from the first element to the last.
     pub extent: usize,
-    /// Where they lie.
+    /// The place of these bytes.
     pub place: Place<'a>,
 }
 
-/// Where a leaf's bytes lie.
+/// The place of a leaf's bytes.
 #[derive(Debug)]
 pub enum Place<'a> {
     /// In the payload: exactly the leaf's extent.

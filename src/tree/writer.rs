@@ -9,7 +9,7 @@ pub struct Writer<'a> {
     out: &'a mut Vec<u8>,
 }
 
-/// Where a leaf's number and offset are written once known.
+/// Position of a leaf's number and offset, which are written once known.
 #[derive(Clone, Copy, Debug)]
 pub struct Placeholder(usize);
 
@@ -36,12 +36,12 @@ impl<'a> Writer<'a> {
         self.out.len()
     }
 
-    /// Whether the payload is empty.
+    /// Returns true if the payload is empty.
     pub fn is_empty(&self) -> bool {
         self.out.is_empty()
     }
 
-    /// Removes what was written since [`Self::len`] was `len`.
+    /// Removes the bytes written since [`Self::len`] was `len`.
     pub fn truncate(&mut self, len: usize) {
         self.out.truncate(len);
     }

@@ -31,7 +31,7 @@ impl Kept {
         limit.max(self.collect_at.load(Ordering::Relaxed))
     }
 
-    /// Whether `len` more bytes may be held. Above the limit, calls `collect` first.
+    /// Returns true if `len` more bytes may be held. Above the limit, calls `collect` first.
     pub fn has_room(&self, len: u64, collect: impl FnOnce()) -> bool {
         let limit = self.limit();
         if self.bytes.load(Ordering::Relaxed) + len <= limit {

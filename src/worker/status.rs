@@ -46,8 +46,8 @@ impl StatusPage {
         spent
     }
 
-    /// Whether to measure the CPU time of the next fetch: of every fetch if the mean one is long, otherwise of a
-    /// sample.
+    /// Returns true if the CPU time of the next fetch is to be measured: that of every fetch if the mean one is long,
+    /// otherwise that of a sample.
     pub(super) fn measures_fetch(&self) -> bool {
         let fetched = self.spent_ns[WorkerState::Fetch as usize].load(Ordering::Relaxed);
         let sent = self.sent.load(Ordering::Relaxed);

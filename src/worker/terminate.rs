@@ -11,8 +11,8 @@
 //! | no other worker, up to the limit | a signal to this worker | dies of it, and the main process names it |
 //! | there is no other worker | unknown | continues for [`SIGTERM_ALONE`] |
 //!
-//! A second SIGTERM ends the worker at once, as does its own. On one from the main process, part of a shutdown, it
-//! leaves. [`decide`] runs in the signal handler: it only loads and stores atomics.
+//! A second SIGTERM ends the worker at once, and so does one that it sends itself. On one from the main process, part
+//! of a shutdown, it leaves. [`decide`] runs in the signal handler: it only loads and stores atomics.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -81,7 +81,7 @@ fn decide(cause: Cause) -> Answer {
     }
 }
 
-/// Whether a worker has started and not left.
+/// Returns true if a worker has started and not left.
 fn works(page: &StatusPage) -> bool {
     let left = page.state.load(Ordering::Relaxed) == WorkerState::Left as u32;
     page.pid.load(Ordering::Relaxed) != 0 && !left

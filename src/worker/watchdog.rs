@@ -33,7 +33,7 @@ impl Parent {
         Self { pid, start_time, is_direct: sys::signal::getppid() == pid }
     }
 
-    /// Whether it runs.
+    /// Returns true if it runs.
     pub fn is_alive(&self) -> bool {
         match self.is_direct {
             true => sys::signal::getppid() == self.pid,

@@ -1,4 +1,4 @@
-"""``num_workers="auto"`` as an argument of a loader: what it is checked for, and the number that a loader begins with.
+"""``num_workers="auto"`` as an argument of a loader: its checks, and the number that a loader begins with.
 
 Works on systems without the engine, too.
 """

@@ -72,7 +72,7 @@ class Epoch:
 
     @property
     def is_long(self) -> bool:
-        """Whether the epoch is long enough to decide by."""
+        """True if the epoch is long enough to decide by."""
         least = max(_BATCHES, _BATCHES_EACH * self.workers)
         return min(self.batches, self.tasks) >= least and self.loop >= _SECONDS and self.busy > 0
 
@@ -108,14 +108,14 @@ class Epoch:
 
 
 class Limit(NamedTuple):
-    """A maximum of workers, and why."""
+    """A maximum of workers, and its reason."""
 
     most: float
     reason: str
 
 
 class _Trial(NamedTuple):
-    """What more workers were tried against: the number before, and its figures."""
+    """The baseline that more workers were tried against: the number before, and its figures."""
 
     workers: int
     per_batch: float
@@ -129,7 +129,7 @@ class _Trial(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """What earlier decisions leave for the next one.
+    """The results of earlier decisions that the next one needs.
 
     Attributes:
         direction: Of the last change: 1, -1, or 0 before the first.

@@ -49,7 +49,7 @@ class Tuner:
         self._history = History()
         # The epoch that runs, or has ended.
         self._watch: _Watch | None = None
-        # Whether the next epoch has its number from `pin`.
+        # True if the next epoch has its number from `pin`.
         self._is_pinned = False
         self._memory: Limit | None = None
         self._allowance = Allowance()
@@ -181,7 +181,7 @@ def _limits_of_affinity(config: LoaderConfig) -> list[Limit]:
 
 
 def _limits_of_shards(dataset: Any, watch: _Watch) -> list[Limit]:
-    """What an iterable dataset can use: the shards that it tells, and the workers that had data."""
+    """Returns the limits of an iterable dataset: the shards that it reports, and the workers that had data."""
     found = []
     for name in _SHARDS:
         value = None

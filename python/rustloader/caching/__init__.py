@@ -1,1 +1,1 @@
-"""``rustloader.cache``: what a dataset makes is made once, for all workers, ranks, epochs and runs."""
+"""``rustloader.cache``: each sample of a dataset is made once, for all workers, ranks, epochs and runs."""

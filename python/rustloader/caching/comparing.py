@@ -1,4 +1,4 @@
-"""Whether two samples are the same, and whether a file has the samples of a dataset."""
+"""Comparison of two samples, and of the samples in a file with those of a dataset."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _Content(pickle.Pickler):
 
 
 def _described(*parts: Any) -> Any:
-    """What tensors become in a pickle that is only compared."""
+    """Returns the parts that stand for a tensor in a pickle that is only compared."""
     return parts
 
 
@@ -103,7 +103,7 @@ def _content(sample: Any) -> bytes:
 
 
 def are_equal(sample: Any, again: Any) -> bool:
-    """Whether two samples have the same type and content. True if that cannot be told."""
+    """Returns True if two samples have the same type and content, or if that cannot be determined."""
     if type(sample) is not type(again):
         return False
     try:

@@ -57,13 +57,13 @@ def cache(
         memory: The most bytes that the cache takes, as a number or a text such as "8GiB". Default: half of the memory
             that is left, divided by the ranks of this machine unless they share it; with ``path``, half of the space
             that is left there. Memory is used as samples come, not before.
-        then: What happens to each sample after the cache. Any function of one argument.
+        then: A function of one argument that is applied to each sample after the cache.
         key: A name for this cache among the ranks of this machine, such as "train": they all share the first one's. All
             ranks must give the same dataset, and use a key in the same order. ``torchrun``, Slurm and MPI say which
             ranks there are.
         path: A file for the samples, which later runs use again, on a local disk or in /dev/shm. Programs may use it at
             the same time. After a crash it is used as far as it is whole.
-        version: What the samples in the file depend on, such as the preprocessing's version: a file of another
+        version: A version of all that the samples in the file depend on, such as the preprocessing: a file of another
             ``version`` is refused.
 
     Returns:

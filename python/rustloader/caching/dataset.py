@@ -23,7 +23,7 @@ from rustloader.sharing.pickling import descriptor_of, dumps, register
 logger = logging.getLogger("rustloader")
 
 _MISSING = object()
-# Bits of what was told: once, whatever the number of processes.
+# Bits of the events that are reported: each one once, over all processes.
 _FULL, RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
 
 
@@ -42,7 +42,7 @@ class CachedDataset(Wrapper):
 
     Attributes:
         dataset: The dataset whose samples are kept.
-        then: What happens to each sample after the cache; None for nothing.
+        then: The function that is applied to each sample after the cache; None for none.
         table: The samples that were made.
 
     Examples:
@@ -84,7 +84,7 @@ class CachedDataset(Wrapper):
         return type(self)(dataset, self.table, then, self._origin)
 
     def usage(self) -> CacheUsage:
-        """Returns what the cache has, and what was asked of it.
+        """Returns the content and the counters of the cache.
 
         Examples:
             >>> cached = rustloader.cache(torch.utils.data.TensorDataset(torch.zeros(3, 5)), memory="1MiB")
@@ -202,7 +202,7 @@ class CachedDataset(Wrapper):
 
 
 class _CachedBatches(CachedDataset):
-    """As its base, for a dataset with ``__getitems__``: what is missing of a batch is made in one call."""
+    """A cached dataset with ``__getitems__``: the samples of a batch that are missing are made in one call."""
 
     def __getitems__(self, indices: Any) -> Any:
         indices = list(indices)

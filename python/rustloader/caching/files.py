@@ -119,7 +119,8 @@ def _compare(path: str, its: tuple[int, int, bytes], rows: int, meta: dict[str, 
 
 
 def _is_unfinished(fd: int, length: int) -> bool:
-    """Whether a file is one whose maker was killed before it was a table, or of which hardly a header is left."""
+    """Returns True if the maker of a file was killed before it was a table, or if hardly a header is left of the
+    file."""
     head = os.pread(fd, _HEADER, 0)
     if head.startswith(_MAGIC):
         return length < _HEADER
@@ -128,7 +129,7 @@ def _is_unfinished(fd: int, length: int) -> bool:
 
 
 def _is_in_memory(path: str) -> bool:
-    """Whether a file's pages are memory, as those of a tmpfs are."""
+    """Returns True if a file's pages are memory, as those of a tmpfs are."""
     path, best = os.path.realpath(path), ("", "")
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:

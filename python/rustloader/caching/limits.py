@@ -1,4 +1,4 @@
-"""How many bytes a cache may take."""
+"""The number of bytes that a cache may take."""
 
 from __future__ import annotations
 

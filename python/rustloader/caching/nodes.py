@@ -14,7 +14,7 @@ from rustloader.sharing.ranks import meet_on_machine
 
 
 class Origin(NamedTuple):
-    """How a cache was asked for, for a machine that makes its own."""
+    """The request for a cache, from which another machine makes its own."""
 
     memory: int | None
     key: str | None
@@ -28,7 +28,7 @@ _tables: weakref.WeakValueDictionary[str, CacheTable] = weakref.WeakValueDiction
 
 
 def name_of(table: CacheTable) -> str:
-    """A name that no other cache has."""
+    """Makes a name that no other cache has."""
     return _names.setdefault(table, secrets.token_hex(16))
 
 

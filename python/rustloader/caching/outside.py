@@ -1,4 +1,4 @@
-"""Reads what a cache of another process has, from its file alone. Nothing is mapped or written."""
+"""Reads the content and the counters of another process's cache, from its file alone. Nothing is mapped or written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COUNTERS_AT, _STRIPE = 4096, 8
 
 
 def usage_of(descriptor: int) -> CacheUsage | None:
-    """What the cache in a file has, and what was asked of it; None if the file is no cache of this version."""
+    """Returns the content and the counters of the cache in a file; None if the file is no cache of this version."""
     header = os.pread(descriptor, _COUNTERS_AT + _COUNTERS.size, 0)
     if len(header) < _COUNTERS_AT + _COUNTERS.size:
         return None

@@ -1,11 +1,11 @@
-"""What a cache has, and what was asked of it."""
+"""Content and counters of a cache."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class CacheUsage:
-    """Holds what a cache has and what was asked of it, over all processes that use it.
+    """Holds the content and the counters of a cache, over all processes that use it.
 
     Attributes:
         hits: Samples that were read from the cache.

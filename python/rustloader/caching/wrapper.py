@@ -1,4 +1,4 @@
-"""A dataset around another one, and what ``cache`` takes."""
+"""A dataset around another one, and the arguments of ``cache``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Wrapper(Dataset[Any]):
 
     Attributes:
         dataset: The other dataset.
-        then: What happens to each sample; None for nothing.
+        then: The function applied to each sample; None for none.
     """
 
     dataset: Any

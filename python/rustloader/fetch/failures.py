@@ -1,4 +1,4 @@
-"""Failed samples: what is known of one, and how it travels from a worker to the main process."""
+"""Failed samples: their description, and the way it travels from a worker to the main process."""
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 import contextlib
@@ -79,7 +79,7 @@ def index_text(index: Any) -> str:
 
 
 def put_note(wrapper: Any, worker_id: int, batch: int, index: Any, error: BaseException) -> None:
-    """Puts beside a worker's error where it was raised, as :func:`add_note` shows it.
+    """Notes beside a worker's error where it was raised, as :func:`add_note` shows it.
 
     Args:
         wrapper: torch's ``ExceptionWrapper`` of the error.
@@ -123,7 +123,7 @@ def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
 
 
 def _assigns(code: CodeType, name: str) -> bool:
-    """Whether a function assigns to one of its parameters."""
+    """Returns True if a function assigns to one of its parameters."""
     stores = ("STORE_FAST", "STORE_DEREF", "DELETE_FAST", "DELETE_DEREF")
     # Python 3.13 joins two stores into one instruction.
     names = (step.argval for step in dis.get_instructions(code) if step.opname.startswith(stores))
@@ -134,7 +134,7 @@ class EmptyBatchError(Exception):
     """Raised in place of a batch that has no samples left.
 
     Attributes:
-        failures: Why.
+        failures: The reasons.
     """
 
     def __init__(self, failures: list[Failure]) -> None:
@@ -143,7 +143,7 @@ class EmptyBatchError(Exception):
 
 
 class EmptyBatch:
-    """What a worker sends in place of a batch that has no samples left, as it sends errors."""
+    """The answer of a worker in place of a batch that has no samples left. It is sent as errors are."""
 
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = failures

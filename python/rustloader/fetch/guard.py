@@ -116,11 +116,11 @@ class Guard:
 
     def failures(self) -> list[Failure]:
         """The failures of the present batch, in the order of its samples."""
-        # Threads find them in any order. Those of one place are in theirs.
+        # Threads find them in any order. The sort keeps the order of those of one place.
         return [failure for _, failure in sorted(self._found, key=operator.itemgetter(0))]
 
     def take_failures(self) -> list[Failure]:
-        """The same, once."""
+        """Returns the failures of the present batch, and forgets them."""
         found = self.failures() if self._found else []
         self._found = []
         return found
@@ -141,15 +141,15 @@ class Guard:
         return None
 
     def has_failures(self) -> bool:
-        """Whether a sample of the present batch has failed."""
+        """Returns True if a sample of the present batch has failed."""
         return bool(self._found)
 
     def is_poisoned(self) -> bool:
-        """Whether a sample of the present batch must not be made."""
+        """Returns True if a sample of the present batch must not be made."""
         return bool(self._poison)
 
     def is_foreign(self, error: Exception) -> bool:
-        """Whether an error has nothing to do with the sample: a signal handler has raised it."""
+        """Returns True if an error has nothing to do with the sample: a signal handler has raised it."""
         return self._is_foreign(error, self._handled)
 
     def empty(self) -> EmptyBatchError:
@@ -157,7 +157,7 @@ class Guard:
         return EmptyBatchError(self.failures())
 
     def sample(self, place: int, index: Any, fetch: Callable[[Any], Any]) -> Any:
-        """Makes a sample, or decides what takes its place. Raises if the batch has to fail."""
+        """Makes a sample, or decides about its replacement. Raises if the batch has to fail."""
         # Also for a sample that is passed over: what takes its place may kill, too.
         if self.at_sample is not None:
             self.at_sample(place)
@@ -170,7 +170,7 @@ class Guard:
             return self.instead_of(place, index, error, fetch)
 
     def instead_of(self, place: int, index: Any, error: Exception, fetch: Callable[[Any], Any]) -> Any:
-        """Decides what takes the place of a sample that has failed. Raises if the batch has to fail."""
+        """Decides about the replacement of a sample that has failed. Raises if the batch has to fail."""
         if self.is_foreign(error):
             _raise(error)
         self.check()
@@ -202,7 +202,7 @@ class Guard:
         self._found.append((place, failure_of(index, error, action, self._worker_id)))
 
     def _substitute(self, place: int, index: Any, error: Exception) -> Any:
-        """What the program's function returns."""
+        """Returns the sample that the program's function gives in place of a failed one."""
         assert callable(self._policy)
         try:
             sample = self._policy(index, error)
@@ -325,7 +325,7 @@ class GuardedDataset:
         return self.source[index]
 
     def _by_sample(self, indices: Any) -> list[Any]:
-        """What torch's fetcher makes of an index batch, at the same speed while nothing fails."""
+        """Makes the batch of torch's fetcher from an index batch, at the same speed while nothing fails."""
         source, made = self.source, []
         left = enumerate(indices)
         place, index = -1, None
@@ -340,7 +340,7 @@ class GuardedDataset:
                 made.append(self._guard.instead_of(place, index, error, self._item))
 
     def _as_batch(self, indices: Any) -> Any:
-        """What ``__getitems__`` of the dataset makes; if it fails, it is asked for each sample alone."""
+        """Makes a batch by ``__getitems__`` of the dataset; if it fails, it is called for each sample alone."""
         guard = self._guard
         if not guard.is_poisoned():
             try:
@@ -369,7 +369,7 @@ class GuardedDataset:
 
 
 class _Alone:
-    """What ``__getitems__`` has made of one index."""
+    """The result of ``__getitems__`` for one index."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples

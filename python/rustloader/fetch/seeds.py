@@ -55,7 +55,7 @@ def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
 
 
 class Apart(Enum):
-    """How far the samples of a batch can be told apart before they are made."""
+    """The degree to which the samples of a batch can be told apart before they are made."""
 
     NO = 0  # the dataset makes the batch in one call
     ONE = 1  # the batch is one sample, or threads make its samples at the same time
@@ -143,8 +143,8 @@ class Seeds:
         set_current(None)
 
     def begin_iterator(self) -> None:
-        """Seeds for ``iter(dataset)`` in a later epoch of persistent workers, so that a worker that is started again in
-        it draws what the dead one drew. In the first one both have torch's seeds of the worker."""
+        """Seeds for ``iter(dataset)`` in a later epoch of persistent workers, so that a worker that is restarted in it
+        draws the same numbers as the dead one. In the first epoch both have torch's seeds of the worker."""
         if self._worker and self._first_task:
             self._seed(_ITERATOR, 0)
             set_current(None)

@@ -44,7 +44,7 @@ class Step:
         self._make_pool, self._marked = make_pool, marked
         self._pool: Pool | None = None
         self.fetcher: Any = None
-        # What the fetcher asks for samples: the dataset, or a stand-in.
+        # The source of the fetcher's samples: the dataset, or a stand-in.
         self._source: Any = dataset
         # The fetcher's `fetch`, if it is torch's own.
         self._torchs_fetch: Any = None

@@ -1,4 +1,5 @@
-"""A batch of a TensorDataset, or of cached samples, is a gather, instead of a sample at a time and a stack of them."""
+"""Makes a batch of a TensorDataset, or of cached samples, by a gather, instead of a sample at a time and a stack of
+them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _row: Any = torch.Tensor.__getitem__
 _fetch: Any = _MapDatasetFetcher.fetch
 _getitem: Any = TensorDataset.__getitem__
 _getitems: Any = Subset.__getitems__
-# Whether torch's code is what a gather stands for.
+# True if torch's code is what a gather stands for.
 _is_known = all(
     (
         # A program may have replaced these before this import.
@@ -48,7 +49,7 @@ def use(fetcher: Any, collate_fn: Any, gather: _Gather, gather_cached: _Gather |
 
     Args:
         fetcher: torch's fetcher.
-        collate_fn: What it calls.
+        collate_fn: The function that it calls.
         gather: Gathers the rows of a table.
         gather_cached: Gathers cached samples; None leaves them to torch.
     """
@@ -73,7 +74,7 @@ _INDICES = (list, tuple, range, SharedList, SharedTuple)
 class TableFetcher(_MapDatasetFetcher):
     """torch's fetcher of a table. A batch that a gather would not make as torch does takes torch's way."""
 
-    # The types of what is collated, and instances of samples, for which a program may have functions of its own.
+    # The types that are collated, and instances of samples, for which a program may have functions of its own.
     _collated: tuple[type, ...] = (torch.Tensor,)
     _samples: tuple[Any, ...] = ((),)
 
@@ -92,7 +93,7 @@ class TableFetcher(_MapDatasetFetcher):
         return _MapDatasetFetcher.fetch(self, possibly_batched_index) if batch is None else batch
 
     def _is_untouched(self) -> bool:
-        """Whether torch would still make a batch with the functions that a gather stands for."""
+        """Returns True if torch would still make a batch with the functions that a gather stands for."""
         functions = collate.default_collate_fn_map
         return (
             self._is_standard

@@ -12,7 +12,7 @@ from rustloader.system.torch_side import is_torchs
 
 
 def is_own(dataset_kind: int) -> bool:
-    """Whether the fetcher's class and its ``fetch`` will be torch's. Libraries replace them."""
+    """Returns True if the fetcher's class and its ``fetch`` will be torch's. Libraries replace them."""
     fetch = _utils.fetch
     kind = fetch._MapDatasetFetcher if dataset_kind == _DatasetKind.Map else fetch._IterableDatasetFetcher
     return (
@@ -42,6 +42,6 @@ def by_sample(dataset: Any) -> Any:
 
 
 def takes_batches(dataset_kind: int, dataset: Any, auto_collation: bool) -> bool:
-    """Whether only a dataset itself can make the samples of a batch, in one call of ``__getitems__``."""
+    """Returns True if only the dataset itself can make the samples of a batch, in one call of ``__getitems__``."""
     is_map = dataset_kind == _DatasetKind.Map
     return auto_collation and is_map and bool(getattr(by_sample(dataset), "__getitems__", None))

@@ -166,7 +166,7 @@ def _installed(values: dict[str, Any]) -> Iterator[None]:
 
 
 def _leave(own: _Entered) -> None:
-    """Restores what was before a ``with`` statement. If another thread has entered one since, that one does it."""
+    """Restores the state before a ``with`` statement. If another thread has entered one since, that one restores it."""
     place = _entered.index(own)
     _entered.remove(own)
     if place < len(_entered):

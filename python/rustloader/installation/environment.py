@@ -60,8 +60,8 @@ def follow_variable() -> None:
 
 
 def _is_command() -> bool:
-    """Whether this process is ``python -m rustloader`` or the script ``rustloader``. While Python imports the package
-    of the module that it is to run, ``sys.argv`` begins with "-m"."""
+    """Returns True if this process is ``python -m rustloader`` or the script ``rustloader``. While Python imports the
+    package of the module that it is to run, ``sys.argv`` begins with "-m"."""
     if sys.argv[:1] != ["-m"]:
         return os.path.basename((sys.argv or [""])[0]) == "rustloader"
     given = " ".join(sys.orig_argv[1:])

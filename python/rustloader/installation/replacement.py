@@ -69,7 +69,8 @@ class Replacement:
         self._tuples.clear()
 
     def _forget_home(self) -> None:
-        """Lets ``take_out`` restore the module that defines the class, whatever a program has put there."""
+        """Lets ``take_out`` restore the module that defines the class, also if a program has put something else
+        there."""
         home = sys.modules.get(self.original.__module__)
         if home is not None:
             self._kept.pop((id(vars(home)), self.original.__name__), None)

@@ -65,7 +65,7 @@ def take_out() -> None:
 
 
 def _is_there() -> bool:
-    """Whether torchdata has the module. Raises ImportError if torchdata is installed and its import fails."""
+    """Returns True if torchdata has the module. Raises ImportError if torchdata is installed and its import fails."""
     try:
         return _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is not None
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What the epochs of an iterator begin with: settings, seeds, index batches, the jobs of workers."""
+"""The start of an iterator's epochs: settings, seeds, index batches, the jobs of workers."""
 
 from __future__ import annotations
 
@@ -73,14 +73,15 @@ class Epochs:
         return indices.stream(it._index_sampler, torchs)
 
     def message(self, loader: LoaderLike) -> dict[str, Any]:
-        """What the workers of a persistent loader are told when an epoch begins. It has the next seeds."""
+        """Returns the message that the workers of a persistent loader get when an epoch begins. It has the next
+        seeds."""
         if self.seeding is not None:
             self.seeding = fetching.next_epoch(loader, self.seeding)
             return {"epoch": self.seeding.epoch}
         return {} if self.failures is None else {"epoch": self.failures.epoch}
 
     def next_message(self) -> dict[str, Any] | None:
-        """What ``message`` will return for the next epoch, if nothing changes; None if that cannot be foreseen."""
+        """Returns the ``message`` of the next epoch if nothing changes; None if it cannot be foreseen."""
         if self.seeding is not None:
             return {"epoch": self.seeding.epoch + 1}
         return {} if self.failures is None else {"epoch": self.failures.epoch + 1}
@@ -92,7 +93,7 @@ class Epochs:
         """Notes that the epoch has begun."""
 
     def owes_an_epoch(self) -> bool:
-        """Whether the iterator delivers nothing after an error in a beginning, until an epoch has begun."""
+        """Returns True if the iterator, after an error in a beginning, delivers nothing until an epoch has begun."""
         return False
 
     # Workers.
@@ -107,7 +108,8 @@ class Epochs:
         """Completes the job of a process that follows a death, in the present epoch."""
 
     def start_after(self, it: WorkersIterator, engine: Engine, death: Death) -> WorkerStart | None:
-        """Where a worker goes on after a death. An iterable dataset makes its batches again up to there."""
+        """Returns the point from which a worker goes on after a death. An iterable dataset makes its batches again up
+        to there."""
         if it._dataset_kind != _DatasetKind.Iterable or not death.answers:
             return None
         return WorkerStart(replay=death.answers)
@@ -118,4 +120,4 @@ class Epochs:
         """Called at the end of an epoch."""
 
     def before_shutdown(self, it: WorkersIterator, engine: Engine) -> None:
-        """Called before the workers are told to leave."""
+        """Called before the workers are asked to leave."""

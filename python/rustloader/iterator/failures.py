@@ -33,7 +33,7 @@ class FailureCount:
         limit: ``max_errors``.
         samples: Number of samples of an epoch; None if unknown.
         batch_size: Samples of a batch, for an epoch of unknown length.
-        title: What the log calls the loader.
+        title: The title of the loader in the log.
 
     Attributes:
         allowed: Number of samples that may fail in an epoch; None if it is unlimited or depends on what was delivered.
@@ -61,7 +61,7 @@ class FailureCount:
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Begins to count anew."""
+        """Resets the counters."""
         self.error: Callable[[], ErrorLimitExceeded] | None = None
         self.epoch = self.next_epoch
         self._count, self.next_earlier = self.next_earlier, 0

@@ -45,7 +45,8 @@ _REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_
 
 
 def why_not(cls: type, base: type, loader: LoaderLike) -> str | None:
-    """Why the engine cannot serve a loader, or None. The iterator's class ``cls`` is ``base`` or a subclass of it."""
+    """Returns the reason why the engine cannot serve a loader, or None. The iterator's class ``cls`` is ``base`` or a
+    subclass of it."""
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return "its dataset is a DataPipe"
     foreign = _foreign_process(context_of(loader))
@@ -61,7 +62,7 @@ def context_of(loader: LoaderLike) -> Any:
 
 
 def _foreign_process(context: Any) -> str | None:
-    """How the processes of a context differ from those of multiprocessing, or None."""
+    """Describes how the processes of a context differ from those of multiprocessing; None if they do not."""
     if is_remote(context):
         return None
     kind = process_class(context)
@@ -77,8 +78,8 @@ def _foreign_process(context: Any) -> str | None:
 
 
 def _replaced_part(torchs: type, ours: type) -> str | None:
-    """Which part of torch's own iterator or worker a program has replaced, or None. After ``install()`` it finds
-    ``ours`` in the place of torch's class."""
+    """Returns the part of torch's own iterator or worker that a program has replaced, or None. After ``install()`` it
+    finds ``ours`` in the place of torch's class."""
     if not is_torchs(_utils.worker._worker_loop, _utils.worker):
         return "torch.utils.data._utils.worker._worker_loop was replaced"
     for name in _REPLACED_METHODS:
@@ -91,7 +92,7 @@ def _replaced_part(torchs: type, ours: type) -> str | None:
 
 
 def _foreign_part(cls: type, base: type) -> str | None:
-    """How a subclass of the iterator takes part in torch's own loop, or None."""
+    """Describes how a subclass of the iterator takes part in torch's own loop; None if it does not."""
     for owner in cls.__mro__[: cls.__mro__.index(base)]:
         for name, value in vars(owner).items():
             if name in _FOREIGN_METHODS:

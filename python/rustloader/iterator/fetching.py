@@ -1,4 +1,4 @@
-"""Decides what the options of a loader change about the way its batches are fetched."""
+"""Decides how the options of a loader change the way its batches are fetched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ logger = logging.getLogger("rustloader")
 
 
 def adapted(loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
-    """The settings with those replaced that have no effect for the dataset. Logs once per loader which and why."""
+    """Returns the settings, with those replaced that have no effect for the dataset. Logs once per loader which and
+    why."""
     changed: dict[str, Any] = {}
     if config.worker_threads > 1 and (reason := _why_one_after_the_other(loader)) is not None:
         _tell(loader, f"worker_threads={config.worker_threads} has no effect: {reason}")
@@ -50,8 +51,8 @@ def check(loader: LoaderLike) -> None:
 def scheduling(
     loader: LoaderLike, iterator: IteratorLike, config: LoaderConfig, auto_workers: int | None = None
 ) -> SchedulingStats:
-    """The settings that statistics show. What torch's constructor has read of the loader may be a property of the
-    program, and comes from the iterator."""
+    """Returns the settings that statistics show. The program may define as properties the attributes that torch's
+    constructor has read of the loader, so they come from the iterator."""
     map_style = loader._dataset_kind == _DatasetKind.Map
     sampler = iterator._index_sampler
     batch_size = sampler.batch_size if type(sampler) is BatchSampler else None
@@ -91,7 +92,7 @@ def note_begun(loader: LoaderLike, seeding: Seeding) -> None:
 
 
 def _not_apart(loader: LoaderLike) -> str | None:
-    """Why the samples of a batch cannot be told apart, or None."""
+    """Returns the reason why the samples of a batch cannot be told apart, or None."""
     if torchs.takes_batches(loader._dataset_kind, loader.dataset, loader._auto_collation):
         return f"the __getitems__ of {type(loader.dataset).__qualname__} makes a whole batch"
     if not torchs.is_own(loader._dataset_kind):
@@ -100,7 +101,7 @@ def _not_apart(loader: LoaderLike) -> str | None:
 
 
 def _why_one_after_the_other(loader: LoaderLike) -> str | None:
-    """Why threads cannot make the samples of a batch at the same time, or None."""
+    """Returns the reason why threads cannot make the samples of a batch at the same time, or None."""
     if loader._dataset_kind == _DatasetKind.Iterable:
         return "the samples of an iterable dataset come one after the other"
     if not loader._auto_collation:

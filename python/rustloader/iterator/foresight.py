@@ -1,4 +1,4 @@
-"""What the next epoch of a persistent loader begins with, foreseen before the present one has ended."""
+"""The beginning of a persistent loader's next epoch, foreseen before the present one has ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("rustloader")
 
 # Seeds that a program may draw from torch's generator between two epochs, as the `iter()` of another loader does.
 _MOST_DRAWS = 8
-# After so many wrong guesses in a row there is no further one.
+# Number of wrong guesses in a row after which there is no further one.
 _MOST_WRONG = 3
 
 # The samplers that can be foreseen, if their code is torch's.
@@ -41,7 +41,7 @@ _KNOWN = {
 
 @dataclass
 class _Guess:
-    """What a guess starts from: the state of torch's global generator, or the epoch of a sampler."""
+    """The start of a guess: the state of torch's global generator, or the epoch of a sampler."""
 
     state: torch.Tensor | None = None
     epoch: int | None = None
@@ -53,24 +53,25 @@ class Foresight:
     They come from copies of the sampler and of its generator, so that nothing which a program can see changes. They may
     be wrong: the beginning of the epoch draws from the sampler itself and compares.
 
-    What the program does between two epochs is learned from wrong guesses: how far it moves torch's global generator,
-    and which epoch it sets.
+    Wrong guesses teach how the program acts between two epochs: how far it moves torch's global generator, and which
+    epoch it sets.
 
     Args:
-        index_sampler: What the loader takes its index batches from.
-        epochs: Says which message the next epoch begins with.
+        index_sampler: The source of the loader's index batches.
+        epochs: Gives the message that the next epoch begins with.
     """
 
     def __init__(self, index_sampler: Any, epochs: Epochs) -> None:
         self._sampler, self._epochs = index_sampler, epochs
         self._batches: Iterator[Any] = iter(())
-        # Whether the present epoch has asked.
+        # True if the present epoch has asked.
         self._has_asked = False
         self._guess: _Guess | None = None
-        # The guess for the epoch that begins, and what that finds.
+        # The guess for the epoch that begins, and the state that it finds.
         self._judged: tuple[_Guess, _Guess] | None = None
         self._wrong = 0
-        # How many seeds the program draws until the next epoch, and by how much it raises the sampler's epoch.
+        # The number of seeds that the program draws until the next epoch, and the step by which it raises the sampler's
+        # epoch.
         self._draws, self._step = 0, 1
 
     def begin(self) -> bytes | None:
@@ -104,7 +105,7 @@ class Foresight:
         raise StopIteration
 
     def epoch_begins(self) -> None:
-        """Notes what the epoch that begins finds, before its first draw."""
+        """Notes the state at the start of the epoch that begins, before its first draw."""
         guess, self._guess, self._judged = self._guess, None, None
         # A short epoch asks for the next one while it begins.
         self._has_asked, self._batches = False, iter(())
@@ -113,7 +114,7 @@ class Foresight:
             self._judged = guess, found
 
     def epoch_has_begun(self, is_right: bool | None) -> None:
-        """Learns whether the epoch that has begun is as foreseen. None: the workers had not begun it."""
+        """Compares the epoch that has begun with the guess. None: the workers had not begun it."""
         if self._judged is None or is_right is None:
             self._judged = None
             return
@@ -187,14 +188,14 @@ def _is_torchs(cls: type, code: Any) -> bool:
 
 
 def packed(message: dict[str, Any]) -> bytes:
-    """What the workers of a persistent loader are told, as it is sent."""
+    """Encodes a message to the workers of a persistent loader; an empty one has no bytes."""
     return pickle.dumps(message) if message else b""
 
 
 def of(
     it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, epochs: Epochs, is_tuned: bool
 ) -> Foresight | None:
-    """What foresees the epochs of a loader with ``overlap_epochs``. None if its epochs do not overlap.
+    """Returns the foresight of a loader with ``overlap_epochs``. None if its epochs do not overlap.
 
     ``is_tuned``: the number of workers may change between epochs.
     """
@@ -210,7 +211,7 @@ def of(
 
 
 def _why_not(it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, is_tuned: bool) -> str | None:
-    """Why the epochs of a loader cannot overlap, or None."""
+    """Returns the reason why the epochs of a loader cannot overlap, or None."""
     if it._dataset_kind != _DatasetKind.Map:
         return "an iterable dataset begins its next epoch in iter(dataset)"
     if config.snapshots:

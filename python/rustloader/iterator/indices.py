@@ -73,9 +73,9 @@ def stream(index_sampler: Any, torchs: Any, start: Start | None = None) -> Any:
     """The index stream of a sampler, or torch's iterator where there is none.
 
     Args:
-        index_sampler: What a loader takes its index batches from.
+        index_sampler: The source of a loader's index batches.
         torchs: ``iter(index_sampler)``, unstarted.
-        start: Where the order starts from, or where the stream notes it. None: it is not saved.
+        start: The start of the order, given or noted by the stream. None: it is not saved.
     """
     if type(index_sampler) is BatchSampler:
         inner = vars(index_sampler).get("sampler")
@@ -108,12 +108,12 @@ class Endless:
 
 
 def _is_endless(inner: Any) -> bool:
-    """Whether a sampler is the one that torch gives an iterable dataset."""
+    """Returns True if a sampler is the one that torch gives an iterable dataset."""
     return type(inner) is _InfiniteConstantSampler and _code_of(_InfiniteConstantSampler) is CONSTANT is not None
 
 
 def _has_arrays(inner: Any) -> bool:
-    """Whether a sampler's indices can come from arrays."""
+    """Returns True if a sampler's indices can come from arrays."""
     if type(inner) is RandomSampler:
         return RANDOM is not None and _code_of(RandomSampler) is RANDOM and vars(inner).get("replacement") is False
     if type(inner) is SequentialSampler:
@@ -126,7 +126,7 @@ def _code_of(cls: type) -> CodeType | None:
 
 
 def _is_fresh(iterator: Any, code: CodeType | None, of: Any) -> bool:
-    """Whether an iterator is torch's own generator over a sampler, before its first step."""
+    """Returns True if an iterator is torch's own generator over a sampler, before its first step."""
     return (
         type(iterator) is GeneratorType
         and iterator.gi_code is code
@@ -180,12 +180,12 @@ class _Permutations:
     def __init__(self, inner: RandomSampler, start: Start | None) -> None:
         self._sampler: Any = inner
         self._start = Start() if start is None else start
-        # Whether the state of the generator is noted before the next draw.
+        # True if the state of the generator is noted before the next draw.
         self._notes = start is not None
         self._generator: Any = None
         self._is_private = False
         self._size = 0
-        # As many as whole permutations are left.
+        # Its length is the number of whole permutations that are left.
         self._whole = range(0)
         self._ended = False
         # The permutation of an interrupted call.

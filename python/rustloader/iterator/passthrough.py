@@ -18,7 +18,7 @@ class TorchsMode:
 
     Args:
         ours: The engine's iterator class, which torch's follows in the MRO.
-        epochs: What epochs begin with.
+        epochs: The start of epochs.
     """
 
     engine = None

@@ -53,7 +53,7 @@ class Session:
         loader: Its loader.
         config: Its settings.
         engine: An engine without workers.
-        epochs: What epochs begin with.
+        epochs: The start of epochs.
         of_auto: Decides about the number of workers, with num_workers="auto".
 
     Attributes:
@@ -102,7 +102,7 @@ class Session:
         return self.group.engine
 
     def traced_as(self) -> tuple[object, str, int]:
-        """What a trace knows of the loader: see `tracing.Traceable`."""
+        """Returns the identity of the loader in a trace: see `tracing.Traceable`."""
         return self._state, self.config.name, self.config.num_workers
 
     @property
@@ -112,12 +112,12 @@ class Session:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the epoch has ended."""
+        """True if the epoch has ended."""
         return self.last is StopIteration
 
     @property
     def has_failed(self) -> bool:
-        """Whether every later ``next`` raises an error that is not the end."""
+        """True if every later ``next`` raises an error that is not the end."""
         return self.last not in (None, StopIteration)
 
     # Workers.

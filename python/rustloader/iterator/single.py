@@ -54,7 +54,7 @@ def prepare_fetcher(
         epoch: Number of the epoch under torch's seeds.
 
     Returns:
-        What decides about failing samples, and their count; None if nothing does.
+        The guard, which decides about failing samples, and their count; None without one.
     """
     kind = iterator._dataset_kind
     seeds = None if seeding is None else Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)

@@ -1,4 +1,4 @@
-"""What the order of an epoch comes from: the first draw of its sampler, in a form that can be saved."""
+"""The origin of an epoch's order: the first draw of its sampler, in a form that can be saved."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def shard_start(sampler: Any) -> dict[str, Any] | None:
         "shuffle": bool(sampler.shuffle),
         "drop_last": bool(sampler.drop_last),
         "dataset_length": len(sampler.dataset),
-        # Samples at the begin of the order that were delivered under other numbers of ranks, and the ordinal of the
+        # Samples at the start of the order that were delivered under other numbers of ranks, and the ordinal of the
         # first index batch after them.
         "consumed": 0,
         "first": 0,

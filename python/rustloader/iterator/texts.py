@@ -1,4 +1,4 @@
-"""What an iterator says in torch's words."""
+"""Messages of an iterator, in torch's words."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from rustloader.metrics.ledger import Ledger
 
 
 class Open(NamedTuple):
-    """A loader, its counters, and the cache of its dataset. What is gone, or was never there, is None."""
+    """A loader, its counters, and the cache of its dataset. Each is None if it is gone or never existed."""
 
     loader: Callable[[], Any]
     ledger: Ledger
@@ -26,7 +26,7 @@ class Open(NamedTuple):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing counts there any more. An iterator may outlive its loader."""
+        """True if nothing counts there any more. An iterator may outlive its loader."""
         return self.loader() is None and self.ledger.has_ended
 
 
@@ -79,7 +79,7 @@ class Accounts:
         self._by_name: dict[str, Account] = {}
         # Loaders that have no account yet.
         self._opened: list[Open] = []
-        # Held to change accounts, and by those who read them.
+        # Held to change or to read accounts.
         self.lock = threading.Lock()
         ledger.openings.append(self._open)
         for loader, found in ledger.of_loaders():
@@ -93,7 +93,7 @@ class Accounts:
 
     def _open(self, loader: Any, found: Ledger) -> None:
         self._opened.append(_opened(loader, found))
-        # Without waiting, for this is the thread of a loop. The next one who has the lock does it otherwise.
+        # Without waiting, for this is the thread of a loop. If the lock is taken, its next holder does this.
         if self.lock.acquire(blocking=False):
             try:
                 self.items()

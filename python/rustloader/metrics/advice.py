@@ -1,4 +1,4 @@
-"""Which scheduling options to try, from statistics."""
+"""Recommendation of scheduling options, from statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of a loader's dataset, or what one would take."""
+"""The cache of a loader's dataset, or the estimate of one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEPTH = 8
 
 
 def usage(dataset: Any) -> CacheUsage | None:
-    """What the cache of a dataset has; None without one."""
+    """Returns the usage of a dataset's cache; None without one."""
     cached = find(dataset)
     return None if cached is None else cached.usage()
 
@@ -36,7 +36,7 @@ def find(dataset: Any) -> CachedDataset | None:
 
 
 def found(loader: Any, dataset: Any, stats: Figures) -> dict[str, Any]:
-    """The fields of ``Stats`` that say it."""
+    """Returns the fields of ``Stats`` about the cache."""
     present = usage(dataset)
     if present is not None:
         return {"cache": present}

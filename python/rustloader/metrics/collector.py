@@ -23,7 +23,7 @@ _BOUNDS = (*map(repr, WAIT_BOUNDS), "+Inf")
 
 
 class _Read(NamedTuple):
-    """What is read of an account at a time.
+    """One reading of an account.
 
     Attributes:
         gone: The figures of all loaders that are gone.

@@ -4,7 +4,7 @@ Python writes a reference count into each object that it looks at, so a forked w
 Arrays and tensors are one object each.
 
 The sizes are those of Python objects alone, by a few items, and without running code of the dataset. `sharing.sizes`
-also counts the data of arrays, because it asks what another process would have to be sent.
+also counts the data of arrays, because it measures the bytes that would be sent to another process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGE = 16 << 20
 _MOST = 5
 # Limits of the search: seconds of processor time, objects, attributes of attributes.
 _SECONDS, _OBJECTS, _DEPTH = 0.05, 10_000, 8
-# A container of so many items or fewer is looked into.
+# Number of items up to which a container is looked into.
 _FEW = 64
 # Items that are measured: of a container, of a container in it, and so on.
 _SAMPLED = (128, 16, 8)
@@ -69,7 +69,7 @@ def _is_container(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...] | dict[An
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, with the text that leads there."""
+    """Yields the parts of an object, each with the text that leads there."""
     if isinstance(value, dict):
         for key in list(dict.keys(value))[:_FEW]:
             if isinstance(key, (str, int)):
@@ -108,12 +108,12 @@ def _items_size(container: Any, level: int) -> float:
         count = len(container)
     distinct = {id(item): item for item in items if not _is_everywhere(item)}
     size = sum(_size(item, level + 1) for item in distinct.values())
-    # Where the sample has the same objects again and again, there are no others.
+    # If the sample has the same objects again and again, there are no others.
     return size * count / len(items) if 2 * len(distinct) > len(items) or len(items) < _SAMPLED[-1] else size
 
 
 def _is_everywhere(item: Any) -> bool:
-    """Whether Python has one object for all equal values."""
+    """Returns True if Python has one object for all values equal to the item."""
     return item is None or isinstance(item, bool) or (type(item) is int and -5 <= item <= 256)
 
 

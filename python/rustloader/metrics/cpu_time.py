@@ -61,7 +61,7 @@ def of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
 
 def of_threads(pid: int) -> float | None:
     """Seconds that all threads of a process ran, ended ones included; None if the process has ended."""
-    # What clock_getcpuclockid(3) computes: MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED).
+    # The clock id of clock_getcpuclockid(3): MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED).
     with contextlib.suppress(OSError):
         return time.clock_gettime((~pid << 3) | 2)
     return None
@@ -127,7 +127,7 @@ class Workers:
             self._ended = self.times()
 
     def core_users(self) -> CoreUsers | None:
-        """Who used the cores since the start of the processes, up to their end; None if unknown."""
+        """Returns the users of the cores from the start of the processes up to their end; None if unknown."""
         if self._ended is not None:
             return self._users
         start, now, workers = self._start, _Moment.now(), 0.0

@@ -1,4 +1,4 @@
-"""Counts what an epoch has survived: restarts of workers, and samples that failed."""
+"""Counts the faults that an epoch has survived: restarts of workers, and samples that failed."""
 
 from __future__ import annotations
 

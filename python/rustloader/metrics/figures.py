@@ -52,13 +52,13 @@ class Stats(Figures):
         copies: Copies that could be avoided.
         pinning: The pin thread.
         transfers: Copies to the device, with ``prefetch_to_device``.
-        faults: What epochs have survived: restarts of workers, and failed samples.
-        cache: What the cache of the dataset has, and what was asked of it by all processes; None without
+        faults: The faults that epochs have survived: restarts of workers, and failed samples.
+        cache: Content of the dataset's cache, and the counters of its use by all processes; None without
             ``rustloader.cache``.
-        cache_estimate: What a cache of all samples would take; None if there is one, or nothing tells.
-        core_users: Who used the processor cores while the workers of the last iterator ran; None if unknown.
+        cache_estimate: The estimated size of a cache of all samples; None if there is one, or if it is unknown.
+        core_users: The use of the processor cores while the workers of the last iterator ran; None if unknown.
         fallbacks: Iterators that ran on torch's own loop; no other figure includes their work.
-        note: Why there are no figures, and what to do; empty where there are some.
+        note: The reason why there are no figures, with the remedy; empty where there are some.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
@@ -71,10 +71,10 @@ class Stats(Figures):
     """
 
     def verdict(self) -> Verdict:
-        """Judges from these figures what limits the loader.
+        """Finds the limit of the loader from these figures.
 
         Returns:
-            What limits it, with the remedy.
+            The limit, with the remedy.
 
         Examples:
             >>> rustloader.Stats(batches=3).verdict().sentence

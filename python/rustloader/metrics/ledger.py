@@ -55,7 +55,7 @@ class Ledger:
         self.fallbacks: dict[str, int] = {}
         # Restarts of workers, and failed samples.
         self.faults: Faults = Faults(None if loaders is None else loaders.faults)
-        # What readings of the workers' memory may take.
+        # Bounds the cost of readings of the workers' memory.
         self._allowance: Allowance = Allowance() if loaders is None else loaders._allowance
         self._ended = Meter()
         self._meters: list[Meter] = []
@@ -137,7 +137,7 @@ class Ledger:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all engines have ended."""
+        """True if all engines have ended."""
         return all(meter.ended for meter in self._meters)
 
     def absorb(self, other: Ledger) -> None:

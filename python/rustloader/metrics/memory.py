@@ -1,7 +1,7 @@
 """Private memory of workers.
 
 The kernel counts it page by page, which takes milliseconds for each GB. So it is read only when statistics are taken
-and before workers end, only of processes whose page faults say that they have gained much since the last time, and for
+and before workers end, only of processes whose page faults show that they have grown much since the last time, and for
 at most 1 % of the time.
 """
 
@@ -55,7 +55,7 @@ class Allowance:
 
 
 class _Known(NamedTuple):
-    """What is known of a process: its bytes of page faults at the last reading (0: none yet), and its own bytes."""
+    """The known figures of a process: its bytes of page faults at the last reading (0: none yet), and its own bytes."""
 
     pid: int
     faulted: int

@@ -117,7 +117,7 @@ class LargeAttribute:
     """Describes a large list, tuple or dict of a dataset, whose objects workers copy as they read them.
 
     Attributes:
-        path: How to reach it, for instance "dataset.dataset.samples".
+        path: Its place in the dataset, for instance "dataset.dataset.samples".
         kind: Name of its type.
         items: Number of its items.
         bytes: Bytes of the objects in it, estimated from a few of them. NumPy arrays and tensors count without their
@@ -214,7 +214,7 @@ class Fallback:
     """Counts the iterators that ran on torch's own loop for one reason.
 
     Attributes:
-        reason: Why the engine could not serve them.
+        reason: The reason why the engine could not serve them.
         count: Number of iterators.
 
     Examples:
@@ -303,7 +303,7 @@ class SchedulingStats:
 
 @dataclass(frozen=True)
 class CacheEstimate:
-    """Holds what a cache of all samples would take, from the batches so far.
+    """Holds the estimated size of a cache of all samples, from the batches so far.
 
     Attributes:
         bytes: Bytes of all samples, about, as they are in the batches.
@@ -323,7 +323,7 @@ class CacheEstimate:
 
 @dataclass(frozen=True)
 class CoreUsers:
-    """Holds who used the processor cores while the workers of the last iterator ran: shares of all cores, 0 to 1.
+    """Holds the use of the processor cores while the workers of the last iterator ran: shares of all cores, 0 to 1.
 
     Attributes:
         main: The main process.

@@ -67,9 +67,9 @@ class _Model:
 
     def __init__(self, durations: Sequence[float], scheduler: Scheduler) -> None:
         self._durations, self._scheduler = durations, scheduler
-        # When each worker is free; of a shared queue a heap.
+        # The time at which each worker is free; of a shared queue a heap.
         self._free = [0.0] * scheduler.workers
-        # When each submitted batch is finished, and a heap of those times that are still to come.
+        # The time at which each submitted batch is finished, and a heap of those times that are still to come.
         self.ends: list[float] = []
         self.under_way: list[float] = []
 
@@ -84,7 +84,7 @@ class _Model:
             heapq.heappush(self.under_way, end)
 
     def _work(self, now: float) -> float:
-        """When the next batch, which is submitted now, is finished."""
+        """Returns the time at which the next batch, which is submitted now, is finished."""
         free, batch = self._free, len(self.ends)
         if self._scheduler.shared:
             end = max(now, free[0]) + self._durations[batch]

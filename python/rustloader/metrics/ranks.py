@@ -24,7 +24,7 @@ class RankStats:
         batches: Number of batches delivered.
         seconds: Time of the loop: in ``next``, and in the training step.
         next_seconds: Part of ``seconds`` in ``next``: waits and its own work.
-        kind: What limits the loader, as in ``Verdict``.
+        kind: The limit of the loader, as in ``Verdict``.
         sentence: The same in words, with the remedy.
 
     Examples:

@@ -64,7 +64,7 @@ class MetricsServer:
         self._thread.join()
 
     def _forget(self) -> None:
-        """In a forked child: the port is the parent's alone, and its thread is not here."""
+        """Forgets the server in a forked child: the port is the parent's alone, and its thread does not exist here."""
         accounts, self._accounts = self._accounts, None
         if accounts is not None:
             accounts.close()

@@ -58,7 +58,7 @@ def _state(worker: WorkerStats) -> str:
 
 
 def cache_line(usage: CacheUsage) -> str:
-    """What a cache has, and what was asked of it."""
+    """Describes the content and the counters of a cache in one line."""
     asked = usage.hits + usage.misses
     share = f" ({usage.hits / asked:.0%} of the samples)" if asked else ""
     hits, misses = count_of(usage.hits, "hit"), count_of(usage.misses, "miss")

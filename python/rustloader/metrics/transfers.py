@@ -20,8 +20,8 @@ class TransferStats:
         bytes: Bytes of these on the device.
         seconds: Time of their copies in seconds.
         waited_seconds: Part of ``seconds``: the program's stream had done all its work and waited for the copy.
-        pageable: Why batches are copied from pageable memory, with the remedy; empty if they are pinned.
-        note: Why there are no copies, of a loader whose batches stay on the CPU; else empty.
+        pageable: The reason why batches are copied from pageable memory, with the remedy; empty if they are pinned.
+        note: The reason why there are no copies, of a loader whose batches stay on the CPU; else empty.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)

@@ -1,4 +1,4 @@
-"""Judges from statistics what limits a loader."""
+"""Finds the limit of a loader from its statistics."""
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 import math
@@ -56,10 +56,10 @@ _AUTO = 'num_workers="auto" decides about more workers at the next iter().'
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """Names what limits a loader and the remedy.
+    """Names the limit of a loader and the remedy.
 
     Attributes:
-        kind: What limits: "step" (the training step), "workers" (too few of them), "dataset" (its own work, on all
+        kind: The limit: "step" (the training step), "workers" (too few of them), "dataset" (its own work, on all
             cores), "storage" (workers wait for storage or the network), "cores" (other work takes them), "collate"
             (``collate_fn``), "head_of_line" (one slow worker, or a few slow batches), "main" (the sampler, or opening
             batches), "pinning", "device" (the copy to it), "transport" (between the processes), "network" (to workers
@@ -123,12 +123,12 @@ def judge(stats: Figures, is_most: bool = False) -> Verdict:
 
 
 def described(large: LargeAttribute) -> str:
-    """What an attribute is, in words."""
+    """Describes an attribute in words."""
     return f"a {large.kind} of {large.items:,} items, about {size(large.bytes)}"
 
 
 def _caching(stats: Figures) -> str:
-    """What a cache would gain; empty if that is unknown, or little."""
+    """Describes the gain from a cache; empty if it is unknown, or little."""
     estimate, tasks = stats.cache_estimate, sum(worker.tasks for worker in stats.workers)
     if estimate is None or not tasks:
         return ""
@@ -148,7 +148,7 @@ def _caching(stats: Figures) -> str:
 
 
 def _copying(stats: Figures) -> str:
-    """What to do about a dataset that workers copy; empty if nothing is known of one."""
+    """Returns advice on a dataset that workers copy; empty if nothing is known of one."""
     if not stats.large_attributes:
         return ""
     most = max(worker.private_bytes or 0 for worker in stats.workers)

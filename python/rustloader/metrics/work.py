@@ -1,4 +1,4 @@
-"""What workers do with their time, from statistics."""
+"""Breakdown of the workers' time, from statistics."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _SATURATED = 0.5
 
 
 class Shares(NamedTuple):
-    """What workers do in the dataset, as shares of their time there."""
+    """Breakdown of the workers' time in the dataset, as shares of it."""
 
     cpu: float
     queued: float
 
     @property
     def waiting(self) -> float:
-        """Neither computing nor waiting for a core: for storage, the network or a lock."""
+        """The share in which workers neither compute nor wait for a core: they wait for storage, the network or a
+        lock."""
         return 1 - self.cpu - self.queued
 
 
@@ -45,7 +46,7 @@ def queued_share(stats: Figures) -> float | None:
 
 
 def saturated(stats: Figures, loop: float) -> bool:
-    """Whether the workers alone keep the cores busy. ``loop``: seconds of the loop, without first batches."""
+    """Returns True if the workers alone keep the cores busy. ``loop``: seconds of the loop, without first batches."""
     cpu = sum(worker.cpu_seconds or 0.0 for worker in stats.workers)
     # Neither side includes the start of the processes.
     since_start = max((worker.busy_seconds + worker.idle_seconds for worker in stats.workers), default=0.0)

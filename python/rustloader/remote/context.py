@@ -12,10 +12,10 @@ from rustloader.settings.limits import REMOTE_START
 
 @dataclass(frozen=True)
 class Call:
-    """What a worker needs to connect back.
+    """The parameters with which a worker connects back.
 
     Attributes:
-        address: Where the main process listens.
+        address: The address at which the main process listens.
         port: Its port for this worker.
         token: The secret by which both ends prove themselves. It does not travel over their connection.
         worker_id: The worker's number.
@@ -33,13 +33,13 @@ class Started(Protocol):
     """A worker that was asked to start."""
 
     def failure(self) -> str | None:
-        """Why it has ended or cannot start; None while it starts or runs. Does not wait."""
+        """Returns the reason why it has ended or cannot start; None while it starts or runs. Does not wait."""
 
     def waits_for(self) -> str:
-        """What it may be waiting for, for the error of a start that takes too long."""
+        """Describes what it may be waiting for, for the error of a start that takes too long."""
 
     def kill(self) -> None:
-        """Ends it, whatever it does. Does not wait, and raises nothing if it is gone."""
+        """Ends it in any state. Does not wait, and raises nothing if it is gone."""
 
 
 class RemoteContext(BaseContext, abc.ABC):
@@ -91,5 +91,5 @@ class RemoteContext(BaseContext, abc.ABC):
 
 
 def is_remote(context: Any) -> bool:
-    """Whether a context's workers run on other machines."""
+    """Returns True if a context's workers run on other machines."""
     return isinstance(context, RemoteContext)

@@ -1,6 +1,6 @@
 """The handshake of a connection. Both ends prove that they know a secret, before either of them unpickles anything.
 
-The worker has the secret from what started it, Ray say. It does not travel over the connection::
+The worker gets the secret from its launcher, such as Ray. It does not travel over the connection::
 
     main process    magic number, nonce                                                          the challenge
     worker          magic number, nonce, worker number, pid, versions as JSON                    the hello
@@ -39,7 +39,7 @@ _PROOF_BYTES = 32
 _CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
 # Magic, nonce, worker number, pid, bytes of the versions.
 _HELLO = struct.Struct(f"<8s{_NONCE_BYTES}sIIH")
-# Whether the sender goes on, and bytes of what follows.
+# A flag, set if the sender goes on, and bytes of what follows.
 _ANSWER = struct.Struct("<?Q")
 _VERSIONS_MAX = 4096
 # Bytes of a job, which may have the state of a dataset.
@@ -50,7 +50,7 @@ _HELLO_SECONDS = 30.0
 
 
 class HandshakeError(RuntimeError):
-    """The other end refuses, or what it sends is no handshake."""
+    """Raised if the other end refuses, or does not send a handshake."""
 
 
 def new_token() -> bytes:
@@ -59,7 +59,8 @@ def new_token() -> bytes:
 
 
 def versions() -> dict[str, str]:
-    """What must be equal at both ends: batches are encoded by rustloader, and pickled by torch and NumPy."""
+    """Returns the versions that must be equal at both ends: batches are encoded by rustloader, and pickled by torch and
+    NumPy."""
     return {
         "rustloader": __version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
@@ -71,7 +72,7 @@ def versions() -> dict[str, str]:
 
 
 def skew(theirs: dict[str, Any]) -> str | None:
-    """How the versions of a worker differ from these, or None."""
+    """Describes how the versions of a worker differ from these; None if they do not."""
     ours = versions()
     differing = [name for name, version in ours.items() if theirs.get(name) != version]
     if not differing:
@@ -113,7 +114,7 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _proof(token: bytes, role: bytes, said: bytes) -> bytes:
-    """What only an end that knows the secret can send, in this role, after all that was said."""
+    """Computes the proof that only an end with the secret can send, in this role, after all that was said."""
     return hmac.digest(token, role + said, "sha256")
 
 
@@ -142,7 +143,7 @@ def connect(address: str, port: int, token: bytes, worker_id: int, pid: int, dea
     """Connects to the main process. Each end has proved itself to the other when this returns.
 
     Raises:
-        HandshakeError: What listens there does not know the secret.
+        HandshakeError: The listener there does not know the secret.
         OSError: Nothing listens there, or it closes the connection, or it is silent until the deadline.
     """
     connection = socket.create_connection((address, port), timeout=_left(deadline))
@@ -168,11 +169,11 @@ def introduce(connection: socket.socket, token: bytes, worker_id: int, pid: int,
 
 
 def is_expected(connection: socket.socket, token: bytes, worker_id: int, deadline: float) -> int | None:
-    """Proves this process to the worker that has proved itself. Returns its pid; None for a stranger, who is told
-    nothing but a nonce.
+    """Proves this process to the worker that has proved itself. Returns its pid; None for a stranger, who gets nothing
+    but a nonce.
 
     Raises:
-        HandshakeError: It is the worker, and its versions differ. It has been told.
+        HandshakeError: It is the worker, and its versions differ. It has received the versions.
     """
     limit = min(deadline, time.monotonic() + _HELLO_SECONDS)
     challenge = _MAGIC + secrets.token_bytes(_NONCE_BYTES)

@@ -1,4 +1,4 @@
-"""Whether this thread pickles something for other machines, where no memory of this one can be reached."""
+"""Marks a thread that pickles something for other machines, where no memory of this one can be reached."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _state = _State()
 
 
 def is_packing() -> bool:
-    """Whether what is being pickled goes to another machine."""
+    """Returns True if this thread is pickling something for another machine."""
     return _state.depth > 0
 
 
 @contextlib.contextmanager
 def packing() -> Iterator[None]:
-    """What is pickled within goes to another machine."""
+    """Marks the pickles that are made in the body as going to another machine."""
     _state.depth += 1
     try:
         yield

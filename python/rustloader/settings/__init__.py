@@ -1,1 +1,1 @@
-"""What a loader is asked to do: options, their kinds, and the settings of an iterator."""
+"""The settings of a loader: options, their kinds, and the settings of an iterator."""

@@ -37,7 +37,7 @@ class LoaderConfig:
     worker_affinity: str | Sequence[int | Collection[int]] | None
     name: str
     overlap_epochs: bool
-    # Whether workers send snapshots of their datasets.
+    # True if workers send snapshots of their datasets.
     snapshots: bool = False
 
     @property
@@ -47,7 +47,8 @@ class LoaderConfig:
 
     @property
     def raises(self) -> bool:
-        """Whether an exception of a sample does as in torch. A function may compare equal to anything."""
+        """True if an exception of a sample is raised, as in torch. The type is checked first: a function may compare
+        equal to anything."""
         return isinstance(self.on_error, str) and self.on_error == "raise"
 
     def changed(self, **values: Any) -> LoaderConfig:

@@ -1,4 +1,4 @@
-"""Kinds of option values: what each accepts, how it is read from a text, and what an error says.
+"""Kinds of option values: the values that each accepts, its form as a text, and its errors.
 
 A new option takes one of these kinds, or a class of its own here.
 """
@@ -28,8 +28,8 @@ class Kind:
 
     Attributes:
         types: The types of its values. True and False are no integers here.
-        described: What a value must be, for errors of Python code.
-        expected: What a text must be, for errors of the environment and the command line.
+        described: Description of a valid value, for errors of Python code.
+        expected: Description of a valid text, for errors of the environment and the command line.
     """
 
     types: ClassVar[tuple[type, ...]]
@@ -37,11 +37,12 @@ class Kind:
     expected: str
 
     def is_kind(self, value: Any) -> bool:
-        """Whether a value has the right type. Otherwise the error is a TypeError."""
+        """Returns True if a value has the right type. Otherwise the error is a TypeError."""
         return isinstance(value, self.types) and (bool in self.types or not isinstance(value, bool))
 
     def allows(self, value: Any) -> bool:
-        """Whether a value of the right type is one that the option can have. Otherwise the error is a ValueError."""
+        """Returns True if a value of the right type is one that the option can have. Otherwise the error is a
+        ValueError."""
         return True
 
     def read(self, text: str) -> Any:

@@ -90,9 +90,9 @@ STALL_ITEM = Seconds("RUSTLOADER_STALL_ITEM_SECONDS", 120.0)
 STALL_STACK = Seconds("RUSTLOADER_STALL_STACK_SECONDS", 1.0)
 # If the program handles SIGTERM: seconds until a worker that alone received one dies of it.
 SIGTERM = Seconds("RUSTLOADER_SIGTERM_SECONDS", 0.5)
-# Whether the fork server of the program imports what workers need.
+# True if the fork server of the program imports what workers need.
 FORKSERVER_PRELOAD = Switch("RUSTLOADER_FORKSERVER_PRELOAD", True)
-# Whether large arrays that NumPy makes in workers lie in shared memory.
+# True if large arrays that NumPy makes in workers lie in shared memory.
 NUMPY_ARENA = Switch("RUSTLOADER_NUMPY_ARENA", True)
 # Seconds that the start of workers on other machines may take: of their processes, the import of torch, and the
 # transfer of the dataset.

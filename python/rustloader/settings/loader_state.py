@@ -1,6 +1,6 @@
-"""What rustloader remembers of a loader from one iterator to the next.
+"""The state of a loader that rustloader keeps from one iterator to the next.
 
-What must travel with copies and pickles of a loader is an attribute of it: the options that its constructor was given,
+Parts that travel with copies and pickles of a loader are its attributes: the options that its constructor was given,
 the epochs with ``seed_by``, and the number that "auto" has set. Everything else is a `LoaderState`, in a weak table: it
 keeps the loader's attributes the same as torch's.
 """
@@ -25,7 +25,7 @@ AUTO = "_rustloader_auto"
 
 
 class LoaderState:
-    """What is remembered of a loader as long as it lives in this process."""
+    """The state of a loader that is kept as long as it lives in this process."""
 
     def __init__(self) -> None:
         # Of a loader with num_workers="auto": rustloader.auto.tuner.Tuner.
@@ -42,7 +42,7 @@ class LoaderState:
         return WarmPages()
 
     def is_new(self, text: str) -> bool:
-        """Whether a text was not yet logged for the loader."""
+        """Returns True if a text was not yet logged for the loader, and notes it as logged."""
         is_new = text not in self._logged
         self._logged.add(text)
         return is_new
@@ -97,7 +97,7 @@ def forget_epochs(loader: LoaderLike) -> None:
 
 
 def has_auto(loader: LoaderLike) -> bool:
-    """Whether a loader was made with "auto", and its program has set no other number since."""
+    """Returns True if a loader was made with "auto", and its program has set no other number since."""
     return type(number := getattr(loader, AUTO, None)) is int and number == loader.num_workers
 
 

@@ -59,7 +59,7 @@ def of(loader: Any) -> str:
 
 
 def title(name: str | None) -> str:
-    """What the log calls a loader that was given a name, or none."""
+    """Returns the title of a loader in the log, with its name if it was given one."""
     return "a DataLoader" if name is None else f"the DataLoader {name}"
 
 

@@ -57,7 +57,7 @@ class Option:
         default: Value in force where neither the loader nor ``install()`` sets one.
         is_missed: Whether a loader without it delivers something else, or ends where it would go on. There is a warning
             where torch's own iterator has to do without.
-        needs_workers: What cannot be done without workers; empty for an option that works without.
+        needs_workers: The feature that is impossible without workers; empty for an option that works without.
         needs_persistent: Whether the workers have to be persistent.
     """
 

@@ -1,4 +1,4 @@
-"""Whether the ranks of a machine mean the same object by a key."""
+"""Checks that the ranks of a machine mean the same object by a key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = (str, bytes, int)
 
 
 def _outline(x: Any) -> tuple[Any, ...] | None:
-    """What two objects must have in common; None for one that tells nothing about itself."""
+    """Returns the properties that two objects must have in common; None for an object of any other type."""
     if isinstance(x, np.ndarray):
         return "an array", str(x.dtype), x.shape
     if isinstance(x, torch.Tensor):
@@ -49,7 +49,7 @@ class Disagreement(ValueError):
 
 
 def check(key: str, mine: Any, shared: Any) -> None:
-    """Compares what this rank has given with what a rank has shared, as far as that is cheap.
+    """Compares the object that this rank gives with the one that another rank has shared, as far as that is cheap.
 
     Raises:
         Disagreement: They differ.
@@ -71,7 +71,7 @@ def check(key: str, mine: Any, shared: Any) -> None:
 
 
 def _has_objects(x: Any) -> bool:
-    """Whether items of an array or a tensor have no bytes of their own that can be compared."""
+    """Returns True if items of an array or a tensor have no bytes of their own that can be compared."""
     if isinstance(x, np.ndarray):
         return x.dtype.kind not in "biufcSU"
     return isinstance(x, torch.Tensor) and x.is_complex()

@@ -27,14 +27,14 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
     memory is one sealed file without a name, which nothing can change. It counts once for all processes, and goes with
     the last of them.
 
-    Items are made anew at each access: they have the type and value that the original had, but changes to them are
+    Items are made again at each access: they have the type and value that the original had, but changes to them are
     lost, and ``is`` does not hold between two accesses.
 
     A list, or any other iterable of items, becomes a read-only sequence like a list; it is read once, and never held in
     memory as a whole. ``to_list()`` makes a list of it. A tuple becomes a read-only sequence like a tuple, a dict or
     another mapping a read-only mapping in the same order (``to_dict()``), a NumPy array without Python objects a
-    read-only array. A dense CPU tensor becomes a tensor: torch knows no read-only tensors, and what a process writes to
-    it, this process alone sees.
+    read-only array. A dense CPU tensor becomes a tensor: torch knows no read-only tensors, and only the process that
+    writes to it sees the changes.
 
     A dataset becomes a shallow copy, in which the large lists, tuples, dicts, arrays and tensors among its attributes
     are shared ones, and so are those of datasets in it (``Subset``, ``ConcatDataset``, wrappers). The dataset itself

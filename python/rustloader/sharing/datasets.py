@@ -1,4 +1,4 @@
-"""Sharing what is large among the attributes of a dataset."""
+"""Shares the large attributes of a dataset."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _ARRAYS = (np.ndarray, torch.Tensor)
 
 
 def is_dataset(x: Any) -> bool:
-    """Whether an object is a dataset: one of torch's class, or one with items and attributes that is no container."""
+    """Returns True if an object is a dataset: one of torch's class, or one with items and attributes that is no
+    container."""
     if isinstance(x, Dataset):
         return True
     kind = type(x)
@@ -35,7 +36,7 @@ def is_dataset(x: Any) -> bool:
 
 
 class _Node:
-    """A dataset, or a container or a method of one, that may have to be made anew."""
+    """A dataset, or a container or a method of one, that may have to be made again."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -44,7 +45,7 @@ class _Node:
         self.holders: list[_Node] = []
 
     def change(self) -> None:
-        """Marks this node and all that hold it."""
+        """Marks this node and all nodes that hold it."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -54,7 +55,7 @@ class _Node:
 
 
 class Sharing:
-    """One call of ``share(dataset)``: finds what is large, shares it, and makes the datasets anew that hold it."""
+    """One call of ``share(dataset)``: finds what is large, shares it, and recreates the datasets that hold it."""
 
     def __init__(self, threshold: int, share: Callable[[Any, str], Any]) -> None:
         self._threshold = threshold
@@ -90,7 +91,7 @@ class Sharing:
     # Finding what is large, and sharing it
 
     def _visit(self, value: Any, name: str, holder: _Node | None) -> None:
-        """Shares what is large in a value, and notes in its holders that they change."""
+        """Shares the large parts of a value, and notes in its holders that they change."""
         waiting = [(value, name, holder)]
         while waiting:
             value, name, holder = waiting.pop()
@@ -153,7 +154,7 @@ class Sharing:
         self._kept.append(value)
         self._shared[id(value)] = shared
 
-    # Making the holders anew
+    # Recreation of the holders
 
     def _anew(self, value: Any) -> Any:
         """A value with the shared objects in it; the value itself if it has none."""

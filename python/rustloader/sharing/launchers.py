@@ -1,4 +1,4 @@
-"""What a launcher (torchrun, Slurm, MPI) tells its processes about the run: its name, and its ranks."""
+"""Description of the run by a launcher (torchrun, Slurm, MPI): its name, and its ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch.distributed
 
 import rustloader.system.local_ranks as local
 
-# What names a run, as its launcher sets it for every rank. Those that are missing count as empty.
+# Variables that name a run, as its launcher sets them for every rank. Those that are missing count as empty.
 _RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE")
-# What tells apart runs of the same name.
+# Variables that tell apart runs of the same name.
 _PART = ("TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "SLURM_STEP_ID")
 
 
@@ -20,12 +20,12 @@ class Ranks(NamedTuple):
 
     # Their number; None if it is unknown.
     size: int | None
-    # What tells this one from the others.
+    # The value that distinguishes this rank from the others.
     own: str
 
 
 def _has_others() -> bool:
-    """Whether the run has several processes, on this machine or others."""
+    """Returns True if the run has several processes, on this machine or others."""
     if (local.number("WORLD_SIZE") or 1) > 1:
         return True
     available = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -33,7 +33,7 @@ def _has_others() -> bool:
 
 
 def local_ranks() -> Ranks | None:
-    """The ranks of this machine; None if this process is alone, or nothing tells."""
+    """The ranks of this machine; None if this process is alone, or if they are unknown."""
     size, rank = local.size(), local.rank()
     if size == 1 or (size is None and not _has_others()):
         return None
@@ -41,6 +41,6 @@ def local_ranks() -> Ranks | None:
 
 
 def run_name() -> tuple[str, ...] | None:
-    """What names the run, the same in all its ranks; None if nothing does."""
+    """Returns the name of the run, the same in all its ranks; None if nothing names it."""
     named = [os.environ.get(name, "") for name in _RUN]
     return (*named, *(os.environ.get(name, "") for name in _PART)) if any(named) else None

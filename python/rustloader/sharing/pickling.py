@@ -1,4 +1,4 @@
-"""How shared objects and their items are pickled.
+"""Pickling of shared objects and their items.
 
 For another process of this machine (ForkingPickler) a shared object is a descriptor. For everything else (``pickle``,
 ``torch.save``) it is its content.
@@ -78,7 +78,7 @@ def reduce_to_store(shared: Any) -> tuple[Any, ...]:
 
 
 def is_spawning() -> bool:
-    """Whether the arguments of a new process are being pickled."""
+    """Returns True if the arguments of a new process are being pickled."""
     return context.get_spawning_popen() is not None
 
 
@@ -91,7 +91,7 @@ def register(kind: type, reducer: Callable[[Any], Any]) -> None:
 
 
 def descriptor_of(store: Any, kind: Callable[[int], Any]) -> tuple[Any, ...]:
-    """Reduces what has a descriptor, and is made of one, for another process of this machine."""
+    """Reduces an object that has a descriptor, and is made of one, for another process of this machine."""
     popen = context.get_spawning_popen()
     count = len(popen._fds) if isinstance(popen, popen_forkserver.Popen) else 0  # type: ignore[attr-defined]
     if count >= _MOST_DESCRIPTORS:
@@ -103,7 +103,7 @@ def descriptor_of(store: Any, kind: Callable[[int], Any]) -> tuple[Any, ...]:
 
 
 def _received(duplicate: Any, kind: Callable[[int], Any]) -> Any:
-    """What is made of a descriptor that another process has sent."""
+    """Makes an object from a descriptor that another process has sent."""
     fd = duplicate.detach()
     os.set_inheritable(fd, False)
     return kind(fd)

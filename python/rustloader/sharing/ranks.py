@@ -33,14 +33,14 @@ logger = logging.getLogger("rustloader")
 _RETRY = 0.02
 # Seconds of the longest single wait: sockets count milliseconds in 31 bits.
 _SLICE = 1e6
-# Connections that wait at a listening socket, and those that have not said yet who they are.
+# Number of connections that wait at a listening socket, and of those that have not identified themselves yet.
 _MOST_WAITING = 256
 _CREDENTIALS = struct.Struct("3i")
-# What a rank says before its name, and the longest such word in bytes.
+# The prefix of a rank's name in its greeting, and the longest such greeting in bytes.
 _HELLO = b"rustloader share "
 _LONGEST = 128
 
-# How often this process has used a key: the n-th call of each rank belongs to the n-th of the others.
+# Number of times that this process has used a key: the n-th call of each rank belongs to the n-th of the others.
 _uses: dict[str, int] = {}
 # Held while a socket comes into being, so that no fork falls between the call and `_own`. A signal handler may fork.
 _lock = threading.RLock()
@@ -102,7 +102,7 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
 
 
 class _Store(Protocol):
-    """What lies in a file that other processes can open by a descriptor."""
+    """An object in a file that other processes can open by a descriptor."""
 
     def fileno(self) -> int: ...
 
@@ -138,7 +138,7 @@ def meet(key: str, build: Callable[[], _S], timeout: float, opened: Callable[[in
 
 
 def meet_on_machine(name: str, build: Callable[[], _S], opened: Callable[[int], _S], call: str) -> _S:
-    """As `meet`, for processes of this machine that nothing counts. The name is one that no other store has."""
+    """As `meet`, for processes of this machine whose number is unknown. The name is one that no other store has."""
     ranks = Ranks(None, f"pid {os.getpid()}")
     return _met(_hashed([str(os.geteuid()), call, name]), call, ranks, build, math.inf, opened)
 
@@ -226,7 +226,7 @@ class _Server:
         self._listener, self._store, self._named, self._ranks = listener, store, named, ranks
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._served: set[bytes] = set()
-        # Those that have not said yet who they are.
+        # Connections that have not identified themselves yet.
         self._waiting: dict[int, socket.socket] = {}
         self._ended = False
         self._thread: threading.Thread | None = None

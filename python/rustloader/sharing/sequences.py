@@ -36,7 +36,7 @@ def forbid(kind: type, names: Iterable[str], remedy: str) -> None:
 
 
 class _Sequence(SharedItems):
-    """What a shared list and a shared tuple have in common."""
+    """The common base of a shared list and a shared tuple."""
 
     __slots__ = ()
     # Types whose objects compare with this one's.

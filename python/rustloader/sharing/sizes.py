@@ -1,4 +1,4 @@
-"""How much memory the attributes of a dataset take, about, with the data of arrays and tensors unless it is shared.
+"""Estimates the memory of a dataset's attributes, with the data of arrays and tensors unless it is shared.
 
 `metrics.copied` looks for less, the Python objects that a forked worker copies as it reads them, and has less time.
 """
@@ -22,7 +22,7 @@ from rustloader.sharing.sequences import SharedDict, SharedList, SharedTuple
 
 # Items of a container that are measured: of the outermost one, of those in it, and so on.
 _SAMPLED = (200, 32, 8, 2)
-# Items that are pickled to see what they have in common, and bytes of pickles from which it is not looked for.
+# Number of items that are pickled to find their common parts, and bytes of pickles above which these are not sought.
 _PICKLED = 8
 _LARGEST_PICKLE = 16 << 20
 # Bytes of pickles that the names of classes may take.
@@ -58,7 +58,7 @@ def size_of(value: Any, level: int = 0) -> int:
 
 
 def is_shared(value: np.ndarray | torch.Tensor) -> bool:
-    """Whether the memory of an array or a tensor is one for all processes already: shared, or a file's."""
+    """Returns True if the memory of an array or a tensor is one for all processes already: shared, or a file's."""
     if isinstance(value, SharedTensor):
         return True
     if isinstance(value, torch.Tensor):

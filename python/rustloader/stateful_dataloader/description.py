@@ -1,4 +1,4 @@
-"""``describe``: what a state of a loader says, in words."""
+"""``describe``: a description of a loader's state in words."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _SAMPLERS = {
 
 
 def describe(state: Any) -> str:
-    """Describes a state in words: what wrote it, its position, its sampler, and the states of dataset and workers.
+    """Describes a state in words: its origin, its position, its sampler, and the states of dataset and workers.
 
-    It reads states of rustloader and of torchdata, and changes nothing. What is missing or of a wrong type is listed at
-    the end.
+    It reads states of rustloader and of torchdata, and changes nothing. Entries that are missing or of a wrong type are
+    listed at the end.
 
     Args:
-        state: What ``state_dict()`` of a StatefulDataLoader returned.
+        state: The result of ``state_dict()`` of a StatefulDataLoader.
 
     Returns:
         Text of several lines.
@@ -71,7 +71,7 @@ def describe(state: Any) -> str:
 
 
 class _Description:
-    """The lines about one state, and what they found missing or of a wrong type."""
+    """The lines about one state, with notes on entries that are missing or of a wrong type."""
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
         self._problems: dict[str, None] = {}
@@ -79,7 +79,7 @@ class _Description:
         self._with_workers = schema.SNAPSHOT in state
         self._own = self._part(state, "", OWN) if OWN in state else {}
         self._snapshot = self._part(state, "", schema.SNAPSHOT) if self._with_workers else {}
-        # Where the position in the sampler stands.
+        # The part with the position in the sampler.
         self._main = self._part(self._snapshot, schema.SNAPSHOT, schema.MAIN) if self._with_workers else state
         self._main_path = "_snapshot._main_snapshot" if self._with_workers else ""
         self._sampler_part = self._part(self._own, OWN, Own.SAMPLER) if self._own else {}
@@ -104,7 +104,7 @@ class _Description:
             found.append(f"problems: {'; '.join(self._problems)}")
         return found
 
-    # Values, whatever the state has in their place
+    # Values, which the state may lack or have of a wrong type
 
     def _value(self, values: Mapping[Any, Any], path: str, key: str, *kinds: type) -> Any:
         """A value of one of these types, or None with a note."""
@@ -181,7 +181,7 @@ class _Description:
         return first + (length // batch_size if drops_last else -(-length // batch_size))
 
     def _is_known(self) -> bool:
-        """Whether the sampler yields single indices. The length of another one may count batches."""
+        """Returns True if the sampler yields single indices. The length of another one may count batches."""
         return _SAMPLERS.get(plain(self._sampler.kind), "")[:1].isupper()
 
     def _ahead(self) -> Iterator[str]:

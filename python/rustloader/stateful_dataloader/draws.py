@@ -26,7 +26,7 @@ def draws(loader: LoaderLike, index_sampler: Any, with_base_seed: bool) -> Draws
 
     Args:
         loader: The loader, whose generator the base seed comes from.
-        index_sampler: What it takes its index batches from.
+        index_sampler: The source of its index batches.
         with_base_seed: Whether ``iter()`` draws a base seed. Persistent workers keep the one that they have.
     """
     if isinstance(loader.dataset, IterDataPipe):
@@ -39,7 +39,7 @@ def draws(loader: LoaderLike, index_sampler: Any, with_base_seed: bool) -> Draws
 
 
 def foreseen(loader: LoaderLike, index_sampler: Any) -> Draws:
-    """What ``draws`` would return, with a base seed. Draws from copies of the generators, which costs little."""
+    """Foresees the result of ``draws`` with a base seed. Draws from copies of the generators, which costs little."""
     copies: dict[int, torch.Generator] = {}
 
     def copy_of(generator: torch.Generator | None) -> torch.Generator:
@@ -66,15 +66,15 @@ def foreseen(loader: LoaderLike, index_sampler: Any) -> Draws:
 
 
 class ForeseenDraws:
-    """The draws of the first epoch, as a state before it says them. The epoch makes them all the same, when torch does,
-    and has these in their place: so the program's other draws are those of a run without the state.
+    """The draws of the first epoch, as a state before it has them. The epoch makes the same draws when torch does, and
+    replaces the results by these: so the program's other draws are those of a run without the state.
 
     Args:
         loader: As for ``draws``.
         index_sampler: As for ``draws``.
 
     Attributes:
-        draws: What ``foreseen`` has returned.
+        draws: The result of ``foreseen``.
     """
 
     are_made = False
@@ -98,7 +98,7 @@ class KeptDraws:
         with_base_seed: As for ``draws``.
 
     Attributes:
-        draws: What ``draws`` has returned.
+        draws: The result of ``draws``.
         are_made: Whether the generators have made them.
     """
 
@@ -118,8 +118,8 @@ class KeptDraws:
         self._watches = [SeedWatch(generator) for generator, _ in drawn]
 
     def was_seeded_since(self) -> bool:
-        """Whether the program has seeded a generator since, or restored its state: then its own draws count, as in a
-        run without a state. It is not noticed if it seeds with the same number and draws before the next epoch."""
+        """Returns True if the program has since seeded a generator or restored its state: then its own draws count, as
+        in a run without a state. Seeding with the same number and drawing before the next epoch is not noticed."""
         restored = any(torch.equal(_of(generator).get_state(), state) for generator, state in self._before)
         return restored or any(watch.was_seeded() for watch in self._watches)
 
@@ -137,7 +137,7 @@ class SeedWatch:
         self._seed, self._was_fresh = now.initial_seed(), _is_fresh(now)
 
     def was_seeded(self) -> bool:
-        """Whether it was seeded."""
+        """Returns True if the generator was seeded."""
         generator = _of(self._generator)
         return generator.initial_seed() != self._seed or (_is_fresh(generator) and not self._was_fresh)
 
@@ -147,7 +147,7 @@ def _of(generator: torch.Generator | None) -> torch.Generator:
 
 
 def _is_fresh(generator: torch.Generator) -> bool:
-    """Whether a generator is where its seed puts it."""
+    """Returns True if a generator is where its seed puts it."""
     seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
     return torch.equal(generator.get_state(), seeded.get_state())
 
@@ -178,7 +178,7 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
     For the state of a finished epoch that does not say where the next one starts from.
 
     Args:
-        index_sampler: What the loader takes its index batches from.
+        index_sampler: The source of the loader's index batches.
         saved: As for ``sampling``.
         position: Number of index batches that were delivered.
         has_ended: Whether the state that a sampler has is that after its epoch.
@@ -204,7 +204,7 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
 
 
 def _as_torchdata(inner: Any) -> RandomSampler:
-    """A sampler that draws from a RandomSampler's generator what torchdata draws."""
+    """Makes a sampler that draws from a RandomSampler's generator as torchdata does."""
     return RandomSampler(inner.data_source, inner.replacement, inner.num_samples, inner.generator)
 
 

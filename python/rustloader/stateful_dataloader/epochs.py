@@ -29,9 +29,9 @@ class StatefulEpochs(Positioned, Epochs):
 
     Args:
         loader: The loader.
-        plan: What the first epoch starts from.
-        dataset: What a state says about the dataset.
-        told: Has the epochs that the program tells its dataset.
+        plan: The plan of the first epoch.
+        dataset: A state's description of the dataset.
+        told: The recorder of the dataset's ``set_epoch``.
     """
 
     # The snapshots of each worker, once its engine has ended.
@@ -39,14 +39,14 @@ class StatefulEpochs(Positioned, Epochs):
     _started = False
     # The index batches of the epoch, if those that are made again were taken from them.
     _sampling_begun: Sampling | None = None
-    # Whether the engine has begun the epoch.
+    # True once the engine has begun the epoch.
     _has_begun = False
 
     def __init__(
         self, loader: StatefulLoaderLike, plan: Plan, dataset: DatasetState, told: EpochRecorder | None
     ) -> None:
         super().__init__(loader, plan, dataset)
-        # What the next epoch starts from, until it has begun.
+        # The plan of the next epoch, until it has begun.
         self._plan: Plan | None = plan
         self._told_epoch = told
         # A map-style dataset without a state needs its position alone.
@@ -67,7 +67,7 @@ class StatefulEpochs(Positioned, Epochs):
     # An epoch begins.
 
     def begin_next_at(self, it: WorkersIterator, plan: Plan) -> None:
-        """Sets what the next epoch starts from, of a persistent loader."""
+        """Sets the plan of a persistent loader's next epoch."""
         self._plan = dataclasses.replace(plan, base_seed=int(it._base_seed))
 
     def beginning(self, it: WorkersIterator) -> None:
@@ -77,7 +77,7 @@ class StatefulEpochs(Positioned, Epochs):
             self.failures.next_epoch, self.failures.next_earlier = plan.epoch, plan.failures
 
     def _next_plan(self, it: WorkersIterator) -> Plan:
-        """What the epoch that begins starts from. One that failed to begin is begun again."""
+        """Returns the plan of the epoch that begins. One that failed to begin is begun again."""
         if self._plan is None:
             self._plan = Plan(base_seed=int(it._base_seed), epoch=self.origin.epoch + 1)
         plan = self._plan
@@ -105,7 +105,7 @@ class StatefulEpochs(Positioned, Epochs):
         return message if told is None else message | {"set_epoch": told}
 
     def next_message(self) -> dict[str, Any] | None:
-        # A dataset that is told its epoch cannot take one back.
+        # A dataset cannot undo a ``set_epoch``.
         is_told = self._told_epoch is not None and self._told_epoch.in_force is not None
         return None if is_told else super().next_message()
 
@@ -113,7 +113,7 @@ class StatefulEpochs(Positioned, Epochs):
         if is_first and it._worker_init_fn is not None:
             self._raise_failed_start(it, engine)
         elif not is_first and self._has_states:
-            # What persistent workers carry over from the last epoch is in their first snapshots alone.
+            # The state that persistent workers carry over from the last epoch is in their first snapshots alone.
             self._await_started(it, engine)
         if self._told_epoch is not None:
             self._told_epoch.note_begun()
@@ -153,11 +153,12 @@ class StatefulEpochs(Positioned, Epochs):
             job.starts = self._starts(it, plan)
 
     def complete_next(self, job: Job) -> None:
-        # The program may have told its dataset another epoch since this one began.
+        # The program may have set another epoch in its dataset since this one began.
         job.told = None if self._told_epoch is None else self._told_epoch.in_force
 
     def _starts(self, it: WorkersIterator, plan: Plan) -> list[WorkerStart | None]:
-        """What each worker starts from. For a map-style dataset this takes the index batches that they fetch again."""
+        """Returns the start of each worker. For a map-style dataset this takes the index batches that they fetch
+        again."""
         if it._dataset_kind == _DatasetKind.Iterable:
             return [*plan.workers]
         wanted = [_last_ordinals(plan, worker) for worker in range(it._num_workers)]
@@ -248,7 +249,7 @@ class StatefulEpochs(Positioned, Epochs):
         return self.failures.count_after(yielded)
 
     def _workers_after(self, it: WorkersIterator, counts: list[int], finished: bool) -> list[WorkerStart]:
-        """The newest snapshots that are no younger than the position, and what was delivered after them."""
+        """Returns the newest snapshots that are no younger than the position, and the number of answers after them."""
         if not self._started and self._frozen is None and self._has_begun:
             # The state of a worker that does not start in time is the one that it starts from.
             self._started = bool(it._engine().wait_started(it._timeout))
@@ -261,14 +262,14 @@ class StatefulEpochs(Positioned, Epochs):
                 self.warn_if_frozen(it, made)
             after = worker_after(start, answers, count, made)
             if it._dataset_kind == _DatasetKind.Map and (not it._in_order or self.origin.ahead):
-                # Which worker made a batch is not known.
+                # It is not known which worker made a batch.
                 after.replay = 0
             found.append(after)
         return found
 
     def _has_passed_end(self, it: WorkersIterator, worker: int, counts: list[int]) -> bool:
-        """Whether a position lies beyond the end of a worker's data, if that comes after its answers. In round robin it
-        does if another worker has answered a task that is later than the one of the end."""
+        """Returns True if a position lies beyond the end of a worker's data, if that comes after its answers. In round
+        robin it does if another worker has answered a task that is later than the one of the end."""
         if not it._in_order or it._dataset_kind == _DatasetKind.Map:
             return False
         first, turn = self.first_worker(it), counts[worker] + 1
@@ -279,7 +280,7 @@ class StatefulEpochs(Positioned, Epochs):
         return any((count, place(other)) > (turn, place(worker)) for other, count in enumerate(counts))
 
     def failed_to_resume(self, it: WorkersIterator) -> bool:
-        """Whether nothing was delivered because a worker could not load the state that the epoch comes from."""
+        """Returns True if nothing was delivered because a worker could not load the state that the epoch comes from."""
         if it._num_yielded > self.origin.yielded or not self.raised or not self._has_states or not self.on_engine:
             return False
         starts = (self._found(it, worker, 0) for worker in range(it._num_workers))

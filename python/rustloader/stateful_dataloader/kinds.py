@@ -1,4 +1,4 @@
-"""What a state says about a loader's sampler, and whether another loader's sampler can go on from it."""
+"""Description of a loader's sampler in a state, and the check that another loader's sampler can go on from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Kind:
 
     @property
     def is_known(self) -> bool:
-        """Whether the order can begin anywhere."""
+        """True if the order can begin anywhere."""
         return self.name not in ("other", "stateful", "none")
 
 
@@ -72,7 +72,7 @@ def _code_of(iterable: Any) -> Any:
 
 
 def about(kind: Kind) -> SamplerState:
-    """What a state says about a sampler, besides its start."""
+    """Describes a sampler for a state, without its start."""
     inner = kind.inner
     batches = inner if isinstance(inner, BatchSampler) else kind.batches
     data = {"random": "data_source", "weighted": "weights"}.get(kind.name)
@@ -134,7 +134,7 @@ def check(saved: SamplerState, loader: LoaderLike) -> None:
     """Checks that a loader's sampler can go on where a saved one was.
 
     Args:
-        saved: What a state says about its sampler.
+        saved: A state's description of its sampler.
         loader: The loader that loads the state.
 
     Raises:
@@ -158,7 +158,7 @@ def _check_kind(saved: Any, present: str) -> None:
     names = _SAMPLERS.get(saved) if isinstance(saved, str) else None
     if names is None:
         raise ValueError(f"the state's kind of sampler must be one of {', '.join(_SAMPLERS)}, got {saved!r}")
-    # Whether a sampler has a state shows only when it is iterated.
+    # Only iteration shows whether a sampler has a state.
     if saved != present and not {saved, present} <= {"stateful", "other"}:
         raise ValueError(
             f"the state is of {names}, and this loader has {_SAMPLERS[present]}: load it into a loader with the same "

@@ -85,7 +85,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _since_load: tuple[SeedWatch, SeedWatch]
     # Number of epochs that have begun.
     _epochs = 0
-    # Whether a state in the middle of an epoch has looked for a shuffle buffer.
+    # True once a state in the middle of an epoch has looked for a shuffle buffer.
     _has_looked = False
 
     if TYPE_CHECKING:
@@ -253,15 +253,15 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return _StatefulMultiProcessingIter(self, plan, about, told)
 
     def _recorder(self) -> EpochRecorder | None:
-        """A recorder of the epochs that the program tells its dataset, if workers have to be told: those that stay for
-        later epochs, and those that are started again."""
+        """Returns the recorder of the dataset's ``set_epoch``, if there are workers to forward it to: those that
+        stay for later epochs, and those that are restarted."""
         config = resolve(self)
         if not self.forward_set_epoch or not (config.persistent_workers or config.max_restarts):
             return None
         return recorder_of(self.dataset)
 
     def _keeps_workers(self) -> bool:
-        """Whether the workers of an epoch stay for the next one."""
+        """Returns True if the workers of an epoch stay for the next one."""
         return self.num_workers > 0 and bool(resolve(self).persistent_workers)
 
     def _begin(self, plan: Plan) -> None:

@@ -25,7 +25,7 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
 
     @property
     def origin(self) -> Plan:
-        """What the present epoch started from."""
+        """The plan that the present epoch started from."""
         return self._epochs.origin
 
     @property
@@ -35,23 +35,23 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
 
     @property
     def finished(self) -> bool:
-        """Whether the epoch has ended."""
+        """True if the epoch has ended."""
         return self._mode is not None and self._mode.has_ended
 
     def begin_next_at(self, plan: Plan) -> None:
-        """Sets what the next epoch starts from, of a persistent loader."""
+        """Sets the plan of a persistent loader's next epoch."""
         self._epochs.begin_next_at(self, plan)
 
     def delivered_nothing(self) -> bool:
-        """Whether neither a batch nor the end has come out of the present epoch."""
+        """Returns True if neither a batch nor the end has come out of the present epoch."""
         return self._epochs.delivered_nothing(self) and not self.finished
 
     def failed_to_resume(self) -> bool:
-        """Whether nothing was delivered because a worker could not load the state that the epoch comes from."""
+        """Returns True if nothing was delivered because a worker could not load the state that the epoch comes from."""
         return self._epochs.failed_to_resume(self)
 
     def has_died(self) -> bool:
-        """Whether every later ``next`` raises an error that is not the end."""
+        """Returns True if every later ``next`` raises an error that is not the end."""
         return self._mode is not None and self._mode.has_failed
 
     def state(

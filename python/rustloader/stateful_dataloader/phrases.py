@@ -1,4 +1,4 @@
-"""Words for parts of a state, whatever is in their place."""
+"""Formats the parts of a state, of the expected type or any other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LISTED = 8
 
 
 def start_words(start: Any) -> str:
-    """How the order of an epoch comes about."""
+    """Describes how the order of an epoch comes about."""
     if not isinstance(start, Mapping):
         return ""
     if "rank" in start:
@@ -36,7 +36,8 @@ def start_words(start: Any) -> str:
 
 
 def resharded(start: Any, length: Any) -> tuple[int, Any]:
-    """Of a rank whose epoch was divided anew: the batches before that, and the samples from there on."""
+    """Returns, for a rank whose epoch was divided again, the number of batches before that, and the samples from there
+    on."""
     consumed = start.get("consumed") if isinstance(start, Mapping) else 0
     if not is_count(consumed) or consumed == 0:
         return 0, length
@@ -48,7 +49,7 @@ def resharded(start: Any, length: Any) -> tuple[int, Any]:
 
 
 def snapshot_words(snapshot: Mapping[Any, Any], record: Any) -> list[str]:
-    """What is known of a worker, or of the process without workers."""
+    """Describes the snapshot and the record of a worker, or of the process without workers."""
     words = []
     fetcher = snapshot.get(FETCHER_STATE)
     iterator = fetcher.get(DATASET_ITER_STATE) if isinstance(fetcher, Mapping) else None

@@ -1,4 +1,4 @@
-"""What a state means for a loader that loads it, and the state of a loader before its first epoch."""
+"""The plan that a loader makes from a state, and the state of a loader before its first epoch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from rustloader.workers.snapshots import WorkerStart, is_stateful
 
 @dataclass
 class Plan(State):
-    """What an epoch starts from: its beginning, or a saved position.
+    """The start of an epoch: its beginning, or a saved position.
 
     Attributes:
-        is_bound: Whether only a loader with as many workers can go on.
+        is_bound: Whether only a loader with the same number of workers can go on.
         first_worker: The worker that gets the next task.
         drop: Number of batches to take and drop before the first one is delivered.
         owes_draws: Whether the draws of ``base_seed`` and ``sampler`` are made all the same, see ``ForeseenDraws``.
@@ -103,7 +103,7 @@ def _place_with_workers(plan: Plan, loader: LoaderLike) -> None:
 
 def _check_position(plan: Plan, loader: LoaderLike) -> None:
     saved = plan.sampler or SamplerState()
-    # What is left after a `reshard` is dealt anew from this batch on.
+    # The batches that are left after a `reshard` are dealt again from this one on.
     first = saved.start.get("first") if isinstance(saved.start, Mapping) else None
     delivered = plan.low - (first if type(first) is int else 0)
     total = length_of(loader)
@@ -149,7 +149,7 @@ def fresh(loader: StatefulLoaderLike, draws: Draws) -> dict[str, Any]:
 
 
 def dataset_of(loader: LoaderLike) -> DatasetState:
-    """What a state says about the dataset."""
+    """Describes the dataset of a loader for a state."""
     dataset = loader.dataset
     if loader._dataset_kind == _DatasetKind.Iterable:
         # The length of an iterable dataset is an estimate, and may take long.

@@ -1,4 +1,4 @@
-"""What the iterators of a StatefulDataLoader share: an epoch that begins at a position."""
+"""The common part of a StatefulDataLoader's iterators: an epoch that begins at a position."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _FROZEN = (
 
 
 class Positioned:
-    """An epoch that begins at a position, and what its state says of it. Methods take the iterator.
+    """An epoch that begins at a position, and its part of a state. Methods take the iterator.
 
     Args:
         loader: The loader.
-        plan: What the first epoch starts from.
-        dataset: What a state says about the dataset.
+        plan: The plan of the first epoch.
+        dataset: A state's description of the dataset.
 
     Attributes:
-        origin: What the present epoch started from.
+        origin: The plan that the present epoch started from.
         sampling: Its index batches.
         seeding: Its seeds, unless they are torch's.
         raised: Number of answers in this epoch that were no batch.
-        dataset: What a state says about the dataset.
+        dataset: A state's description of the dataset.
         every: Batches from one snapshot to the next.
     """
 
@@ -97,7 +97,7 @@ class Positioned:
             warnings.warn(text, stacklevel=frames_to_program())
 
     def delivered_nothing(self, it: IteratorLike) -> bool:
-        """Whether no batch has come out of the present epoch, nor an error."""
+        """Returns True if no batch has come out of the present epoch, nor an error."""
         return it._num_yielded == self.origin.yielded and not self.raised
 
     def warn_if_empty(self, it: IteratorLike) -> None:
@@ -121,13 +121,13 @@ class Positioned:
 
 
 def worker_after(start: WorkerStart, answers: int, count: int, made: WorkerStart | None) -> WorkerStart:
-    """What a worker starts from that goes on after a number of its answers.
+    """Returns the start of a worker that goes on after a number of its answers.
 
     Before its first answer, a worker that has loaded a state has that one: the state comes back as it was loaded. A
     dataset that applies it at its first step shows another one until then.
 
     Args:
-        start: What it started from.
+        start: The start of the worker.
         answers: Number of its answers since.
         count: Number of its answers before its snapshot, and one more for a snapshot of its end.
         made: The snapshot, or None.

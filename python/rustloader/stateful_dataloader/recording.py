@@ -54,7 +54,7 @@ class Inner:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self.begin()
-        # torch's code calls `iter` for each batch: a sampler that is its own iterator may begin anew there.
+        # torch's code calls `iter` for each batch, where a sampler that is its own iterator may start over.
         return map(next, itertools.repeat(iterator)) if isinstance(iterator, Stateful) else iterator
 
     def state(self, samples_yielded: int) -> dict[str, Any] | None:
@@ -66,7 +66,7 @@ class Inner:
 
 
 def may_be_stateful(kind: Kind, torchs: Any) -> bool:
-    """Whether a sampler or an iterator over it has a state, or may turn out to have one."""
+    """Returns True if a sampler or an iterator over it has a state, or may turn out to have one."""
     if kind.name == "stateful" or isinstance(torchs, Stateful):
         return True
     function = getattr(type(kind.inner), "__iter__", None)
@@ -80,7 +80,7 @@ class Recorder(Iterator[Any]):
     Args:
         kind: The sampler.
         torchs: Its unstarted iterator.
-        saved: The entry to go on from; None for the begin of the epoch.
+        saved: The entry to go on from; None for the start of the epoch.
         position: Number of index batches before the first one that it yields.
         every: Number of index batches from one state to the next; 0 for the first one alone.
     """
@@ -125,7 +125,7 @@ class Recorder(Iterator[Any]):
             self._is_beginning = False
 
     def _is_in_batches(self) -> bool:
-        """Whether the state is that of the sampler in torch's BatchSampler."""
+        """Returns True if the state is that of the sampler in torch's BatchSampler."""
         return self._kind.batches is not None and not isinstance(self._index_sampler, Stateful)
 
     def _begin_inner(self) -> Any:
@@ -195,7 +195,7 @@ class Recorder(Iterator[Any]):
         """A copy of the newest state that the sampler had before a position, or at it. None: it has no state.
 
         Raises:
-            Exception: What the sampler's ``state_dict`` raised.
+            Exception: The error of the sampler's ``state_dict``.
         """
         self.begin()
         if self._error is not None:

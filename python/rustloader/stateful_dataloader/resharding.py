@@ -12,10 +12,10 @@ from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, Sample
 
 
 def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict[str, Any]]:
-    """Makes the states of another number of ranks, which share what is left of the epoch.
+    """Makes the states of another number of ranks, which share the rest of the epoch.
 
     A DistributedSampler deals the order of an epoch to its ranks in turn. So ranks that have delivered the same number
-    of batches have together delivered the begin of that order. What is left is dealt to the new ranks: over all ranks,
+    of batches have together delivered the start of that order. What is left is dealt to the new ranks: over all ranks,
     before and after, each sample is delivered once. If the samples that are left do not divide by the number of ranks,
     the sampler repeats the first of them or, with its ``drop_last``, leaves out the last of them, as torch does with
     those of a whole epoch.
@@ -33,7 +33,7 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
 
     Raises:
         ValueError: ``num_replicas`` is not a positive integer; the states are not those of all ranks of one
-            DistributedSampler at the same position; or what they have delivered is not the begin of the order:
+            DistributedSampler at the same position; or what they have delivered is not the start of the order:
             batches were delivered out of order, or the dataset has a state of its own.
 
     Examples:
@@ -68,7 +68,7 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
 
 
 class _Rank:
-    """The state of one rank, as far as it matters here."""
+    """The part of a rank's state that matters here."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         own = state.get(OWN) if isinstance(state, Mapping) else None
@@ -100,7 +100,7 @@ class _Rank:
             schema.check_shard_start(self.start)
 
     def common(self) -> dict[str, Any]:
-        """What must be the same in the states of all ranks."""
+        """Returns the entries that must be the same in the states of all ranks."""
         said = {name: getattr(self.sampler, name) for name in ("batch_size", "drop_last", "length")}
         said |= {schema.FINISHED: self.state.get(schema.FINISHED), "number of batches": self.position}
         said["begin of the epoch"] = "not begun" if self.start is None else "begun"
@@ -149,7 +149,7 @@ def _of_rank(sampler: SamplerState, rank: int) -> SamplerState:
 
 
 def _changed(sampler: SamplerState, position: int, old: int, new: int) -> SamplerState:
-    """What a state says about the sampler, for another number of ranks."""
+    """Converts the state of a sampler to another number of ranks."""
     start = sampler.start
     if start is None:
         # The epoch has not begun. Its order depends on the sampler alone.

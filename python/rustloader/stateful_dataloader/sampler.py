@@ -84,7 +84,7 @@ class RandomSampler(Sampler[int]):
 
 
 class _RandomIterator(Iterator[int]):
-    """An epoch of a RandomSampler. Its state is the generator's state at the begin, and the number of indices since."""
+    """An epoch of a RandomSampler. Its state is the generator's state at the start, and the number of indices since."""
 
     # Indices that are drawn at a time with replacement.
     _CHUNK = 32
@@ -101,7 +101,7 @@ class _RandomIterator(Iterator[int]):
         self._drawn, self._before = self._draw()().tolist(), 0
 
     def _draw(self) -> Callable[[], torch.Tensor]:
-        """What draws the next indices."""
+        """Returns the function that draws the next indices."""
         generator = self._sampler.generator
         if self._sampler.replacement:
             size = (self._CHUNK,)
@@ -138,7 +138,7 @@ class _RandomIterator(Iterator[int]):
 class BatchSampler(torch_sampler.BatchSampler):
     """Yields the indices of another sampler in batches; its iterator has a state.
 
-    The state has those of the sampler and of its iterator, if they have any. A sampler without one is iterated anew,
+    The state has those of the sampler and of its iterator, if they have any. A sampler without one is iterated again,
     and as many indices are left out.
 
     Args:
@@ -173,7 +173,7 @@ class _BatchIterator(Iterator[list[int]]):
 
     def __next__(self) -> list[int]:
         batch = self._pending
-        # Not islice, which calls `iter`: a sampler that is its own iterator may begin anew there.
+        # Not islice, which calls `iter`, where a sampler that is its own iterator may start over.
         batch.extend(map(next, itertools.repeat(self._indices, self._batch_size - len(batch))))
         count = len(batch)
         if not count or (self._drop_last and count < self._batch_size):

@@ -1,4 +1,4 @@
-"""The index batches of an epoch from any position, and what a state says about them."""
+"""The index batches of an epoch from any position, and the sampler's part of a state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sampling(ABC):
     """
 
     iterator: Iterator[Any]
-    # Whether another one from the same saved state yields the same.
+    # True if another iterator from the same saved state yields the same.
     is_repeatable = True
 
     def __init__(self, kind: Kind, iterator: Iterator[Any]) -> None:
@@ -46,13 +46,13 @@ class Sampling(ABC):
 
     @abstractmethod
     def state(self, position: int) -> SamplerState:
-        """What to save of the sampler when all index batches before a position are delivered.
+        """Returns the state of the sampler when all index batches before a position are delivered.
 
         Makes the draws of the first ``next`` if they are not made, so that the state says what comes.
         """
 
     def _said(self, **more: Any) -> SamplerState:
-        # When it is asked for: `len` of a sampler may be code of the program.
+        # Computed on first use: `len` of a sampler may be code of the program.
         said = self._about
         if said is None:
             said = self._about = about(self._kind)
@@ -60,7 +60,8 @@ class Sampling(ABC):
 
 
 class _Streamed(Sampling):
-    """Of torch's samplers whose indices are arrays: the order's start and a position say all."""
+    """The batches of torch's samplers whose indices are arrays: the start of the order and a position are the whole
+    state."""
 
     def __init__(self, kind: Kind, iterator: Iterator[Any], start: Start) -> None:
         super().__init__(kind, iterator)
@@ -86,7 +87,7 @@ class _Streamed(Sampling):
 
 
 class _Sourced(Sampling):
-    """Of torch's other samplers: the order's start and a position say all."""
+    """The batches of torch's other samplers: the start of the order and a position are the whole state."""
 
     def __init__(self, kind: Kind, iterator: Iterator[Any], source: Source | None) -> None:
         super().__init__(kind, iterator)
@@ -107,7 +108,7 @@ class _Sourced(Sampling):
 
 
 class _Recorded(Sampling):
-    """Of samplers that have a state, or whose iterator has one."""
+    """The batches of samplers that have a state, or whose iterator has one."""
 
     def __init__(self, kind: Kind, iterator: Iterator[Any], recorder: Recorder) -> None:
         super().__init__(kind, iterator)
@@ -127,7 +128,7 @@ class _Recorded(Sampling):
 
 
 class _Other(Sampling):
-    """Of all other samplers, and of iterable datasets: a position says all that can be said."""
+    """The batches of all other samplers, and of iterable datasets: a position is all that can be saved."""
 
     is_repeatable = False
 
@@ -155,7 +156,7 @@ def _with_samples(said: SamplerState, position: int) -> SamplerState:
 
 
 def unstarted(index_sampler: Any) -> SamplerState:
-    """What to save of a sampler before the first epoch. Draws nothing."""
+    """Returns the state of a sampler before the first epoch. Draws nothing."""
     return about(kind_of(index_sampler))
 
 
@@ -171,9 +172,9 @@ def sampling(
     """The index batches of an epoch from a position on. Draws and loads nothing before the first ``next``.
 
     Args:
-        index_sampler: What the loader takes its index batches from.
+        index_sampler: The source of the loader's index batches.
         torchs: ``iter(index_sampler)``, unstarted.
-        saved: What ``Sampling.state`` has saved; also the start alone, or torchdata's two states alone, which are
+        saved: The result of ``Sampling.state``; also the start alone, or torchdata's two states alone, which are
             those at the position unless it has a ``state_position``. None starts the epoch as torch draws it.
         position: Number of index batches to leave out.
         ahead: Ordinals from the position on to leave out as well.

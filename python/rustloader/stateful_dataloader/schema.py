@@ -1,6 +1,6 @@
 """The format of a loader's state: the keys of torchdata's states, and this package's part, ``_rustloader``.
 
-No other module spells these keys. ``State`` is what a state says; ``State.to_torchdata`` writes it as a dict, and
+No other module spells these keys. ``State`` is the content of a state; ``State.to_torchdata`` writes it as a dict, and
 ``State.from_torchdata`` reads it, of this package or of torchdata.
 """
 
@@ -83,7 +83,7 @@ class Own:
 
 @dataclass(frozen=True)
 class DatasetState:
-    """What a state says about the dataset.
+    """The part of a state that describes the dataset.
 
     Attributes:
         kind: ``"map"`` or ``"iterable"``.
@@ -97,18 +97,18 @@ class DatasetState:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
-        """Reads a part of a state. What is missing is None."""
+        """Reads a part of a state. A missing entry becomes None."""
         return _known(cls, said)
 
     @property
     def is_iterable(self) -> bool:
-        """Whether the dataset is iterable."""
+        """True if the dataset is iterable."""
         return bool(self.kind == "iterable")
 
 
 @dataclass(frozen=True)
 class SamplerState:
-    """What a state says about a sampler at a position. None stands for what it does not say.
+    """The part of a state that describes a sampler at a position. None stands for an entry that the state lacks.
 
     Attributes:
         kind: That of ``kinds.Kind``; None in torchdata's states.
@@ -121,7 +121,7 @@ class SamplerState:
         state_position: Number of index batches before the two states.
         index_sampler_state: torchdata's ``_index_sampler_state``.
         sampler_iter_state: torchdata's ``_sampler_iter_state``.
-        says_batch_size: Whether it says a batch size, be it None.
+        says_batch_size: Whether it has a batch size, which may be None.
         is_owed: Whether the draws that ``start`` foresees are still to be made. States do not say it.
     """
 
@@ -162,7 +162,7 @@ class SamplerState:
 
     @property
     def has_states(self) -> bool:
-        """Whether there is a state of the sampler or its iterator."""
+        """True if there is a state of the sampler or its iterator."""
         return self.index_sampler_state is not None or self.sampler_iter_state is not None
 
 
@@ -183,7 +183,7 @@ class Draws:
 
 @dataclass
 class State:
-    """What a state says.
+    """The content of a state.
 
     Attributes:
         num_workers: Number of workers of the loader that wrote it.
@@ -193,14 +193,14 @@ class State:
         steps: Number of batches that torchdata has delivered since.
         last_worker: The worker that delivered the last batch.
         finished: Whether the epoch has ended.
-        sampler: What it says of the sampler, or None for the beginning of an epoch.
-        workers: What each worker starts from; one for a loader without workers.
-        has_records: Whether it says more of the workers than their snapshots.
+        sampler: Its part about the sampler, or None for the beginning of an epoch.
+        workers: The start of each worker; one for a loader without workers.
+        has_records: Whether it has records of the workers besides their snapshots.
         base_seed: The base seed of the workers, or None to draw it.
         len_called: torch's length of an iterable dataset.
         shared_seed: torch's seed of data pipes.
         epoch: Number of epochs that the loader began before.
-        dataset: What it says of the dataset; None in torchdata's states.
+        dataset: Its part about the dataset; None in torchdata's states.
         seeds: Base seed and epoch of ``seed_by``, or None.
         failures: Number of failures under ``on_error`` in this epoch before the position.
         next: The draws of the next epoch, if it has, or of the first one, if it has not begun.
@@ -392,7 +392,7 @@ def _known(cls: Any, said: Mapping[str, Any], **more: Any) -> Any:
 
 
 def _worker(snapshot: Any, record: Any) -> WorkerStart:
-    """What a worker starts from, of its snapshot and what a state says about it besides."""
+    """Returns the start of a worker, from its snapshot and its record in a state."""
     snapshot = record.get(Own.START) or snapshot
     of(snapshot, DATASET_STATE, object)
     fetcher = of(snapshot, FETCHER_STATE, dict, type(None)) or {}

@@ -1,4 +1,4 @@
-"""Notes the epochs that a program tells its dataset, so that persistent workers are told them, too."""
+"""Notes the epochs that a program sets in its dataset, so that persistent workers get them, too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class EpochRecorder:
-    """What a program has told a dataset since the workers were last told.
+    """Records the ``set_epoch`` of a dataset that its workers have not got yet.
 
     Args:
         dataset: A dataset whose class notes the calls, see ``recorder_of``. The workers start with it as it is now.
@@ -35,7 +35,7 @@ class EpochRecorder:
         return None if self._latest == self._seen else self.in_force
 
     def note_begun(self) -> None:
-        """Notes that an epoch has begun: all workers have been told."""
+        """Notes that an epoch has begun: all workers have got its ``set_epoch``."""
         self._seen = self._latest
 
     def _told(self) -> tuple[int, tuple[Any, ...], dict[str, Any]]:

@@ -53,7 +53,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
         config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
         self._epoch.seed_from(fetching.seeding(loader, config, int(self._base_seed)))
-        # What decides about failing samples and counts them; None if nothing does.
+        # The guard, which decides about failing samples and counts them; None without one.
         self._guarded = prepare_fetcher(self, loader, config, self._epoch.seeding, plan.epoch)
         if self._guarded is not None:
             self._guarded[1].next_earlier = plan.failures
@@ -87,7 +87,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
 
     @property
     def origin(self) -> Plan:
-        """What the epoch started from."""
+        """The plan that the epoch started from."""
         return self._epoch.origin
 
     @property
@@ -96,15 +96,16 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         return self._epoch.raised
 
     def delivered_nothing(self) -> bool:
-        """Whether neither a batch nor the end has come out of the epoch."""
+        """Returns True if neither a batch nor the end has come out of the epoch."""
         return self._epoch.delivered_nothing(self) and not self.finished
 
     def failed_to_resume(self) -> bool:
-        """Whether nothing was delivered because the state could not be loaded. The constructor would have raised."""
+        """Returns True if nothing was delivered because the state could not be loaded. The constructor would have
+        raised."""
         return False
 
     def has_died(self) -> bool:
-        """Whether every later ``next`` raises an error that is not the end."""
+        """Returns True if every later ``next`` raises an error that is not the end."""
         return False
 
     def __next__(self) -> Any:
@@ -136,7 +137,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             except StopIteration:
                 self._count_failures()
                 raise
-        # What a signal handler raises in this call leaves the batch to the next one.
+        # An error of a signal handler in this call leaves the batch to the next one.
         self._count_failures()
         # One step to a signal handler.
         data, self._kept = self._kept[0], []
@@ -174,7 +175,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             self._end()
             raise
         except Exception as error:
-            # What a signal handler raises leaves the batch to the next call.
+            # An error of a signal handler leaves the batch to the next call.
             if not is_interrupt(error, handled):
                 self._errors.append(answers)
                 self._epoch.raised += 1

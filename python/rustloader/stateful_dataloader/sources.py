@@ -18,11 +18,11 @@ from rustloader.stateful_dataloader.schema import INNER_ITER_STATE, SamplerState
 
 
 class Source:
-    """The indices of an epoch of a sampler. Begins with the first index, or earlier if it is told to.
+    """The indices of an epoch of a sampler. It begins with the first index, or earlier if ``begin`` is called.
 
     Args:
         kind: The sampler, which must be known.
-        start: Where the order starts from, or None for the begin of an epoch as torch draws it.
+        start: The start of the order, or None for the start of an epoch as torch draws it.
         skip: Number of indices to leave out.
         iterator: The iterator over a DistributedSampler, if torch has made it already.
         is_owed: As for ``Start``.
@@ -52,7 +52,7 @@ class Source:
         return self._begun[0][1] if self._begun else None
 
     def begin(self) -> Iterator[Any]:
-        """Draws what the first index needs, once."""
+        """Makes the draws of the first index, once."""
         with self._lock:
             if not self._begun:
                 call_into(self._begun, self._make)

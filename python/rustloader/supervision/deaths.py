@@ -16,7 +16,7 @@ from rustloader.supervision import stalls
 from rustloader.workers import remote
 from rustloader.workers.memory_events import OUT_OF_MEMORY
 
-# What torch says of the cause.
+# torch's text on the cause.
 _LOST = "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."
 
 
@@ -36,7 +36,7 @@ def error_of(
         restarts: Number of earlier restarts of the worker.
         history: Further notes of the error.
         out_of_memory: Whether the worker's memory cgroup was out of memory.
-        report: What the worker could not load, and why.
+        report: The worker's report on an argument that it could not load.
     """
     exitcode, name = end_of(death, process)
     if death.index is None:
@@ -65,7 +65,8 @@ def error_of(
 
 
 def cause(death: Death, process: Any, out_of_memory: bool = False) -> str:
-    """How a worker's process ended, as in "was killed by signal: Killed". The arguments are those of ``error_of``."""
+    """Describes how a worker's process ended, as in "was killed by signal: Killed". The arguments are those of
+    ``error_of``."""
     if death.stalled:
         return "was in one batch for longer than stall_timeout and was killed"
     exitcode, name = end_of(death, process)

@@ -42,7 +42,7 @@ class Restarts:
         self.lock = threading.RLock()
         # The last death of each worker that was counted, by generation, and whether it is final.
         self._counted: dict[int, tuple[int, bool]] = {}
-        # The last generation of each worker whose death needs nothing any more.
+        # The last generation of each worker whose death is settled.
         self._settled: dict[int, int] = {}
         self._restarts: Counter[int] = Counter()
         # The last death of each worker, in a line.
@@ -68,7 +68,7 @@ class Restarts:
         return self._restarts[worker_id]
 
     def is_counted(self, death: Death) -> bool:
-        """Whether ``on_death`` has counted this death."""
+        """Returns True if ``on_death`` has counted this death."""
         return self._counted.get(death.worker_id, (-1, False))[0] >= death.generation
 
     def on_death(
@@ -78,7 +78,7 @@ class Restarts:
 
         Args:
             death: The death.
-            cause: How the process ended, as in "was killed by signal: Killed".
+            cause: The end of the process, as in "was killed by signal: Killed".
             under_way: Whether the worker had begun the task that the death names. Deaths in a start, and in the
                 replay of earlier batches, say nothing about the batch.
             out_of_memory: Whether its memory cgroup was out of memory.
@@ -93,7 +93,7 @@ class Restarts:
         if under_way and death.task is not None and not self._survives_at(death, death.task, cause):
             return self._decided(death, None)
         answers, again = self._in_a_row.get(death.worker_id, (-1, 0))
-        # A worker that was killed for want of memory leaves the others time to release some.
+        # A worker that was killed because memory ran out leaves the others time to release some.
         again = again + 1 if death.answers == answers else int(out_of_memory)
         return self._decided(death, self._next_start(death, again))
 
@@ -113,7 +113,7 @@ class Restarts:
         self._settled[death.worker_id] = death.generation
 
     def is_settled(self, death: Death) -> bool:
-        """Whether ``settle`` was called for this death."""
+        """Returns True if ``settle`` was called for this death."""
         return self._settled.get(death.worker_id, -1) >= death.generation
 
     def line_of(self, worker_id: int) -> str:
@@ -121,7 +121,7 @@ class Restarts:
         return self._lines[worker_id]
 
     def notes(self, worker_id: int) -> list[str]:
-        """What the error of a worker's final death says about other deaths."""
+        """Returns the lines about other deaths for the error of a worker's final death."""
         found = []
         others = [line for line in self.history if line != self._lines.get(worker_id)]
         if others:
@@ -152,7 +152,7 @@ class Restarts:
         number = death.first_task + task
         # Deaths at several samples say of none that it kills: each may have been there when time or memory ran out.
         place = death.place if self._at[at] >= POISON_AFTER else None
-        # What takes the place of a sample that was passed over may kill, too.
+        # The replacement of a sample that was passed over may kill, too.
         is_again = place in self.poison.get(death.worker_id, {}).get(number, {})
         if place is None or is_again or not self._passes_over:
             self._poisoned.add(death.worker_id)
@@ -172,7 +172,7 @@ def described(death: Death, cause: str, under_way: bool = True) -> str:
 
 
 def hazard_of_fork() -> str | None:
-    """What makes a fork of this process unsafe, or None."""
+    """Returns the reason why a fork of this process is unsafe, or None."""
     for name in ("cuda", "xpu", torch._C._get_privateuse1_backend_name()):
         is_initialized: Any = getattr(getattr(torch, name, None), "is_initialized", None)
         if is_initialized is not None and is_initialized():

@@ -22,7 +22,7 @@ def to_the_fetcher(stack: str) -> str:
     """The stacks of threads, each down to torch's fetcher: what has called it is the same for all batches.
 
     Args:
-        stack: What faulthandler has written, the innermost frame of each thread first.
+        stack: The output of faulthandler, the innermost frame of each thread first.
     """
     shown, hides = [], False
     for line in stack.splitlines():
@@ -58,11 +58,11 @@ def warn(
         worker: The worker's number.
         pid: Its process id.
         starting: Whether it has not produced its first batch yet.
-        seconds: How long it has been stuck.
+        seconds: The time for which it has been stuck.
         state: Name of the state that it shows.
         index: Its index batch, or None.
         stack: The stacks of its threads, or None.
-        why_not: Why there is no stack.
+        why_not: The reason why there is no stack.
         exceeds: ``stall_timeout``, and whether the worker was killed for it; None if it is only reported.
     """
     time = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

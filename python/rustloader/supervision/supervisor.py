@@ -34,7 +34,7 @@ class Supervisor:
     Args:
         group: The workers.
         counters: Statistics of the iterator.
-        state: What is remembered of its loader, to say things once.
+        state: The state of its loader, to log messages once.
         restarts: Decides about deaths; None: each is final.
         new_streams: Whether a worker that is started again goes on with other random numbers.
     """
@@ -47,7 +47,7 @@ class Supervisor:
 
     @property
     def restarts_workers(self) -> bool:
-        """Whether dead workers may be started again."""
+        """True if dead workers may be started again."""
         return self._restarts is not None
 
     def begin_epoch(self) -> None:
@@ -64,12 +64,12 @@ class Supervisor:
         again.
 
         Args:
-            death: What the engine answered, with `VACANT`.
+            death: The engine's value with `VACANT`.
             make_job: Makes the job of the new process.
         """
         restarts, engine = self._restarts, self._group.engine
         assert restarts is not None
-        # Before signals are blocked: what the helpers start inherits their mask.
+        # Before signals are blocked: processes that the helpers start inherit their mask.
         process.start_helpers(self._group.context)
         # A signal handler that calls `next` comes before or after this. Another thread in `next` gets the same answer.
         with self._deferred_signals() as unblock, restarts.lock:

@@ -1,1 +1,1 @@
-"""What the package needs of the system, of Python and of torch."""
+"""The parts of the system, of Python and of torch that the package needs."""

@@ -1,4 +1,4 @@
-"""Processor cores that a process may use, and who uses them."""
+"""Processor cores that a process may use, and their users."""
 
 import functools
 import math

@@ -1,7 +1,7 @@
 """Keeps ``torch.compile`` from tracing this package, as it passes over ``torch.utils.data``.
 
-Dynamo decides by the file of a function. It is told about this package when the program imports it: its import takes
-more than a second, and most programs do without.
+Dynamo decides by the file of a function. It learns of this package when the program imports Dynamo: that import
+takes more than a second, and most programs do without.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this package does around ``os.fork``: its steps, in one order.
+"""The steps of this package around ``os.fork``, in one order.
 
 The module of a step says what it does (:func:`at_fork`); this list says when. So the order does not depend on imports.
 Hooks of the C library run between these and the fork itself: ``src/sys/fork.rs`` lists them.
@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 # After a fork the steps run in this order, before it in the reverse one.
 STEPS = (
-    # A child makes the lock of the ledgers again. First: later steps may run the collector, and what it destroys may
-    # take the lock, which a thread of the parent held for good.
+    # A child makes the lock of the ledgers again. First: later steps may run the collector, and the objects that it
+    # destroys may take the lock, which a thread of the parent held for good.
     "ledgers",
     # The lock of the sockets by which ranks meet is held over the fork, and a child closes its copies. Before all that
     # is not a lock: the other threads of the parent wait for it.
@@ -62,7 +62,7 @@ def at_fork(
     after_in_parent: Callable[[], object] | None = None,
     after_in_child: Callable[[], object] | None = None,
 ) -> None:
-    """Says what a step does from now on, in place of what was registered before.
+    """Registers the function of a step, in place of the one that was registered before.
 
     Args:
         name: One of ``STEPS``.

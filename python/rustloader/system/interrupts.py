@@ -15,7 +15,7 @@ _CACHES_LOCALS = sys.version_info < (3, 13)
 
 
 def is_interrupt(error: BaseException | None, handled: BaseException | None = _PRESENT) -> bool:
-    """Whether a signal handler raised an error or one in its context chain.
+    """Returns True if a signal handler raised an error or one in its context chain.
 
     A caller that handles ``error`` itself gives the error that was handled before.
 

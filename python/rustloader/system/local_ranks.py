@@ -1,4 +1,4 @@
-"""The ranks of a distributed program on this machine, as its launcher (torchrun, Slurm, MPI) tells them.
+"""The ranks of a distributed program on this machine, from the variables of its launcher (torchrun, Slurm, MPI).
 
 A variable that is missing, empty, or no number in ASCII digits tells nothing. The first one that tells something
 counts.
@@ -28,18 +28,18 @@ def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None
 
 
 def size() -> int | None:
-    """The number of ranks on this machine, 1 or more; None if nothing tells."""
+    """The number of ranks on this machine, 1 or more; None if unknown."""
     return next((found for name in _SIZES if (found := number(name))), None) or _slurm_size()
 
 
 def rank() -> int | None:
-    """The number of this rank among those of this machine, from 0; None if nothing tells."""
+    """The number of this rank among those of this machine, from 0; None if unknown."""
     found = _number_in(os.environ)
     return None if found is None else found[1]
 
 
 def global_rank() -> int | None:
-    """The number of this rank among those of all machines, from 0; None if nothing tells."""
+    """The number of this rank among those of all machines, from 0; None if unknown."""
     return next((found for name in _GLOBAL if (found := number(name)) is not None), None)
 
 
@@ -55,7 +55,8 @@ def _slurm_size() -> int | None:
 
 
 def are_bound(cores: Iterable[int]) -> bool:
-    """Whether the ranks have cores of their own: this one may use ``cores``, and its launcher others. Linux only."""
+    """Returns True if the ranks have cores of their own: this one may use ``cores``, and its launcher others. Linux
+    only."""
     try:
         return os.sched_getaffinity(_launcher()) != set(cores)
     except OSError:

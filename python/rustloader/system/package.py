@@ -1,4 +1,4 @@
-"""Where this package lies."""
+"""Location of this package."""
 
 import os
 

@@ -1,7 +1,8 @@
 """Everything of torch, multiprocessing, NumPy and Python that this package changes at run time, in one list.
 
 An attribute of a foreign module or class is replaced by a :class:`Patch`, which refuses a place that is not listed.
-What is no attribute, or belongs to one object only, is changed by its own module, and listed with a place in words.
+A change that is not of an attribute, or of one object only, is made by its own module, and listed with a place in
+words.
 ``tests/python/unit/test_patch_list.py`` compares the list with what a program and its workers find.
 """
 
@@ -24,8 +25,8 @@ class Change:
     Attributes:
         place: Dotted name of an attribute; else words.
         by: The module of this package that makes it.
-        process: Where it is made.
-        why: What it is for.
+        process: The processes in which it is made.
+        why: Its purpose.
         put_in: When it is made.
         taken_out: When it is undone, and how.
     """
@@ -209,7 +210,7 @@ PATCHES = (
         "the start of a worker",
         _NEVER,
     ),
-    # What belongs to one object
+    # Changes of one object
     Change(
         "a _SingleProcessDataLoaderIter: _sampler_iter and _dataset_fetcher",
         "iterator.single",
@@ -234,7 +235,7 @@ PATCHES = (
         "the first iterator of a StatefulDataLoader over one",
         _NEVER,
     ),
-    # How objects travel
+    # Changes of the way objects travel
     Change(
         "multiprocessing.reduction.ForkingPickler: reducers of shared objects, cached datasets and numpy.ndarray",
         "sharing.pickling",
@@ -327,7 +328,7 @@ class Patch:
 
     Args:
         place: Dotted name of the attribute, as in ``PATCHES``.
-        owner: What has it.
+        owner: The module, class or object that has it.
 
     Raises:
         ValueError: The place is not in the list.

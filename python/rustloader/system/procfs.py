@@ -31,12 +31,12 @@ def parent(pid: int) -> int:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone or a zombie."""
+    """Returns True if a process is gone or a zombie."""
     return state(pid) in "ZX"
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP or Ctrl-Z) or a debugger has stopped a process."""
+    """Returns True if a signal (SIGSTOP or Ctrl-Z) or a debugger has stopped a process."""
     return state(pid) in "Tt"
 
 

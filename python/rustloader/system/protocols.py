@@ -1,4 +1,4 @@
-"""What this package reads of torch's loaders and iterators, and of its own."""
+"""The attributes that this package reads of torch's loaders and iterators, and of its own."""
 
 from __future__ import annotations
 

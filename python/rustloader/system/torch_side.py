@@ -38,7 +38,7 @@ class IterType(ABCMeta):
 
 
 def is_torchs(function: Any, module: types.ModuleType) -> bool:
-    """Whether a function is defined in a module of torch, and not put there by a program."""
+    """Returns True if a function is defined in a module of torch, and not put there by a program."""
     return getattr(function, "__globals__", None) is vars(module)
 
 
@@ -83,7 +83,7 @@ def in_torch(caller: Callable[..., Any], name: str, function: Callable[..., Any]
 
     Args:
         caller: Function in torch's `dataloader` that makes this call.
-        name: What it calls there; the first use of the name is the line.
+        name: The name that it calls there; the first use of the name is the line.
         function: Called in place of that.
         args: Its arguments.
     """

@@ -1,1 +1,1 @@
-"""Commands and what they measure with."""
+"""Commands, and the tools with which they measure."""

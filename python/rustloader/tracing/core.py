@@ -1,4 +1,4 @@
-"""Begins and ends a trace, and tells it of the loaders."""
+"""Begins and ends a trace, and connects it with the loaders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Traceable(Protocol):
         """An object that lives as long as the loader, the loader's name, and its number of workers."""
 
 
-# What can be traced now.
+# Iterators that can be traced now.
 _live: weakref.WeakSet[Traceable] = weakref.WeakSet()
 _active: Trace | None = None
 

@@ -20,7 +20,7 @@ _TIED = frozenset("stfbneSTpFNOD")
 
 
 class NotATrace(ValueError):
-    """A file is no trace that can be merged."""
+    """Raised if a file is no trace that can be merged."""
 
 
 def convert(folder: str, path: str) -> None:
@@ -40,7 +40,7 @@ def _lines(folder: str, about: dict[str, Any]) -> Iterator[str]:
 
 
 def _write(path: str, lines: Iterable[str]) -> None:
-    """Writes an array, an event a line. Without its end it is a trace nevertheless."""
+    """Writes an array, an event a line. A file without the end of the array is a trace nevertheless."""
     with _open(path, "wt") as file:
         file.write("[")
         separator = "\n"

@@ -1,4 +1,4 @@
-"""Makes the events of Chrome's trace format of a trace's records.
+"""Converts a trace's records into events of Chrome's trace format.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format. An event is a line
 of its own. A slice comes before those within it, and times are whole microseconds of rounded-down ends, so that slices
@@ -14,7 +14,7 @@ from typing import Any
 
 from rustloader._core import TRACE_KINDS, TRACE_MAIN, TRACE_PINNER
 
-# The event that says what the clock of a file is, and the one at the end, with what was lost.
+# The event with the clock of a file, and the one at the end, with the number of lost events.
 CLOCK, END = "rustloader_trace", "rustloader_trace_end"
 
 # Rows of the loaders have numbers of threads that no thread has.
@@ -57,7 +57,7 @@ def metadata(name: str, pid: int, args: dict[str, Any], tid: int = 0) -> str:
 
 
 class _Source:
-    """The rows of one iterator of a loader. Those that follow each other with as many workers share them."""
+    """The rows of one iterator of a loader. Successive iterators with the same number of workers share them."""
 
     def __init__(
         self, about: dict[str, Any], number: int, loader: dict[str, Any], before: _Source | None, first: int
@@ -74,7 +74,7 @@ class _Source:
         # First tasks and numbers of the epochs.
         self._tasks: list[int] = []
         self._epochs: list[int] = []
-        # By row: what belongs to the present batch, or the waits of the present `next`.
+        # By row: the pieces of the present batch, or the waits of the present `next`.
         self._pieces: dict[int, list[_Piece]] = {}
         # The task that was delivered last.
         self._delivered = -1
@@ -155,7 +155,7 @@ class _Source:
         if not pieces:
             return
         pieces.sort(key=lambda piece: (piece[1], -piece[2]))
-        # When the trace ended, its worker may not have come back from sending it.
+        # The worker may not have returned from sending it when the trace ended.
         is_whole |= pieces[0][3] == self._delivered
         sent: list[_Piece] = []
         if is_whole:
@@ -195,7 +195,7 @@ class _Source:
         )
 
     def _flow(self, row: int, phase: str, at: int, task: int) -> str:
-        """The begin or the end of the arrow from a batch to its delivery."""
+        """Returns the start or the end of the arrow from a batch to its delivery."""
         binding = ',"bp":"e"' if phase == "f" else ""
         return (
             f'{{"ph":"{phase}","pid":{self._pid},"tid":{self._first + row},"ts":{self._time(at)},'

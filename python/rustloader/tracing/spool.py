@@ -1,4 +1,4 @@
-"""The folder of a trace that is being made: records that the extension writes, and what they are about.
+"""The folder of a trace that is being made: records that the extension writes, and the loaders that they belong to.
 
 A program that is killed leaves it, beside where the trace would be. `rustloader trace merge` reads it.
 """
@@ -23,10 +23,11 @@ from rustloader.system import local_ranks
 ABOUT, _LOADERS = "about.json", "loaders.jsonl"
 # Version of the records, and of what stands beside them.
 VERSION = 1
-# A record: the first word has the source (32 bits), who (24) and the kind (8); then begin, length and two numbers.
+# A record: the first word has the source (32 bits), the worker, main process or pin thread (24) and the kind (8);
+# then start, length and two numbers.
 _RECORD = struct.Struct("<5Q")
 _READ = _RECORD.size << 14
-# Timestamps are microseconds from the begin of a period of this length, as in torch.profiler's files: a float has room
+# Timestamps are microseconds from the start of a period of this length, as in torch.profiler's files: a float has room
 # for them.
 _PERIOD = 7_889_238 * 10**9
 
@@ -71,7 +72,7 @@ class Spool:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process has made it."""
+        """True if this process has made it."""
         return self._pid == os.getpid()
 
     def add(self, group: int, name: str, workers: int) -> int:

@@ -35,7 +35,7 @@ _reached = threading.local()
 
 
 def reach(name: str | None) -> None:
-    """Notes that pickling, or unpickling, has come to an argument in this thread. None: to none any more."""
+    """Notes that this thread has come to an argument in pickling or unpickling. None: to none any more."""
     _reached.name = name
 
 
@@ -51,8 +51,8 @@ class Mark:
 
 
 def marked(dataset: Any, job: Any, last: Any) -> tuple[Any, ...]:
-    """What a worker gets, with marks: the dataset first, ``last`` at the end. They may share objects with what is in
-    between."""
+    """Returns the arguments of a worker, with marks: the dataset first, ``last`` at the end. They may share objects
+    with the arguments in between."""
     values = {"collate_fn": job.collate_fn, "worker_init_fn": job.init_fn, "on_error": job.config.on_error}
     marks: list[Any] = [Mark("dataset"), dataset]
     for name, value in values.items():
@@ -85,7 +85,8 @@ def naming() -> Iterator[None]:
 
 
 class Reports:
-    """A file that all workers of a group share. One that cannot load its arguments writes why, and ends."""
+    """A file that all workers of a group share. A worker that cannot load its arguments writes the reason to it, and
+    ends."""
 
     # `__del__` may come when the names of this module are None.
     _close, _fstat = staticmethod(os.close), staticmethod(os.fstat)
@@ -100,7 +101,8 @@ class Reports:
         self._file = self._identity()
 
     def _identity(self) -> tuple[int, int] | None:
-        """Which file the descriptor is of. The program may have closed it, and have another one by its number."""
+        """Returns the identity of the descriptor's file. The program may have closed it, and have another one by its
+        number."""
         try:
             status = self._fstat(self._fd)
         except OSError:
@@ -112,7 +114,7 @@ class Reports:
         return reduction.DupFd(self._fd)
 
     def of(self, pid: int) -> str | None:
-        """What a process could not load, and why."""
+        """Returns the report of a process that could not load an argument, with the reason; None without one."""
         if self._fd < 0 or self._identity() != self._file:
             return None
         data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
@@ -135,7 +137,7 @@ class Reports:
 
 @contextlib.contextmanager
 def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
-    """Reports an error of the body, in a worker. ``duplicate`` is what ``Reports.for_child`` has given, or None."""
+    """Reports an error of the body, in a worker. ``duplicate`` is the result of ``Reports.for_child``, or None."""
     fd = None if duplicate is None else duplicate.detach()
     try:
         yield

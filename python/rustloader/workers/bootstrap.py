@@ -76,7 +76,7 @@ class Job:
     config: LoaderConfig
     # None: torch's seeds of workers.
     seeding: Seeding | None = None
-    # Whether NumPy's arrays lie in the worker's region.
+    # True if NumPy's arrays lie in the worker's region.
     numpy_arena: bool = True
     # Set if the main process handles SIGTERM. Workers then ignore one that the whole process group receives. A SIGTERM
     # that no other worker has received after this many seconds ends the worker.
@@ -85,7 +85,7 @@ class Job:
     unblock: list[int] = field(default_factory=list)
     # Set if workers send snapshots of their datasets.
     snapshots: SnapshotPolicy | None = None
-    # Where each worker begins, in a resumed epoch, or after a restart.
+    # The point from which each worker begins, in a resumed epoch, or after a restart.
     starts: list[WorkerStart | None] | None = None
     # Processes that the worker had before this one.
     generation: int = 0
@@ -128,9 +128,9 @@ class Payload:
 
     Args:
         common: The dataset and the job, pickled once for all workers; None if each worker gets its own pickle.
-        gate: What makes a spawned worker wait for its turn to import torch.
-        reports: Where a worker that cannot load the dataset or the job says so.
-        pickling: How the dataset and the job are pickled.
+        gate: Makes a spawned worker wait for its turn to import torch.
+        reports: The file to which a worker that cannot load the dataset or the job reports it.
+        pickling: Pickles the dataset and the job.
     """
 
     def __init__(
@@ -169,11 +169,11 @@ class Payload:
 
     @property
     def has_first_calls(self) -> bool:
-        """Whether ``first_calls`` has any."""
+        """True if ``first_calls`` has any."""
         return self.cores is not None or self._gate is not None or bool(definitions.first_calls())
 
     def first_calls(self) -> list[Call]:
-        """What a worker that is not forked calls before it imports anything."""
+        """Returns the calls that a worker that is not forked makes before it imports anything."""
         calls = definitions.first_calls()
         if self.cores is not None:
             calls.append(Call(os.sched_setaffinity, 0, self.cores))

@@ -1,4 +1,4 @@
-"""Pickles what a worker sends that got classes and functions by value.
+"""Pickles the results of a worker that got classes and functions by value.
 
 The main process has them under their names, and must get its own back: with a copy, ``except`` and ``isinstance`` would
 not know them. cloudpickle brings them to workers on other machines. On this machine ``definitions`` does, and they
@@ -17,13 +17,13 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-# What this process has sent by value, or received. Both ends have the same key for it.
+# Objects that this process has sent by value, or received. Both ends have the same key for each.
 _by_key: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that names what cannot be imported here."""
+    """A pickler that sends by name what cannot be imported here."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, (type, FunctionType)) or type(obj) in self.dispatch_table:
@@ -37,13 +37,13 @@ _pickler: type[pickle.Pickler] = pickle.Pickler
 
 
 def use() -> None:
-    """Makes ``pickler`` give names from now on. A worker calls it that the main process's modules do not reach."""
+    """Makes ``pickler`` use names from now on. It is called by workers that do not have the main process's modules."""
     global _pickler
     _pickler = _Pickler
 
 
 def pickler(*args: Any, **kwargs: Any) -> pickle.Pickler:
-    """A ``pickle.Pickler`` for what this process sends to the main process."""
+    """Returns a ``pickle.Pickler`` for values that this process sends to the main process."""
     return _pickler(*args, **kwargs)
 
 
@@ -75,13 +75,14 @@ def define(key: str, name: str | None, make: Callable[..., Any], args: tuple[Any
 
 
 def find_own(key: str, module: str, name: str) -> Any:
-    """What this process has sent, or received, by value under a key; without it, what a module has under the name."""
+    """Returns the object that this process has sent or received by value under a key; without one, that of a module
+    under the name."""
     obj = _by_key.get(key)
     return find(module, name) if obj is None else obj
 
 
 def find(module: str, name: str) -> Any:
-    """What a module of this process has under a qualified name."""
+    """Returns the object that a module of this process has under a qualified name."""
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (AttributeError, ImportError) as error:
@@ -90,7 +91,8 @@ def find(module: str, name: str) -> Any:
 
 
 def _is_by_value(obj: Any) -> bool:
-    """Whether a class or function came here by value. What is in a module of both ends is for pickle itself."""
+    """Returns True if a class or function came here by value. Pickle itself handles the objects of modules
+    that both ends have."""
     module = obj.__module__
     if module is None or "<locals>" in obj.__qualname__ or (module in sys.modules and module != "__main__"):
         return False

@@ -20,7 +20,7 @@ _UNCHANGED = frozenset((bool, int, float, complex, str, bytes, type(None), torch
 
 
 def is_torchs_own(collate_fn: Any) -> bool:
-    """Whether a ``collate_fn`` is torch's default_convert, which a program has not changed."""
+    """Returns True if a ``collate_fn`` is torch's default_convert, which a program has not changed."""
     return (
         collate_fn is _default_convert
         and collate.default_convert is _default_convert

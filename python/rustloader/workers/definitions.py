@@ -31,7 +31,7 @@ _Reducers = dict[type, Callable[[Any], Any]]
 
 # The text that a pickle of protocol 4 or later has where it names something of `__main__`.
 _OF_MAIN = b"\x8c\x08__main__"
-# What cloudpickle would turn into something else, or the standard pickle takes.
+# Types that cloudpickle would turn into something else, or the standard pickle takes.
 _LEFT_OUT = (io.TextIOWrapper, memoryview, logging.Logger, logging.RootLogger)
 MISSING = (
     "With cloudpickle installed (`pip install 'rustloader[notebook]'` or `pip install cloudpickle`), lambdas, local "
@@ -41,7 +41,7 @@ _NEITHER = "Nor can it go by value: {}: {}"
 
 
 class _NamesMain(Exception):
-    """The standard pickle needs something of a ``__main__`` that workers do not have."""
+    """Raised if the standard pickle needs a definition of a ``__main__`` that workers do not have."""
 
 
 class _Watched:
@@ -57,7 +57,7 @@ class _Watched:
 
 
 def is_available() -> bool:
-    """Whether cloudpickle is installed."""
+    """Returns True if cloudpickle is installed."""
     return "cloudpickle" in sys.modules or importlib.util.find_spec("cloudpickle") is not None
 
 
@@ -70,7 +70,7 @@ def _main_file() -> str | None:
 
 
 def workers_have_main() -> bool:
-    """Whether a worker by spawn or forkserver has the definitions of the program's ``__main__``.
+    """Returns True if a worker by spawn or forkserver has the definitions of the program's ``__main__``.
 
     ``multiprocessing.spawn`` decides in the same way, except that it fails where the file is no file.
     """
@@ -84,13 +84,14 @@ def workers_have_main() -> bool:
 
 
 def main_is_missing() -> bool:
-    """Whether the file that processes would run for their ``__main__`` does not exist, as that of stdin."""
+    """Returns True if the file that processes would run for their ``__main__`` does not exist, as that of stdin."""
     file = _main_file()
     return getattr(sys.modules["__main__"], "__spec__", None) is None and file is not None and not os.path.exists(file)
 
 
 def first_calls() -> list[Call]:
-    """What a worker calls that would run such a file: its ``__main__`` says that it has come from there."""
+    """Returns the first calls of a worker that would run a missing file: they set the ``__file__`` of its ``__main__``,
+    as if it had come from there."""
     if not main_is_missing():
         return []
     return [Call(setattr, Call(importlib.import_module, "__main__"), "__file__", _main_file())]
@@ -118,11 +119,11 @@ def _namespace(module: str) -> dict[str, Any]:
 
 
 class Pickling:
-    """How the arguments of the workers that start together are pickled."""
+    """Pickles the arguments of workers that start together."""
 
     def __init__(self) -> None:
         self._has_main = workers_have_main()
-        # Why the standard pickle does not do, and at which argument.
+        # The reason why the standard pickle does not do, and the argument at which it failed.
         self._refusal: Exception | None = None
         self._refused: str | None = None
 
@@ -192,7 +193,7 @@ class Pickling:
 
 
 def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) -> Any:
-    """A class of picklers that pickle by value what workers lack."""
+    """Makes a class of picklers that pickle by value the definitions that workers lack."""
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined,misc]
         dispatch_table = reducers
@@ -206,7 +207,7 @@ def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) ->
             if isinstance(obj, FunctionType) and (module := _module_of(obj)) is not None:
                 self.globals_ref.setdefault(id(obj.__globals__), _Namespace(module))
             reduced = super().reducer_override(obj)
-            # What is short is a builtin type.
+            # A short reduction is that of a builtin type.
             if reduced is NotImplemented or len(reduced) < 3:
                 return reduced
             make, args, *rest = reduced
@@ -236,7 +237,7 @@ def _name_in_main(obj: Any) -> str | None:
 
 
 def _is_of_pickle(error: Exception) -> bool:
-    """Whether pickle has raised an error itself, rather than code that it has called."""
+    """Returns True if pickle has raised an error itself, rather than code that it has called."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
@@ -244,6 +245,6 @@ def _is_of_pickle(error: Exception) -> bool:
 
 
 def _descriptors() -> list[int]:
-    """What the process that is being spawned gets, as far as it has been pickled."""
+    """Returns the descriptors that the process being spawned gets, as far as it has been pickled."""
     descriptors: list[int] = getattr(get_spawning_popen(), "_fds", [])
     return descriptors

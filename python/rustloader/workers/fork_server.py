@@ -37,7 +37,8 @@ class _Exit:
 def ensure_running() -> None:
     """Starts the server if it does not run, and waits until it has imported its modules.
 
-    The wait ends with what a signal handler raises. The start of the first worker, which waits as well, defers signals.
+    The wait ends with the error of a signal handler. The start of the first worker, which waits as well, defers
+    signals.
     """
     pid = getattr(_server, "_forkserver_pid", None)
     with _preload():
@@ -54,7 +55,7 @@ def ensure_running() -> None:
 
 @contextlib.contextmanager
 def _preload() -> Iterator[None]:
-    """Adds our module to the list of the program's server, while that starts."""
+    """Adds this package's module to the list of the program's server, while that starts."""
     before = getattr(_server, "_preload_modules", None)
     if before != _PYTHONS or not FORKSERVER_PRELOAD.get() or _is_shadowed():
         yield
@@ -70,7 +71,8 @@ def _preload() -> Iterator[None]:
 
 
 def _is_shadowed() -> bool:
-    """Whether the server may find another package of our name in the working directory, where it looks first."""
+    """Returns True if the server may find another package of the same name in the working directory, where it looks
+    first."""
     if sys.flags.safe_path:
         return False
     try:

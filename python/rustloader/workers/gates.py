@@ -31,7 +31,7 @@ class Gate:
         self._waits_for, self._holds = waits_for, holds
 
     def calls(self) -> list[Call]:
-        """What the worker calls before it imports anything: it waits for the end of the file."""
+        """Returns the calls that the worker makes before it imports anything: it waits for the end of the file."""
         if self._waits_for is None:
             return []
         return [Call(select.select, [_inherited(self._waits_for)], [], [], GATE_SECONDS)]

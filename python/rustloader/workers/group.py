@@ -57,7 +57,7 @@ _DEFERRED = (
 def deferred_signals() -> Iterator[list[int]]:
     """Lets the handlers of signals wait while workers start; gives the signals that a new process unblocks.
 
-    A worker must not be interrupted before it can catch the error, at-fork hooks lose what a handler raises, and one
+    A worker must not be interrupted before it can catch the error, at-fork hooks lose the error of a handler, and one
     that raises just after a fork would leave a process that is not known yet.
     """
     with DeferredSignals([it for it in _DEFERRED if callable(signal.getsignal(it))]) as blocked:
@@ -65,7 +65,8 @@ def deferred_signals() -> Iterator[list[int]]:
 
 
 def _survives_sigterm() -> bool:
-    """Whether the program handles SIGTERM itself. Ray's handler, which `ray.init` installs, only ends the process."""
+    """Returns True if the program handles SIGTERM itself. Ray's handler, which `ray.init` installs, only ends the
+    process."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler in (signal.SIG_DFL, signal.SIG_IGN):
         return False
@@ -98,7 +99,7 @@ class WorkerGroup:
         self._on_exit = on_exit
         # The dataset of workers on other machines.
         self._blob: remote.Blob | None = None
-        # What workers that are not forked could not load.
+        # Reports of workers that are not forked on arguments that they could not load.
         self._reports: Reports | None = None
         # Set when the workers start.
         self._oom_kills: OomKills | None = None
@@ -110,7 +111,7 @@ class WorkerGroup:
         """Starts all workers. After an error some may run; the caller must end them.
 
         Args:
-            job: What the workers share.
+            job: The settings that the workers share.
             counts_oom_kills: Whether ``was_out_of_memory`` is to know. This reads files of the memory cgroups.
         """
         if counts_oom_kills:
@@ -139,7 +140,7 @@ class WorkerGroup:
 
     def _start_remote(self, worker_ids: Sequence[int], blob: remote.Blob, job: Job) -> None:
         """Starts workers on other machines, at the same time."""
-        # First: one that is stopped keeps what the cluster has reserved for it.
+        # First: a worker that is stopped keeps the resources that the cluster has reserved for it.
         for worker_id in worker_ids:
             for before in self.processes[worker_id : worker_id + 1]:
                 quietly(before.kill)
@@ -147,7 +148,8 @@ class WorkerGroup:
             self.processes[worker.worker_id : worker.worker_id + 1] = [worker]
 
     def was_out_of_memory(self, death: Death, exitcode: int | None) -> bool:
-        """Whether a worker died because its memory cgroup was out of memory. The same answer for the same death."""
+        """Returns True if a worker died because its memory cgroup was out of memory. Answers the same for the same
+        death."""
         generation, answer = self._out_of_memory.get(death.worker_id, (-1, False))
         if generation != death.generation:
             was_killed = exitcode == -signal.SIGKILL and not death.stalled
@@ -213,9 +215,10 @@ class WorkerGroup:
                 raise
 
     def notes_of_start(self, death: Death, exitcode: int | None) -> tuple[str | None, tuple[str, ...]]:
-        """What a worker that has died could not load, and the notes on its start, if an error of it ended the start."""
+        """Returns the report of a dead worker on an argument that it could not load, and the notes on its start, if an
+        error ended the start."""
         report = None if self._reports is None else self._reports.of(death.pid)
-        # What Python's own end by an error gives. Errors of `worker_init_fn` come later, and are answers.
+        # Python's own end by an error gives this. Errors of `worker_init_fn` come later, and are answers.
         failed = (
             exitcode == 1
             and self._reports is not None
@@ -236,8 +239,8 @@ class WorkerGroup:
 
     @staticmethod
     def exiting() -> bool:
-        """Whether the interpreter exits. torch then sets the flag; names of modules that are already gone are None, so
-        this is a method."""
+        """Returns True while the interpreter exits. torch then sets the flag; names of modules that are already gone
+        are None, so this is a method."""
         return _utils is None or _utils.python_exit_status is True or _utils.python_exit_status is None
 
     def exit(self) -> None:

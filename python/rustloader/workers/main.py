@@ -100,7 +100,7 @@ class _Worker:
         self.broken: ExceptionWrapper | None = None
         self.init_failed = False
         self.exhausted = False
-        # Whether batches may have arrays in the place of tensors.
+        # True if batches may have arrays in the place of tensors.
         self.converts = False
         # Sends snapshots of the dataset's state, if the loader can resume.
         self.publisher: Publisher | None = None
@@ -140,14 +140,14 @@ class _Worker:
             offset = policy.first_ordinal - job.first_task
             self.publisher = Publisher(port, snapshots, offset, self.where, job.answers)
             self.publisher.first(self.broken, self.step.fetcher, dataset)
-        # What the program has made so far is kept for long, and it may have chosen where arrays lie.
+        # The objects that the program has made so far are kept for long, and it may have chosen where arrays lie.
         if job.numpy_arena:
             self.port.use_numpy_arena()
         if start is not None and self.broken is None:
             self.begin_replay(start.replay, worker_id)
 
     def make_step(self, worker_id: int) -> Step:
-        """What makes the batches."""
+        """Creates the step, which makes the batches."""
         job, config, seeds, guard = self.job, self.job.config, None, None
         if job.seeding is not None:
             number = worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0
@@ -169,7 +169,7 @@ class _Worker:
         )
 
     def make_guard(self, worker_id: int) -> Guard:
-        """What decides about the samples that fail."""
+        """Creates the guard, which decides about the samples that fail."""
         job, seeding = self.job, self.job.seeding
         base_seed, epoch = (job.base_seed, job.epoch) if seeding is None else (seeding.base_seed, seeding.epoch)
         return Guard(
@@ -189,7 +189,7 @@ class _Worker:
         """Makes torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset.
 
         Args:
-            start: Where a resumed epoch begins.
+            start: The start of a resumed epoch.
             told: Arguments of the dataset's ``set_epoch``, or None.
         """
         job, step = self.job, self.step
@@ -283,7 +283,7 @@ class _Worker:
             else:
                 if self.publisher is not None:
                     self.publisher.after(task, self.step.fetcher, self.dataset)
-                # The batch's only reference: what nothing else in the worker refers to is sent without a copy.
+                # The batch's only reference: tensors without further references in the worker are sent without a copy.
                 batch = [data]
                 del data
                 self.send(task, batch)

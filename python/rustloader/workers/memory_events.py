@@ -1,4 +1,4 @@
-"""Tells whether the kernel has killed processes because a memory cgroup was out of memory.
+"""Detects that the kernel has killed processes because a memory cgroup was out of memory.
 
 A cgroup counts the processes in it that the OOM killer has ended: in version 2 in memory.events, which includes the
 cgroups below it, and in memory.events.local, which does not; in version 1 in memory.oom_control.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import PurePosixPath
 
-# What ends the text of a death that an OOM kill explains.
+# The end of a death's text if an OOM kill explains the death.
 OUT_OF_MEMORY = " Its memory cgroup was out of memory."
 
 
@@ -30,8 +30,8 @@ class OomKills:
         self._counts = self._read()
 
     def grew(self) -> bool:
-        """Whether a counter has grown since the last call, or since the object was made. A cgroup that is new since
-        then has no growth, and one that was made anew begins again."""
+        """Returns True if a counter has grown since the last call, or since the object was made. A cgroup that is new
+        since then has no growth, and one that was made again starts over."""
         before, self._counts = self._counts, self._read()
         return any(count > before.get(file, count) for file, count in self._counts.items())
 

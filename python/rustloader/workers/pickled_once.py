@@ -1,4 +1,4 @@
-"""Pickles what all workers of a start get alike once, if no program can tell that from one pickle for each worker.
+"""Pickles the common arguments of workers once, if no program can distinguish that from one pickle for each worker.
 
 torch pickles the dataset for each worker. A class's own ``__getstate__`` or reducer may count its calls or answer
 differently each time, and descriptors, locks, queues and tensors in shared memory belong to one worker's pickle. With
@@ -23,7 +23,7 @@ from rustloader.workers.definitions import Pickling
 
 # Objects of other packages may be tied to one process, or their code may show how often it runs.
 _PLAIN = (sys.stdlib_module_names | {"numpy", "pandas", "torch"}) - {"multiprocessing", "_multiprocessing"}
-# What pickling calls of an object's class.
+# Methods of an object's class that pickling calls.
 _HOOKS = (
     "__reduce_ex__",
     "__reduce__",
@@ -33,7 +33,7 @@ _HOOKS = (
     "__getattribute__",
     "__getattr__",
 )
-# The same for what is a list or a dict.
+# The same for lists and dicts.
 _ITEMS = ("__iter__", "items")
 # multiprocessing's own reducers of methods and partial functions, whose results name no process.
 _PLAIN_REDUCERS = {
@@ -44,7 +44,7 @@ _PLAIN_REDUCERS = {
 
 
 class _NotPlain(Exception):
-    """The value has an object in it that must be pickled for each worker."""
+    """Raised if the value has an object in it that must be pickled for each worker."""
 
 
 def _is_plain(module: Any) -> bool:
@@ -52,11 +52,11 @@ def _is_plain(module: Any) -> bool:
 
 
 def _is_plain_class(kind: type) -> bool:
-    """Whether pickling an object of a class runs no code but that of known packages."""
+    """Returns True if pickling an object of a class runs no code but that of known packages."""
     for name in _HOOKS + (_ITEMS if issubclass(kind, list | dict) else ()):
         for base in kind.__mro__:
             if name in vars(base):
-                # What the standard library has added to a class, as for named tuples, names its own module.
+                # Methods that the standard library has added to a class, as for named tuples, name its own module.
                 module = getattr(vars(base)[name], "__module__", None) or base.__module__
                 if not _is_plain(module):
                     return False
@@ -86,7 +86,7 @@ class _Table(dict[type, Callable[[Any], Any]]):
         return self.setdefault(kind, _reduce)
 
 
-# What the pickler does with types that are not in its table.
+# The pickler's own reduction of types that are not in its table.
 _reduce: Callable[[Any], Any] = operator.methodcaller("__reduce_ex__", pickle.DEFAULT_PROTOCOL)
 
 

@@ -1,7 +1,8 @@
-"""Imported by multiprocessing's fork server: what each worker would import, so that no worker has to.
+"""Imports the modules that each worker needs in multiprocessing's fork server, so that no worker has to import them.
 
 The server is a fresh interpreter. Its path is not that of the program, in Python versions that hand the program's path
-to the server and do not use it there. This module imports what a worker of the program would import, or nothing.
+to the server and do not use it there. This module imports the modules that a worker of the program would
+import, or nothing.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def process_class(context: Any) -> Any:
 
 
 def start_method(context: Any) -> str:
-    """How a context starts processes: "fork", "forkserver" or "spawn"."""
+    """Returns the method by which a context starts processes: "fork", "forkserver" or "spawn"."""
     if is_remote(context):
         own: str = context.get_start_method()
         return own
@@ -78,7 +78,7 @@ def start(process: Any, worker: str) -> None:
 
 
 def is_refused(error: OSError) -> bool:
-    """Whether the system refuses to start another process, for now."""
+    """Returns True if the system refuses to start another process, for now."""
     return error.errno in _REFUSED_STARTS
 
 

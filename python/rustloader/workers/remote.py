@@ -34,7 +34,7 @@ _AT_ONCE = 16
 
 
 class StartError(RuntimeError):
-    """A worker has ended in its start, or its connection has: another start may succeed."""
+    """Raised if a worker, or its connection, has ended during the start: another start may succeed."""
 
 
 class RemoteProcess:
@@ -42,7 +42,7 @@ class RemoteProcess:
 
     Attributes:
         pid: Its process there.
-        exitcode: None: nothing tells it.
+        exitcode: None: it is unknown.
         daemon: True.
     """
 
@@ -52,7 +52,7 @@ class RemoteProcess:
     def __init__(self, worker_id: int, pid: int, started: Started, link: Link) -> None:
         self.worker_id, self.pid = worker_id, pid
         self._started, self._link = started, link
-        # Why it had ended before it was killed: after that, the cluster tells of the kill.
+        # The reason why it had ended before it was killed: after that, the cluster reports the kill.
         self._told: str | None = None
 
     @property
@@ -61,19 +61,19 @@ class RemoteProcess:
         return f"RemoteWorker-{self.worker_id}"
 
     def is_alive(self) -> bool:
-        """Whether its connection is open."""
+        """Returns True if its connection is open."""
         return not self._link.has_ended
 
     @property
     def end(self) -> str | None:
-        """Why it has ended, as far as this machine knows; None if it has left, or lives."""
+        """The reason why it has ended, as far as this machine knows; None if it has left, or lives."""
         return None if self._link.reason is None else self._known()
 
     def _known(self) -> str | None:
         return self._told or self._started.failure() or self._link.reason
 
     def why_died(self) -> str | None:
-        """Why it has died. The cluster knows more than the connection, but only a little later."""
+        """Returns the reason why it has died. The cluster knows more than the connection, but only a little later."""
         deadline = time.monotonic() + STATUS_AFTER
         while (found := self._told or self._started.failure()) is None and time.monotonic() < deadline:
             time.sleep(REMOTE_CHECK)
@@ -95,7 +95,7 @@ class RemoteProcess:
 
 
 class Blob:
-    """The dataset, and what is pickled with it: once for all workers and their replacements."""
+    """The pickle of the dataset and of the other arguments that all workers and their replacements share."""
 
     def __init__(self, context: RemoteContext, dataset: Any, job: Job) -> None:
         shared = {name: getattr(job, name) for name in _SHARED}
@@ -105,7 +105,7 @@ class Blob:
         self.reference = context.put(pickled)
 
     def job_of(self, job: Job, worker_id: int) -> bytes:
-        """The job of one worker, without what is in the blob."""
+        """Returns the job of one worker, without the parts that are in the blob."""
         without: dict[str, Any] = dict.fromkeys(_SHARED)
         own = dataclasses.replace(job.of_worker(worker_id), **without, unblock=[], sigterm_seconds=None)
         return self.context.dumps(own)
@@ -119,7 +119,7 @@ class _Starting:
         self.worker_id, self.token = worker_id, handshake.new_token()
         self.listener = handshake.listen(address)
         self.connection: socket.socket | None = None
-        # Whether the worker has connected.
+        # True once the worker has connected.
         self.is_proved = False
         # Connections that have to prove themselves, and their threads.
         self.pending: dict[socket.socket, threading.Thread] = {}
@@ -133,7 +133,7 @@ class _Starting:
             raise
 
     def accept(self, job: bytes, deadline: float, tell: Callable[[_News], None]) -> None:
-        """Takes a connection, and lets a thread find out whose it is: a silent stranger holds nothing up."""
+        """Takes a connection, and lets a thread identify it: a silent stranger does not hold up the others."""
         connection, _ = self.listener.accept()
         thread = threading.Thread(target=self._greet, args=(connection, job, deadline, tell), daemon=True)
         try:
@@ -179,7 +179,7 @@ class _Starting:
         self.started.kill()
 
 
-# What a thread has found: the pid of the worker, None for a stranger, or an error.
+# The result of a thread: the pid of the worker, None for a stranger, or an error.
 _News = tuple[_Starting, socket.socket, int | Exception | None]
 
 
@@ -233,7 +233,7 @@ def _await(starting: list[_Starting], jobs: dict[int, bytes], deadline: float) -
 
 
 def _settle(it: _Starting, connection: socket.socket, found: int | Exception | None, waiting: list[_Starting]) -> None:
-    """Takes what a thread has found of a connection."""
+    """Takes the result of a thread that has identified a connection."""
     thread = it.pending.pop(connection, None)
     if thread is None:
         return  # the worker has come by another one
@@ -277,7 +277,7 @@ def serve(read: Callable[[], bytes], call: Call, seconds: float) -> None:
 
     Args:
         read: Returns what ``Blob`` has pickled. Nothing keeps it: it may be as large as the dataset.
-        call: How to connect.
+        call: The parameters of the connection.
         seconds: Seconds that the handshake may take.
     """
     deadline = time.monotonic() + seconds

@@ -54,7 +54,7 @@ _reduce_tensor_of_torchs, _reduce_storage_of_torchs = _TORCHS[_Tensor], _TORCHS[
 
 
 def leaves_are_ours() -> bool:
-    """Whether a plain batch needs no pickle: no program has registered reducers for tensors or arrays."""
+    """Returns True if a plain batch needs no pickle: no program has registered reducers for tensors or arrays."""
     return (
         _reducer_of(_Tensor) is _reduce_tensor_of_torchs
         and _reducer_of(_UntypedStorage) is _reduce_storage_of_torchs
@@ -64,7 +64,7 @@ def leaves_are_ours() -> bool:
 
 
 def _is_foreign(reducer: Callable[[Any], Any]) -> bool:
-    """Whether results of a reducer may depend on its process being alive."""
+    """Returns True if results of a reducer may depend on its process being alive."""
     package = str(getattr(reducer, "__module__", None)).partition(".")[0]
     return package not in _SELF_CONTAINED or getattr(reducer, "__name__", "").endswith("reduce_event")
 
@@ -156,7 +156,7 @@ def _reduce_subclass(tensor: torch.Tensor) -> Any:
     return reduced
 
 
-# What the pickler does with types that are not in its table.
+# The pickler's own reduction of types that are not in its table.
 _reduce_by_itself: Callable[[Any], Any] = operator.methodcaller("__reduce_ex__", _PROTOCOL)
 
 
@@ -179,7 +179,7 @@ class _Beside:
 
     def __init__(self, views: bool) -> None:
         self.objects: list[Any] = []
-        # Whether unpickling needs this process, for a descriptor or memory of a device.
+        # True if unpickling needs this process, for a descriptor or memory of a device.
         self.tied = False
         self._waiting: dict[int, Any] = {}
         self._views = views

@@ -1,6 +1,6 @@
-"""Snapshots of a dataset's state: when a worker makes them, what is in them, and how they are sent.
+"""Snapshots of a dataset's state: their schedule, their content, and their transport.
 
-``read`` reads one: what a worker starts from that goes on after it.
+``read`` reads one: the start of a worker that goes on after it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rustloader.fetch.seeds import Seeds
 from rustloader.settings.limits import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.workers import by_value, serialize
 
-# Where the errors of states come from, as opposed to those of a worker's start.
+# The source of the errors of states, as opposed to those of a worker's start.
 OF_STATE = "in the state of the dataset"
 
 
 @dataclass(frozen=True)
 class SnapshotPolicy:
-    """How often snapshots are made.
+    """The schedule of snapshots.
 
     Attributes:
         every: Batches of the loader from one snapshot to the next; 0: only at the start and the end of an epoch.
@@ -41,7 +41,7 @@ class SnapshotPolicy:
 
 @dataclass
 class WorkerStart:
-    """How a worker begins a resumed epoch; also what a snapshot holds.
+    """The start of a worker in a resumed epoch; also the content of a snapshot.
 
     Attributes:
         dataset_state: For ``load_state_dict`` of the dataset, or None.
@@ -65,7 +65,7 @@ class WorkerStart:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is a state to load."""
+        """True if there is a state to load."""
         return self.dataset_state is not None or self.iterator_state is not None
 
     @property
@@ -87,7 +87,7 @@ def _start_of(fields: bytes) -> WorkerStart:
 
 
 def is_stateful(obj: Any) -> bool:
-    """Whether an object can save and load its state, as torchdata's ``Stateful`` says."""
+    """Returns True if an object can save and load its state, as torchdata's ``Stateful`` says."""
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
@@ -102,7 +102,7 @@ class Snapshots:
     """Decides when a snapshot is made, and makes it.
 
     Args:
-        policy: How often, in the first epoch.
+        policy: The schedule in the first epoch.
         num_workers: Number of workers that take turns.
         kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
         seeds: Seeds of the worker; in the main process the fetcher has them.
@@ -152,8 +152,9 @@ class Snapshots:
                 return None
 
     def is_due(self, ordinal: int) -> bool:
-        """Whether the policy asks for a snapshot after the batch with this number, and the last one's cost leaves CPU
-        time for it. As in torchdata, each worker makes one during the last turn before a multiple of ``every``."""
+        """Returns True if the policy asks for a snapshot after the batch with this number, and the last one's cost
+        leaves CPU time for it. As in torchdata, each worker makes one during the last turn before a multiple of
+        ``every``."""
         self._ordinal = ordinal
         every = self._every
         return every > 0 and ordinal % every + self._turns >= every and monotonic() >= self._not_before
@@ -182,7 +183,7 @@ class Snapshots:
         return by_value.dumps((states, *self._besides(fetcher)))
 
     def state(self, fetcher: Any, dataset: Any) -> WorkerStart:
-        """What a snapshot holds now."""
+        """Returns the content of a snapshot made now."""
         iterator_state, dataset_state = states = self._states(fetcher, dataset)
         if self._is_iterable and self.has_state and self._is_compared_now():
             self._compare(by_value.dumps(states))
@@ -221,7 +222,7 @@ class Publisher:
     Args:
         port: The worker's port.
         snapshots: Makes the snapshots.
-        offset: What a task's number lacks to the number of its batch, in the first epoch.
+        offset: The difference from a task's number to the number of its batch, in the first epoch.
         where: The place that errors name.
         answers: Answers of the worker's earlier processes in this epoch.
     """
@@ -230,7 +231,7 @@ class Publisher:
         self._port, self._snapshots, self._where = port, snapshots, where
         self._offset = offset
         self._answers = answers
-        # Whether this epoch's error was sent. There is one at most.
+        # True if this epoch's error was sent. There is one at most.
         self._failed = False
 
     def begin_epoch(self, first_task: int) -> None:

@@ -25,7 +25,7 @@ struct WatchedWorker {
     reported: Option<(Phase, Option<TaskId>, bool)>,
 }
 
-/// The limits, and what the checks have found.
+/// The limits, and the results of the checks.
 #[derive(Debug)]
 pub(super) struct Stalls {
     /// Time in a phase after which a worker is stuck; `None` for never.
@@ -58,7 +58,7 @@ impl Stalls {
         self.patience
     }
 
-    /// Whether to check the workers now.
+    /// Returns true if the workers are to be checked now.
     pub(super) fn begins_check(&self, now: Duration) -> bool {
         now.saturating_sub(self.looked) >= STALL_CHECK
     }

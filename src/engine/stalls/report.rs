@@ -1,4 +1,4 @@
-//! Workers that are stuck in their start or at one batch: what they show, and the report.
+//! Workers that are stuck in their start or at one batch: their status, and the report.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use crate::shm::arena::Arena;
 use crate::shm::layout::WorkerState;
 use crate::sync::{AtomicU64, Ordering};
 
-/// Where a worker is stuck.
+/// The phase of an epoch in which a worker is stuck.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Before its first batch of an epoch.
@@ -25,13 +25,13 @@ pub struct Stall {
     pub worker: u32,
     /// Its process id.
     pub pid: i32,
-    /// Where it is stuck.
+    /// The phase in which it is stuck.
     pub phase: Phase,
     /// The state that it reports.
     pub state: WorkerState,
     /// Its current task, or the next one.
     pub task: Option<TaskId>,
-    /// How long it has been stuck.
+    /// The time for which it has been stuck.
     pub time: Duration,
     /// Limit of the wait for its stack; `None` for no stack dump.
     pub patience: Option<Duration>,
@@ -40,7 +40,7 @@ pub struct Stall {
     pub exceeds: Option<Duration>,
 }
 
-/// What a worker that is waited for shows of itself.
+/// The status page of a worker that is waited for, as read at a check.
 pub(in crate::engine) struct Shown {
     pub(in crate::engine) process: Arc<Process>,
     /// Its first unanswered task.
@@ -57,7 +57,7 @@ pub(in crate::engine) struct Shown {
 }
 
 impl Shown {
-    /// What a worker's status page shows now.
+    /// Reads a worker's status page.
     pub(in crate::engine) fn of(arena: &Arena, worker: u32, process: Arc<Process>, oldest: Option<TaskId>) -> Self {
         let page = &arena.control(worker).status;
         let time = |word: &AtomicU64| Duration::from_nanos(word.load(Ordering::Relaxed));
@@ -72,7 +72,7 @@ impl Shown {
         }
     }
 
-    /// Whether the first unanswered task, or the message that begins an epoch, waits for the worker to take it.
+    /// Returns true if the first unanswered task, or the message that begins an epoch, waits for the worker to take it.
     pub(in crate::engine) fn is_waited_for(&self) -> bool {
         match self.state {
             WorkerState::Idle => true,
@@ -82,7 +82,7 @@ impl Shown {
         }
     }
 
-    /// Whether the pin thread holds the worker's answer.
+    /// Returns true if the pin thread holds the worker's answer.
     pub(in crate::engine) fn is_answered(&self) -> bool {
         self.state == WorkerState::Idle && self.answers > 0 && self.oldest.is_some_and(|oldest| self.task >= oldest)
     }

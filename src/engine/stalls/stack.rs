@@ -34,7 +34,7 @@ impl Handle {
             StackFile::SignalTaken => return Err(format!("{} of its own", handler())),
         };
         let place = (page.stack_device.load(Ordering::Relaxed), page.stack_inode.load(Ordering::Relaxed));
-        // Before the signal: faulthandler writes to the descriptor's number, whichever file that is now.
+        // Before the signal: faulthandler writes to the descriptor's number, even if it names another file by now.
         let file = sys::proc_fd::open(process.pid, fd, place);
         let file = file.map_err(|error| format!("its file for it cannot be read: {error}"))?;
         ask(&process, file.as_fd(), patience)

@@ -34,7 +34,7 @@ pub struct DLTensor {
     pub byte_offset: u64,
 }
 
-/// `DLManagedTensor`, what a capsule named "dltensor" holds.
+/// `DLManagedTensor`: the contents of a capsule named "dltensor".
 #[repr(C)]
 #[derive(Debug)]
 pub struct DLManagedTensor {
@@ -53,7 +53,7 @@ pub struct DLPackVersion {
     pub minor: u32,
 }
 
-/// `DLManagedTensorVersioned`, what the exchange API takes.
+/// `DLManagedTensorVersioned`: the argument of the exchange API.
 #[repr(C)]
 #[derive(Debug)]
 pub struct DLManagedTensorVersioned {

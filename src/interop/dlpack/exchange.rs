@@ -61,7 +61,7 @@ impl Exchange {
     }
 }
 
-/// How a block gets to torch.
+/// The way by which torch receives a block.
 pub enum Importer {
     /// Through its C function.
     Exchange(Exchange),

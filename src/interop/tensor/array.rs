@@ -38,8 +38,8 @@ impl Bridge {
         Some(LeafView { kind: Kind::Array, dtype, shape, byte_strides, first: view.buf.cast_const().cast() })
     }
 
-    /// Whether an array alone has its memory: the arrays that it is a view of have no other reference, and there are no
-    /// weak ones, whose callbacks could write to the memory when the array goes.
+    /// Returns true if an array alone has its memory: the arrays that it is a view of have no other reference, and
+    /// there are no weak ones, whose callbacks could write to the memory when the array goes.
     pub fn has_alone(&self, array: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = array.py();
         let Some(numpy) = self.numpy.as_ref() else { return Ok(false) };

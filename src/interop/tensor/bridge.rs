@@ -31,7 +31,7 @@ pub struct Bridge {
     has_names: Option<Py<PyAny>>,
     strided: Py<PyAny>,
     stack: Py<PyAny>,
-    /// (torch's dtype, ours).
+    /// Pairs of torch's dtype and this crate's.
     dtypes: Vec<(Py<PyAny>, Dtype)>,
     /// torch's functions: number of function modes, number of dispatch modes, default device.
     defaults: [Py<PyAny>; 3],
@@ -83,13 +83,13 @@ impl Bridge {
         BRIDGE.get_or_try_init(py, || Self::new(py, true))
     }
 
-    /// Whether an object is a `torch.Tensor` and of no subclass.
+    /// Returns true if an object is a `torch.Tensor` and of no subclass.
     #[inline]
     pub fn is_tensor(&self, obj: &Bound<'_, PyAny>) -> bool {
         obj.get_type_ptr().cast() == self.tensor.as_ptr()
     }
 
-    /// Whether an object is a `numpy.ndarray` and of no subclass.
+    /// Returns true if an object is a `numpy.ndarray` and of no subclass.
     #[inline]
     pub fn is_array(&self, obj: &Bound<'_, PyAny>) -> bool {
         self.numpy.as_ref().is_some_and(|numpy| numpy.is_array(obj))
@@ -207,13 +207,13 @@ impl Bridge {
         self.stack.bind(py).call((batch, 0), Some(&options)).map(Bound::unbind)
     }
 
-    /// Whether a default device, a function mode or a dispatch mode may change the result of torch's operators.
+    /// Returns true if a default device, a function mode or a dispatch mode may change the result of torch's operators.
     pub fn has_modes(&self, py: Python<'_>) -> PyResult<bool> {
         let [functions, dispatch, _] = &self.defaults;
         Ok(functions.call0(py)?.is_truthy(py)? || dispatch.call0(py)?.is_truthy(py)?)
     }
 
-    /// Whether torch creates tensors in ordinary memory (`torch.set_default_tensor_type`).
+    /// Returns true if torch creates tensors in ordinary memory (`torch.set_default_tensor_type`).
     pub fn default_is_cpu(&self, py: Python<'_>) -> PyResult<bool> {
         self.defaults[2].bind(py).call0()?.eq(intern!(py, "cpu"))
     }

@@ -6,11 +6,11 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::interop::moving::{Freed, Move, Reading};
 
-/// What a storage had as its memory before a move. Python frees it with the storage.
+/// The memory that a storage had before a move. Python frees it with the storage.
 #[pyclass(frozen, module = "rustloader._core")]
 struct MovedMemory {
     _memory: Freed,
-    /// What the storage kept before.
+    /// The object that the storage kept before.
     _older: Option<Py<PyAny>>,
 }
 

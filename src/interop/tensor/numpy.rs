@@ -9,9 +9,9 @@ use crate::tree::dtype::Dtype;
 pub struct Numpy {
     pub(super) ndarray: Py<PyAny>,
     pub(super) weakrefs: Py<PyAny>,
-    /// (NumPy's dtype, ours) for all built-in dtypes, including aliases (`longlong`).
+    /// Pairs of NumPy's dtype and this crate's, for all built-in dtypes, including aliases (`longlong`).
     known: Vec<(Py<PyAny>, Dtype)>,
-    /// The dtypes of delivered arrays, by our dtypes' codes.
+    /// The dtypes of delivered arrays, by the codes of this crate's dtypes.
     pub(super) delivered: Vec<Option<Py<PyAny>>>,
 }
 

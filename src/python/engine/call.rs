@@ -40,7 +40,7 @@ pub(super) struct Call<'a, 'py> {
     pub(super) answer: &'a Bound<'py, PyList>,
     /// The sampler's iterator, or a function that returns the next index.
     pub(super) next_index: &'a Bound<'py, PyAny>,
-    /// What says how the next epoch begins: `Foresight` of `_core.pyi`.
+    /// The object that foresees how the next epoch begins: `Foresight` of `_core.pyi`.
     pub(super) foresight: Option<&'a Bound<'py, PyAny>>,
 }
 

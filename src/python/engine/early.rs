@@ -1,5 +1,6 @@
 //! The next epoch, whose tasks are sent before the present one has ended. Its index batches are foreseen, and the
-//! beginning of the epoch draws them from the sampler all the same: what was sent counts only if it is what was drawn.
+//! beginning of the epoch draws them from the sampler all the same: the tasks that were sent count only if the draws
+//! are the same.
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -11,12 +12,12 @@ use crate::error::Error;
 use crate::interop::exit_guard::{call, next_item};
 use crate::wire::TaskKind;
 
-/// What the beginning of an epoch has drawn so far.
+/// The draws of the beginning of an epoch so far.
 #[derive(Default)]
 pub(super) struct Drawn<'py> {
     /// Number of draws.
     pub(super) draws: usize,
-    /// Whether the workers have begun the epoch early, with these index batches.
+    /// True if the workers have begun the epoch early, with these index batches.
     taken_up: bool,
     /// Index batches as they were foreseen, with their bytes. To be sent again.
     again: Vec<(Py<PyAny>, Vec<u8>)>,
@@ -65,8 +66,8 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Draws what was foreseen, and makes the early epoch the present one if it is the same. Otherwise the draws are
-    /// left to [`Call::send_drawn`].
+    /// Draws the foreseen index batches, and makes the early epoch the present one if the draws are the same. Otherwise
+    /// the draws are left to [`Call::send_drawn`].
     pub(super) fn draw_foreseen(&mut self, early: Early, message: &[u8], first_worker: u32) -> PyResult<Drawn<'py>> {
         let mut drawn = Drawn::default();
         if early.message != message || first_worker != 0 || !self.state.engine.may_take_up() {
@@ -92,7 +93,7 @@ impl<'py> Call<'_, 'py> {
         codec::encode_indices(index, &mut self.state.payload) && self.state.payload == bytes
     }
 
-    /// Sends what [`Call::draw_foreseen`] has drawn of an epoch that was not as foreseen.
+    /// Sends the draws of [`Call::draw_foreseen`], if the epoch is not as foreseen.
     pub(super) fn send_drawn(&mut self, drawn: Drawn<'py>) -> PyResult<()> {
         for (index, bytes) in drawn.again {
             self.state.payload = bytes;

@@ -81,7 +81,7 @@ struct StallLimits {
     stack_seconds: f64,
 }
 
-/// `LoaderConfig` of `settings/config.py`: what it says of scheduling. Values are converted as Python does it, and
+/// The settings of scheduling in `LoaderConfig` of `settings/config.py`. Values are converted as Python does it, and
 /// their errors are Python's own.
 struct Config {
     settings: Settings,
@@ -158,7 +158,7 @@ impl PyEngine {
 
     fn started(&self, py: Python<'_>, worker: u32, pid: i32) -> PyResult<()> {
         let mut access = self.enter(py)?;
-        // A process that the end does not know would outlive it.
+        // A process that is registered after the shutdown would outlive it.
         if self.handle.closing() {
             return Err(closed(py, &self.handle));
         }
@@ -200,7 +200,7 @@ impl PyEngine {
     }
 
     /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an
-    /// index for each task that may be outstanding. The answer is `END`, or what arrived instead.
+    /// index for each task that may be outstanding. The answer is `END`, or the event that arrived instead.
     // The arguments of a Python method.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (answer, next_index, is_first, message, first_worker = 0, foresight = None))]

@@ -49,8 +49,8 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Unpickles a result while its worker, which it depends on, still lives. An error takes the batch's place; what a
-    /// signal handler raised is raised at once, and the next call tries again.
+    /// Unpickles a result while its worker, which it depends on, still lives. An error takes the batch's place. An
+    /// exception of a signal handler is raised at once, and the next call tries again.
     pub(super) fn open(&mut self, incoming: &Incoming, ready: Option<Ready>) -> PyResult<()> {
         let read = match ready {
             Some(Ready::Pickled(pickle)) => Ok(Read::Pickled(pickle)),
@@ -119,7 +119,7 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Whether a signal handler raised an error, rather than the code that it interrupted.
+    /// Returns true if a signal handler raised an error, rather than the code that it interrupted.
     pub(super) fn is_interrupt(&self, error: &PyErr) -> PyResult<bool> {
         // Not `value`, which has no traceback.
         let value = error.clone_ref(self.py).into_value(self.py);

@@ -1,4 +1,4 @@
-//! What exclusive access protects.
+//! The state that exclusive access protects.
 
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +21,7 @@ pub(super) struct State {
     pub(super) early: Option<Early>,
 }
 
-/// What was sent of an epoch that has begun before the present one has ended.
+/// The messages of an epoch that has begun before the present one has ended.
 pub(super) struct Early {
     /// The message that begins it.
     pub(super) message: Vec<u8>,

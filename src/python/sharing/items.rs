@@ -29,7 +29,7 @@ impl SharedItems {
         if self.is_tuple { "tuple" } else { "list" }
     }
 
-    /// Whether a row is equal to an object, as `in` compares.
+    /// Returns true if a row is equal to an object, as `in` compares.
     fn is_equal(&self, row: u64, other: &Bound<'_, PyAny>, text: Option<&str>) -> PyResult<bool> {
         match text.and_then(|text| rows::is_text(&self.items, row, text)) {
             Some(known) => Ok(known),
@@ -64,7 +64,7 @@ impl SharedItems {
     }
 }
 
-/// An int, or what has an `__index__`, as Python's sequences read it; `None` for other objects.
+/// The value of an int, or of an object with an `__index__`, as Python's sequences read it; `None` for other objects.
 #[inline]
 fn index_of(key: &Bound<'_, PyAny>) -> PyResult<Option<isize>> {
     // SAFETY: the object lives; the calls set an exception where they answer -1 with one.
@@ -156,7 +156,7 @@ impl SharedItems {
         Ok(count)
     }
 
-    /// Whether another sequence of the same length has equal items.
+    /// Returns true if another sequence of the same length has equal items.
     fn equals(&self, other: &Bound<'_, PyAny>) -> PyResult<bool> {
         if other.len()? as u64 != self.len() {
             return Ok(false);

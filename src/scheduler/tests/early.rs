@@ -9,7 +9,7 @@ fn ended(settings: Settings) -> Machine {
     machine
 }
 
-/// Answers what `next` returns for the batch of a task, which asks for one more index first.
+/// Finishes a task, and lets `next` ask for one more index before it delivers the batch.
 fn delivered(machine: &mut Machine, task: u64, worker: u32) {
     done(machine, worker, task);
     assert_eq!(machine.next(true), Decision::Submit);

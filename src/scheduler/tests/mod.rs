@@ -54,7 +54,7 @@ fn dead(worker: u32, lost: Option<u64>) -> Decision<u64, &'static str> {
     Decision::Dead(Death { worker: WorkerId(worker), lost: lost.map(TaskId) })
 }
 
-/// What `submit` returns for a task of this worker.
+/// The value that `submit` returns for a task of this worker.
 fn to(task: u64, worker: u32) -> std::result::Result<(TaskId, Placement), u64> {
     Ok((TaskId(task), Placement::Worker(WorkerId(worker))))
 }
@@ -71,7 +71,7 @@ fn the_cycle_of_an_epoch_begins_with_the_worker_that_it_is_told() {
         let settings = Settings { persistent: true, ..Settings::torch(3, 1, in_order) };
         let mut machine = Machine::new(settings).unwrap();
         let mut task = 0;
-        // Without a word, an epoch begins with the first worker.
+        // By default, an epoch begins with the first worker.
         for (told, workers) in [(Some(2), [2, 0, 1]), (None, [0, 1, 2]), (Some(1), [1, 2, 0])] {
             if let Some(first) = told {
                 machine.begin_with(WorkerId(first)).unwrap();
@@ -103,7 +103,7 @@ fn batches_come_in_order_and_each_one_makes_room_for_an_index_first() {
     assert_eq!(machine.next(true), Decision::Submit);
     assert_eq!(machine.submit(2), to(2, 0));
     assert_eq!(machine.next(true), batch(0, 0));
-    // The sampler has ended: nothing is submitted, and the batches come all the same.
+    // The sampler has ended: nothing is submitted, and the batches are still delivered.
     assert_eq!(machine.next(true), Decision::Submit);
     assert_eq!(machine.next(true), batch(1, 1));
     assert_eq!(machine.next(true), WAIT);

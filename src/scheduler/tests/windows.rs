@@ -84,7 +84,7 @@ fn a_windows_bytes_count_what_is_ready_and_what_is_expected() {
     for decision in [batch(1, 1), WAIT] {
         assert_eq!(fill(&mut machine), (0, decision));
     }
-    // A task of its own is always admitted.
+    // A single task is always admitted.
     for (worker, task) in [(0, 2), (0, 4)] {
         sized(&mut machine, worker, task, 10);
     }
@@ -122,7 +122,7 @@ fn a_window_asks_for_nothing_while_an_error_of_the_sampler_waits() {
     done(&mut machine, 0, 0);
     assert_eq!((machine.next(true), machine.next(false)), (Decision::Submit, batch(0, 0)));
     assert_eq!((machine.next(false), machine.next(true)), (WAIT, Decision::Submit));
-    // torch's rule counts its draws, and knows nothing of errors.
+    // torch's rule counts draws, and does not consider errors.
     let mut machine = primed(2, 1, true);
     done(&mut machine, 0, 0);
     assert_eq!((machine.next(false), machine.next(false)), (Decision::Submit, batch(0, 0)));

@@ -1,5 +1,5 @@
-//! The allocator of one region. Its free lists are private to the owner; what other processes need stands in the
-//! region's block table.
+//! The allocator of one region. Its free lists are private to the owner; the region's block table has the data that
+//! other processes need.
 //!
 //! Size classes are virtual: a block has the capacity of its class, but only the pages that its contents
 //! need. Free blocks are reused last-in first-out, while their pages are warm.
@@ -219,8 +219,8 @@ impl Allocator {
         Ok(id)
     }
 
-    /// [`Allocator::allocate`] for the owner's arrays. They are no measure of how long other blocks lie idle, because a
-    /// batch may make any number of them.
+    /// As [`Allocator::allocate`], for the owner's arrays. They do not count in the window that measures how long other
+    /// blocks are idle, because a batch may make any number of them.
     pub fn allocate_array(&mut self, len: u64) -> Result<u32> {
         self.window += 1;
         self.allocate(len, WORKER)
@@ -240,7 +240,7 @@ impl Allocator {
         self.sent.insert(id);
     }
 
-    /// Whether a block was sent in a message since it was allocated.
+    /// Returns true if a block was sent in a message since it was allocated.
     pub fn was_sent(&self, id: u32) -> bool {
         self.sent.contains(&id)
     }
@@ -298,7 +298,7 @@ impl Allocator {
         }
     }
 
-    /// Whether the table has an entry for another block.
+    /// Returns true if the table has an entry for another block.
     fn has_entry(&mut self) -> Result<bool> {
         let id = self.mapped.len() as u32;
         if !self.spare.is_empty() || id == self.arena.geometry().table_len {
@@ -501,12 +501,13 @@ impl Allocator {
         Ok(())
     }
 
-    /// Whether a message of this region waits for the loop: the main process opens it when it delivers the batch.
+    /// Returns true if a message of this region waits for the loop: the main process opens it when it delivers the
+    /// batch.
     pub fn is_ahead(&self) -> bool {
         self.states().any(|state| state & (CONSUMER | DELIVERED) == CONSUMER)
     }
 
-    /// Whether a large block of `len` bytes would take fresh pages, while the loop holds one that fits.
+    /// Returns true if a large block of `len` bytes would take fresh pages, while the loop holds one that fits.
     pub fn awaits(&mut self, len: u64) -> Result<bool> {
         if len < LARGE {
             return Ok(false);

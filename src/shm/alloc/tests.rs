@@ -155,7 +155,7 @@ fn what_others_are_reserving_is_waited_for_outside_of_the_allocator() {
         },
     );
     assert!(allocated.is_ok() && pauses == 1);
-    // What no machine has is refused at once.
+    // A request that no machine has memory for is refused at once.
     let refused = || Err::<(), _>(Error::NoMemory { wanted: 1, limit: String::new(), headroom: 0, passing: false });
     assert!(settle(refused, |_| panic!("it waits")).is_err());
 }

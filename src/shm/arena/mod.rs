@@ -153,7 +153,7 @@ impl Arena {
         self.fd.as_fd().as_raw_fd()
     }
 
-    /// Whether this process mapped the arena; false in its forked children.
+    /// Returns true in the process that mapped the arena; false in its forked children.
     #[inline]
     pub fn is_ours(&self) -> bool {
         self.generation == sys::fork::generation()
@@ -457,9 +457,9 @@ impl Arena {
         Ok(())
     }
 
-    /// Recovers the arena after all workers have left cleanly and all results were released: takes back what only
-    /// workers held, and keeps as many warm pages as the batches under way needed. Returns the bytes of warm pages, or
-    /// `None` when a child of a worker may still read a block: the arena is then not reusable.
+    /// Recovers the arena after all workers have left cleanly and all results were released: takes back the blocks that
+    /// only workers held, and keeps as many warm pages as the batches under way needed. Returns the bytes of warm
+    /// pages, or `None` when a child of a worker may still read a block: the arena is then not reusable.
     pub fn recover(&self) -> Option<u64> {
         self.parking.begin();
         let mut idle = 0;

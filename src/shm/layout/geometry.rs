@@ -1,4 +1,4 @@
-//! Where the parts of an arena lie.
+//! The places of an arena's parts.
 //!
 //! The control part takes about workers² x prefetch_factor x 128 bytes (64 workers: 2 MiB; 1,000: 250 MiB). Its pages
 //! exist from the start, so that a full machine is an error at once and not a SIGBUS later.
@@ -14,9 +14,9 @@ pub struct Needs {
     pub workers: u32,
     /// Limit of outstanding tasks.
     pub outstanding: u32,
-    /// Whether the workers share a queue.
+    /// True if the workers share a queue.
     pub shared_queue: bool,
-    /// Whether workers send snapshots beside their results.
+    /// True if workers send snapshots with their results.
     pub snapshots: bool,
 }
 
@@ -27,7 +27,7 @@ pub struct Geometry {
     pub workers: u32,
     /// Slots of each ring: a power of two.
     pub ring_slots: u32,
-    /// Whether the workers share a queue, which has as many slots as a ring.
+    /// True if the workers share a queue, which has as many slots as a ring.
     pub shared_queue: bool,
     /// Entries of each block table.
     pub table_len: u32,
@@ -42,8 +42,8 @@ const fn round_up(value: u64, to: u64) -> u64 {
 }
 
 /// Slots of a ring for `outstanding` tasks and control messages: two that begin an epoch early, one that begins
-/// another, and the one to leave. Of a worker's snapshots one comes with each
-/// result, two at the begin and at the end of an epoch, one for an error, and one at the begin of the next epoch.
+/// another, and the one to leave. A worker sends a snapshot with each result, one at the start and one at the end of an
+/// epoch, one for an error, and one at the start of the next epoch.
 const fn ring_slots_for(outstanding: u32, snapshots: bool) -> u32 {
     let results = outstanding + 4;
     (if snapshots { 2 * results } else { results }).next_power_of_two()
@@ -81,7 +81,7 @@ impl Geometry {
         (region_len >= REGION_MIN).then_some(Self { region_len, ..geometry })
     }
 
-    /// Bytes of an arena whose regions have at most `region_len` bytes of data, and hardly less.
+    /// Bytes of an arena whose regions have at most, and nearly, `region_len` bytes of data.
     pub fn total_for(region_len: u64, needs: Needs) -> Result<u64> {
         let Needs { workers, shared_queue, .. } = needs;
         let (ring_slots, table_len) = (Self::ring_slots_of(needs)?, table_len_for(region_len));

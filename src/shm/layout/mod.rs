@@ -4,9 +4,9 @@
 //! Header | bitmap | queue | ControlPage of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | TraceHead of worker 0, 1, ... |
 //! data of region 0 ... n
 //! ```
-//! The queue is there only if the engine's workers share one: [`QueueControl`] and its slots.
-//! Worker `i` alone allocates in region `i < n`; region `n` belongs to the main process and carries index batches.
-//! All shared words are atomics: reading what a broken worker wrote is defined, and its users check the meaning.
+//! The queue is there only if the engine's workers share one: [`QueueControl`] and its slots. Worker `i` alone
+//! allocates in region `i < n`; region `n` belongs to the main process and carries index batches. All shared words are
+//! atomics: reading the words of a broken worker is defined, and the readers check their values.
 
 mod geometry;
 
@@ -83,7 +83,7 @@ pub struct Header {
     pub doorbell: Line<Sleeper>,
     /// Not 0 when the workers must leave.
     pub stop: Line<AtomicU32>,
-    /// What the workers record for a trace: 0 for nothing, 1 for batches, 2 for samples, too.
+    /// The level of the workers' records for a trace: 0 for nothing, 1 for batches, 2 for samples, too.
     pub trace: Line<AtomicU32>,
     pub(crate) main: MainPage,
 }
@@ -144,7 +144,7 @@ impl MainPage {
         }
     }
 
-    /// The loader's name, of which there may be the beginning only.
+    /// The loader's name, or the beginning of a long one.
     pub fn name(&self) -> String {
         let bytes = self.name.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes());
         let bytes: Vec<u8> = bytes.take_while(|&byte| byte != 0).collect();
@@ -153,7 +153,7 @@ impl MainPage {
 }
 
 numbered_enum! {
-    /// What the main process is doing.
+    /// The activity of the main process.
     pub enum MainState {
         /// No iterator uses the arena.
         Unused = 0 => "unused",
@@ -222,7 +222,8 @@ pub struct RingSlot(pub [AtomicU64; SLOT_WORDS]);
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct QueueControl {
-    /// Where to look for the next entry: a hint, because a worker may end between taking an entry and moving it.
+    /// Position at which the search for the next entry begins: a hint, because a worker may end between taking an entry
+    /// and moving it.
     pub head: Line<AtomicU64>,
     /// The side of the workers, all on one bell.
     pub sleeper: Line<Sleeper>,
@@ -294,7 +295,7 @@ pub struct StatusPage {
 pub(crate) const NOT_BEGUN: u64 = u64::MAX;
 
 impl StatusPage {
-    /// Whether the worker has begun `task`, and not finished it: the task may be to blame for its death.
+    /// Returns true if the worker has begun `task`, and not finished it: the task may be to blame for its death.
     pub(crate) fn has_begun(&self) -> bool {
         let is_waiting = [WorkerState::Starting, WorkerState::Idle].map(|state| state as u32).contains(&self.state());
         !is_waiting
@@ -302,8 +303,8 @@ impl StatusPage {
             && self.place.load(Ordering::Relaxed) != NOT_BEGUN
     }
 
-    /// How long an idle worker waits usually: as long as its last batch took, or [`AHEAD`] if that is longer. On a busy
-    /// machine both become longer.
+    /// Returns the usual wait of an idle worker: as long as its last batch took, or [`AHEAD`] if that is longer. On a
+    /// busy machine both become longer.
     pub fn long_idle(&self) -> Duration {
         let [since, taken] = [&self.since_ns, &self.task_since_ns].map(|at| at.load(Ordering::Relaxed));
         AHEAD.max(Duration::from_nanos(since.saturating_sub(taken)))
@@ -341,7 +342,7 @@ impl StatusPage {
 }
 
 numbered_enum! {
-    /// What a worker knows of a SIGTERM that it survives: see `worker/terminate.rs`.
+    /// A worker's knowledge of a SIGTERM that it survives: see `worker/terminate.rs`.
     pub enum Terminated {
         /// None received.
         No = 0 => "no",
@@ -394,7 +395,7 @@ impl StackFile {
 }
 
 numbered_enum! {
-    /// What a worker is doing.
+    /// The activity of a worker.
     pub enum WorkerState {
         /// Before its loop, in the first or a later epoch: seeding, `worker_init_fn`, `iter(dataset)`.
         Starting = 0 => "starting",
@@ -427,7 +428,7 @@ impl WorkerState {
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct ControlPage {
-    /// What the worker does.
+    /// The activity of the worker, its task and its counters.
     pub status: StatusPage,
     /// The worker's side of its task ring, rung by the main process.
     pub sleeper: Line<Sleeper>,
@@ -472,7 +473,7 @@ pub struct BlockEntry {
     pub offset: AtomicU64,
     /// Bytes up to the next block, with or without pages; 0 for an entry without a block.
     pub capacity: AtomicU64,
-    /// Bytes from the block's begin that have pages.
+    /// Bytes with pages, from the block's start on.
     pub warm: AtomicU64,
 }
 

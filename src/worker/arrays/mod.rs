@@ -1,9 +1,9 @@
 //! Memory of the worker's own arrays in its region. `interop::numpy_memory` gives it to NumPy.
 //!
 //! A batch with such an array is sent without a copy if nothing in the worker can change it any more. The proof has two
-//! parts. While the batch is there, the encoder looks at what leads to the array's memory: the containers around it,
-//! the array and the arrays that it is a view of must have one reference each, and no weak ones. So no finalizer that
-//! runs when the batch is dropped can reach the memory. Everything else is copied at once.
+//! parts. While the batch exists, the encoder checks the references that lead to the array's memory: the containers
+//! around it, the array and the arrays that it is a view of must have one reference each, and no weak ones. So no
+//! finalizer that runs when the batch is dropped can reach the memory. Everything else is copied at once.
 //!
 //! Then the packer notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] says
 //! whether the memory was freed in between: every view, buffer and tensor over it keeps it alive. If it was, the block
@@ -31,12 +31,12 @@ use crate::sync::{Ordering, lock};
 use crate::sys::fork::{ForkHandlers, Step, on_fork};
 use crate::sys::private::{Gate, make_inaccessible, make_private};
 
-/// What to do with an array that changes its size.
+/// The outcome of a request for another size of an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resized {
     /// It has the new size.
     InPlace,
-    /// It must move; it has so many bytes now.
+    /// It must move; it has this many bytes now.
     Move(usize),
 }
 
@@ -82,7 +82,7 @@ impl Port {
         Ok(Some(memory))
     }
 
-    /// Why an array of the current task was refused. Forgets it.
+    /// Takes the error for which an array of the current task was refused.
     pub fn take_refusal(&self) -> Option<Error> {
         let (task, error) = self.arena().is_ours().then(|| lock(&self.refused_array).take())??;
         (task == self.task()).then_some(error)
@@ -127,7 +127,7 @@ impl Port {
         Resized::InPlace
     }
 
-    /// Whether an array lies in a block.
+    /// Returns true if an array lies in a block.
     pub fn has_array(&self, block: u32) -> bool {
         self.arrays().is_some_and(|arrays| arrays.live.contains_key(&block))
     }
@@ -139,13 +139,13 @@ impl Port {
         array.map(|array| array.noted = true).is_some()
     }
 
-    /// Whether a noted array was freed. Its memory stays as it is.
+    /// Returns true if a noted array was freed. Its memory stays as it is.
     pub fn is_freed(&self, block: u32) -> bool {
         self.arrays().is_some_and(|arrays| arrays.live.get(&block).is_some_and(|array| array.freed))
     }
 
-    /// Ends what [`Port::note_array`] began. True: the array was freed, and its block belongs to the caller. False: the
-    /// array lives on.
+    /// Withdraws the note of [`Port::note_array`]. True: the array was freed, and its block belongs to the caller.
+    /// False: the array lives on.
     pub fn take_freed(&self, block: u32) -> bool {
         let Some(mut arrays) = self.arrays() else { return false };
         let Some(array) = arrays.live.get_mut(&block) else { return false };
@@ -173,7 +173,7 @@ struct Watched {
     next: Option<&'static Watched>,
 }
 
-/// What a child has copied, with what its parents had: addresses and lengths.
+/// The ranges that a child has copied, and those that its parents had copied: addresses and lengths.
 static PRIVATE: AtomicPtr<Vec<(usize, usize)>> = AtomicPtr::new(std::ptr::null_mut());
 
 struct Forking {

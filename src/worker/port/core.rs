@@ -51,7 +51,7 @@ pub struct Port {
     pub(super) reserve: Mutex<Option<u32>>,
     /// Set when the main process is gone.
     orphaned: AtomicBool,
-    /// The last wait for a block of the loop was in vain, and none has come back since: the loop keeps its batches.
+    /// The last wait for a block of the loop expired, and none has come back since: the loop keeps its batches.
     pub(super) waited_in_vain: AtomicBool,
     /// Payload of the last task that came in a block.
     pub payload: Mutex<Vec<u8>>,
@@ -62,9 +62,9 @@ pub struct Port {
     fetch_began: AtomicU64,
     /// The connection to the main process, if that is on another machine: it does not see the status page.
     pub(super) remote: Option<Arc<Remote>>,
-    /// Whether the main process believes that a sample is under way.
+    /// True if the main process believes that a sample is under way.
     at_sample: AtomicBool,
-    /// When `remote` was last told of a batch of a replay, in monotonic nanoseconds.
+    /// The time of the last report of a batch of a replay to `remote`, in monotonic nanoseconds.
     pub(super) told_ns: AtomicU64,
     trace: Recorder,
 }
@@ -172,7 +172,7 @@ impl Port {
         u32::try_from(spent / 1000).unwrap_or(u32::MAX)
     }
 
-    /// What the worker does, for [`Port::record`]: its state, its task, and whether it makes earlier batches again.
+    /// Returns the worker's state, its task, and true if it makes earlier batches again, for [`Port::record`].
     #[inline]
     fn at(&self) -> (u32, u64, bool) {
         let StatusPage { state, task, place, .. } = self.status();
@@ -180,7 +180,7 @@ impl Port {
         (state, task, place.load(Ordering::Relaxed) == NOT_BEGUN)
     }
 
-    /// Records for a trace, if one is on, what the worker has done until now.
+    /// Records the worker's activity until now for a trace, if one is on.
     #[inline]
     fn record(&self, (state, task, replays): (u32, u64, bool), now: u64, spent: u64) {
         if self.trace.is_on() {
@@ -189,7 +189,7 @@ impl Port {
         }
     }
 
-    /// Whether a trace wants each sample.
+    /// Returns true if a trace records each sample.
     #[inline]
     pub fn traces_samples(&self) -> bool {
         self.trace.has_samples() && self.arena.is_ours()
@@ -262,13 +262,13 @@ impl Port {
         self.stack.offer(self.status(), fd);
     }
 
-    /// Whether the worker should leave before the next sample.
+    /// Returns true if the worker should leave before the next sample.
     #[inline]
     pub fn stopping(&self) -> bool {
         self.arena.header().stop.0.load(Ordering::Relaxed) != 0 || self.orphaned.load(Ordering::Relaxed)
     }
 
-    /// What the worker sleeps on: its own bell, or that of the shared queue.
+    /// Returns the bell on which the worker sleeps: its own, or that of the shared queue.
     pub(super) fn sleeper(&self) -> &Sleeper {
         self.arena.sleeper_of(self.worker)
     }
@@ -340,7 +340,7 @@ impl Port {
         self.idle().clamp(AHEAD, IDLE_SLICE)
     }
 
-    /// How long the worker has had nothing to do.
+    /// Returns the time for which the worker has had nothing to do.
     pub(super) fn idle(&self) -> Duration {
         let since = self.status().since_ns.load(Ordering::Relaxed);
         Duration::from_nanos(sys::clock::monotonic_ns().saturating_sub(since))

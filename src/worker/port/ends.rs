@@ -6,7 +6,7 @@ use crate::shm::queue::Claimer;
 use crate::shm::ring::{Consumer, Entry, Producer};
 use crate::wire::TaskKind;
 
-/// What a port reads from and writes to.
+/// The ends that a port reads from and writes to.
 #[derive(Debug)]
 pub(super) struct Ends {
     pub(super) tasks: Consumer<ArenaRing>,

@@ -1,6 +1,6 @@
-//! Who holds a leaf's block after its message was sent.
+//! The holders of a leaf's block after its message was sent.
 
-/// Whether objects of the worker keep a leaf's block.
+/// The worker's hold on a leaf's block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
     /// The block was allocated for this message.

@@ -58,7 +58,7 @@ impl Port {
     }
 
     /// Publishes a snapshot that was made after `count` answers of this worker in this epoch, before its next result.
-    /// The first one of an epoch has the count 0. At most one comes with each result, and one each at the begin and the
+    /// The first one of an epoch has the count 0. At most one comes with each result, and one each at the start and the
     /// end of the epoch and for an error: the ring has no room for more. Returns false if it is left out for want of
     /// memory.
     pub fn send_snapshot(&self, count: u64, payload: &[u8], is_error: bool) -> Result<bool> {

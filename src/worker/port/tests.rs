@@ -51,7 +51,7 @@ fn a_snapshot_for_which_there_is_no_memory_is_left_out_but_the_first_and_an_erro
     let mut entry = || results.pop().unwrap().map(|words| ResultEntry::from_words(&words).unwrap());
     assert!(!port.send_snapshot(1, b"state", false).unwrap());
     assert_eq!(entry(), None);
-    // The reserve is for these, as far as it goes. The main process waits for the first one in any case.
+    // The reserve is for these, if it has room. The main process waits for the first one in any case.
     assert!(port.send_snapshot(0, b"state", false).unwrap());
     assert!(entry().unwrap().block.is_some());
     assert!(!port.send_snapshot(0, b"state", false).unwrap());

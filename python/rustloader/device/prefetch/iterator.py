@@ -1,6 +1,6 @@
 """The iterator of a prefetcher: batches that were taken from the loader, in order, and their delivery.
 
-What a signal handler raises in ``next`` loses no batch: it is in one of two places at any time, `Position.ahead` or the
+An error of a signal handler in ``next`` loses no batch: it is in one of two places at any time, `Position.ahead` or the
 answer of a call. It moves from one to the other as `_core.call_into` says.
 """
 
@@ -44,7 +44,7 @@ _END, _LEFT = _End(), _Left()
 
 
 class Position:
-    """What an iterator has taken from the loader and not delivered.
+    """The batches that an iterator has taken from the loader and not delivered.
 
     Attributes:
         ahead: Batches as the loader gave them, `Copied` ones, `_Failed` and at last `_END`.
@@ -63,12 +63,12 @@ class Position:
         return sum(it.is_batch if isinstance(it, _Failed) else it is not _END for it in ahead) + self.taking
 
     def has_unseen_end(self) -> bool:
-        """Whether the loader has ended and the program has not been told."""
+        """Returns True if the loader has ended and the program has not seen the end."""
         ahead = self.ahead.copy()
         return bool(ahead) and ahead[-1] is _END and not self.has_ended
 
     def has_unseen_error(self) -> bool:
-        """Whether the loader's position is behind an error that the program has not been told."""
+        """Returns True if the loader's position is behind an error that the program has not seen."""
         ahead = self.ahead.copy()
         return bool(ahead) and isinstance(ahead[-1], _Failed) and ahead[-1].is_counted
 
@@ -79,7 +79,7 @@ class DeviceIterator:
     Args:
         loader: The loader.
         lane: Copies its batches.
-        position: What is ahead; it outlives the iterator.
+        position: The batches ahead; it outlives the iterator.
         tell: Called with the loader and the types that are not pinned, if there are any in the first batch.
     """
 
@@ -308,7 +308,7 @@ def _note_frames(error: BaseException) -> None:
 
 
 def _raise(iterator: DeviceIterator, name: str) -> None:
-    """Raises what a signal handler has raised, from an attribute.
+    """Raises the error of a signal handler, from an attribute.
 
     `is_interrupt` looks into the frames of the traceback, and Python 3.11 and 3.12 then keep their variables. So no
     variable of these frames holds the error: the cycle would keep the program's batches until the collector runs.

@@ -46,7 +46,7 @@ class Copied:
     Attributes:
         batch: The batch on the device.
         made: Its memory, as in `Move`.
-        host: What the device may still read on the host.
+        host: The objects that the device may still read on the host.
         done: The event after the copy.
         loans: Its memory once it is delivered.
     """
@@ -64,11 +64,11 @@ class Copied:
 
 
 class _Source:
-    """What a copy reads on the host, until the event after it.
+    """The memory of the host that a copy reads, until the event after it.
 
     Attributes:
         done: The event after the copy; None if the copy failed, until the event is recorded.
-        host: What it reads.
+        host: The objects that it reads.
         copied: Of a delivered batch: the event before the copy, the event after all work that the program's stream had
             at the delivery, and the batch's bytes.
     """
@@ -89,7 +89,8 @@ class _Loan:
         self.streams = [stream]
 
     def is_dropped(self) -> bool:
-        """Whether the alias is the last tensor over the storage. False if torch does not say: it is handed over."""
+        """Returns True if the alias is the last tensor over the storage. False if torch does not say: it is handed
+        over."""
         return _use_count is not None and bool(_use_count(self.address) == _ALONE)
 
 
@@ -108,7 +109,7 @@ class Lane:
     """The copies of one prefetcher to one device.
 
     A caller holds ``lock`` while it uses any method but `drop` and `close`, and calls `close_waiting` after it. Each
-    method may end early with what a signal handler or the device raises, and be called again.
+    method may end early with an error of a signal handler or the device, and be called again.
 
     Args:
         streams: Of the device.
@@ -119,7 +120,7 @@ class Lane:
         self.streams, self.depth = streams, depth
         # Reentrant: a signal handler may raise between the lock and the body of `with`.
         self.lock = threading.RLock()
-        # Whether a call is under way, which a signal handler or the collector may have interrupted.
+        # True if a call is under way, which a signal handler or the collector may have interrupted.
         self.is_busy = False
         self.delivered = 0
         self.transfers = Transfers()
@@ -129,12 +130,12 @@ class Lane:
         self._sources: deque[_Source] = deque()
         # Batches that iterators left behind while the lane was in use.
         self._dropped: deque[Copied] = deque()
-        # What ends the loops that were closed while the lane was in use.
+        # The functions that end the loops that were closed while the lane was in use.
         self._closers: deque[Callable[[], None]] = deque()
         # Last: `__del__` uses all of the others even if this fails.
         self.stream = streams.make()
 
-    # What `__del__` calls while the interpreter exits: by then the names of this module may be None.
+    # Functions that `__del__` calls while the interpreter exits: by then the names of this module may be None.
     _getpid = staticmethod(os.getpid)
     _is_finalizing = staticmethod(sys.is_finalizing)
 
@@ -145,7 +146,7 @@ class Lane:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a forked child, which must neither use nor free what belongs to the device."""
+        """True in a forked child, which must neither use nor free what belongs to the device."""
         return self._getpid() != self._pid
 
     @property
@@ -168,7 +169,7 @@ class Lane:
         except BaseException:
             # Parts of it may be under way. The event may be what has failed: it is recorded later.
             self._sources.append(_Source(None, (host, move.read)))
-            # What a signal handler raises may have come between the change of the stream and the body of `with`.
+            # An error of a signal handler may have come between the change of the stream and the body of `with`.
             streams.restore(place)
             # An object that changes itself keeps what it has moved, and the next call finds it on the device.
             self._lent += self._loans(move.made, streams.current())
@@ -197,7 +198,7 @@ class Lane:
         return [_Loan(address, alias, self.delivered, stream) for address, alias in made.items()]
 
     def sweep(self) -> None:
-        """Lets go what the device is done with."""
+        """Releases the memory that the device is done with."""
         streams = self.streams
         self._forget_dropped()
         while self._sources and streams.is_done(self._event_of(self._sources[0])):
@@ -215,7 +216,7 @@ class Lane:
             self._retired.popleft()
 
     def _retire(self) -> None:
-        """Records events after the last use of what was dropped since the last time."""
+        """Records events after the last use of the storages that were dropped since the last call."""
         streams, current = self.streams, self.streams.current()
         kept: list[_Loan] = []
         found: dict[int, _Retired] = {}
@@ -244,7 +245,7 @@ class Lane:
             self.streams.wait(self.stream, event)
 
     def settle(self) -> None:
-        """Lets go of everything: at the end of a loop, however it ended. Waits for the copies that are under way."""
+        """Releases everything, at the end of a loop, however it ended. Waits for the copies that are under way."""
         streams = self.streams
         for loan in self._lent:
             is_dropped = loan.is_dropped()
@@ -265,7 +266,8 @@ class Lane:
                 self._count(self._sources.popleft())
 
     def _event_of(self, source: _Source) -> Any:
-        """The event after a source's copy. That of a failed copy is recorded here: the stream keeps its order."""
+        """Returns the event after a source's copy. That of a failed copy is recorded here: the stream keeps its
+        order."""
         if source.done is None:
             source.done = self.streams.record(self.stream)
         return source.done
@@ -300,7 +302,7 @@ class Lane:
         if not self.lock.acquire(blocking=False):
             return
         try:
-            # What is recorded during a capture would become a part of the graph.
+            # An event that is recorded during a capture would become a part of the graph.
             if not self.is_busy and not self.streams.is_capturing():
                 try:
                     self.is_busy = True
@@ -336,7 +338,8 @@ class Lane:
             if not self.streams.is_capturing():
                 self.settle()
                 return
-            # What is recorded during a capture would become a part of the graph. torch's allocator waits for its end.
+            # An event that is recorded during a capture would become a part of the graph. torch's allocator waits for
+            # its end.
             for loan in self._lent:
                 for stream in loan.streams:
                     self.streams.hand_over(loan.alias, stream)

@@ -38,8 +38,8 @@ def prefetch_to_device(
 
     Args:
         loader: A loader of rustloader or torch, or any iterable of batches.
-        device: Where batches go (default: None, the accelerator of this process; the CPU if there is none). Without an
-            index it is the calling thread's current device. On the CPU batches are handed on as they are.
+        device: The device of the batches (default: None, the accelerator of this process; the CPU if there is none).
+            Without an index it is the calling thread's current device. On the CPU batches are handed on as they are.
         depth: Number of batches that are copied ahead (default: 2).
 
     Returns:
@@ -108,7 +108,7 @@ class DeviceLoader:
 
     @property
     def device(self) -> torch.device:
-        """Where the batches are."""
+        """The device of the batches."""
         return self._lane.streams.device
 
     def __iter__(self) -> Iterator[Any]:
@@ -131,13 +131,13 @@ class DeviceLoader:
         return getattr(self.loader, name)
 
     def __reduce__(self) -> Any:
-        # A copy begins anew, with a stream of its own.
+        # A copy starts over, with a stream of its own.
         return prefetch_to_device, (self.loader, self.device, self._depth)
 
     def close(self) -> None:
         """Ends all loops over this loader and frees their batches. Waits for the copies that are under way.
 
-        A later ``iter()`` begins anew.
+        A later ``iter()`` starts over.
 
         Examples:
             >>> batches = rustloader.prefetch_to_device([1, 2, 3])
@@ -204,7 +204,7 @@ def _tell_once(transfers: Transfers, loader: LoaderLike, unpinned: set[type]) ->
 
 
 def why_pageable(loader: LoaderLike, unpinned: set[type]) -> str:
-    """Why batches are not pinned, with the remedy."""
+    """Returns the reason why batches are not pinned, with the remedy."""
     names = ", ".join(sorted(kind.__qualname__ for kind in unpinned if not hasattr(kind, "pin_memory")))
     if getattr(loader, "pin_memory", False) and names:
         return f"a batch of type {names} is not pinned: it has no pin_memory(). Give it one that returns it pinned"

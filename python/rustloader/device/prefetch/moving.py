@@ -1,4 +1,4 @@
-"""Moves a batch to a device: which of its parts are copied, and what is made of their containers."""
+"""Moves a batch to a device: decides which of its parts are copied, and rebuilds their containers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from rustloader.device.prefetch.streams import Streams, parts
 
 _STAYS = (str, bytes, bytearray, memoryview, range, int, float, complex, type, type(None))
-# Whether the method `to` of a type takes `non_blocking`.
+# Types, and whether their method `to` takes `non_blocking`.
 _takes_non_blocking: dict[type, bool] = {}
 
 
@@ -23,13 +23,13 @@ class Move:
 
     Args:
         streams: Of the device. The copies are queued in the calling thread's stream.
-        asks_pinned: Whether the types of what is not pinned are collected.
+        asks_pinned: Whether the types of objects that are not pinned are collected.
 
     Attributes:
         made: The memory on the device that was made: an alias of a tensor by the address of its storage.
         read: The tensors of the host that were copied. The device may still read them.
         nbytes: Bytes of ``made``.
-        unpinned: The types of what lies in pageable memory: the outermost one that torch does not pin, or ``Tensor``.
+        unpinned: The types of objects in pageable memory: the outermost one that torch does not pin, or ``Tensor``.
     """
 
     def __init__(self, streams: Streams, asks_pinned: bool = False) -> None:
@@ -75,7 +75,7 @@ class Move:
         read: list[torch.Tensor] = []
         try:
             if type(value) is torch.Tensor and value.layout is torch.strided:
-                # Some containers make their items anew, and do not keep them.
+                # Some containers make their items at each access, and do not keep them.
                 read.append(value)
                 moved = self._streams.copy(value)
                 if moved is not value:
@@ -99,7 +99,7 @@ class Move:
                 self.nbytes += storage.nbytes()
 
     def _mapping(self, value: Mapping[Any, Any]) -> Any:
-        # Some make their items anew at each access.
+        # Some make their items at each access.
         items = list(value.items())
         moved = {key: self(item) for key, item in items}
         if all(moved[key] is item for key, item in items):

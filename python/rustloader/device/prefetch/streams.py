@@ -18,7 +18,7 @@ class Streams:
         device: The device, with an index.
     """
 
-    # Whether objects are told to queue their copies.
+    # True if objects are asked to queue their copies.
     non_blocking = True
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class Streams:
             return 0.0
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread's stream is captured into a graph."""
+        """Returns True if the calling thread's stream is captured into a graph."""
         asked = getattr(self._module, "is_current_stream_capturing", None)
         return asked is not None and bool(asked())
 
@@ -87,8 +87,8 @@ class Streams:
         return tensor.to(self.device, non_blocking=self.non_blocking)
 
     def traced(self, call: Callable[[], Any], made: list[torch.Tensor], read: list[torch.Tensor]) -> Any:
-        """What a call returns. Adds the tensors on the device that it made, and those of the host that it read, also if
-        it fails."""
+        """Returns the result of a call. Adds the tensors on the device that it made, and those of the host that it
+        read, also if it fails."""
         with _Trace(self.device, made, read):
             return call()
 

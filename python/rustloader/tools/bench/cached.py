@@ -19,7 +19,7 @@ _MOSTLY = 0.95
 
 @dataclass(frozen=True)
 class Fit:
-    """What a cache of the whole dataset takes.
+    """The memory that a cache of the whole dataset takes, and its hits.
 
     Attributes:
         samples: the dataset's length.
@@ -67,7 +67,7 @@ class CacheGain:
     fit: Fit | None = None
 
     def text(self, without: Side) -> str:
-        """What a cache gains over the same loader without one."""
+        """Describes the gain from a cache over the same loader without one."""
         assert self.fit is not None
         if reason := too_few(len(self.second.passes), self.second.batches):
             return f"Too few to tell what a cache gains: {reason}. {self.fit}"
@@ -123,11 +123,11 @@ class Wrapped:
         self._loader.__dict__["dataset"] = self._cached
 
     def usage(self) -> Any:
-        """What the cache has, and what was asked of it."""
+        """Returns the content and the counters of the cache."""
         return self._cached.usage()
 
     def fit(self, first: Any) -> Fit:
-        """What was seen in the second epoch. ``first`` is the usage after the first one."""
+        """Returns the figures of the second epoch. ``first`` is the usage after the first one."""
         from rustloader.caching.dataset import RANDOM
 
         table, now = self._cached.table, self.usage()

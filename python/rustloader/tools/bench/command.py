@@ -163,8 +163,8 @@ class _Bench:
             longest = max(longest, time.monotonic() - started)
 
     def _goes_on(self, point: Point, done: int, seconds: float, longest: float) -> bool:
-        """Whether to measure one more pair of epochs after ``done`` pairs, with ``seconds`` of the budget left. The
-        longest pair took ``longest`` seconds."""
+        """Returns True if one more pair of epochs is to be measured after ``done`` pairs, with ``seconds`` of the
+        budget left. The longest pair took ``longest`` seconds."""
         if self._plan.epochs is not None:
             return done < self._plan.epochs
         if done == 0:

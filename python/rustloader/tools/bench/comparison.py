@@ -45,14 +45,14 @@ class Comparison(NamedTuple):
 
     @property
     def decided(self) -> bool:
-        """Whether more epochs would hardly change the result."""
+        """True if more epochs would hardly change the result."""
         interval = Interval(self.low, self.high, self.confidence)
         clear = self.low >= _CLEAR or self.high <= 1 / _CLEAR
         return self.is_known and self.confidence >= CONFIDENCE and (interval.narrow or clear)
 
     @property
     def is_known(self) -> bool:
-        """Whether there are enough measurements to show a ratio."""
+        """True if there are enough measurements to show a ratio."""
         return self.verdict != "too few to tell"
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
 
 
 def too_few(epochs: int, batches: int) -> str:
-    """Why there are too few epochs or batches for a verdict, or an empty text."""
+    """Returns the reason why there are too few epochs or batches for a verdict, or an empty text."""
     if epochs < FEWEST_EPOCHS:
         return f"{count_of(epochs, 'epoch')} of each engine, and it takes at least {FEWEST_EPOCHS}"
     if batches < FEWEST_BATCHES:

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster, for ``bench --ray``: how they are given to a loader, and when they pay."""
+"""Workers on a Ray cluster, for ``bench --ray``: their use by a loader, and their cost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def give_workers(loader: Any, engine: str) -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a cluster has for workers.
+    """The resources of a cluster for workers.
 
     Attributes:
         cpus: CPUs that are free.
@@ -79,7 +79,7 @@ def connect() -> Any:
 
 
 def carry(target: str) -> None:
-    """Has the factory's file sent with what it defines: no node can import it. A module must be installed there."""
+    """Makes Ray send the definitions of the factory's file: no node can import it. A module must be installed there."""
     place, _, is_file = check_target(target)
     if is_file:
         module = sys.modules[os.path.splitext(os.path.basename(place))[0]]
@@ -135,7 +135,7 @@ def _link(ray: Any, node: str) -> float:
 
 @dataclass(frozen=True)
 class Price:
-    """When workers on a cluster pay: the formula of the page "Beyond one machine".
+    """The cost model of workers on a cluster: the formula of the page "Beyond one machine".
 
     Attributes:
         batch_bytes, cpu_seconds: bytes of a batch, and processor time that it takes.
@@ -165,7 +165,7 @@ class Price:
 
     @property
     def pays(self) -> bool:
-        """Whether workers on the cluster make more batches than this machine's cores, and the link carries more."""
+        """True if workers on the cluster make more batches than this machine's cores, and the link carries more."""
         return self.replaced > self.cores and self.cluster.cpus > self.cores
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Notices JPEG files that are decoded far larger than what the samples keep.
+"""Detects JPEG files that are decoded far larger than the samples need.
 
 It is only done in the warm-up of ``bench``: workers note the sizes of the first images that Pillow decodes, and the
 main process the shape of a batch. A program's own loaders are left as they are.
@@ -54,7 +54,7 @@ class Noted:
             file.write("{} {}\n".format(*found))
 
     def read(self) -> None:
-        """Takes what the workers have noted so far into ``sizes``."""
+        """Reads the sizes that the workers have noted so far into ``sizes``."""
         with contextlib.suppress(FileNotFoundError), open(self._path) as file:
             self.sizes = [(int(width), int(height)) for width, height in (line.split() for line in file)]
 
@@ -96,18 +96,18 @@ def kept_size(batch: Any) -> Size | None:
 
 
 def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size], float] | None = None) -> str:
-    """A sentence on images that are decoded far larger than what is kept; empty where they are not.
+    """Returns a sentence on images that are decoded far larger than the samples need; empty if they are not.
 
     Args:
         decoded: sizes of decoded images.
         kept: the size that samples keep.
-        measure: the gain of a scaled decode, from the sizes of an image and of what is asked for.
+        measure: the gain of a scaled decode, from the sizes of an image and of the requested one.
     """
     if not decoded or kept is None:
         return ""
     width, height = (round(statistics.median(side)) for side in zip(*decoded, strict=True))
     wanted = (_MARGIN * kept[0], _MARGIN * kept[1])
-    # Pillow scales by 1/2, 1/4 or 1/8, and not below what is asked for.
+    # Pillow scales by 1/2, 1/4 or 1/8, and not below the requested size.
     if min(width / wanted[0], height / wanted[1]) < 2:
         return ""
     gain = (measure or draft_gain)((width, height), wanted)
@@ -120,7 +120,7 @@ def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size
 
 
 def draft_gain(of: Size, wanted: Size) -> float:
-    """How many times as fast Pillow decodes an image of a size, if it may scale it down; measured on this machine."""
+    """Measures on this machine how many times as fast Pillow decodes an image of a size if it may scale it down."""
     from PIL import Image
 
     file = io.BytesIO()

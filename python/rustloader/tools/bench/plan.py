@@ -66,7 +66,7 @@ class Plan:
         return max(0.0, (self.budget or 0.0) - spent) / left
 
     def _varied(self) -> Iterator[str]:
-        """What is set or varied. A single number of workers is in the result alone."""
+        """Yields the settings that are set or varied. A single number of workers is in the result alone."""
         if self._given.workers and len(self._given.workers) > 1:
             yield f"{listed(self._given.workers)} workers"
         for name in SWEPT:

@@ -52,7 +52,7 @@ class Side:
 
     @property
     def too_few(self) -> str:
-        """Why the rate is not reliable, or an empty text."""
+        """The reason why the rate is not reliable, or an empty text."""
         return too_few(len(self.passes), self.batches)
 
     @property

@@ -90,8 +90,8 @@ def _named(settings: Sequence[Setting]) -> str:
 
 
 def _waits_for_storage(point: Point, cores: int) -> bool:
-    """Whether workers wait longer than they compute, so that more workers than cores help. Time in the queue for a core
-    counts as neither, because other programs may cause it."""
+    """Returns True if workers wait longer than they compute, so that more workers than cores help. Time in the queue
+    for a core counts as neither, because other programs may cause it."""
     workers: list[dict[str, Any]] = ((point.verdict or {}).get("stats") or {}).get("workers") or []
     known = [it for it in workers if it.get("cpu_seconds") is not None and it.get("queued_seconds") is not None]
     parts = ("fetch", "collate", "pack")

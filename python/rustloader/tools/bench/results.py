@@ -20,8 +20,8 @@ from rustloader.tools.harness.layout import WIDTH, aligned, number, times
 @dataclass
 class Point:
     """The measurements with one setting. With 0 workers both sides are one object: torch's own loop. ``ray`` has
-    workers on a cluster, and ``price`` says when they pay; None without ``--ray`` or workers. ``cache`` says what a
-    cache gains; None without ``--cache``. ``judged`` is what the verdict goes by."""
+    workers on a cluster, and ``price`` is their cost model; None without ``--ray`` or workers. ``cache`` is the gain
+    from a cache; None without ``--cache``. ``judged`` are the figures that the verdict is based on."""
 
     workers: int
     torch: Side = field(default_factory=Side)
@@ -40,7 +40,7 @@ class Point:
 
     @property
     def alone(self) -> bool:
-        """Whether only torch's own loop was measured."""
+        """True if only torch's own loop was measured."""
         return self.rustloader is self.torch
 
     @property
@@ -50,7 +50,7 @@ class Point:
 
     @property
     def comparison(self) -> Comparison | None:
-        """Which engine is faster; None without workers."""
+        """The comparison of the two engines; None without workers."""
         if self.alone:
             return None
         batches = min(self.torch.batches, self.rustloader.batches)

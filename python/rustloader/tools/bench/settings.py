@@ -1,4 +1,4 @@
-"""What a sweep varies: the number of workers, and options that torch does not have."""
+"""Settings that a sweep varies: the number of workers, and options that torch does not have."""
 
 from __future__ import annotations
 

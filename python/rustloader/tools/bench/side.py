@@ -112,7 +112,7 @@ class BenchSide(Side):
         self.loader._iterator = None
 
     def verdict(self) -> dict[str, Any]:
-        """The verdict of the statistics of all passes, and what it goes by."""
+        """Returns the verdict of the statistics of all passes, and its basis."""
         import rustloader
 
         stats = rustloader.stats(self.loader)

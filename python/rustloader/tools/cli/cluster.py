@@ -1,4 +1,4 @@
-"""What Ray says of its cluster, and whether workers of this process may run on its nodes."""
+"""State of the cluster as Ray reports it, and whether workers of this process may run on its nodes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _RAYS = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 def cluster() -> Iterator[Line]:
-    """What was found, and what to do, if anything: of Ray, of the cluster that RAY_ADDRESS names or this process is
-    connected to, and of each of its nodes. Nothing where Ray is not installed."""
+    """Yields the findings, with advice if there is any: on Ray, on the cluster that RAY_ADDRESS names or this process
+    is connected to, and on each of its nodes. Nothing where Ray is not installed."""
     try:
         version = metadata.version("ray")
     except metadata.PackageNotFoundError:
@@ -52,7 +52,7 @@ def cluster() -> Iterator[Line]:
 
 
 def _free(there: Mapping[str, float], free: Mapping[str, float]) -> str:
-    """What is free of what the nodes have, with the resources that the user has named."""
+    """Describes the free part of the nodes' resources, with the resources that the user has named."""
     found = f"{free.get('CPU', 0):g} of {there.get('CPU', 0):g} CPUs free"
     if there.get("GPU"):
         found += f", {free.get('GPU', 0):g} of {there['GPU']:g} GPUs"

@@ -1,4 +1,4 @@
-"""Whether the ranks of distributed programs crowd the same cores of a machine."""
+"""Detects ranks of distributed programs that crowd the same cores of a machine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def obtainable_cores() -> Set[int]:
 
 
 def crowding() -> tuple[str, str] | None:
-    """What was found of the ranks' cores, and what to do, if anything; None without several ranks."""
+    """Returns the finding on the ranks' cores, and advice, if there is any; None without several ranks."""
     found = ranks()
     count = max(len(found), local_ranks.size() or 1)
     if count == 1:

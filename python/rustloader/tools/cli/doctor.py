@@ -1,4 +1,4 @@
-"""``doctor``: checks what the engine needs of a machine, and whether it works."""
+"""``doctor``: checks that a machine has all that the engine needs, and that the engine works."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _finding(subject: str, found: str, advice: str = "", state: str = NOTE) -> F
 
 
 def _tried(subject: str, call: Callable[[], object], advice: str, state: str = BAD) -> Finding:
-    """Whether a system call works."""
+    """Returns a finding on whether a system call works."""
     try:
         call()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What torch's allocator of pinned memory is set to, and what it makes of batches that ``bench`` has measured."""
+"""Settings of torch's allocator of pinned memory, and their effect on batches that ``bench`` has measured."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _overflow(settings: Mapping[str, str]) -> list[str]:
 
 
 def batches(path: str, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """What the batches of a file of ``bench --json`` take of pinned memory, with advice, for each size.
+    """Yields the pinned memory that the batches of a file of ``bench --json`` take, with advice, for each size.
 
     Raises:
         OSError: The file cannot be read.

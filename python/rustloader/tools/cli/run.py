@@ -45,7 +45,7 @@ def main(options: Any, arguments: list[str]) -> int:
 
 
 class _NoScript(Exception):
-    """There is nothing to run, for the reason in the message."""
+    """Raised if there is nothing to run, for the reason in the message."""
 
 
 def _setting(options: Any) -> str:

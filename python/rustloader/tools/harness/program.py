@@ -23,7 +23,7 @@ class Program:
     marks of a document. ``option`` adds others. ``run`` measures row by row, and prints each line of the table at once.
 
     Args:
-        text: what it measures, for ``--help``.
+        text: its purpose, for ``--help``.
         rows: the names of all rows.
         rounds: how many by default.
         docs: the document, and the mark in it.

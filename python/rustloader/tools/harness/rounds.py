@@ -1,4 +1,4 @@
-"""Rounds in which all sides are measured in turn, and the medians and intervals of what they took."""
+"""Rounds in which all sides are measured in turn, and the medians and intervals of the measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NARROW = 1.1
 
 
 class Failure(Exception):
-    """A side delivered something wrong: its figures mean nothing."""
+    """Raised if a side delivered something wrong: its figures mean nothing."""
 
 
 class Interval(NamedTuple):
@@ -32,11 +32,11 @@ class Interval(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """Whether more values would add little."""
+        """True if more values would add little."""
         return self.high <= self.low * _NARROW
 
     def overlaps(self, other: Interval) -> bool:
-        """Whether the two intervals intersect."""
+        """Returns True if the two intervals intersect."""
         return self.low <= other.high and other.low <= self.high
 
 
@@ -76,7 +76,7 @@ def in_turn(items: Sequence[Item], number: int) -> list[Item]:
 
 
 class Rounds(dict[str, list[Any]]):
-    """What each side took in each round: a number, or a dictionary of several figures."""
+    """The measurements of each side in each round: a number, or a dictionary of several figures."""
 
     def of(self, side: str, figure: str | None = None) -> list[float]:
         """A figure of each round."""
@@ -107,12 +107,12 @@ def interleave(
     """Measures all sides in each round, in turn.
 
     Args:
-        sides: what measures each side. It returns a number, or a dictionary of figures.
-        rounds: how often.
-        label: what is measured.
+        sides: the function that measures each side. It returns a number, or a dictionary of figures.
+        rounds: number of rounds.
+        label: name of the measurement.
         beside: bounds and the like, which come last in each round.
         after: called after the sides of each round, to check what they delivered.
-        show: is called with what is measured now, before each measurement and at the end with an empty text.
+        show: is called with the name of each measurement before it, and at the end with an empty text.
     """
     beside = beside or {}
     taken = Rounds({name: [] for name in (*sides, *beside)})

@@ -1,4 +1,4 @@
-"""Whether something listens at the address of a Ray cluster."""
+"""Checks that something listens at the address of a Ray cluster."""
 
 import socket
 

@@ -24,7 +24,7 @@ UNNOTICED = 12.0
 _ASKED = 8
 # Seconds for processes to end, and for multiprocessing's resource tracker to clean up after them.
 _CLEANING = 10.0
-# How torch and the engine report a worker's death.
+# Pattern of the text with which torch and the engine report a worker's death.
 _DEATH = re.compile(r"DataLoader worker \(pid")
 # Makes a process write its stack. The engine uses SIGRTMIN+13 for its own stall warnings.
 _SIGNAL = signal.SIGRTMIN + 12
@@ -34,7 +34,7 @@ _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)$')
 
 
 def how(exitcode: int) -> str:
-    """How a process ended, in words."""
+    """Describes how a process ended, in words."""
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
     try:
@@ -124,7 +124,7 @@ def kill(group: int) -> None:
 
 
 def _odd(pid: int) -> str:
-    """Why a process makes no progress, if its state shows it; else ""."""
+    """Returns the reason why a process makes no progress, if its state shows it; else ""."""
     if code := exit_code(pid):
         return how(code)
     return {"T": "is stopped by a signal", "D": "waits for a disk or a network file system"}.get(state(pid), "")
@@ -163,7 +163,7 @@ def _place(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
 
 
 def _catches(pid: int) -> bool:
-    """Whether a process handles the signal. It would be killed otherwise."""
+    """Returns True if a process handles the signal. It would be killed otherwise."""
     lines = (read(f"/proc/{pid}/status") or "").splitlines()
     caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
     return bool(caught >> (_SIGNAL - 1) & 1)

@@ -14,7 +14,7 @@ from typing import Any
 from rustloader.settings.options import PREFETCH_FACTOR
 from rustloader.tools.probe.failure import Failure, failure
 
-# By an attribute of an object that a factory may return by mistake: what it should return.
+# The right return value of a factory, by an attribute of an object that it may return by mistake.
 _INSTEAD = {
     "train_dataloader": "return its train_dataloader()",
     "get_train_dataloader": "return its get_train_dataloader()",
@@ -140,7 +140,7 @@ def _a(kind: str) -> str:
 
 
 def _hint(found: Any) -> str:
-    """What a factory should return instead of the object that it returned."""
+    """Returns a hint at what a factory should return instead of the object that it returned."""
     from torch.utils.data import Dataset
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 

@@ -59,7 +59,7 @@ def failure(error: BaseException) -> Failure:
 
 
 def users(file: str) -> bool:
-    """Whether a source file is user code: neither in a library nor in this package."""
+    """Returns True if a source file is user code: neither in a library nor in this package."""
     return not file.startswith(("<", FOLDER + os.sep, *_LIBRARIES))
 
 

@@ -92,12 +92,12 @@ class WorkerView:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it works on a batch."""
+        """True if it works on a batch."""
         return self.state in _BUSY.values()
 
     @property
     def is_stuck(self) -> bool:
-        """Whether its batch, or its start, takes much longer than usual."""
+        """True if its batch, or its start, takes much longer than usual."""
         if self.state == "starting":
             return self.seconds >= _LONG_AT_FIRST
         usual = _LONG_AT_FIRST / _TIMES if self.usual_seconds is None else self.usual_seconds
@@ -105,7 +105,7 @@ class WorkerView:
 
     @property
     def is_marked(self) -> bool:
-        """Whether the worker is stuck or stopped, or ended too early."""
+        """True if the worker is stuck or stopped, or ended too early."""
         return self.is_stuck or self.state in ("ended", "stopped")
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,9 +119,9 @@ class Loader:
 
     Args:
         pid: its main process.
-        before: the sample at the begin of the interval; None if the loader did not exist yet.
+        before: the sample at the start of the interval; None if the loader did not exist yet.
         now: the latest sample.
-        earlier: the sample at the begin of the verdict's time; None: the start of the iterator.
+        earlier: the sample at the start of the verdict's time; None: the start of the iterator.
     """
 
     def __init__(self, pid: int, before: Look | None, now: Look, earlier: Look | None = None) -> None:
@@ -160,7 +160,7 @@ class Loader:
 
     @property
     def batches_per_second(self) -> float:
-        """In the interval."""
+        """Batches per second in the interval."""
         return self.recent.batches / self.seconds
 
     @property
@@ -270,8 +270,8 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look |
 
 
 def judged(stats: Stats, figures: Observed) -> Stats:
-    """The statistics that a verdict goes by: it must know that workers run on other machines. Their other settings are
-    unknown, and no advice goes by what stands for them."""
+    """Returns the statistics that a verdict is based on: it must know that workers run on other machines. Their other
+    settings are unknown; placeholders stand for them, and no advice depends on these."""
     if not figures.remote:
         return stats
     prefetch_factor, in_order = figures.prefetch_factor, figures.in_order

@@ -19,7 +19,7 @@ _ARENA = "/memfd:rustloader (deleted)"
 
 
 class NothingToSee(Exception):
-    """Why there is nothing to show of a process, in one line."""
+    """Raised if there is nothing to show of a process. Its text is the reason, in one line."""
 
 
 class Seen(NamedTuple):
@@ -43,7 +43,8 @@ def loaders(pid: int) -> list[Seen]:
 
 
 def caches(pid: int) -> list[CacheUsage]:
-    """What the caches of a process's datasets have, in memory and in files; empty if it lets nothing be seen."""
+    """Returns the usage of the caches of a process's datasets, in memory and in files; empty if they are not
+    accessible."""
     found: dict[tuple[int, int], CacheUsage] = {}
     with contextlib.suppress(OSError):
         # A cache is a file that is open and mapped to be written to.
@@ -122,7 +123,7 @@ def _forbidden(pid: int) -> str:
 
 
 def has_extension(pid: int) -> bool:
-    """Whether a process has loaded rustloader's extension."""
+    """Returns True if a process has loaded rustloader's extension."""
     with contextlib.suppress(OSError):
         return any("/rustloader/_core." in line for line in _maps(pid))
     return False

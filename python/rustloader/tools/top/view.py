@@ -117,7 +117,7 @@ def _memory(loader: Loader) -> str:
 
 
 def _shows_rss(loader: Loader) -> bool:
-    """Whether to show the memory of workers as RSS, because the PSS of one is not readable."""
+    """Returns True if the memory of workers is shown as RSS, because the PSS of one is not readable."""
     return any(worker.memory_bytes is not None and worker.pss_bytes is None for worker in loader.workers)
 
 

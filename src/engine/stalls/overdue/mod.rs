@@ -1,12 +1,12 @@
 //! Workers that are in one batch for longer than a limit (`stall_timeout`). They are killed, and count as dead.
 //!
-//! The time in a batch counts from the moment at which the worker took it, or, of a batch that it makes again, began
-//! it. A start does not count. An idle worker counts only while a task waits for it, from the first check that finds it
-//! so.
+//! The time in a batch counts from the moment at which the worker took it. A batch that it makes again counts from its
+//! beginning. A start does not count. An idle worker counts only while a task waits for it, from the first check that
+//! finds the task waiting.
 //!
 //! A worker is killed only if the main process has watched it in that batch for half of the limit. A job may be
 //! suspended and continued as a whole: its workers then have that time to finish. For the same reason a gap between two
-//! checks begins the watch anew.
+//! checks restarts the watch.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::shm::layout::WorkerState;
 use crate::sys;
 use crate::sys::pidfd::ExitStatus;
 
-/// What [`Engine::kill`](crate::engine::Engine::kill) has done.
+/// The outcome of [`Engine::kill`](crate::engine::Engine::kill).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Killed {
     /// It has sent SIGKILL.
@@ -28,7 +28,7 @@ pub enum Killed {
     WentOn,
 }
 
-/// What a worker does. It has gone on once this differs.
+/// The work of a worker. The worker has gone on once this differs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Work {
     /// Nothing that counts.
@@ -86,7 +86,7 @@ impl Watched {
     }
 }
 
-/// The limit, and what the checks have found.
+/// The limit, and the results of the checks.
 #[derive(Debug)]
 pub(in crate::engine) struct Overdue {
     /// `None`: no worker is killed.
@@ -111,7 +111,7 @@ impl Overdue {
         self.watched[worker as usize] = Watched::default();
     }
 
-    /// Whether a worker that ended like that was killed for the limit.
+    /// Returns true if a worker that ended with this status was killed for the limit.
     pub(in crate::engine) fn was_killed(&self, worker: u32, status: Option<ExitStatus>) -> bool {
         let by_it = matches!(status, None | Some(ExitStatus::Signal(libc::SIGKILL)));
         by_it && self.watched[worker as usize].killed
@@ -126,7 +126,7 @@ impl Overdue {
         }
     }
 
-    /// Whether to check the workers now.
+    /// Returns true if the workers are to be checked now.
     pub(in crate::engine) fn begins_check(&mut self, now: Duration) -> bool {
         if self.limit.is_none() {
             return false;
@@ -143,8 +143,8 @@ impl Overdue {
         self.limit = limit;
     }
 
-    /// Whether a worker that shows this exceeds the limit, once for each batch. If it will later, `next` is at most
-    /// that time.
+    /// Returns true if a worker that shows this exceeds the limit, once for each batch. If it will exceed it later,
+    /// lowers `next` to that time.
     pub(in crate::engine) fn exceeds(
         &mut self,
         worker: u32,

@@ -1,10 +1,10 @@
-//! What happens once a request does not fit behind the last block of a region: it is cut from a larger idle block, or
-//! idle neighbours become one block.
+//! Joins and splits idle blocks once a request does not fit behind the last block of a region: it is cut from a larger
+//! idle block, or idle neighbours become one block.
 //!
 //! **The rule.** Only blocks in the owner's private free lists change their place or their size. No holder's bit is set
 //! in them and they are not RETURNING, so no other process or thread may read them by their number: it is on no stack,
 //! in no ring, and no fork has marked it. The entry of a block that was joined to another stays in the table, free and
-//! with a capacity of 0. Whatever walks a table takes it for an idle block without pages, and the owner uses it for a
+//! with a capacity of 0. Code that walks a table takes it for an idle block without pages, and the owner uses it for a
 //! later block.
 //!
 //! **A killed owner.** It may end between any two stores, and its successor reads the table. So a block first loses

@@ -44,7 +44,7 @@ fn bytes_of(table: &[BlockEntry], ids: impl IntoIterator<Item = u32>) -> u64 {
 }
 
 /// Blocks cover the region up to `fresh` without a gap. Each idle one is in the list of its class once, no other one
-/// is, and what the owner knows of them is true.
+/// is, and the owner's records of them are right.
 fn check(a: &Allocator) {
     let table = a.arena.table(a.region);
     let blocks = blocks(a);
@@ -179,7 +179,7 @@ fn pages_of_joined_blocks_are_given_back() {
     let before = pages(&a);
     let ids = fill(&mut a, 100 * KIB);
     ids.iter().for_each(|id| a.release(*id));
-    // Just the pages of its own, at its begin, and then those that it asked for.
+    // Only the pages of its own, at its start, and then those that it asked for.
     let id = a.allocate(region_len(&a) / 2, WORKER).unwrap();
     check(&a);
     a.release(id);
@@ -245,7 +245,7 @@ fn a_killed_owner_leaves_no_gap_and_no_overlap() {
 #[derive(Clone, Debug)]
 enum Act {
     Allocate(u64, u32),
-    /// The holders of a block that let go.
+    /// Some holders of a block release it.
     Release(usize, u32),
     /// Tensors lie in a block of a message.
     Deliver(usize),
@@ -395,7 +395,7 @@ fn run(acts: Vec<Act>) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// A request fails only if no part of the region without holders is long enough, and what is held stays as it is.
+    /// A request fails only if no part of the region without holders is long enough, and held blocks stay as they are.
     #[test]
     fn what_is_held_stays_and_what_is_idle_is_found(acts in prop::collection::vec(acts(), 1..200)) {
         run(acts);
