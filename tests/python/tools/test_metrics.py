@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import gc
 import json
 import os
 import re
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:.*multi-threa
 
 if not TORCH_MODE:
     import rustloader
-    from rustloader.metrics import ledger
+    from rustloader.metrics import ledger, serving
     from rustloader.settings import names
 
 parser = pytest.importorskip(
@@ -298,8 +299,24 @@ def test_close_frees_the_port_and_follows_no_loader():
 def test_a_port_that_is_taken(server):
     with pytest.raises(OSError) as caught:
         rustloader.serve_metrics(port=server.port)
+    assert "A server of this process listens there" in caught.value.__notes__[0]
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError) as caught:
+        rustloader.serve_metrics(port=other.getsockname()[1])
     assert "give each a port of its own, or port=0" in caught.value.__notes__[0]
     assert len(ledger.openings) == 1
+
+
+def test_a_server_that_the_program_does_not_keep_is_known_to_forks():
+    before = {*serving._servers}
+    rustloader.serve_metrics(port=0)
+    gc.collect()
+    (server,) = serving._servers - before
+    with server:
+        child = os.fork()
+        if child == 0:
+            os._exit(server._server.socket.fileno() != -1 or bool(serving._servers))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert server not in serving._servers
 
 
 @pytest.mark.parametrize("port", [-1, 65536, True, 1.5, "9400"])
