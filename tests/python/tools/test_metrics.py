@@ -193,6 +193,33 @@ def test_a_loader_for_each_epoch_leaves_one_account(server):
     assert Metrics(server.port).of("batches_total", "each") == 80
 
 
+def test_hits_of_a_cache_that_is_gone_count(server, tmp_path):
+    def cached(**kw):
+        return DataLoader(rustloader.cache(Numbers(8), **kw), num_workers=1, name="caches")
+
+    def look():
+        found = Metrics(server.port)
+        return tuple(found.of(f"cache_{name}", "caches") for name in ("hits_total", "misses_total", "limit_bytes"))
+
+    def twice(loader):
+        for _ in range(2):
+            list(loader)
+
+    file, memory = cached(path=tmp_path / "cache", version="1"), cached(memory="1MiB")
+    twice(file)
+    twice(memory)
+    hits, misses, _ = look()
+    assert (hits, misses) == (16, 16)
+    del file
+    assert look() == (16, 16, 1 << 20)
+    del memory
+    assert look() == (16, 16, 0)
+    # It has the figures of the first one.
+    again = cached(path=tmp_path / "cache", version="1")
+    list(again)
+    assert again.dataset.usage().hits > 8 and look()[:2] == (24, 16)
+
+
 def test_loaders_from_before_count():
     loader = numbers("before")
     list(loader)
@@ -571,6 +598,8 @@ if __name__ == "__main__":
         assert not failing and len(again.ranks) == 2 and again.ranks[0].batches == 0
     except TypeError:
         assert failing
+    some = rustloader.report_ranks(loader, group=dist.new_group([0]))
+    assert [it.rank for it in some.ranks] == [rank] and some.ranks[0].batches == 40
     if rank == 0:
         print(repr([report.slowest.rank, report.slowest.kind, [it.batches for it in report.ranks], str(report)]))
     dist.destroy_process_group()
