@@ -45,7 +45,9 @@ class Account:
         self._gone_caches: CacheUsage | None = None
 
     def add(self, opened: Open) -> None:
-        """Adds a loader."""
+        """Adds a loader, unless it is there."""
+        if any(it.ledger is opened.ledger for it in self.open):
+            return
         self.settle()
         self.open.append(opened)
         cached = opened.cached()
@@ -103,10 +105,11 @@ class Accounts:
         self._opened: list[Open] = []
         # Held to change accounts, and by those who read them.
         self.lock = threading.Lock()
-        ledger.openings.append(self._open)
-        for loader, found in ledger.of_loaders():
-            if not any(found is it.ledger for it in self._opened):
-                self._opened.append(_opened(loader, found))
+        # A loader that another thread opens now waits for its account: it may come by both ways.
+        with self.lock:
+            ledger.openings.append(self._open)
+            self._opened.extend(_opened(loader, found) for loader, found in ledger.of_loaders())
+            self.items()
 
     def close(self) -> None:
         """Follows no further loaders. Safe to call more than once."""

@@ -233,6 +233,18 @@ def test_loaders_from_before_count():
         assert Metrics(server.port).of("batches_total", "without its loader") == 4
 
 
+def test_a_loader_that_begins_while_others_are_looked_for_counts_once(monkeypatch):
+    known, loader = ledger.of_loaders, numbers("between")
+
+    def of_loaders():
+        list(loader)
+        yield from known()
+
+    monkeypatch.setattr(ledger, "of_loaders", of_loaders)
+    with rustloader.serve_metrics(port=0) as server:
+        assert Metrics(server.port).of("batches_total", "between") == 4
+
+
 def test_two_loaders_of_a_name_are_summed(server):
     loaders = [numbers("both", workers) for workers in (1, 2)]
     iterators = [iter(loader) for loader in loaders]
