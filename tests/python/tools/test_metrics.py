@@ -281,6 +281,13 @@ def test_the_default_name_is_the_place_that_made_the_loader():
     assert rustloader.stats(loaders[1]).name == f"test_metrics.py:{first + 3}"
 
 
+@pytest.mark.parametrize("file", ["/tmp/ipykernel_12/345678.py", "<ipython-input-3-8f1c2d>"])
+def test_the_cell_of_a_notebook_gives_no_name(file):
+    namespace = {"DataLoader": DataLoader, "Numbers": Numbers}
+    exec(compile("loader = DataLoader(Numbers(2))", file, "exec"), namespace)
+    assert names.of(namespace["loader"]) == "Numbers"
+
+
 def test_a_name_goes_with_copies_and_install_gives_one(tmp_path):
     import copy
     import pickle
