@@ -27,6 +27,21 @@ _MISSING = object()
 _FULL, RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
 
 
+def usage_of(table: CacheTable) -> CacheUsage:
+    """What a cache has, and what was asked of it."""
+    usage = table.usage()
+    return CacheUsage(
+        hits=usage["hits"],
+        misses=usage["misses"],
+        samples_bytes=usage["stored"],
+        bytes_left=usage["left"],
+        bytes_unused=usage["unused"],
+        refused=usage["refused"],
+        damaged=usage["damaged"],
+        limit=table.limit,
+    )
+
+
 def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> CachedDataset:
     """The cached dataset: one with ``__getitems__`` if the dataset makes batches itself."""
     inner = dataset
@@ -92,17 +107,7 @@ class CachedDataset(Wrapper):
             >>> cached.usage().hits, cached.usage().misses
             (1, 1)
         """
-        usage = self.table.usage()
-        return CacheUsage(
-            hits=usage["hits"],
-            misses=usage["misses"],
-            samples_bytes=usage["stored"],
-            bytes_left=usage["left"],
-            bytes_unused=usage["unused"],
-            refused=usage["refused"],
-            damaged=usage["damaged"],
-            limit=self.table.limit,
-        )
+        return usage_of(self.table)
 
     # Reading and keeping
 

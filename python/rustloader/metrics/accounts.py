@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from rustloader.caching.dataset import CachedDataset
+from rustloader._core import CacheTable
+from rustloader.caching.dataset import CachedDataset, usage_of
 from rustloader.caching.usage import CacheUsage
 from rustloader.metrics import caches, ledger
 from rustloader.metrics.ledger import Ledger
@@ -37,17 +39,23 @@ class Account:
         # Of loaders that are gone.
         self._gone = Ledger()
         self.open: list[Open] = []
-        # The caches of its datasets, which programs use for one loader after the other, and their last figures.
-        self._caches: list[weakref.ref[CachedDataset]] = []
-        self._usages: list[CacheUsage] = []
+        # The caches of its datasets, which programs use for one loader after the other.
+        self._caches: list[_Cache] = []
+        # The last hits and misses of those that are gone; None: none is.
+        self._gone_caches: CacheUsage | None = None
 
     def add(self, opened: Open) -> None:
-        """Adds a loader."""
+        """Adds a loader, unless it is there."""
+        if any(it.ledger is opened.ledger for it in self.open):
+            return
         self.settle()
         self.open.append(opened)
         cached = opened.cached()
-        if cached is not None and not any(known() is cached for known in self._caches):
-            self._caches = [*(known for known in self._caches if known() is not None), weakref.ref(cached)]
+        if cached is not None and not any(known.table() is cached.table for known in self._caches):
+            self.caches()
+            # The file of one that is gone goes on with its figures.
+            has_gone = self._gone_caches is not None
+            self._caches.append(_Cache(cached.table, usage_of(cached.table) if has_gone else CacheUsage()))
 
     def settle(self) -> None:
         """Closes the entries of loaders that are gone."""
@@ -60,15 +68,31 @@ class Account:
         return [self._gone, *(it.ledger for it in self.open)]
 
     def caches(self) -> list[CacheUsage]:
-        """The figures of each cache of the loaders' datasets; the last ones if none is left."""
-        found: list[CachedDataset] = []
-        for reference in self._caches:
-            cached = reference()
-            if cached is not None and not any(cached.table is other.table for other in found):
-                found.append(cached)
-        if found:
-            self._usages = [cached.usage() for cached in found]
-        return self._usages
+        """The figures of each cache of the loaders' datasets, and the hits and misses of those that are gone."""
+        for cache in [it for it in self._caches if not it.read()]:
+            gone = self._gone_caches or CacheUsage()
+            self._gone_caches = CacheUsage(gone.hits + cache.last.hits, gone.misses + cache.last.misses)
+            self._caches.remove(cache)
+        return [*([] if self._gone_caches is None else [self._gone_caches]), *(it.last for it in self._caches)]
+
+
+class _Cache:
+    """A cache and its figures when it was last read, without the hits and misses that it had before ``since``."""
+
+    def __init__(self, table: CacheTable, since: CacheUsage) -> None:
+        self.table = weakref.ref(table)
+        self.last = CacheUsage()
+        self._since = since
+
+    def read(self) -> bool:
+        """Reads the figures. Returns False if the cache is gone."""
+        table = self.table()
+        if table is None:
+            return False
+        usage = usage_of(table)
+        hits, misses = usage.hits - self._since.hits, usage.misses - self._since.misses
+        self.last = replace(usage, hits=hits, misses=misses)
+        return True
 
 
 class Accounts:
@@ -81,10 +105,11 @@ class Accounts:
         self._opened: list[Open] = []
         # Held to change or to read accounts.
         self.lock = threading.Lock()
-        ledger.openings.append(self._open)
-        for loader, found in ledger.of_loaders():
-            if not any(found is it.ledger for it in self._opened):
-                self._opened.append(_opened(loader, found))
+        # A loader that another thread opens now waits for its account: it may come by both ways.
+        with self.lock:
+            ledger.openings.append(self._open)
+            self._opened.extend(_opened(loader, found) for loader, found in ledger.of_loaders())
+            self.items()
 
     def close(self) -> None:
         """Follows no further loaders. Safe to call more than once."""

@@ -30,7 +30,7 @@ class _Read(NamedTuple):
         live: The figures of each other loader.
         faults: The faults of each, those that are gone first.
         fallbacks: Number of iterators on torch's own loop.
-        caches: The figures of each cache.
+        caches: The figures of each cache, and the hits and misses of those that are gone.
     """
 
     gone: Totals
@@ -124,11 +124,7 @@ class LoaderCollector(Collector):
         for _, account in accounts:
             account.settle()
         read = [(name, _read(account)) for name, account in accounts]
-        for name, text, value in _COUNTERS:
-            family = CounterMetricFamily(_PREFIX + name, text, labels=["rank", "loader"])
-            for loader, it in read:
-                family.add_metric([self._rank, loader], self._grown(value(it), name, loader))
-            yield family
+        yield from self._families(CounterMetricFamily, _COUNTERS, read)
         yield from self._families(GaugeMetricFamily, _GAUGES, read)
         cached = [(name, usage) for name, it in read if (usage := _together(it.caches)) is not None]
         yield from self._families(CounterMetricFamily, _CACHE_COUNTERS, cached)
@@ -146,7 +142,10 @@ class LoaderCollector(Collector):
         for name, text, value in table:
             family = kind(_PREFIX + name, text, labels=["rank", "loader"])
             for loader, it in read:
-                family.add_metric([self._rank, loader], value(it))
+                number = value(it)
+                if kind is CounterMetricFamily:
+                    number = self._grown(number, name, loader)
+                family.add_metric([self._rank, loader], number)
             yield family
 
     def _waits(self, read: list[tuple[str, _Read]]) -> Any:

@@ -27,7 +27,7 @@ def report_ranks(source: Any = None, group: Any = None) -> RankReport:
         group: Process group whose ranks are asked (default: None, all).
 
     Returns:
-        The report, the same on all ranks; the others' for ranks outside of the group.
+        The report, the same on all ranks of the group. A rank outside of it gets its own figures alone.
 
     Raises:
         TypeError: ``source`` is neither a loader nor an iterator. The other ranks get their reports.
@@ -46,7 +46,7 @@ def report_ranks(source: Any = None, group: Any = None) -> RankReport:
         # The others wait for this rank.
         mine, failed = RankStats(global_rank(), socket.gethostname()), error
     ranks: list[Any] = [mine]
-    if _is_initialized():
+    if _is_initialized() and dist.get_rank(group) >= 0:
         ranks = [None] * dist.get_world_size(group)
         dist.all_gather_object(ranks, mine, group=group)
     if failed is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
+import errno
 from types import TracebackType
 
 import rustloader.system.local_ranks as local_ranks
@@ -11,8 +11,8 @@ from rustloader.metrics.accounts import Accounts
 from rustloader.metrics.gathering import global_rank
 from rustloader.system.forks import at_fork
 
-# Those of this process, which a forked child does not serve.
-_servers: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
+# Those of this process, which a forked child does not serve. A program need not keep what serves until it is closed.
+_servers: set[MetricsServer] = set()
 
 
 class MetricsServer:
@@ -58,6 +58,7 @@ class MetricsServer:
         accounts, self._accounts = self._accounts, None
         if accounts is None:
             return
+        _servers.discard(self)
         accounts.close()
         self._server.shutdown()
         self._server.server_close()
@@ -138,16 +139,19 @@ def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
     try:
         return MetricsServer(mine, address)
     except OSError as error:
-        error.add_note(
-            f"serve_metrics() could not listen on {address}, port {mine}, the port plus the local "
-            "rank. If the processes of this machine have no LOCAL_RANK, give each a port of its own, or port=0"
-        )
+        note = f"serve_metrics() could not listen on {address}, port {mine}, the port plus the local rank. "
+        if error.errno == errno.EADDRINUSE and any(server.port == mine for server in [*_servers]):
+            note += "A server of this process listens there, and serves all its loaders; close() it before another one"
+        else:
+            note += "If the processes of this machine have no LOCAL_RANK, give each a port of its own, or port=0"
+        error.add_note(note)
         raise
 
 
 def _forget_all() -> None:
-    for server in list(_servers):
+    for server in [*_servers]:
         server._forget()
+    _servers.clear()
 
 
 at_fork("metrics", after_in_child=_forget_all)

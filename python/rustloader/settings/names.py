@@ -39,12 +39,17 @@ def _makes_itself(loader: LoaderLike, frame: FrameType) -> bool:
 
 def default(loader: LoaderLike) -> str:
     """The name of a loader that was given none: the file and the line that made it, as in "train.py:12". Of a loader
-    that a library has made from a class of torch's, or of a copy, the type of the dataset."""
+    that a library has made from a class of torch's, of a copy, or of a notebook's cell, the type of the dataset."""
     state = loader_state.find(loader)
-    if state is None or state.origin is None:
+    if state is None or state.origin is None or _is_of_cell(state.origin[0]):
         return _printable(type(getattr(loader, "dataset", loader)).__qualname__)
     file, line = state.origin
     return _printable(f"{os.path.basename(file)}:{line}")
+
+
+def _is_of_cell(file: str) -> bool:
+    """Whether a file is a cell of a notebook or of IPython, whose name changes with its text."""
+    return os.path.basename(os.path.dirname(file)).startswith("ipykernel_") or file.startswith("<ipython-input-")
 
 
 def given(loader: Any) -> str | None:

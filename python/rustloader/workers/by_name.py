@@ -17,9 +17,12 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-# Objects that this process has sent by value, or received. Both ends have the same key for each.
+from rustloader.system.weak_table import WeakTable
+
+# Objects that this process has sent by value, or received. Both ends have the same key for each. A metaclass may make
+# classes that are not hashable, or that compare by value.
 _by_key: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_keys: WeakTable[str] = WeakTable()
 
 
 class _Pickler(pickle.Pickler):
@@ -28,7 +31,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, (type, FunctionType)) or type(obj) in self.dispatch_table:
             return NotImplemented
-        if (key := _keys.get(obj)) is not None:
+        if (key := _keys.find(obj)) is not None:
             return find_own, (key, obj.__module__, obj.__qualname__)
         return (find, (obj.__module__, obj.__qualname__)) if _is_by_value(obj) else NotImplemented
 
@@ -49,9 +52,9 @@ def pickler(*args: Any, **kwargs: Any) -> pickle.Pickler:
 
 def key_of(obj: Any) -> str:
     """The key of a class or function that is sent by value. It lives as long as the object."""
-    key = _keys.get(obj)
+    key = _keys.find(obj)
     if key is None:
-        key = _keys[obj] = os.urandom(16).hex()
+        key = _keys.keep(obj, os.urandom(16).hex())
         _by_key[key] = obj
     return key
 
@@ -67,7 +70,8 @@ def define(key: str, name: str | None, make: Callable[..., Any], args: tuple[Any
         args: Arguments of ``make``.
     """
     obj = make(*args)
-    _keys[obj], _by_key[key] = key, obj
+    _keys.keep(obj, key)
+    _by_key[key] = obj
     if name is not None:
         setattr(sys.modules["__main__"], name, obj)
     use()

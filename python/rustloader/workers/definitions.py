@@ -11,6 +11,7 @@ its code names get the values that they have in the main process, as after a for
 from __future__ import annotations
 
 import copyreg
+import functools
 import importlib
 import importlib.util
 import io
@@ -28,6 +29,8 @@ from rustloader.workers import arguments, by_name
 from rustloader.workers.preparation import Call
 
 _Reducers = dict[type, Callable[[Any], Any]]
+# What `functools.cache` and `lru_cache` make. The standard pickle has it by name.
+_Cached: type = type(functools.cache(len))
 
 # The text that a pickle of protocol 4 or later has where it names something of `__main__`.
 _OF_MAIN = b"\x8c\x08__main__"
@@ -38,6 +41,10 @@ MISSING = (
     "functions and classes, and those of a notebook or `python -c`, reach such workers."
 )
 _NEITHER = "Nor can it go by value: {}: {}"
+_REFERRED = (
+    "Workers cannot import what this `__main__` defines. Its classes and functions go by value, with all that they "
+    "refer to, and something of that cannot be pickled."
+)
 
 
 class _NamesMain(Exception):
@@ -159,7 +166,10 @@ class Pickling:
         try:
             self._by_value(value, file, table)
         except Exception as error:
-            if table is not None or isinstance(self._refusal, _NamesMain):
+            if table is not None:
+                raise
+            if isinstance(self._refusal, _NamesMain):
+                error.add_note(_REFERRED)
                 raise
             arguments.reach(self._refused)
             # The frames of its traceback must not refer to it.
@@ -189,6 +199,7 @@ class Pickling:
         else:
             reducers = table()
             reducers.update({kind: it for kind, it in more.items() if kind not in copyreg.dispatch_table})
+        reducers.setdefault(functools.cached_property, _reduce_property)
         _pickler_of(cloudpickle, reducers, self._has_main)(file, protocol=pickle.DEFAULT_PROTOCOL).dump(value)
 
 
@@ -199,6 +210,8 @@ def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) ->
         dispatch_table = reducers
 
         def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, _Cached):
+                return NotImplemented if _has(obj, has_main) else _reduce_cached(obj)
             if not isinstance(obj, (type, FunctionType)) or type(obj) in reducers:
                 return NotImplemented
             name = _name_in_main(obj)
@@ -217,6 +230,27 @@ def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) ->
     return Pickler
 
 
+def _has(cached: Any, has_main: bool) -> bool:
+    """Whether workers find a function with a cache under its name."""
+    module = getattr(cached, "__module__", None)
+    return (module != "__main__" or has_main) and _found(module, cached) is cached
+
+
+def _reduce_cached(cached: Any) -> Any:
+    """The function and its settings. The cache is empty, as in a process that imports it."""
+    return _cached, (cached.__wrapped__, cached.cache_parameters())
+
+
+def _cached(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
+    return functools.lru_cache(**settings)(function)
+
+
+def _reduce_property(it: functools.cached_property[Any]) -> Any:
+    """Without the lock that it has before Python 3.12."""
+    state = {name: value for name, value in vars(it).items() if name not in ("func", "lock")}
+    return functools.cached_property, (it.func,), state
+
+
 def _module_of(function: FunctionType) -> str | None:
     """The module whose globals a function has, if workers have it as well. Their ``__main__`` may be empty."""
     name = function.__globals__.get("__name__")
@@ -230,10 +264,15 @@ def _name_in_main(obj: Any) -> str | None:
     """The qualified name under which the program's ``__main__`` has a class or function."""
     if obj.__module__ != "__main__":
         return None
-    found: Any = sys.modules["__main__"]
-    for part in obj.__qualname__.split("."):
+    return obj.__qualname__ if _found("__main__", obj) is obj else None
+
+
+def _found(module: str | None, obj: Any) -> Any:
+    """What a module has under the qualified name of an object; None without one."""
+    found = sys.modules.get(module or "")
+    for part in getattr(obj, "__qualname__", "").split("."):
         found = getattr(found, part, None)
-    return obj.__qualname__ if found is obj else None
+    return found
 
 
 def _is_of_pickle(error: Exception) -> bool:

@@ -17,7 +17,7 @@ from orders import Holds
 from sample_data import Numbers
 from support import DataLoader, epoch, run_script
 
-from rustloader.workers import arguments, by_name, definitions
+from rustloader.workers import arguments, by_name, definitions, serialize
 
 pytest.importorskip("cloudpickle")
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
@@ -201,6 +201,67 @@ def test_t32_local_classes_and_closures_of_an_imported_module(method):
     with pytest.raises(Failure, match="Caught Failure in DataLoader worker process 1") as caught:
         next(iterator)
     assert type(caught.value) is Failure and not seen
+
+
+CACHED = """
+import functools, threading
+import torch, rustloader
+
+@functools.cache
+def fib(n):
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+@functools.lru_cache(maxsize=7)
+def square(n):
+    "Squares."
+    return n * n
+
+class Cached(torch.utils.data.Dataset):
+    def __init__(self):
+        self.square = square
+    def __len__(self):
+        return 3
+    @functools.cached_property
+    def table(self):
+        return [fib(i) for i in range(20)]
+    @functools.lru_cache
+    def third(self, i):
+        return 3 * i
+    def __getitem__(self, i):
+        assert self.square is square and square.__doc__ == "Squares." and square.cache_info().maxsize == 7
+        assert self.table is self.table and fib.cache_info().currsize == 20
+        return self.table[i + 10], square(i), self.third(i)
+
+def main(method):
+    @functools.cache
+    def local(sample):
+        return sample + 1
+
+    given = dict(batch_size=None, num_workers=1, multiprocessing_context=method)
+    fib(3)
+    print(list(rustloader.DataLoader(Cached(), **given)))
+    print(list(rustloader.DataLoader([1, 2], collate_fn=local, **given)), rustloader.engine_batches())
+    Cached.lock = threading.Lock()
+    try:
+        list(rustloader.DataLoader(Cached(), **given))
+    except TypeError as error:
+        print(*error.__notes__, sep="\\n")
+
+if __name__ == "__main__":
+    main("METHOD")
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("imported", [False, True])
+def test_functions_and_properties_with_caches(method, imported, tmp_path):
+    file = tmp_path / "script.py" if imported else None
+    status, out, err = run_script(CACHED.replace("METHOD", method), 300, head="", file=file)
+    assert status == 0, err
+    first, second, *notes = out.splitlines()
+    assert first == "[[55, 0, 0], [89, 1, 3], [144, 4, 6]]" and second == "[2, 3] 5"
+    # A script's class goes by name.
+    assert imported or (notes[0].startswith("Workers cannot import what") and "argument dataset" in notes[1])
 
 
 class Shares:
@@ -408,6 +469,29 @@ def test_a_class_redefined_since_comes_back_as_the_one_that_was_sent():
     with pytest.raises(AttributeError) as caught:
         by_name.find_own("gone", __name__, "Lost")
     assert "got 'Lost' of" in caught.value.__notes__[0]
+
+
+class Equal(type):
+    """A metaclass whose classes are equal, and not hashable."""
+
+    def __eq__(cls, other):
+        return True
+
+
+class First(metaclass=Equal):
+    pass
+
+
+class Second(metaclass=Equal):
+    pass
+
+
+def test_classes_that_are_not_hashable_come_back(monkeypatch):
+    assert by_name.key_of(First) == by_name.key_of(First) != by_name.key_of(Second)
+    monkeypatch.setattr(by_name, "_pickler", by_name._pickler)
+    by_name.use()
+    first, second, once = pickle.loads(serialize.dumps_alone([First, Second, Once]))
+    assert first is First and second is Second and once is Once
 
 
 @pytest.mark.parametrize(

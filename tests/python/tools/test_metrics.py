@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import gc
 import json
 import os
 import re
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:.*multi-threa
 
 if not TORCH_MODE:
     import rustloader
-    from rustloader.metrics import ledger
+    from rustloader.metrics import ledger, serving
     from rustloader.settings import names
 
 parser = pytest.importorskip(
@@ -192,6 +193,33 @@ def test_a_loader_for_each_epoch_leaves_one_account(server):
     assert Metrics(server.port).of("batches_total", "each") == 80
 
 
+def test_hits_of_a_cache_that_is_gone_count(server, tmp_path):
+    def cached(**kw):
+        return DataLoader(rustloader.cache(Numbers(8), **kw), num_workers=1, name="caches")
+
+    def look():
+        found = Metrics(server.port)
+        return tuple(found.of(f"cache_{name}", "caches") for name in ("hits_total", "misses_total", "limit_bytes"))
+
+    def twice(loader):
+        for _ in range(2):
+            list(loader)
+
+    file, memory = cached(path=tmp_path / "cache", version="1"), cached(memory="1MiB")
+    twice(file)
+    twice(memory)
+    hits, misses, _ = look()
+    assert (hits, misses) == (16, 16)
+    del file
+    assert look() == (16, 16, 1 << 20)
+    del memory
+    assert look() == (16, 16, 0)
+    # It has the figures of the first one.
+    again = cached(path=tmp_path / "cache", version="1")
+    list(again)
+    assert again.dataset.usage().hits > 8 and look()[:2] == (24, 16)
+
+
 def test_loaders_from_before_count():
     loader = numbers("before")
     list(loader)
@@ -203,6 +231,18 @@ def test_loaders_from_before_count():
         list(iterator)
         del iterator
         assert Metrics(server.port).of("batches_total", "without its loader") == 4
+
+
+def test_a_loader_that_begins_while_others_are_looked_for_counts_once(monkeypatch):
+    known, loader = ledger.of_loaders, numbers("between")
+
+    def of_loaders():
+        list(loader)
+        yield from known()
+
+    monkeypatch.setattr(ledger, "of_loaders", of_loaders)
+    with rustloader.serve_metrics(port=0) as server:
+        assert Metrics(server.port).of("batches_total", "between") == 4
 
 
 def test_two_loaders_of_a_name_are_summed(server):
@@ -239,6 +279,13 @@ def test_the_default_name_is_the_place_that_made_the_loader():
     assert rustloader.stats(Trainer().loader).name == f"test_metrics.py:{first - 2}"
     list(loaders[1])
     assert rustloader.stats(loaders[1]).name == f"test_metrics.py:{first + 3}"
+
+
+@pytest.mark.parametrize("file", ["/tmp/ipykernel_12/345678.py", "<ipython-input-3-8f1c2d>"])
+def test_the_cell_of_a_notebook_gives_no_name(file):
+    namespace = {"DataLoader": DataLoader, "Numbers": Numbers}
+    exec(compile("loader = DataLoader(Numbers(2))", file, "exec"), namespace)
+    assert names.of(namespace["loader"]) == "Numbers"
 
 
 def test_a_name_goes_with_copies_and_install_gives_one(tmp_path):
@@ -298,8 +345,24 @@ def test_close_frees_the_port_and_follows_no_loader():
 def test_a_port_that_is_taken(server):
     with pytest.raises(OSError) as caught:
         rustloader.serve_metrics(port=server.port)
+    assert "A server of this process listens there" in caught.value.__notes__[0]
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError) as caught:
+        rustloader.serve_metrics(port=other.getsockname()[1])
     assert "give each a port of its own, or port=0" in caught.value.__notes__[0]
     assert len(ledger.openings) == 1
+
+
+def test_a_server_that_the_program_does_not_keep_is_known_to_forks():
+    before = {*serving._servers}
+    rustloader.serve_metrics(port=0)
+    gc.collect()
+    (server,) = serving._servers - before
+    with server:
+        child = os.fork()
+        if child == 0:
+            os._exit(server._server.socket.fileno() != -1 or bool(serving._servers))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert server not in serving._servers
 
 
 @pytest.mark.parametrize("port", [-1, 65536, True, 1.5, "9400"])
@@ -554,6 +617,8 @@ if __name__ == "__main__":
         assert not failing and len(again.ranks) == 2 and again.ranks[0].batches == 0
     except TypeError:
         assert failing
+    some = rustloader.report_ranks(loader, group=dist.new_group([0]))
+    assert [it.rank for it in some.ranks] == [rank] and some.ranks[0].batches == 40
     if rank == 0:
         print(repr([report.slowest.rank, report.slowest.kind, [it.batches for it in report.ranks], str(report)]))
     dist.destroy_process_group()
