@@ -28,7 +28,7 @@ _FULL, RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
 
 
 def usage_of(table: CacheTable) -> CacheUsage:
-    """What a cache has, and what was asked of it."""
+    """Returns the usage of a cache."""
     usage = table.usage()
     return CacheUsage(
         hits=usage["hits"],

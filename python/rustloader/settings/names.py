@@ -48,7 +48,7 @@ def default(loader: LoaderLike) -> str:
 
 
 def _is_of_cell(file: str) -> bool:
-    """Whether a file is a cell of a notebook or of IPython, whose name changes with its text."""
+    """Returns True if a file is a cell of a notebook or of IPython, whose name changes with its text."""
     return os.path.basename(os.path.dirname(file)).startswith("ipykernel_") or file.startswith("<ipython-input-")
 
 

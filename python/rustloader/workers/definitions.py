@@ -231,7 +231,7 @@ def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) ->
 
 
 def _has(cached: Any, has_main: bool) -> bool:
-    """Whether workers find a function with a cache under its name."""
+    """Returns True if workers find a function with a cache under its name."""
     module = getattr(cached, "__module__", None)
     return (module != "__main__" or has_main) and _found(module, cached) is cached
 
@@ -268,7 +268,7 @@ def _name_in_main(obj: Any) -> str | None:
 
 
 def _found(module: str | None, obj: Any) -> Any:
-    """What a module has under the qualified name of an object; None without one."""
+    """Returns the value that a module has under the qualified name of an object; None without one."""
     found = sys.modules.get(module or "")
     for part in getattr(obj, "__qualname__", "").split("."):
         found = getattr(found, part, None)

@@ -75,7 +75,8 @@ WITH_EXAMPLES = [
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_the_examples_run(name):
+def test_the_examples_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     found = doctest.DocTestFinder(recurse=False).find(
         DOCUMENTED[name], name, module=False, globs={"rustloader": rustloader, "torch": torch}
     )
