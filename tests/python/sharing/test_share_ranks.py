@@ -483,7 +483,8 @@ def test_a_process_of_another_user_is_refused(two, monkeypatch):
             share(["a"], key="squatted")
     name = address("asked")
     assert share(["a"], key="asked") == ["a"]
-    with connected(name, ranks._HELLO + b"1") as client:
+    # It says nothing: the other end may be closed before it could.
+    with connected(name) as client:
         assert is_dropped(client)
         # The thread that has dropped it ends by itself.
         assert wait_until(lambda: threads() == 1, 60)
