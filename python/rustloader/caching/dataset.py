@@ -14,11 +14,12 @@ from torch.utils.data import Subset
 
 from rustloader._core import CacheTable
 from rustloader.caching import nodes
-from rustloader.caching.comparing import Generators, are_equal
+from rustloader.caching.comparing import are_equal
 from rustloader.caching.nodes import Origin
 from rustloader.caching.usage import CacheUsage
 from rustloader.caching.wrapper import Wrapper
 from rustloader.sharing.pickling import descriptor_of, dumps, register
+from rustloader.system.generators import GeneratorStates
 
 logger = logging.getLogger("rustloader")
 
@@ -137,7 +138,7 @@ class CachedDataset(Wrapper):
             sample = self.dataset[index]
             self._keep(row, sample, lambda: self.dataset[index])
             return sample
-        generators = Generators()
+        generators = GeneratorStates()
         try:
             sample = self.dataset[index]
             self._keep(row, sample, lambda: self.dataset[index])
@@ -189,7 +190,7 @@ class CachedDataset(Wrapper):
 
     def _probe(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
         """Makes a sample a second time. If another one comes out, the dataset is random."""
-        generators = Generators()
+        generators = GeneratorStates()
         try:
             again = make_again()
         except Exception as error:
@@ -214,7 +215,7 @@ class _CachedBatches(CachedDataset):
         samples = [self._found(index) for index in indices]
         missing = [place for place, sample in enumerate(samples) if sample is _MISSING]
         if missing:
-            generators = None if self.then is None else Generators()
+            generators = None if self.then is None else GeneratorStates()
             try:
                 made = self.dataset.__getitems__([indices[place] for place in missing])
                 if not isinstance(made, list) or len(made) != len(missing):

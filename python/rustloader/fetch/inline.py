@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from rustloader.fetch import seeds
 from rustloader.fetch.step import Step
+from rustloader.system.generators import GeneratorStates
 
 
 class StepFetcher:
@@ -55,15 +52,9 @@ class StepFetcher:
 def _streams_kept() -> Iterator[None]:
     """Restores the generators that seeds are set in, and the seed of an outer loader's sample."""
     outer = seeds.current()
-    torchs_state = torch.default_generator.get_state()
-    pythons_state = random.getstate()
-    numpy_random = sys.modules.get("numpy.random")
-    numpys_state = None if numpy_random is None else numpy_random.get_state(legacy=False)
+    states = GeneratorStates()
     try:
         yield
     finally:
         seeds.set_current(outer)
-        torch.default_generator.set_state(torchs_state)
-        random.setstate(pythons_state)
-        if numpy_random is not None:
-            numpy_random.set_state(numpys_state)
+        states.restore()

@@ -22,7 +22,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, ra
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader.caching.comparing import Generators
+    from rustloader.system.generators import GeneratorStates
 
     cache = rustloader.cache
 
@@ -526,17 +526,31 @@ def test_numpys_generator_is_where_it_was(before, draws):
         np.random.randn()
     for _ in range(2):
         state = repr(np.random.get_state())
-        generators = Generators()
+        generators = GeneratorStates()
         eval(f"np.random.{draws}")
         generators.restore()
         assert repr(np.random.get_state()) == state
+
+
+def test_a_number_that_is_left_over_from_a_pair_is_kept_apart():
+    """The words of the generator are the same before and behind it."""
+    np.random.seed(3)
+    np.random.randn(2)
+    GeneratorStates()
+    np.random.seed(3)
+    np.random.randn()
+    state = repr(np.random.get_state())
+    generators = GeneratorStates()
+    np.random.randn()
+    generators.restore()
+    assert repr(np.random.get_state()) == state
 
 
 def test_another_generator_of_numpy_is_where_it_was():
     mersenne = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
-        generators = Generators()
+        generators = GeneratorStates()
         first = np.random.rand()
         generators.restore()
         assert np.random.rand() == first
@@ -651,7 +665,7 @@ def test_a_closed_descriptor_ends_filling_and_nothing_else():
 RANK = """
 import os, time, torch
 import rustloader
-from rustloader.caching.comparing import Generators
+from rustloader.system.generators import GeneratorStates
 class Data(torch.utils.data.Dataset):
     def __len__(self): return LENGTH
     def __getitem__(self, index): return torch.full((10,), index)
