@@ -10,6 +10,7 @@ from typing import Any
 from rustloader.settings import loader_state, options
 from rustloader.system.package import FOLDER
 from rustloader.system.protocols import LoaderLike
+from rustloader.system.texts import printable
 
 _OWN = FOLDER + os.sep
 
@@ -42,9 +43,9 @@ def default(loader: LoaderLike) -> str:
     that a library has made from a class of torch's, of a copy, or of a notebook's cell, the type of the dataset."""
     state = loader_state.find(loader)
     if state is None or state.origin is None or _is_of_cell(state.origin[0]):
-        return _printable(type(getattr(loader, "dataset", loader)).__qualname__)
+        return printable(type(getattr(loader, "dataset", loader)).__qualname__)
     file, line = state.origin
-    return _printable(f"{os.path.basename(file)}:{line}")
+    return printable(f"{os.path.basename(file)}:{line}")
 
 
 def _is_of_cell(file: str) -> bool:
@@ -66,8 +67,3 @@ def of(loader: Any) -> str:
 def title(name: str | None) -> str:
     """Returns the title of a loader in the log, with its name if it was given one."""
     return "a DataLoader" if name is None else f"the DataLoader {name}"
-
-
-def _printable(text: str) -> str:
-    # A file's name may have bytes that are no text.
-    return "".join(it if it.isprintable() else "?" for it in text.encode(errors="replace").decode())

@@ -38,6 +38,11 @@ def short_index(index: str, limit: int = 40) -> str:
     return f"{shown}, ... {in_all}" if in_all else f"{shown}, ...{index[-1] if index[-1] in '])' else ''}"
 
 
+def printable(text: str) -> str:
+    """A text with a question mark for each character that cannot be shown."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def type_name(value: object) -> str:
     """The name of a value's type, with its module unless that is ``builtins``."""
     return name_of(type(value))

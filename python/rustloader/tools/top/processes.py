@@ -13,6 +13,7 @@ from rustloader._core import Observed, inspect_arena
 from rustloader.caching.outside import usage_of
 from rustloader.caching.usage import CacheUsage
 from rustloader.system.procfs import pids, read
+from rustloader.system.texts import printable
 
 # The target of an arena's link in /proc/PID/fd.
 _ARENA = "/memfd:rustloader (deleted)"
@@ -153,7 +154,7 @@ def command(pid: int) -> str:
     """A process's command line, or its name if that is empty."""
     text = " ".join((read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").split())
     if text:
-        return "".join(letter if letter.isprintable() else "?" for letter in text)
+        return printable(text)
     name = read(f"/proc/{pid}/comm")
     return "?" if name is None else f"[{name.strip()}]"
 
