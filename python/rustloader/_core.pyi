@@ -15,6 +15,7 @@ __all__ = [
     "ARENA_MIN",
     "BACK_BATCHES",
     "BATCH",
+    "CACHE_HEADER",
     "CACHE_VERSION",
     "DEAD",
     "EARLY",
@@ -92,7 +93,8 @@ ARENA_MIN: Final[int]
 # Seconds.
 WAIT_BOUNDS: Final[tuple[float, ...]]
 
-# The version of the format of caches in files.
+# Bytes of a cache's file before its index, and the version of its format.
+CACHE_HEADER: Final[int]
 CACHE_VERSION: Final[int]
 
 # Batches that `Engine.position` can go back.
@@ -905,7 +907,11 @@ class CacheTable:
         """Returns True if this call is the first with that bit, over all processes."""
 
     def usage(self) -> dict[str, int]:
-        """hits, misses, refused, damaged (numbers); stored, unused, left (bytes)."""
+        """The keyword arguments of ``CacheUsage``."""
+
+    @staticmethod
+    def usage_of_header(header: bytes) -> dict[str, int] | None:
+        """The same out of the first ``CACHE_HEADER`` bytes of a file; None if it is no table of this version."""
 
 @final
 class SharedStore:

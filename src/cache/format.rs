@@ -5,7 +5,7 @@ pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"RLCACHE1");
 /// The version of the layout, and of how samples are encoded.
 pub const VERSION: u64 = 1;
 /// Bytes of the header with the counters.
-pub(super) const HEADER: u64 = 8192;
+pub const HEADER: u64 = 8192;
 /// Position at which the meta begins.
 pub(super) const META: u64 = 256;
 /// The most bytes of a meta.
@@ -41,6 +41,8 @@ pub(super) mod state {
     pub const NEVER: u64 = 1;
 }
 
+/// The word at which the counters begin.
+pub(super) const COUNTERS: usize = 512;
 /// Stripes of the counters: processes count in different cache lines.
 pub(super) const STRIPES: usize = 64;
 /// Words of a stripe.

@@ -22,5 +22,5 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-pub use format::VERSION;
+pub use format::{HEADER, VERSION};
 pub use table::{Cache, Closed, Found, Head, Put, Record, Usage};

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::format::{HEADER, MAGIC, META, MOST_META, PREFIX, STRIPE, STRIPES, VERSION, counter, state, word};
+use super::format::{COUNTERS, HEADER, MAGIC, META, MOST_META, PREFIX, STRIPE, STRIPES, VERSION, counter, state, word};
 use crate::config::{HEADROOM_CHECK, HEADROOM_MARGIN};
 use crate::error::{Error, Result};
 use crate::sys::cgroup::Roots;
@@ -103,6 +103,34 @@ pub struct Usage {
     pub unused: u64,
     /// Bytes of the heap that are left.
     pub left: u64,
+    /// The most bytes that it takes, with its index.
+    pub limit: u64,
+}
+
+impl Usage {
+    /// Reads the usage from the words of a header and its counters.
+    fn read(word: impl Fn(usize) -> u64, limit: u64) -> Self {
+        let sum = |at: usize| (0..STRIPES).map(|stripe| word(COUNTERS + stripe * STRIPE + at)).sum();
+        let [rows, end, stored] = [word::ROWS, word::END, word::STORED].map(&word);
+        Self {
+            hits: sum(counter::HITS),
+            misses: sum(counter::MISSES),
+            refused: sum(counter::REFUSED),
+            damaged: sum(counter::DAMAGED),
+            stored,
+            unused: end.saturating_sub(Cache::overhead(rows)).saturating_sub(stored),
+            left: limit.saturating_sub(end),
+            limit,
+        }
+    }
+
+    /// Reads the usage from the first [`HEADER`] bytes of a file, which may be another process's; `None` if it is no
+    /// table of this version.
+    pub fn of_header(header: &[u8]) -> Option<Self> {
+        let words = header.get(..HEADER as usize)?.as_chunks::<8>().0;
+        let word = |at: usize| u64::from_ne_bytes(words[at]);
+        (word(word::MAGIC) == MAGIC && word(word::VERSION) == VERSION).then(|| Self::read(word, word(word::LIMIT)))
+    }
 }
 
 /// A mapped table. Forked children may use it.
@@ -472,18 +500,7 @@ impl Cache {
 
     /// Returns the contents, and the counts of reads and records.
     pub fn usage(&self) -> Usage {
-        let read = |at: usize| self.header(at).load(Ordering::Relaxed);
-        let sum = |at: usize| (0..STRIPES).map(|stripe| self.counter(stripe, at).load(Ordering::Relaxed)).sum();
-        let (end, stored) = (read(word::END), read(word::STORED));
-        Usage {
-            hits: sum(counter::HITS),
-            misses: sum(counter::MISSES),
-            refused: sum(counter::REFUSED),
-            damaged: sum(counter::DAMAGED),
-            stored,
-            unused: end.saturating_sub(self.heap).saturating_sub(stored),
-            left: self.limit().saturating_sub(end),
-        }
+        Usage::read(|at| self.header(at).load(Ordering::Relaxed), self.limit())
     }
 
     #[inline]
@@ -505,7 +522,7 @@ impl Cache {
 
     #[inline]
     fn counter(&self, stripe: usize, at: usize) -> &AtomicU64 {
-        self.word(4096 + ((stripe * STRIPE + at) * 8) as u64)
+        self.header(COUNTERS + stripe * STRIPE + at)
     }
 
     #[inline]

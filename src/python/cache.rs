@@ -7,7 +7,7 @@ use pyo3::exceptions::{PyException, PyIndexError, PyMemoryError, PyOSError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::cache::{Cache, Closed, Found, Head, Put};
+use crate::cache::{Cache, Closed, Found, Head, Put, Usage};
 use crate::codec::rows::Scratch;
 use crate::codec::samples;
 use crate::interop::collate::exact_int;
@@ -186,20 +186,31 @@ impl PyCache {
     }
 
     fn usage<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let usage = self.cache.usage();
-        let numbers = [
-            ("hits", usage.hits),
-            ("misses", usage.misses),
-            ("refused", usage.refused),
-            ("damaged", usage.damaged),
-            ("stored", usage.stored),
-            ("unused", usage.unused),
-            ("left", usage.left),
-        ];
-        let dict = PyDict::new(py);
-        for (name, number) in numbers {
-            dict.set_item(name, number)?;
-        }
-        Ok(dict)
+        numbers_of(py, self.cache.usage())
     }
+
+    /// The usage in the first bytes of a file.
+    #[staticmethod]
+    fn usage_of_header<'py>(py: Python<'py>, header: &[u8]) -> PyResult<Option<Bound<'py, PyDict>>> {
+        Usage::of_header(header).map(|usage| numbers_of(py, usage)).transpose()
+    }
+}
+
+/// The keyword arguments of Python's `CacheUsage`.
+fn numbers_of(py: Python<'_>, usage: Usage) -> PyResult<Bound<'_, PyDict>> {
+    let numbers = [
+        ("hits", usage.hits),
+        ("misses", usage.misses),
+        ("samples_bytes", usage.stored),
+        ("bytes_left", usage.left),
+        ("bytes_unused", usage.unused),
+        ("refused", usage.refused),
+        ("damaged", usage.damaged),
+        ("limit", usage.limit),
+    ];
+    let dict = PyDict::new(py);
+    for (name, number) in numbers {
+        dict.set_item(name, number)?;
+    }
+    Ok(dict)
 }

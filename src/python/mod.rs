@@ -60,6 +60,7 @@ mod _core {
         module.add("TRACE_MAIN", crate::trace::MAIN)?;
         module.add("TRACE_PINNER", crate::trace::PINNER)?;
         module.add("ARENA_MIN", crate::config::ARENA_MIN)?;
+        module.add("CACHE_HEADER", crate::cache::HEADER)?;
         module.add("CACHE_VERSION", crate::cache::VERSION)?;
         module.add("BACK_BATCHES", crate::config::BACK_BATCHES)?;
         let bounds = crate::config::WAIT_BOUNDS_US.map(|us| us as f64 / 1e6);

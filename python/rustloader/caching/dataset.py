@@ -30,17 +30,7 @@ _FULL, RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
 
 def usage_of(table: CacheTable) -> CacheUsage:
     """Returns the usage of a cache."""
-    usage = table.usage()
-    return CacheUsage(
-        hits=usage["hits"],
-        misses=usage["misses"],
-        samples_bytes=usage["stored"],
-        bytes_left=usage["left"],
-        bytes_unused=usage["unused"],
-        refused=usage["refused"],
-        damaged=usage["damaged"],
-        limit=table.limit,
-    )
+    return CacheUsage(**table.usage())
 
 
 def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> CachedDataset:

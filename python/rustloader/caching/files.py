@@ -10,14 +10,14 @@ import stat
 import sys
 from typing import Any
 
-from rustloader._core import CACHE_VERSION, CacheTable
+from rustloader._core import CACHE_HEADER, CACHE_VERSION, CacheTable
 from rustloader.caching import limits
 from rustloader.caching.comparing import first_difference
 
 logger = logging.getLogger("rustloader")
 
-# A file begins with this, and has this many bytes before its index.
-_MAGIC, _HEADER = b"RLCACHE1", 8192
+# The first bytes of a file.
+_MAGIC = b"RLCACHE1"
 # Longest texts in a file's header, in characters, of which each may take 4 bytes or an escape of 6.
 _LONGEST = 400
 
@@ -121,9 +121,9 @@ def _compare(path: str, its: tuple[int, int, bytes], rows: int, meta: dict[str, 
 def _is_unfinished(fd: int, length: int) -> bool:
     """Returns True if the maker of a file was killed before it was a table, or if hardly a header is left of the
     file."""
-    head = os.pread(fd, _HEADER, 0)
+    head = os.pread(fd, CACHE_HEADER, 0)
     if head.startswith(_MAGIC):
-        return length < _HEADER
+        return length < CACHE_HEADER
     # The limit is written before the magic.
     return not any(head) or (not any(head[:8]) and int.from_bytes(head[24:32], sys.byteorder) == length)
 
