@@ -152,6 +152,7 @@ COMPARE.breakdown := breakdown
 COMPARE.gpu := gpu to_device registered
 COMPARE.growth := growth
 COMPARE.memory := memory
+COMPARE.observed := observed
 COMPARE.peers := peers
 COMPARE.ray := remote
 COMPARE.reliability := reliability

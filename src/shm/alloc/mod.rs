@@ -5,7 +5,7 @@
 //! need. Free blocks are reused last-in first-out, while their pages are warm.
 //!
 //! Idle pages are released in three cases. A class whose low-water mark of idle blocks stayed above zero through
-//! [`TRIM_PATIENCE`] windows of [`TRIM_WINDOW`] allocations punches the surplus. With varying sizes, idle pages beyond
+//! [`TRIM_PATIENCE`] windows punches the surplus; a window is [`TRIM_WINDOW`] allocations, or fewer if batches are slow. With varying sizes, idle pages beyond
 //! the recent peak and an [`IDLE_SHARE`]th are punched before fresh ones are reserved; a warm block of a slightly
 //! larger class is reused first. An idle worker keeps only what the batches under way need, and nothing if it is ahead
 //! of the loop.
@@ -24,8 +24,8 @@ use super::block::{self, CONSUMER, DELIVERED, Left, WORKER};
 use super::forks;
 use super::layout::PAGE;
 use crate::config::{
-    HEADROOM_CHECK, HEADROOM_MARGIN, IDLE_SHARE, LARGE, RESERVATION_WAIT, REUSE_CLASSES, SLAB, TRIM_PATIENCE,
-    TRIM_WINDOW,
+    HEADROOM_CHECK, HEADROOM_MARGIN, IDLE_SHARE, LARGE, RESERVATION_WAIT, REUSE_CLASSES, SLAB, TRIM_AFTER,
+    TRIM_BATCHES, TRIM_PATIENCE, TRIM_WINDOW,
 };
 use crate::error::{Error, Result};
 use crate::sync::Ordering;
@@ -112,6 +112,9 @@ pub struct Allocator {
     sent: HashSet<u32>,
     /// Allocations left in this window.
     window: u32,
+    /// Batches of this window, and when it began.
+    batches: u32,
+    began: Duration,
     /// Bytes that may be reserved before the next headroom check.
     credit: u64,
     /// Bytes of pages in the region.
@@ -161,6 +164,8 @@ impl Allocator {
             mapped: vec![0; count as usize],
             sent: HashSet::new(),
             window: TRIM_WINDOW,
+            batches: 0,
+            began: sys::clock::monotonic(),
             credit: 0,
             warm,
             idle,
@@ -224,6 +229,15 @@ impl Allocator {
     pub fn allocate_array(&mut self, len: u64) -> Result<u32> {
         self.window += 1;
         self.allocate(len, WORKER)
+    }
+
+    /// Counts a batch. Ends the window if its batches are slow: the next [`TRIM_WINDOW`] allocations may take minutes.
+    pub fn count_batch(&mut self, now: impl FnOnce() -> Duration) -> Result<()> {
+        self.batches += 1;
+        if self.batches.is_multiple_of(TRIM_BATCHES) && now().saturating_sub(self.began) >= TRIM_AFTER {
+            self.end_window()?;
+        }
+        Ok(())
     }
 
     /// Lets a held block have `len` bytes. An error if it is too small, or the memory is not there.
@@ -478,7 +492,7 @@ impl Allocator {
     }
 
     fn end_window(&mut self) -> Result<()> {
-        self.window = TRIM_WINDOW;
+        (self.window, self.batches, self.began) = (TRIM_WINDOW, 0, sys::clock::monotonic());
         self.peak = [0, self.peak[0]];
         // In a worker only this notices the end of children that the dataset has forked.
         forks::reap();

@@ -76,6 +76,26 @@ fn surplus_pages_are_given_back_and_the_working_set_stays() {
 }
 
 #[test]
+fn slow_batches_give_a_warm_up_s_pages_back_after_a_few() {
+    let later = || sys::clock::monotonic() + TRIM_AFTER;
+    let mut a = allocator();
+    let warm_up: Vec<u32> = (0..4).map(|_| a.allocate(1 << 20, WORKER).unwrap()).collect();
+    warm_up.into_iter().for_each(|id| a.release(id));
+    let mut batches = |count: u32, now: &dyn Fn() -> Duration| {
+        for _ in 0..count {
+            let ids = [0, 1].map(|_| a.allocate(1 << 20, WORKER).unwrap());
+            a.count_batch(now).unwrap();
+            ids.into_iter().for_each(|id| a.release(id));
+        }
+        a.warm_bytes()
+    };
+    assert_eq!(batches(TRIM_BATCHES * 3, &sys::clock::monotonic), 4 << 20, "quick ones wait for a window's end");
+    // The first window still has the low-water mark of its beginning; then there is patience.
+    let rest = batches(TRIM_BATCHES * (1 + u32::from(TRIM_PATIENCE)), &later);
+    assert_eq!(rest, 2 << 20, "what two blocks need stays");
+}
+
+#[test]
 fn blocks_of_other_sizes_do_not_pile_up() {
     let mut a = allocator();
     for round in 0..20 {

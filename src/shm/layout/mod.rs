@@ -296,7 +296,7 @@ pub(crate) const NOT_BEGUN: u64 = u64::MAX;
 
 impl StatusPage {
     /// Returns true if the worker has begun `task`, and not finished it: the task may be to blame for its death.
-    pub(crate) fn has_begun(&self) -> bool {
+    pub fn has_begun(&self) -> bool {
         let is_waiting = [WorkerState::Starting, WorkerState::Idle].map(|state| state as u32).contains(&self.state());
         !is_waiting
             && self.task_since_ns.load(Ordering::Relaxed) != 0

@@ -147,6 +147,7 @@ impl Port {
     pub(super) fn allocate_message(&self, len: u64) -> Result<u32> {
         let allocator = &mut *lock(&self.allocator);
         let mut reserve = lock(&self.reserve);
+        allocator.count_batch(sys::clock::monotonic)?;
         if len <= SMALL_MESSAGE {
             allocator.trust(SMALL_MESSAGE);
         }

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 from bench_figures import a_point, a_timeline
-from support import rustloader
+from support import rustloader, wait_until
 
 pytestmark = pytest.mark.ours
 
@@ -213,7 +213,8 @@ def test_memory_counts_each_page_once(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             process.stdout.close()
-    assert memory.used(holder.pid) is None
+    # The child may take a moment to end.
+    assert wait_until(lambda: memory.used(holder.pid) is None)
 
 
 # Timelines

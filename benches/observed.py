@@ -1,0 +1,78 @@
+"""What a trace and metrics cost: `make compare KIND=observed`.
+
+Each round runs an epoch without either, one with `rustloader.trace`, and one with `serve_metrics`, which is scraped
+once a second. The two columns are the rate with it over the rate without. A trace is written after the epoch, and that
+does not count: the program has ended its work by then.
+"""
+
+import contextlib
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from epochs import Loop, loop
+from rows import BY_NAME, ROWS
+
+import rustloader
+from rustloader.tools.harness.program import Program, main
+from rustloader.tools.harness.report import us
+from rustloader.tools.harness.rounds import spread
+
+# Seconds between two scrapes; Prometheus takes 15 to 60.
+EVERY = 1.0
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder, rustloader.trace(Path(folder, "run.json.gz")):
+        yield
+
+
+@contextlib.contextmanager
+def scraped() -> Iterator[None]:
+    with contextlib.closing(rustloader.serve_metrics(0)) as server:
+        has_ended = threading.Event()
+
+        def scrape() -> None:
+            while not has_ended.is_set():
+                urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics").read()
+                has_ended.wait(EVERY)
+
+        thread = threading.Thread(target=scrape)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
+
+
+OBSERVERS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "off": contextlib.nullcontext,
+    "trace": traced,
+    "metrics": scraped,
+}
+
+
+def microseconds(of: Loop, observer: str) -> float:
+    """Wall time per batch of an epoch."""
+    with OBSERVERS[observer]():
+        return of()["wall"]
+
+
+def measure(name: str) -> None:
+    row = BY_NAME[name]
+    of = loop(row, "rustloader", persistent_workers=True)
+    of()
+    taken = program.interleave({side: lambda side=side: microseconds(of, side) for side in OBSERVERS}, name)
+    rates = {side: taken.ratios("off", side) for side in ("trace", "metrics")}
+    cells = [spread(ratios, "{:.3f}".format) for ratios in rates.values()]
+    program.line(name, row.what, us(taken.median("off")), *cells, rounds=taken)
+
+
+program = Program(__doc__, [row.name for row in ROWS if not row.to_first], rounds=9)
+
+if __name__ == "__main__":
+    main(program, measure, "batch", "time per batch", "rate with a trace", "with metrics")
