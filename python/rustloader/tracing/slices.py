@@ -67,6 +67,8 @@ class _Source:
         self._offset = about["wallNanoseconds"] - about["monotonicNanoseconds"] - about["baseTimeNanoseconds"]
         self._is_new = before is None or before._workers != self._workers
         self._first: int = first if self._is_new or before is None else before._first
+        # Rows that have names. Iterators that share rows share this.
+        self._named: set[int] = set() if self._is_new or before is None else before._named
         # The row after the last one in use.
         self.end = max(first, self._first + self._workers + 2)
         # Epochs of the loader's earlier iterators, once this one has begun.
@@ -82,10 +84,12 @@ class _Source:
     def names(self) -> Iterator[str]:
         """Names the rows, unless they have names."""
         if self._is_new:
-            rows = ["main", "pin thread", *(f"worker {worker}" for worker in range(self._workers))]
-            for row, name in enumerate(rows):
-                name = f"{self.group} {self._name}: {name}"
-                yield metadata("thread_name", self._pid, {"name": name}, self._first + row)
+            yield self._row_name(0, "main")
+            for worker in range(self._workers):
+                yield self._row_name(worker + 2, f"worker {worker}")
+
+    def _row_name(self, row: int, name: str) -> str:
+        return metadata("thread_name", self._pid, {"name": f"{self.group} {self._name}: {name}"}, self._first + row)
 
     @property
     def earlier(self) -> int:
@@ -106,10 +110,13 @@ class _Source:
         kind, begin, length, number, extra = piece
         args = self._args(number) if kind in (_FETCH, _PIN) else ""
         row = {TRACE_MAIN: 0, TRACE_PINNER: 1}.get(who, who + 2)
+        if row == 1 and row not in self._named:
+            self._named.add(row)
+            yield self._row_name(row, "pin thread")
         kept = self._pieces.setdefault(row, [])
         if kind in _MOMENTS:
-            if kind == _EPOCH:
-                self._begin_epoch(number, extra)
+            if kind == _EPOCH and not self._begin_epoch(number, extra):
+                return
             if kind == _DIED:
                 yield from self._batch(row, is_whole=True)
             yield self._moment(row, piece)
@@ -137,13 +144,16 @@ class _Source:
             yield from self._batch(row)
             yield self._slice(row, TRACE_KINDS[kind], begin, length, args)
 
-    def _begin_epoch(self, task: int, count: int) -> None:
-        # Each trace, and each file of it, begins with the present one.
+    def _begin_epoch(self, task: int, count: int) -> bool:
+        """Returns False for an epoch that is known, or has not begun: each file of a trace begins with the present one."""
         if not self._tasks or task > self._tasks[-1]:
             self._tasks.append(task)
             self._epochs.append(count)
+        elif count > self._epochs[-1]:
+            self._epochs[-1] = count
         else:
-            self._epochs[-1] = max(self._epochs[-1], count)
+            return False
+        return count > 0
 
     def close(self) -> Iterator[str]:
         for row in list(self._pieces):
