@@ -74,8 +74,8 @@ def estimate(settings: Settings) -> float:
 def gain(settings: Settings) -> tuple[list[Result], list[str]]:
     """Part 1: returns the results and the errors."""
     print(
-        f"\nPart 1, the gain: batches/s without a training step, persistent workers; median of {settings.rounds} "
-        f"rounds of {settings.seconds:g} s (lowest to highest)"
+        f"\nPart 1, the gain: batches/s with {text.step(settings)}, persistent workers; median of {settings.rounds} rounds "
+        f"of {settings.seconds:g} s (lowest to highest)"
     )
     results, failures = [], []
     for workload in WORKLOADS:
@@ -111,11 +111,14 @@ def parse(arguments: list[str] | None) -> Settings:
     add("--seconds", type=positive_seconds, default=default.seconds, help="per measured pass (default: %(default)g)")
     add("--rounds", type=positive_int, default=default.rounds, help="passes per loader (default: %(default)s)")
     add("--workers", type=positive_int, default=default.workers, help="per loader (default: %(default)s)")
+    add("--step", type=float, default=default.step, metavar="SECONDS", help="training step (default: %(default)g)")
     add("--epochs", type=positive_int, default=default.epochs, help="of the training (default: %(default)s)")
     add("--data", type=Path, default=default.data, metavar="FOLDER", help="for images (default: examples/start/data)")
     add("--plot", type=Path, default=default.plot, metavar="FILE", help="the picture (default: %(default)s)")
     add("--readme", action="store_true", help="write the table into README.md, between its two marks")
     settings = Settings(**vars(parser.parse_args(arguments)))
+    if not 0 <= settings.step < 60:
+        parser.error(f"--step must be between 0 and 60 seconds, got {settings.step:g}")
     if settings.plot.suffix not in FORMATS:
         parser.error(f"--plot must end in {', '.join(FORMATS)}, got {settings.plot}")
     if settings.plot.is_dir() or not os.access(settings.plot.absolute().parent, os.W_OK):

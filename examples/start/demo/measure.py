@@ -99,7 +99,7 @@ def measure(workload: Workload, settings: Settings, progress: Progress) -> Resul
     progress.say(f"{workload.name}: compare batches")
 
     def taken(side: Side) -> float:
-        rate = _pass(side, settings.seconds)
+        rate = _pass(side, settings)
         progress.step()
         return rate
 
@@ -150,8 +150,8 @@ def _check_equal(theirs: Side, ours: Side) -> None:
             raise Failure(f"batch {number} differs between torch and rustloader")
 
 
-def _pass(side: Side, seconds: float) -> float:
-    """Takes batches for the given seconds, and returns the rate in batches/s."""
+def _pass(side: Side, settings: Settings) -> float:
+    """Takes batches for some seconds, with a training step after each, and returns the rate in batches/s."""
     gc.collect()
     engine_before = rustloader.engine_batches()
     for _ in range(side.in_flight):
@@ -159,13 +159,14 @@ def _pass(side: Side, seconds: float) -> float:
     taken, elapsed = 0, 0.0
     start = time.perf_counter()
     # Whole rounds of the workers, because they may finish at the same time.
-    while elapsed < seconds or taken % max(1, side.loader.num_workers):
+    while elapsed < settings.seconds or taken % max(1, side.loader.num_workers):
         next(side.batches)
+        time.sleep(settings.step)
         taken += 1
         elapsed = time.perf_counter() - start
     _check_engine(side, rustloader.engine_batches() - engine_before, side.in_flight + taken)
     # The workers refill their prefetched batches; this must not take cores from the next loader.
-    time.sleep(min(seconds, 1.5 * side.in_flight * elapsed / taken))
+    time.sleep(min(settings.seconds, 1.5 * side.in_flight * elapsed / taken))
     return taken / elapsed
 
 

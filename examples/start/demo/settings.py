@@ -18,6 +18,7 @@ class Settings:
         seconds: the length of a measured pass.
         rounds: passes per loader and workload.
         workers: worker processes per loader.
+        step: seconds of the training step after each batch. The loop sleeps, as one that waits for a GPU.
         epochs: epochs of the training in part 2.
         data: the folder of the image files.
         plot: where to write the picture.
@@ -27,6 +28,7 @@ class Settings:
     seconds: float = 1.0
     rounds: int = 3
     workers: int = 2
+    step: float = 0.002
     epochs: int = 2
     data: Path = DATA
     plot: Path = Path("demo.png")

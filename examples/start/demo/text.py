@@ -86,10 +86,17 @@ def table(results: list[Result], settings: Settings, machine: dict[str, Any]) ->
 
 def _caption(settings: Settings, machine: dict[str, Any]) -> str:
     return (
-        f"Medians of {settings.rounds} interleaved rounds of {settings.seconds:g} s, without a training step; workers "
-        "persist. Bold: the fastest. Measured by `make demo` on {cores} cores of {cpu}, Linux {kernel}, Python "
+        f"Medians of {settings.rounds} interleaved rounds of {settings.seconds:g} s, with {step(settings)}; "
+        "workers persist. Bold: the fastest. Measured by `make demo` on {cores} cores of {cpu}, Linux {kernel}, Python "
         "{python}, torch {torch}, rustloader {rustloader}.".format(**machine)
     )
+
+
+def step(settings: Settings) -> str:
+    """The training step of part 1, in words."""
+    if not settings.step:
+        return "no training step"
+    return f"a training step of {settings.step * 1e3:g} ms (the loop sleeps, as one that waits for a GPU)"
 
 
 def _gain(result: Result) -> str:
