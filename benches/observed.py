@@ -1,11 +1,12 @@
 """What a trace and metrics cost: `make compare KIND=observed`.
 
-Each round runs an epoch without either, one with `rustloader.trace`, and one with `serve_metrics`, which is scraped
-once a second. The two columns are the rate with it over the rate without. A trace is written after the epoch, and that
-does not count: the program has ended its work by then.
+Each round runs epochs for about --seconds without either, with `rustloader.trace`, and with `serve_metrics`, which is
+scraped once a second. The two columns are the rate with it over the rate without. A trace is written after the epochs,
+and that does not count: the program has ended its work by then.
 """
 
 import contextlib
+import math
 import tempfile
 import threading
 import urllib.request
@@ -36,9 +37,8 @@ def scraped() -> Iterator[None]:
         has_ended = threading.Event()
 
         def scrape() -> None:
-            while not has_ended.is_set():
+            while not has_ended.wait(EVERY):
                 urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics").read()
-                has_ended.wait(EVERY)
 
         thread = threading.Thread(target=scrape)
         thread.start()
@@ -57,7 +57,7 @@ OBSERVERS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 
 
 def microseconds(of: Loop, observer: str) -> float:
-    """Wall time per batch of an epoch."""
+    """Wall time per batch."""
     with OBSERVERS[observer]():
         return of()["wall"]
 
@@ -66,6 +66,7 @@ def measure(name: str) -> None:
     row = BY_NAME[name]
     of = loop(row, "rustloader", persistent_workers=True)
     of()
+    of.epochs = math.ceil(program.options.seconds * 1e6 / (of()["wall"] * of.batches))
     taken = program.interleave({side: lambda side=side: microseconds(of, side) for side in OBSERVERS}, name)
     rates = {side: taken.ratios("off", side) for side in ("trace", "metrics")}
     cells = [spread(ratios, "{:.3f}".format) for ratios in rates.values()]
@@ -73,6 +74,7 @@ def measure(name: str) -> None:
 
 
 program = Program(__doc__, [row.name for row in ROWS if not row.to_first], rounds=9)
+program.option("--seconds", type=float, default=2.0, help="of each measurement (default: %(default)g)")
 
 if __name__ == "__main__":
     main(program, measure, "batch", "time per batch", "rate with a trace", "with metrics")

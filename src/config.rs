@@ -27,7 +27,7 @@ pub const TIMEOUT_MAX: f64 = 1e9;
 /// per [`TRACE_DRAIN`], and between two calls of `next` a worker makes no more than the outstanding batches.
 pub const TRACE_SLOTS: u32 = 1 << 12;
 /// Interval after which `next` empties the rings of a trace again.
-pub const TRACE_DRAIN: Duration = Duration::from_millis(10);
+pub const TRACE_DRAIN: Duration = Duration::from_millis(2);
 /// Bytes of events that are written to the file at a time.
 pub const TRACE_BUFFER: usize = 256 << 10;
 

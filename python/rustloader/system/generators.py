@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
+from typing import Any
 
 import torch
+
+# Bytes of the state of NumPy's MT19937: 624 words and the position among them.
+_WORDS = 625 * 4
 
 
 class GeneratorStates:
@@ -15,13 +20,77 @@ class GeneratorStates:
         self._torchs = torch.default_generator.get_state()
         self._pythons = random.getstate()
         numpy_random = sys.modules.get("numpy.random")
-        # As a dict, which holds the state of any bit generator.
-        self._numpys = None if numpy_random is None else (numpy_random.set_state, numpy_random.get_state(legacy=False))
+        self._numpys = None if numpy_random is None else _NumpyState(numpy_random)
 
     def restore(self) -> None:
         """Sets the generators to these states."""
         torch.default_generator.set_state(self._torchs)
         random.setstate(self._pythons)
         if self._numpys is not None:
-            set_state, state = self._numpys
-            set_state(state)
+            self._numpys.restore()
+
+
+class _NumpyState:
+    """The state of NumPy's global generator.
+
+    NumPy takes 30 us to read it and as long to set it. So its usual bit generator is read and set where it lies in
+    memory. What is not there is the normal number left over from a pair: a draw of a normal number that leaves the
+    words as they are has taken it.
+    """
+
+    def __init__(self, numpy_random: Any) -> None:
+        self._generator = generator = numpy_random.mtrand._rand
+        self._bits = generator._bit_generator
+        # As a dict, which holds the state of any bit generator; None if the words are all.
+        self._whole: dict[str, Any] | None = None
+        address = _address_of(self._bits, numpy_random.MT19937)
+        if address is None:
+            self._whole = generator.get_state(legacy=False)
+            return
+        self._address = address
+        self._words = ctypes.string_at(self._address, _WORDS)
+        left_over = self._take_left_over()
+        if left_over is not None:
+            self._whole = generator.get_state(legacy=False) | {"has_gauss": 1, "gauss": left_over}
+            generator.set_state(self._whole)
+
+    def restore(self) -> None:
+        if self._generator._bit_generator is not self._bits:
+            # What the program has put in its place has a state of its own.
+            return
+        if self._whole is not None:
+            self._generator.set_state(self._whole)
+        else:
+            # Also if the words are as they were: a seed may have led back to them.
+            self._take_left_over()
+            ctypes.memmove(self._address, self._words, _WORDS)
+
+    def _take_left_over(self) -> float | None:
+        """Takes the normal number left over from a pair. If there is none, the words stay as they are."""
+        words = ctypes.string_at(self._address, _WORDS)
+        drawn = float(self._generator.standard_normal())
+        if ctypes.string_at(self._address, _WORDS) == words:
+            return drawn
+        # The other one of the new pair.
+        self._generator.standard_normal()
+        ctypes.memmove(self._address, words, _WORDS)
+        return None
+
+
+# The bit generator whose memory was looked at last, and the address of its state.
+_known: tuple[Any, int | None] = None, None
+
+
+def _address_of(bits: Any, usual: Any) -> int | None:
+    """Returns the address of the state of a bit generator; None if it is not the usual one, or lies there otherwise."""
+    global _known
+    known, address = _known
+    if bits is not known:
+        address = None
+        if type(bits) is usual:
+            address = bits.ctypes.state_address
+            state = bits.state["state"]
+            if ctypes.string_at(address, _WORDS) != state["key"].tobytes() + state["pos"].to_bytes(4, sys.byteorder):
+                address = None
+        _known = bits, address
+    return address

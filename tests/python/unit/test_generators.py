@@ -1,0 +1,111 @@
+"""The states of the global generators are read and set exactly."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from rustloader.system import generators
+from rustloader.system.generators import GeneratorStates
+
+DRAWS = [
+    np.random.normal,
+    lambda: np.random.rand(3),
+    lambda: np.random.randn(3),
+    lambda: np.random.randint(9),
+    lambda: np.random.seed(random.randrange(3)),
+    lambda: np.random.set_state(np.random.get_state()),
+    lambda: torch.rand(2),
+    random.random,
+    lambda: random.gauss(0, 1),
+]
+
+
+def states():
+    numpys = np.random.get_state(legacy=False)
+    words = numpys["state"]
+    # The number itself means nothing if none is left over.
+    left_over = numpys["gauss"] if numpys["has_gauss"] else None
+    return words["key"].tolist(), words["pos"], left_over, random.getstate(), torch.get_rng_state().tolist()
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    before = np.random.get_state(legacy=False), random.getstate(), torch.get_rng_state()
+    yield
+    np.random.set_state(before[0]), random.setstate(before[1]), torch.set_rng_state(before[2])
+
+
+def test_what_is_drawn_in_between_changes_nothing():
+    left_over = 0
+    for seed in range(300):
+        choice = random.Random(seed)
+        for draw in choice.choices(DRAWS, k=choice.randrange(4)):
+            draw()
+        before = states()
+        left_over += before[2] is not None
+        saved = GeneratorStates()
+        assert states() == before, "reading changes nothing"
+        for draw in choice.choices(DRAWS, k=choice.randrange(4)):
+            draw()
+        saved.restore()
+        assert states() == before
+    assert 30 < left_over < 270, "both kinds of states were there"
+
+
+def test_a_draw_that_takes_the_left_over_number_alone_is_undone():
+    np.random.seed(5)
+    np.random.normal()
+    before = states()
+    saved = GeneratorStates()
+    np.random.normal()
+    assert states()[:2] == before[:2] and states()[2] is None
+    saved.restore()
+    assert states() == before
+
+
+def test_a_seed_may_lead_back_to_the_same_words_with_a_number_left_over():
+    led_back = 0
+    for seed in range(20):
+        np.random.seed(seed)
+        np.random.rand(2)
+        before = states()
+        saved = GeneratorStates()
+        np.random.seed(seed)
+        np.random.normal()
+        led_back += states()[:2] == before[:2]
+        saved.restore()
+        assert states() == before
+    assert led_back
+
+
+def test_the_usual_bit_generator_is_read_in_memory_and_others_by_numpy(monkeypatch):
+    GeneratorStates()
+    assert generators._known[1] is not None
+    usual = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        expected = np.random.default_rng(3).bit_generator.state["state"]
+        saved = GeneratorStates()
+        np.random.rand()
+        saved.restore()
+        assert np.random.get_bit_generator().state["state"] == expected
+        # One that takes its place in between is left alone.
+        np.random.set_bit_generator(usual)
+        words = usual.state["state"]["key"].tolist()
+        saved.restore()
+        assert usual.state["state"]["key"].tolist() == words
+    finally:
+        np.random.set_bit_generator(usual)
+
+
+def test_a_state_that_lies_elsewhere_is_read_by_numpy(monkeypatch):
+    monkeypatch.setattr(generators, "_known", (None, None))
+    monkeypatch.setattr(generators.ctypes, "string_at", lambda address, size: bytes(size))
+    saved = GeneratorStates()
+    monkeypatch.undo()
+    before = states()
+    np.random.normal()
+    saved.restore()
+    assert states() == before
