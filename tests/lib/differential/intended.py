@@ -116,7 +116,8 @@ CLASS_OF_DATASET = 3
 
 def samples_that_are_cached(program, theirs, ours):
     """A cache asks the dataset once for a sample, and for a few of them twice. (What comes out is compared.) Workers
-    see its class. A tensor or array that was a view comes out with memory of its own."""
+    see its class, and one of a later epoch may have nothing to ask, so that it writes nothing. A tensor or array that
+    was a view comes out with memory of its own."""
     if not program.cache:
         return
     for record in (theirs, ours):
@@ -127,6 +128,12 @@ def samples_that_are_cached(program, theirs, ours):
                     event[1][CLASS_OF_DATASET] = "cached"
                 elif event[0] == "next" and program.num_workers == 0:
                     _forget_views(event[3])
+        if program.init == "none":
+            for name in [name for name in record["workers"] if not name.startswith("1-")]:
+                events = record["workers"][name]
+                events[:] = [event for event in events if event[0] != "worker"]
+                if not events:
+                    del record["workers"][name]
 
 
 LIST = [
