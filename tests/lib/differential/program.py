@@ -291,6 +291,8 @@ def wrong_with_options(p):
     may_change = p.num_workers > 1 or p.pattern == "attributes"
     if p.shares and (p.of_the_worker or p.error_in == "init") and may_change:
         return "it is timing which worker makes a batch"
+    if p.shares and p.error_in == "collate" and p.sampler == "list of batches" and may_change:
+        return "it is timing which sample the worker made before an empty batch"
     if (p.shares or p.has_window) and p.of_the_worker and p.persistent and p.breaks_off:
         return "it is timing what the worker made before"
     if p.has_threads and "draws" in p.samples:
