@@ -17,14 +17,14 @@ WAYS = {"ways": "install, run", "ways_and_import": "import, install, run"}
 
 
 def rows():
-    """The cells of each row, with those of the row above where the first is empty."""
+    """The cells of each row of the first table, with those of the row above where a cell is empty."""
+    table = re.search(r"^\| library \|.*\n\|---.*\n((?:\|.*\n)+)", DOCUMENT, re.MULTILINE)[1]
     above = None
-    for line in DOCUMENT.splitlines():
+    for line in table.splitlines():
         cells = re.split(r"\s*\|\s*", line)[1:-1]
-        if line.startswith("|") and not line.startswith("|---") and cells[0] != "library":
-            assert len(cells) == 6, line
-            above = cells if cells[0] else [cell or over for cell, over in zip(cells, above, strict=True)]
-            yield above
+        assert len(cells) == 6, line
+        above = cells if cells[0] else [cell or over for cell, over in zip(cells, above, strict=True)]
+        yield above
 
 
 ROWS = list(rows())
@@ -37,7 +37,7 @@ def is_comparison(node):
 def test_every_library_has_a_row_with_its_version():
     libraries = set(re.findall("(?m)^[a-z].*", REQUIREMENTS)) - {"pytest", "pytest-timeout"}
     assert {first.split()[0] for first, *_ in ROWS} == libraries | {"torch"}
-    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for _, version, *_ in ROWS)
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for _, _, version, *_ in ROWS)
 
 
 def test_every_row_names_an_example_and_its_test():
@@ -50,6 +50,6 @@ def test_every_row_names_an_example_and_its_test():
             if example == "own_loop.py":
                 example += f" {call.args[2].elts[0].value}"
             calls[node.name] = (f"`{example}`", way)
-    assert {test: (example, way) for _, _, way, example, _, test in ROWS} == calls
+    assert {test: (example, way) for _, way, _, example, _, test in ROWS} == calls
     examples = {example.strip("`").split()[0] for _, _, _, example, _, _ in ROWS}
     assert all((ROOT / "examples" / "frameworks" / example).exists() for example in examples)

@@ -157,7 +157,7 @@ def torchs_arguments():
 
 def test_the_migration_table_has_every_argument_with_its_default():
     rows = table_rows(section("docs/migration.md", "Arguments"))[1:]
-    told = {name.strip("`"): default.strip("`") for name, _, default, _ in rows}
+    told = {name.strip("`"): default.strip("`") for name, _, _, default in rows}
     defaults = {
         name: "required" if argument.default is inspect.Parameter.empty else repr(argument.default)
         for name, argument in torchs_arguments().items()
