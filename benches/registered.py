@@ -1,7 +1,8 @@
 """Measure what registering shared memory with CUDA costs and gains, before anything of it is built.
 
 The memory is as the arena's: a memfd, mapped MAP_SHARED, whose pages are there. It is registered with cudaHostRegister
-in grains of 64 MiB (--grain). docs/pinning.md says which figures would decide for it.
+in grains of 64 MiB (--grain). docs/pinning-internals.md says which figures
+would decide for it.
 
 register      milliseconds per grain, and GB/s of registering; unregister likewise.
 registered    GB/s to the device straight from registered memory, by batch size (--sizes, in MB).

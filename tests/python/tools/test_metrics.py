@@ -442,9 +442,14 @@ def test_the_end_of_the_program_needs_no_close():
 
 
 def documented():
-    """The rows of the table of metrics: type and labels by name."""
-    rows = re.findall(r"^\| `(rustloader_\w+)` \| (\w+) \| ([\w, ]+) \|", PAGE, re.MULTILINE)
-    return {name: (kind, labels.split(", ")) for name, kind, labels in rows}
+    """The metrics of the table by name, with types and labels by the rule in the text above it."""
+    found = {}
+    for name in re.findall(r"^\| `(rustloader_\w+)` \|", PAGE, re.MULTILINE):
+        histogram = name == "rustloader_wait_seconds"
+        kind = "counter" if name.endswith("_total") else "histogram" if histogram else "gauge"
+        more = ["worker"] if name.startswith("rustloader_worker_") else ["kind"] if name == "rustloader_verdict" else []
+        found[name] = (kind, ["rank", "loader", *more])
+    return found
 
 
 def test_the_page_has_all_metrics_with_their_types_and_labels(server):
