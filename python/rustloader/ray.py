@@ -42,8 +42,9 @@ def _session(ray: Any) -> Any:
 
 @functools.cache
 def _actor_class() -> Any:
-    """The class of all actors: Ray exports each new one to the cluster. A new actor replaces one that has ended: Ray's
-    own restarts and retries may repeat what was delivered."""
+    """Returns the class of all actors: Ray exports each new one to the cluster. A new actor replaces one that has
+    ended: Ray's own restarts and retries may repeat what was delivered.
+    """
     return _ray().remote(max_restarts=0, max_task_retries=0)(_Actor)
 
 

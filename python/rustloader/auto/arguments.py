@@ -22,7 +22,7 @@ _MOST, _MEMORY = 16, 256 << 20
 
 
 def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
-    """The arguments of a loader with a number in place of "auto", and that number; None without "auto".
+    """Returns the arguments of a loader with a number in place of "auto", and that number; None without "auto".
 
     Raises:
         ValueError: ``num_workers`` is another text.
@@ -70,8 +70,9 @@ def refuse_text(loader: LoaderLike) -> None:
 
 
 def first_guess() -> int:
-    """The number of workers to begin with: the cores of this process by affinity and CPU quota, divided among the ranks
-    that share them, and no more than the free memory allows."""
+    """Returns the number of workers to begin with: the cores of this process by affinity and CPU quota, divided among
+    the ranks that share them, and no more than the free memory allows.
+    """
     if not sys.platform.startswith("linux"):
         return max(1, min(_MOST, (os.cpu_count() or 1) // (local_ranks.size() or 1)))
     from rustloader.system.cores import own_cores
@@ -82,7 +83,7 @@ def first_guess() -> int:
 
 
 def memory_left() -> int | None:
-    """A rank's part of the bytes that the memory cgroups and the machine have left; None if unknown."""
+    """Returns a rank's part of the memory that the cgroups and the machine have left, in bytes; None if unknown."""
     from rustloader._core import memory_limits
 
     left = min((left for _, _, left in memory_limits()), default=None)

@@ -207,7 +207,7 @@ def _changed(epoch: Epoch, target: int, reason: str, history: History) -> Decisi
 
 
 def _tightest(epoch: Epoch, cores: float, limits: Sequence[Limit], history: History) -> Limit:
-    """The smallest of the limits."""
+    """Returns the smallest of the limits."""
     share = epoch.share if epoch.share > _THREADS else min(epoch.share, 1.0)
     by_cpu = cores / max(share, 1e-3)
     text = f"the workers compute for {epoch.share:.0%} of their time, and there {_cores(cores)}"
@@ -224,7 +224,7 @@ def _cores(cores: float) -> str:
 
 
 def _target(epoch: Epoch, limit: Limit) -> tuple[int, str]:
-    """The number of workers that the figures ask for, and why."""
+    """Returns the number of workers that the figures ask for, and why."""
     now, need = epoch.workers, epoch.need
     least = min(need, limit.most)
     spare = _SPARE if now < need else _SPARE_OF_FEWER

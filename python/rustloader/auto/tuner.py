@@ -130,14 +130,14 @@ class _Watch:
         )
 
     def tasks(self, after: Totals | None = None) -> list[int]:
-        """Number of batches that each worker has made."""
+        """Returns the number of batches that each worker has made."""
         before = [worker.tasks for worker in self._before.workers]
         now = [worker.tasks for worker in (after or self._ledger.figures()).workers]
         return [tasks - earlier for tasks, earlier in zip(now, before + [0] * len(now), strict=False)]
 
 
 def of(loader: LoaderLike) -> Tuner | None:
-    """The tuner of a loader with "auto", by its own argument or by ``install()``; else None."""
+    """Returns the tuner of a loader with "auto", by its own argument or by ``install()``; else None."""
     own = loader_state.has_auto(loader)
     if not own and not (options.current().get("num_workers") and loader.num_workers > 0):
         return None
@@ -152,7 +152,7 @@ def of(loader: LoaderLike) -> Tuner | None:
 
 
 def follow(loader: LoaderLike, config: LoaderConfig) -> Tuner | None:
-    """The tuner of a loader, after its decision about the epoch that begins; None without "auto"."""
+    """Returns the tuner of a loader, after its decision about the epoch that begins; None without "auto"."""
     tuner = of(loader)
     if tuner is not None:
         own = loader_state.has_auto(loader)

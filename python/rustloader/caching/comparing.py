@@ -61,8 +61,9 @@ def are_equal(sample: Any, again: Any) -> bool:
 
 
 def first_difference(table: CacheTable, dataset: Any) -> int | None:
-    """A row whose sample in the table is not the one that the dataset makes; None if those that are compared are equal.
-    Making them leaves the generators as they were, and an error is left for later."""
+    """Returns a row whose sample in the table is not the one that the dataset makes; None if those that are compared
+    are equal. Making them leaves the generators as they were, and an error is left for later.
+    """
     generators = GeneratorStates()
     try:
         for row in table.some_rows(_COMPARED):

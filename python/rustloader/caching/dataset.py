@@ -34,7 +34,7 @@ def usage_of(table: CacheTable) -> CacheUsage:
 
 
 def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> CachedDataset:
-    """The cached dataset: one with ``__getitems__`` if the dataset makes batches itself."""
+    """Returns the cached dataset: one with ``__getitems__`` if the dataset makes batches itself."""
     inner = dataset
     # A Subset makes batches only if its dataset does.
     while type(inner) is Subset:
@@ -103,7 +103,7 @@ class CachedDataset(Wrapper):
     # Reading and keeping
 
     def _row(self, index: Any) -> int | None:
-        """The row of an index; None if the cache has none for it."""
+        """Returns the row of an index; None if the cache has none for it."""
         try:
             row = operator.index(index)
         except TypeError:
@@ -115,7 +115,7 @@ class CachedDataset(Wrapper):
         return _MISSING if row is None else self.table.get(row, _MISSING)
 
     def _by_other(self, index: Any) -> Any:
-        """The sample of an index that is no int."""
+        """Returns the sample of an index that is no int."""
         sample = self._found(index)
         return self._made(index) if sample is _MISSING else sample
 
@@ -220,7 +220,7 @@ class _CachedBatches(CachedDataset):
         return samples if self.then is None else [self.then(sample) for sample in samples]
 
     def _whole_batch(self, indices: list[Any], made: Any) -> Any:
-        """The batch of a dataset that makes no list of samples: it has nothing that a cache could keep."""
+        """Returns the batch of a dataset that makes no list of samples: it has nothing that a cache could keep."""
         if self.then is not None:
             raise TypeError(
                 f"then= needs samples, and __getitems__ of {type(self.dataset).__name__} does not return a list with "
@@ -249,5 +249,5 @@ register(_CachedBatches, _reduce_cached)
 
 
 def _on_node(dataset: Any, then: Any, origin: Origin, rows: int, name: str) -> CachedDataset:
-    """The cached dataset on another machine, where all workers share one cache of their own."""
+    """Returns the cached dataset on another machine, where all workers share one cache of their own."""
     return cached_of(dataset, nodes.table_of(name, dataset, rows, origin), then, origin)

@@ -64,7 +64,7 @@ def _lock(fd: int, path: str) -> None:
 
 
 def _table(fd: int, path: str, rows: int, memory: int | None, meta: dict[str, str]) -> tuple[CacheTable, bool]:
-    """The table of a file, and whether it is new."""
+    """Returns the table of a file, and whether it is new."""
     system, status = os.fstatvfs(fd), os.fstat(fd)
     left, present = system.f_bavail * system.f_frsize, status.st_blocks * 512
     in_memory = _is_in_memory(path)

@@ -13,7 +13,7 @@ _PAGE = 4096
 
 
 def of_memory(rows: int, wanted: int | None, is_shared: bool) -> int:
-    """The limit of a cache in memory.
+    """Returns the limit of a cache in memory.
 
     Raises:
         ValueError: There is not as much memory, or too little for the index.
@@ -35,7 +35,7 @@ def of_memory(rows: int, wanted: int | None, is_shared: bool) -> int:
 
 
 def of_file(rows: int, wanted: int | None, left: int, present: int) -> int:
-    """The limit of a cache in a file.
+    """Returns the limit of a cache in a file.
 
     Args:
         rows: The number of samples.
@@ -64,7 +64,7 @@ def _checked(rows: int, wanted: int) -> int:
 
 
 def _space_left() -> int:
-    """Bytes of address space, and of the length of files, that this process may still have."""
+    """Returns how many bytes this process may still map, and write to a file."""
     space, length = resource.getrlimit(resource.RLIMIT_AS)[0], resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     used = int((procfs.read("/proc/self/statm") or "0").split()[0]) * resource.getpagesize()
     most = 1 << 46 if space == resource.RLIM_INFINITY else max(space - used, 0)

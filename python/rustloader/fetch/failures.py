@@ -60,7 +60,7 @@ def failure_of(index: Any, error: BaseException, action: str, worker_id: int | N
 
 
 def _plain(index: Any) -> int | str | None:
-    """An index in a form that can be kept and written as JSON."""
+    """Returns an index in a form that can be kept and written as JSON."""
     if index is None or type(index) is str:
         return index
     try:
@@ -70,7 +70,7 @@ def _plain(index: Any) -> int | str | None:
 
 
 def index_text(index: Any) -> str:
-    """The text of an index batch, shortened."""
+    """Returns the text of an index batch, shortened."""
     try:
         text = repr(index)
     except Exception as error:  # the user's __repr__ must not replace the death or the warning
@@ -105,8 +105,9 @@ def add_note(error: BaseException, wrapper: Any) -> None:
 
 
 def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
-    """The index of the sample that the dataset was making, from the frame that torch's fetcher called; None if that
-    frame does not show it."""
+    """Returns the index of the sample that the dataset was making, from the frame that torch's fetcher called; None if
+    that frame does not show it.
+    """
     in_fetcher = False
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -30,7 +30,9 @@ NOTHING = object()
 
 
 def replacement(base_seed: int, epoch: int, index: int, attempt: int, length: int) -> int:
-    """Another index of a dataset of this length, at least 2, to replace a failed one. ``attempt`` counts from 0."""
+    """Returns another index of a dataset of this length, at least 2, to replace a failed one. ``attempt`` counts from
+    0.
+    """
     other = seed_words(base_seed & _U64, attempt, index & _U64, _REPLACEMENTS, epoch)[0] % (length - 1)
     return other + (other >= index % length)
 
@@ -115,7 +117,7 @@ class Guard:
         self._handled = sys.exception()
 
     def failures(self) -> list[Failure]:
-        """The failures of the present batch, in the order of its samples."""
+        """Returns the failures of the present batch, in the order of its samples."""
         # Threads find them in any order. The sort keeps the order of those of one place.
         return [failure for _, failure in sorted(self._found, key=operator.itemgetter(0))]
 
@@ -126,11 +128,11 @@ class Guard:
         return found
 
     def reported(self, batch: Any) -> Any:
-        """The batch, with the failures of its samples if there are any."""
+        """Returns the batch, with the failures of its samples if there are any."""
         return Reported(batch, self.failures()) if self._found else batch
 
     def why_empty(self, error: Exception, kind: int) -> list[Failure] | None:
-        """The failures that ``error`` of the fetcher stands for; None: it stands for itself.
+        """Returns the failures that ``error`` of the fetcher stands for; None: it stands for itself.
 
         The end of an iterable dataset comes after them: the fetcher is asked again.
         """
@@ -153,7 +155,7 @@ class Guard:
         return self._is_foreign(error, self._handled)
 
     def empty(self) -> EmptyBatchError:
-        """The error in place of a batch without samples."""
+        """Returns the error in place of a batch without samples."""
         return EmptyBatchError(self.failures())
 
     def sample(self, place: int, index: Any, fetch: Callable[[Any], Any]) -> Any:
@@ -213,7 +215,7 @@ class Guard:
         return sample
 
     def _replaced(self, place: int, index: Any, error: Exception, fetch: Callable[[Any], Any]) -> Any:
-        """Another sample of the dataset. Raises the sample's own error if all that were tried fail."""
+        """Returns another sample of the dataset. Raises the sample's own error if all that were tried fail."""
         number, length = self._number(index, error)
         first = error
         try:
@@ -233,7 +235,7 @@ class Guard:
             del first, error
 
     def _number(self, index: Any, error: Exception) -> tuple[int, int]:
-        """A failed sample's index, and the length of the dataset."""
+        """Returns a failed sample's index, and the length of the dataset."""
         try:
             return operator.index(index), len(self._dataset)
         except (TypeError, NotImplementedError):
@@ -298,7 +300,7 @@ class GuardedDataset:
         self._several = None if several is None else several(_Placed(source, guard))
 
     def __getitem__(self, index: Any) -> Any:
-        """The only sample of a loader without batches."""
+        """Returns the only sample of a loader without batches."""
         sample = self._guard.sample(0, index, self._item)
         if sample is NOTHING:
             raise self._guard.empty()
@@ -417,5 +419,5 @@ class _GuardedTable(TableFetcher):
 
 
 def unguarded(source: Any) -> Any:
-    """The dataset or iterator that a guard stands in for; anything else as it is."""
+    """Returns the dataset or iterator that a guard stands in for; anything else as it is."""
     return source.source if isinstance(source, GuardedDataset | GuardedIterator) else source

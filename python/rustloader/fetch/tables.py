@@ -110,7 +110,8 @@ class TableFetcher(_MapDatasetFetcher):
         )
 
     def _table(self, index: Any) -> tuple[Any, list[Any] | None]:
-        """The dataset below those of torch's Subset, and the indices there; None for others than ints in range."""
+        """Returns the dataset below those of torch's Subset, and the indices there; None for others than ints in range.
+        """
         table = self.dataset
         if type(index) is not list or not self.auto_collation:
             return table, None
@@ -146,7 +147,7 @@ class CachedFetcher(TableFetcher):
 
 
 def _at(indices: Any, index: list[Any] | None) -> list[Any] | None:
-    """The items of a sequence; None if an index is not an int in range."""
+    """Returns the items of a sequence; None if an index is not an int in range."""
     try:
         return None if index is None else [indices[place] for place in index]
     except (IndexError, TypeError):

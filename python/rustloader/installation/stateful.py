@@ -107,10 +107,10 @@ def _add_modules() -> None:
 
 
 def _made(name: str) -> types.ModuleType:
-    """A package without files."""
+    """Makes a package without files."""
     return importlib.util.module_from_spec(ModuleSpec(name, None, is_package=True))
 
 
 def _ours() -> Any:
-    """The class. It is looked up late, because its import takes time and few programs need it here."""
+    """Returns the class. It is looked up late, because its import takes time and few programs need it here."""
     return getattr(importlib.import_module("rustloader.stateful_dataloader"), _CLASS)

@@ -45,7 +45,7 @@ class Epochs:
         return 0
 
     def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
-        """The settings that the engine and the workers get. Logs once which options have no effect."""
+        """Returns the settings that the engine and the workers get. Logs once which options have no effect."""
         if loader._dataset_kind == _DatasetKind.Iterable:
             config = fallback.round_robin(loader, config, "an iterable dataset")
         return fetching.adapted(loader, config)
@@ -64,11 +64,11 @@ class Epochs:
         """Decides where the epoch that begins starts."""
 
     def first_worker(self, it: WorkersIterator) -> int:
-        """The worker that gets the first task of the epoch that begins."""
+        """Returns the worker that gets the first task of the epoch that begins."""
         return 0
 
     def index_batches(self, it: WorkersIterator, torchs: Iterator[Any]) -> Any:
-        """The index batches of the epoch that begins; ``torchs`` is torch's iterator over the sampler."""
+        """Returns the index batches of the epoch that begins; ``torchs`` is torch's iterator over the sampler."""
         self.raised = 0
         return indices.stream(it._index_sampler, torchs)
 

@@ -56,7 +56,7 @@ def why_not(cls: type, base: type, loader: LoaderLike) -> str | None:
 
 
 def context_of(loader: LoaderLike) -> Any:
-    """The multiprocessing context that starts a loader's workers."""
+    """Returns the multiprocessing context that starts a loader's workers."""
     context = loader.multiprocessing_context
     return torch.multiprocessing if context is None else context
 
@@ -129,7 +129,8 @@ def tell_lost_options(source: Any, config: LoaderConfig) -> None:
 
 
 def round_robin(loader: LoaderLike, config: LoaderConfig, kind: str) -> LoaderConfig:
-    """The settings with round robin, for datasets of a kind that a shared queue does not apply to. Logs once."""
+    """Returns the settings with round robin, for datasets of a kind that a shared queue does not apply to. Logs once.
+    """
     if config.dispatch == "round_robin":
         return config
     if loader_state.of(original(loader)).is_new(_NO_QUEUE):
@@ -138,7 +139,7 @@ def round_robin(loader: LoaderLike, config: LoaderConfig, kind: str) -> LoaderCo
 
 
 def make_engine(config: LoaderConfig) -> tuple[Engine | None, str | None]:
-    """An engine with these settings, or the reason why there is none."""
+    """Returns an engine with these settings, or the reason why there is none."""
     try:
         engine = Engine(
             config,

@@ -73,15 +73,16 @@ def scheduling(
 
 
 def seeding(loader: LoaderLike, config: LoaderConfig, drawn: int) -> Seeding | None:
-    """The seeds of the epoch that a loader begins next; None: those of torch. ``drawn`` is torch's base seed of the
-    iterator, and counts if this is the loader's first epoch."""
+    """Returns the seeds of the epoch that a loader begins next; None: those of torch. ``drawn`` is torch's base seed of
+    the iterator, and counts if this is the loader's first epoch.
+    """
     if config.seed_by == "worker":
         return None
     return next_epoch(loader, Seeding(config.seed_by == "sample", drawn, 0))
 
 
 def next_epoch(loader: LoaderLike, seeding: Seeding) -> Seeding:
-    """The seeds of the epoch that a loader begins next."""
+    """Returns the seeds of the epoch that a loader begins next."""
     base_seed, epoch = loader_state.epochs(original(loader)) or (seeding.base_seed, 0)
     return Seeding(seeding.by_sample, base_seed, epoch)
 

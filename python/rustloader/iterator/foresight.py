@@ -75,7 +75,8 @@ class Foresight:
         self._draws, self._step = 0, 1
 
     def begin(self) -> bytes | None:
-        """The message that the next epoch begins with; None if it cannot be foreseen. Answers once in an epoch."""
+        """Returns the message that the next epoch begins with; None if it cannot be foreseen. Answers once in an epoch.
+        """
         if self._has_asked or self._wrong >= _MOST_WRONG:
             return None
         self._has_asked = True
@@ -143,7 +144,9 @@ class Foresight:
         return self._sampler.sampler if type(self._sampler) is BatchSampler else self._sampler
 
     def _copied(self) -> Any:
-        """A copy of the sampler as the next epoch will find it; None for a sampler of another class than torch's."""
+        """Returns a copy of the sampler as the next epoch will find it; None for a sampler of another class than
+        torch's.
+        """
         outer, inner = self._sampler, self._inner()
         if outer is not inner and not _is_torchs(BatchSampler, indices.BATCHES):
             return None
@@ -166,7 +169,7 @@ class Foresight:
         return batches
 
     def _generator(self, inner: Any, guess: _Guess) -> torch.Generator:
-        """A generator that draws what a sampler will draw."""
+        """Returns a generator that draws what a sampler will draw."""
         own = torch.default_generator if inner.generator is None else inner.generator
         generator = torch.Generator(own.device)
         generator.set_state(own.get_state())
@@ -179,7 +182,7 @@ class Foresight:
 
 
 def _seed(generator: torch.Generator) -> int:
-    """A seed, as a RandomSampler and the ``iter()`` of a loader draw it."""
+    """Returns a seed, as a RandomSampler and the ``iter()`` of a loader draw it."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 

@@ -111,7 +111,7 @@ def is_installed() -> bool:
 
 @options.takes(options.Options)
 def installed(values: dict[str, Any]) -> Installed:
-    """``install()`` for the body of a ``with`` statement."""
+    """Does what ``install()`` does for the body of a ``with`` statement."""
     return Installed(_installed)
 
 

@@ -64,11 +64,12 @@ class Account:
             self.open.remove(it)
 
     def ledgers(self) -> list[Ledger]:
-        """The counters of the name: of loaders that are gone, and of each other one. Their sums only grow."""
+        """Returns the counters of the name: of loaders that are gone, and of each other one. Their sums only grow."""
         return [self._gone, *(it.ledger for it in self.open)]
 
     def caches(self) -> list[CacheUsage]:
-        """The figures of each cache of the loaders' datasets, and the hits and misses of those that are gone."""
+        """Returns the figures of each cache of the loaders' datasets, and the hits and misses of those that are gone.
+        """
         for cache in [it for it in self._caches if not it.read()]:
             gone = self._gone_caches or CacheUsage()
             self._gone_caches = CacheUsage(gone.hits + cache.last.hits, gone.misses + cache.last.misses)
@@ -126,7 +127,7 @@ class Accounts:
                 self.lock.release()
 
     def items(self) -> list[tuple[str, Account]]:
-        """The accounts with their names. For the holder of the lock."""
+        """Returns the accounts with their names. For the holder of the lock."""
         while self._opened:
             opened = self._opened.pop(0)
             self._by_name.setdefault(opened.ledger.name, Account()).add(opened)

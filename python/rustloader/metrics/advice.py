@@ -16,8 +16,9 @@ _MOST_THREADS, _USUAL_THREADS = 64, 16
 
 
 def shared_queue(stats: Figures, workers: int) -> Prediction | None:
-    """The reorder window to try with ``dispatch="shared_queue"``, and its predicted gain; None if there is nothing to
-    gain, the option has no effect, or the figures do not suffice."""
+    """Returns the reorder window to try with ``dispatch="shared_queue"``, and its predicted gain; None if there is
+    nothing to gain, the option has no effect, or the figures do not suffice.
+    """
     settings = stats.scheduling
     if settings is None or not settings.in_order or not settings.map_style or not stats.batches or workers < 2:
         return None
@@ -33,7 +34,7 @@ def shared_queue(stats: Figures, workers: int) -> Prediction | None:
 
 
 def _window(stats: Figures, settings: SchedulingStats, outstanding: int) -> int:
-    """The reorder window in batches."""
+    """Returns the reorder window in batches."""
     window = settings.reorder_window
     if isinstance(window, str):
         return max(1, int(byte_size(window) * stats.batches / stats.bytes)) if stats.bytes else outstanding
@@ -41,7 +42,7 @@ def _window(stats: Figures, settings: SchedulingStats, outstanding: int) -> int:
 
 
 def shared_queue_text(stats: Figures, found: Prediction) -> str:
-    """The options of a prediction as keyword arguments, with the gain."""
+    """Returns the options of a prediction as keyword arguments, with the gain."""
     assert stats.scheduling is not None
     options = [] if stats.scheduling.dispatch == "shared_queue" else ['dispatch="shared_queue"']
     options += [] if found.window is None else [f"reorder_window={found.window}"]
@@ -49,7 +50,7 @@ def shared_queue_text(stats: Figures, found: Prediction) -> str:
 
 
 def worker_threads(stats: Figures, workers: int, needed: int | None, shares: Shares) -> int | None:
-    """The ``worker_threads`` to try; None if more threads do not help, or the figures do not suffice.
+    """Returns the ``worker_threads`` to try; None if more threads do not help, or the figures do not suffice.
 
     Args:
         stats: figures of workers that wait for storage.

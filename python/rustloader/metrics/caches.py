@@ -22,7 +22,9 @@ def usage(dataset: Any) -> CacheUsage | None:
 
 
 def find(dataset: Any) -> CachedDataset | None:
-    """The cached dataset that a dataset is, or that lies below torch's Subset and ConcatDataset; None without one."""
+    """Returns the cached dataset that a dataset is, or that lies below torch's Subset and ConcatDataset; None without
+    one.
+    """
     for _ in range(_DEPTH):
         if isinstance(dataset, CachedDataset):
             return dataset

@@ -37,7 +37,7 @@ _LEAVES = (ModuleType, FunctionType, BuiltinFunctionType, type, torch.Tensor, np
 
 
 def find(dataset: Any) -> tuple[LargeAttribute, ...]:
-    """The large containers of a dataset and of the objects in it, the largest first.
+    """Returns the large containers of a dataset and of the objects in it, the largest first.
 
     Runs no code of the dataset, and at most for a short time. Sizes are estimated from a few items.
     """
@@ -95,7 +95,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _items_size(container: Any, level: int) -> float:
-    """Bytes of the items of a container, from a sample. The container's own memory is read and not written to."""
+    """Estimates the bytes of the items of a container from a sample. The container's own memory is read and not written
+    to.
+    """
     most = _SAMPLED[level]
     if isinstance(container, dict):
         step = max(1, min(len(container), 50 * most) // most)

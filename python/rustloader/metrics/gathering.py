@@ -55,7 +55,7 @@ def report_ranks(source: Any = None, group: Any = None) -> RankReport:
 
 
 def global_rank() -> int:
-    """The number of this process among all ranks: that of torch.distributed, or of the launcher; else 0."""
+    """Returns the number of this process among all ranks: that of torch.distributed, or of the launcher; else 0."""
     return dist.get_rank() if _is_initialized() else local_ranks.global_rank() or 0
 
 
@@ -64,7 +64,7 @@ def _is_initialized() -> bool:
 
 
 def _busiest() -> Stats | None:
-    """The figures of the loader with the most batches."""
+    """Returns the figures of the loader with the most batches."""
     ledgers = {id(it): it for _, it in ledger.of_loaders() if it.iterators}.values()
     found = max(ledgers, key=lambda it: it.figures().counts.batches, default=None)
     return None if found is None else of_ledger(found, sum(it.alive for it in found.figures().workers))

@@ -104,7 +104,7 @@ class Ledger:
             self._loaders._watch(workers)
 
     def workers(self) -> Workers | None:
-        """The processes of the last engine, or None."""
+        """Returns the processes of the last engine, or None."""
         watched = self._processes[1]
         return watched[-1] if watched else None
 
@@ -115,7 +115,7 @@ class Ledger:
                 workers.end()
 
     def processor_times(self) -> list[WorkTime]:
-        """Processor times by worker number."""
+        """Returns the processor times by worker number."""
         times, watched = self._processes
         for workers in watched:
             times = total(times, workers.times())
@@ -130,7 +130,7 @@ class Ledger:
         return is_new if self._loaders is None else self._loaders.fall_back(reason)
 
     def alone(self) -> Ledger:
-        """The counters as they are kept now, without those of the loader."""
+        """Returns the counters as they are kept now, without those of the loader."""
         found = Ledger()
         found._ended, found._meters, found._processes = self._ended, [*self._meters], self._processes
         return found
@@ -162,7 +162,7 @@ openings: list[Callable[[Any, Ledger], object]] = []
 
 
 def of(source: Any) -> Ledger:
-    """The ledger of a loader, created if there is none, or of an iterator."""
+    """Returns the ledger of a loader, created if there is none, or of an iterator."""
     found = find(source)
     if found is None:
         found = _ledgers.keep(source, Ledger(name=names.of(source), given_name=names.given(source)))
@@ -172,7 +172,9 @@ def of(source: Any) -> Ledger:
 
 
 def of_loaders() -> Iterator[tuple[Any, Ledger]]:
-    """The loaders of this process with their ledgers; None in place of one that is gone and has an iterator at work."""
+    """Yields the loaders of this process with their ledgers; None in place of one that is gone and has an iterator at
+    work.
+    """
     for source, found in _ledgers.items():
         yield (source, found) if found._loaders is None else (None, found._loaders)
 

@@ -23,7 +23,8 @@ _SHARE = 0.01
 
 
 def own(pid: int, rollup: dict[str, int] | None = None) -> int | None:
-    """Bytes that a process alone has, without shared memory such as an arena; None if they are not readable.
+    """Returns the number of bytes that a process alone has, without shared memory such as an arena; None if it is not
+    readable.
 
     Args:
         pid: The process.
@@ -96,12 +97,12 @@ class WorkerMemory:
                 self._known[number] = _Known(known.pid, faulted, found)
 
     def figures(self) -> list[int | None]:
-        """Bytes by worker number; None: unknown."""
+        """Returns the memory in bytes by worker number; None: unknown."""
         return [None if known is None else known.own for known in self._known]
 
 
 def _faulted(pid: int, start: str | None = None) -> int | None:
-    """Bytes of the pages of a process's minor faults, without those of huge pages; None if it has ended."""
+    """Returns the size of the pages of a process's minor faults in bytes, without huge pages; None if it has ended."""
     fields = procfs.stat(pid)
     if len(fields) <= procfs.STARTED or fields[0] in "ZX" or (start is not None and fields[procfs.STARTED] != start):
         return None

@@ -36,7 +36,7 @@ class Scheduler(NamedTuple):
 
 
 def makespan(durations: Sequence[float], scheduler: Scheduler, step: float) -> float:
-    """Seconds from the first submission until the loop has taken the last batch.
+    """Returns the seconds from the first submission until the loop has taken the last batch.
 
     Args:
         durations: seconds of work on each batch, in order.
@@ -103,7 +103,7 @@ class Prediction(NamedTuple):
 
 
 def predict(durations: Sequence[float], now: Scheduler, step: float, least: float = 0.0) -> Prediction | None:
-    """The smallest reorder window that makes the shared queue about as fast as it can be.
+    """Returns the smallest reorder window that makes the shared queue about as fast as it can be.
 
     Args:
         durations: seconds of work on recent batches, in order.

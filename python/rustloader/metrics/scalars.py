@@ -6,7 +6,7 @@ from rustloader.metrics.parts import Figures
 
 
 def scalars(stats: Figures) -> dict[str, float]:
-    """The figures of ``Stats.scalars()``, which describes them."""
+    """Returns the figures of ``Stats.scalars()``, which describes them."""
     loop = stats.next_seconds + stats.step_seconds
     waited = stats.first_seconds + stats.waited_seconds
     found: dict[str, float] = {

@@ -94,7 +94,7 @@ def _has_figures(source: Any) -> bool:
 
 
 def _dataset_of(source: Any) -> Any:
-    """The dataset of a loader or an iterator."""
+    """Returns the dataset of a loader or an iterator."""
     return getattr(source, "_dataset" if isinstance(source, _BaseDataLoaderIter) else "dataset", None)
 
 
@@ -109,7 +109,7 @@ def of_ledger(
     dataset: Any = None,
     reads_memory: bool = True,
 ) -> Stats:
-    """The figures of a ledger whose engines have served iterators.
+    """Returns the figures of a ledger whose engines have served iterators.
 
     Args:
         ledger: The ledger.

@@ -16,7 +16,7 @@ _WORKERS_SHOWN = 16
 
 
 def headline(stats: Figures) -> str:
-    """A summary in one line."""
+    """Returns a summary in one line."""
     if stats.note:
         return f"no figures: {stats.note}"
     bytes_ = f" ({size(stats.bytes)})" if stats.bytes else ""
@@ -26,7 +26,7 @@ def headline(stats: Figures) -> str:
 
 
 def _times(stats: Figures) -> list[tuple[str, float, str]]:
-    """The nonzero parts of the loop's time: name, seconds, description."""
+    """Returns the nonzero parts of the loop's time: name, seconds, description."""
     of_wait = f"{duration(stats.blocked_seconds)} of it while later batches were ready" if stats.blocked_seconds else ""
     of_own = f"{duration(stats.sampler_seconds)} of it in the sampler" if stats.sampler_seconds else ""
     parts = [
@@ -73,7 +73,7 @@ def _memory(stats: Figures) -> str:
 
 
 def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
-    """The other nonzero figures: name, text."""
+    """Yields the other nonzero figures: name, text."""
     for task in stats.slowest[:_SLOW_SHOWN]:
         yield "slow batch", f"{duration(task.seconds)} on worker {task.worker}: {short_index(task.index)}"
     for task in stats.blocking[:_SLOW_SHOWN]:
@@ -116,7 +116,7 @@ def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
 
 
 def lines(stats: Figures) -> Iterator[str]:
-    """The printed form, without figures that are zero."""
+    """Yields the lines of the printed form, without figures that are zero."""
 
     def line(name: str, text: str) -> str:
         return f"  {name:14}{text}"

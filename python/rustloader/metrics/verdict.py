@@ -99,7 +99,7 @@ Verdict.__module__ = "rustloader"
 
 
 def judge(stats: Figures, is_most: bool = False) -> Verdict:
-    """The verdict on statistics, which depends on nothing else.
+    """Returns the verdict on statistics, which depends on nothing else.
 
     Args:
         stats: The statistics.
@@ -214,7 +214,7 @@ def _starting(stats: Figures, loop: float) -> Verdict:
 
 
 def _waiting(stats: Figures, loop: float, is_most: bool) -> Verdict:
-    """The verdict on a loop that waits for batches."""
+    """Returns the verdict on a loop that waits for batches."""
     tasks = sum(worker.tasks for worker in stats.workers)
     busy = sum(worker.busy_seconds for worker in stats.workers)
     if not tasks:
@@ -249,7 +249,7 @@ def _waiting(stats: Figures, loop: float, is_most: bool) -> Verdict:
 
 
 def _network(stats: Figures, loop: float, busy_share: float, per_task: float) -> Verdict:
-    """The verdict on a loop that waits for workers on other machines, which wait as well."""
+    """Returns the verdict on a loop that waits for workers on other machines, which wait as well."""
     size = stats.bytes / stats.batches
     # Batches per second that the workers could make, and that the loop could take.
     made, own = _count(stats) / per_task, loop - stats.waited_seconds
@@ -265,7 +265,7 @@ def _network(stats: Figures, loop: float, busy_share: float, per_task: float) ->
 
 
 def _workers(stats: Figures, loop: float, per_task: float, is_most: bool) -> Verdict:
-    """The verdict if all workers are busy and the loop waits."""
+    """Returns the verdict if all workers are busy and the loop waits."""
     tasks = sum(worker.tasks for worker in stats.workers)
     fetch = sum(worker.fetch_seconds for worker in stats.workers) / tasks
     collate = sum(worker.collate_seconds for worker in stats.workers) / tasks
@@ -299,8 +299,9 @@ def _workers(stats: Figures, loop: float, per_task: float, is_most: bool) -> Ver
 
 
 def _cores(stats: Figures, own: float | None) -> str:
-    """The sentence on cores that other work takes. ``own``: seconds per batch of the dataset's own work, if that limits
-    without the other work, too."""
+    """Returns the sentence on cores that other work takes. ``own``: seconds per batch of the dataset's own work, if
+    that limits without the other work, too.
+    """
     users = stats.core_users
     who = "other work takes them while the workers are ready to run"
     if users is not None:
@@ -325,7 +326,7 @@ def _has_step(stats: Figures, loop: float) -> bool:
 
 
 def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: str, is_most: bool) -> Verdict:
-    """The verdict on workers that wait. They do not need a core each."""
+    """Returns the verdict on workers that wait. They do not need a core each."""
     waits = "The workers wait for storage or the network for most of their time"
     faster = "faster storage (a local disk, larger files, a cache)"
     count = _count(stats)
@@ -357,7 +358,7 @@ def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: st
 def _computing(
     stats: Figures, needed: int | None, most: Literal["fetch", "collate", "both"], reason: str, is_most: bool
 ) -> Verdict:
-    """The verdict on workers that compute, and need a core each. ``most`` takes most of their time."""
+    """Returns the verdict on workers that compute, and need a core each. ``most`` takes most of their time."""
     # Other machines have cores that this one does not know.
     count, cores = _count(stats), _UNKNOWN_CORES if _is_remote(stats) else stats.cores
     cannot_grow = is_most or count >= cores
@@ -421,7 +422,7 @@ def _has_shared_queue(stats: Figures) -> bool:
 
 
 def _count(stats: Figures) -> int:
-    """The current number of workers. Earlier there may have been more."""
+    """Returns the current number of workers. Earlier there may have been more."""
     return stats.num_workers or len(stats.workers)
 
 

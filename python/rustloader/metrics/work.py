@@ -27,8 +27,9 @@ class Shares(NamedTuple):
 
 
 def in_dataset(stats: Figures) -> Shares | None:
-    """The shares; None if they are unknown. A fetch has no time of waiting for a core of its own, so it has the mean
-    share of all work."""
+    """Returns the shares; None if they are unknown. A fetch has no time of waiting for a core of its own, so it has the
+    mean share of all work.
+    """
     queued = queued_share(stats)
     measured = sum(worker.fetch_measured_seconds for worker in stats.workers)
     if queued is None or measured <= 0:
@@ -38,7 +39,7 @@ def in_dataset(stats: Figures) -> Shares | None:
 
 
 def queued_share(stats: Figures) -> float | None:
-    """Time of waiting for a core as a share of the time at work; None if unknown."""
+    """Returns the time of waiting for a core as a share of the time at work; None if unknown."""
     known = [worker for worker in stats.workers if worker.queued_seconds is not None]
     busy = sum(worker.busy_seconds - worker.unmeasured_seconds for worker in known)
     # It includes starts of later epochs and wake-ups. Rather too much than too little, which would look like waiting.
@@ -54,7 +55,7 @@ def saturated(stats: Figures, loop: float) -> bool:
 
 
 def slow_worker(stats: Figures) -> tuple[WorkerStats, float] | None:
-    """The worker that is much slower than the others, and the others' seconds per batch."""
+    """Returns the worker that is much slower than the others, and the others' seconds per batch."""
     workers = sorted((w for w in stats.workers if w.tasks), key=lambda worker: worker.busy_seconds / worker.tasks)
     if len(workers) < 2:
         return None

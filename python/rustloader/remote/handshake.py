@@ -54,7 +54,7 @@ class HandshakeError(RuntimeError):
 
 
 def new_token() -> bytes:
-    """A secret for one worker."""
+    """Makes a secret for one worker."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
@@ -82,8 +82,9 @@ def skew(theirs: dict[str, Any]) -> str | None:
 
 
 def listen(address: str) -> socket.socket:
-    """A server at a free port of an IPv4 or IPv6 address. If that is not one of this machine's own (behind NAT, or in a
-    container), the server listens on all interfaces."""
+    """Opens a server at a free port of an IPv4 or IPv6 address. If that is not one of this machine's own (behind NAT,
+    or in a container), the server listens on all interfaces.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, 0), family=family)

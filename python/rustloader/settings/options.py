@@ -297,7 +297,7 @@ def option_of(name: str) -> Option:
 
 
 def keywords() -> list[str]:
-    """The options that are keyword arguments of ``rustloader.DataLoader``."""
+    """Returns the options that are keyword arguments of ``rustloader.DataLoader``."""
     return [name for name in Options.__dataclass_fields__ if option_of(name).keyword]
 
 
@@ -320,8 +320,9 @@ def check_workers(given: dict[str, Any], num_workers: int, persistent: bool) -> 
 
 
 def in_force(loader: LoaderLike, name: str) -> Any:
-    """The value of an option for a loader of any class. Raises as ``Options`` does for a value that the program has
-    set there."""
+    """Returns the value of an option for a loader of any class. Raises as ``Options`` does for a value that the program
+    has set there.
+    """
     option = option_of(name)
     value = loader_state.given(loader, name)
     if value is None:
@@ -331,7 +332,7 @@ def in_force(loader: LoaderLike, name: str) -> Any:
 
 
 def type_of(name: str) -> Any:
-    """The annotation of an option."""
+    """Returns the annotation of an option."""
     return Options.__dataclass_fields__[name].type
 
 
@@ -358,7 +359,7 @@ _current = Options()
 
 
 def current() -> dict[str, Any]:
-    """The current options by name."""
+    """Returns the current options by name."""
     return _given(_current)
 
 

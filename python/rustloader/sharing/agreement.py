@@ -34,7 +34,7 @@ def _places(length: int) -> Iterable[int]:
 
 
 def _items(x: Any) -> Iterable[Any]:
-    """Some items of an object, in an order."""
+    """Returns some items of an object, in an order."""
     if isinstance(x, (np.ndarray, torch.Tensor)):
         count = int(np.prod(x.shape))
         places = (np.unravel_index(place, x.shape) for place in _places(count))

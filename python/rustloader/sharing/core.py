@@ -100,7 +100,7 @@ def _shared(x: Any, key: str | None, timeout: float) -> Any:
 
 
 def _copied(x: Any) -> Any:
-    """The shared object of anything but a dataset."""
+    """Returns the shared object of anything but a dataset."""
     if isinstance(x, (SharedList, SharedTuple, SharedDict, SharedTensor)):
         return x
     if isinstance(x, np.ndarray):
@@ -122,7 +122,7 @@ def _copied(x: Any) -> Any:
 
 
 def store_of(shared: Any) -> SharedStore:
-    """The image of a shared object."""
+    """Returns the image of a shared object."""
     if isinstance(shared, np.ndarray):
         data = data_of(shared)
         # A view of a shared array has the image of the whole.
@@ -141,7 +141,7 @@ def _is_whole(view: np.ndarray, data: SharedData) -> bool:
 
 
 def opened(store: SharedStore) -> Any:
-    """The object of an image. Raises ValueError for an unknown kind."""
+    """Returns the object of an image. Raises ValueError for an unknown kind."""
     opener = _OPENERS.get(store.kind)
     if opener is None:
         raise ValueError(f"a shared object of kind {store.kind} is unknown here: use the rustloader that has made it")
@@ -149,7 +149,7 @@ def opened(store: SharedStore) -> Any:
 
 
 def build(x: Any) -> SharedStore:
-    """The image of a list, a tuple, a dict or another iterable."""
+    """Returns the image of a list, a tuple, a dict or another iterable."""
     builder = ShareBuilder()
     if isinstance(x, Mapping):
         builder.update(x.items(), dumps)

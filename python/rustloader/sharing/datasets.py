@@ -111,7 +111,9 @@ class Sharing:
                 holder.change()
 
     def _parts(self, value: Any, name: str) -> list[tuple[Any, str]] | None:
-        """The parts of a value that is looked into, with their names; None for one that is shared whole or stays."""
+        """Returns the parts of a value that is looked into, with their names; None for one that is shared whole or
+        stays.
+        """
         if is_dataset(value):
             return [(part, f"{name}.{key}") for key, part in list(getattr(value, "__dict__", {}).items())]
         if type(value) is MethodType and is_dataset(value.__self__):
@@ -157,7 +159,7 @@ class Sharing:
     # Recreation of the holders
 
     def _anew(self, value: Any) -> Any:
-        """A value with the shared objects in it; the value itself if it has none."""
+        """Returns a value with the shared objects in it; the value itself if it has none."""
         if id(value) in self._shared:
             return self._shared[id(value)]
         node = self._nodes.get(id(value))
@@ -198,7 +200,7 @@ def _named(container: Any, name: str) -> Iterator[tuple[Any, str]]:
 
 
 def _copied(dataset: Any) -> Any:
-    """A shallow copy."""
+    """Makes a shallow copy."""
     kind = type(dataset)
     if hasattr(kind, "__del__"):
         raise TypeError(

@@ -129,7 +129,7 @@ register(SharedData, _reduce_data)
 
 
 def data_of(array: Any) -> SharedData | None:
-    """The shared data that an array lies in, as a whole or as a view; None for other arrays."""
+    """Returns the shared data that an array lies in, as a whole or as a view; None for other arrays."""
     base = array.base
     while isinstance(base, np.ndarray):
         base = base.base

@@ -96,7 +96,7 @@ def _hashed(parts: list[str]) -> bytes:
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end."""
+    """Returns the process and the user at the other end."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
@@ -111,7 +111,7 @@ _S = TypeVar("_S", bound=_Store)
 
 
 def meet(key: str, build: Callable[[], _S], timeout: float, opened: Callable[[int], _S], call: str = "share") -> _S:
-    """The store of a key: built by the first rank of this machine, received by the others.
+    """Returns the store of a key: built by the first rank of this machine, received by the others.
 
     Args:
         key: The key, which each function has for itself.

@@ -107,7 +107,7 @@ class _Description:
     # Values, which the state may lack or have of a wrong type
 
     def _value(self, values: Mapping[Any, Any], path: str, key: str, *kinds: type) -> Any:
-        """A value of one of these types, or None with a note."""
+        """Returns a value of one of these types, or None with a note."""
         name = f"{path}.{plain(key)}" if path else plain(key)
         if key not in values:
             self._problems[f"{name} is missing"] = None
@@ -168,7 +168,7 @@ class _Description:
         return f"{text}; the next one is batch {following}{moved}"
 
     def _total(self) -> int | None:
-        """The batches of an epoch, if the state says so."""
+        """Returns the batches of an epoch, if the state says so."""
         sampler, batch_size = self._sampler, self._sampler.batch_size
         first, length = resharded(sampler.start, sampler.length)
         if not is_count(length) or sampler.kind == "none":

@@ -200,7 +200,7 @@ class StatefulEpochs(Positioned, Epochs):
     def state_at(
         self, it: WorkersIterator, back: int, finished: bool, draws: Draws | None, before_error: bool = False
     ) -> dict[str, Any]:
-        """The state after the last batch that was delivered, or ``back`` batches before.
+        """Returns the state after the last batch that was delivered, or ``back`` batches before.
 
         ``draws``: Those of the next epoch. ``before_error``: Without the last answer, which is an error.
         """
@@ -287,7 +287,7 @@ class StatefulEpochs(Positioned, Epochs):
         return any(found is not None and found.is_error for found in starts)
 
     def _found(self, it: WorkersIterator, worker: int, answers: int) -> Snapshot | None:
-        """A worker's newest snapshot, or the error in its place, after at most that many of its answers."""
+        """Returns a worker's newest snapshot, or the error in its place, after at most that many of its answers."""
         if not self._has_begun:
             return None
         if self._frozen is None:
@@ -295,7 +295,7 @@ class StatefulEpochs(Positioned, Epochs):
         return next((kept for kept in reversed(self._frozen[worker]) if kept.answers <= answers), None)
 
     def _snapshot(self, it: WorkersIterator, worker: int, answers: int) -> tuple[int, WorkerStart | None]:
-        """A worker's newest snapshot after at most that many of its answers."""
+        """Returns a worker's newest snapshot after at most that many of its answers."""
         found = self._found(it, worker, answers)
         if found is None:
             return 0, None
@@ -313,7 +313,7 @@ class StatefulEpochs(Positioned, Epochs):
             self._frozen = self._all_snapshots(it, engine)
 
     def _all_snapshots(self, it: WorkersIterator, engine: Engine) -> list[list[Snapshot]]:
-        """All snapshots that a state can need. They are gone with the engine."""
+        """Returns all snapshots that a state can need. They are gone with the engine."""
         answers = self.answers(it._num_yielded)
         counts: list[list[int]] = [[] for _ in range(it._num_workers)]
         for back in range(BACK_BATCHES, -1, -1):
@@ -336,7 +336,7 @@ class StatefulEpochs(Positioned, Epochs):
 
 
 def _last_ordinals(plan: Plan, worker: int) -> list[int]:
-    """The ordinals of the index batches that a worker fetches again, in order; worker i mod N made them."""
+    """Returns the ordinals of the index batches that a worker fetches again, in order; worker i mod N made them."""
     count = plan.workers[worker].replay
     if not isinstance(count, int):
         return []

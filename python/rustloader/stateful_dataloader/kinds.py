@@ -53,7 +53,7 @@ class Kind:
 
 
 def kind_of(index_sampler: Any) -> Kind:
-    """The kind of a loader's index sampler. Calls no method of it."""
+    """Returns the kind of a loader's index sampler. Calls no method of it."""
     is_batches = isinstance(index_sampler, BatchSampler) and _code_of(index_sampler) is indices.BATCHES is not None
     batches = index_sampler if is_batches else None
     inner = index_sampler.sampler if is_batches else index_sampler
@@ -92,7 +92,7 @@ def _plain(cls: type, of: Any, name: str) -> Any:
 
 
 def length_of(sized: Any) -> int | None:
-    """The length of an object, or None."""
+    """Returns the length of an object, or None."""
     try:
         return len(sized)
     except Exception:

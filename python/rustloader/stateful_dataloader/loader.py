@@ -169,12 +169,13 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return found
 
     def _state_before_end(self) -> dict[str, Any]:
-        """The state after the last batch of an epoch, whose end a prefetcher has seen and the program has not."""
+        """Returns the state after the last batch of an epoch, whose end a prefetcher has seen and the program has not.
+        """
         iterator: _Iter = self._iterator
         return iterator.state(0, False)
 
     def _state_before_error(self) -> dict[str, Any]:
-        """The state before the last error, which a prefetcher has got and the program has not."""
+        """Returns the state before the last error, which a prefetcher has got and the program has not."""
         iterator: _Iter = self._iterator
         return iterator.state(0, False, before_error=True)
 
@@ -328,7 +329,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             sampling.restore(self._index_sampler, start)
 
     def _plan_of_next(self) -> Plan:
-        """The beginning of the next epoch, with the draws that a state has made."""
+        """Returns the beginning of the next epoch, with the draws that a state has made."""
         kept = self._draws
         if kept is None or kept.was_seeded_since():
             return Plan(epoch=self._epochs)
@@ -337,7 +338,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return Plan(epoch=self._epochs, base_seed=kept.draws.base_seed, sampler=start, owes_draws=owes)
 
     def _draws_of_next(self) -> Draws:
-        """The draws that the next ``iter()`` makes, made now and kept for it."""
+        """Returns the draws that the next ``iter()`` makes, made now and kept for it."""
         if self._draws is None or self._draws.was_seeded_since():
             self._draws = KeptDraws(self, self._index_sampler, with_base_seed=not self._keeps_workers())
         return copy.deepcopy(self._draws.draws)
@@ -348,7 +349,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return copy.deepcopy(self._interim) or plans.fresh(self, self._draws_of_first())
 
     def _draws_of_first(self) -> Draws:
-        """The draws that the first ``iter()`` makes. It keeps to them."""
+        """Returns the draws that the first ``iter()`` makes. It keeps to them."""
         if self._draws is None or self._draws.was_seeded_since():
             self._draws = ForeseenDraws(self, self._index_sampler)
         return copy.deepcopy(self._draws.draws)
@@ -391,6 +392,8 @@ _add_parameters()
 
 
 def _random_start(draws: Draws, is_owed: bool = False) -> SamplerState | None:
-    """The draw of a sampler's order, as a part of a state. None: it draws nothing, or from a generator of its own."""
+    """Returns the draw of a sampler's order, as a part of a state. None: it draws nothing, or from a generator of its
+    own.
+    """
     start = draws.sampler
     return None if not start or _DRAWN.isdisjoint(start) else SamplerState(start=start, is_owed=is_owed)

@@ -129,7 +129,7 @@ def check_workers(plan: Plan, num_workers: int) -> None:
 
 
 def fresh(loader: StatefulLoaderLike, draws: Draws) -> dict[str, Any]:
-    """The state of a loader before its first epoch, and the draws of that."""
+    """Returns the state of a loader before its first epoch, and the draws of that."""
     workers, dataset = loader.num_workers, loader.dataset
     starts = [WorkerStart() for _ in range(workers or 1)]
     if workers == 0 and is_stateful(dataset):

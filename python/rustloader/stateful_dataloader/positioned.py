@@ -65,7 +65,7 @@ class Positioned:
         return self.origin.yielded
 
     def answers(self, yielded: int) -> int:
-        """Number of answers in this epoch, batches and errors, at a number of delivered batches."""
+        """Returns the number of answers in this epoch, batches and errors, at a number of delivered batches."""
         return yielded - self.origin.yielded + self.raised
 
     def init_torchs(self, it: IteratorLike, init: Callable[[Any], None], loader: LoaderLike) -> None:
@@ -86,7 +86,7 @@ class Positioned:
         self.seeding = seeding
 
     def sample_from(self, it: IteratorLike, origin: Plan, torchs: Iterator[Any], position: int) -> Sampling:
-        """The index batches from a position on; ``torchs`` is torch's iterator over the sampler."""
+        """Returns the index batches from a position on; ``torchs`` is torch's iterator over the sampler."""
         is_map = it._dataset_kind == _DatasetKind.Map
         return sampling(it._index_sampler, torchs, origin.sampler, position, origin.ahead, self.every, map_style=is_map)
 
@@ -106,7 +106,7 @@ class Positioned:
             warnings.warn(_EMPTY, stacklevel=frames_to_program())
 
     def state(self, it: IteratorLike, **position: Any) -> dict[str, Any]:
-        """The state of the present epoch at a position: fields of `State` that depend on it."""
+        """Returns the state of the present epoch at a position: fields of `State` that depend on it."""
         seeding = self.seeding
         return State(
             num_workers=it._num_workers,
@@ -141,13 +141,14 @@ def worker_after(start: WorkerStart, answers: int, count: int, made: WorkerStart
 
 
 def own_copy(batch: Any) -> Any:
-    """An index batch to keep: a sampler may use its list again for the next one."""
+    """Copies an index batch to keep: a sampler may use its list again for the next one."""
     return [*batch] if type(batch) is list else batch
 
 
 def ordinals(origin: Plan, low: int, ahead: list[int]) -> tuple[int, list[int]]:
-    """The low-water mark and the delivered ordinals beyond it, of numbers that count from the start of the epoch's
-    tasks."""
+    """Returns the low-water mark and the delivered ordinals beyond it, of numbers that count from the start of the
+    epoch's tasks.
+    """
     if not origin.ahead:
         return origin.low + low, [origin.low + task for task in ahead]
     mark = ordinal_of(low, origin.low, origin.ahead)

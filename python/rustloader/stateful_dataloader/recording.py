@@ -58,7 +58,7 @@ class Inner:
         return map(next, itertools.repeat(iterator)) if isinstance(iterator, Stateful) else iterator
 
     def state(self, samples_yielded: int) -> dict[str, Any] | None:
-        """The state of the batches, as that of ``sampler.BatchSampler``; None if neither object has one."""
+        """Returns the state of the batches, as that of ``sampler.BatchSampler``; None if neither object has one."""
         iterator = self.begin()
         if isinstance(self._sampler, Stateful) or isinstance(iterator, Stateful):
             return batch_state(samples_yielded, self._sampler, iterator)
@@ -192,7 +192,7 @@ class Recorder(Iterator[Any]):
         )
 
     def entry(self, position: int) -> Entry | None:
-        """A copy of the newest state that the sampler had before a position, or at it. None: it has no state.
+        """Returns a copy of the newest state that the sampler had before a position, or at it. None: it has no state.
 
         Raises:
             Exception: The error of the sampler's ``state_dict``.
@@ -207,7 +207,7 @@ class Recorder(Iterator[Any]):
 
 
 def recorder_of(kind: Kind, torchs: Any, saved: SamplerState | None, position: int, every: int) -> tuple[Recorder, int]:
-    """A recorder that goes on from what a state says, and the number of its index batches before a position."""
+    """Returns a recorder that goes on from what a state says, and the number of its index batches before a position."""
     entry = None
     begun = 0
     if saved is not None and saved.has_states:

@@ -123,7 +123,7 @@ def _position(state: Mapping[str, Any]) -> int:
 
 
 def _in_order(ranks: list[_Rank]) -> list[_Rank]:
-    """The states of all ranks by rank; checks that they belong together."""
+    """Returns the states of all ranks by rank; checks that they belong together."""
     if not ranks:
         raise ValueError("states must be those of all ranks, got none")
     first = ranks[0].common()
@@ -167,5 +167,5 @@ def _changed(sampler: SamplerState, position: int, old: int, new: int) -> Sample
 
 
 def _each(length: int, replicas: int, drop_last: bool) -> int:
-    """The number of samples of each rank."""
+    """Returns the number of samples of each rank."""
     return length // replicas if drop_last else -(-length // replicas)

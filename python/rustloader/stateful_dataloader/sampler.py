@@ -193,7 +193,7 @@ class _BatchIterator(Iterator[list[int]]):
 
 
 def batch_state(samples_yielded: int, sampler: Any, indices: Any) -> dict[str, Any]:
-    """The state of an iterator over batches: of the sampler inside, and of the iterator over it."""
+    """Returns the state of an iterator over batches: of the sampler inside, and of the iterator over it."""
     state: dict[str, Any] = {SAMPLES_YIELDED: samples_yielded}
     if isinstance(sampler, Stateful):
         state[INNER_STATE] = sampler.state_dict()
@@ -220,7 +220,7 @@ def load_batch_state(state: Mapping[str, Any], sampler: Any) -> Iterator[Any]:
 
 
 def as_stateful(of: Any) -> Stateful:
-    """The sampler or iterator itself, which a saved state is for.
+    """Returns the sampler or iterator itself, which a saved state is for.
 
     Raises:
         ValueError: It has no state.

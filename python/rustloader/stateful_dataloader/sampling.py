@@ -169,7 +169,7 @@ def sampling(
     every: int,
     map_style: bool,
 ) -> Sampling:
-    """The index batches of an epoch from a position on. Draws and loads nothing before the first ``next``.
+    """Returns the index batches of an epoch from a position on. Draws and loads nothing before the first ``next``.
 
     Args:
         index_sampler: The source of the loader's index batches.

@@ -228,7 +228,7 @@ class State:
     # Writing
 
     def to_torchdata(self) -> dict[str, Any]:
-        """The state as a new dict. Parts of it are those of this object."""
+        """Returns the state as a new dict. Parts of it are those of this object."""
         assert self.sampler is not None and self.dataset is not None
         values = {
             NUM_WORKERS: self.num_workers,
@@ -410,7 +410,7 @@ def _worker(snapshot: Any, record: Any) -> WorkerStart:
 
 
 def of(values: Any, key: str, *kinds: type) -> Any:
-    """A value of a state, of one of these types."""
+    """Returns a value of a state, of one of these types."""
     if key not in values:
         raise ValueError(f"the state has no {key!r}: load what state_dict() of a StatefulDataLoader returned")
     value = values[key]
@@ -421,7 +421,7 @@ def of(values: Any, key: str, *kinds: type) -> Any:
 
 
 def count(values: Any, key: str, default: int | None = None) -> int:
-    """A non-negative number of a state. Without a default it must be there."""
+    """Returns a non-negative number of a state. Without a default it must be there."""
     if default is not None and key not in values:
         return default
     value: int = of(values, key, int)
@@ -462,7 +462,7 @@ _IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def copied(value: Any) -> Any:
-    """A deep copy of a state. Fast for plain types and tensors."""
+    """Returns a deep copy of a state. Fast for plain types and tensors."""
     kind = type(value)
     if kind in _IMMUTABLE:
         return value

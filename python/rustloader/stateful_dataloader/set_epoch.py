@@ -29,7 +29,7 @@ class EpochRecorder:
         self.note_begun()
 
     def since_last_epoch(self) -> _Arguments | None:
-        """The arguments of the last ``set_epoch`` since the last epoch began; None: there was none."""
+        """Returns the arguments of the last ``set_epoch`` since the last epoch began; None: there was none."""
         self._latest, args, kwargs = self._told()
         self.in_force = (args, kwargs) if self._latest else None
         return None if self._latest == self._seen else self.in_force
@@ -44,7 +44,7 @@ class EpochRecorder:
 
 
 def recorder_of(dataset: Any) -> EpochRecorder | None:
-    """A recorder for a dataset with ``set_epoch``. Its class then notes calls, on the dataset itself."""
+    """Returns a recorder for a dataset with ``set_epoch``. Its class then notes calls, on the dataset itself."""
     cls = type(dataset)
     function = getattr(cls, "set_epoch", None)
     if not callable(function) or not hasattr(dataset, "__dict__"):

@@ -153,7 +153,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             raise error()
 
     def _next_answer(self) -> Any:
-        """The batch of the next index batch."""
+        """Makes the batch of the next index batch."""
         answers = self._epoch.answers(self._num_yielded)
         if self._drawn_at != answers:
             self._drawn.clear()
@@ -214,7 +214,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
     def state(
         self, back: int, finished: bool, draws: Draws | None = None, *, before_error: bool = False
     ) -> dict[str, Any]:
-        """The state after the last batch that was delivered, or ``back`` batches before.
+        """Returns the state after the last batch that was delivered, or ``back`` batches before.
 
         ``draws``: Those of the next epoch. ``before_error``: Without the last answer, which is an error.
         """
@@ -243,7 +243,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         )
 
     def _worker(self, answers: int, is_last: bool, finished: bool) -> WorkerStart:
-        """The state of dataset and fetcher, and how many batches were made after it."""
+        """Returns the state of dataset and fetcher, and how many batches were made after it."""
         maker, start, made = self._maker, self._start, None
         is_at_start = answers == 0 and start.has_state and not finished
         if is_last and maker.has_state and not is_at_start and (finished or self._drawn_at != answers):

@@ -92,7 +92,7 @@ class Source:
 
 
 def _advanced(iterator: Iterator[Any]) -> Iterator[Any]:
-    """An iterator that has made its first draw."""
+    """Makes the first draw of an iterator, and returns the iterator."""
     return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
 
 
@@ -119,7 +119,7 @@ def _lazily(source: Any) -> Iterator[Any]:
 
 
 def start_of(kind: Kind, saved: SamplerState | None) -> Mapping[str, Any] | None:
-    """The saved start of a known sampler; None if there is none.
+    """Returns the saved start of a known sampler; None if there is none.
 
     A state of torchdata's RandomSampler has the state of its generator. torch's sampler draws the same indices from it.
     """

@@ -64,7 +64,7 @@ class Restarts:
         self._poisoned: set[int] = set()
 
     def restarts_of(self, worker_id: int) -> int:
-        """Number of restarts of a worker, in all epochs."""
+        """Returns the number of restarts of a worker, in all epochs."""
         return self._restarts[worker_id]
 
     def is_counted(self, death: Death) -> bool:
@@ -117,7 +117,7 @@ class Restarts:
         return self._settled.get(death.worker_id, -1) >= death.generation
 
     def line_of(self, worker_id: int) -> str:
-        """The last death of a worker, in a line."""
+        """Returns the last death of a worker, in a line."""
         return self._lines[worker_id]
 
     def notes(self, worker_id: int) -> list[str]:
@@ -164,7 +164,7 @@ class Restarts:
 
 
 def described(death: Death, cause: str, under_way: bool = True) -> str:
-    """A death in one line. The arguments are those of ``Restarts.on_death``."""
+    """Describes a death in one line. The arguments are those of ``Restarts.on_death``."""
     text = f"worker {death.worker_id} (pid {death.pid}) {cause}"
     if death.task is not None:
         text += f", {'at' if under_way else 'before'} batch {death.task} of index {index_text(death.index)}"

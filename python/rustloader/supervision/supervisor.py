@@ -56,7 +56,7 @@ class Supervisor:
             self._restarts.begin_epoch()
 
     def poison_of(self, worker_id: int) -> dict[int, dict[int, str]]:
-        """The samples that a worker passes over, as in `Job.poison`."""
+        """Returns the samples that a worker passes over, as in `Job.poison`."""
         return {} if self._restarts is None else self._restarts.poison.get(worker_id, {})
 
     def replace_dead(self, death: Death, make_job: Callable[[Death], Job]) -> None:
@@ -105,7 +105,7 @@ class Supervisor:
         return contextlib.nullcontext([]) if is_remote(self._group.context) else deferred_signals()
 
     def _process_of(self, death: Death) -> Any:
-        """The process that has died, or None: programs can reach the list and may have emptied it."""
+        """Returns the process that has died, or None: programs can reach the list and may have emptied it."""
         processes = self._group.processes
         return processes[death.worker_id] if death.worker_id < len(processes) else None
 
@@ -113,7 +113,7 @@ class Supervisor:
         return self._group.was_out_of_memory(death, deaths.end_of(death, worker)[0])
 
     def _decide(self, restarts: Restarts, death: Death) -> float | None:
-        """Seconds until a worker is to be started again; None: not at all."""
+        """Returns the seconds until a worker is to be started again; None: not at all."""
         if restarts.is_counted(death):
             return restarts.on_death(death)
         worker = self._process_of(death)

@@ -22,24 +22,24 @@ _SLURM_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
 
 def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """The number in a variable of the environment; None if there is none."""
+    """Returns the number in a variable of the environment; None if there is none."""
     text = environment.get(name, "")
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
 def size() -> int | None:
-    """The number of ranks on this machine, 1 or more; None if unknown."""
+    """Returns the number of ranks on this machine, 1 or more; None if unknown."""
     return next((found for name in _SIZES if (found := number(name))), None) or _slurm_size()
 
 
 def rank() -> int | None:
-    """The number of this rank among those of this machine, from 0; None if unknown."""
+    """Returns the number of this rank among those of this machine, from 0; None if unknown."""
     found = _number_in(os.environ)
     return None if found is None else found[1]
 
 
 def global_rank() -> int | None:
-    """The number of this rank among those of all machines, from 0; None if unknown."""
+    """Returns the number of this rank among those of all machines, from 0; None if unknown."""
     return next((found for name in _GLOBAL if (found := number(name)) is not None), None)
 
 
@@ -65,7 +65,7 @@ def are_bound(cores: Iterable[int]) -> bool:
 
 
 def _launcher() -> int:
-    """The pid of the launcher: the nearest ancestor that did not start with this rank's number.
+    """Returns the pid of the launcher: the nearest ancestor that did not start with this rank's number.
 
     Those before it are a rank's own wrappers (a shell, ``uv run``, ``conda run``), which have the rank's cores.
     """
@@ -76,7 +76,7 @@ def _launcher() -> int:
 
 
 def number_of(pid: int) -> tuple[str, int] | None:
-    """The variable with a rank's number that a process started with, and the number; None if there is none."""
+    """Returns the variable with a rank's number that a process started with, and the number; None if there is none."""
     lines = (procfs.read(f"/proc/{pid}/environ") or "").split("\0")
     return _number_in(dict(line.split("=", 1) for line in lines if "=" in line))
 

@@ -29,7 +29,7 @@ def convert(folder: str, path: str) -> None:
 
 
 def _lines(folder: str, about: dict[str, Any]) -> Iterator[str]:
-    """The events of a spool, each as JSON."""
+    """Returns the events of a spool, each as JSON."""
     since = 0
     if about["seconds"] is not None:
         last = max((begin + length for _, begin, length, *_ in spool.read_records(folder, about)), default=0)
@@ -93,7 +93,7 @@ def merge(paths: list[str], path: str) -> int:
 
 
 def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
-    """The base of a file's clock in nanoseconds, whether it is one of this module, and its events."""
+    """Returns the base of a file's clock in nanoseconds, whether it is one of this module, and its events."""
     if os.path.isdir(path):
         try:
             about = spool.read_about(path)
@@ -113,7 +113,7 @@ def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
 
 
 def _events(path: str, text: str) -> Any:
-    """The array of a file, or its object with one. An array may lack its end."""
+    """Returns the array of a file, or its object with one. An array may lack its end."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -30,8 +30,9 @@ def is_torchs_own(collate_fn: Any) -> bool:
 
 
 def converter(port: Port) -> Callable[[Any], Any]:
-    """A function that does what default_convert does, with an ``ArrayTensor`` in the place of a tensor over an array in
-    ``port``'s region. :func:`tensors_of` makes the tensors."""
+    """Returns a function that does what default_convert does, with an ``ArrayTensor`` in the place of a tensor over an
+    array in ``port``'s region. :func:`tensors_of` makes the tensors.
+    """
 
     def convert(data: Any) -> Any:
         kind = type(data)
@@ -58,7 +59,8 @@ def converter(port: Port) -> Callable[[Any], Any]:
 
 
 def tensors_of(batch: Any) -> Any:
-    """A batch of :func:`converter` as default_convert returns it: the same object, if it has all its tensors."""
+    """Returns a batch of :func:`converter` as default_convert returns it: the same object, if it has all its tensors.
+    """
     kind = type(batch)
     if kind is ArrayTensor:
         return batch.tensor()
@@ -72,6 +74,6 @@ def tensors_of(batch: Any) -> Any:
 
 
 def kind_of(batch: Any) -> type:
-    """The type of a batch, as default_convert returns it."""
+    """Returns the type of a batch, as default_convert returns it."""
     kind = type(batch)
     return torch.Tensor if kind is ArrayTensor else kind

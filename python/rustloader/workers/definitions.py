@@ -69,7 +69,7 @@ def is_available() -> bool:
 
 
 def _main_file() -> str | None:
-    """The file that multiprocessing has a worker run for its ``__main__``, if the program's has one."""
+    """Returns the file that multiprocessing has a worker run for its ``__main__``, if the program's has one."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         return None
@@ -237,7 +237,7 @@ def _has(cached: Any, has_main: bool) -> bool:
 
 
 def _reduce_cached(cached: Any) -> Any:
-    """The function and its settings. The cache is empty, as in a process that imports it."""
+    """Returns the function and its settings. The cache is empty, as in a process that imports it."""
     return _cached, (cached.__wrapped__, cached.cache_parameters())
 
 
@@ -246,13 +246,13 @@ def _cached(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
 
 
 def _reduce_property(it: functools.cached_property[Any]) -> Any:
-    """Without the lock that it has before Python 3.12."""
+    """Reduces a property without the lock that it has before Python 3.12."""
     state = {name: value for name, value in vars(it).items() if name not in ("func", "lock")}
     return functools.cached_property, (it.func,), state
 
 
 def _module_of(function: FunctionType) -> str | None:
-    """The module whose globals a function has, if workers have it as well. Their ``__main__`` may be empty."""
+    """Returns the module whose globals a function has, if workers have it as well. Their ``__main__`` may be empty."""
     name = function.__globals__.get("__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
     if module is None or vars(module) is not function.__globals__:
@@ -261,7 +261,7 @@ def _module_of(function: FunctionType) -> str | None:
 
 
 def _name_in_main(obj: Any) -> str | None:
-    """The qualified name under which the program's ``__main__`` has a class or function."""
+    """Returns the qualified name under which the program's ``__main__`` has a class or function."""
     if obj.__module__ != "__main__":
         return None
     return obj.__qualname__ if _found("__main__", obj) is obj else None

@@ -239,7 +239,7 @@ class _Beside:
 
 
 def _registered() -> _Reducers:
-    """The reducers of torch and of programs. In a batch an array in shared memory is like any other."""
+    """Returns the reducers of torch and of programs. In a batch an array in shared memory is like any other."""
     return {kind: reducer for kind, reducer in _extra_reducers.items() if reducer is not reduce_shared_array}
 
 

@@ -58,7 +58,7 @@ class Position:
         self.has_ended = False
 
     def ahead_count(self) -> int:
-        """Number of batches that the loader counts as delivered and the program has not got."""
+        """Returns the number of batches that the loader counts as delivered and the program has not got."""
         ahead = self.ahead.copy()
         return sum(it.is_batch if isinstance(it, _Failed) else it is not _END for it in ahead) + self.taking
 

@@ -31,7 +31,9 @@ _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _count_of_one() -> int:
-    """The use count of a storage with one tensor over it. Versions of torch differ in whether its object counts."""
+    """Returns the use count of a storage with one tensor over it. Versions of torch differ in whether its object
+    counts.
+    """
     tensor = torch.empty(1)
     address = tensor.untyped_storage()._cdata
     return -1 if _use_count is None else int(_use_count(address))
@@ -194,7 +196,7 @@ class Lane:
             _add(loan.streams, stream)
 
     def _loans(self, made: dict[int, torch.Tensor], stream: Any) -> list[_Loan]:
-        """The loans of memory that the stream may use, as parts of the next batch to be delivered."""
+        """Returns the loans of memory that the stream may use, as parts of the next batch to be delivered."""
         return [_Loan(address, alias, self.delivered, stream) for address, alias in made.items()]
 
     def sweep(self) -> None:

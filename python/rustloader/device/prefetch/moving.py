@@ -45,7 +45,7 @@ class Move:
         self._owner: type | None = None
 
     def __call__(self, value: Any) -> Any:
-        """The value on the device, queued to be copied; itself if there is nothing to copy."""
+        """Queues the copies of a value to the device, and returns it there; itself if there is nothing to copy."""
         if isinstance(value, torch.Tensor):
             return self._once(value)
         if isinstance(value, _STAYS):

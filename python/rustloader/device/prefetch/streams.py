@@ -26,11 +26,11 @@ class Streams:
         self._module: Any = torch.get_device_module(device)
 
     def make(self) -> Any:
-        """A new stream."""
+        """Creates a stream."""
         return self._module.Stream(device=self.device)
 
     def current(self) -> Any:
-        """The calling thread's stream."""
+        """Returns the calling thread's stream."""
         return self._module.current_stream(self.device)
 
     def using(self, stream: Any) -> contextlib.AbstractContextManager[object]:
@@ -41,7 +41,7 @@ class Streams:
         return _within(device, self._module.stream(stream))
 
     def place(self) -> Any:
-        """The calling thread's streams, of this device and of its current one, for `restore`."""
+        """Returns the calling thread's streams, of this device and of its current one, for `restore`."""
         return self._module.current_stream(self.device), self._module.current_stream()
 
     def restore(self, place: Any) -> None:
@@ -50,7 +50,7 @@ class Streams:
             self._module.set_stream(stream)
 
     def record(self, stream: Any, timed: bool = False) -> Any:
-        """A new event, which is done when all work that the stream has so far is done."""
+        """Records an event, which is done when all work that the stream has so far is done."""
         event = self._module.Event(enable_timing=timed)
         event.record(stream)
         return event
@@ -67,7 +67,7 @@ class Streams:
         event.synchronize()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """The time from one event to another; both are timed and done. 0 if the device does not measure it."""
+        """Returns the time from one event to another; both are timed and done. 0 if the device does not measure it."""
         try:
             return float(begin.elapsed_time(end)) / 1e3
         except RuntimeError:
@@ -83,7 +83,8 @@ class Streams:
         tensor.record_stream(stream)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, queued in the calling thread's stream; the tensor itself if it is there."""
+        """Queues a copy to the device in the calling thread's stream, and returns it; the tensor itself if it is there.
+        """
         return tensor.to(self.device, non_blocking=self.non_blocking)
 
     def traced(self, call: Callable[[], Any], made: list[torch.Tensor], read: list[torch.Tensor]) -> Any:
@@ -168,7 +169,8 @@ def _is_on(value: object, kind: str) -> bool:
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory of their own that a tensor consists of: of a sparse one its indices and values."""
+    """Returns the tensors with memory of their own that a tensor consists of: of a sparse one its indices and values.
+    """
     anything: Any = tensor
     if is_traceable_wrapper_subclass(anything):
         names, _ = anything.__tensor_flatten__()
@@ -187,7 +189,7 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def streams_of(device: torch.device | str | int | None) -> Streams | None:
-    """The streams of a device; None: it is the CPU.
+    """Returns the streams of a device; None: it is the CPU.
 
     Args:
         device: The device, or None for the accelerator of this process. Without an index it is the calling thread's

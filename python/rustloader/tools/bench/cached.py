@@ -88,7 +88,7 @@ class CacheGain:
         return text
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the figures for JSON."""
         fit = None if self.fit is None else {**asdict(self.fit), "bytes": self.fit.bytes, "held": self.fit.held}
         return {"first_epoch": self.first.as_dict(), "second_epoch": self.second.as_dict(), "fit": fit}
 

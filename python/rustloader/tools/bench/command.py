@@ -178,7 +178,7 @@ class _Bench:
         return seconds > longest and not decided
 
     def _at(self, seconds: float) -> float | None:
-        """The position of the bar after ``seconds`` with this setting; None if it counts steps."""
+        """Returns the position of the bar after ``seconds`` with this setting; None if it counts steps."""
         return None if self._plan.steps else self._spent + seconds
 
     def _warm_up(self, probe: Probe, side: Side) -> None:

@@ -59,7 +59,8 @@ class Comparison(NamedTuple):
         return self.text()
 
     def text(self, others: float = 0.0) -> str:
-        """The result as a sentence. ``others`` is the share of the cores that other processes used meanwhile."""
+        """Returns the result as a sentence. ``others`` is the share of the cores that other processes used meanwhile.
+        """
         found = f"{times(self.ratio)} as fast as torch"
         found += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs"
         # The interval takes the epochs for independent: a busy machine slows some in a row.

@@ -87,7 +87,7 @@ def carry(target: str) -> None:
 
 
 def measure() -> dict[str, Any]:
-    """A ``Cluster`` as a dictionary."""
+    """Returns a ``Cluster`` as a dictionary."""
     ray = connect()
     here = ray.get_runtime_context().get_node_id()
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -106,7 +106,7 @@ def _send(address: str, port: int, seconds: float) -> None:
 
 
 def _link(ray: Any, node: str) -> float:
-    """Bytes per second that a process of the node sends to this one. Nothing is done with the bytes."""
+    """Returns the bytes per second that a process of the node sends to this one. Nothing is done with the bytes."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from rustloader.remote import handshake
@@ -187,6 +187,6 @@ class Price:
         return text
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the figures for JSON."""
         rates = {"local_batches_per_second": self.local, "carried_batches_per_second": self.carried}
         return {**asdict(self), **rates, "replaced_cores": self.replaced, "pays": self.pays}

@@ -77,8 +77,9 @@ def note_sizes(kind: Any, note: Callable[[Size], object]) -> None:
 
 
 def kept_size(batch: Any) -> Size | None:
-    """Width and height of the images in a batch: of the largest tensor or array of the form N x C x H x W or
-    N x H x W x C; None without one."""
+    """Returns the width and height of the images in a batch: of the largest tensor or array of the form N x C x H x W
+    or N x H x W x C; None without one.
+    """
     from rustloader.tools.probe.leaves import leaves
 
     found: Size | None = None

@@ -161,7 +161,7 @@ def _pass(
 
 
 def _others(begin: Mark, end: Mark, busy_before: float | None) -> float | None:
-    """The share of the cores that other processes used."""
+    """Returns the share of the cores that other processes used."""
     busy = busy_seconds()
     if busy is None or busy_before is None:
         return None
@@ -169,15 +169,16 @@ def _others(begin: Mark, end: Mark, busy_before: float | None) -> float | None:
 
 
 def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
-    """The first and the last mark, if at least half of all batches lie between them; else None. A rate between them
-    leaves out the start of the workers and the batches that were ready by then."""
+    """Returns the first and the last mark, if at least half of all batches lie between them; else None. A rate between
+    them leaves out the start of the workers and the batches that were ready by then.
+    """
     if len(marks) >= 2 and 2 * (marks[-1].batches - marks[0].batches) >= batches:
         return marks[0], marks[-1]
     return None
 
 
 def _rates(begin: Mark, end: Mark) -> tuple[float, float]:
-    """Batches per second, and processor seconds per batch."""
+    """Returns the batches per second, and processor seconds per batch."""
     batches = end.batches - begin.batches
     return batches / (end.time - begin.time), (end.cpu - begin.cpu) / batches
 

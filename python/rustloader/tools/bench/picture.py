@@ -62,7 +62,7 @@ def draw(
 
 
 def timeline_legend(timelines: dict[str, Timeline], step: float) -> list[Patch]:
-    """The entries of the legend for these timelines."""
+    """Returns the entries of the legend for these timelines."""
     seen = {what for one in timelines.values() for spans in one.spans.values() for what, *_ in spans}
     shown = [kind for kind in _COLOURS if kind in seen or kind == "wait" or (kind == "step" and step)]
     return [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in shown]
@@ -131,7 +131,7 @@ def _draw_rates(panel: Axes, points: list[Point], choices: dict[str, Choice]) ->
 
 
 def _curves(points: list[Point]) -> list[tuple[str, dict[int, Side]]]:
-    """The rates by number of workers: of torch, and of rustloader with each combination of options."""
+    """Returns the rates by number of workers: of torch, and of rustloader with each combination of options."""
     curves = [("torch", {point.workers: point.torch for point in merged(points)})]
     for options in dict.fromkeys(point.options for point in points if not (point.alone and len(points) > 1)):
         # Without workers the options have no effect.

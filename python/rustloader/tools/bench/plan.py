@@ -62,7 +62,7 @@ class Plan:
         return sides * (1 + self.epochs) if self.epochs else 0
 
     def share(self, spent: float, left: int) -> float:
-        """Seconds for the next of ``left`` remaining settings, after ``spent`` seconds."""
+        """Returns the seconds for the next of ``left`` remaining settings, after ``spent`` seconds."""
         return max(0.0, (self.budget or 0.0) - spent) / left
 
     def _varied(self) -> Iterator[str]:

@@ -27,7 +27,7 @@ class Side:
     steady: bool = False
 
     def median(self, name: str) -> float:
-        """The median of a figure over all passes."""
+        """Returns the median of a figure over all passes."""
         return statistics.median(self._figures(name))
 
     @property
@@ -72,7 +72,7 @@ class Side:
         return [getattr(one, name) for one in self.passes]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the figures for JSON."""
         epochs = [asdict(one) for one in self.passes]
         for epoch in epochs:
             del epoch["batch_bytes"]  # only the warm-up measures it

@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
 
 def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
-    """The fewest workers that are as good as the best; none if other processes used the cores meanwhile.
+    """Returns the fewest workers that are as good as the best; none if other processes used the cores meanwhile.
 
     Args:
         points: what was measured.
@@ -77,7 +77,7 @@ def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
 
 
 def _sides(points: Sequence[Point], engine: str) -> dict[Setting, Side]:
-    """The measurements of an engine by setting. torch has no setting but the number of workers."""
+    """Returns the measurements of an engine by setting. torch has no setting but the number of workers."""
     if engine == "torch":
         return {Setting(point.workers): point.torch for point in merged(points)}
     return {point.setting: point.rustloader for point in points}

@@ -73,7 +73,7 @@ class Point:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the figures for JSON."""
         comparison = self.comparison
         return {
             "workers": self.workers,
@@ -96,8 +96,9 @@ def settle(points: Iterable[Point]) -> None:
 
 
 def starting(side: Side) -> dict[str, Any]:
-    """The verdict if the start of the workers takes most of an epoch; else empty. The statistics of a loader do not
-    show it in epochs of a few batches."""
+    """Returns the verdict if the start of the workers takes most of an epoch; else empty. The statistics of a loader do
+    not show it in epochs of a few batches.
+    """
     first, whole = side.median("first_batch_seconds"), side.median("seconds")
     if first < whole / 2 or not all(one.complete for one in side.passes):
         return {}
@@ -122,7 +123,7 @@ def judge_again(points: list[Point]) -> None:
 
 
 def merged(points: Iterable[Point]) -> list[Point]:
-    """A point for each number of workers, with all measurements of torch, which has none of the options."""
+    """Returns a point for each number of workers, with all measurements of torch, which has none of the options."""
     found: dict[int, Point] = {}
     for point in points:
         known = found.get(point.workers)
@@ -132,7 +133,7 @@ def merged(points: Iterable[Point]) -> list[Point]:
 
 
 def table(point: Point) -> str:
-    """The figures for one setting."""
+    """Returns the table of figures for one setting."""
     if point.alone:
         return aligned([("", "torch's own loop"), *(row[:2] for row in _rows(point))])
     return aligned([("", "torch", "rustloader", "ratio"), *_rows(point)])
@@ -161,7 +162,7 @@ _LEAST = ("lowest to highest", "first batch")
 
 
 def sweep_table(points: Iterable[Point], chosen: Setting) -> str:
-    """The main figures for each setting, with a line per engine. Swept options have columns of their own."""
+    """Returns the main figures for each setting, with a line per engine. Swept options have columns of their own."""
     points = list(points)
     swept = {name: head for name, head in SWEPT.items() if any(name in dict(point.options) for point in points)}
     rows = [
@@ -184,7 +185,7 @@ def _aligned(rows: list[dict[str, str]], columns: list[str], swept: dict[str, st
 
 
 def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> dict[str, str]:
-    """A line for one engine, or for torch's own loop ("both"), by heading."""
+    """Returns a line for one engine, or for torch's own loop ("both"), by heading."""
     side = point.torch if name == "both" else getattr(point, name)
     # torch's line has the number of workers, rustloader's the options.
     options = dict(point.options) if name == "rustloader" else {}
@@ -203,13 +204,15 @@ def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> 
 
 
 def _ratio(point: Point) -> str:
-    """The ratio of the rates; "-" if there are too few measurements to tell."""
+    """Returns the ratio of the rates; "-" if there are too few measurements to tell."""
     comparison = point.comparison
     return times(comparison.ratio if comparison is not None and comparison.is_known else None)
 
 
 def ray_table(points: Iterable[Point]) -> str:
-    """Local workers and workers on a cluster, with a line for each setting. Empty without ``--ray``."""
+    """Returns the table of local workers and of workers on a cluster, with a line for each setting. Empty without
+    ``--ray``.
+    """
     rows = [("", "here", "on Ray", "ratio", "MB/s on Ray", "CPU/batch here", "first batch on Ray")]
     for point in points:
         if (there := point.ray) is not None:

@@ -35,8 +35,9 @@ ALONE = Setting(0)
 
 
 def settings_of(given: Any) -> Iterator[Setting]:
-    """Each combination of the values on the command line, and torch's own loop, which is always measured. It comes
-    last: a loader that cannot be used is found at once."""
+    """Yields each combination of the values on the command line, and torch's own loop, which is always measured. It
+    comes last: a loader that cannot be used is found at once.
+    """
     varied = [[(name, value) for value in values] for name in SWEPT if (values := getattr(given, name))]
     for workers in given.workers or [None]:
         if workers != 0:

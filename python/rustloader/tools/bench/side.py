@@ -140,7 +140,7 @@ class BenchSide(Side):
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """Workers that start in the first pass note the sizes of images."""
+        """Lets workers that start in the first pass note the sizes of images."""
         init_fn = self.loader.worker_init_fn
         if self._noted is not None or self.engine != "rustloader" or self._recorder is not None:
             yield

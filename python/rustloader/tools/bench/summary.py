@@ -37,7 +37,7 @@ class Summary:
         return next((point for point in with_workers if point.setting == chosen), fastest)
 
     def text(self) -> str:
-        """Lines that fit a terminal."""
+        """Returns lines that fit a terminal."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -127,7 +127,7 @@ class Summary:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the figures for JSON."""
         options, plan = self._options, self._plan
         about = {name: value for name, value in self._about.items() if name not in ("machine", "num_workers")}
         return {

@@ -33,7 +33,9 @@ class Timeline:
     spans: dict[int, list[tuple[str, float, float]]]
 
     def window(self, first: int, count: int) -> tuple[float, float]:
-        """Begin and end of the delivery of the batches from ``first`` up to, but not including, ``count``."""
+        """Returns the start and the end of the delivery of the batches from ``first`` up to, but not including,
+        ``count``.
+        """
         return self.got[first - 1] if first else self.asked[0], self.got[count - 1]
 
 
@@ -51,8 +53,9 @@ class Recorder:
         self._time_fetches()
 
     def spans(self, loader: Any) -> dict[int, list[tuple[str, float, float]]]:
-        """The spans of each worker. rustloader sends a batch right after its fetch; these spans have the mean duration
-        from the loader's statistics. A thread sends torch's batches, so there are no such spans."""
+        """Returns the spans of each worker. rustloader sends a batch right after its fetch; these spans have the mean
+        duration from the loader's statistics. A thread sends torch's batches, so there are no such spans.
+        """
         found = {}
         sending = _seconds_per_send(loader)
         for path in Path(self._folder).iterdir():
@@ -98,7 +101,7 @@ class Recorder:
 
 
 def _seconds_per_send(loader: Any) -> dict[int, float]:
-    """The mean time to send a batch, by worker; empty on torch's iterator."""
+    """Returns the mean time to send a batch, by worker; empty on torch's iterator."""
     import rustloader
 
     return {one.id: one.pack_seconds / one.tasks for one in rustloader.stats(loader).workers if one.tasks}

@@ -87,7 +87,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _unwritten(command: str, error: OSError) -> int:
-    """The exit status if the output cannot be written. Raises any other error again."""
+    """Returns the exit status if the output cannot be written. Raises any other error again."""
     if error.filename is not None or error.errno not in _UNWRITTEN:
         raise error
     # Python would report the error again at exit.

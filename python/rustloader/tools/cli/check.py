@@ -93,7 +93,7 @@ class _Comparison:
         self._options = options
 
     def run(self) -> int:
-        """The exit status: 0 if nothing differs, 1 if something does."""
+        """Returns the exit status: 0 if nothing differs, 1 if something does."""
         expected = self._torchs()
         with self._side("rustloader") as side:
             side.load()
@@ -135,8 +135,9 @@ class _Comparison:
         return _CheckProbe(engine, self._options, engine != "torch" if quiet is None else quiet)
 
     def _epoch(self, side: _CheckProbe, may_be_endless: bool = False) -> Iterator[Event]:
-        """The events of an epoch, then the random state. Stops early after ``_ERRORS_IN_A_ROW`` errors, or one error if
-        it is the first event."""
+        """Yields the events of an epoch, then the random state. Stops early after ``_ERRORS_IN_A_ROW`` errors, or one
+        error if it is the first event.
+        """
         due = time.monotonic() + _BETWEEN_LINES
         in_a_row = 0
         for k, event in enumerate(side.events(), start=1):
@@ -178,7 +179,7 @@ class _Comparison:
 
 
 def _served(side: _CheckProbe) -> int:
-    """The number of batches that the engine has delivered. Raises ``Unusable`` if it is 0."""
+    """Returns the number of batches that the engine has delivered. Raises ``Unusable`` if it is 0."""
     count: int
     count, line = side.ask("served")
     if count == 0:

@@ -16,7 +16,7 @@ _ANY_CORE = range(MOST_CORES)
 
 
 def ranks() -> list[tuple[int, Set[int]]]:
-    """The pids of the ranks on this machine, and the cores that each may use.
+    """Returns the pids of the ranks on this machine, and the cores that each may use.
 
     A rank is a process that its launcher has given a number, as its environment says. Its children have the same
     environment. Processes of other users cannot be read.
@@ -49,7 +49,9 @@ def _is_python(pid: int) -> bool:
 
 
 def obtainable_cores() -> Set[int]:
-    """The cores that a process can be bound to here: those of the machine, or of a container's or a job's cpuset."""
+    """Returns the cores that a process can be bound to here: those of the machine, or of a container's or a job's
+    cpuset.
+    """
     found: Set[int] = os.sched_getaffinity(0)
 
     def ask() -> None:

@@ -43,7 +43,7 @@ class Finding:
 
 
 def _finding(subject: str, found: str, advice: str = "", state: str = NOTE) -> Finding:
-    """A finding that is OK unless there is advice."""
+    """Returns a finding that is OK unless there is advice."""
     return Finding(subject, found, state if advice else OK, advice)
 
 
@@ -208,7 +208,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _address_space_left() -> int | None:
-    """Remaining address space in bytes; None without a limit."""
+    """Returns the remaining address space in bytes; None without a limit."""
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space == resource.RLIM_INFINITY:
         return None

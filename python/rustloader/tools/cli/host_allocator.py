@@ -39,26 +39,26 @@ _MEANINGS = {
 
 
 def _written(environ: Mapping[str, str], name: str) -> dict[str, str]:
-    """The settings of pinned memory in a variable."""
+    """Returns the settings of pinned memory in a variable."""
     pairs = (entry.partition(":") for entry in environ.get(name, "").replace(" ", "").split(","))
     return {key: value for key, _, value in pairs if key.startswith("pinned_")}
 
 
 def _variable_of(setting: str, environ: Mapping[str, str]) -> str:
-    """The variable that torch reads for a setting; "" if none is set."""
+    """Returns the variable that torch reads for a setting; "" if none is set."""
     names = _CUDA_VARIABLES if setting in _CUDA_SETTINGS else _VARIABLES
     known = [name for name in names if name != _GENERAL or _torch_version() >= _SINCE_GENERAL]
     return next((name for name in known if name in environ), "")
 
 
 def pinned_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings of pinned memory that torch takes."""
+    """Returns the settings of pinned memory that torch takes."""
     found = {name: _written(environ, name) for name in _VARIABLES}
     return {key: found[name][key] for name in found for key in found[name] if _variable_of(key, environ) == name}
 
 
 def allocator(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The settings in words, and advice."""
+    """Returns the settings in words, and advice."""
     texts, advice = [], []
     for name in _VARIABLES:
         taken, ignored = [], []
@@ -119,20 +119,20 @@ def _batch(nbytes: int, settings: Mapping[str, str]) -> tuple[str, str]:
 
 
 def rounded(nbytes: int, settings: Mapping[str, str]) -> int:
-    """The bytes that torch's allocator takes for a tensor."""
+    """Returns the number of bytes that torch's allocator takes for a tensor."""
     if nbytes > min(_limit(settings, "pinned_max_round_threshold_mb"), _limit(settings, "pinned_max_cached_size_mb")):
         return nbytes
     return 1 << (nbytes - 1).bit_length()
 
 
 def _limit(settings: Mapping[str, str], name: str) -> float:
-    """A setting in bytes; infinite if it is missing or no number."""
+    """Returns a setting in bytes; infinite if it is missing or no number."""
     value = settings.get(name, "")
     return int(value) * _MIB if value.isdigit() else float("inf")
 
 
 def _torch_version() -> tuple[int, int]:
-    """The installed version; without torch the latest that this module knows."""
+    """Returns the installed version; without torch the latest that this module knows."""
     try:
         major, minor = importlib.metadata.version("torch").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:

@@ -49,7 +49,7 @@ class _NoScript(Exception):
 
 
 def _setting(options: Any) -> str:
-    """The value of the environment variable for this process and those that it spawns."""
+    """Returns the value of the environment variable for this process and those that it spawns."""
     given = os.environ.get(INSTALL, "").strip()
     parts = [given] if "=" in given else []
     for name in Options.__dataclass_fields__:

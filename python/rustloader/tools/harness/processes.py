@@ -55,7 +55,7 @@ def forked(body: Callable[[], Any]) -> Any:
 
 
 def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> float:
-    """Seconds that forked processes take for their work. Each prepares its own, then all begin together.
+    """Returns the seconds that forked processes take for their work. Each prepares its own, then all begin together.
 
     Args:
         processes: how many.

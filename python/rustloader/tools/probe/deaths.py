@@ -44,7 +44,7 @@ def how(exitcode: int) -> str:
 
 
 def advice(death: str) -> str:
-    """The likely cause of a death, and the way out."""
+    """Returns the likely cause of a death, and the way out."""
     if signal.SIGKILL.name in death:
         return "the system may have been out of memory: use fewer workers or smaller batches"
     if signal.SIGBUS.name in death:
@@ -55,7 +55,8 @@ def advice(death: str) -> str:
 
 
 def death(workers: Sequence[Any], error: BaseException) -> str | None:
-    """The worker whose death caused an error of ``next``, as "worker 1 (pid 7) ended with exit code 3", or None.
+    """Returns the worker whose death caused an error of ``next``, as "worker 1 (pid 7) ended with exit code 3", or
+    None.
 
     ``workers`` are the process objects of the iterator, which has not been shut down.
     """
@@ -69,7 +70,7 @@ def death(workers: Sequence[Any], error: BaseException) -> str | None:
 
 
 def _of_iterator(error: BaseException) -> list[Any]:
-    """The workers that an iterator had started when its ``__init__`` failed, from the traceback."""
+    """Returns the workers that an iterator had started when its ``__init__`` failed, from the traceback."""
     trace = error.__traceback__
     while trace is not None:
         workers = getattr(trace.tb_frame.f_locals.get("self"), "_workers", None)
@@ -80,7 +81,7 @@ def _of_iterator(error: BaseException) -> list[Any]:
 
 
 def _by_text(text: str) -> str:
-    """A death as torch's message describes it, for a worker that is not in the list."""
+    """Returns a death as torch's message describes it, for a worker that is not in the list."""
     if found := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
         return f"a worker (pid {found[1]}) {how(int(found[2]))}"
     if found := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):
@@ -90,7 +91,8 @@ def _by_text(text: str) -> str:
 
 
 def dead(workers: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Number and exit code of failed workers that have not been reaped. ``workers``: process ids by number."""
+    """Returns the number and exit code of failed workers that have not been reaped. ``workers``: process ids by number.
+    """
     return [(number, code) for number, pid in workers.items() if (code := exit_code(pid))]
 
 
@@ -149,8 +151,9 @@ def install() -> int | None:
 
 
 def _place(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
-    """The innermost frame of a process in user code, as "file.py:12 in function", and True; or its innermost frame in a
-    library, or "", and False. ``install`` returned ``descriptor`` in the process ``owner``."""
+    """Returns the innermost frame of a process in user code, as "file.py:12 in function", and True; or its innermost
+    frame in a library, or "", and False. ``install`` returned ``descriptor`` in the process ``owner``.
+    """
     try:
         with open(f"/proc/{owner}/fd/{descriptor}", "rb") as file:
             before = file.seek(0, os.SEEK_END)
@@ -170,7 +173,7 @@ def _catches(pid: int) -> bool:
 
 
 def _read(descriptor: int, offset: int) -> str:
-    """The content of a file from an offset on, once it has stopped growing."""
+    """Returns the content of a file from an offset on, once it has stopped growing."""
     text = b""
     deadline = time.monotonic() + _WAIT
     while time.monotonic() < deadline:

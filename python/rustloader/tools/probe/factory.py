@@ -37,7 +37,7 @@ class Unusable(Exception):
         return str(self.args[0])
 
     def message(self, verbose: bool) -> str:
-        """The cause, then the details or how to get them."""
+        """Returns the cause, then the details or how to get them."""
         if not self.details:
             return str(self)
         return f"{self}\n\n{self.details}" if verbose else f"{self}\n  --verbose prints the whole traceback"
@@ -124,7 +124,7 @@ def _failed(what: str, error: BaseException, advice: str = "") -> Unusable:
 
 
 def _missing(function: Any) -> list[str]:
-    """Names of the required parameters."""
+    """Returns the names of the required parameters."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -135,7 +135,7 @@ def _missing(function: Any) -> list[str]:
 
 
 def _a(kind: str) -> str:
-    """A type's name with its article."""
+    """Returns a type's name with its article."""
     return "None" if kind == "NoneType" else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 

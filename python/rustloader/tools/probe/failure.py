@@ -64,7 +64,8 @@ def users(file: str) -> bool:
 
 
 def short_path(file: str) -> str:
-    """A path relative to the current directory or to the folder of the libraries, if it lies below one of them."""
+    """Returns a path relative to the current directory or to the folder of the libraries, if it lies below one of them.
+    """
     for folder in (os.getcwd() + os.sep, *_LIBRARIES):
         if file.startswith(folder):
             return file.removeprefix(folder)
@@ -84,7 +85,7 @@ def _of_worker(lines: list[str]) -> Failure:
 
 
 def _innermost(frames: Iterator[tuple[str, int, str]]) -> str:
-    """The last frame in user code."""
+    """Returns the last frame in user code."""
     found = [f"{short_path(file)}:{number} in {name}" for file, number, name in frames if users(file)]
     return found[-1] if found else ""
 

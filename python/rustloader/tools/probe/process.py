@@ -117,16 +117,16 @@ class Probe:
     # --- limits and texts, which a command may override
 
     def limit(self, awaited: str) -> float:
-        """Seconds without progress until a request is given up; "ready" is the start of the process."""
+        """Returns the seconds without progress until a request is given up; "ready" is the start of the process."""
         return self.timeout
 
     def hang(self, awaited: str) -> tuple[str, str]:
-        """The message for a request that hangs, and the way out."""
+        """Returns the message for a request that hangs, and the way out."""
         what = f"{self.target} did not return a loader" if awaited in ("ready", "about") else "no batch came"
         return f"with {self.engine}'s iterator, {what} within {self.timeout:g} s", MORE_TIME
 
     def died(self, worker: str, details: str = "") -> Unusable:
-        """The error for a dead worker, which ``deaths.death`` has described."""
+        """Returns the error for a dead worker, which ``deaths.death`` has described."""
         return Unusable(f"with {self.engine}'s iterator, {worker}\n  {advice(worker)}", details)
 
     def _hang(self) -> Unusable:
@@ -141,7 +141,7 @@ class Probe:
             self._connection.send(message)
 
     def _receive(self, look: Callable[[], object], every: float) -> tuple[str, Any]:
-        """The next message: its name and value. Calls ``look`` every ``every`` seconds."""
+        """Returns the next message: its name and value. Calls ``look`` every ``every`` seconds."""
         while not self._connection.poll(every):
             if self._ended() is not None and not self._connection.poll():
                 raise self._gone()

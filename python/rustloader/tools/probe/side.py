@@ -97,7 +97,7 @@ class Side:
             yield
 
     def served(self) -> tuple[int, str]:
-        """Batches that the Rust engine has delivered since ``on_engine``, and the first line of the log."""
+        """Returns the batches that the Rust engine has delivered since ``on_engine``, and the first line of the log."""
         return rustloader.engine_batches() - self._served_before, "".join(self._logged[:1])
 
     def began(self, iterator: Any) -> None:
@@ -177,7 +177,7 @@ def _send_unsent(side: Side, error: BaseException) -> None:
 
 
 def _end(side: Side, error: BaseException) -> tuple[str, Any]:
-    """The note that reports an error."""
+    """Returns the note that reports an error."""
     if isinstance(error, Unusable):
         return "unusable", error
     found = failure(error)

@@ -52,7 +52,7 @@ def _has_rich() -> bool:
 
 
 def _choose(as_json: bool) -> int | None:
-    """The only process of this user with loaders at work. Lists them and returns None if there are several."""
+    """Returns the only process of this user with loaders at work. Lists them and returns None if there are several."""
     found = processes.mains()
     if not found:
         whose = "" if processes.user() == "root" else f" of user {processes.user()}"
@@ -76,7 +76,9 @@ def _choose(as_json: bool) -> int | None:
 
 
 def _listed(pid: int, count: int) -> dict[str, Any]:
-    """A process with the figures of its busiest loader since that began. Ranks show side by side which one waits."""
+    """Returns a process with the figures of its busiest loader since that began. Ranks show side by side which one
+    waits.
+    """
     rank = local_ranks.number_of(pid)
     known = {"pid": pid, "local_rank": None if rank is None else rank[1], "loaders": count}
     figures: dict[str, Any] = {"name": "", "batches": 0, "next_share": 0.0, "verdict": "unknown"}
@@ -93,8 +95,9 @@ def _listed(pid: int, count: int) -> dict[str, Any]:
 
 
 def _main_process(pid: int, waits: bool) -> int:
-    """The process whose loaders to show: the main process if ``pid`` is a worker. ``waits`` also accepts a process
-    without loaders that uses the engine. Raises ``NothingToSee``."""
+    """Returns the process whose loaders to show: the main process if ``pid`` is a worker. ``waits`` also accepts a
+    process without loaders that uses the engine. Raises ``NothingToSee``.
+    """
     found = processes.loaders(pid)
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
@@ -143,7 +146,7 @@ class _Watch:
         self._looks = (young + self._looks[-2:])[-1000:]
 
     def loaders(self) -> list[Loader]:
-        """The loaders of the last sample, the oldest first."""
+        """Returns the loaders of the last sample, the oldest first."""
         before = self._looks[-2] if len(self._looks) > 1 else {}
 
         def earliest(key: Any) -> Any:

@@ -109,7 +109,7 @@ class WorkerView:
         return self.is_stuck or self.state in ("ended", "stopped")
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the figures for ``--json``."""
         fields = asdict(self)
         return fields | {"usual_batch_seconds": fields.pop("usual_seconds"), "stuck": self.is_stuck}
 
@@ -232,7 +232,7 @@ class Loader:
         return "stopping" if self.figures.stopping else self.figures.state
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the figures for ``--json``."""
         verdict, seconds = self.verdict
         figures = self.figures
         settings = ("prefetch_factor", "in_order", "persistent", "pinning")
@@ -254,7 +254,7 @@ class Loader:
 
 
 def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look | None = None) -> Stats:
-    """The statistics of an iterator between two samples, or since its creation."""
+    """Returns the statistics of an iterator between two samples, or since its creation."""
     figures = now.figures
     counts = figures.counts.since(since.figures.counts) if since else figures.counts
     return Stats(
@@ -280,7 +280,7 @@ def judged(stats: Stats, figures: Observed) -> Stats:
 
 
 def _spent(view: WorkerView, now: Look, since: Look | None) -> WorkerTotals:
-    """A worker's counters between two samples, or since its start."""
+    """Returns a worker's counters between two samples, or since its start."""
     totals = now.figures.workers[view.id].totals
     return totals.since(since.figures.workers[view.id].totals) if since else totals
 
@@ -294,7 +294,7 @@ def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStat
 
 
 def _between(now: WorkTime, before: WorkTime) -> WorkTime:
-    """The difference of two processor times; ``NOTHING`` if one is unknown."""
+    """Returns the difference of two processor times; ``NOTHING`` if one is unknown."""
     if now.cpu is None or before.cpu is None:
         return NOTHING
     queued = None if now.queued is None or before.queued is None else max(0.0, now.queued - before.queued)

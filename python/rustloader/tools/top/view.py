@@ -35,7 +35,7 @@ _INDENT = 14
 
 
 def plain(lines: Sequence[Line]) -> str:
-    """The lines as text."""
+    """Returns the lines as text."""
     return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
 
 
@@ -47,7 +47,7 @@ def frame(
     height: int | None = None,
     caches: Sequence[CacheUsage] = (),
 ) -> list[Line]:
-    """The lines for a process, its caches and each of its loaders. A height limits the tables."""
+    """Returns the lines for a process, its caches and each of its loaders. A height limits the tables."""
     head = f"process {pid}: "
     lines: list[Line] = [[(head, "bold"), (_cut(command, width - len(head)), "")]]
     lines += [_line("cache", f"{cache_line(usage)}, {size(usage.bytes_left)} left", width) for usage in caches]
@@ -71,12 +71,12 @@ def _summaries(loaders: Sequence[Loader], width: int, compact: bool) -> list[lis
 
 
 def _left(summaries: list[list[Line]], height: int) -> int:
-    """Lines for rows of tables, without the summaries and two lines for each loader."""
+    """Returns the number of lines for rows of tables, without the summaries and two lines for each loader."""
     return height - sum(len(part) + 2 for part in summaries)
 
 
 def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator[Line]:
-    """The lines above a loader's table; fewer if the terminal is too low for the table."""
+    """Yields the lines above a loader's table; fewer if the terminal is too low for the table."""
     figures, total = loader.figures, loader.total
     settings = [count_of(len(loader.workers), "worker"), f"prefetch_factor={figures.prefetch_factor}"]
     settings += [] if figures.in_order else ["in_order=False"]
@@ -222,7 +222,7 @@ def _line(name: str, text: str, width: int, style: str = "") -> Line:
 
 
 def _paragraph(name: str, text: str, width: int, compact: bool, style: str = "") -> Iterator[Line]:
-    """A line if compact, else the wrapped text."""
+    """Yields a line if compact, else the wrapped text."""
     first = f"  {name:<11} "
     if compact:
         yield [(_cut(first + text, width), style)]
