@@ -55,8 +55,8 @@ def suggest(error: TypeError, given: Iterable[str], known: Iterable[str]) -> Non
         return
     known = list(known)
     for name in given:
-        if name not in known and (found := difflib.get_close_matches(name, known, 1, cutoff=0.75)):
-            error.add_note(f"Did you mean {found[0]} in place of {name}?")
+        if name not in known and (matches := difflib.get_close_matches(name, known, 1, cutoff=0.75)):
+            error.add_note(f"Did you mean {matches[0]} in place of {name}?")
 
 
 def refuse_text(loader: LoaderLike) -> None:

@@ -92,14 +92,14 @@ class Tuner:
     def note_memory(self, pids: Iterable[int]) -> None:
         """Reads how much memory running workers have for themselves. That takes at most 1 % of the time."""
         left = arguments.memory_left()
-        found = []
+        sizes = []
         for pid in list(pids)[:_READ]:
             if not self._allowance.is_left():
                 break
             since = time.monotonic()
-            found.append(own(pid) or 0)
+            sizes.append(own(pid) or 0)
             self._allowance.spend(since)
-        taken = max(found, default=0)
+        taken = max(sizes, default=0)
         if left is not None and taken:
             text = f"a worker takes {size(taken)} of memory, and {size(left)} are left"
             self._memory = Limit(self.count + int(_PART * left / taken), text)
@@ -182,18 +182,18 @@ def _limits_of_affinity(config: LoaderConfig) -> list[Limit]:
 
 def _limits_of_shards(dataset: Any, watch: _Watch) -> list[Limit]:
     """Returns the limits of an iterable dataset: the shards that it reports, and the workers that had data."""
-    found = []
+    limits = []
     for name in _SHARDS:
         value = None
         with contextlib.suppress(Exception):  # code of the dataset
             value = getattr(dataset, name, None)
         if type(value) is int and value > 0:
-            found.append(Limit(value, f"the dataset has {count_of(value, 'shard')}"))
+            limits.append(Limit(value, f"the dataset has {count_of(value, 'shard')}"))
     tasks = watch.tasks()
     had_data = sum(count > 0 for count in tasks)
     if 0 < had_data < len(tasks):
-        found.append(Limit(had_data, f"only {count_of(had_data, 'worker')} had data"))
-    return found
+        limits.append(Limit(had_data, f"only {count_of(had_data, 'worker')} had data"))
+    return limits
 
 
 def _busy(totals: Totals) -> float:

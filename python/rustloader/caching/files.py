@@ -103,11 +103,11 @@ def _compare(path: str, its: tuple[int, int, bytes], rows: int, meta: dict[str, 
             "another path, or remove the file"
         )
     try:
-        found = json.loads(its_meta)
+        stored = json.loads(its_meta)
     except ValueError:
-        found = {}
+        stored = {}
     differences: list[tuple[str, Any, Any]] = [
-        (name, found.get(name), value) for name, value in meta.items() if found.get(name) != value
+        (name, stored.get(name), value) for name, value in meta.items() if stored.get(name) != value
     ]
     if its_rows != rows:
         differences.insert(0, ("length", its_rows, rows))

@@ -116,9 +116,9 @@ def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
         elif in_fetcher and not code.co_filename.startswith(FOLDER):
             if code.co_name != "__getitem__" or code.co_argcount < 2 or _assigns(code, code.co_varnames[1]):
                 return None
-            found = trace.tb_frame.f_locals.get(code.co_varnames[1])
-            is_one = type(found) is int and isinstance(batch, list) and found in batch
-            return found if is_one else None
+            index = trace.tb_frame.f_locals.get(code.co_varnames[1])
+            is_one = type(index) is int and isinstance(batch, list) and index in batch
+            return index if is_one else None
         trace = trace.tb_next
     return None
 

@@ -80,7 +80,7 @@ class Guard:
         self.at_sample = at_sample
         self._is_foreign = is_foreign
         # Failures of the batch that is made now, each with its place. Threads add to them.
-        self._found: list[tuple[int, Failure]] = []
+        self._by_place: list[tuple[int, Failure]] = []
         self._poison: Mapping[int, str] = {}
         self._handled: BaseException | None = None
         self.in_a_row = 0
@@ -112,24 +112,24 @@ class Guard:
 
     def begin(self, task: int = 0) -> None:
         """Begins a batch: forgets the failures of the last one."""
-        self._found = []
+        self._by_place = []
         self._poison = self._all_poison.get(task, {})
         self._handled = sys.exception()
 
     def failures(self) -> list[Failure]:
         """Returns the failures of the present batch, in the order of its samples."""
         # Threads find them in any order. The sort keeps the order of those of one place.
-        return [failure for _, failure in sorted(self._found, key=operator.itemgetter(0))]
+        return [failure for _, failure in sorted(self._by_place, key=operator.itemgetter(0))]
 
     def take_failures(self) -> list[Failure]:
         """Returns the failures of the present batch, and forgets them."""
-        found = self.failures() if self._found else []
-        self._found = []
-        return found
+        failures = self.failures() if self._by_place else []
+        self._by_place = []
+        return failures
 
     def reported(self, batch: Any) -> Any:
         """Returns the batch, with the failures of its samples if there are any."""
-        return Reported(batch, self.failures()) if self._found else batch
+        return Reported(batch, self.failures()) if self._by_place else batch
 
     def why_empty(self, error: Exception, kind: int) -> list[Failure] | None:
         """Returns the failures that ``error`` of the fetcher stands for; None: it stands for itself.
@@ -138,13 +138,13 @@ class Guard:
         """
         if isinstance(error, EmptyBatchError):
             return error.failures
-        if isinstance(error, StopIteration) and kind == _DatasetKind.Iterable and self._found:
+        if isinstance(error, StopIteration) and kind == _DatasetKind.Iterable and self._by_place:
             return self.failures()
         return None
 
     def has_failures(self) -> bool:
         """Returns True if a sample of the present batch has failed."""
-        return bool(self._found)
+        return bool(self._by_place)
 
     def is_poisoned(self) -> bool:
         """Returns True if a sample of the present batch must not be made."""
@@ -195,13 +195,13 @@ class Guard:
         if callable(self._policy):
             return self._substitute(0, None, error)
         self._note(0, None, error, "skipped")
-        if self._limit is not None and len(self._found) > self._limit:
+        if self._limit is not None and len(self._by_place) > self._limit:
             # The main process ends the epoch.
             raise self.empty() from None
         return NOTHING
 
     def _note(self, place: int, index: Any, error: Exception, action: str) -> None:
-        self._found.append((place, failure_of(index, error, action, self._worker_id)))
+        self._by_place.append((place, failure_of(index, error, action, self._worker_id)))
 
     def _substitute(self, place: int, index: Any, error: Exception) -> Any:
         """Returns the sample that the program's function gives in place of a failed one."""

@@ -67,10 +67,10 @@ class Epochs:
         """Returns the worker that gets the first task of the epoch that begins."""
         return 0
 
-    def index_batches(self, it: WorkersIterator, torchs: Iterator[Any]) -> Any:
-        """Returns the index batches of the epoch that begins; ``torchs`` is torch's iterator over the sampler."""
+    def index_batches(self, it: WorkersIterator, torch_iterator: Iterator[Any]) -> Any:
+        """Returns the index batches of the epoch that begins, from torch's iterator over the sampler."""
         self.raised = 0
-        return indices.stream(it._index_sampler, torchs)
+        return indices.stream(it._index_sampler, torch_iterator)
 
     def message(self, loader: LoaderLike) -> dict[str, Any]:
         """Returns the message that the workers of a persistent loader get when an epoch begins. It has the next

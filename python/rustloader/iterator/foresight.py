@@ -111,8 +111,8 @@ class Foresight:
         # A short epoch asks for the next one while it begins.
         self._has_asked, self._batches = False, iter(())
         if guess is not None:
-            found = _Guess(torch.default_generator.get_state(), getattr(self._inner(), "epoch", None))
-            self._judged = guess, found
+            actual = _Guess(torch.default_generator.get_state(), getattr(self._inner(), "epoch", None))
+            self._judged = guess, actual
 
     def epoch_has_begun(self, is_right: bool | None) -> None:
         """Compares the epoch that has begun with the guess. None: the workers had not begun it."""
@@ -128,14 +128,14 @@ class Foresight:
                 _MOST_WRONG,
             )
 
-    def _learn(self, guess: _Guess, found: _Guess) -> None:
-        if guess.epoch is not None and type(found.epoch) is int:
-            self._step = found.epoch - guess.epoch
-        if guess.state is not None and found.state is not None:
+    def _learn(self, guess: _Guess, actual: _Guess) -> None:
+        if guess.epoch is not None and type(actual.epoch) is int:
+            self._step = actual.epoch - guess.epoch
+        if guess.state is not None and actual.state is not None:
             generator = torch.Generator()
             generator.set_state(guess.state)
             for draws in range(_MOST_DRAWS + 1):
-                if torch.equal(generator.get_state(), found.state):
+                if torch.equal(generator.get_state(), actual.state):
                     self._draws = draws
                     return
                 _seed(generator)

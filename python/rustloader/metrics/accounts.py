@@ -109,7 +109,7 @@ class Accounts:
         # A loader that another thread opens now waits for its account: it may come by both ways.
         with self.lock:
             ledger.openings.append(self._open)
-            self._opened.extend(_opened(loader, found) for loader, found in ledger.of_loaders())
+            self._opened.extend(_opened(loader, counters) for loader, counters in ledger.of_loaders())
             self.items()
 
     def close(self) -> None:
@@ -117,8 +117,8 @@ class Accounts:
         if self._open in ledger.openings:
             ledger.openings.remove(self._open)
 
-    def _open(self, loader: Any, found: Ledger) -> None:
-        self._opened.append(_opened(loader, found))
+    def _open(self, loader: Any, counters: Ledger) -> None:
+        self._opened.append(_opened(loader, counters))
         # Without waiting, for this is the thread of a loop. If the lock is taken, its next holder does this.
         if self.lock.acquire(blocking=False):
             try:
@@ -134,11 +134,11 @@ class Accounts:
         return list(self._by_name.items())
 
 
-def _opened(loader: Any, found: Ledger) -> Open:
+def _opened(loader: Any, counters: Ledger) -> Open:
     cached = caches.find(getattr(loader, "dataset", None))
     return Open(
         _nothing if loader is None else weakref.ref(loader),
-        found,
+        counters,
         _nothing if cached is None else weakref.ref(cached),
     )
 

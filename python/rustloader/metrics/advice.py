@@ -29,8 +29,8 @@ def shared_queue(stats: Figures, workers: int) -> Prediction | None:
     shares = in_dataset(stats)
     # Work that computes cannot be faster than all cores.
     least = 0.0 if shares is None else shares.cpu * sum(stats.recent_seconds) / stats.cores
-    found = predict(stats.recent_seconds, now, step, least)
-    return found if found is not None and found.gain >= _GAIN else None
+    prediction = predict(stats.recent_seconds, now, step, least)
+    return prediction if prediction is not None and prediction.gain >= _GAIN else None
 
 
 def _window(stats: Figures, settings: SchedulingStats, outstanding: int) -> int:
@@ -41,12 +41,12 @@ def _window(stats: Figures, settings: SchedulingStats, outstanding: int) -> int:
     return outstanding if window is None else window
 
 
-def shared_queue_text(stats: Figures, found: Prediction) -> str:
+def shared_queue_text(stats: Figures, prediction: Prediction) -> str:
     """Returns the options of a prediction as keyword arguments, with the gain."""
     assert stats.scheduling is not None
     options = [] if stats.scheduling.dispatch == "shared_queue" else ['dispatch="shared_queue"']
-    options += [] if found.window is None else [f"reorder_window={found.window}"]
-    return f"{' and '.join(options)} (predicted to be {found.gain:.1f} times as fast)"
+    options += [] if prediction.window is None else [f"reorder_window={prediction.window}"]
+    return f"{' and '.join(options)} (predicted to be {prediction.gain:.1f} times as fast)"
 
 
 def worker_threads(stats: Figures, workers: int, needed: int | None, shares: Shares) -> int | None:

@@ -37,7 +37,7 @@ def find(dataset: Any) -> CachedDataset | None:
     return None
 
 
-def found(loader: Any, dataset: Any, stats: Figures) -> dict[str, Any]:
+def fields_of(loader: Any, dataset: Any, stats: Figures) -> dict[str, Any]:
     """Returns the fields of ``Stats`` about the cache."""
     present = usage(dataset)
     if present is not None:

@@ -213,9 +213,9 @@ def _together(usages: list[CacheUsage]) -> CacheUsage | None:
 
 
 def _verdict_of(opened: Open) -> str:
-    found, loader = opened.ledger, opened.loader()
-    alive = sum(worker.alive for worker in found.figures().workers)
+    ledger, loader = opened.ledger, opened.loader()
+    alive = sum(worker.alive for worker in ledger.figures().workers)
     # Neither the dataset nor the memory of workers is looked at: that takes longer, and changes no kind.
-    stats = of_ledger(found, alive, reads_memory=False)
+    stats = of_ledger(ledger, alive, reads_memory=False)
     copies = None if loader is None else transfers.find(loader)
     return (stats if copies is None else replace(stats, transfers=copies.figures)).verdict().kind

@@ -41,7 +41,7 @@ def find(dataset: Any) -> tuple[LargeAttribute, ...]:
 
     Runs no code of the dataset, and at most for a short time. Sizes are estimated from a few items.
     """
-    found = []
+    containers = []
     end = time.thread_time() + _SECONDS
     seen: set[int] = set()
     waiting = [("dataset", dataset, 0)]
@@ -55,12 +55,12 @@ def find(dataset: Any) -> tuple[LargeAttribute, ...]:
             if _is_container(value) and len(value) > _FEW:
                 size = round(_items_size(value, 0))
                 if size >= LARGE:
-                    found.append(LargeAttribute(path, type(value).__name__, len(value), size))
+                    containers.append(LargeAttribute(path, type(value).__name__, len(value), size))
             elif depth < _DEPTH:
                 waiting += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value)]
         except RuntimeError:  # another thread has changed a dict meanwhile
             continue
-    return tuple(sorted(found, key=lambda attribute: attribute.bytes, reverse=True)[:_MOST])
+    return tuple(sorted(containers, key=lambda attribute: attribute.bytes, reverse=True)[:_MOST])
 
 
 def _is_container(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...] | dict[Any, Any]]:

@@ -168,9 +168,9 @@ class Workers:
             return self._ended
         workers = figures_of([self._meter]).workers
         # A forked child may have no figures.
-        found = total(self._replaced, list(map(_time_of, self._processes, workers)))
+        times = total(self._replaced, list(map(_time_of, self._processes, workers)))
         # If another thread called `end` in between, some processes were gone above.
-        return found if self._ended is None else self._ended
+        return times if self._ended is None else self._ended
 
 
 def _time_of(process: tuple[int, str | None] | None, figures: WorkerTotals) -> WorkTime:

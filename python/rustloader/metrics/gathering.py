@@ -66,22 +66,22 @@ def _is_initialized() -> bool:
 def _busiest() -> Stats | None:
     """Returns the figures of the loader with the most batches."""
     ledgers = {id(it): it for _, it in ledger.of_loaders() if it.iterators}.values()
-    found = max(ledgers, key=lambda it: it.figures().counts.batches, default=None)
-    return None if found is None else of_ledger(found, sum(it.alive for it in found.figures().workers))
+    busiest = max(ledgers, key=lambda it: it.figures().counts.batches, default=None)
+    return None if busiest is None else of_ledger(busiest, sum(it.alive for it in busiest.figures().workers))
 
 
-def _of(found: Stats | None) -> RankStats:
+def _of(figures: Stats | None) -> RankStats:
     rank, host = global_rank(), socket.gethostname()
-    if found is None or not found.batches or found.note:
-        return RankStats(rank, host, "" if found is None else found.name)
-    verdict = found.verdict()
+    if figures is None or not figures.batches or figures.note:
+        return RankStats(rank, host, "" if figures is None else figures.name)
+    verdict = figures.verdict()
     return RankStats(
         rank=rank,
         host=host,
-        loader=found.name,
-        batches=found.batches,
-        seconds=found.next_seconds + found.step_seconds,
-        next_seconds=found.next_seconds,
+        loader=figures.name,
+        batches=figures.batches,
+        seconds=figures.next_seconds + figures.step_seconds,
+        next_seconds=figures.next_seconds,
         kind=verdict.kind,
         sentence=verdict.sentence,
     )

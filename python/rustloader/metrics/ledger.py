@@ -131,9 +131,9 @@ class Ledger:
 
     def alone(self) -> Ledger:
         """Returns the counters as they are kept now, without those of the loader."""
-        found = Ledger()
-        found._ended, found._meters, found._processes = self._ended, [*self._meters], self._processes
-        return found
+        ledger = Ledger()
+        ledger._ended, ledger._meters, ledger._processes = self._ended, [*self._meters], self._processes
+        return ledger
 
     @property
     def has_ended(self) -> bool:
@@ -163,20 +163,20 @@ openings: list[Callable[[Any, Ledger], object]] = []
 
 def of(source: Any) -> Ledger:
     """Returns the ledger of a loader, created if there is none, or of an iterator."""
-    found = find(source)
-    if found is None:
-        found = _ledgers.keep(source, Ledger(name=names.of(source), given_name=names.given(source)))
+    ledger = find(source)
+    if ledger is None:
+        ledger = _ledgers.keep(source, Ledger(name=names.of(source), given_name=names.given(source)))
         for opening in openings:
-            opening(source, found)
-    return found
+            opening(source, ledger)
+    return ledger
 
 
 def of_loaders() -> Iterator[tuple[Any, Ledger]]:
     """Yields the loaders of this process with their ledgers; None in place of one that is gone and has an iterator at
     work.
     """
-    for source, found in _ledgers.items():
-        yield (source, found) if found._loaders is None else (None, found._loaders)
+    for source, ledger in _ledgers.items():
+        yield (source, ledger) if ledger._loaders is None else (None, ledger._loaders)
 
 
 def open_for(iterator: IteratorLike, loader: LoaderLike) -> None:

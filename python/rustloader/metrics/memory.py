@@ -91,10 +91,10 @@ class WorkerMemory:
             if known is None or not self._allowance.is_left():
                 break
             since = time.monotonic()
-            faulted, found = _faulted(known.pid), own(known.pid)
+            faulted, own_bytes = _faulted(known.pid), own(known.pid)
             self._allowance.spend(since)
-            if faulted is not None and found is not None:
-                self._known[number] = _Known(known.pid, faulted, found)
+            if faulted is not None and own_bytes is not None:
+                self._known[number] = _Known(known.pid, faulted, own_bytes)
 
     def figures(self) -> list[int | None]:
         """Returns the memory in bytes by worker number; None: unknown."""

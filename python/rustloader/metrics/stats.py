@@ -71,8 +71,8 @@ def stats(source: Any) -> Stats:
     if ledger is not None:
         fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
         if ledger.iterators:
-            found = of_ledger(ledger, workers, fallbacks, _dataset_of(source))
-            return replace(found, transfers=moved, **caches.found(source, _dataset_of(source), found))
+            figures = of_ledger(ledger, workers, fallbacks, _dataset_of(source))
+            return replace(figures, transfers=moved, **caches.fields_of(source, _dataset_of(source), figures))
     if fallbacks:
         note = _ALL_TORCHS + "; ".join(fallback.reason for fallback in fallbacks)
     return Stats(

@@ -68,8 +68,8 @@ def cache_line(usage: CacheUsage) -> str:
 def _memory(stats: Figures) -> str:
     arena = stats.arena
     parts = ((arena.leased_bytes, "leased"), (arena.warm_bytes, "warm"), (arena.high_water_bytes, "at the peak"))
-    texts = [f"{size(count)} {what}" for count, what in parts if count]
-    return ", ".join(texts + ([count_of(arena.blocks, "block")] if arena.blocks else []))
+    words = [f"{size(count)} {what}" for count, what in parts if count]
+    return ", ".join(words + ([count_of(arena.blocks, "block")] if arena.blocks else []))
 
 
 def _rest(stats: Figures) -> Iterator[tuple[str, str]]:

@@ -392,11 +392,11 @@ def _computing(
 def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: float) -> Verdict:
     reason = f"{_waits(stats, loop)}, {stats.blocked_seconds / stats.waited_seconds:.0%} of it while later batches "
     reason += f"were ready; the workers are at work for {busy_share:.0%} of the time"
-    found = advice.shared_queue(stats, _count(stats))
+    prediction = advice.shared_queue(stats, _count(stats))
     remedies = ["in_order=False"]
-    if found is not None:
-        remedies.insert(0, advice.shared_queue_text(stats, found))
-    gain = None if found is None else found.gain
+    if prediction is not None:
+        remedies.insert(0, advice.shared_queue_text(stats, prediction))
+    gain = None if prediction is None else prediction.gain
     slow = work.slow_worker(stats)
     if slow is not None:
         worker, usual = slow
@@ -410,7 +410,7 @@ def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: floa
     named = "; ".join(
         f"{short_index(task.index)} took {duration(task.seconds)} on worker {task.worker}" for task in tasks[:_NAMED]
     )
-    if found is None and not _has_shared_queue(stats):
+    if prediction is None and not _has_shared_queue(stats):
         remedies.append("a larger prefetch_factor")
     sentence = f"A few slow batches are the bottleneck: all later ones wait for them. Use {', '.join(remedies)} or "
     sentence += f"faster samples{f'; the slowest: {named}' if named else ''}."

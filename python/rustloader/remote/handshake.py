@@ -114,9 +114,9 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     return bytes(received)
 
 
-def _proof(token: bytes, role: bytes, said: bytes) -> bytes:
-    """Computes the proof that only an end with the secret can send, in this role, after all that was said."""
-    return hmac.digest(token, role + said, "sha256")
+def _proof(token: bytes, role: bytes, transcript: bytes) -> bytes:
+    """Computes the proof that an end knows the secret, bound to its role and the transcript."""
+    return hmac.digest(token, role + transcript, "sha256")
 
 
 def send_answer(connection: socket.socket, goes_on: bool, text: bytes, deadline: float) -> None:
@@ -161,11 +161,11 @@ def introduce(connection: socket.socket, token: bytes, worker_id: int, pid: int,
     challenge = _receive(connection, _CHALLENGE_BYTES, deadline)
     if not challenge.startswith(_MAGIC):
         raise HandshakeError("what listens there is not the main process of a DataLoader")
-    told = json.dumps(versions()).encode()
-    hello = _HELLO.pack(_MAGIC, secrets.token_bytes(_NONCE_BYTES), worker_id, pid, len(told)) + told
-    said = challenge + hello
-    _send(connection, hello + _proof(token, b"worker", said), deadline)
-    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, deadline), _proof(token, b"main", said)):
+    own_versions = json.dumps(versions()).encode()
+    hello = _HELLO.pack(_MAGIC, secrets.token_bytes(_NONCE_BYTES), worker_id, pid, len(own_versions)) + own_versions
+    transcript = challenge + hello
+    _send(connection, hello + _proof(token, b"worker", transcript), deadline)
+    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, deadline), _proof(token, b"main", transcript)):
         raise HandshakeError("what listens there does not know the secret of this worker")
 
 
@@ -184,23 +184,23 @@ def is_expected(connection: socket.socket, token: bytes, worker_id: int, deadlin
         magic, _, number, pid, length = _HELLO.unpack(head)
         if magic != _MAGIC or number != worker_id or length > _VERSIONS_MAX:
             return None
-        told = _receive(connection, length, limit)
-        said = challenge + head + told
-        if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, limit), _proof(token, b"worker", said)):
+        theirs = _receive(connection, length, limit)
+        transcript = challenge + head + theirs
+        if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, limit), _proof(token, b"worker", transcript)):
             return None
     except (OSError, HandshakeError):
         return None
-    _send(connection, _proof(token, b"main", said), limit)
-    reason = _skew_of(told)
+    _send(connection, _proof(token, b"main", transcript), limit)
+    reason = _skew_of(theirs)
     if reason is not None:
         send_answer(connection, False, reason.encode(), limit)
         raise HandshakeError(reason)
     return int(pid)
 
 
-def _skew_of(told: bytes) -> str | None:
+def _skew_of(text: bytes) -> str | None:
     try:
-        theirs = json.loads(told)
+        theirs = json.loads(text)
     except ValueError:
         theirs = None
     return skew(theirs if isinstance(theirs, dict) else {})

@@ -72,17 +72,17 @@ def resolve(loader: LoaderLike) -> LoaderConfig:
 
 def _installed(loader: LoaderLike) -> dict[str, Any]:
     """Returns the options of ``install()`` that apply to a loader."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in options.current().items():
         option: Option = options.option_of(name)
         if not option.unset:  # no option of loaders
             continue
         own = loader_state.given(loader, name) if option.keyword else getattr(loader, name)
         if own in option.unset:
-            found[name] = option.effective(value)
+            values[name] = option.effective(value)
     if not isinstance(loader, DataLoader):
-        found.pop("persistent_workers", None)  # loaders of other classes make a new iterator each time
-    return found
+        values.pop("persistent_workers", None)  # loaders of other classes make a new iterator each time
+    return values
 
 
 class _View:

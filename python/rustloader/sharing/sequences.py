@@ -232,8 +232,8 @@ class SharedDict(SharedPairs):
         if len(self) != len(other):
             return False
         missing = object()
-        found = ((other.get(key, missing), value) for key, value in self.items())
-        return all(its is not missing and its == mine for its, mine in found)
+        pairs = ((other.get(key, missing), value) for key, value in self.items())
+        return all(its is not missing and its == mine for its, mine in pairs)
 
     __hash__ = None  # type: ignore[assignment]  # as a dict's
 

@@ -187,9 +187,9 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
     if saved is None:
         return
     if not kind.is_known:
-        torchs = iter(index_sampler)
-        if may_be_stateful(kind, torchs):
-            recorder, left = recorder_of(kind, torchs, saved, position, every=0)
+        torch_iterator = iter(index_sampler)
+        if may_be_stateful(kind, torch_iterator):
+            recorder, left = recorder_of(kind, torch_iterator, saved, position, every=0)
             if has_ended:
                 recorder.begin()
                 return

@@ -86,8 +86,8 @@ def about(kind: Kind) -> SamplerState:
     )
 
 
-def _plain(cls: type, of: Any, name: str) -> Any:
-    value = getattr(of, name, None)
+def _plain(cls: type, sampler: Any, name: str) -> Any:
+    value = getattr(sampler, name, None)
     return value if type(value) is cls else None
 
 

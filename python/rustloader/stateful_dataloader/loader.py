@@ -161,12 +161,12 @@ class StatefulDataLoader(DataLoader[_T_co]):
         # First: the state of a dataset may hold that of a generator.
         finished = bool(iterator.finished) and not back
         draws = self._draws_of_next() if finished else None
-        found = iterator.state(back, finished, draws)
+        state = iterator.state(back, finished, draws)
         if not (finished or self._has_looked or iterator.delivered_nothing()):
             self._has_looked = True
             if is_stateful(self.dataset):
                 shuffle_buffers.warn(self.dataset)
-        return found
+        return state
 
     def _state_before_end(self) -> dict[str, Any]:
         """Returns the state after the last batch of an epoch, whose end a prefetcher has seen and the program has not.
@@ -248,10 +248,10 @@ class StatefulDataLoader(DataLoader[_T_co]):
         about = plans.dataset_of(self)
         if self.num_workers == 0:
             return _StatefulSingleProcessIter(self, plan, about)
-        told = self._recorder()
+        epoch_recorder = self._recorder()
         if not loader_state.has_auto(self):
             in_torch(TORCHS_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
-        return _StatefulMultiProcessingIter(self, plan, about, told)
+        return _StatefulMultiProcessingIter(self, plan, about, epoch_recorder)
 
     def _recorder(self) -> EpochRecorder | None:
         """Returns the recorder of the dataset's ``set_epoch``, if there are workers to forward it to: those that
@@ -378,14 +378,14 @@ def _drop_next(iterator: _Iter) -> bool:
 
 def _add_parameters() -> None:
     """Adds the parameters of ``DataLoader`` to the signature, by which frameworks rebuild a loader."""
-    torchs = inspect.signature(DataLoader.__init__)
+    signature = inspect.signature(DataLoader.__init__)
     own = inspect.signature(StatefulDataLoader.__init__).parameters
     added = [
         own[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for name in ("snapshot_every_n_steps", "forward_set_epoch")
     ]
-    parameters = [*torchs.parameters.values(), *added]
-    StatefulDataLoader.__init__.__signature__ = torchs.replace(parameters=parameters)  # type: ignore[attr-defined]
+    parameters = [*signature.parameters.values(), *added]
+    StatefulDataLoader.__init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
 
 _add_parameters()

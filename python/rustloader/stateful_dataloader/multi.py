@@ -18,9 +18,9 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
     _epochs: StatefulEpochs
 
     def __init__(
-        self, loader: StatefulLoaderLike, plan: Plan, about_dataset: DatasetState, told: EpochRecorder | None
+        self, loader: StatefulLoaderLike, plan: Plan, about_dataset: DatasetState, epoch_recorder: EpochRecorder | None
     ) -> None:
-        self._epochs = StatefulEpochs(loader, plan, about_dataset, told)
+        self._epochs = StatefulEpochs(loader, plan, about_dataset, epoch_recorder)
         super().__init__(loader)
 
     @property

@@ -158,10 +158,10 @@ def dataset_of(loader: LoaderLike) -> DatasetState:
 
 
 def _check_dataset(saved: DatasetState, present: DatasetState) -> None:
-    kinds = {"map": "a map-style", "iterable": "an iterable"}
+    names = {"map": "a map-style", "iterable": "an iterable"}
     if saved.kind != present.kind:
         raise ValueError(
-            f"the state is of {kinds.get(saved.kind, 'another')} dataset, and this loader has {kinds[present.kind]} "
+            f"the state is of {names.get(saved.kind, 'another')} dataset, and this loader has {names[present.kind]} "
             "one: load it into a loader over the same dataset"
         )
     if None not in (saved.length, present.length) and saved.length != present.length:

@@ -85,10 +85,11 @@ class Positioned:
             seeding = dataclasses.replace(seeding, first_ordinal=self.origin.low, ahead=self.origin.ahead)
         self.seeding = seeding
 
-    def sample_from(self, it: IteratorLike, origin: Plan, torchs: Iterator[Any], position: int) -> Sampling:
-        """Returns the index batches from a position on; ``torchs`` is torch's iterator over the sampler."""
+    def sample_from(self, it: IteratorLike, origin: Plan, torch_iterator: Iterator[Any], position: int) -> Sampling:
+        """Returns the index batches from a position on. ``torch_iterator``: torch's iterator over the sampler."""
         is_map = it._dataset_kind == _DatasetKind.Map
-        return sampling(it._index_sampler, torchs, origin.sampler, position, origin.ahead, self.every, map_style=is_map)
+        saved, ahead = origin.sampler, origin.ahead
+        return sampling(it._index_sampler, torch_iterator, saved, position, ahead, self.every, map_style=is_map)
 
     def warn_if_frozen(self, it: IteratorLike, made: WorkerStart) -> None:
         if made.frozen and not self._has_warned:

@@ -65,9 +65,9 @@ class Inner:
         return None
 
 
-def may_be_stateful(kind: Kind, torchs: Any) -> bool:
+def may_be_stateful(kind: Kind, torch_iterator: Any) -> bool:
     """Returns True if a sampler or an iterator over it has a state, or may turn out to have one."""
-    if kind.name == "stateful" or isinstance(torchs, Stateful):
+    if kind.name == "stateful" or isinstance(torch_iterator, Stateful):
         return True
     function = getattr(type(kind.inner), "__iter__", None)
     # Generators have none, nor have the iterators of built-in types.
@@ -79,16 +79,16 @@ class Recorder(Iterator[Any]):
 
     Args:
         kind: The sampler.
-        torchs: Its unstarted iterator.
+        torch_iterator: Its unstarted iterator.
         saved: The entry to go on from; None for the start of the epoch.
         position: Number of index batches before the first one that it yields.
         every: Number of index batches from one state to the next; 0 for the first one alone.
     """
 
-    def __init__(self, kind: Kind, torchs: Any, saved: Entry | None, position: int, every: int) -> None:
+    def __init__(self, kind: Kind, torch_iterator: Any, saved: Entry | None, position: int, every: int) -> None:
         self._kind = kind
         self._index_sampler = kind.inner if kind.batches is None else kind.batches
-        self._torchs = torchs
+        self._torch_iterator = torch_iterator
         self._saved = saved
         self._every = every
         self._inner: Inner | None = None
@@ -137,7 +137,7 @@ class Recorder(Iterator[Any]):
         return iterate(self._kind, inner)
 
     def _begin_whole(self) -> Any:
-        saved, iterator = self._saved, self._torchs
+        saved, iterator = self._saved, self._torch_iterator
         if saved is None:
             return iterator
         if saved.index_sampler_state is not None:
@@ -200,13 +200,15 @@ class Recorder(Iterator[Any]):
         self.begin()
         if self._error is not None:
             raise self._error
-        found = next((entry for entry in reversed(self._entries) if entry.position <= position), None)
-        if found is None or found[1:] == (None, None):
+        newest = next((entry for entry in reversed(self._entries) if entry.position <= position), None)
+        if newest is None or newest[1:] == (None, None):
             return None
-        return Entry(*copied(tuple(found)))
+        return Entry(*copied(tuple(newest)))
 
 
-def recorder_of(kind: Kind, torchs: Any, saved: SamplerState | None, position: int, every: int) -> tuple[Recorder, int]:
+def recorder_of(
+    kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int, every: int
+) -> tuple[Recorder, int]:
     """Returns a recorder that goes on from what a state says, and the number of its index batches before a position."""
     entry = None
     begun = 0
@@ -214,4 +216,4 @@ def recorder_of(kind: Kind, torchs: Any, saved: SamplerState | None, position: i
         # A program may have set the position back to one before the state.
         begun = position if saved.state_position is None else min(saved.state_position, position)
         entry = Entry(begun, saved.index_sampler_state, saved.sampler_iter_state)
-    return Recorder(kind, torchs, entry, begun, every), position - begun
+    return Recorder(kind, torch_iterator, entry, begun, every), position - begun

@@ -101,25 +101,25 @@ class _Rank:
 
     def common(self) -> dict[str, Any]:
         """Returns the entries that must be the same in the states of all ranks."""
-        said = {name: getattr(self.sampler, name) for name in ("batch_size", "drop_last", "length")}
-        said |= {schema.FINISHED: self.state.get(schema.FINISHED), "number of batches": self.position}
-        said["begin of the epoch"] = "not begun" if self.start is None else "begun"
+        entries = {name: getattr(self.sampler, name) for name in ("batch_size", "drop_last", "length")}
+        entries |= {schema.FINISHED: self.state.get(schema.FINISHED), "number of batches": self.position}
+        entries["start of the epoch"] = "not begun" if self.start is None else "begun"
         shared = {} if self.start is None else self.start
-        return said | {f"sampler's {name}": value for name, value in shared.items() if name != "rank"}
+        return entries | {f"sampler's {name}": value for name, value in shared.items() if name != "rank"}
 
 
 def _position(state: Mapping[str, Any]) -> int:
     try:
         if schema.SNAPSHOT in state:
             main = state[schema.SNAPSHOT][schema.MAIN]
-            found = main[schema.SAMPLER_ITER_YIELDED] + state[schema.STEPS]
+            delivered = main[schema.SAMPLER_ITER_YIELDED] + state[schema.STEPS]
         else:
-            found = state[schema.SAMPLER_ITER_YIELDED]
+            delivered = state[schema.SAMPLER_ITER_YIELDED]
     except (KeyError, TypeError) as error:
         raise ValueError(f"a state has no number of delivered batches: {error!r} is missing") from error
-    if type(found) is not int or found < 0:
-        raise ValueError(f"a state's number of delivered batches must be a non-negative integer, got {found!r}")
-    return found
+    if type(delivered) is not int or delivered < 0:
+        raise ValueError(f"a state's number of delivered batches must be a non-negative integer, got {delivered!r}")
+    return delivered
 
 
 def _in_order(ranks: list[_Rank]) -> list[_Rank]:
@@ -139,8 +139,8 @@ def _in_order(ranks: list[_Rank]) -> list[_Rank]:
     replicas = ranks[0].start["num_replicas"]
     numbered = {rank.start["rank"]: rank for rank in ranks if rank.start is not None}
     if sorted(numbered) != list(range(replicas)) or len(ranks) != replicas:
-        found = ", ".join(str(rank.start and rank.start["rank"]) for rank in ranks)
-        raise ValueError(f"states must be those of all {replicas} ranks, got those of ranks {found}")
+        present = ", ".join(str(rank.start and rank.start["rank"]) for rank in ranks)
+        raise ValueError(f"states must be those of all {replicas} ranks, got those of ranks {present}")
     return [numbered[number] for number in range(replicas)]
 
 

@@ -96,9 +96,9 @@ class DatasetState:
     stateful: Any
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Self:
+    def of(cls, entries: Mapping[str, Any]) -> Self:
         """Reads a part of a state. A missing entry becomes None."""
-        return _known(cls, said)
+        return _known(cls, entries)
 
     @property
     def is_iterable(self) -> bool:
@@ -139,26 +139,26 @@ class SamplerState:
     is_owed: bool = False
 
     @classmethod
-    def of(cls, said: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Self:
+    def of(cls, entries: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Self:
         """Reads a part of a state.
 
         Args:
-            said: This package's part.
+            entries: This package's part.
             beside: The part with torchdata's keys.
         """
         beside = beside or {}
         states = beside.get(INDEX_SAMPLER_STATE), beside.get(SAMPLER_ITER_STATE)
         more = {"index_sampler_state": states[0], "sampler_iter_state": states[1], "is_owed": False}
-        return _known(cls, said, says_batch_size="batch_size" in said, **more)
+        return _known(cls, entries, says_batch_size="batch_size" in entries, **more)
 
     @property
     def own(self) -> dict[str, Any]:
         """This package's part."""
-        said = {name: getattr(self, name) for name in ("kind", "length", "batch_size", "drop_last")}
+        entries = {name: getattr(self, name) for name in ("kind", "length", "batch_size", "drop_last")}
         if self.kind in ("random", "weighted"):
-            said |= {"data_length": self.data_length, "replacement": self.replacement}
-        said["start"] = self.start
-        return said if self.state_position is None else said | {"state_position": self.state_position}
+            entries |= {"data_length": self.data_length, "replacement": self.replacement}
+        entries["start"] = self.start
+        return entries if self.state_position is None else entries | {"state_position": self.state_position}
 
     @property
     def has_states(self) -> bool:
@@ -246,17 +246,17 @@ class State:
         ]
         if self.num_workers == 0:
             keys = _FLAT_KEYS if self.has_records else _FRESH_KEYS
-            found = {key: values[key] for key in keys}
-            found |= {key: snapshots[0][key] for key in (FETCHER_STATE, DATASET_STATE)}
+            entries = {key: values[key] for key in keys}
+            entries |= {key: snapshots[0][key] for key in (FETCHER_STATE, DATASET_STATE)}
         else:
             snapshot = {
                 SNAPSHOT_STEP: self.yielded,
                 LAST_WORKER: self.last_worker,
                 MAIN: {key: values[key] for key in _MAIN_KEYS},
-                WORKER_SNAPSHOTS: {_name(worker): made for worker, made in enumerate(snapshots)},
+                WORKER_SNAPSHOTS: {_name(worker): part for worker, part in enumerate(snapshots)},
             }
-            found = {SNAPSHOT: snapshot, STEPS: self.steps}
-        return found | {FINISHED: self.finished, OWN: self._own(self.sampler, self.dataset)}
+            entries = {SNAPSHOT: snapshot, STEPS: self.steps}
+        return entries | {FINISHED: self.finished, OWN: self._own(self.sampler, self.dataset)}
 
     def _fetcher_of(self, start: WorkerStart) -> dict[str, Any] | None:
         assert self.dataset is not None
@@ -274,7 +274,7 @@ class State:
             }
             for start in self.workers
         ]
-        found: dict[str, Any] = {
+        own: dict[str, Any] = {
             Own.VERSION: VERSION,
             Own.EPOCH: self.epoch,
             Own.BASE_SEED: self.base_seed,
@@ -286,10 +286,10 @@ class State:
             Own.WORKERS: records if self.has_records else None,
         }
         if self.failures:
-            found[Own.FAILURES] = self.failures
+            own[Own.FAILURES] = self.failures
         if self.next is not None:
-            found[Own.NEXT] = {Own.BASE_SEED: self.next.base_seed, Own.SAMPLER: self.next.sampler}
-        return found
+            own[Own.NEXT] = {Own.BASE_SEED: self.next.base_seed, Own.SAMPLER: self.next.sampler}
+        return own
 
     # Reading
 
@@ -308,25 +308,25 @@ class State:
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a dict from state_dict() of a StatefulDataLoader, got {state!r}")
-        found, own = cls(), state.get(OWN)
+        result, own = cls(), state.get(OWN)
         if own is not None:
-            found._read_header(own, check)
-        found.finished = bool(of(state, FINISHED, bool))
+            result._read_header(own, check)
+        result.finished = bool(of(state, FINISHED, bool))
         if SNAPSHOT in state:
-            found._read_snapshot(state, own or {})
+            result._read_snapshot(state, own or {})
         elif NUM_YIELDED in state:
-            found.low = count(state, SAMPLER_ITER_YIELDED)
-            found.yielded = count(state, NUM_YIELDED)
-            found.workers = [_worker(state, found._records(own or {}, 1)[0])]
-            found.sampler = SamplerState.of((own or {}).get(Own.SAMPLER) or {}, state)
+            result.low = count(state, SAMPLER_ITER_YIELDED)
+            result.yielded = count(state, NUM_YIELDED)
+            result.workers = [_worker(state, result._records(own or {}, 1)[0])]
+            result.sampler = SamplerState.of((own or {}).get(Own.SAMPLER) or {}, state)
         else:
             raise ValueError(
                 f"the state has neither {SNAPSHOT!r} nor {NUM_YIELDED!r}, which states of a StatefulDataLoader have: "
                 "load what state_dict() returned"
             )
         if own is not None:
-            found._read_own(own)
-        return found
+            result._read_own(own)
+        return result
 
     def _read_header(self, own: Any, check: Callable[[DatasetState | SamplerState], None]) -> None:
         if not isinstance(own, Mapping):
@@ -342,9 +342,9 @@ class State:
         check(SamplerState.of(of(own, Own.SAMPLER, dict)))
 
     def _records(self, own: Mapping[str, Any], number: int) -> list[Any]:
-        found = (of(own, Own.WORKERS, list, type(None)) if own else None) or []
-        self.has_records = bool(found)
-        return found or [{}] * number
+        records = (of(own, Own.WORKERS, list, type(None)) if own else None) or []
+        self.has_records = bool(records)
+        return records or [{}] * number
 
     def _read_snapshot(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         snapshot = of(state, SNAPSHOT, dict)
@@ -387,8 +387,8 @@ def _name(worker: int) -> str:
     return f"worker_{worker}"
 
 
-def _known(cls: Any, said: Mapping[str, Any], **more: Any) -> Any:
-    return cls(**{name: said.get(name) for name in cls.__dataclass_fields__} | more)
+def _known(cls: Any, entries: Mapping[str, Any], **more: Any) -> Any:
+    return cls(**{name: entries.get(name) for name in cls.__dataclass_fields__} | more)
 
 
 def _worker(snapshot: Any, record: Any) -> WorkerStart:
@@ -409,13 +409,13 @@ def _worker(snapshot: Any, record: Any) -> WorkerStart:
     ).resumed()
 
 
-def of(values: Any, key: str, *kinds: type) -> Any:
+def of(values: Any, key: str, *types: type) -> Any:
     """Returns a value of a state, of one of these types."""
     if key not in values:
         raise ValueError(f"the state has no {key!r}: load what state_dict() of a StatefulDataLoader returned")
     value = values[key]
-    if not isinstance(value, kinds):
-        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+    if not isinstance(value, types):
+        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in types)
         raise ValueError(f"the state's {key!r} must be of type {names}, got {value!r}")
     return value
 

@@ -38,11 +38,11 @@ def largest(dataset: Any) -> int:
     for _ in range(_MOST):
         if not waiting:
             break
-        found = _attributes(waiting.pop())
-        if type(found.get("buffer_size")) is int:
-            size = max(size, found["buffer_size"])
-        for name in found.keys() & _PARTS:
-            part = found[name]
+        attributes = _attributes(waiting.pop())
+        if type(attributes.get("buffer_size")) is int:
+            size = max(size, attributes["buffer_size"])
+        for name in attributes.keys() & _PARTS:
+            part = attributes[name]
             waiting += part if type(part) is list else [part]
     return size
 

@@ -64,7 +64,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._num_yielded = plan.yielded
         tracing.follow_fetches(self, loader_state.of(loader), names.of(loader))
 
-    def _resume_sampler(self, torchs: Any) -> Any:
+    def _resume_sampler(self, torch_iterator: Any) -> Any:
         """Takes the first snapshot, and makes the batches again that the saved one lacks."""
         start, low = self._start, self.origin.low
         fetcher, count = self._dataset_fetcher, start.replayed
@@ -74,7 +74,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
                 self._snapshots.append((0, first))
         is_map = self._dataset_kind == _DatasetKind.Map
         self._epoch.sampling = sampling = self._epoch.sample_from(
-            self, self.origin, torchs, low - count if is_map else low
+            self, self.origin, torch_iterator, low - count if is_map else low
         )
         if count:
             if is_map:

@@ -70,8 +70,8 @@ class Source:
     def _shard(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
         if self._start is not None:
             return iter(shard(self._start).tolist()), dict(self._start)
-        found = shard_start(self._kind.inner)
-        return iter(self._kind.inner) if self._iterator is None else self._iterator, found
+        start = shard_start(self._kind.inner)
+        return iter(self._kind.inner) if self._iterator is None else self._iterator, start
 
     def _random(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
         inner = self._kind.inner
@@ -126,8 +126,8 @@ def start_of(kind: Kind, saved: SamplerState | None) -> Mapping[str, Any] | None
     if saved is None:
         return None
     if saved.kind is not None or saved.start is not None:
-        found: Mapping[str, Any] | None = saved.start
-        return found or None
+        start: Mapping[str, Any] | None = saved.start
+        return start or None
     state = saved.sampler_iter_state
     if kind.batches is not None and isinstance(state, Mapping):
         state = state.get(INNER_ITER_STATE)

@@ -122,14 +122,14 @@ class Restarts:
 
     def notes(self, worker_id: int) -> list[str]:
         """Returns the lines about other deaths for the error of a worker's final death."""
-        found = []
+        notes = []
         others = [line for line in self.history if line != self._lines.get(worker_id)]
         if others:
             lines = "".join(f"\n  {line}" for line in others)
-            found.append(f"Other deaths of workers in this epoch, with max_restarts={self.limit}:{lines}")
+            notes.append(f"Other deaths of workers in this epoch, with max_restarts={self.limit}:{lines}")
         if worker_id in self._poisoned:
-            found.append(f"{POISON_AFTER} workers have died in its batch, which is not tried again.")
-        return found
+            notes.append(f"{POISON_AFTER} workers have died in its batch, which is not tried again.")
+        return notes
 
     def _decided(self, death: Death, seconds: float | None) -> float | None:
         self._counted[death.worker_id] = death.generation, seconds is None

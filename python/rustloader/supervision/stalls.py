@@ -33,13 +33,14 @@ def to_the_fetcher(stack: str) -> str:
     return "\n".join(shown)
 
 
-def text(worker_id: int, torchs: str) -> str:
-    """Returns the text of the error for a worker that was killed for ``stall_timeout``; ``torchs`` is torch's for the
-    death.
+def text(worker_id: int, torch_text: str) -> str:
+    """Returns the text of the error for a worker that was killed for ``stall_timeout``.
+
+    ``torch_text`` is torch's text for the death.
     """
     return (
         f"DataLoader worker {worker_id} was in one batch for longer than stall_timeout and was killed; the log has its "
-        f"stack, and a larger stall_timeout allows slower batches. {torchs}"
+        f"stack, and a larger stall_timeout allows slower batches. {torch_text}"
     )
 
 

@@ -29,27 +29,27 @@ def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None
 
 def size() -> int | None:
     """Returns the number of ranks on this machine, 1 or more; None if unknown."""
-    return next((found for name in _SIZES if (found := number(name))), None) or _slurm_size()
+    return next((value for name in _SIZES if (value := number(name))), None) or _slurm_size()
 
 
 def rank() -> int | None:
     """Returns the number of this rank among those of this machine, from 0; None if unknown."""
-    found = _number_in(os.environ)
-    return None if found is None else found[1]
+    variable = _number_in(os.environ)
+    return None if variable is None else variable[1]
 
 
 def global_rank() -> int | None:
     """Returns the number of this rank among those of all machines, from 0; None if unknown."""
-    return next((found for name in _GLOBAL if (found := number(name)) is not None), None)
+    return next((value for name in _GLOBAL if (value := number(name)) is not None), None)
 
 
 def _slurm_size() -> int | None:
     sizes: list[int] = []
     for part in os.environ.get(_SLURM_SIZES, "").split(","):
-        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,5})\))?", part)
-        if not found:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,5})\))?", part)
+        if not match:
             return None
-        sizes += [int(found[1])] * int(found[2] or 1)
+        sizes += [int(match[1])] * int(match[2] or 1)
     node = number("SLURM_NODEID")
     return (sizes[node] or None) if node is not None and node < len(sizes) else None
 
@@ -82,4 +82,4 @@ def number_of(pid: int) -> tuple[str, int] | None:
 
 
 def _number_in(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    return next(((name, found) for name in _RANKS if (found := number(name, environment)) is not None), None)
+    return next(((name, value) for name in _RANKS if (value := number(name, environment)) is not None), None)

@@ -78,8 +78,8 @@ def rollup(pid: int) -> dict[str, int]:
 
 def private(pid: int) -> int | None:
     """Returns the resident bytes of a process that no other one maps (USS); None if not readable."""
-    found = rollup(pid)
-    return found["Private_Clean"] + found["Private_Dirty"] if found else None
+    sums = rollup(pid)
+    return sums["Private_Clean"] + sums["Private_Dirty"] if sums else None
 
 
 def proportional(pid: int) -> int | None:

@@ -115,14 +115,14 @@ def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
 def _events(path: str, text: str) -> Any:
     """Returns the array of a file, or its object with one. An array may lack its end."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except ValueError:
         if not text.lstrip().startswith("["):
             raise NotATrace(f"{path} is no JSON: a trace of torch.profiler that is cut off cannot be read") from None
         whole = [line.strip().rstrip(",") for line in text.lstrip()[1:].splitlines()]
-        found = [json.loads(line) for line in whole if line.startswith("{") and line.endswith("}")]
-    is_object = isinstance(found, dict) and isinstance(found.get("traceEvents"), list)
-    is_array = isinstance(found, list) and all(isinstance(event, dict) for event in found)
+        content = [json.loads(line) for line in whole if line.startswith("{") and line.endswith("}")]
+    is_object = isinstance(content, dict) and isinstance(content.get("traceEvents"), list)
+    is_array = isinstance(content, list) and all(isinstance(event, dict) for event in content)
     if not is_object and not is_array:
         raise NotATrace(f"{path} is no trace: it has no array of events")
-    return found
+    return content

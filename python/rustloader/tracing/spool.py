@@ -135,9 +135,9 @@ def read_about(folder: str) -> dict[str, Any]:
 
 def read_records(folder: str, about: dict[str, Any]) -> Iterator[tuple[int, int, int, int, int]]:
     """Yields the records, as they were written. A program that was killed has not written how long the files are."""
-    there = [name for name in ("0", "1") if os.path.exists(os.path.join(folder, name))]
-    there.sort(key=lambda name: os.stat(os.path.join(folder, name)).st_mtime_ns)
-    for name, length in about.get("files", [(name, sys.maxsize) for name in there]):
+    files = [name for name in ("0", "1") if os.path.exists(os.path.join(folder, name))]
+    files.sort(key=lambda name: os.stat(os.path.join(folder, name)).st_mtime_ns)
+    for name, length in about.get("files", [(name, sys.maxsize) for name in files]):
         with open(os.path.join(folder, name), "rb") as file:
             while length > 0 and (data := file.read(min(_READ, length))):
                 length -= len(data)

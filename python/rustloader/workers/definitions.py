@@ -269,10 +269,10 @@ def _name_in_main(obj: Any) -> str | None:
 
 def _found(module: str | None, obj: Any) -> Any:
     """Returns the value that a module has under the qualified name of an object; None without one."""
-    found = sys.modules.get(module or "")
+    value = sys.modules.get(module or "")
     for part in getattr(obj, "__qualname__", "").split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _is_of_pickle(error: Exception) -> bool:

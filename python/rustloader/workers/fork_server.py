@@ -76,10 +76,10 @@ def _is_shadowed() -> bool:
     if sys.flags.safe_path:
         return False
     try:
-        here = os.getcwd()
+        cwd = os.getcwd()
     except OSError:
         return False  # the directory has been deleted
-    spec = importlib.machinery.PathFinder.find_spec("rustloader", [here])
+    spec = importlib.machinery.PathFinder.find_spec("rustloader", [cwd])
     return spec is not None and spec.origin not in (None, sys.modules["rustloader"].__file__)
 
 

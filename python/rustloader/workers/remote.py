@@ -75,9 +75,9 @@ class RemoteProcess:
     def why_died(self) -> str | None:
         """Returns the reason why it has died. The cluster knows more than the connection, but only a little later."""
         deadline = time.monotonic() + STATUS_AFTER
-        while (found := self._told or self._started.failure()) is None and time.monotonic() < deadline:
+        while (reason := self._told or self._started.failure()) is None and time.monotonic() < deadline:
             time.sleep(REMOTE_CHECK)
-        return found or self._link.reason
+        return reason or self._link.reason
 
     def kill(self) -> None:
         """Ends it."""
@@ -132,10 +132,10 @@ class _Starting:
             self.listener.close()
             raise
 
-    def accept(self, job: bytes, deadline: float, tell: Callable[[_News], None]) -> None:
+    def accept(self, job: bytes, deadline: float, report: Callable[[_News], None]) -> None:
         """Takes a connection, and lets a thread identify it: a silent stranger does not hold up the others."""
         connection, _ = self.listener.accept()
-        thread = threading.Thread(target=self._greet, args=(connection, job, deadline, tell), daemon=True)
+        thread = threading.Thread(target=self._greet, args=(connection, job, deadline, report), daemon=True)
         try:
             thread.start()
         except BaseException:
@@ -143,18 +143,18 @@ class _Starting:
             raise
         self.pending[connection] = thread
 
-    def _greet(self, connection: socket.socket, job: bytes, deadline: float, tell: Callable[[_News], None]) -> None:
+    def _greet(self, connection: socket.socket, job: bytes, deadline: float, report: Callable[[_News], None]) -> None:
         """Sends the job if it is the worker's, and waits until it has read everything."""
-        found: int | Exception | None
+        outcome: int | Exception | None
         try:
-            found = handshake.is_expected(connection, self.token, self.worker_id, deadline)
-            if found is not None:
+            outcome = handshake.is_expected(connection, self.token, self.worker_id, deadline)
+            if outcome is not None:
                 self.is_proved = True
                 handshake.send_answer(connection, True, job, deadline)
                 handshake.receive_answer(connection, deadline)
         except Exception as error:
-            found = error
-        tell((self, connection, found))
+            outcome = error
+        report((self, connection, outcome))
 
     def settle(self, connection: socket.socket, pid: int) -> None:
         """Notes which connection is the worker's, and closes the others."""
@@ -215,8 +215,8 @@ def _await(starting: list[_Starting], jobs: dict[int, bytes], deadline: float) -
     news: queue.SimpleQueue[_News] = queue.SimpleQueue()
     waiting, (bell, ringer) = [*starting], socket.socketpair()
 
-    def tell(found: _News) -> None:
-        news.put(found)
+    def report(outcome: _News) -> None:
+        news.put(outcome)
         with contextlib.suppress(OSError):  # the wait is over
             ringer.send(b"1")
 
@@ -228,28 +228,30 @@ def _await(starting: list[_Starting], jobs: dict[int, bytes], deadline: float) -
                     bell.recv(1)
                     _settle(*news.get(), waiting)
                 elif (it := ports[ready]) in waiting:  # type: ignore[index]
-                    it.accept(jobs[it.worker_id], deadline, tell)
+                    it.accept(jobs[it.worker_id], deadline, report)
             _check(waiting, deadline)
 
 
-def _settle(it: _Starting, connection: socket.socket, found: int | Exception | None, waiting: list[_Starting]) -> None:
+def _settle(
+    it: _Starting, connection: socket.socket, outcome: int | Exception | None, waiting: list[_Starting]
+) -> None:
     """Takes the result of a thread that has identified a connection."""
     thread = it.pending.pop(connection, None)
     if thread is None:
         return  # the worker has come by another one
     thread.join()
-    if isinstance(found, int):
-        it.settle(connection, found)
+    if isinstance(outcome, int):
+        it.settle(connection, outcome)
         waiting.remove(it)
         return
     connection.close()
-    if isinstance(found, handshake.HandshakeError):
-        raise RuntimeError(_refusal(it, str(found))) from None
+    if isinstance(outcome, handshake.HandshakeError):
+        raise RuntimeError(_refusal(it, str(outcome))) from None
     # At the deadline, `_check` raises.
-    if isinstance(found, OSError) and not isinstance(found, TimeoutError):
-        raise StartError(_refusal(it, it.started.failure() or str(found))) from None
-    if found is not None and not isinstance(found, OSError):
-        raise found
+    if isinstance(outcome, OSError) and not isinstance(outcome, TimeoutError):
+        raise StartError(_refusal(it, it.started.failure() or str(outcome))) from None
+    if outcome is not None and not isinstance(outcome, OSError):
+        raise outcome
 
 
 def _refusal(it: _Starting, reason: str) -> str:

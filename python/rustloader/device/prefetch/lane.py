@@ -221,12 +221,12 @@ class Lane:
         """Records events after the last use of the storages that were dropped since the last call."""
         streams, current = self.streams, self.streams.current()
         kept: list[_Loan] = []
-        found: dict[int, _Retired] = {}
+        by_batch: dict[int, _Retired] = {}
         events: dict[Any, Any] = {}
         for loan in self._lent:
             if loan.is_dropped():
                 _add(loan.streams, current)
-                retired = found.setdefault(loan.number, _Retired(loan.number))
+                retired = by_batch.setdefault(loan.number, _Retired(loan.number))
                 retired.aliases.append(loan.alias)
                 for stream in loan.streams:
                     if stream not in events:
@@ -237,7 +237,7 @@ class Lane:
                     streams.hand_over(loan.alias, stream)
             else:
                 kept.append(loan)
-        retired_now = [*found.values()]
+        retired_now = [*by_batch.values()]
         # One step to a signal handler: a storage is in one of the two lists.
         self._retired += retired_now
         self._lent = kept

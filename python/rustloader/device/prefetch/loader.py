@@ -100,11 +100,11 @@ class DeviceLoader:
         self._position = Position()
         self._iterators: weakref.WeakSet[DeviceIterator] = weakref.WeakSet()
         # `stats` finds them by the loader and by this object.
-        found = transfers.keep(self, transfers.of(loader_in(loader, lambda _: False)))
+        counters = transfers.keep(self, transfers.of(loader_in(loader, lambda _: False)))
         if isinstance(lane, HostLane):
-            found.note_host()
+            counters.note_host()
         else:
-            lane.transfers = found
+            lane.transfers = counters
 
     @property
     def device(self) -> torch.device:

@@ -65,10 +65,10 @@ class Move:
         return value
 
     def _once(self, value: Any) -> Any:
-        found = self._moved.get(id(value))
-        if found is None:
-            found = self._moved[id(value)] = value, self._copied(value)
-        return found[1]
+        moved = self._moved.get(id(value))
+        if moved is None:
+            moved = self._moved[id(value)] = value, self._copied(value)
+        return moved[1]
 
     def _copied(self, value: Any) -> Any:
         made: list[torch.Tensor] = []

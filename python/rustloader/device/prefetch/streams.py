@@ -200,8 +200,8 @@ def streams_of(device: torch.device | str | int | None) -> Streams | None:
         RuntimeError: This torch or this machine lacks the device.
     """
     if device is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        device = torch.device("cpu") if found is None else found
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = torch.device("cpu") if accelerator is None else accelerator
     device = torch.device(device)
     if device.type == "cpu":
         return None

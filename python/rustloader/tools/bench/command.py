@@ -199,14 +199,14 @@ class _Bench:
         # Twice the batches that are in flight at the start.
         skipped = 2 * workers * (self._about["prefetch_factor"] or PREFETCH_FACTOR)
         limits = self._limits._replace(batches=skipped + _SHOWN)
-        found = {}
+        timelines = {}
         for name in _ENGINES:
             progress.say(f"the plot: {name}")
             with tempfile.TemporaryDirectory(prefix="rustloader-bench-") as folder:
                 with self._probe(name, setting, folder) as probe:
                     probe.answer()
-                    found[name] = Timeline(workers, skipped, **probe.ask("watch", limits))
-        return found
+                    timelines[name] = Timeline(workers, skipped, **probe.ask("watch", limits))
+        return timelines
 
     def _probe(self, engine: str, setting: Setting, records: str | None = None) -> Probe:
         quiet, cache = self._probes > 0, self._options.cache or 0

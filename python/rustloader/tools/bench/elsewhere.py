@@ -70,9 +70,9 @@ def connect() -> Any:
             reach(address)
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
-            found = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise Unusable(
-                f"--ray: no Ray cluster answers at {address}: {found}\n"
+                f"--ray: no Ray cluster answers at {address}: {reason}\n"
                 "  start one (`ray start --head`), or name one by RAY_ADDRESS"
             ) from None
     return ray

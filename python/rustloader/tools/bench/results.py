@@ -124,12 +124,12 @@ def judge_again(points: list[Point]) -> None:
 
 def merged(points: Iterable[Point]) -> list[Point]:
     """Returns a point for each number of workers, with all measurements of torch, which has none of the options."""
-    found: dict[int, Point] = {}
+    by_workers: dict[int, Point] = {}
     for point in points:
-        known = found.get(point.workers)
+        known = by_workers.get(point.workers)
         torch = point.torch if known is None else replace(known.torch, passes=known.torch.passes + point.torch.passes)
-        found[point.workers] = replace(point, torch=torch, options=())
-    return list(found.values())
+        by_workers[point.workers] = replace(point, torch=torch, options=())
+    return list(by_workers.values())
 
 
 def table(point: Point) -> str:

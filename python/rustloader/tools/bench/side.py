@@ -25,7 +25,7 @@ from rustloader.tools.probe.side import Side, end_workers
 # Maximum seconds to wait for workers that still make batches which no pass takes.
 _SETTLING = 5.0
 # The factory's own settings.
-_FACTORYS = Setting(None)
+_FROM_FACTORY = Setting(None)
 
 
 class BenchSide(Side):
@@ -37,7 +37,7 @@ class BenchSide(Side):
         self,
         target: str,
         engine: str,
-        setting: Setting = _FACTORYS,
+        setting: Setting = _FROM_FACTORY,
         records: str | None = None,
         quiet: bool = False,
         cache: int = 0,

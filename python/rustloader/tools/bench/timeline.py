@@ -56,7 +56,7 @@ class Recorder:
         """Returns the spans of each worker. rustloader sends a batch right after its fetch; these spans have the mean
         duration from the loader's statistics. A thread sends torch's batches, so there are no such spans.
         """
-        found = {}
+        spans_of = {}
         sending = _seconds_per_send(loader)
         for path in Path(self._folder).iterdir():
             lines = (line.split() for line in path.read_text().splitlines())
@@ -67,8 +67,8 @@ class Recorder:
                 spans += [
                     ("send", end, min(end + seconds, next_)) for (_, end), next_ in zip(fetches, following, strict=True)
                 ]
-            found[int(path.name)] = spans
-        return found
+            spans_of[int(path.name)] = spans
+        return spans_of
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -81,7 +81,7 @@ class Recorder:
     def _time_fetches(self) -> None:
         from torch.utils.data import _DatasetKind
 
-        torchs = _DatasetKind.create_fetcher
+        torch_create_fetcher = _DatasetKind.create_fetcher
 
         def create_fetcher(kind: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> Any:
             def collate(batch: Any) -> Any:
@@ -92,7 +92,7 @@ class Recorder:
                 with self._timed("fetch"):
                     return whole(index)
 
-            fetcher = torchs(kind, dataset, auto_collation, collate, drop_last)
+            fetcher = torch_create_fetcher(kind, dataset, auto_collation, collate, drop_last)
             whole, fetcher.fetch = fetcher.fetch, fetch
             return fetcher
 

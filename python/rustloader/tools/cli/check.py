@@ -94,14 +94,14 @@ class _Comparison:
 
     def run(self) -> int:
         """Returns the exit status: 0 if nothing differs, 1 if something does."""
-        expected = self._torchs()
+        expected = self._torch_events()
         with self._side("rustloader") as side:
             side.load()
             print(f"rustloader  comparing {_counted(expected)} ...", flush=True)
             pairs = itertools.zip_longest(expected, self._epoch(side))
-            for k, (torchs, own) in enumerate(pairs):
-                if torchs is None or own is None or torchs[:2] != own[:2]:
-                    return self._differs(k, torchs, own, side)
+            for k, (torch_event, own) in enumerate(pairs):
+                if torch_event is None or own is None or torch_event[:2] != own[:2]:
+                    return self._differs(k, torch_event, own, side)
                 if own.kind == "batch" and k == 0:
                     _served(side)  # before the rest of the epoch, which may take long
                 elif own.kind == "error" and k == 0:
@@ -116,7 +116,7 @@ class _Comparison:
         print(f"{part} came from the Rust engine")
         return 0
 
-    def _torchs(self) -> list[Event]:
+    def _torch_events(self) -> list[Event]:
         with self._side("torch") as side:
             about = side.load()
             workers = count_of(about["num_workers"], "worker")
@@ -155,9 +155,9 @@ class _Comparison:
                 print(f"{side.engine}: {count_of(k, 'batch')} so far{hint}", file=sys.stderr, flush=True)
         yield Event("state", side.ask("finish"))
 
-    def _differs(self, k: int, torchs: Event | None, own: Event | None, side: _CheckProbe) -> int:
+    def _differs(self, k: int, torch_event: Event | None, own: Event | None, side: _CheckProbe) -> int:
         """Prints the difference. Runs torch's iterator again, to see whether it agrees with itself."""
-        kinds = {torchs.kind if torchs else None, own.kind if own else None}
+        kinds = {torch_event.kind if torch_event else None, own.kind if own else None}
         where = "the end: the main process's random state" if kinds == {"state"} else f"batch {k}"
         try:
             with self._side("torch", quiet=True) as again:
@@ -166,7 +166,7 @@ class _Comparison:
                 if not about["in_order"]:
                     print(f"different at {where}, but {_OUT_OF_ORDER}")
                     return 1
-                if (event[:2] if event else None) != (torchs[:2] if torchs else None):
+                if (event[:2] if event else None) != (torch_event[:2] if torch_event else None):
                     print(f"different at {where}, but torch's iterator differs from itself there as well.\n{_UNSEEDED}")
                     return 1
                 if event is not None and own is not None and event.kind == own.kind == "batch":
@@ -174,7 +174,7 @@ class _Comparison:
                     return 1
         except Unusable as error:
             print(f"rustloader check: torch's iterator could not be run again: {error}", file=sys.stderr)
-        print(f"different at {where}: torch {_did(torchs)}, rustloader {_did(own)}")
+        print(f"different at {where}: torch {_did(torch_event)}, rustloader {_did(own)}")
         return 1
 
 

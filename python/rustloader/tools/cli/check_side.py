@@ -109,8 +109,8 @@ class CheckSide(Side):
         self.failed(error)
         if self.dead is not None:
             raise error
-        found = failure(error)
-        return Event("error", found.text, str(found), found.details)
+        described = failure(error)
+        return Event("error", described.text, str(described), described.details)
 
 
 def _digest(content: bytes) -> bytes:

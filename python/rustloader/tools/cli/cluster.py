@@ -51,15 +51,15 @@ def cluster() -> Iterator[Line]:
             ray.shutdown()
 
 
-def _free(there: Mapping[str, float], free: Mapping[str, float]) -> str:
+def _free(total: Mapping[str, float], free: Mapping[str, float]) -> str:
     """Describes the free part of the nodes' resources, with the resources that the user has named."""
-    found = f"{free.get('CPU', 0):g} of {there.get('CPU', 0):g} CPUs free"
-    if there.get("GPU"):
-        found += f", {free.get('GPU', 0):g} of {there['GPU']:g} GPUs"
-    if there.get("memory"):
-        found += f", {size(free.get('memory', 0))} of {size(there['memory'])} memory"
-    own = (name for name in sorted(there) if name not in _RAYS and not name.startswith(("node:", "accelerator_type:")))
-    return found + "".join(f", {free.get(name, 0):g} of {there[name]:g} {name}" for name in own)
+    text = f"{free.get('CPU', 0):g} of {total.get('CPU', 0):g} CPUs free"
+    if total.get("GPU"):
+        text += f", {free.get('GPU', 0):g} of {total['GPU']:g} GPUs"
+    if total.get("memory"):
+        text += f", {size(free.get('memory', 0))} of {size(total['memory'])} memory"
+    own = (name for name in sorted(total) if name not in _RAYS and not name.startswith(("node:", "accelerator_type:")))
+    return text + "".join(f", {free.get(name, 0):g} of {total[name]:g} {name}" for name in own)
 
 
 def _versions() -> dict[str, str]:
@@ -85,10 +85,10 @@ def _nodes(ray: Any) -> Iterator[Line]:
     ray.wait([*asked.values()], num_returns=len(asked), timeout=REMOTE_START.get())
     for name, answer in asked.items():
         try:
-            theirs = ray.get(answer, timeout=0)
+            installed = ray.get(answer, timeout=0)
         except Exception as error:
             reason = str(error).strip().rpartition("\n")[2] or type(error).__name__
             yield "Ray node", f"{name}: {reason}", "install rustloader there, with the same versions as here"
             continue
-        told = ", ".join(f"{package} {version}" for package, version in theirs.items())
-        yield "Ray node", f"{name}: {told}", handshake.skew(theirs) or ""
+        text = ", ".join(f"{package} {version}" for package, version in installed.items())
+        yield "Ray node", f"{name}: {text}", handshake.skew(installed) or ""

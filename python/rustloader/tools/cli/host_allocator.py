@@ -53,13 +53,13 @@ def _variable_of(setting: str, environ: Mapping[str, str]) -> str:
 
 def pinned_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the settings of pinned memory that torch takes."""
-    found = {name: _written(environ, name) for name in _VARIABLES}
-    return {key: found[name][key] for name in found for key in found[name] if _variable_of(key, environ) == name}
+    written = {name: _written(environ, name) for name in _VARIABLES}
+    return {key: written[name][key] for name in written for key in written[name] if _variable_of(key, environ) == name}
 
 
 def allocator(environ: Mapping[str, str]) -> tuple[str, str]:
     """Returns the settings in words, and advice."""
-    texts, advice = [], []
+    parts, advice = [], []
     for name in _VARIABLES:
         taken, ignored = [], []
         for key, value in _written(environ, name).items():
@@ -68,13 +68,13 @@ def allocator(environ: Mapping[str, str]) -> tuple[str, str]:
             else:
                 ignored.append((key, _variable_of(key, environ)))
         if taken:
-            texts.append(f"{name} has {', '.join(taken)}")
+            parts.append(f"{name} has {', '.join(taken)}")
         advice += [f"torch ignores {key} in {name}: set it in {instead or _CUDA}" for key, instead in ignored]
     settings = pinned_settings(environ)
     if _limit(settings, "pinned_max_round_threshold_mb") < _limit(settings, "pinned_max_cached_size_mb"):
         advice += _overflow(settings)
     default = "torch's defaults: sizes are rounded up to a power of two, and all blocks are kept for later batches"
-    return "; ".join(texts) or default, "; ".join(advice)
+    return "; ".join(parts) or default, "; ".join(advice)
 
 
 def _overflow(settings: Mapping[str, str]) -> list[str]:

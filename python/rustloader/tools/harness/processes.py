@@ -48,10 +48,10 @@ def forked(body: Callable[[], Any]) -> Any:
             os._exit(status)
     os.close(writer)
     with open(reader) as file:
-        said = file.read()
+        output = file.read()
     if os.waitpid(pid, 0)[1]:
         raise Failure("a forked process failed")
-    return json.loads(said)
+    return json.loads(output)
 
 
 def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> float:
@@ -93,7 +93,7 @@ def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> f
 
 def _await(descriptor: int, count: int) -> None:
     while count:
-        found = os.read(descriptor, count)
-        if not found:
+        data = os.read(descriptor, count)
+        if not data:
             raise Failure("a process that works beside others failed")
-        count -= len(found)
+        count -= len(data)

@@ -82,11 +82,11 @@ def _of_iterator(error: BaseException) -> list[Any]:
 
 def _by_text(text: str) -> str:
     """Returns a death as torch's message describes it, for a worker that is not in the list."""
-    if found := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
-        return f"a worker (pid {found[1]}) {how(int(found[2]))}"
-    if found := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):
-        number = next((number for number in signal.valid_signals() if signal.strsignal(number) == found[2]), None)
-        return f"a worker (pid {found[1]}) " + (f"was killed: {found[2]}" if number is None else how(-number))
+    if match := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
+        return f"a worker (pid {match[1]}) {how(int(match[2]))}"
+    if match := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):
+        number = next((number for number in signal.valid_signals() if signal.strsignal(number) == match[2]), None)
+        return f"a worker (pid {match[1]}) " + (f"was killed: {match[2]}" if number is None else how(-number))
     return text.splitlines()[0]
 
 
@@ -107,9 +107,9 @@ def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> It
     by_owner: dict[bool, list[str]] = {True: [], False: []}
     processes = [("the main process", group), *((f"worker {number}", pid) for number, pid in workers.items())]
     for name, pid in processes[: 1 + _ASKED]:
-        found, is_users = _place(pid, group, descriptor)
-        if found:
-            by_owner[is_users].append(f"{name} (pid {pid}) is at {found}")
+        place, is_users = _place(pid, group, descriptor)
+        if place:
+            by_owner[is_users].append(f"{name} (pid {pid}) is at {place}")
     yield from by_owner[bool(by_owner[True] or odd)]
 
 
@@ -117,8 +117,8 @@ def kill(group: int) -> None:
     """Kills a process group, except multiprocessing's resource tracker. Waits until that has cleaned up semaphores and
     shared memory, and has ended by itself."""
     deadline = time.monotonic() + _CLEANING
-    while (found := list(members(group))) and time.monotonic() < deadline:
-        for pid in found:
+    while (alive := list(members(group))) and time.monotonic() < deadline:
+        for pid in alive:
             with contextlib.suppress(OSError):
                 if "multiprocessing.resource_tracker import" not in (read(f"/proc/{pid}/cmdline") or ""):
                     os.kill(pid, signal.SIGKILL)
@@ -178,15 +178,15 @@ def _read(descriptor: int, offset: int) -> str:
     deadline = time.monotonic() + _WAIT
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        found = os.pread(descriptor, 1 << 16, offset)
-        if found and found == text:
+        content = os.pread(descriptor, 1 << 16, offset)
+        if content and content == text:
             break
-        text = found
+        text = content
     return text.decode(errors="replace")
 
 
 def _innermost(text: str) -> tuple[str, bool]:
-    frames = [found.groups() for line in text.splitlines() if (found := _FRAME.match(line))]
+    frames = [match.groups() for line in text.splitlines() if (match := _FRAME.match(line))]
     chosen = next((frame for frame in frames if users(frame[0])), None)
     if not frames:
         return "", False

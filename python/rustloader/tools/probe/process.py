@@ -46,12 +46,12 @@ class Probe:
         self._workers: dict[int, int] = {}
         # The process will not end by itself.
         self._stuck = False
-        self._connection, there = multiprocessing.Pipe()
+        self._connection, far_end = multiprocessing.Pipe()
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        with there:
+        with far_end:
             self._process = subprocess.Popen(
-                [sys.executable, *flags, "-c", _CODE, str(there.fileno()), str(os.getpid())],
-                pass_fds=[there.fileno()],
+                [sys.executable, *flags, "-c", _CODE, str(far_end.fileno()), str(os.getpid())],
+                pass_fds=[far_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,  # stdout is for results alone
                 process_group=0,
@@ -188,10 +188,10 @@ class Probe:
     def _gone(self) -> Unusable:
         ended = self._ended()
         if ended is None:
-            found = "closed the connection"
+            how_it_ended = "closed the connection"
         elif ended.si_code == os.CLD_EXITED:
-            found = how(ended.si_status)
+            how_it_ended = how(ended.si_status)
         else:
-            found = how(-ended.si_status)
-            found += " (the system may have been out of memory)" if ended.si_status == signal.SIGKILL else ""
-        return Unusable(f"the process with {self.engine}'s iterator {found}")
+            how_it_ended = how(-ended.si_status)
+            how_it_ended += " (the system may have been out of memory)" if ended.si_status == signal.SIGKILL else ""
+        return Unusable(f"the process with {self.engine}'s iterator {how_it_ended}")

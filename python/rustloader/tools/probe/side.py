@@ -180,10 +180,10 @@ def _end(side: Side, error: BaseException) -> tuple[str, Any]:
     """Returns the note that reports an error."""
     if isinstance(error, Unusable):
         return "unusable", error
-    found = failure(error)
+    described = failure(error)
     if side.dead is not None:
-        return "died", (side.dead, found.details)
-    return "unusable", Unusable(f"with {side.engine}'s iterator: {found}", found.details)
+        return "died", (side.dead, described.details)
+    return "unusable", Unusable(f"with {side.engine}'s iterator: {described}", described.details)
 
 
 def _interrupt(*_: object) -> None:

@@ -53,16 +53,16 @@ def _has_rich() -> bool:
 
 def _choose(as_json: bool) -> int | None:
     """Returns the only process of this user with loaders at work. Lists them and returns None if there are several."""
-    found = processes.mains()
-    if not found:
+    mains = processes.mains()
+    if not mains:
         whose = "" if processes.user() == "root" else f" of user {processes.user()}"
         raise processes.NothingToSee(
             f"no process{whose} has a loader at work on rustloader's engine now. Loaders with num_workers=0, and those "
             "that run on torch's own iterator, are not shown"
         )
-    if len(found) == 1:
-        return next(iter(found))
-    listed = [_listed(pid, len(own)) for pid, own in found.items()]
+    if len(mains) == 1:
+        return next(iter(mains))
+    listed = [_listed(pid, len(own)) for pid, own in mains.items()]
     if as_json:
         print(json.dumps({"processes": listed}, indent=2))
     else:
@@ -98,14 +98,14 @@ def _main_process(pid: int, waits: bool) -> int:
     """Returns the process whose loaders to show: the main process if ``pid`` is a worker. ``waits`` also accepts a
     process without loaders that uses the engine. Raises ``NothingToSee``.
     """
-    found = processes.loaders(pid)
+    loaders = processes.loaders(pid)
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
     inner = processes.inner_pid(pid)
-    if any(it.figures.pid == inner for it in found):
+    if any(it.figures.pid == inner for it in loaders):
         return pid
-    if found:
-        return _parent_of(pid, inner, found[-1])
+    if loaders:
+        return _parent_of(pid, inner, loaders[-1])
     if not processes.has_extension(pid):
         raise processes.NothingToSee(
             f"process {pid} does not use rustloader's engine. Its loaders, if it has any, run on torch's own iterator: "
@@ -119,12 +119,12 @@ def _main_process(pid: int, waits: bool) -> int:
     return pid
 
 
-def _parent_of(pid: int, inner: int, seen: processes.Seen) -> int:
+def _parent_of(pid: int, inner: int, loader: processes.Seen) -> int:
     outer = processes.outer_pids(pid)
-    main = seen.figures.pid if outer is None else outer.get(seen.figures.pid)
+    main = loader.figures.pid if outer is None else outer.get(loader.figures.pid)
     if main is None or procfs.has_ended(main):
         raise processes.NothingToSee(f"process {pid} is a worker, or another child, of a process that has ended")
-    numbers = [number for number, worker in enumerate(seen.figures.workers) if worker.totals.pid == inner]
+    numbers = [number for number, worker in enumerate(loader.figures.workers) if worker.totals.pid == inner]
     what = f"worker {numbers[0]} of a loader" if numbers else "a child"
     print(f"Process {pid} is {what} of process {main}, which is shown.", file=sys.stderr)
     return int(main)

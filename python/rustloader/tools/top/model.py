@@ -51,20 +51,20 @@ class Look:
 
 def take(pid: int) -> list[Look]:
     """Samples the loaders of a process, the oldest first. Raises ``NothingToSee`` if it is gone or not readable."""
-    found = processes.loaders(pid)
+    loaders = processes.loaders(pid)
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
     inner, outer = processes.inner_pid(pid), processes.outer_pids(pid)
-    return [_look(it, outer) for it in found if it.figures.pid == inner]
+    return [_look(it, outer) for it in loaders if it.figures.pid == inner]
 
 
-def _look(seen: Seen, outer: dict[int, int] | None) -> Look:
-    totals = [worker.totals for worker in seen.figures.workers]
+def _look(loader: Seen, outer: dict[int, int] | None) -> Look:
+    totals = [worker.totals for worker in loader.figures.workers]
     inner = [worker.pid for worker in totals]
     pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
     times = (None if pid is None else of_process(pid) for pid in pids)
     work = tuple(of_work(time, worker) for time, worker in zip(times, totals, strict=True))
-    return Look(seen.file, seen.figures, pids, work)
+    return Look(loader.file, loader.figures, pids, work)
 
 
 @dataclass(frozen=True)

@@ -35,28 +35,28 @@ def loaders(pid: int) -> list[Seen]:
     ``NothingToSee`` if there is no such process, it belongs to another user, or its arenas cannot be read.
     """
     try:
-        found = dict(_open_arenas(pid)) or dict(_mapped_arenas(pid))
+        arenas = dict(_open_arenas(pid)) or dict(_mapped_arenas(pid))
     except PermissionError:
         raise NothingToSee(_forbidden(pid)) from None
     except OSError:
         raise NothingToSee(f"there is no process {pid}") from None
-    seen = (Seen(file, figures) for file, figures in found.items() if figures is not None)
-    return sorted(seen, key=lambda it: it.figures.started)
+    loaders = (Seen(file, figures) for file, figures in arenas.items() if figures is not None)
+    return sorted(loaders, key=lambda it: it.figures.started)
 
 
 def caches(pid: int) -> list[CacheUsage]:
     """Returns the usage of the caches of a process's datasets, in memory and in files; empty if they are not
     accessible."""
-    found: dict[tuple[int, int], CacheUsage] = {}
+    usages: dict[tuple[int, int], CacheUsage] = {}
     with contextlib.suppress(OSError):
         # A cache is a file that is open and mapped to be written to.
         mapped = {line.split(maxsplit=5)[-1] for line in _maps(pid) if " rw-s " in line}
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 path = f"/proc/{pid}/fd/{name}"
-                if os.readlink(path) in mapped and (seen := _cache(path)) is not None:
-                    found.setdefault(*seen)
-    return list(found.values())
+                if os.readlink(path) in mapped and (cache := _cache(path)) is not None:
+                    usages.setdefault(*cache)
+    return list(usages.values())
 
 
 def _cache(path: str) -> tuple[tuple[int, int], CacheUsage] | None:
@@ -73,13 +73,13 @@ def _cache(path: str) -> tuple[tuple[int, int], CacheUsage] | None:
 
 def mains() -> dict[int, list[Seen]]:
     """Returns the processes of this user (for root: of all users) that have loaders of their own at work."""
-    found = {}
+    processes = {}
     for pid in pids():
         with contextlib.suppress(OSError, NothingToSee):
             if os.geteuid() in (0, os.stat(f"/proc/{pid}").st_uid):
                 if own := [it for it in loaders(pid) if it.figures.pid == inner_pid(pid)]:
-                    found[pid] = own
-    return found
+                    processes[pid] = own
+    return processes
 
 
 def _open_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
