@@ -15,10 +15,10 @@ use crate::tree::{Kind, Placeholder, Writer};
 pub trait Tensors {
     type Object: Object + Clone;
 
-    /// The memory of a tensor; `None` if it is no longer plain.
+    /// Returns the memory of a tensor; `None` if it is no longer plain.
     fn view<'t>(&self, tensor: &'t Self::Object) -> Option<TensorView<'t>>;
 
-    /// An object that keeps several tensors alive.
+    /// Creates an object that keeps several tensors alive.
     fn together(&self, tensors: Vec<&Self::Object>) -> Option<Self::Object>;
 }
 
@@ -224,7 +224,7 @@ fn lattice<'a>(extent: &Extent, view: &'a TensorView<'_>) -> Lattice<'a> {
     }
 }
 
-/// Bytes of a tensor that travels alone.
+/// Returns the number of bytes of a tensor that travels alone.
 fn shown(lattice: &Lattice<'_>, view: &TensorView<'_>) -> usize {
     let item = lattice.itemsize as i64;
     let mut bytes = view.strides;

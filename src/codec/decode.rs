@@ -151,7 +151,7 @@ fn int(py: Python<'_>, value: i64) -> PyResult<Bound<'_, PyAny>> {
     unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyLong_FromLongLong(value)) }
 }
 
-/// A list or tuple of `len` values.
+/// Decodes a list or tuple of `len` values.
 fn sequence<'py>(
     py: Python<'py>,
     group: Group,

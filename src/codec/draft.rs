@@ -68,12 +68,12 @@ pub struct Draft<'a, O> {
 }
 
 impl<'a, O: Object + Clone> Draft<'a, O> {
-    /// A draft that is appended to `out`.
+    /// Creates a draft that is appended to `out`.
     pub fn new(out: &'a mut Vec<u8>) -> Self {
         Self { out: Writer::new(out), seen: Seen::new(), open: Vec::new(), copies: Vec::new() }
     }
 
-    /// The record of objects, and the pending copies.
+    /// Returns the record of objects, and the pending copies.
     pub fn finish(self) -> (Seen<O>, Vec<PendingCopy<O>>) {
         (self.seen, self.copies)
     }

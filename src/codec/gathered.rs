@@ -68,7 +68,7 @@ impl Sample {
         Ok((!sample.is_other && is_whole && is_one && !sample.parts.is_empty()).then_some(sample))
     }
 
-    /// The bytes of a contiguous tensor.
+    /// Returns the bytes of a contiguous tensor.
     fn bytes(&self, leaf: &Leaf<'_>) -> Option<*const u8> {
         match leaf.place {
             Place::Inline(bytes) => Some(bytes.as_ptr()),
@@ -128,7 +128,7 @@ impl Build for Sample {
     }
 }
 
-/// The batch of some rows, as torch's default_collate makes it. `None` leaves it to torch: a row is missing, or the
+/// Collates some rows, as torch's default_collate does. `None` leaves it to torch: a row is missing, or the
 /// samples do not have the same form, or that form is neither a tensor nor a flat list, tuple or dict (with strings as
 /// keys) of contiguous tensors, ints and floats.
 pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], make: &mut Make<'_>) -> PyResult<Option<Py<PyAny>>> {

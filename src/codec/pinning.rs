@@ -49,8 +49,8 @@ impl<M: Memory> Copies<M> {
     }
 }
 
-/// Bytes that the small tensors of a payload need in pinned memory. `None` if the payload needs torch's function, which
-/// copies repeated objects twice and does not change the keys of dicts.
+/// Returns the number of bytes that the small tensors of a payload need in pinned memory. `None` if the payload needs
+/// torch's function, which copies repeated objects twice and does not change the keys of dicts.
 pub fn small_bytes(payload: &[u8], tuples_become_lists: bool) -> Result<Option<usize>, Error> {
     let mut scan = Scan { tuples_become_lists, ..Scan::default() };
     walk(payload, &mut scan)?;

@@ -105,7 +105,7 @@ pub struct Delivery<T, B, E> {
 }
 
 impl<T, B, E> Delivery<T, B, E> {
-    /// The state before the first call. `fills`: the scheduler fills a window.
+    /// Returns the state before the first call. `fills`: the scheduler fills a window.
     pub fn new(fills: bool) -> Self {
         Self {
             fills,
@@ -223,7 +223,7 @@ impl<T, B, E> Delivery<T, B, E> {
         std::mem::replace(&mut self.call, Call::Answers) == Call::Waits
     }
 
-    /// The deferred errors of the sampler.
+    /// Returns the deferred errors of the sampler.
     pub fn errors(&self) -> &VecDeque<E> {
         &self.errors
     }
@@ -249,13 +249,13 @@ impl<T, B, E> Delivery<T, B, E> {
         self.tied = Some(Arrival { incoming, ready: None });
     }
 
-    /// The tied result, with the state of an interrupted attempt to open it.
+    /// Returns the tied result, with the state of an interrupted attempt to open it.
     #[inline]
     pub fn tied(&mut self) -> Option<(Incoming, Option<B>)> {
         self.tied.as_mut().map(|tied| (tied.incoming, tied.ready.take()))
     }
 
-    /// The worker of the tied result.
+    /// Returns the worker of the tied result.
     pub fn tied_worker(&self) -> Option<u32> {
         self.tied.as_ref().map(|tied| tied.incoming.worker)
     }

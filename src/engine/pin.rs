@@ -162,7 +162,7 @@ fn text_of(panic: &(dyn Any + Send)) -> String {
 }
 
 impl<P: Prepare> Body<P> {
-    /// The preparation.
+    /// Returns the preparation.
     pub fn prepare(&self) -> &P {
         &self.prepare
     }

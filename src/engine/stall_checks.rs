@@ -20,7 +20,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.overdue.set_limit(limit);
     }
 
-    /// A stuck worker that has not been reported. Call after each [`Engine::after_wait`] until there is none.
+    /// Returns a stuck worker that has not been reported. Call after each [`Engine::after_wait`] until there is none.
     pub fn stalled(&mut self) -> Option<Stall> {
         let stall = self.find_stalled()?;
         self.handle.trace.mark(Kind::Stalled, stall.worker, stall.task.map_or(0, |task| task.0), 0);
@@ -47,7 +47,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         found
     }
 
-    /// A worker that has exceeded the limit of [`Engine::kill_stalls`], once for each batch.
+    /// Returns a worker that has exceeded the limit of [`Engine::kill_stalls`], once for each batch.
     pub(super) fn overdue(&mut self, now: Duration) -> Option<Stall> {
         if !self.liveness.overdue.begins_check(now) {
             return None;

@@ -163,7 +163,7 @@ impl IndexStream {
         Ok(())
     }
 
-    /// The next batch, or index; `None` at the end.
+    /// Returns the next batch, or index; `None` at the end.
     fn batch<'py>(&self, py: Python<'py>, state: &mut State) -> PyResult<Option<Bound<'py, PyAny>>> {
         let size = self.size(py, state)?;
         if size == 0 {
@@ -195,7 +195,7 @@ impl IndexStream {
         Ok(made)
     }
 
-    /// The size of the next batch.
+    /// Returns the size of the next batch.
     #[inline]
     fn size(&self, py: Python<'_>, state: &mut State) -> PyResult<usize> {
         let Some(batches) = &self.batches else { return Ok(1) };
@@ -213,7 +213,7 @@ impl IndexStream {
         }
     }
 
-    /// A list of ints, or the single index.
+    /// Returns a list of ints, or the single index.
     #[inline]
     fn made<'py>(
         &self,

@@ -42,7 +42,7 @@ impl PyCache {
 /// The header of a file: version, rows, limit and meta.
 type Told<'py> = (u64, u64, u64, Bound<'py, PyBytes>);
 
-/// A descriptor of the caller.
+/// Returns a descriptor of the caller.
 fn borrowed(fd: &i32) -> PyResult<BorrowedFd<'_>> {
     if *fd < 0 {
         return Err(PyOSError::new_err((libc::EBADF, "a cache needs a descriptor")));
@@ -189,14 +189,14 @@ impl PyCache {
         numbers_of(py, self.cache.usage())
     }
 
-    /// The usage in the first bytes of a file.
+    /// Reads the usage from the first bytes of a file.
     #[staticmethod]
     fn usage_of_header<'py>(py: Python<'py>, header: &[u8]) -> PyResult<Option<Bound<'py, PyDict>>> {
         Usage::of_header(header).map(|usage| numbers_of(py, usage)).transpose()
     }
 }
 
-/// The keyword arguments of Python's `CacheUsage`.
+/// Returns the keyword arguments of Python's `CacheUsage`.
 fn numbers_of(py: Python<'_>, usage: Usage) -> PyResult<Bound<'_, PyDict>> {
     let numbers = [
         ("hits", usage.hits),

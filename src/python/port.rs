@@ -50,15 +50,15 @@ pub struct PyPort {
 }
 
 impl PyPort {
-    /// The message that begins an epoch, with its code.
+    /// Returns the message that begins an epoch, with its code.
     fn epoch(&self, py: Python<'_>, code: u8, payload: &[u8]) -> PyResult<(u8, u64, Option<Py<PyAny>>)> {
         self.port.enter(WorkerState::Starting);
         let (first_task, message) = wire::read_epoch(payload)?;
         Ok((code, first_task, Some(PyBytes::new(py, message).into_any().unbind())))
     }
 
-    /// Memory in the arena for `len` bytes; `None` if the worker already retains so much that the heap should be used.
-    /// Runs Python's collector first if garbage may hold the arena's blocks.
+    /// Returns memory in the arena for `len` bytes; `None` if the worker already retains so much that the heap should
+    /// be used. Runs Python's collector first if garbage may hold the arena's blocks.
     fn lease(&self, py: Python<'_>, len: usize) -> PyResult<Option<WorkerLease>> {
         // Python reports errors of finalizers itself.
         let collect = || drop(py.import("gc").and_then(|gc| gc.call_method0("collect")));

@@ -85,7 +85,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Tasks of the present epoch that a living worker will answer.
+    /// Returns the number of tasks of the present epoch that a living worker will answer.
     #[inline]
     pub(super) fn outstanding_now(&self) -> u32 {
         self.outstanding - self.early.as_ref().map_or(0, |early| early.outstanding)
@@ -98,7 +98,7 @@ impl<T, R> Scheduler<T, R> {
         !early.loses_present && self.first_lost.is_some_and(|death| death.lost >= Some(early.first))
     }
 
-    /// The end of the present epoch's task numbers.
+    /// Returns the end of the present epoch's task numbers.
     pub(super) fn end_of_tasks(&self) -> TaskId {
         self.early.as_ref().map_or(self.next_task, |early| early.first)
     }

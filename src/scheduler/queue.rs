@@ -48,7 +48,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// The unanswered tasks of this epoch, with a shared queue.
+    /// Returns the unanswered tasks of this epoch, with a shared queue.
     pub(super) fn unanswered(&self) -> Vec<TaskId> {
         let tasks = self.shared.iter().flat_map(|shared| shared.tasks()).map(|(task, _)| task);
         tasks.filter(|task| *task >= self.first_task).collect()

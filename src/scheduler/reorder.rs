@@ -54,7 +54,7 @@ pub(super) struct Reorder<T, R> {
 }
 
 impl<T, R> Reorder<T, R> {
-    /// An empty buffer with room for `expected` tasks.
+    /// Creates an empty buffer with room for `expected` tasks.
     pub fn new(expected: usize) -> Self {
         let expected = expected.min(4096);
         Self { slots: Vec::with_capacity(expected), free: NIL, queue: VecDeque::with_capacity(expected) }
@@ -112,7 +112,7 @@ impl<T, R> Reorder<T, R> {
         self.queue.pop_front()
     }
 
-    /// All tasks that are to be delivered, in no order, with their workers if known.
+    /// Returns all tasks that are to be delivered, in no order, with their workers if known.
     pub fn waiting(&self) -> impl Iterator<Item = (TaskId, Option<WorkerId>)> {
         let held =
             |slot: &&Task<T, R>| matches!(slot.state, State::Outstanding | State::Ready | State::Failed | State::Lost);

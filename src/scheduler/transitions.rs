@@ -244,7 +244,7 @@ impl<T, R> Scheduler<T, R> {
         entry.ok_or_else(|| Error::usage(format!("there is no worker {}", worker.0)))
     }
 
-    /// The slot of a task that the worker has answered.
+    /// Returns the slot of a task that the worker has answered.
     #[inline]
     fn take_answered(&mut self, worker: WorkerId, task: TaskId) -> Result<u32> {
         if self.shared.is_none() {

@@ -50,7 +50,7 @@ use rustix::process::Resource;
 
 use crate::error::Error;
 
-/// The answer of a call of the C library that answers -1 if it is refused.
+/// Checks the result of a call of the C library, which is -1 if the call is refused.
 fn answer<T: PartialEq + From<i8>>(answer: T) -> rustix::io::Result<T> {
     if answer != T::from(-1) {
         return Ok(answer);
@@ -58,12 +58,12 @@ fn answer<T: PartialEq + From<i8>>(answer: T) -> rustix::io::Result<T> {
     Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
 }
 
-/// The error of a refused call.
+/// Returns the error of a refused call.
 fn refused(call: &'static str, errno: Errno, hint: impl Into<String>) -> Error {
     Error::Os { call, errno: errno.raw_os_error(), hint: hint.into() }
 }
 
-/// A descriptor by its number alone: for calls that ask the kernel what it names, or whether it is readable.
+/// Returns a descriptor by its number alone: for calls that ask the kernel what it names, or whether it is readable.
 fn by_number(fd: RawFd) -> rustix::io::Result<BorrowedFd<'static>> {
     if fd < 0 {
         return Err(Errno::BADF);
@@ -72,7 +72,7 @@ fn by_number(fd: RawFd) -> rustix::io::Result<BorrowedFd<'static>> {
     Ok(unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
-/// A limit of this process; `None` without one, and where the system does not tell.
+/// Returns a limit of this process; `None` without one, and where the system does not tell.
 fn limit(resource: Resource) -> Option<u64> {
     let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is a local struct that the kernel fills.
@@ -86,7 +86,7 @@ fn read_file(path: &std::path::Path) -> std::io::Result<Vec<u8>> {
     failpoint::failpoint!("proc", std::fs::read(path))
 }
 
-/// The remedy when a new descriptor is refused.
+/// Returns the remedy when a new descriptor is refused.
 fn descriptor_hint(errno: Errno) -> &'static str {
     match errno {
         Errno::MFILE => {

@@ -59,7 +59,7 @@ impl Gate {
         Some(Self { reader, writer })
     }
 
-    /// In the parent: waits until the child has dropped the gate or ended, at most for `limit`. Returns at once if
+    /// Waits, in the parent, until the child has dropped the gate or ended, at most for `limit`. Returns at once if
     /// there is no child.
     pub fn wait(self, limit: Duration) {
         drop(self.writer);

@@ -38,7 +38,7 @@ pub fn read(file: BorrowedFd<'_>, start: usize, most: usize) -> Vec<u8> {
     bytes
 }
 
-/// The file's length in bytes; 0 if unknown.
+/// Returns the file's length in bytes; 0 if unknown.
 pub fn len(file: BorrowedFd<'_>) -> usize {
     // The descriptor's position is not used.
     rustix::fs::seek(file, SeekFrom::End(0)).map_or(0, |end| end as usize)

@@ -71,8 +71,8 @@ pub fn kill(pid: i32, signal: i32) -> Result<()> {
     }
 }
 
-/// The signal on which a worker dumps its stack: real-time, because programs use the others, and from the middle of the
-/// range, because C libraries and debuggers use both ends.
+/// Returns the signal on which a worker dumps its stack: real-time, because programs use the others, and from the
+/// middle of the range, because C libraries and debuggers use both ends.
 pub fn stack_signal() -> i32 {
     libc::SIGRTMIN() + STACK_SIGNAL
 }
@@ -80,12 +80,12 @@ pub fn stack_signal() -> i32 {
 /// The default action.
 pub const DEFAULT: usize = libc::SIG_DFL;
 
-/// The address of this process's handler of `signal`, [`DEFAULT`] or `SIG_IGN`; `None` if unknown.
+/// Returns the address of this process's handler of `signal`, [`DEFAULT`] or `SIG_IGN`; `None` if unknown.
 pub fn handler_of(signal: i32) -> Option<usize> {
     action_of(signal).map(|action| action.sa_sigaction)
 }
 
-/// The action of `signal` in this process; `None` if unknown.
+/// Returns the action of `signal` in this process; `None` if unknown.
 pub(super) fn action_of(signal: i32) -> Option<libc::sigaction> {
     // SAFETY: a sigaction of zeroes is a valid one.
     let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
@@ -137,12 +137,12 @@ pub fn exit_now(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
-/// The parent process.
+/// Returns the parent process.
 pub fn getppid() -> i32 {
     Pid::as_raw(rustix::process::getppid())
 }
 
-/// The calling thread's id.
+/// Returns the calling thread's id.
 pub fn gettid() -> i32 {
     rustix::thread::gettid().as_raw_pid()
 }

@@ -47,7 +47,7 @@ pub struct Found {
 pub struct Part<'a>(libc::iovec, PhantomData<&'a [u8]>);
 
 impl<'a> Part<'a> {
-    /// The bytes of a slice.
+    /// Returns the bytes of a slice.
     pub fn new(bytes: &'a [u8]) -> Self {
         // SAFETY: a slice can be read for its lifetime.
         unsafe { Self::raw(bytes.as_ptr(), bytes.len()) }
@@ -92,7 +92,7 @@ impl Socket {
         Self(KnownFd::new(fd))
     }
 
-    /// The descriptor.
+    /// Returns the descriptor.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }

@@ -28,7 +28,7 @@ struct State {
 }
 
 impl Recorder {
-    /// The recorder of a worker.
+    /// Returns the recorder of a worker.
     pub fn new(arena: Arc<Arena>, worker: u32) -> Self {
         Self { arena, worker, state: Mutex::default() }
     }

@@ -123,7 +123,7 @@ impl Link {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// A descriptor that is readable once the connection has ended.
+    /// Returns a descriptor that is readable once the connection has ended.
     pub fn end_fd(&self) -> BorrowedFd<'_> {
         self.end.as_fd()
     }
@@ -133,12 +133,13 @@ impl Link {
         lock(&self.reason).clone()
     }
 
-    /// Bytes received.
+    /// Returns the number of bytes received.
     pub fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Tasks that are sent and not answered; `None` if no other task of a shared queue may be sent.
+    /// Returns the number of tasks that are sent and not answered; `None` if no other task of a shared queue may be
+    /// sent.
     pub fn under_way(&self) -> Option<usize> {
         let outflow = lock(&self.outflow);
         (!self.has_ended() && outflow.has_credit()).then(|| outflow.under_way())
@@ -245,7 +246,7 @@ impl Link {
         }
     }
 
-    /// The thread.
+    /// Runs the thread.
     fn run(&self) {
         sys::signal::block_all_in_this_thread();
         sys::thread::set_name("rl_link");
@@ -474,8 +475,8 @@ struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// A block of `len` bytes. Waits while the consumer holds all memory, if it may: [`LINK_MEMORY_WAIT`] for all
-    /// blocks, and not beyond the end of the connection.
+    /// Allocates a block of `len` bytes. Waits while the consumer holds all memory, if it may: [`LINK_MEMORY_WAIT`] for
+    /// all blocks, and not beyond the end of the connection.
     fn allocate(&mut self, allocator: &mut Allocator, len: u64) -> Result<u32> {
         if len <= SMALL_MESSAGE {
             allocator.trust(SMALL_MESSAGE);

@@ -117,12 +117,12 @@ impl Remote {
         Ok(remote)
     }
 
-    /// The arena of the worker's port, which is worker 0 in it.
+    /// Returns the arena of the worker's port, which is worker 0 in it.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
     }
 
-    /// A duplicate of the bell, for the worker's port.
+    /// Returns a duplicate of the bell, for the worker's port.
     pub fn doorbell(&self) -> Result<OwnedFd> {
         self.bell.as_fd().try_clone_to_owned().map_err(|error| Error::Os {
             call: "dup",
@@ -214,8 +214,8 @@ impl Remote {
         Ok(true)
     }
 
-    /// The receiving thread: receives the frames of the main process while the worker makes a batch, and notices the
-    /// end of the connection.
+    /// Runs the receiving thread: receives the frames of the main process while the worker makes a batch, and notices
+    /// the end of the connection.
     fn receive_between(&self, killed: &dyn Fn()) {
         sys::signal::block_all_in_this_thread();
         loop {
@@ -249,7 +249,7 @@ impl Remote {
         true
     }
 
-    /// The sending thread.
+    /// Runs the sending thread.
     fn send_all(&self) {
         sys::signal::block_all_in_this_thread();
         if self.send_published().is_err() {

@@ -87,14 +87,14 @@ fn works(page: &StatusPage) -> bool {
     page.pid.load(Ordering::Relaxed) != 0 && !left
 }
 
-/// Number of checks that fit into a time, at least one.
+/// Returns the number of checks that fit into a time, at least one.
 fn looks_in(time: Duration) -> u32 {
     let looks = time.as_millis() / SIGTERM_CHECK.as_millis();
     u32::try_from(looks).unwrap_or(u32::MAX).clamp(1, DECIDED / 2 - 1)
 }
 
-/// The answer after `looked` checks, if `flagged` of `others` workers have received the signal; and the new value of
-/// `looked`.
+/// Returns the answer after `looked` checks, if `flagged` of `others` workers have received the signal; and the new
+/// value of `looked`.
 fn next(looked: u32, looks: u32, others: u32, flagged: u32) -> (Answer, u32) {
     let most = if flagged > 0 { 2 * looks } else { looks };
     match looked {

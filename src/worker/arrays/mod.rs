@@ -41,15 +41,15 @@ pub enum Resized {
 }
 
 impl Port {
-    /// The table; `None` in a child of the worker.
+    /// Returns the table; `None` in a child of the worker.
     fn arrays(&self) -> Option<MutexGuard<'_, Arrays>> {
         self.arena().is_ours().then(|| lock(&self.arrays))
     }
 
-    /// Memory for an array of `len` bytes, zeroes if asked for. `None`: use ordinary memory, because the arrays have
-    /// enough of the region, there is no room, or this is a child of the worker. [`Error::NoMemory`]: the machine or
-    /// the memory cgroup has none left, and ordinary memory would wake the OOM killer. Waits only while other workers
-    /// reserve too much.
+    /// Allocates memory for an array of `len` bytes, zeroes if asked for. `None`: use ordinary memory, because the
+    /// arrays have enough of the region, there is no room, or this is a child of the worker. [`Error::NoMemory`]: the
+    /// machine or the memory cgroup has none left, and ordinary memory would wake the OOM killer. Waits only while
+    /// other workers reserve too much.
     pub fn allocate_array(&self, len: usize, zeroed: bool) -> Result<Option<NonNull<u8>>> {
         let memory = match settle(|| self.new_array(len), std::thread::sleep) {
             Ok(memory) => memory,
@@ -103,7 +103,7 @@ impl Port {
         }
     }
 
-    /// The length of an array in bytes.
+    /// Returns the length of an array in bytes.
     pub fn array_len(&self, memory: *mut u8) -> usize {
         let Some(arrays) = self.arrays() else { return private_len(memory as usize) };
         let found = lock(&self.allocator).find(memory as usize);
@@ -208,7 +208,7 @@ pub fn watch(port: &Arc<Port>) -> Result<()> {
     }
 }
 
-/// The length of an array that this child has as a private copy; 0 for others.
+/// Returns the length of an array that this child has as a private copy; 0 for others.
 fn private_len(address: usize) -> usize {
     // SYNC: arrays-private
     // SAFETY: what was published there is never freed.

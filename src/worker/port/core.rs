@@ -118,17 +118,17 @@ impl Port {
         Ok(Self { remote: Some(remote), ..port })
     }
 
-    /// The connection to the main process, if that is on another machine.
+    /// Returns the connection to the main process, if that is on another machine.
     pub fn remote(&self) -> Option<&Arc<Remote>> {
         self.remote.as_ref()
     }
 
-    /// The arena.
+    /// Returns the arena.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
     }
 
-    /// The worker's number.
+    /// Returns the worker's number.
     pub fn worker(&self) -> u32 {
         self.worker
     }
@@ -144,7 +144,7 @@ impl Port {
         &self.arena.control(self.worker).status
     }
 
-    /// The number of the current task, or of the last one.
+    /// Returns the number of the current task, or of the last one.
     pub(in crate::worker) fn task(&self) -> u64 {
         self.status().task.load(Ordering::Relaxed)
     }
@@ -282,13 +282,13 @@ impl Port {
         let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
     }
 
-    /// The next task, without waiting. Copies a payload in a block to `payload`.
+    /// Takes the next task, without waiting. Copies a payload in a block to `payload`.
     pub fn take_up(&self) -> Result<Option<TaskEntry>> {
         self.check_ours()?;
         self.poll()
     }
 
-    /// The next task, waiting for at most a slice. Copies a payload in a block to `payload`.
+    /// Takes the next task, waiting for at most a slice. Copies a payload in a block to `payload`.
     pub fn receive(&self) -> Result<Received> {
         self.check_ours()?;
         if let Some(entry) = self.poll()? {
@@ -326,7 +326,7 @@ impl Port {
         Ok(found?.map_or(Received::Stop, Received::Task))
     }
 
-    /// The end of a wait: there is a task, the time has passed, or the loop has released a block.
+    /// Ends a wait: there is a task, the time has passed, or the loop has released a block.
     fn waited(&self) -> Result<Received> {
         let found = self.poll()?;
         if found.is_none() {
@@ -335,7 +335,7 @@ impl Port {
         Ok(found.map_or(Received::Nothing, Received::Task))
     }
 
-    /// The longest wait: until idle memory may be due.
+    /// Returns the longest wait: until idle memory may be due.
     fn slice(&self) -> Duration {
         self.idle().clamp(AHEAD, IDLE_SLICE)
     }

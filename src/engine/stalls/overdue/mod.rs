@@ -74,7 +74,7 @@ struct Watched {
 }
 
 impl Watched {
-    /// The time at which the worker exceeds the limit. `None` if it does nothing that counts, or was reported.
+    /// Returns the time at which the worker exceeds the limit. `None` if it does nothing that counts, or was reported.
     fn due(&self, limit: Duration, watching: Duration) -> Option<Duration> {
         let seen = self.seen.max(watching);
         match self.work {
@@ -117,7 +117,7 @@ impl Overdue {
         by_it && self.watched[worker as usize].killed
     }
 
-    /// The longest wait that begins now. A task that is taken during the wait is seen within half of its limit.
+    /// Returns the longest wait that begins now. A task that is taken during the wait is seen within half of its limit.
     #[inline]
     pub(in crate::engine) fn slice(&self, now: Duration) -> Duration {
         match self.limit {
@@ -172,7 +172,7 @@ impl Overdue {
         (self.looked, self.due) = (now.max(self.looked), next);
     }
 
-    /// The report of a worker that exceeds the limit.
+    /// Returns the report of a worker that exceeds the limit.
     pub(in crate::engine) fn stall_of(
         &self,
         worker: u32,
