@@ -153,10 +153,10 @@ fn geometry_of(header: &Header, len: u64) -> Result<Geometry> {
     let (table_len, region_len) = (word(&header.table_len), header.region_len.load(Ordering::Relaxed));
     let queue = word(&header.shared_queue);
     let shared_queue = queue != 0;
-    let found = Geometry { workers, ring_slots, shared_queue, table_len, region_len, total: len };
+    let stored = Geometry { workers, ring_slots, shared_queue, table_len, region_len, total: len };
     match Geometry::of_file(len, workers, ring_slots, shared_queue) {
-        Ok(geometry) if geometry == found && queue <= 1 => Ok(geometry),
-        _ => Err(Error::corrupt(format!("the header of an arena reads {found:?}"))),
+        Ok(geometry) if geometry == stored && queue <= 1 => Ok(geometry),
+        _ => Err(Error::corrupt(format!("the header of an arena reads {stored:?}"))),
     }
 }
 

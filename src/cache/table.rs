@@ -30,7 +30,7 @@ pub struct Head {
 
 /// The state of a row in the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum Lookup {
     /// Nothing yet.
     Absent,
     /// Its sample cannot be kept.
@@ -256,7 +256,7 @@ impl Cache {
     /// Returns up to `most` rows that are whole, out of some over the whole table.
     pub fn some_rows(&self, most: usize) -> Vec<u64> {
         let step = self.rows.div_ceil(1 << 16).max(1) as usize;
-        let whole = (0..self.rows).step_by(step).filter(|row| matches!(self.look(*row), Found::Whole(_)));
+        let whole = (0..self.rows).step_by(step).filter(|row| matches!(self.look(*row), Lookup::Whole(_)));
         whole.take(most).collect()
     }
 
@@ -322,13 +322,13 @@ impl Cache {
 
     /// Looks up a row, which must be one of the table's, in the index.
     #[inline]
-    pub fn look(&self, row: u64) -> Found {
+    pub fn look(&self, row: u64) -> Lookup {
         // SYNC: row-published (pairs with the Release in `put`): the place implies the record's bytes.
         let at = self.row(row).load(Ordering::Acquire);
         match at {
-            state::ABSENT => Found::Absent,
-            state::NEVER => Found::Never,
-            _ => self.record(row, at).map_or(Found::Absent, Found::Whole),
+            state::ABSENT => Lookup::Absent,
+            state::NEVER => Lookup::Never,
+            _ => self.record(row, at).map_or(Lookup::Absent, Lookup::Whole),
         }
     }
 

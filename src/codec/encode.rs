@@ -259,7 +259,7 @@ impl<'py> Encoder<'_, 'py> {
         let outside = self.is_sole;
         self.is_sole &= is_sole(value);
         self.draft.out.open(Group::Dict, len);
-        let (mut position, mut found) = (0, 0);
+        let (mut position, mut visited) = (0, 0);
         loop {
             let (mut key, mut item) = (std::ptr::null_mut(), std::ptr::null_mut());
             // SAFETY: an exact dict; a concurrent change makes the walk miss entries, but never invalid. The borrowed
@@ -270,8 +270,8 @@ impl<'py> Encoder<'_, 'py> {
                 }
                 (Bound::from_borrowed_ptr(value.py(), key), Bound::from_borrowed_ptr(value.py(), item))
             };
-            found += 1;
-            if found > len {
+            visited += 1;
+            if visited > len {
                 return Err(NotPlain);
             }
             let outside = std::mem::replace(&mut self.is_key, true);
@@ -281,7 +281,7 @@ impl<'py> Encoder<'_, 'py> {
         }
         self.is_sole = outside;
         self.draft.leave();
-        if found == len { Ok(()) } else { Err(NotPlain) }
+        if visited == len { Ok(()) } else { Err(NotPlain) }
     }
 
     fn tensor(&mut self, value: &Bound<'py, PyAny>) -> Plain {

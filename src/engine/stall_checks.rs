@@ -37,14 +37,14 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return None;
         }
         let workers = 0..self.arena().geometry().workers;
-        let found = workers.into_iter().find_map(|worker| {
+        let stall = workers.into_iter().find_map(|worker| {
             let shown = self.shown_by(worker)?;
             self.liveness.stalls.stall_of(worker, &shown, now)
         });
-        if found.is_none() {
+        if stall.is_none() {
             self.liveness.stalls.checked(now);
         }
-        found
+        stall
     }
 
     /// Returns a worker that has exceeded the limit of [`Engine::kill_stalls`], once for each batch.

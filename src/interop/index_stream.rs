@@ -173,9 +173,9 @@ impl IndexStream {
         if state.pending.is_empty()
             && let Some(indices) = rest(&state.array, state.at).get(..size)
         {
-            let made = self.made(indices.iter().copied(), py)?;
+            let batch = self.to_python(indices.iter().copied(), py)?;
             state.at += size;
-            return Ok(Some(made));
+            return Ok(Some(batch));
         }
         let mut ended = false;
         while !ended && state.pending.len() < size {
@@ -186,13 +186,13 @@ impl IndexStream {
             ended = taken == 0 && !self.refill(py, state)?;
         }
         let is_left_out = state.pending.is_empty() || (ended && state.full.is_some());
-        let made = if is_left_out { None } else { Some(self.made(state.pending.iter().copied(), py)?) };
+        let batch = if is_left_out { None } else { Some(self.to_python(state.pending.iter().copied(), py)?) };
         state.pending.clear();
         // Not after an incomplete batch: torch then reads `batch_size` once more.
-        if made.is_none() {
+        if batch.is_none() {
             state.end();
         }
-        Ok(made)
+        Ok(batch)
     }
 
     /// Returns the size of the next batch.
@@ -215,7 +215,7 @@ impl IndexStream {
 
     /// Returns a list of ints, or the single index.
     #[inline]
-    fn made<'py>(
+    fn to_python<'py>(
         &self,
         mut indices: impl ExactSizeIterator<Item = i64>,
         py: Python<'py>,

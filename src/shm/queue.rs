@@ -248,17 +248,17 @@ impl<M: QueueMemory> Claimer<M> {
         Ok(())
     }
 
-    /// Returns the position to try after a slot whose entry is `found`, not `position`: all that are older by the
+    /// Returns the position to try after a slot whose entry is `newer`, not `position`: all that are older by the
     /// queue's capacity have been claimed.
     #[cold]
-    fn overtaken(&self, position: u64, found: u64) -> Result<u64> {
+    fn overtaken(&self, position: u64, newer: u64) -> Result<u64> {
         let capacity = self.memory.slots().len() as u64;
-        if !(found - position).is_multiple_of(capacity) {
+        if !(newer - position).is_multiple_of(capacity) {
             return Err(Error::corrupt(format!(
-                "a queue of {capacity} slots has entry {found} in the slot of {position}"
+                "a queue of {capacity} slots has entry {newer} in the slot of {position}"
             )));
         }
-        Ok(found - capacity + 1)
+        Ok(newer - capacity + 1)
     }
 }
 

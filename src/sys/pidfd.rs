@@ -71,11 +71,11 @@ impl PidFd {
         let mut entry = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)];
         let mut call = || rustix::event::poll(&mut entry, Some(&Timespec::default()));
         retry_on_intr(|| failpoint!("pidfd_poll", call())).map_err(|errno| refused("poll(pidfd)", errno, ""))?;
-        let found = entry[0].revents();
-        if found.contains(PollFlags::NVAL) {
+        let events = entry[0].revents();
+        if events.contains(PollFlags::NVAL) {
             return Err(refused("poll(pidfd)", Errno::BADF, "the descriptor was closed by other code"));
         }
-        Ok(!found.is_empty())
+        Ok(!events.is_empty())
     }
 
     /// Returns the exit status, without reaping. `None` while the process lives, or if the kernel does not report it:

@@ -17,9 +17,9 @@ use crate::error::Result;
 /// process's files, or has no such number.
 pub fn open(pid: i32, fd: i32, place: (u64, u64)) -> Result<OwnedFd> {
     // O_PATH: a reference that allows only fstat.
-    let found = open_path(&format!("/proc/{pid}/fd/{fd}"), OFlags::PATH)?;
-    if FdIdentity::of(found.as_raw_fd())?.place() == place {
-        return open_path(&format!("/proc/self/fd/{}", found.as_raw_fd()), OFlags::RDONLY);
+    let file = open_path(&format!("/proc/{pid}/fd/{fd}"), OFlags::PATH)?;
+    if FdIdentity::of(file.as_raw_fd())?.place() == place {
+        return open_path(&format!("/proc/self/fd/{}", file.as_raw_fd()), OFlags::RDONLY);
     }
     let hint = format!("process {pid} has another file under the number {fd} by now");
     Err(refused("open(/proc/PID/fd)", Errno::BADF, hint))

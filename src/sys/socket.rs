@@ -34,7 +34,7 @@ pub enum Moved {
 
 /// The outcome of [`Socket::wait`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct Readiness {
     /// The socket has bytes, or its end.
     pub readable: bool,
     /// The other descriptor is readable.
@@ -161,7 +161,7 @@ impl Socket {
         sends: bool,
         bell: Option<BorrowedFd<'_>>,
         limit: Option<Duration>,
-    ) -> Result<Found> {
+    ) -> Result<Readiness> {
         let mut events = PollFlags::empty();
         events.set(PollFlags::IN, receives);
         events.set(PollFlags::OUT, sends);
@@ -170,9 +170,9 @@ impl Socket {
             [(self.as_fd(), events), (second, PollFlags::IN)].map(|(fd, events)| PollFd::from_borrowed_fd(fd, events));
         let asked = &mut entries[..=usize::from(bell.is_some())];
         match failpoint!("ppoll", rustix::event::poll(asked, limit.map(timespec).as_ref())) {
-            Err(Errno::INTR) => Ok(Found::default()),
+            Err(Errno::INTR) => Ok(Readiness::default()),
             Err(errno) => Err(refused("ppoll", errno, BROKEN)),
-            Ok(_) => Ok(Found {
+            Ok(_) => Ok(Readiness {
                 readable: !entries[0].revents().difference(PollFlags::OUT).is_empty(),
                 rung: !entries[1].revents().is_empty(),
             }),
@@ -293,14 +293,14 @@ mod tests {
         let (one, other) = (Socket::new(one.into()), Socket::new(other.into()));
         let bell = EventFd::new().unwrap();
         let soon = Some(Duration::from_millis(1));
-        let nothing = Found { readable: false, rung: false };
+        let nothing = Readiness { readable: false, rung: false };
         let rung = || Some(bell.as_fd());
         assert_eq!(one.wait(true, false, rung(), soon).unwrap(), nothing);
         assert_eq!(one.wait(true, true, rung(), None).unwrap(), nothing);
         other.send(&[Part::new(b"a")]).unwrap();
-        assert_eq!(one.wait(true, false, rung(), None).unwrap(), Found { readable: true, rung: false });
+        assert_eq!(one.wait(true, false, rung(), None).unwrap(), Readiness { readable: true, rung: false });
         assert_eq!(one.wait(false, false, None, soon).unwrap(), nothing);
         bell.ring().unwrap();
-        assert_eq!(one.wait(true, false, rung(), None).unwrap(), Found { readable: true, rung: true });
+        assert_eq!(one.wait(true, false, rung(), None).unwrap(), Readiness { readable: true, rung: true });
     }
 }

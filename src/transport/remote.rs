@@ -235,11 +235,11 @@ impl Remote {
     /// Receives the frames that have arrived. Returns true if there were any. The end of the connection makes the
     /// worker leave.
     fn receive(&self, intake: &mut Intake) -> bool {
-        let mut found = false;
+        let mut any = false;
         while !intake.has_ended {
             match intake.receive(self) {
-                Ok(Arrived::Head) => found = true,
-                Ok(Arrived::Nothing) => return found,
+                Ok(Arrived::Head) => any = true,
+                Ok(Arrived::Nothing) => return any,
                 Ok(Arrived::End) | Err(_) => {
                     intake.has_ended = true;
                     self.leave();

@@ -105,7 +105,7 @@ impl Arena {
         let header = arena.header();
         // SYNC: arena-made (pairs with the Release in `create_for`).
         let version = header.version.load(Ordering::Acquire);
-        let found = (
+        let stored = (
             header.magic.load(Ordering::Relaxed),
             version,
             header.workers.load(Ordering::Relaxed),
@@ -115,8 +115,8 @@ impl Arena {
             header.shared_queue.load(Ordering::Relaxed),
         );
         let (g, queue) = (&geometry, u32::from(geometry.shared_queue));
-        if found != (MAGIC, VERSION, g.workers, g.ring_slots, g.table_len, g.region_len, queue) {
-            return Err(Error::corrupt(format!("an arena's header reads {found:x?}, expected {g:?}")));
+        if stored != (MAGIC, VERSION, g.workers, g.ring_slots, g.table_len, g.region_len, queue) {
+            return Err(Error::corrupt(format!("an arena's header reads {stored:x?}, expected {g:?}")));
         }
         Ok(Arc::new(arena))
     }

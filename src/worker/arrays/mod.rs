@@ -106,8 +106,8 @@ impl Port {
     /// Returns the length of an array in bytes.
     pub fn array_len(&self, memory: *mut u8) -> usize {
         let Some(arrays) = self.arrays() else { return private_len(memory as usize) };
-        let found = lock(&self.allocator).find(memory as usize);
-        let array = found.and_then(|(block, offset)| arrays.live.get(&block).filter(|_| offset == 0));
+        let place = lock(&self.allocator).find(memory as usize);
+        let array = place.and_then(|(block, offset)| arrays.live.get(&block).filter(|_| offset == 0));
         array.map_or(0, |array| array.len as usize)
     }
 
@@ -217,7 +217,7 @@ fn private_len(address: usize) -> usize {
 }
 
 fn before_fork() {
-    let (mut found, mut locks) = (Vec::new(), Vec::new());
+    let (mut extents, mut locks) = (Vec::new(), Vec::new());
     // SYNC: arrays-watched
     // SAFETY: what was published there is never freed.
     let mut next = unsafe { WATCHED.load(Ordering::Acquire).as_ref() };
@@ -226,13 +226,13 @@ fn before_fork() {
         let Some(arrays) = port.arrays() else { continue };
         for (&block, array) in &arrays.live {
             if let Ok(memory) = port.arena().block_memory(port.worker(), block, array.len) {
-                found.push((memory.as_ptr() as usize, array.len as usize));
+                extents.push((memory.as_ptr() as usize, array.len as usize));
             }
         }
         locks.push(arrays);
     }
-    let gate = if found.is_empty() { None } else { Gate::new() };
-    FORKING.set(Some(Forking { arrays: found, gate, _locks: locks }));
+    let gate = if extents.is_empty() { None } else { Gate::new() };
+    FORKING.set(Some(Forking { arrays: extents, gate, _locks: locks }));
 }
 
 fn after_fork_in_parent() {

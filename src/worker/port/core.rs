@@ -309,8 +309,8 @@ impl Port {
         }
         let sleeper = self.sleeper();
         let ticket = sleeper.announce();
-        let found = self.poll();
-        if matches!(found, Ok(None)) && !self.stopping() {
+        let polled = self.poll();
+        if matches!(polled, Ok(None)) && !self.stopping() {
             let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(self.slice()));
             sleeper.awake();
             // A sandbox refuses futexes: poll instead.
@@ -323,16 +323,16 @@ impl Port {
             return Ok(self.poll()?.map_or(Received::Nothing, Received::Task));
         }
         sleeper.awake();
-        Ok(found?.map_or(Received::Stop, Received::Task))
+        Ok(polled?.map_or(Received::Stop, Received::Task))
     }
 
     /// Ends a wait: there is a task, the time has passed, or the loop has released a block.
     fn waited(&self) -> Result<Received> {
-        let found = self.poll()?;
-        if found.is_none() {
+        let entry = self.poll()?;
+        if entry.is_none() {
             self.trim()?;
         }
-        Ok(found.map_or(Received::Nothing, Received::Task))
+        Ok(entry.map_or(Received::Nothing, Received::Task))
     }
 
     /// Returns the longest wait: until idle memory may be due.
