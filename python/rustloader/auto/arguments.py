@@ -28,15 +28,15 @@ def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
         ValueError: ``num_workers`` is another text.
     """
     if len(args) > _PLACE:
-        given = args[_PLACE]
+        value = args[_PLACE]
     elif "num_workers" in kwargs:
-        given = kwargs["num_workers"]
+        value = kwargs["num_workers"]
     else:
         return args, kwargs, None
-    if not isinstance(given, str):
+    if not isinstance(value, str):
         return args, kwargs, None
-    if given != AUTO:
-        raise ValueError(f'num_workers option should be a non-negative integer or "auto", got num_workers={given!r}')
+    if value != AUTO:
+        raise ValueError(f'num_workers option should be a non-negative integer or "auto", got num_workers={value!r}')
     count = first_guess()
     if len(args) > _PLACE:
         return (*args[:_PLACE], count, *args[_PLACE + 1 :]), kwargs, count

@@ -211,12 +211,12 @@ def _tightest(epoch: Epoch, cores: float, limits: Sequence[Limit], history: Hist
     share = epoch.share if epoch.share > _THREADS else min(epoch.share, 1.0)
     by_cpu = cores / max(share, 1e-3)
     text = f"the workers compute for {epoch.share:.0%} of their time, and there {_cores(cores)}"
-    known = [Limit(by_cpu, text), *limits]
-    known.append(Limit(max(cores, min(_PER_CORE * cores, _MOST)), f"there {_cores(cores)}"))
-    known.append(Limit(epoch.tasks / 2, f"the epoch had {count_of(epoch.tasks, 'batch')}"))
+    bounds = [Limit(by_cpu, text), *limits]
+    bounds.append(Limit(max(cores, min(_PER_CORE * cores, _MOST)), f"there {_cores(cores)}"))
+    bounds.append(Limit(epoch.tasks / 2, f"the epoch had {count_of(epoch.tasks, 'batch')}"))
     if history.ceiling is not None:
-        known.append(Limit(history.ceiling.workers, "more were no faster"))
-    return min(known, key=lambda limit: limit.most)
+        bounds.append(Limit(history.ceiling.workers, "more were no faster"))
+    return min(bounds, key=lambda limit: limit.most)
 
 
 def _cores(cores: float) -> str:

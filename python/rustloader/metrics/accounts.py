@@ -51,7 +51,7 @@ class Account:
         self.settle()
         self.open.append(opened)
         cached = opened.cached()
-        if cached is not None and not any(known.table() is cached.table for known in self._caches):
+        if cached is not None and not any(cache.table() is cached.table for cache in self._caches):
             self.caches()
             # The file of one that is gone goes on with its figures.
             has_gone = self._gone_caches is not None

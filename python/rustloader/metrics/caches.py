@@ -39,9 +39,9 @@ def find(dataset: Any) -> CachedDataset | None:
 
 def fields_of(loader: Any, dataset: Any, stats: Figures) -> dict[str, Any]:
     """Returns the fields of ``Stats`` about the cache."""
-    present = usage(dataset)
-    if present is not None:
-        return {"cache": present}
+    current = usage(dataset)
+    if current is not None:
+        return {"cache": current}
     return {"cache_estimate": _estimate(loader, dataset, stats)}
 
 

@@ -41,14 +41,14 @@ def report_ranks(source: Any = None, group: Any = None) -> RankReport:
     """
     failed: Exception | None = None
     try:
-        mine = _of(_busiest() if source is None else stats(source))
+        own = _of(_busiest() if source is None else stats(source))
     except Exception as error:
         # The others wait for this rank.
-        mine, failed = RankStats(global_rank(), socket.gethostname()), error
-    ranks: list[Any] = [mine]
+        own, failed = RankStats(global_rank(), socket.gethostname()), error
+    ranks: list[Any] = [own]
     if _is_initialized() and dist.get_rank(group) >= 0:
         ranks = [None] * dist.get_world_size(group)
-        dist.all_gather_object(ranks, mine, group=group)
+        dist.all_gather_object(ranks, own, group=group)
     if failed is not None:
         raise failed
     return RankReport(tuple(sorted(ranks, key=lambda it: it.rank)))

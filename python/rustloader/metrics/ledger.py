@@ -124,9 +124,9 @@ class Ledger:
     def fall_back(self, reason: str) -> bool:
         """Counts an iterator on torch's own loop. Returns True for the first of its loader with this reason."""
         # Reasons that differ only in numbers, such as the free memory, count as the first of them.
-        known = next((text for text in self.fallbacks if _NUMBER.sub("", text) == _NUMBER.sub("", reason)), reason)
-        is_new = known not in self.fallbacks
-        self.fallbacks[known] = self.fallbacks.get(known, 0) + 1
+        first = next((text for text in self.fallbacks if _NUMBER.sub("", text) == _NUMBER.sub("", reason)), reason)
+        is_new = first not in self.fallbacks
+        self.fallbacks[first] = self.fallbacks.get(first, 0) + 1
         return is_new if self._loaders is None else self._loaders.fall_back(reason)
 
     def alone(self) -> Ledger:

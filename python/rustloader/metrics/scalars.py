@@ -35,11 +35,11 @@ def scalars(stats: Figures) -> dict[str, float]:
         "transfer_wait_seconds": stats.transfers.waited_seconds,
     }
     if stats.cache is not None:
-        asked = stats.cache.hits + stats.cache.misses
+        lookups = stats.cache.hits + stats.cache.misses
         figures |= {
             "cache_hits": stats.cache.hits,
             "cache_misses": stats.cache.misses,
-            "cache_hit_share": stats.cache.hits / asked if asked else 0.0,
+            "cache_hit_share": stats.cache.hits / lookups if lookups else 0.0,
             "cache_bytes": stats.cache.samples_bytes,
         }
     return {name: float(value) for name, value in figures.items()}

@@ -59,8 +59,8 @@ def _state(worker: WorkerStats) -> str:
 
 def cache_line(usage: CacheUsage) -> str:
     """Describes the content and the counters of a cache in one line."""
-    asked = usage.hits + usage.misses
-    share = f" ({usage.hits / asked:.0%} of the samples)" if asked else ""
+    lookups = usage.hits + usage.misses
+    share = f" ({usage.hits / lookups:.0%} of the samples)" if lookups else ""
     hits, misses = count_of(usage.hits, "hit"), count_of(usage.misses, "miss")
     return f"{hits}{share}, {misses}, {size(usage.samples_bytes)} of {size(usage.limit)}"
 

@@ -400,8 +400,8 @@ def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: floa
     slow = work.slow_worker(stats)
     if slow is not None:
         worker, usual = slow
-        its = duration(worker.busy_seconds / worker.tasks)
-        reason += f"; worker {worker.id} takes {its} per batch, the others {duration(usual)}"
+        fetch_time = duration(worker.busy_seconds / worker.tasks)
+        reason += f"; worker {worker.id} takes {fetch_time} per batch, the others {duration(usual)}"
         sentence = f"One slow worker is the bottleneck: worker {worker.id} (pid {worker.pid}). The others wait for "
         sentence += f"their turn: look at what it alone reads, or set {' or '.join(remedies)}."
         return Verdict("head_of_line", sentence, reason, predicted_gain=gain)

@@ -95,19 +95,19 @@ class Sharing:
         waiting = [(value, name, holder)]
         while waiting:
             value, name, holder = waiting.pop()
-            known = self._nodes.get(id(value))
-            if known is None and id(value) not in self._shared:
+            node = self._nodes.get(id(value))
+            if node is None and id(value) not in self._shared:
                 parts = self._parts(value, name)
                 if parts is not None:
-                    known = self._nodes[id(value)] = _Node(value)
-                    waiting.extend((part, label, known) for part, label in reversed(parts))
+                    node = self._nodes[id(value)] = _Node(value)
+                    waiting.extend((part, label, node) for part, label in reversed(parts))
                 else:
                     self._share_leaf(value, name)
             if holder is None:
                 continue
-            if known is not None:
-                known.holders.append(holder)
-            if known.changes if known is not None else id(value) in self._shared:
+            if node is not None:
+                node.holders.append(holder)
+            if node.changes if node is not None else id(value) in self._shared:
                 holder.change()
 
     def _parts(self, value: Any, name: str) -> list[tuple[Any, str]] | None:

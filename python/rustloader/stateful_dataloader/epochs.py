@@ -324,14 +324,14 @@ class StatefulEpochs(Positioned, Epochs):
             for worker, count in enumerate(position.per_worker):
                 counts[worker].append(count)
         snapshots: list[list[Snapshot]] = [[] for _ in range(it._num_workers)]
-        for worker, asked in enumerate(counts):
-            if asked:
+        for worker, wanted in enumerate(counts):
+            if wanted:
                 # The one of the end.
-                asked.append(max(asked) + 1)
+                wanted.append(max(wanted) + 1)
             # From the newest on, each once: they may be large.
-            while asked and (snapshot := engine.snapshot(worker, max(asked))) is not None:
+            while wanted and (snapshot := engine.snapshot(worker, max(wanted))) is not None:
                 snapshots[worker].insert(0, snapshot)
-                asked = [count for count in asked if count < snapshot.answers]
+                wanted = [count for count in wanted if count < snapshot.answers]
         return snapshots
 
 

@@ -190,8 +190,8 @@ def sampling(
     batches = _from_position(kind, torch_iterator, saved, position, every)
     if ahead:
         # All of C code: an interrupt cannot lose an index batch.
-        gone = set(ahead)
-        wanted = [ordinal not in gone for ordinal in range(position, max(ahead) + 1)]
+        delivered = set(ahead)
+        wanted = [ordinal not in delivered for ordinal in range(position, max(ahead) + 1)]
         batches.iterator = itertools.compress(batches.iterator, itertools.chain(wanted, itertools.repeat(True)))
     return batches
 
@@ -210,26 +210,26 @@ def _without(iterator: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _known(kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int) -> Sampling:
-    given = start_of(kind, saved)
+    saved_start = start_of(kind, saved)
     if kind.name == "sequential":
         if position:
             return _Sourced(kind, iterate(kind, Source(kind, None, _indices(kind, position))), None)
         return _Sourced(kind, indices.stream(kind.index_sampler, torch_iterator), None)
-    if kind.name == "distributed" and given is not None:
-        _warn_of_epoch(given, kind.inner)
+    if kind.name == "distributed" and saved_start is not None:
+        _warn_of_epoch(saved_start, kind.inner)
         # Frameworks load the state of one rank on all: it is a position, and the same for each.
-        given = {**given, "rank": kind.inner.rank}
+        saved_start = {**saved_start, "rank": kind.inner.rank}
         # A program may have set the position back to one of other ranks.
-        position = max(position - given["first"], 0)
+        position = max(position - saved_start["first"], 0)
     is_owed = saved is not None and saved.is_owed
-    start = Start(given, is_owed)
+    start = Start(saved_start, is_owed)
     stream = indices.stream(kind.index_sampler, torch_iterator, start)
     if stream is not torch_iterator:
         if position:
             stream.skip(position)
         return _Streamed(kind, stream, start)
     is_begun = kind.name == "distributed" and kind.batches is None
-    source = Source(kind, given, _indices(kind, position), torch_iterator if is_begun else None, is_owed)
+    source = Source(kind, saved_start, _indices(kind, position), torch_iterator if is_begun else None, is_owed)
     if is_begun:
         # torch has read the sampler's settings just now.
         source.begin()

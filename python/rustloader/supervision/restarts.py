@@ -144,14 +144,14 @@ class Restarts:
 
     def _survives_at(self, death: Death, task: int, cause: str) -> bool:
         """Counts a death at a sample. Returns whether the worker may go on, without that sample if need be."""
-        at = task, death.place
-        self._at[at] += 1
+        sample = task, death.place
+        self._at[sample] += 1
         self._in_task[task] += 1
-        if max(self._at[at], self._in_task[task]) < POISON_AFTER:
+        if max(self._at[sample], self._in_task[task]) < POISON_AFTER:
             return True
         number = death.first_task + task
         # Deaths at several samples say of none that it kills: each may have been there when time or memory ran out.
-        place = death.place if self._at[at] >= POISON_AFTER else None
+        place = death.place if self._at[sample] >= POISON_AFTER else None
         # The replacement of a sample that was passed over may kill, too.
         is_again = place in self.poison.get(death.worker_id, {}).get(number, {})
         if place is None or is_again or not self._passes_over:

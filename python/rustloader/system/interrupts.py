@@ -41,10 +41,10 @@ def _is_handler(frame: FrameType) -> bool:
     if frame.f_back is None:
         return False
     names, varargs, _, values = inspect.getargvalues(frame)
-    given = [values.get(name) for name in names]
+    arguments = [values.get(name) for name in names]
     if varargs is not None:
-        given.extend(values.get(varargs) or ())
+        arguments.extend(values.get(varargs) or ())
     if _CACHES_LOCALS and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         # The frame keeps this copy of its variables. With the error among them it would be a cycle.
         values.clear()
-    return any(value is frame.f_back for value in given)
+    return any(value is frame.f_back for value in arguments)

@@ -65,14 +65,14 @@ def merge(paths: list[str], path: str) -> int:
         NotATrace: A file is no trace.
         OSError: A file cannot be read or written.
     """
-    read = [_read(given) for given in paths]
-    base = next((base for base, *_ in read if base), 0)
+    sources = [_read(source) for source in paths]
+    base = next((base for base, *_ in sources if base), 0)
     count = 0
 
     def merged() -> Iterator[str]:
         nonlocal count
         owners: dict[tuple[bool, Any], list[int]] = {}
-        for number, (own_base, is_ours, events) in enumerate(read):
+        for number, (own_base, is_ours, events) in enumerate(sources):
             shift = (own_base - base) / 1000
             for event in events:
                 count += 1
@@ -119,8 +119,8 @@ def _events(path: str, text: str) -> Any:
     except ValueError:
         if not text.lstrip().startswith("["):
             raise NotATrace(f"{path} is no JSON: a trace of torch.profiler that is cut off cannot be read") from None
-        whole = [line.strip().rstrip(",") for line in text.lstrip()[1:].splitlines()]
-        content = [json.loads(line) for line in whole if line.startswith("{") and line.endswith("}")]
+        lines = [line.strip().rstrip(",") for line in text.lstrip()[1:].splitlines()]
+        content = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
     is_object = isinstance(content, dict) and isinstance(content.get("traceEvents"), list)
     is_array = isinstance(content, list) and all(isinstance(event, dict) for event in content)
     if not is_object and not is_array:

@@ -118,12 +118,12 @@ class DeviceIterator:
                 self._rescued = answer
             raise
         # One step to a signal handler.
-        taken = answer[0]
-        if taken is _END:
+        entry = answer[0]
+        if entry is _END:
             raise StopIteration
-        error = taken.error
+        error = entry.error
         if error is not None:
-            taken.error = None
+            entry.error = None
             try:
                 raise error
             finally:
@@ -132,10 +132,10 @@ class DeviceIterator:
                 error = None
         self._position.taking -= 1  # type: ignore[union-attr]
         try:
-            return taken.batch
+            return entry.batch
         finally:
             # This frame may live on in the traceback of an error that was taken ahead.
-            taken.batch = taken.loans = None
+            entry.batch = entry.loans = None
 
     def _answer(self, answer: list[Any]) -> None:
         lane = self._lane

@@ -75,8 +75,8 @@ class Streams:
 
     def is_capturing(self) -> bool:
         """Returns True if the calling thread's stream is captured into a graph."""
-        asked = getattr(self._module, "is_current_stream_capturing", None)
-        return asked is not None and bool(asked())
+        query = getattr(self._module, "is_current_stream_capturing", None)
+        return query is not None and bool(query())
 
     def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
         """Lets torch's allocator wait for the stream when the tensor's memory is freed."""

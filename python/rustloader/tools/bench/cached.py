@@ -131,7 +131,7 @@ class Wrapped:
         from rustloader.caching.dataset import RANDOM
 
         table, now = self._cached.table, self.usage()
-        asked = max(1, now.hits + now.misses - first.hits - first.misses)
+        lookups = max(1, now.hits + now.misses - first.hits - first.misses)
         hits = now.hits - first.hits
         # A full cache has not kept what was missed.
         kept = hits if table.closed else now.misses - now.refused
@@ -141,6 +141,6 @@ class Wrapped:
             index_bytes=table.overhead(table.rows),
             limit=table.limit,
             free=self._free,
-            hits=hits / asked,
+            hits=hits / lookups,
             is_random=not table.is_news(RANDOM),
         )

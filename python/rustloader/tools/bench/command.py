@@ -136,9 +136,9 @@ class _Bench:
                 point.judged = None if started else judged
             if point.ray is not None:
                 settle([point])
-                ours, there = point.rustloader, Cluster(**abouts[1]["cluster"])
+                ours, cluster = point.rustloader, Cluster(**abouts[1]["cluster"])
                 cpu = ours.median("cpu_seconds_per_batch")
-                point.price = Price(ours.batch_bytes, cpu, usable_cores(), there)
+                point.price = Price(ours.batch_bytes, cpu, usable_cores(), cluster)
         return point
 
     def _epochs(

@@ -36,12 +36,12 @@ def give_workers(loader: Any, engine: str) -> None:
     """Gives a loader the workers of an engine: on the cluster, or here. A factory's own RayContext is kept."""
     from rustloader.remote.context import is_remote
 
-    given = loader.multiprocessing_context
-    if engine == RAY and not is_remote(given):
+    context = loader.multiprocessing_context
+    if engine == RAY and not is_remote(context):
         from rustloader.ray import RayContext
 
         loader.multiprocessing_context = RayContext()
-    elif engine != RAY and is_remote(given):
+    elif engine != RAY and is_remote(context):
         loader.multiprocessing_context = None
 
 
@@ -89,9 +89,9 @@ def carry(target: str) -> None:
 def measure() -> dict[str, Any]:
     """Returns a ``Cluster`` as a dictionary."""
     ray = connect()
-    here = ray.get_runtime_context().get_node_id()
+    own_node = ray.get_runtime_context().get_node_id()
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    others = [node for node in nodes if node != here]
+    others = [node for node in nodes if node != own_node]
     link = _link(ray, (others or nodes)[0])
     return asdict(Cluster(ray.available_resources().get("CPU", 0.0), len(others), link))
 

@@ -215,11 +215,11 @@ def ray_table(points: Iterable[Point]) -> str:
     """
     rows = [("", "here", "on Ray", "ratio", "MB/s on Ray", "CPU/batch here", "first batch on Ray")]
     for point in points:
-        if (there := point.ray) is not None:
-            here = point.rustloader
-            rates = number(here.rate), number(there.rate), times(there.rate / here.rate)
-            cpu, first = there.median("cpu_seconds_per_batch"), there.median("first_batch_seconds")
-            megabytes = number(there.rate * here.batch_bytes / 1e6)
+        if (remote := point.ray) is not None:
+            local = point.rustloader
+            rates = number(local.rate), number(remote.rate), times(remote.rate / local.rate)
+            cpu, first = remote.median("cpu_seconds_per_batch"), remote.median("first_batch_seconds")
+            megabytes = number(remote.rate * local.batch_bytes / 1e6)
             rows.append((str(point.setting), *rates, megabytes, duration(cpu), duration(first)))
     return aligned(rows, gap=2) if len(rows) > 1 else ""
 

@@ -34,12 +34,12 @@ class Setting(NamedTuple):
 ALONE = Setting(0)
 
 
-def settings_of(given: Any) -> Iterator[Setting]:
+def settings_of(arguments: Any) -> Iterator[Setting]:
     """Yields each combination of the values on the command line, and torch's own loop, which is always measured. It
     comes last: a loader that cannot be used is found at once.
     """
-    varied = [[(name, value) for value in values] for name in SWEPT if (values := getattr(given, name))]
-    for workers in given.workers or [None]:
+    varied = [[(name, value) for value in values] for name in SWEPT if (values := getattr(arguments, name))]
+    for workers in arguments.workers or [None]:
         if workers != 0:
             yield from (Setting(workers, options) for options in itertools.product(*varied))
     yield ALONE

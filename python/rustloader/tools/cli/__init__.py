@@ -38,14 +38,14 @@ class _Terminated(BaseException):
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
-    given = sys.argv[1:] if arguments is None else arguments
+    command_line = sys.argv[1:] if arguments is None else arguments
     rest: list[str] = []
-    if given[:1] in (["run"], ["trace"]):
-        given, rest = script_arguments(given)
+    if command_line[:1] in (["run"], ["trace"]):
+        command_line, rest = script_arguments(command_line)
     if sys.stdout is None:  # closed
         sys.stdout = open(os.devnull, "w")
     parser = make_parser()
-    options = parser.parse_args(given)
+    options = parser.parse_args(command_line)
     if options.command is None:
         parser.print_help()
         return 2

@@ -76,14 +76,14 @@ def _nodes(ray: Any) -> Iterator[Line]:
     # It needs torch, which doctor may have to report as missing.
     from rustloader.remote import handshake
 
-    asked = {}
+    requests = {}
     for node in ray.nodes():
         if node["Alive"]:
             place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": place}
-            asked[f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"] = ray.remote(**options)(_versions).remote()
-    ray.wait([*asked.values()], num_returns=len(asked), timeout=REMOTE_START.get())
-    for name, answer in asked.items():
+            requests[f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"] = ray.remote(**options)(_versions).remote()
+    ray.wait([*requests.values()], num_returns=len(requests), timeout=REMOTE_START.get())
+    for name, answer in requests.items():
         try:
             installed = ray.get(answer, timeout=0)
         except Exception as error:

@@ -102,13 +102,13 @@ examples:
 """
 
 
-def script_arguments(given: list[str]) -> tuple[list[str], list[str]]:
+def script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Splits the arguments of `run` or `trace` after the script's name: its own, and those of the script."""
-    valued = _valued_flags() if given[0] == "run" else {"-o", "--output", "--seconds", "--level"}
+    valued = _valued_flags() if arguments[0] == "run" else {"-o", "--output", "--seconds", "--level"}
     k = 1
-    while k < len(given) and given[k].startswith("-"):
-        k += 2 if given[k] in valued else 1
-    return given[: k + 1], given[k + 1 :]
+    while k < len(arguments) and arguments[k].startswith("-"):
+        k += 2 if arguments[k] in valued else 1
+    return arguments[: k + 1], arguments[k + 1 :]
 
 
 def make_parser() -> argparse.ArgumentParser:

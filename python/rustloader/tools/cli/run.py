@@ -50,8 +50,8 @@ class _NoScript(Exception):
 
 def _setting(options: Any) -> str:
     """Returns the value of the environment variable for this process and those that it spawns."""
-    given = os.environ.get(INSTALL, "").strip()
-    parts = [given] if "=" in given else []
+    current = os.environ.get(INSTALL, "").strip()
+    parts = [current] if "=" in current else []
     for name in Options.__dataclass_fields__:
         if (value := getattr(options, name)) is not None:
             parts.append(f"{name}={text_of(value)}")

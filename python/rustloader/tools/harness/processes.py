@@ -26,8 +26,8 @@ print(json.dumps(function(*json.loads(sys.argv[4]))))
 def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a function in a new interpreter, which imports its file. Arguments and result go through JSON."""
     file = Path(inspect.getfile(function)).resolve()
-    what = [str(file.parent), file.stem, function.__name__, json.dumps(arguments)]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _CODE, *what], stdout=subprocess.PIPE, text=True)
+    call = [str(file.parent), file.stem, function.__name__, json.dumps(arguments)]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _CODE, *call], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise Failure(f"the process of {function.__name__}{arguments} ended with {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -80,7 +80,7 @@ class Rounds(dict[str, list[Any]]):
 
     def of(self, side: str, figure: str | None = None) -> list[float]:
         """Returns a figure of each round."""
-        return [taken if figure is None else taken[figure] for taken in self[side]]
+        return [measured if figure is None else measured[figure] for measured in self[side]]
 
     def median(self, side: str, figure: str | None = None) -> float:
         """Returns the median of a figure."""
@@ -115,14 +115,14 @@ def interleave(
         show: is called with the name of each measurement before it, and at the end with an empty text.
     """
     beside = beside or {}
-    taken = Rounds({name: [] for name in (*sides, *beside)})
+    measured = Rounds({name: [] for name in (*sides, *beside)})
     for turn in range(rounds):
         for name in in_turn(list(sides), turn):
             show(f"{label}: round {turn + 1} of {rounds}, {name}")
-            taken[name].append(sides[name]())
+            measured[name].append(sides[name]())
         if after is not None:
             after()
         for name, measure in beside.items():
-            taken[name].append(measure())
+            measured[name].append(measure())
     show("")
-    return taken
+    return measured

@@ -80,7 +80,7 @@ def _listed(pid: int, count: int) -> dict[str, Any]:
     waits.
     """
     rank = local_ranks.number_of(pid)
-    known = {"pid": pid, "local_rank": None if rank is None else rank[1], "loaders": count}
+    identity = {"pid": pid, "local_rank": None if rank is None else rank[1], "loaders": count}
     figures: dict[str, Any] = {"name": "", "batches": 0, "next_share": 0.0, "verdict": "unknown"}
     with contextlib.suppress(processes.NothingToSee):  # it has ended meanwhile
         loaders = [Loader(pid, None, look) for look in take(pid)]
@@ -91,7 +91,7 @@ def _listed(pid: int, count: int) -> dict[str, Any]:
             share = total.next_seconds / loop if loop else 0.0
             kind = busiest.verdict[0].kind
             figures = {"name": total.name, "batches": total.batches, "next_share": share, "verdict": kind}
-    return known | figures | {"command": processes.command(pid)}
+    return identity | figures | {"command": processes.command(pid)}
 
 
 def _main_process(pid: int, waits: bool) -> int:
