@@ -353,7 +353,7 @@ class GuardedDataset:
         made: list[Any] = []
         for place, index in enumerate(indices):
             guard.check()
-            sample = guard.sample(place, index, self._alone)
+            sample = guard.sample(place, index, self._one_sample)
             if type(sample) is not _Alone:
                 made.append(sample)
             elif isinstance(sample.samples, list | tuple):
@@ -366,7 +366,7 @@ class GuardedDataset:
                 )
         return made
 
-    def _alone(self, index: Any) -> Any:
+    def _one_sample(self, index: Any) -> Any:
         return _Alone(self.source.__getitems__([index]))
 
 

@@ -119,7 +119,7 @@ class TableFetcher(_MapDatasetFetcher):
             # Other sequences may run code, which torch's way would run again.
             if type(table.indices) not in _INDICES or "__getitems__" in vars(table):
                 return table, None
-            index = _at(table.indices, index)
+            index = _items_at(table.indices, index)
             table = table.dataset
         return table, index
 
@@ -146,7 +146,7 @@ class CachedFetcher(TableFetcher):
         return self._gather(cached.table, index)
 
 
-def _at(indices: Any, index: list[Any] | None) -> list[Any] | None:
+def _items_at(indices: Any, index: list[Any] | None) -> list[Any] | None:
     """Returns the items of a sequence; None if an index is not an int in range."""
     try:
         return None if index is None else [indices[place] for place in index]

@@ -126,7 +126,7 @@ class LoaderCollector(Collector):
         read = [(name, _read(account)) for name, account in accounts]
         yield from self._families(CounterMetricFamily, _COUNTERS, read)
         yield from self._families(GaugeMetricFamily, _GAUGES, read)
-        cached = [(name, usage) for name, it in read if (usage := _together(it.caches)) is not None]
+        cached = [(name, usage) for name, it in read if (usage := _summed(it.caches)) is not None]
         yield from self._families(CounterMetricFamily, _CACHE_COUNTERS, cached)
         yield from self._families(GaugeMetricFamily, _CACHE_GAUGES, cached)
         yield self._waits(read)
@@ -205,7 +205,7 @@ def _read(account: Account) -> _Read:
     )
 
 
-def _together(usages: list[CacheUsage]) -> CacheUsage | None:
+def _summed(usages: list[CacheUsage]) -> CacheUsage | None:
     if not usages:
         return None
     fields = ("hits", "misses", "samples_bytes", "limit")

@@ -41,7 +41,7 @@ def report_ranks(source: Any = None, group: Any = None) -> RankReport:
     """
     failed: Exception | None = None
     try:
-        own = _of(_busiest() if source is None else stats(source))
+        own = _rank_stats(_busiest() if source is None else stats(source))
     except Exception as error:
         # The others wait for this rank.
         own, failed = RankStats(global_rank(), socket.gethostname()), error
@@ -70,7 +70,7 @@ def _busiest() -> Stats | None:
     return None if busiest is None else of_ledger(busiest, sum(it.alive for it in busiest.figures().workers))
 
 
-def _of(figures: Stats | None) -> RankStats:
+def _rank_stats(figures: Stats | None) -> RankStats:
     rank, host = global_rank(), socket.gethostname()
     if figures is None or not figures.batches or figures.note:
         return RankStats(rank, host, "" if figures is None else figures.name)

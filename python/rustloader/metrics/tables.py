@@ -72,7 +72,7 @@ def _memory(stats: Figures) -> str:
     return ", ".join(words + ([count_of(arena.blocks, "block")] if arena.blocks else []))
 
 
-def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
+def _other_figures(stats: Figures) -> Iterator[tuple[str, str]]:
     """Yields the other nonzero figures: name, text."""
     for task in stats.slowest[:_SLOW_SHOWN]:
         yield "slow batch", f"{duration(task.seconds)} on worker {task.worker}: {short_index(task.index)}"
@@ -133,7 +133,7 @@ def lines(stats: Figures) -> Iterator[str]:
             yield line(f"worker {worker.id}", text)
         if len(stats.workers) > _WORKERS_SHOWN:
             yield line("...", f"{count_of(len(stats.workers) - _WORKERS_SHOWN, 'more worker')}")
-    for name, text in _rest(stats):
+    for name, text in _other_figures(stats):
         yield line(name, text)
 
 
@@ -149,7 +149,7 @@ def html(stats: Figures, verdict: Verdict) -> str:
         parts.append(_table(("loop", "time", "share", ""), rows))
     if not stats.note and stats.workers:
         parts.append(_workers(stats))
-    if rest := list(_rest(stats)):
+    if rest := list(_other_figures(stats)):
         parts.append(_table((), rest))
     return f"<div>{''.join(parts)}</div>"
 

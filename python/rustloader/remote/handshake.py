@@ -94,19 +94,19 @@ def listen(address: str) -> socket.socket:
         return socket.create_server(("", 0), family=family)
 
 
-def _left(deadline: float) -> float:
+def _seconds_left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)
 
 
 def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
-    connection.settimeout(_left(deadline))
+    connection.settimeout(_seconds_left(deadline))
     connection.sendall(data)
 
 
 def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     received = bytearray()
     while len(received) < count:
-        connection.settimeout(_left(deadline))
+        connection.settimeout(_seconds_left(deadline))
         piece = connection.recv(min(count - len(received), 1 << 20))
         if not piece:
             raise ConnectionResetError("the connection was closed in the handshake")
@@ -147,7 +147,7 @@ def connect(address: str, port: int, token: bytes, worker_id: int, pid: int, dea
         HandshakeError: The listener there does not know the secret.
         OSError: Nothing listens there, or it closes the connection, or it is silent until the deadline.
     """
-    connection = socket.create_connection((address, port), timeout=_left(deadline))
+    connection = socket.create_connection((address, port), timeout=_seconds_left(deadline))
     try:
         introduce(connection, token, worker_id, pid, deadline)
     except BaseException:

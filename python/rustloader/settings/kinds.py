@@ -114,8 +114,8 @@ class Choice(Kind):
 
     def __init__(self, *choices: str) -> None:
         self.choices = choices
-        self.described = _or(*map(repr, choices))
-        self.expected = _or(*choices)
+        self.described = _alternatives(*map(repr, choices))
+        self.expected = _alternatives(*choices)
 
     def allows(self, value: Any) -> bool:
         return not isinstance(value, str) or value in self.choices
@@ -287,5 +287,5 @@ def _entries(value: Any) -> list[Any]:
     return [entry if isinstance(entry, list | tuple | set | frozenset | range) else [entry] for entry in value]
 
 
-def _or(*words: str) -> str:
+def _alternatives(*words: str) -> str:
     return " or ".join(", ".join(words).rsplit(", ", 1))

@@ -279,14 +279,14 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        for name, value in _given(self).items():
+        for name, value in _set_values(self).items():
             option_of(name).kind.check(name, value)
 
     def __repr__(self) -> str:
-        return f"rustloader.Options({', '.join(f'{name}={value!r}' for name, value in _given(self).items())})"
+        return f"rustloader.Options({', '.join(f'{name}={value!r}' for name, value in _set_values(self).items())})"
 
 
-def _given(options: Options) -> dict[str, Any]:
+def _set_values(options: Options) -> dict[str, Any]:
     values = {name: getattr(options, name) for name in Options.__dataclass_fields__}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -360,7 +360,7 @@ _current = Options()
 
 def current() -> dict[str, Any]:
     """Returns the current options by name."""
-    return _given(_current)
+    return _set_values(_current)
 
 
 def replace(values: dict[str, Any]) -> None:

@@ -72,10 +72,10 @@ class Sharing:
         """Returns a copy of a dataset with shared attributes; the dataset itself if nothing in it is large."""
         self._visit(dataset, type(dataset).__name__, None)
         if not self._nodes[id(dataset)].changes:
-            self._tell_nothing(type(dataset).__name__)
-        return self._anew(dataset)
+            self._log_nothing_shared(type(dataset).__name__)
+        return self._rebuilt(dataset)
 
-    def _tell_nothing(self, name: str) -> None:
+    def _log_nothing_shared(self, name: str) -> None:
         if self._has_shared:
             logger.info("share(dataset): what is large in %s is shared already", name)
             return
@@ -158,7 +158,7 @@ class Sharing:
 
     # Recreation of the holders
 
-    def _anew(self, value: Any) -> Any:
+    def _rebuilt(self, value: Any) -> Any:
         """Returns a value with the shared objects in it; the value itself if it has none."""
         if id(value) in self._shared:
             return self._shared[id(value)]
@@ -171,23 +171,23 @@ class Sharing:
 
     def _make(self, value: Any) -> None:
         if type(value) is MethodType:
-            self._new[id(value)] = MethodType(value.__func__, self._anew(value.__self__))
+            self._new[id(value)] = MethodType(value.__func__, self._rebuilt(value.__self__))
         elif type(value) is tuple:
-            self._new[id(value)] = tuple(map(self._anew, value))
+            self._new[id(value)] = tuple(map(self._rebuilt, value))
         elif type(value) is list:
             made: list[Any] = []
             # Before its items, which may hold it.
             self._new[id(value)] = made
-            made.extend(map(self._anew, value))
+            made.extend(map(self._rebuilt, value))
         elif type(value) is dict:
             pairs: dict[Any, Any] = {}
             self._new[id(value)] = pairs
-            pairs.update((key, self._anew(part)) for key, part in value.items())
+            pairs.update((key, self._rebuilt(part)) for key, part in value.items())
         else:
             self._new[id(value)] = dataset = _copied(value)
             state = vars(dataset)
             # Not by setattr, which a frozen dataclass or a property refuses.
-            state.update({name: self._anew(part) for name, part in state.items()})
+            state.update({name: self._rebuilt(part) for name, part in state.items()})
 
 
 _STAYS = "share(dataset): %s, a %s of about %.1f MB, stays as it is: %s"

@@ -134,16 +134,16 @@ def meet(key: str, build: Callable[[], _S], timeout: float, opened: Callable[[in
         text = "%s: nothing in the environment names the run, so each rank has its own copy: set MASTER_PORT"
         logger.warning(text, named)
         return build()
-    return _met(_address(key if call == "share" else f"{call}/{key}", run), named, ranks, build, timeout, opened)
+    return _meet_at(_address(key if call == "share" else f"{call}/{key}", run), named, ranks, build, timeout, opened)
 
 
 def meet_on_machine(name: str, build: Callable[[], _S], opened: Callable[[int], _S], call: str) -> _S:
     """As `meet`, for processes of this machine whose number is unknown. The name is one that no other store has."""
     ranks = Ranks(None, f"pid {os.getpid()}")
-    return _met(_hashed([str(os.geteuid()), call, name]), call, ranks, build, math.inf, opened)
+    return _meet_at(_hashed([str(os.geteuid()), call, name]), call, ranks, build, math.inf, opened)
 
 
-def _met(
+def _meet_at(
     address: bytes, named: str, ranks: Ranks, build: Callable[[], _S], timeout: float, opened: Callable[[int], _S]
 ) -> _S:
     deadline = time.monotonic() + timeout
@@ -267,13 +267,13 @@ class _Server:
             while not (self._ended or self._is_complete()):
                 left = self._deadline - time.monotonic()
                 if left <= 0:
-                    self._tell()
+                    self._warn_of_missing_ranks()
                     break
                 self._step(left)
         finally:
             self._close()
 
-    def _tell(self) -> None:
+    def _warn_of_missing_ranks(self) -> None:
         if self._ranks.size is not None:
             text = "%s: %d of %d ranks of this machine have come within %.0f s; later ones build a copy"
             logger.warning(text, self._named, len(self._served) + 1, self._ranks.size, self._timeout)

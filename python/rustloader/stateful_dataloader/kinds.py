@@ -79,14 +79,14 @@ def about(kind: Kind) -> SamplerState:
     return SamplerState(
         kind=kind.name,
         length=None if kind.name == "none" else length_of(inner),
-        batch_size=_plain(int, batches, "batch_size"),
-        drop_last=_plain(bool, batches, "drop_last"),
+        batch_size=_typed_attribute(int, batches, "batch_size"),
+        drop_last=_typed_attribute(bool, batches, "drop_last"),
         data_length=data and length_of(getattr(inner, data)),
         replacement=data and bool(inner.replacement),
     )
 
 
-def _plain(cls: type, sampler: Any, name: str) -> Any:
+def _typed_attribute(cls: type, sampler: Any, name: str) -> Any:
     value = getattr(sampler, name, None)
     return value if type(value) is cls else None
 

@@ -119,7 +119,7 @@ class Recorder(Iterator[Any]):
         try:
             iterator = self._begin_inner() if self._is_in_batches() else self._begin_whole()
             if self._saved is None:
-                self._take(iterator, self._position, self._samples)
+                self._record(iterator, self._position, self._samples)
             self._iterator = iterator
         finally:
             self._is_beginning = False
@@ -158,7 +158,7 @@ class Recorder(Iterator[Any]):
         if self._inner is not None:
             samples += len(batch)
         if self._every and position % self._every == 0 and self._has_time():
-            self._take(self._iterator, position, samples)
+            self._record(self._iterator, position, samples)
         # One step to a signal handler.
         self._position, self._samples, self._drawn = position, samples, []
         return batch
@@ -166,7 +166,7 @@ class Recorder(Iterator[Any]):
     def _has_time(self) -> bool:
         return self._spent < SNAPSHOT_ALLOWANCE + SNAPSHOT_SHARE * (time.monotonic() - self._began)
 
-    def _take(self, iterator: Any, position: int, samples: int) -> None:
+    def _record(self, iterator: Any, position: int, samples: int) -> None:
         """Keeps the present state. An error is raised when the state is asked for."""
         began = time.thread_time()
         try:

@@ -54,7 +54,7 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
     if type(num_replicas) is not int or num_replicas <= 0:
         raise ValueError(f"num_replicas must be a positive integer, got {num_replicas!r}")
     ranks = _in_order([_Rank(state) for state in states])
-    samplers = [_changed(rank.sampler, rank.position, len(ranks), num_replicas) for rank in ranks]
+    samplers = [_resharded(rank.sampler, rank.position, len(ranks), num_replicas) for rank in ranks]
     made = []
     for number in range(num_replicas):
         source = number % len(ranks)
@@ -148,7 +148,7 @@ def _of_rank(sampler: SamplerState, rank: int) -> SamplerState:
     return replace(sampler, start=sampler.start and sampler.start | {"rank": rank})
 
 
-def _changed(sampler: SamplerState, position: int, old: int, new: int) -> SamplerState:
+def _resharded(sampler: SamplerState, position: int, old: int, new: int) -> SamplerState:
     """Converts the state of a sampler to another number of ranks."""
     start = sampler.start
     if start is None:
@@ -156,16 +156,16 @@ def _changed(sampler: SamplerState, position: int, old: int, new: int) -> Sample
         return replace(sampler, length=None)
     size = 1 if sampler.batch_size is None else sampler.batch_size
     length, consumed = start["dataset_length"], start["consumed"]
-    samples = min((position - start["first"]) * size, _each(length - consumed, old, start["drop_last"]))
+    samples = min((position - start["first"]) * size, _samples_per_rank(length - consumed, old, start["drop_last"]))
     # The end of the order may have been repeated to serve all ranks.
     consumed = min(consumed + samples * old, length)
     return replace(
         sampler,
-        length=_each(length, new, start["drop_last"]),
+        length=_samples_per_rank(length, new, start["drop_last"]),
         start=dict(start) | {"num_replicas": new, "consumed": consumed, "first": position},
     )
 
 
-def _each(length: int, replicas: int, drop_last: bool) -> int:
+def _samples_per_rank(length: int, replicas: int, drop_last: bool) -> int:
     """Returns the number of samples of each rank."""
     return length // replicas if drop_last else -(-length // replicas)

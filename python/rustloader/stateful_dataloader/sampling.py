@@ -83,7 +83,7 @@ class _Streamed(Sampling):
         if saved is None:
             self.draw()
             saved = self._start.saved
-        return _with_samples(self._describe(start=_fresh(saved)), position)
+        return _with_samples(self._describe(start=_cloned(saved)), position)
 
 
 class _Sourced(Sampling):
@@ -104,7 +104,7 @@ class _Sourced(Sampling):
             return _with_samples(self._describe(start={}), position)
         if source.saved is None:
             source.begin()
-        return _with_samples(self._describe(start=_fresh(source.saved)), position)
+        return _with_samples(self._describe(start=_cloned(source.saved)), position)
 
 
 class _Recorded(Sampling):
@@ -140,7 +140,7 @@ class _Other(Sampling):
         return _with_samples(description, position) if self._kind.name == "none" else description
 
 
-def _fresh(start: dict[str, Any] | None) -> dict[str, Any] | None:
+def _cloned(start: dict[str, Any] | None) -> dict[str, Any] | None:
     if start is None:
         return None
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in start.items()}
@@ -198,18 +198,18 @@ def sampling(
 
 def _from_position(kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int, every: int) -> Sampling:
     if kind.is_known:
-        return _known(kind, torch_iterator, saved, position)
+        return _of_known_sampler(kind, torch_iterator, saved, position)
     if may_be_stateful(kind, torch_iterator):
         recorder, left = recorder_of(kind, torch_iterator, saved, position, every)
-        return _Recorded(kind, _without(recorder, left), recorder)
-    return _Other(kind, _without(torch_iterator, position))
+        return _Recorded(kind, _skipping(recorder, left), recorder)
+    return _Other(kind, _skipping(torch_iterator, position))
 
 
-def _without(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+def _skipping(iterator: Iterator[Any], count: int) -> Iterator[Any]:
     return itertools.islice(iterator, count, None) if count else iterator
 
 
-def _known(kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int) -> Sampling:
+def _of_known_sampler(kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int) -> Sampling:
     saved_start = start_of(kind, saved)
     if kind.name == "sequential":
         if position:

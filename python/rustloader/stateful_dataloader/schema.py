@@ -98,7 +98,7 @@ class DatasetState:
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Self:
         """Reads a part of a state. A missing entry becomes None."""
-        return _known(cls, entries)
+        return _from_entries(cls, entries)
 
     @property
     def is_iterable(self) -> bool:
@@ -149,7 +149,7 @@ class SamplerState:
         beside = beside or {}
         states = beside.get(INDEX_SAMPLER_STATE), beside.get(SAMPLER_ITER_STATE)
         more = {"index_sampler_state": states[0], "sampler_iter_state": states[1], "is_owed": False}
-        return _known(cls, entries, says_batch_size="batch_size" in entries, **more)
+        return _from_entries(cls, entries, says_batch_size="batch_size" in entries, **more)
 
     @property
     def own(self) -> dict[str, Any]:
@@ -387,7 +387,7 @@ def _name(worker: int) -> str:
     return f"worker_{worker}"
 
 
-def _known(cls: Any, entries: Mapping[str, Any], **more: Any) -> Any:
+def _from_entries(cls: Any, entries: Mapping[str, Any], **more: Any) -> Any:
     return cls(**{name: entries.get(name) for name in cls.__dataclass_fields__} | more)
 
 

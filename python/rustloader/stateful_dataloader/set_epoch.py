@@ -51,13 +51,13 @@ def recorder_of(dataset: Any) -> EpochRecorder | None:
         return None
     if not hasattr(function, "_rustloader_notes"):
         try:
-            cls.set_epoch = _noting(function)
+            cls.set_epoch = _recording(function)
         except TypeError:  # a class of an extension
             return None
     return EpochRecorder(dataset)
 
 
-def _noting(function: Any) -> Any:
+def _recording(function: Any) -> Any:
     @functools.wraps(function)
     def set_epoch(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs)

@@ -211,7 +211,7 @@ def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) ->
 
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, _Cached):
-                return NotImplemented if _has(obj, has_main) else _reduce_cached(obj)
+                return NotImplemented if _is_found_by_name(obj, has_main) else _reduce_cached(obj)
             if not isinstance(obj, (type, FunctionType)) or type(obj) in reducers:
                 return NotImplemented
             name = _name_in_main(obj)
@@ -230,10 +230,10 @@ def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) ->
     return Pickler
 
 
-def _has(cached: Any, has_main: bool) -> bool:
+def _is_found_by_name(cached: Any, has_main: bool) -> bool:
     """Returns True if workers find a function with a cache under its name."""
     module = getattr(cached, "__module__", None)
-    return (module != "__main__" or has_main) and _found(module, cached) is cached
+    return (module != "__main__" or has_main) and _lookup(module, cached) is cached
 
 
 def _reduce_cached(cached: Any) -> Any:
@@ -264,10 +264,10 @@ def _name_in_main(obj: Any) -> str | None:
     """Returns the qualified name under which the program's ``__main__`` has a class or function."""
     if obj.__module__ != "__main__":
         return None
-    return obj.__qualname__ if _found("__main__", obj) is obj else None
+    return obj.__qualname__ if _lookup("__main__", obj) is obj else None
 
 
-def _found(module: str | None, obj: Any) -> Any:
+def _lookup(module: str | None, obj: Any) -> Any:
     """Returns the value that a module has under the qualified name of an object; None without one."""
     value = sys.modules.get(module or "")
     for part in getattr(obj, "__qualname__", "").split("."):

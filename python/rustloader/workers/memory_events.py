@@ -44,13 +44,13 @@ class OomKills:
             if not controllers:
                 counts |= self._version_2(path)
             elif "memory" in controllers.split(","):
-                counts |= _each(f"{self._cgroup}/memory", path, "memory.oom_control")
+                counts |= _read_counters(f"{self._cgroup}/memory", path, "memory.oom_control")
         return counts
 
     def _version_2(self, path: str) -> dict[str, int]:
         unified = os.path.exists(f"{self._cgroup}/cgroup.controllers")
         base = self._cgroup if unified else f"{self._cgroup}/unified"
-        counts = _each(base, path, "memory.events.local")
+        counts = _read_counters(base, path, "memory.events.local")
         # The lowest level that this process sees. In a container the path may name levels that are not mounted.
         for folder in reversed(_levels(base, path)):
             count = _count(f"{folder}/memory.events")
@@ -67,7 +67,7 @@ def _levels(base: str, path: str) -> list[str]:
     return ["/".join([base, *names[:depth]]) for depth in range(len(names) + 1)]
 
 
-def _each(base: str, path: str, name: str) -> dict[str, int]:
+def _read_counters(base: str, path: str, name: str) -> dict[str, int]:
     """Returns the counters in the files of one name at each level."""
     files = [f"{folder}/{name}" for folder in _levels(base, path)]
     counts = {file: _count(file) for file in files}

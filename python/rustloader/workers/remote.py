@@ -53,7 +53,7 @@ class RemoteProcess:
         self.worker_id, self.pid = worker_id, pid
         self._started, self._link = started, link
         # The reason why it had ended before it was killed: after that, the cluster reports the kill.
-        self._told: str | None = None
+        self._reason_before_kill: str | None = None
 
     @property
     def name(self) -> str:
@@ -67,22 +67,22 @@ class RemoteProcess:
     @property
     def end(self) -> str | None:
         """The reason why it has ended, as far as this machine knows; None if it has left, or lives."""
-        return None if self._link.reason is None else self._known()
+        return None if self._link.reason is None else self._reason_known()
 
-    def _known(self) -> str | None:
-        return self._told or self._started.failure() or self._link.reason
+    def _reason_known(self) -> str | None:
+        return self._reason_before_kill or self._started.failure() or self._link.reason
 
     def why_died(self) -> str | None:
         """Returns the reason why it has died. The cluster knows more than the connection, but only a little later."""
         deadline = time.monotonic() + STATUS_AFTER
-        while (reason := self._told or self._started.failure()) is None and time.monotonic() < deadline:
+        while (reason := self._reason_before_kill or self._started.failure()) is None and time.monotonic() < deadline:
             time.sleep(REMOTE_CHECK)
         return reason or self._link.reason
 
     def kill(self) -> None:
         """Ends it."""
         if not self.is_alive():
-            self._told = self._known()
+            self._reason_before_kill = self._reason_known()
         self._started.kill()
 
     terminate = kill

@@ -80,12 +80,12 @@ def _without_collating(fetcher: Any, kind: int) -> Iterator[None]:
         yield
         return
     collate_fn = fetcher.collate_fn
-    fetcher.collate_fn = _nothing
+    fetcher.collate_fn = _drop
     try:
         yield
     finally:
         fetcher.collate_fn = collate_fn
 
 
-def _nothing(samples: Any) -> None:
+def _drop(samples: Any) -> None:
     return None

@@ -181,14 +181,14 @@ class Snapshots:
         states = by_value.dumps(self._states(fetcher, dataset))
         if self._is_iterable and self.has_state:
             self._compare(states)
-        return by_value.dumps((states, *self._besides(fetcher)))
+        return by_value.dumps((states, *self._extra_fields(fetcher)))
 
     def state(self, fetcher: Any, dataset: Any) -> WorkerStart:
         """Returns the content of a snapshot made now."""
         iterator_state, dataset_state = states = self._states(fetcher, dataset)
         if self._is_iterable and self.has_state and self._is_compared_now():
             self._compare(by_value.dumps(states))
-        return WorkerStart(dataset_state, iterator_state, *self._besides(fetcher))
+        return WorkerStart(dataset_state, iterator_state, *self._extra_fields(fetcher))
 
     def _states(self, fetcher: Any, dataset: Any) -> list[Any]:
         return [source.state_dict() if is_stateful(source) else None for source in self._sources(fetcher, dataset)]
@@ -209,7 +209,7 @@ class Snapshots:
         iterator = unguarded(getattr(fetcher, "dataset_iter", None))
         return iterator, None if iterator is dataset else dataset
 
-    def _besides(self, fetcher: Any) -> tuple[Any, ...]:
+    def _extra_fields(self, fetcher: Any) -> tuple[Any, ...]:
         """Returns the fields of a snapshot after the states."""
         seeds = fetcher.seeds if isinstance(fetcher, StepFetcher) else self._seeds
         counters = (0, 0) if seeds is None else (seeds.batches, seeds.samples)

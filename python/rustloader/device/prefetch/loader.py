@@ -113,7 +113,7 @@ class DeviceLoader:
 
     def __iter__(self) -> Iterator[Any]:
         position = Position()
-        tell = functools.partial(_tell_once, self._lane.transfers)
+        tell = functools.partial(_log_once, self._lane.transfers)
         # Loops on the CPU have nothing in common, and need not wait for one another.
         lane = HostLane() if isinstance(self._lane, HostLane) else self._lane
         iterator = DeviceIterator(self.loader, lane, position, tell)
@@ -196,7 +196,7 @@ class StatefulDeviceLoader(DeviceLoader):
 DeviceLoader.__module__ = "rustloader"
 
 
-def _tell_once(transfers: Transfers, loader: LoaderLike, unpinned: set[type]) -> None:
+def _log_once(transfers: Transfers, loader: LoaderLike, unpinned: set[type]) -> None:
     """Logs once per loader that copies are from pageable memory, and why."""
     why = why_pageable(loader, unpinned)
     if transfers.note_pageable(why):

@@ -47,13 +47,13 @@ class Move:
     def __call__(self, value: Any) -> Any:
         """Queues the copies of a value to the device, and returns it there; itself if there is nothing to copy."""
         if isinstance(value, torch.Tensor):
-            return self._once(value)
+            return self._move_once(value)
         if isinstance(value, _STAYS):
             return value
         is_mapping = isinstance(value, Mapping)
         # A mapping may give its items as attributes.
         if callable(getattr(type(value) if is_mapping else value, "to", None)):
-            return self._once(value)
+            return self._move_once(value)
         if is_mapping:
             return self._mapping(value)
         if isinstance(value, tuple):
@@ -64,7 +64,7 @@ class Move:
             return self._dataclass(value)
         return value
 
-    def _once(self, value: Any) -> Any:
+    def _move_once(self, value: Any) -> Any:
         moved = self._moved.get(id(value))
         if moved is None:
             moved = self._moved[id(value)] = value, self._copied(value)
@@ -81,7 +81,7 @@ class Move:
                 if moved is not value:
                     made.append(moved)
             else:
-                moved = self._streams.traced(lambda: _to(value, self._streams), made, read)
+                moved = self._streams.traced(lambda: _call_to(value, self._streams), made, read)
         finally:
             # Also of a call that fails: some objects change themselves, and keep what they have moved.
             self._note(made, read)
@@ -117,7 +117,7 @@ class Move:
 
     def _tuple(self, value: tuple[Any, ...]) -> Any:
         moved = [self(item) for item in value]
-        if _same(moved, value):
+        if _are_same_objects(moved, value):
             return value
         if hasattr(value, "_fields"):
             return type(value)(*moved)
@@ -129,7 +129,7 @@ class Move:
     def _sequence(self, value: Sequence[Any]) -> Any:
         items = list(value)
         moved = [self(item) for item in items]
-        if _same(moved, items):
+        if _are_same_objects(moved, items):
             return value
         if type(value) is list:
             return moved
@@ -161,11 +161,11 @@ class Move:
         return made
 
 
-def _same(moved: list[Any], value: Sequence[Any]) -> bool:
+def _are_same_objects(moved: list[Any], value: Sequence[Any]) -> bool:
     return all(one is other for one, other in zip(moved, value, strict=True))
 
 
-def _to(value: Any, streams: Streams) -> Any:
+def _call_to(value: Any, streams: Streams) -> Any:
     """Calls an object's own method ``to``."""
     kind = type(value)
     takes = _takes_non_blocking.get(kind)

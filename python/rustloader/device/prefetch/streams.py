@@ -38,7 +38,7 @@ class Streams:
         guard = getattr(self._module, "device", None)
         # A backend's module may have imported torch's class, which is no guard.
         device = contextlib.nullcontext() if guard in (None, torch.device) else guard(self.device)
-        return _within(device, self._module.stream(stream))
+        return _device_and_stream(device, self._module.stream(stream))
 
     def place(self) -> Any:
         """Returns the calling thread's streams, of this device and of its current one, for `restore`."""
@@ -157,7 +157,7 @@ class _Trace(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _within(device: Any, stream: Any) -> Iterator[None]:
+def _device_and_stream(device: Any, stream: Any) -> Iterator[None]:
     """Enters the device before its stream: leaving a stream of another device makes torch set the thread's previous
     stream, which creates a context on the current device."""
     with device, stream:

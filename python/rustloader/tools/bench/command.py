@@ -122,7 +122,7 @@ class _Bench:
             for probe in probes:
                 progress.say(f"{where}{probe.engine}, warming up")
                 self._warm_up(probe, sides[probe.engine])
-                progress.step(self._at(0.0))
+                progress.step(self._bar_position(0.0))
             begin = time.monotonic()
             both = sides["torch"], sides.get("rustloader", sides["torch"])
             point = Point(about["num_workers"], *both, options=setting.options, ray=sides.get(RAY))
@@ -159,7 +159,7 @@ class _Bench:
                     point.cache.second.passes.append(Pass(**second))
                 else:
                     sides[probe.engine].passes.append(Pass(**probe.ask("run", number, self._limits, False)))
-                progress.step(self._at(time.monotonic() - begin))
+                progress.step(self._bar_position(time.monotonic() - begin))
             longest = max(longest, time.monotonic() - started)
 
     def _goes_on(self, point: Point, done: int, seconds: float, longest: float) -> bool:
@@ -177,7 +177,7 @@ class _Bench:
         decided = alone if comparison is None else comparison.decided
         return seconds > longest and not decided
 
-    def _at(self, seconds: float) -> float | None:
+    def _bar_position(self, seconds: float) -> float | None:
         """Returns the position of the bar after ``seconds`` with this setting; None if it counts steps."""
         return None if self._plan.steps else self._spent + seconds
 

@@ -156,11 +156,11 @@ def _pass(
         steady_batches_per_second=steady_rate,
         steady_cpu_seconds_per_batch=steady_cpu,
         batch_bytes=weight / taken,
-        others_share=_others(begin, end, busy),
+        others_share=_share_of_others(begin, end, busy),
     )
 
 
-def _others(begin: Mark, end: Mark, busy_before: float | None) -> float | None:
+def _share_of_others(begin: Mark, end: Mark, busy_before: float | None) -> float | None:
     """Returns the share of the cores that other processes used."""
     busy = busy_seconds()
     if busy is None or busy_before is None:

@@ -148,8 +148,8 @@ def _rows(point: Point) -> Iterator[tuple[str, str, str, str]]:
     interval = ours.interval
     whole = interval.low == min(ours.rates)
     title = "  lowest to highest" if whole else f"  {interval.confidence:.0%} confidence"
-    between = _between(comparison.low, comparison.high, times) if comparison else ""
-    yield title, _between(*theirs.interval[:2]), _between(*interval[:2]), between
+    between = _interval_text(comparison.low, comparison.high, times) if comparison else ""
+    yield title, _interval_text(*theirs.interval[:2]), _interval_text(*interval[:2]), between
     megabytes = [number(side.rate * side.batch_bytes / 1e6) for side in (theirs, ours)]
     yield "MB/s", megabytes[0], megabytes[1], rate
     for title, name in (("CPU per batch", "cpu_seconds_per_batch"), ("first batch", "first_batch_seconds")):
@@ -194,7 +194,7 @@ def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> 
         "engine": "torch's loop" if name == "both" else name,
         **{head: str(options.get(option, "")) for option, head in swept.items()},
         "batches/s": number(side.rate),
-        "lowest to highest": _between(min(side.rates), max(side.rates)),
+        "lowest to highest": _interval_text(min(side.rates), max(side.rates)),
         "ratio": _ratio(point) if name == "rustloader" else "",
         "CPU/batch": duration(side.median("cpu_seconds_per_batch")),
         "first batch": duration(side.median("first_batch_seconds")),
@@ -228,5 +228,5 @@ def _memory(side: Side) -> str:
     return "-" if side.memory_bytes is None else size(side.memory_bytes)
 
 
-def _between(low: float, high: float, form: Callable[[float], str] = number) -> str:
+def _interval_text(low: float, high: float, form: Callable[[float], str] = number) -> str:
     return f"{form(low)} to {form(high)}"

@@ -174,7 +174,7 @@ class _Comparison:
                     return 1
         except Unusable as error:
             print(f"rustloader check: torch's iterator could not be run again: {error}", file=sys.stderr)
-        print(f"different at {where}: torch {_did(torch_event)}, rustloader {_did(own)}")
+        print(f"different at {where}: torch {_description(torch_event)}, rustloader {_description(own)}")
         return 1
 
 
@@ -188,7 +188,7 @@ def _served(side: _CheckProbe) -> int:
     return count
 
 
-def _did(event: Event | None) -> str:
+def _description(event: Event | None) -> str:
     if event is None:
         return "has ended before"
     return {"batch": "gives a batch", "error": f"raises {event.text}", "state": "ends the epoch"}[event.kind]

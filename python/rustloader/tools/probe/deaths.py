@@ -100,7 +100,7 @@ def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> It
     """Describes a process that hangs: dead or stopped workers, and where the main process and the workers are in user
     code. If all are outside user code, library frames are shown. ``install`` returned ``descriptor`` in the process
     ``group``; ``workers`` are process ids by number."""
-    odd = [f"worker {number} (pid {pid}) {problem}" for number, pid in workers.items() if (problem := _odd(pid))]
+    odd = [f"worker {number} (pid {pid}) {problem}" for number, pid in workers.items() if (problem := _why_stuck(pid))]
     yield from odd[:_ASKED]
     if descriptor is None:
         return
@@ -125,7 +125,7 @@ def kill(group: int) -> None:
         time.sleep(0.02)
 
 
-def _odd(pid: int) -> str:
+def _why_stuck(pid: int) -> str:
     """Returns the reason why a process makes no progress, if its state shows it; else ""."""
     if code := exit_code(pid):
         return how(code)

@@ -71,8 +71,10 @@ def find(target: str) -> Callable[[], Any]:
         value = getattr(value, part)
     if not callable(value):
         kind = type(value).__name__
-        raise Unusable(f"{target} is {_a(kind)}, not a function that returns a DataLoader; write a function for it")
-    if missing := _missing(value):
+        raise Unusable(
+            f"{target} is {_with_article(kind)}, not a function that returns a DataLoader; write a function for it"
+        )
+    if missing := _required_parameters(value):
         raise Unusable(
             f"{target} needs arguments ({', '.join(missing)}), and is called without any; "
             "write a function without arguments that calls it"
@@ -99,7 +101,7 @@ def make(factory: Callable[[], Any], target: str, workers: int | None = None, re
         kind = type(loader).__name__
         if inspect.iscoroutine(loader):
             loader.close()
-        raise Unusable(f"{target} returned {_a(kind)}, not a torch.utils.data.DataLoader{_hint(loader)}")
+        raise Unusable(f"{target} returned {_with_article(kind)}, not a torch.utils.data.DataLoader{_hint(loader)}")
     if workers is None:
         if loader.num_workers == 0:
             raise Unusable(
@@ -123,7 +125,7 @@ def _failed(what: str, error: BaseException, advice: str = "") -> Unusable:
     return Unusable(f"{what}: {cause}", cause.details)
 
 
-def _missing(function: Any) -> list[str]:
+def _required_parameters(function: Any) -> list[str]:
     """Returns the names of the required parameters."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -134,7 +136,7 @@ def _missing(function: Any) -> list[str]:
     ]
 
 
-def _a(kind: str) -> str:
+def _with_article(kind: str) -> str:
     """Returns a type's name with its article."""
     return "None" if kind == "NoneType" else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 

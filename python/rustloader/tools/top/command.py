@@ -33,7 +33,7 @@ def main(options: Any) -> int:
         pid = _choose(options.json) if options.pid is None else _main_process(options.pid, waits=not once)
         if pid is None:
             return 2
-        return _once(pid, options) if once else _live(pid, options.interval)
+        return _print_once(pid, options) if once else _live(pid, options.interval)
     except processes.NothingToSee as reason:
         return _refuse(str(reason))
     except KeyboardInterrupt:
@@ -159,7 +159,7 @@ def _age(look: dict[Any, Look], now: float) -> float:
     return max((now - seen.figures.now for seen in look.values()), default=0.0)
 
 
-def _once(pid: int, options: Any) -> int:
+def _print_once(pid: int, options: Any) -> int:
     """Prints the result of two samples that are the interval apart."""
     watch = _Watch(pid)
     watch.look()

@@ -55,10 +55,10 @@ def take(pid: int) -> list[Look]:
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
     inner, outer = processes.inner_pid(pid), processes.outer_pids(pid)
-    return [_look(it, outer) for it in loaders if it.figures.pid == inner]
+    return [_sample(it, outer) for it in loaders if it.figures.pid == inner]
 
 
-def _look(loader: Seen, outer: dict[int, int] | None) -> Look:
+def _sample(loader: Seen, outer: dict[int, int] | None) -> Look:
     totals = [worker.totals for worker in loader.figures.workers]
     inner = [worker.pid for worker in totals]
     pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
@@ -288,12 +288,12 @@ def _spent(view: WorkerView, now: Look, since: Look | None) -> WorkerTotals:
 def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStats:
     spent, time = _spent(view, now, since), now.times[view.id]
     if since:
-        time = _between(time, since.times[view.id])
+        time = _difference(time, since.times[view.id])
     alive = view.state not in ("left", "ended")
     return worker_stats(view.id, view.pid or 0, alive, view.memory_bytes or 0, spent, time, view.private_bytes)
 
 
-def _between(now: WorkTime, before: WorkTime) -> WorkTime:
+def _difference(now: WorkTime, before: WorkTime) -> WorkTime:
     """Returns the difference of two processor times; ``NOTHING`` if one is unknown."""
     if now.cpu is None or before.cpu is None:
         return NOTHING

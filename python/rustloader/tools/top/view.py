@@ -55,9 +55,9 @@ def frame(
         return [*lines, [], [("No loader is running now; the process may be between two epochs.", "dim")]]
     above = _summaries(loaders, width, compact=False)
     below = None if height is None else height - len(lines)
-    if below is not None and _left(above, below) < sum(len(loader.workers) for loader in loaders):
+    if below is not None and _lines_for_rows(above, below) < sum(len(loader.workers) for loader in loaders):
         above = _summaries(loaders, width, compact=True)
-    room = None if below is None else _left(above, below)
+    room = None if below is None else _lines_for_rows(above, below)
     for place, (part, loader) in enumerate(zip(above, loaders, strict=True)):
         share = None if room is None else max(1, room // (len(loaders) - place))
         table = list(_table(loader, width, share))
@@ -70,7 +70,7 @@ def _summaries(loaders: Sequence[Loader], width: int, compact: bool) -> list[lis
     return [list(_summary(number, loader, width, compact)) for number, loader in enumerate(loaders, 1)]
 
 
-def _left(summaries: list[list[Line]], height: int) -> int:
+def _lines_for_rows(summaries: list[list[Line]], height: int) -> int:
     """Returns the number of lines for rows of tables, without the summaries and two lines for each loader."""
     return height - sum(len(part) + 2 for part in summaries)
 
