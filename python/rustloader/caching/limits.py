@@ -28,7 +28,7 @@ def of_memory(rows: int, wanted: int | None, is_shared: bool) -> int:
     if wanted > most:
         what = "memory are" if left <= space else "address space (RLIMIT_AS, `ulimit -v`) are"
         raise ValueError(
-            f"memory={wanted} bytes is more than there is: {most} bytes of {what} left; give a smaller number, or none "
+            f"memory={wanted} bytes is too large: {most} bytes of {what} left; give a smaller number, or none "
             "for half of what is left"
         )
     return _checked(rows, wanted)
@@ -50,7 +50,7 @@ def of_file(rows: int, wanted: int | None, left: int, present: int) -> int:
     if wanted is None:
         return _checked(rows, max(most // 2, CacheTable.overhead(rows) + _LEAST))
     if wanted > most:
-        raise ValueError(f"memory={wanted} bytes is more than there is: {most} bytes are left for the file")
+        raise ValueError(f"memory={wanted} bytes is too large: {most} bytes are left for the file")
     return _checked(rows, wanted)
 
 

@@ -210,7 +210,7 @@ class Guard:
             sample = self._policy(index, error)
         except StopIteration as stop:
             # It would end the epoch.
-            raise RuntimeError("the function that is on_error raised StopIteration") from stop
+            raise RuntimeError("the on_error function raised StopIteration") from stop
         self._note(place, index, error, "replaced")
         return sample
 

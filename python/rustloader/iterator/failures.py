@@ -119,7 +119,7 @@ class FailureCount:
         count = "1 sample has" if self._count == 1 else f"{self._count} samples have"
         return (
             f"{count} failed in this epoch, which is more than max_errors={self._limit} allows ({named}{more}); "
-            "mend the samples in rustloader.stats(loader).faults.failures, or set a larger max_errors"
+            "fix the samples listed in rustloader.stats(loader).faults.failures, or set a larger max_errors"
         )
 
 

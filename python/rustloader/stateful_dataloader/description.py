@@ -27,7 +27,7 @@ _SAMPLERS = {
     "subset": "SubsetRandomSampler",
     "weighted": "WeightedRandomSampler",
     "stateful": "one with a state",
-    "other": "one without a state, iterated anew up to the position",
+    "other": "one without a state, iterated again up to the position",
     "none": "none (the dataset is iterable)",
 }
 

@@ -210,7 +210,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         if iterator is not None and iterator.delivered_nothing():
             warnings.warn(
                 "load_state_dict() replaces an iterator that has delivered nothing: call iter() after "
-                "load_state_dict(), or the loop goes on from the old place",
+                "load_state_dict(), or the loop continues from the old position",
                 stacklevel=2,
             )
         del iterator

@@ -124,7 +124,7 @@ def check_workers(plan: Plan, num_workers: int) -> None:
     if plan.is_bound and plan.num_workers != num_workers:
         raise AssertionError(
             f"the state is of a loader with num_workers={plan.num_workers}, and this one has {num_workers}: a dataset "
-            "with a state of its own, or an iterable one, goes on with the same number of workers only"
+            "with a state of its own, or an iterable one, resumes only with the same number of workers"
         )
 
 

@@ -86,13 +86,13 @@ class _Rank:
             )
         if own.get(Own.AHEAD):
             raise ValueError(
-                f"batches {list(own[Own.AHEAD])} were delivered before older ones, so what is left cannot be dealt "
-                "anew: take the states with in_order=True, or at the end of an epoch"
+                f"batches {list(own[Own.AHEAD])} were delivered before older ones, so the rest cannot be "
+                "redistributed: take the states with in_order=True, or at the end of an epoch"
             )
         if DatasetState.of(own.get(Own.DATASET) or {}).stateful:
             raise ValueError(
-                "the dataset has a state of its own, which cannot be dealt to other ranks: resume with the same number "
-                "of ranks"
+                "the dataset has a state of its own, which cannot be divided among other ranks: resume with the same "
+                "number of ranks"
             )
         self.position = _position(state)
         self.start: Mapping[str, Any] | None = self.sampler.start

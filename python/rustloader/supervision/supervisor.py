@@ -23,8 +23,8 @@ from rustloader.workers.group import WorkerGroup, deferred_signals
 logger = logging.getLogger("rustloader")
 
 _NEW_STREAMS = (
-    "a DataLoader: a worker that is started again goes on with other random numbers; with seed_by='batch' or 'sample' "
-    "it makes the same batches again"
+    "a DataLoader: a restarted worker uses different random numbers; with seed_by='batch' or 'sample' it makes the "
+    "same batches again"
 )
 
 
@@ -36,7 +36,7 @@ class Supervisor:
         counters: Statistics of the iterator.
         state: The state of its loader, to log messages once.
         restarts: Decides about deaths; None: each is final.
-        new_streams: Whether a worker that is started again goes on with other random numbers.
+        new_streams: Whether a restarted worker uses different random numbers.
     """
 
     def __init__(

@@ -149,7 +149,7 @@ def test_a_random_dataset_is_found_out(tmp_path, monkeypatch):
     "factory, memory, words",
     [
         ("stream", 1 << 23, "--cache: cache() takes a map-style dataset"),
-        ("map_style", 1 << 60, "is more than there is"),
+        ("map_style", 1 << 60, "bytes is too large"),
     ],
 )
 def test_what_cannot_be_cached_is_said(factory, memory, words, tmp_path, monkeypatch):
