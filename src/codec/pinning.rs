@@ -114,11 +114,11 @@ mod tests {
     use crate::interop::memory::Heap;
     use crate::tree::Writer;
     use crate::tree::dtype::Dtype;
-    use crate::tree::layout::{Plan, Style};
+    use crate::tree::layout::{Style, TransferPlan};
 
     fn tensor(writer: &mut Writer<'_>, bytes: &[u8]) {
         let shape = [bytes.len() as i64];
-        let plan = Plan::new(&shape, &[1], 1, Style::Tensor).unwrap();
+        let plan = TransferPlan::new(&shape, &[1], 1, Style::Tensor).unwrap();
         // SAFETY: the view is of these bytes.
         unsafe { writer.inline(Kind::Tensor, Dtype::UINT8, &shape, &plan, bytes.as_ptr()) };
     }

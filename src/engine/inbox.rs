@@ -18,7 +18,7 @@ use crate::sys::poll::{PollSet, WaitOutcome};
 #[derive(Debug)]
 pub(super) enum Source<B> {
     Rings(Completions),
-    Thread(pin::Link<B>),
+    Thread(pin::PinLink<B>),
 }
 
 /// The source of results, and the descriptors on which `next` sleeps.
@@ -90,7 +90,7 @@ impl<B: Send + 'static> Inbox<B> {
 
     /// Returns the channel of the pin thread, if there is one.
     #[inline]
-    pub(super) fn link(&self) -> Option<&pin::Link<B>> {
+    pub(super) fn link(&self) -> Option<&pin::PinLink<B>> {
         match &self.source {
             Some(Source::Thread(link)) => Some(link),
             _ => None,

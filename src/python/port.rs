@@ -25,7 +25,7 @@ use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
 use crate::sync::lock;
 use crate::sys::signal::{self, stack_signal};
-use crate::tree::layout::{Plan, Style};
+use crate::tree::layout::{Style, TransferPlan};
 use crate::wire::{self, ResultKind, TaskEntry, TaskKind};
 use crate::worker::kept::{Kept, WorkerLease};
 use crate::worker::port::{Port, Received};
@@ -247,7 +247,7 @@ impl PyPort {
     fn array_tensor(&self, array: &Bound<'_, PyAny>) -> PyResult<Option<ArrayTensor>> {
         let (py, bridge) = (array.py(), Bridge::get(array.py())?);
         let Some(view) = bridge.view_as_tensor(array) else { return Ok(None) };
-        let plan = Plan::new(&view.shape, &view.byte_strides, view.dtype.itemsize(), Style::Tensor);
+        let plan = TransferPlan::new(&view.shape, &view.byte_strides, view.dtype.itemsize(), Style::Tensor);
         let bytes = plan.filter(|plan| plan.gather.is_none()).map_or(0, |plan| plan.bytes);
         let block = (bytes >= ARRAY_MIN).then(|| self.port.adoptable(view.first as usize, bytes as u64)).flatten();
         if !block.is_some_and(|(block, _)| self.port.has_array(block))

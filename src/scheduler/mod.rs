@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use clock::Clock;
 use early::Early;
-use reorder::{NIL, Reorder, State};
+use reorder::{NIL, Reorder, TaskState};
 use restarts::Restarts;
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -209,10 +209,10 @@ impl<T, R> Scheduler<T, R> {
     pub fn on_event(&mut self, now: Duration, event: Event<R>) -> Result<()> {
         match event {
             Event::Completed { worker, task, result, bytes } => {
-                self.on_result(now, worker, task, result, bytes, State::Ready)?;
+                self.on_result(now, worker, task, result, bytes, TaskState::Ready)?;
             }
             Event::Failed { worker, task, result, bytes } => {
-                self.on_result(now, worker, task, result, bytes, State::Failed)?;
+                self.on_result(now, worker, task, result, bytes, TaskState::Failed)?;
             }
             Event::Exhausted { worker, task } => self.on_exhausted(now, worker, task)?,
             Event::Resumed(worker) => self.on_resumed(now, worker)?,
@@ -296,8 +296,8 @@ impl<T, R> Scheduler<T, R> {
             return self.deliver(slot);
         }
         match self.reorder.front().map(|front| self.reorder.slot(front).state) {
-            Some(State::Outstanding) => self.wait(),
-            Some(State::Lost) => self.raise_death(),
+            Some(TaskState::Outstanding) => self.wait(),
+            Some(TaskState::Lost) => self.raise_death(),
             Some(_) => unreachable!("a result at the front has been staged"),
             None if self.first_dead.is_some() && !self.loses_early_alone() => self.raise_death(),
             None if self.outstanding_now() > 0 => self.wait(),

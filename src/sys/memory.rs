@@ -1,7 +1,7 @@
 //! The memory left before the kernel refuses or kills.
 
-use super::answer;
 use super::cgroup::{Level, Roots, levels, text};
+use super::checked;
 use super::failpoint::failpoint;
 
 /// The memory left below a limit.
@@ -41,7 +41,7 @@ pub fn total_ram_and_swap() -> u64 {
     // SAFETY: a sysinfo of zeroes is a valid one.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
     // SAFETY: `info` is a local struct that the kernel fills. Refused, it stays 0.
-    let _ = failpoint!("sysinfo", answer(unsafe { libc::sysinfo(&mut info) }));
+    let _ = failpoint!("sysinfo", checked(unsafe { libc::sysinfo(&mut info) }));
     // The fields' types differ between architectures.
     let unit = u64::from(info.mem_unit).max(1);
     (info.totalram as u64).saturating_add(info.totalswap as u64).saturating_mul(unit)

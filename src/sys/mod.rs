@@ -9,7 +9,7 @@
 //!
 //! - `clock_gettime` and `sysconf`: for them rustix reads the auxiliary vector, before Linux 6.4 from /proc with an
 //!   allocation; the C library knows it already. The clock is no faster.
-//! - `getrlimit` and `sysinfo`: rustix does not check their answer, which a sandbox may refuse.
+//! - `getrlimit` and `sysinfo`: rustix does not check their result, which a sandbox may refuse.
 //! - `sendmsg` and `recvmsg`: rustix takes slices, but others may change the bytes meanwhile.
 //! - `kill` and `pidfd_send_signal`: rustix names neither signal 0 nor real-time signals without `unsafe`.
 //! - `close` of a number, in [`left_behind`]: no safer in rustix.
@@ -51,9 +51,9 @@ use rustix::process::Resource;
 use crate::error::Error;
 
 /// Checks the result of a call of the C library, which is -1 if the call is refused.
-fn answer<T: PartialEq + From<i8>>(answer: T) -> rustix::io::Result<T> {
-    if answer != T::from(-1) {
-        return Ok(answer);
+fn checked<T: PartialEq + From<i8>>(result: T) -> rustix::io::Result<T> {
+    if result != T::from(-1) {
+        return Ok(result);
     }
     Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
 }
@@ -76,7 +76,7 @@ fn by_number(fd: RawFd) -> rustix::io::Result<BorrowedFd<'static>> {
 fn limit(resource: Resource) -> Option<u64> {
     let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is a local struct that the kernel fills.
-    let mut call = || answer(unsafe { libc::getrlimit64(resource as _, &mut limit) });
+    let mut call = || checked(unsafe { libc::getrlimit64(resource as _, &mut limit) });
     let known = failpoint::failpoint!("getrlimit", call()).is_ok();
     (known && limit.rlim_cur != libc::RLIM64_INFINITY).then_some(limit.rlim_cur)
 }

@@ -9,7 +9,7 @@ use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions};
 
 use super::failpoint::failpoint;
 use super::owned::KnownFd;
-use super::{answer, descriptor_hint, read_file, refused, retry_on_intr};
+use super::{checked, descriptor_hint, read_file, refused, retry_on_intr};
 use crate::error::{Error, Result};
 
 /// `_IOWR(0xFF, 11, struct pidfd_info)` of <linux/pidfd.h>, for the struct's first 64 bytes.
@@ -89,7 +89,7 @@ impl PidFd {
         let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..PidfdInfo::default() };
         // SAFETY: the request number encodes a size of 64 bytes, that of `info`.
         let mut call = || unsafe { libc::ioctl(self.0.as_fd().as_raw_fd(), PIDFD_GET_INFO as _, &raw mut info) };
-        failpoint!("pidfd_get_info", answer(call())).ok()?;
+        failpoint!("pidfd_get_info", checked(call())).ok()?;
         if info.mask & PIDFD_INFO_EXIT == 0 {
             return None;
         }
@@ -105,7 +105,7 @@ impl PidFd {
         let (fd, none) = (self.0.as_fd().as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
         // SAFETY: a null siginfo asks the kernel to fill in what kill(2) would.
         let call = || unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, none, 0) };
-        match failpoint!("pidfd_send_signal", answer(call())) {
+        match failpoint!("pidfd_send_signal", checked(call())) {
             Ok(_) | Err(Errno::SRCH) => Ok(()),
             Err(errno) => Err(refused("pidfd_send_signal", errno, format!("signal {signal} to a worker process"))),
         }

@@ -47,12 +47,12 @@ pub unsafe fn make_inaccessible(start: *mut u8, len: usize) {
 
 /// Lets a parent wait after a fork until its child has passed a point, or has ended.
 #[derive(Debug)]
-pub struct Gate {
+pub struct ForkGate {
     reader: PipeReader,
     writer: PipeWriter,
 }
 
-impl Gate {
+impl ForkGate {
     /// Opens a gate, before the fork. `None`: the system refuses a pipe.
     pub fn new() -> Option<Self> {
         let (reader, writer) = failpoint!("pipe", std::io::pipe()).ok()?;
@@ -118,8 +118,8 @@ mod tests {
     #[test]
     fn a_gate_opens_when_the_child_drops_it_or_ends_or_is_none() {
         const LONG: Duration = Duration::from_secs(600);
-        Gate::new().unwrap().wait(LONG);
-        let gate = Gate::new().unwrap();
+        ForkGate::new().unwrap().wait(LONG);
+        let gate = ForkGate::new().unwrap();
         // SAFETY: the child calls nothing but the kernel.
         let pid = unsafe { libc::fork() };
         if pid == 0 {

@@ -4,7 +4,7 @@ use rustix::io::Errno;
 use rustix::process::Pid;
 
 use super::failpoint::failpoint;
-use super::{answer, refused};
+use super::{checked, refused};
 use crate::config::STACK_SIGNAL;
 use crate::error::{Error, Result};
 
@@ -65,7 +65,7 @@ pub fn kill(pid: i32, signal: i32) -> Result<()> {
         return Err(Error::usage(format!("kill of {pid}, which is a group and no process")));
     }
     // SAFETY: kill takes plain numbers.
-    match failpoint!("kill", answer(unsafe { libc::kill(pid, signal) })) {
+    match failpoint!("kill", checked(unsafe { libc::kill(pid, signal) })) {
         Ok(_) | Err(Errno::SRCH) => Ok(()),
         Err(errno) => Err(refused("kill", errno, format!("signal {signal} to process {pid}"))),
     }
@@ -91,7 +91,7 @@ pub(super) fn action_of(signal: i32) -> Option<libc::sigaction> {
     let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
     // SAFETY: a null action changes nothing; `now` is a local struct that the call fills.
     let mut call = || unsafe { libc::sigaction(signal, std::ptr::null(), &mut now) };
-    failpoint!("sigaction", answer(call())).is_ok().then_some(now)
+    failpoint!("sigaction", checked(call())).is_ok().then_some(now)
 }
 
 /// Sets the action of `signal`; returns whether that succeeded.
@@ -101,7 +101,7 @@ pub(super) fn action_of(signal: i32) -> Option<libc::sigaction> {
 pub(super) unsafe fn set_action(signal: i32, action: &libc::sigaction) -> bool {
     // SAFETY: the caller's contract; the old action is not requested.
     let call = || unsafe { libc::sigaction(signal, action, std::ptr::null_mut()) };
-    failpoint!("sigaction", answer(call())).is_ok()
+    failpoint!("sigaction", checked(call())).is_ok()
 }
 
 /// Makes this process ignore `signal`; if refused, its action stays.

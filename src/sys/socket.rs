@@ -12,7 +12,7 @@ use super::clock::timespec;
 use super::failpoint::failpoint;
 use super::left_behind;
 use super::owned::KnownFd;
-use super::{answer, refused, retry_on_intr};
+use super::{checked, refused, retry_on_intr};
 use crate::error::Result;
 
 /// The remedy when the connection breaks.
@@ -133,7 +133,7 @@ impl Socket {
         // SAFETY: the header names `parts`, whose bytes stay readable during the call. The kernel alone reads them: if
         // they change meanwhile, old or new ones are sent.
         let call = || unsafe { libc::sendmsg(self.raw(), &message, flags) };
-        moved(retry_on_intr(|| failpoint!("socket_send", answer(call()))), "sendmsg", false)
+        moved(retry_on_intr(|| failpoint!("socket_send", checked(call()))), "sendmsg", false)
     }
 
     /// Receives the available bytes into `first`, and those beyond its length into `second`: each an address and its
@@ -150,7 +150,7 @@ impl Socket {
         message.msg_iovlen = parts.len() as _;
         // SAFETY: the header names `parts`, whose bytes the caller owns.
         let mut call = || unsafe { libc::recvmsg(self.raw(), &raw mut message, libc::MSG_DONTWAIT) };
-        moved(retry_on_intr(|| failpoint!("socket_receive", answer(call()))), "recvmsg", true)
+        moved(retry_on_intr(|| failpoint!("socket_receive", checked(call()))), "recvmsg", true)
     }
 
     /// Waits until there is something to receive if `receives`, or room to send if `sends`, or until `bell` is

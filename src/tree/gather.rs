@@ -42,7 +42,7 @@ impl Gather {
     /// Copies every element of the view that starts at `first`.
     ///
     /// # Safety
-    /// As for [`Plan::copy`](super::layout::Plan::copy).
+    /// As for [`TransferPlan::copy`](super::layout::TransferPlan::copy).
     pub unsafe fn copy(&self, first: *const u8, target: &mut *mut u8) {
         // SAFETY: the caller's promise is that of the outermost level.
         unsafe { self.level(0, first, target) }

@@ -119,7 +119,7 @@ pub enum Style {
 
 /// The bytes of a view to transfer, and the loops that read them.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan {
+pub struct TransferPlan {
     /// The strides of the delivered view, in elements.
     pub(crate) strides: Dims,
     /// True if they are exactly those of [`Dims::contiguous`].
@@ -134,7 +134,7 @@ pub struct Plan {
     pub(crate) gather: Option<Gather>,
 }
 
-impl Plan {
+impl TransferPlan {
     /// Plans the transfer of a view with strides in **bytes**. `None` if it cannot be transferred this way: elements of
     /// a tensor share memory without an expanded dimension, or a number is out of range.
     pub fn new(shape: &[i64], byte_strides: &[i64], itemsize: usize, style: Style) -> Option<Self> {

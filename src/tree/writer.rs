@@ -1,7 +1,7 @@
 //! The writing side.
 
 use super::dtype::Dtype;
-use super::layout::{Dims, Plan};
+use super::layout::{Dims, TransferPlan};
 use super::{FORM_OUTSIDE, FORM_SHARED, FORM_STRIDES, Group, Kind, tag};
 
 /// Appends values to a payload.
@@ -128,7 +128,7 @@ impl<'a> Writer<'a> {
         self.out.extend_from_slice(&value.to_le_bytes());
     }
 
-    fn leaf(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan, outside: u8) {
+    fn leaf(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &TransferPlan, outside: u8) {
         self.view(kind, dtype, shape, (!plan.contiguous).then_some(&plan.strides), outside);
     }
 
@@ -147,8 +147,8 @@ impl<'a> Writer<'a> {
     /// Writes a leaf whose bytes are part of the payload.
     ///
     /// # Safety
-    /// As for [`Plan::copy`].
-    pub unsafe fn inline(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan, first: *const u8) {
+    /// As for [`TransferPlan::copy`].
+    pub unsafe fn inline(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &TransferPlan, first: *const u8) {
         self.leaf(kind, dtype, shape, plan, 0);
         self.out.reserve(plan.bytes);
         let at = self.out.len();
@@ -161,7 +161,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Writes a leaf outside of the payload, given by [`Self::fill`].
-    pub fn outside(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan) -> Placeholder {
+    pub fn outside(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &TransferPlan) -> Placeholder {
         self.leaf(kind, dtype, shape, plan, FORM_OUTSIDE);
         self.slot()
     }
@@ -211,7 +211,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Writes a tensor without elements at `offset` elements in its storage.
-    pub fn empty(&mut self, dtype: Dtype, shape: &[i64], plan: &Plan, offset: u64) {
+    pub fn empty(&mut self, dtype: Dtype, shape: &[i64], plan: &TransferPlan, offset: u64) {
         self.leaf(Kind::Tensor, dtype, shape, plan, FORM_OUTSIDE | FORM_SHARED);
         self.varint(offset);
     }

@@ -23,7 +23,7 @@ use crate::config::{SIGTERM_ALONE, SIGTERM_CHECK, SIGTERM_SERVE};
 use crate::error::{Error, Result};
 use crate::shm::arena::Arena;
 use crate::shm::layout::{StatusPage, Terminated, WorkerState};
-use crate::sys::sigterm::{self, Answer, Cause};
+use crate::sys::sigterm::{self, Cause, Reaction};
 
 /// The input of [`decide`]. Never dropped, because the handler stays.
 struct Input {
@@ -51,17 +51,17 @@ pub fn survive_group_signal(port: &Port, main: i32, alone: Duration) -> Result<(
     sigterm::install(decide)
 }
 
-fn decide(cause: Cause) -> Answer {
-    let Some(input) = INPUT.get() else { return Answer::Die };
+fn decide(cause: Cause) -> Reaction {
+    let Some(input) = INPUT.get() else { return Reaction::Die };
     let page = |worker| &input.arena.control(worker).status;
     match cause {
-        Cause::Sent { by } if by == input.pids.1 => Answer::Leave,
-        Cause::Sent { by } if by == input.pids.0 => Answer::Die,
+        Cause::Sent { by } if by == input.pids.1 => Reaction::Leave,
+        Cause::Sent { by } if by == input.pids.0 => Reaction::Die,
         // Pending signals merge, so this may be the main process's signal too.
-        Cause::Sent { .. } if input.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Answer::Leave,
+        Cause::Sent { .. } if input.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Reaction::Leave,
         Cause::Sent { .. } => match page(input.worker).terminated.swap(Terminated::Alone as u32, Ordering::Relaxed) {
-            0 => Answer::AskAgain(SIGTERM_CHECK),
-            _ => Answer::Die,
+            0 => Reaction::AskAgain(SIGTERM_CHECK),
+            _ => Reaction::Die,
         },
         Cause::Time => {
             let workers = 0..input.arena.geometry().workers;
@@ -71,12 +71,12 @@ fn decide(cause: Cause) -> Answer {
                 count += 1;
                 flagged += page.terminated.load(Ordering::Relaxed).min(1);
             }
-            let (answer, looked) = next(LOOKED.load(Ordering::Relaxed), input.looks, count, flagged);
+            let (reaction, looked) = next(LOOKED.load(Ordering::Relaxed), input.looks, count, flagged);
             LOOKED.store(looked, Ordering::Relaxed);
-            if answer == Answer::AskAgain(SIGTERM_SERVE) {
+            if reaction == Reaction::AskAgain(SIGTERM_SERVE) {
                 page(input.worker).terminated.store(Terminated::Group as u32, Ordering::Relaxed);
             }
-            answer
+            reaction
         }
     }
 }
@@ -93,16 +93,16 @@ fn looks_in(time: Duration) -> u32 {
     u32::try_from(looks).unwrap_or(u32::MAX).clamp(1, DECIDED / 2 - 1)
 }
 
-/// Returns the answer after `looked` checks, if `flagged` of `others` workers have received the signal; and the new
+/// Returns the reaction after `looked` checks, if `flagged` of `others` workers have received the signal; and the new
 /// value of `looked`.
-fn next(looked: u32, looks: u32, others: u32, flagged: u32) -> (Answer, u32) {
+fn next(looked: u32, looks: u32, others: u32, flagged: u32) -> (Reaction, u32) {
     let most = if flagged > 0 { 2 * looks } else { looks };
     match looked {
-        DECIDED => (Answer::Die, DECIDED),
-        _ if others == 0 => (Answer::AskAgain(SIGTERM_ALONE - SIGTERM_CHECK), DECIDED),
-        _ if flagged == others => (Answer::AskAgain(SIGTERM_SERVE), DECIDED),
-        _ if looked + 1 < most => (Answer::AskAgain(SIGTERM_CHECK), looked + 1),
-        _ => (Answer::Die, DECIDED),
+        DECIDED => (Reaction::Die, DECIDED),
+        _ if others == 0 => (Reaction::AskAgain(SIGTERM_ALONE - SIGTERM_CHECK), DECIDED),
+        _ if flagged == others => (Reaction::AskAgain(SIGTERM_SERVE), DECIDED),
+        _ if looked + 1 < most => (Reaction::AskAgain(SIGTERM_CHECK), looked + 1),
+        _ => (Reaction::Die, DECIDED),
     }
 }
 
@@ -112,15 +112,15 @@ mod tests {
 
     #[test]
     fn a_signal_to_all_is_survived_for_a_while() {
-        assert_eq!(next(0, 5, 3, 3), (Answer::AskAgain(SIGTERM_SERVE), DECIDED));
-        assert_eq!(next(DECIDED, 5, 3, 3).0, Answer::Die);
+        assert_eq!(next(0, 5, 3, 3), (Reaction::AskAgain(SIGTERM_SERVE), DECIDED));
+        assert_eq!(next(DECIDED, 5, 3, 3).0, Reaction::Die);
     }
 
     #[test]
     fn a_signal_to_one_of_several_ends_it() {
-        assert_eq!(next(0, 5, 3, 0), (Answer::AskAgain(SIGTERM_CHECK), 1));
-        assert_eq!(next(3, 5, 3, 0).0, Answer::AskAgain(SIGTERM_CHECK));
-        assert_eq!(next(4, 5, 3, 0).0, Answer::Die);
+        assert_eq!(next(0, 5, 3, 0), (Reaction::AskAgain(SIGTERM_CHECK), 1));
+        assert_eq!(next(3, 5, 3, 0).0, Reaction::AskAgain(SIGTERM_CHECK));
+        assert_eq!(next(4, 5, 3, 0).0, Reaction::Die);
     }
 
     #[test]
@@ -128,25 +128,25 @@ mod tests {
         let looks = |seconds| looks_in(Duration::from_secs_f64(seconds));
         assert_eq!((looks(0.5), looks(0.0), looks(60.0)), (5, 1, 600));
         let most = looks(1e12);
-        assert_eq!(next(2 * most - 1, most, 3, 1).0, Answer::Die);
+        assert_eq!(next(2 * most - 1, most, 3, 1).0, Reaction::Die);
     }
 
     #[test]
     fn others_may_get_it_a_little_later_but_not_much() {
         let mut looked = 0;
         for _ in 1..10 {
-            let (answer, now) = next(looked, 5, 3, 2);
-            assert_eq!((answer, now), (Answer::AskAgain(SIGTERM_CHECK), looked + 1));
+            let (reaction, now) = next(looked, 5, 3, 2);
+            assert_eq!((reaction, now), (Reaction::AskAgain(SIGTERM_CHECK), looked + 1));
             looked = now;
         }
-        assert_eq!(next(looked, 5, 3, 3).0, Answer::AskAgain(SIGTERM_SERVE));
-        assert_eq!(next(looked, 5, 3, 2).0, Answer::Die);
+        assert_eq!(next(looked, 5, 3, 3).0, Reaction::AskAgain(SIGTERM_SERVE));
+        assert_eq!(next(looked, 5, 3, 2).0, Reaction::Die);
     }
 
     #[test]
     fn a_worker_without_others_waits_once() {
-        let (answer, looked) = next(0, 5, 0, 0);
-        assert_eq!(answer, Answer::AskAgain(SIGTERM_ALONE - SIGTERM_CHECK));
-        assert_eq!(next(looked, 5, 0, 0).0, Answer::Die);
+        let (reaction, looked) = next(0, 5, 0, 0);
+        assert_eq!(reaction, Reaction::AskAgain(SIGTERM_ALONE - SIGTERM_CHECK));
+        assert_eq!(next(looked, 5, 0, 0).0, Reaction::Die);
     }
 }

@@ -18,7 +18,7 @@ from rustloader.stateful_dataloader.schema import (
     SamplerState,
     State,
     copied,
-    of,
+    value_of,
 )
 from rustloader.system.protocols import LoaderLike, StatefulLoaderLike
 from rustloader.workers.snapshots import WorkerStart, is_stateful
@@ -79,7 +79,7 @@ def _read(state: Any, loader: LoaderLike) -> Plan:
 
 def _place_without_workers(plan: Plan, state: Any, loader: LoaderLike) -> None:
     if loader._dataset_kind == _DatasetKind.Iterable:
-        of(state, FETCHER_STATE, dict)
+        value_of(state, FETCHER_STATE, dict)
         if plan.dataset is None and not plan.workers[0].has_state:
             plan.workers[0].replay = plan.yielded
 

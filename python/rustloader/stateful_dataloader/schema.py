@@ -311,7 +311,7 @@ class State:
         result, own = cls(), state.get(OWN)
         if own is not None:
             result._read_header(own, check)
-        result.finished = bool(of(state, FINISHED, bool))
+        result.finished = bool(value_of(state, FINISHED, bool))
         if SNAPSHOT in state:
             result._read_snapshot(state, own or {})
         elif NUM_YIELDED in state:
@@ -337,23 +337,23 @@ class State:
                 f"the state has format {version}, and this version of rustloader reads format {VERSION}: update "
                 "rustloader"
             )
-        self.dataset = DatasetState.of(of(own, Own.DATASET, dict))
+        self.dataset = DatasetState.of(value_of(own, Own.DATASET, dict))
         check(self.dataset)
-        check(SamplerState.of(of(own, Own.SAMPLER, dict)))
+        check(SamplerState.of(value_of(own, Own.SAMPLER, dict)))
 
     def _records(self, own: Mapping[str, Any], number: int) -> list[Any]:
-        records = (of(own, Own.WORKERS, list, type(None)) if own else None) or []
+        records = (value_of(own, Own.WORKERS, list, type(None)) if own else None) or []
         self.has_records = bool(records)
         return records or [{}] * number
 
     def _read_snapshot(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        snapshot = of(state, SNAPSHOT, dict)
-        main = of(snapshot, MAIN, dict)
+        snapshot = value_of(state, SNAPSHOT, dict)
+        main = value_of(snapshot, MAIN, dict)
         self.steps = count(state, STEPS)
         self.low = count(main, SAMPLER_ITER_YIELDED)
         self.yielded = count(snapshot, SNAPSHOT_STEP)
         self.num_workers = number = count(main, NUM_WORKERS)
-        snapshots = of(snapshot, WORKER_SNAPSHOTS, dict)
+        snapshots = value_of(snapshot, WORKER_SNAPSHOTS, dict)
         names = [_name(worker) for worker in range(min(number, len(snapshots)))]
         if number == 0 or number != len(snapshots) or sorted(snapshots) != sorted(names):
             raise ValueError(
@@ -364,22 +364,22 @@ class State:
         if len(records) != number:
             raise ValueError(f"the state has {NUM_WORKERS}={number}, but {len(records)} workers in {OWN!r}")
         for name, record in zip(names, records, strict=True):
-            self.workers.append(_worker(of(snapshots, name, dict), record))
+            self.workers.append(_worker(value_of(snapshots, name, dict), record))
         self.last_worker = count(snapshot, LAST_WORKER)
-        self.base_seed = of(main, BASE_SEED, int, type(None)) if BASE_SEED in main else None
+        self.base_seed = value_of(main, BASE_SEED, int, type(None)) if BASE_SEED in main else None
         self.sampler = SamplerState.of(own.get(Own.SAMPLER) or {}, main)
 
     def _read_own(self, own: Mapping[str, Any]) -> None:
-        ahead = of(own, Own.AHEAD, list, tuple)
+        ahead = value_of(own, Own.AHEAD, list, tuple)
         if not all(isinstance(value, int) and value >= 0 for value in ahead):
             raise ValueError(f"the state's {Own.AHEAD!r} must have non-negative integers, got {ahead!r}")
         self.ahead = tuple(sorted(ahead))
         self.epoch = count(own, Own.EPOCH)
         self.failures = count(own, Own.FAILURES, 0)
-        self.base_seed = of(own, Own.BASE_SEED, int, type(None))
+        self.base_seed = value_of(own, Own.BASE_SEED, int, type(None))
         seeds = own.get(Own.SEEDS)
-        self.seeds = None if seeds is None else (of(seeds, Own.BASE_SEED, int), count(seeds, Own.EPOCH))
-        draws = of(own, Own.NEXT, dict, type(None)) if Own.NEXT in own else None
+        self.seeds = None if seeds is None else (value_of(seeds, Own.BASE_SEED, int), count(seeds, Own.EPOCH))
+        draws = value_of(own, Own.NEXT, dict, type(None)) if Own.NEXT in own else None
         self.next = None if draws is None else Draws(draws.get(Own.BASE_SEED), draws.get(Own.SAMPLER))
 
 
@@ -394,10 +394,10 @@ def _from_entries(cls: Any, entries: Mapping[str, Any], **more: Any) -> Any:
 def _worker(snapshot: Any, record: Any) -> WorkerStart:
     """Returns the start of a worker, from its snapshot and its record in a state."""
     snapshot = record.get(Own.START) or snapshot
-    of(snapshot, DATASET_STATE, object)
-    fetcher = of(snapshot, FETCHER_STATE, dict, type(None)) or {}
+    value_of(snapshot, DATASET_STATE, object)
+    fetcher = value_of(snapshot, FETCHER_STATE, dict, type(None)) or {}
     if fetcher:
-        of(fetcher, DATASET_ITER_STATE, object)
+        value_of(fetcher, DATASET_ITER_STATE, object)
     return WorkerStart(
         dataset_state=snapshot.get(DATASET_STATE),
         iterator_state=fetcher.get(DATASET_ITER_STATE),
@@ -409,7 +409,7 @@ def _worker(snapshot: Any, record: Any) -> WorkerStart:
     ).resumed()
 
 
-def of(values: Any, key: str, *types: type) -> Any:
+def value_of(values: Any, key: str, *types: type) -> Any:
     """Returns a value of a state, of one of these types."""
     if key not in values:
         raise ValueError(f"the state has no {key!r}: load what state_dict() of a StatefulDataLoader returned")
@@ -424,7 +424,7 @@ def count(values: Any, key: str, default: int | None = None) -> int:
     """Returns a non-negative number of a state. Without a default it must be there."""
     if default is not None and key not in values:
         return default
-    value: int = of(values, key, int)
+    value: int = value_of(values, key, int)
     if isinstance(value, bool):
         raise ValueError(f"the state's {key!r} must be of type int, got {value!r}")
     if value < 0:

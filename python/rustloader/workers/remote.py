@@ -29,7 +29,7 @@ from rustloader.workers.bootstrap import Job
 _SHARED = ("collate_fn", "init_fn", "config")
 # Before a job: slots of a ring and bytes of a region of the engine's arena.
 _SIZES = struct.Struct("<IQ")
-# Connections to one worker's port that may prove themselves at a time. The others wait.
+# Connections to one worker's listener that may prove themselves at a time. The others wait.
 _AT_ONCE = 16
 
 
@@ -125,8 +125,8 @@ class _Starting:
         self.pending: dict[socket.socket, threading.Thread] = {}
         self.pid = 0
         try:
-            port = self.listener.getsockname()[1]
-            call = Call(address, port, self.token, worker_id, generation)
+            tcp_port = self.listener.getsockname()[1]
+            call = Call(address, tcp_port, self.token, worker_id, generation)
             self.started = blob.context.launch(blob.reference, call)
         except BaseException:
             self.listener.close()
@@ -162,7 +162,7 @@ class _Starting:
         self.close()
 
     def close(self) -> None:
-        """Closes the port, and the connections that have not proved themselves."""
+        """Closes the listener, and the connections that have not proved themselves."""
         self.listener.close()
         for connection, thread in self.pending.items():
             with contextlib.suppress(OSError):
@@ -222,12 +222,12 @@ def _await(starting: list[_Starting], jobs: dict[int, bytes], deadline: float) -
 
     with bell, ringer:
         while waiting:
-            ports = {it.listener: it for it in waiting if len(it.pending) < _AT_ONCE}
-            for ready in wait([*ports, bell], REMOTE_CHECK):
+            listeners = {it.listener: it for it in waiting if len(it.pending) < _AT_ONCE}
+            for ready in wait([*listeners, bell], REMOTE_CHECK):
                 if ready is bell:
                     bell.recv(1)
                     _settle(*news.get(), waiting)
-                elif (it := ports[ready]) in waiting:  # type: ignore[index]
+                elif (it := listeners[ready]) in waiting:  # type: ignore[index]
                     it.accept(jobs[it.worker_id], deadline, report)
             _check(waiting, deadline)
 

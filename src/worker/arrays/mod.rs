@@ -29,7 +29,7 @@ use crate::shm::alloc::settle;
 use crate::shm::layout::PAGE;
 use crate::sync::{Ordering, lock};
 use crate::sys::fork::{ForkHandlers, Step, on_fork};
-use crate::sys::private::{Gate, make_inaccessible, make_private};
+use crate::sys::private::{ForkGate, make_inaccessible, make_private};
 
 /// The outcome of a request for another size of an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,7 +179,7 @@ static PRIVATE: AtomicPtr<Vec<(usize, usize)>> = AtomicPtr::new(std::ptr::null_m
 struct Forking {
     /// Addresses and lengths of live arrays.
     arrays: Vec<(usize, usize)>,
-    gate: Option<Gate>,
+    gate: Option<ForkGate>,
     /// No array is made or freed until the fork is done.
     _locks: Vec<MutexGuard<'static, Arrays>>,
 }
@@ -231,7 +231,7 @@ fn before_fork() {
         }
         locks.push(arrays);
     }
-    let gate = if extents.is_empty() { None } else { Gate::new() };
+    let gate = if extents.is_empty() { None } else { ForkGate::new() };
     FORKING.set(Some(Forking { arrays: extents, gate, _locks: locks }));
 }
 

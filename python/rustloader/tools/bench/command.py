@@ -14,7 +14,7 @@ from rustloader.system.cores import usable_cores
 from rustloader.tools.bench.cached import CACHED, CacheGain
 from rustloader.tools.bench.elsewhere import RAY, Cluster, Price, check_ray
 from rustloader.tools.bench.passes import Limits, Pass
-from rustloader.tools.bench.plan import Plan, check_plot
+from rustloader.tools.bench.plan import BenchPlan, check_plot
 from rustloader.tools.bench.rates import Side
 from rustloader.tools.bench.recommendation import Choice, recommend
 from rustloader.tools.bench.results import Point, judge_again, settle, starting
@@ -55,7 +55,7 @@ class _Bench:
 
     def __init__(self, options: Any) -> None:
         self._options = options
-        self._plan = Plan(options)
+        self._plan = BenchPlan(options)
         self._limits = Limits(options.batches, self._plan.seconds, options.step)
         self._about: dict[str, Any] = {}
         self._spent = 0.0  # seconds of measurements

@@ -20,7 +20,7 @@ _EPOCHS = 16
 _LEAST, _ENOUGH = 5.0, 12.0
 
 
-class Plan:
+class BenchPlan:
     """The duration of a run. Raises ``Unusable`` if the options leave nothing to compare.
 
     Attributes:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rustloader.tools.bench.comparison import BUSY, EQUAL, NOTED
-from rustloader.tools.bench.plan import Plan
+from rustloader.tools.bench.plan import BenchPlan
 from rustloader.tools.bench.recommendation import RULE, RULE_OF_OPTIONS, Choice
 from rustloader.tools.bench.results import Point, ray_table, sweep_table, table
 from rustloader.tools.harness.layout import number, times, wrapped
@@ -19,7 +19,7 @@ class Summary:
     def __init__(
         self,
         options: Any,
-        plan: Plan,
+        plan: BenchPlan,
         about: dict[str, Any],
         points: list[Point],
         choices: dict[str, Choice],
