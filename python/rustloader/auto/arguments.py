@@ -16,9 +16,9 @@ from rustloader.system.protocols import LoaderLike
 
 AUTO = "auto"
 # Place of num_workers among the arguments of torch's class.
-_PLACE = 5
+_NUM_WORKERS_PLACE = 5
 # The first guess is no larger, and leaves each worker this many bytes of the free memory.
-_MOST, _MEMORY = 16, 256 << 20
+_MAX_FIRST_GUESS, _MEMORY_PER_WORKER = 16, 256 << 20
 
 
 def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
@@ -27,8 +27,8 @@ def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     Raises:
         ValueError: ``num_workers`` is another text.
     """
-    if len(args) > _PLACE:
-        value = args[_PLACE]
+    if len(args) > _NUM_WORKERS_PLACE:
+        value = args[_NUM_WORKERS_PLACE]
     elif "num_workers" in kwargs:
         value = kwargs["num_workers"]
     else:
@@ -38,8 +38,8 @@ def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     if value != AUTO:
         raise ValueError(f'num_workers option should be a non-negative integer or "auto", got num_workers={value!r}')
     count = first_guess()
-    if len(args) > _PLACE:
-        return (*args[:_PLACE], count, *args[_PLACE + 1 :]), kwargs, count
+    if len(args) > _NUM_WORKERS_PLACE:
+        return (*args[:_NUM_WORKERS_PLACE], count, *args[_NUM_WORKERS_PLACE + 1 :]), kwargs, count
     return args, kwargs | {"num_workers": count}, count
 
 
@@ -74,12 +74,12 @@ def first_guess() -> int:
     the ranks that share them, and no more than the free memory allows.
     """
     if not sys.platform.startswith("linux"):
-        return max(1, min(_MOST, (os.cpu_count() or 1) // (local_ranks.size() or 1)))
+        return max(1, min(_MAX_FIRST_GUESS, (os.cpu_count() or 1) // (local_ranks.size() or 1)))
     from rustloader.system.cores import own_cores
 
     left = memory_left()
-    by_memory = _MOST if left is None else left // _MEMORY
-    return max(1, min(_MOST, own_cores(), by_memory))
+    by_memory = _MAX_FIRST_GUESS if left is None else left // _MEMORY_PER_WORKER
+    return max(1, min(_MAX_FIRST_GUESS, own_cores(), by_memory))
 
 
 def memory_left() -> int | None:

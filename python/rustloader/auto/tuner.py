@@ -27,11 +27,11 @@ from rustloader.system.texts import count_of, size
 logger = logging.getLogger("rustloader")
 
 # Part of the free memory that further workers may take, and number of workers whose memory is read.
-_PART, _READ = 0.5, 4
+_MEMORY_PART, _WORKERS_READ = 0.5, 4
 # Attributes by which iterable datasets of libraries tell the number of their shards.
 _SHARDS = ("num_shards", "n_shards")
-_HELD = 'num_workers="auto" of the DataLoader %s stays at %s, although its loop waits: %s'
-_SEEDS = (
+_HELD_TEXT = 'num_workers="auto" of the DataLoader %s stays at %s, although its loop waits: %s'
+_SEEDS_TEXT = (
     'random numbers in the workers of a DataLoader depend on their number, which num_workers="auto" has changed; '
     'seed_by="sample" makes them independent of it'
 )
@@ -75,15 +75,15 @@ class Tuner:
             limits += _limits_of_shards(loader.dataset, watch)
         decision = decide(epoch, effective_cores() / ranks_on_cores(), limits, self._history)
         self._history = decision.history
-        if decision.held_by and loader_state.of(loader).is_new(_HELD):
-            logger.info(_HELD, config.name, count_of(decision.workers, "worker"), decision.held_by)
+        if decision.held_by and loader_state.of(loader).is_new(_HELD_TEXT):
+            logger.info(_HELD_TEXT, config.name, count_of(decision.workers, "worker"), decision.held_by)
         if decision.workers != self.count:
             text = 'num_workers="auto" of the DataLoader %s over %s: %s in place of %s, because %s'
             dataset, workers = type(loader.dataset).__qualname__, count_of(decision.workers, "worker")
             logger.info(text, config.name, dataset, workers, self.count, decision.reason)
             self.count = decision.workers
-            if config.seed_by == "worker" and loader_state.of(loader).is_new(_SEEDS):
-                logger.info(_SEEDS)
+            if config.seed_by == "worker" and loader_state.of(loader).is_new(_SEEDS_TEXT):
+                logger.info(_SEEDS_TEXT)
 
     def watch(self, iterator: IteratorLike) -> None:
         """Begins with the figures of an epoch of an iterator that has `count` workers."""
@@ -93,7 +93,7 @@ class Tuner:
         """Reads how much memory running workers have for themselves. That takes at most 1 % of the time."""
         left = arguments.memory_left()
         sizes = []
-        for pid in list(pids)[:_READ]:
+        for pid in list(pids)[:_WORKERS_READ]:
             if not self._allowance.is_left():
                 break
             since = time.monotonic()
@@ -102,7 +102,7 @@ class Tuner:
         taken = max(sizes, default=0)
         if left is not None and taken:
             text = f"a worker takes {size(taken)} of memory, and {size(left)} are left"
-            self._memory = Limit(self.count + int(_PART * left / taken), text)
+            self._memory = Limit(self.count + int(_MEMORY_PART * left / taken), text)
 
 
 class _Watch:

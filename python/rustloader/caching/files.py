@@ -19,7 +19,7 @@ logger = logging.getLogger("rustloader")
 # The first bytes of a file.
 _MAGIC = b"RLCACHE1"
 # Longest texts in a file's header, in characters, of which each may take 4 bytes or an escape of 6.
-_LONGEST = 400
+_MAX_TEXT = 400
 
 
 def opened(path: str, dataset: Any, rows: int, memory: int | None, version: str) -> CacheTable:
@@ -29,9 +29,9 @@ def opened(path: str, dataset: Any, rows: int, memory: int | None, version: str)
         OSError: The file cannot be opened, enlarged or mapped.
         ValueError: It is no cache, or that of another dataset or version, or there is no space for it.
     """
-    meta = {"dataset": type(dataset).__qualname__[:_LONGEST], "version": version}
-    if len(version) > _LONGEST:
-        raise ValueError(f"version must have at most {_LONGEST} characters, got {len(version)}")
+    meta = {"dataset": type(dataset).__qualname__[:_MAX_TEXT], "version": version}
+    if len(version) > _MAX_TEXT:
+        raise ValueError(f"version must have at most {_MAX_TEXT} characters, got {len(version)}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

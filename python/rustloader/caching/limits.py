@@ -8,7 +8,7 @@ from rustloader._core import CacheTable, memory_limits
 from rustloader.system import local_ranks, procfs
 
 # Never less than this much beyond the index, so that even a tiny machine gets a cache that does something.
-_LEAST = 1 << 20
+_MIN_BYTES = 1 << 20
 _PAGE = 4096
 
 
@@ -24,7 +24,7 @@ def of_memory(rows: int, wanted: int | None, is_shared: bool) -> int:
     if wanted is None:
         ranks = 1 if is_shared else local_ranks.size() or 1
         # Half of the address space stays, too: the arenas of loaders want some.
-        return _checked(rows, max(most // 2 // ranks, CacheTable.overhead(rows) + _LEAST))
+        return _checked(rows, max(most // 2 // ranks, CacheTable.overhead(rows) + _MIN_BYTES))
     if wanted > most:
         what = "memory are" if left <= space else "address space (RLIMIT_AS, `ulimit -v`) are"
         raise ValueError(
@@ -48,7 +48,7 @@ def of_file(rows: int, wanted: int | None, left: int, present: int) -> int:
     """
     most = min(left + present, _space_left())
     if wanted is None:
-        return _checked(rows, max(most // 2, CacheTable.overhead(rows) + _LEAST))
+        return _checked(rows, max(most // 2, CacheTable.overhead(rows) + _MIN_BYTES))
     if wanted > most:
         raise ValueError(f"memory={wanted} bytes is too large: {most} bytes are left for the file")
     return _checked(rows, wanted)

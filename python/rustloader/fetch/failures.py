@@ -14,7 +14,7 @@ from rustloader.settings.limits import INDEX_SHOWN
 from rustloader.system.package import FOLDER
 
 # Characters of an error's text that are kept.
-_LONGEST_TEXT = 1000
+_MAX_TEXT = 1000
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ Failure.__module__ = "rustloader"
 def failure_of(index: Any, error: BaseException, action: str, worker_id: int | None) -> Failure:
     """Describes the failure of the sample at an index."""
     text = "".join(traceback.format_exception_only(error)).strip()
-    return Failure(_plain(index), text[:_LONGEST_TEXT], action, worker_id)
+    return Failure(_plain(index), text[:_MAX_TEXT], action, worker_id)
 
 
 def _plain(index: Any) -> int | str | None:

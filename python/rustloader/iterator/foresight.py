@@ -25,9 +25,9 @@ from rustloader.system.protocols import LoaderLike, WorkersIterator
 logger = logging.getLogger("rustloader")
 
 # Seeds that a program may draw from torch's generator between two epochs, as the `iter()` of another loader does.
-_MOST_DRAWS = 8
+_MAX_DRAWS = 8
 # Number of wrong guesses in a row after which there is no further one.
-_MOST_WRONG = 3
+_MAX_WRONG = 3
 
 # The samplers that can be foreseen, if their code is torch's.
 _KNOWN = {
@@ -77,7 +77,7 @@ class Foresight:
     def begin(self) -> bytes | None:
         """Returns the message that the next epoch begins with; None if it cannot be foreseen. Answers once in an epoch.
         """
-        if self._has_asked or self._wrong >= _MOST_WRONG:
+        if self._has_asked or self._wrong >= _MAX_WRONG:
             return None
         self._has_asked = True
         try:
@@ -122,10 +122,10 @@ class Foresight:
         self._wrong = 0 if is_right else self._wrong + 1
         if not is_right:
             self._learn(*self._judged)
-        if self._wrong == _MOST_WRONG:
+        if self._wrong == _MAX_WRONG:
             logger.info(
                 "a DataLoader: overlap_epochs has no effect from now on: %d epochs in a row did not begin as foreseen",
-                _MOST_WRONG,
+                _MAX_WRONG,
             )
 
     def _learn(self, guess: _Guess, actual: _Guess) -> None:
@@ -134,7 +134,7 @@ class Foresight:
         if guess.state is not None and actual.state is not None:
             generator = torch.Generator()
             generator.set_state(guess.state)
-            for draws in range(_MOST_DRAWS + 1):
+            for draws in range(_MAX_DRAWS + 1):
                 if torch.equal(generator.get_state(), actual.state):
                     self._draws = draws
                     return

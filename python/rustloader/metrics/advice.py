@@ -10,9 +10,9 @@ from rustloader.metrics.work import Shares, in_dataset
 from rustloader.settings.kinds import byte_size
 
 # A smaller predicted gain is not recommended.
-_GAIN = 1.05
+_MIN_GAIN = 1.05
 # Maximum of recommended threads per worker, and their number if the loop has no training step to derive it from.
-_MOST_THREADS, _USUAL_THREADS = 64, 16
+_MAX_THREADS, _USUAL_THREADS = 64, 16
 
 
 def shared_queue(stats: Figures, workers: int) -> Prediction | None:
@@ -30,7 +30,7 @@ def shared_queue(stats: Figures, workers: int) -> Prediction | None:
     # Work that computes cannot be faster than all cores.
     least = 0.0 if shares is None else shares.cpu * sum(stats.recent_seconds) / stats.cores
     prediction = predict(stats.recent_seconds, now, step, least)
-    return prediction if prediction is not None and prediction.gain >= _GAIN else None
+    return prediction if prediction is not None and prediction.gain >= _MIN_GAIN else None
 
 
 def _window(stats: Figures, settings: SchedulingStats, outstanding: int) -> int:
@@ -64,6 +64,6 @@ def worker_threads(stats: Figures, workers: int, needed: int | None, shares: Sha
     threads = settings.worker_threads
     wanted = _USUAL_THREADS if needed is None else math.ceil(threads * needed / workers)
     # The threads of a worker share its GIL, and a batch has no more samples to fetch at a time.
-    limit = min(_MOST_THREADS, int(threads / max(shares.cpu, 1e-3)), settings.batch_size or _MOST_THREADS)
+    limit = min(_MAX_THREADS, int(threads / max(shares.cpu, 1e-3)), settings.batch_size or _MAX_THREADS)
     number = min(wanted, limit)
     return number if number > threads else None

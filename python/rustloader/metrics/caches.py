@@ -12,7 +12,7 @@ from rustloader.caching.usage import CacheUsage
 from rustloader.metrics.parts import CacheEstimate, Figures
 
 # Datasets around the cached one that are looked into.
-_DEPTH = 8
+_MAX_DEPTH = 8
 
 
 def usage(dataset: Any) -> CacheUsage | None:
@@ -25,7 +25,7 @@ def find(dataset: Any) -> CachedDataset | None:
     """Returns the cached dataset that a dataset is, or that lies below torch's Subset and ConcatDataset; None without
     one.
     """
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_DEPTH):
         if isinstance(dataset, CachedDataset):
             return dataset
         if type(dataset) is Subset:

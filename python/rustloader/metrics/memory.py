@@ -15,11 +15,11 @@ from typing import NamedTuple
 from rustloader.system import procfs
 
 # Index of the number of minor page faults among the fields of /proc/PID/stat that `procfs.stat` returns.
-_FAULTS = 7
+_MINOR_FAULTS_FIELD = 7
 # Bytes that page faults have added since the last reading, from which it is worth another.
-_STEP = 16 << 20
+_FAULTED_STEP = 16 << 20
 # Share of the time that readings may take.
-_SHARE = 0.01
+_TIME_SHARE = 0.01
 
 
 def own(pid: int, rollup: dict[str, int] | None = None) -> int | None:
@@ -49,7 +49,7 @@ class Allowance:
         self._spent = 0.0
 
     def is_left(self) -> bool:
-        return self._spent <= _SHARE * (time.monotonic() - self._begin)
+        return self._spent <= _TIME_SHARE * (time.monotonic() - self._begin)
 
     def spend(self, since: float) -> None:
         self._spent += time.monotonic() - since
@@ -80,11 +80,11 @@ class WorkerMemory:
             known = self._known[number]
             if known is None or known.pid != process[0]:
                 known = _Known(process[0], 0, None)
-            if faulted - known.faulted >= _STEP:
+            if faulted - known.faulted >= _FAULTED_STEP:
                 waiting.append((faulted - known.faulted, number))
             if known.faulted == 0:
                 # Each page that a process has for itself was a fault, and there are few.
-                known = known._replace(own=faulted if faulted < _STEP else None)
+                known = known._replace(own=faulted if faulted < _FAULTED_STEP else None)
             self._known[number] = known
         for _, number in sorted(waiting, reverse=True):
             known = self._known[number]
@@ -106,4 +106,4 @@ def _faulted(pid: int, start: str | None = None) -> int | None:
     fields = procfs.stat(pid)
     if len(fields) <= procfs.STARTED or fields[0] in "ZX" or (start is not None and fields[procfs.STARTED] != start):
         return None
-    return int(fields[_FAULTS]) * os.sysconf("SC_PAGE_SIZE")
+    return int(fields[_MINOR_FAULTS_FIELD]) * os.sysconf("SC_PAGE_SIZE")

@@ -10,7 +10,7 @@ from rustloader.metrics.parts import Figures, WorkerStats
 # A worker that takes this many times as long as the others is slow.
 SLOW = 2.0
 # Workers that keep this share of the cores busy do not wait for storage.
-_SATURATED = 0.5
+_SATURATED_SHARE = 0.5
 
 
 class Shares(NamedTuple):
@@ -51,7 +51,7 @@ def saturated(stats: Figures, loop: float) -> bool:
     cpu = sum(worker.cpu_seconds or 0.0 for worker in stats.workers)
     # Neither side includes the start of the processes.
     since_start = max((worker.busy_seconds + worker.idle_seconds for worker in stats.workers), default=0.0)
-    return cpu > _SATURATED * stats.cores * min(loop + stats.first_seconds, since_start)
+    return cpu > _SATURATED_SHARE * stats.cores * min(loop + stats.first_seconds, since_start)
 
 
 def slow_worker(stats: Figures) -> tuple[WorkerStats, float] | None:

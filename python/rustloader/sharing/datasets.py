@@ -20,7 +20,7 @@ logger = logging.getLogger("rustloader")
 
 # Items of a list, a tuple or a dict up to which they are shared one by one if one of them is large: each takes a
 # descriptor.
-_FEW = 64
+_FEW_ITEMS = 64
 _CONTAINERS = (list, tuple, dict)
 _ARRAYS = (np.ndarray, torch.Tensor)
 
@@ -121,7 +121,7 @@ class Sharing:
         if type(value) not in _CONTAINERS:
             return None
         items = sampled(value)
-        if any(map(is_dataset, items)) or (len(value) <= _FEW and any(map(self._is_looked_into, items))):
+        if any(map(is_dataset, items)) or (len(value) <= _FEW_ITEMS and any(map(self._is_looked_into, items))):
             return list(_named(value, name))
         return None
 
@@ -140,7 +140,7 @@ class Sharing:
             return
         if type(value) not in (*_CONTAINERS, np.ndarray, torch.Tensor):
             if isinstance(value, (*_CONTAINERS, *_ARRAYS, set, frozenset)):
-                logger.info(_STAYS, name, type(value).__name__, size / 1e6, "its class would be lost")
+                logger.info(_STAYS_TEXT, name, type(value).__name__, size / 1e6, "its class would be lost")
             return
         try:
             if type(value) in _CONTAINERS:
@@ -150,9 +150,9 @@ class Sharing:
             error.add_note(f"rustloader.share() failed at {name}")
             raise
         except Exception as error:
-            logger.warning(_STAYS, name, type(value).__name__, size / 1e6, f"{type(error).__name__}: {error}")
+            logger.warning(_STAYS_TEXT, name, type(value).__name__, size / 1e6, f"{type(error).__name__}: {error}")
             return
-        logger.info(_IS, name, type(value).__name__, size / 1e6, shared.nbytes / 1e6)
+        logger.info(_SHARED_TEXT, name, type(value).__name__, size / 1e6, shared.nbytes / 1e6)
         self._kept.append(value)
         self._shared[id(value)] = shared
 
@@ -190,8 +190,8 @@ class Sharing:
             state.update({name: self._rebuilt(part) for name, part in state.items()})
 
 
-_STAYS = "share(dataset): %s, a %s of about %.1f MB, stays as it is: %s"
-_IS = "share(dataset): %s, a %s of about %.1f MB, is now %.1f MB in shared memory"
+_STAYS_TEXT = "share(dataset): %s, a %s of about %.1f MB, stays as it is: %s"
+_SHARED_TEXT = "share(dataset): %s, a %s of about %.1f MB, is now %.1f MB in shared memory"
 
 
 def _named(container: Any, name: str) -> Iterator[tuple[Any, str]]:

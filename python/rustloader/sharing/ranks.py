@@ -30,11 +30,11 @@ from rustloader.system.forks import at_fork
 logger = logging.getLogger("rustloader")
 
 # Seconds between two attempts to connect to a rank that is between binding and listening, or has just left.
-_RETRY = 0.02
+_RETRY_SECONDS = 0.02
 # Seconds of the longest single wait: sockets count milliseconds in 31 bits.
-_SLICE = 1e6
+_MAX_WAIT = 1e6
 # Number of connections that wait at a listening socket, and of those that have not identified themselves yet.
-_MOST_WAITING = 256
+_MAX_WAITING = 256
 _CREDENTIALS = struct.Struct("3i")
 # The prefix of a rank's name in its greeting, and the longest such greeting in bytes.
 _HELLO = b"rustloader share "
@@ -153,7 +153,7 @@ def _meet_at(
             _own.add(sock)
         try:
             if _is_bound(sock, address):
-                sock.listen(_MOST_WAITING)
+                sock.listen(_MAX_WAITING)
                 store = build()
                 server = _Server(sock, store, named, ranks, timeout)
                 # It closes the socket from now on.
@@ -190,7 +190,7 @@ def _received(
     if left <= 0:
         raise late
     pid = 0
-    sock.settimeout(min(left, _SLICE))
+    sock.settimeout(min(left, _MAX_WAIT))
     try:
         sock.connect(address)
         pid, uid = _peer(sock)
@@ -201,7 +201,7 @@ def _received(
         sock.sendall(_HELLO + ranks.own.encode()[: _LONGEST - len(_HELLO)])
         word, fds, flags, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
-        if left > _SLICE:
+        if left > _MAX_WAIT:
             return None
         raise late from None
     except (ConnectionError, BlockingIOError):
@@ -215,7 +215,7 @@ def _received(
             errno.EMFILE if flags & socket.MSG_CTRUNC else errno.EPROTO,
             f"{named}: process {pid} has sent no descriptor that could be opened: {hint}",
         )
-    time.sleep(_RETRY)
+    time.sleep(_RETRY_SECONDS)
     return None
 
 
@@ -307,12 +307,12 @@ class _Server:
             # It has gone again, or there is no descriptor for it yet.
             logger.debug("%s: %s", self._named, error)
             if not self._ended:
-                time.sleep(_RETRY)
+                time.sleep(_RETRY_SECONDS)
             return
         if _peer(sock)[1] != os.geteuid():
             _close(sock)
             return
-        if len(self._waiting) >= _MOST_WAITING:
+        if len(self._waiting) >= _MAX_WAITING:
             _close(self._waiting.pop(next(iter(self._waiting))))
         sock.setblocking(False)
         self._waiting[sock.fileno()] = sock

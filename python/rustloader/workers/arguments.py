@@ -16,7 +16,7 @@ from multiprocessing import reduction
 from typing import Any
 
 # Characters of a traceback in a report, at most.
-_MOST = 1 << 16
+_MAX_TRACEBACK = 1 << 16
 _UNPICKLABLE = (
     "The DataLoader's argument {} cannot be pickled. Workers by spawn, by forkserver or on another machine get a "
     "pickle of it: define its classes and functions at the top of a module and open files in the workers, or use "
@@ -145,7 +145,7 @@ def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
         if fd is not None:
             what = present() or "settings and the state that it begins with"
             text = f"It could not load its {what}. Caught {type(error).__name__} in DataLoader worker process "
-            text += f"{worker_id}.\nOriginal {''.join(traceback.format_exception(error))[-_MOST:]}"
+            text += f"{worker_id}.\nOriginal {''.join(traceback.format_exception(error))[-_MAX_TRACEBACK:]}"
             line = json.dumps({"pid": os.getpid(), "text": text})
             # The error itself is the one to be raised.
             with contextlib.suppress(OSError):

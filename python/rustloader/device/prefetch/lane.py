@@ -39,7 +39,7 @@ def _count_of_one() -> int:
     return -1 if _use_count is None else int(_use_count(address))
 
 
-_ALONE = _count_of_one()
+_SOLE_USE_COUNT = _count_of_one()
 
 
 class Copied:
@@ -93,7 +93,7 @@ class _Loan:
     def is_dropped(self) -> bool:
         """Returns True if the alias is the last tensor over the storage. False if torch does not say: it is handed
         over."""
-        return _use_count is not None and bool(_use_count(self.address) == _ALONE)
+        return _use_count is not None and bool(_use_count(self.address) == _SOLE_USE_COUNT)
 
 
 class _Retired:

@@ -13,7 +13,7 @@ import torch
 
 from rustloader.device.prefetch.streams import Streams, parts
 
-_STAYS = (str, bytes, bytearray, memoryview, range, int, float, complex, type, type(None))
+_UNMOVED_TYPES = (str, bytes, bytearray, memoryview, range, int, float, complex, type, type(None))
 # Types, and whether their method `to` takes `non_blocking`.
 _takes_non_blocking: dict[type, bool] = {}
 
@@ -48,7 +48,7 @@ class Move:
         """Queues the copies of a value to the device, and returns it there; itself if there is nothing to copy."""
         if isinstance(value, torch.Tensor):
             return self._move_once(value)
-        if isinstance(value, _STAYS):
+        if isinstance(value, _UNMOVED_TYPES):
             return value
         is_mapping = isinstance(value, Mapping)
         # A mapping may give its items as attributes.

@@ -18,11 +18,11 @@ from rustloader.system.patches import Patch
 
 _PLACE = "PIL.JpegImagePlugin.JpegImageFile.load"
 # Images that a worker notes.
-_NOTED = 16
+_IMAGES_NOTED = 16
 # Pillow is asked for this multiple of the side that a sample keeps: random crops need more than they keep.
 _MARGIN = 2
 # Rounds of a measurement, and the least gain that is worth a word.
-_ROUNDS, _WORTH = 3, 1.5
+_ROUNDS, _MIN_GAIN = 3, 1.5
 
 # Width and height.
 Size = tuple[int, int]
@@ -61,7 +61,7 @@ class Noted:
 
 def note_sizes(kind: Any, note: Callable[[Size], object]) -> None:
     """Calls ``note`` with the size of each of the first images of Pillow's class ``kind`` that are decoded."""
-    patch, decode, left = Patch(_PLACE, kind), kind.load, _NOTED
+    patch, decode, left = Patch(_PLACE, kind), kind.load, _IMAGES_NOTED
 
     def load(image: Any) -> Any:
         nonlocal left
@@ -112,7 +112,7 @@ def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size
     if min(width / wanted[0], height / wanted[1]) < 2:
         return ""
     gain = (measure or draft_gain)((width, height), wanted)
-    if gain < _WORTH:
+    if gain < _MIN_GAIN:
         return ""
     return (
         f"Images of {width} x {height} are decoded and leave as {kept[0]} x {kept[1]}: Pillow's `draft` or a scaled "

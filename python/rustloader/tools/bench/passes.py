@@ -15,9 +15,9 @@ from rustloader.tools.harness.machine import cpu_seconds
 from rustloader.tools.probe.side import end_workers
 
 # Seconds between two marks. Reading the clocks of all processes takes a few microseconds.
-_BETWEEN = 0.05
+_MARK_INTERVAL = 0.05
 # Seconds between two progress callbacks.
-_BEAT = 0.25
+_CALLBACK_INTERVAL = 0.25
 
 
 class Limits(NamedTuple):
@@ -129,10 +129,10 @@ def _pass(
         # Workers may finish in step: only marks at the same position of a round are comparable.
         if now >= due and taken >= warm and (taken - warm) % rhythm == 0:
             marks.append(_mark(taken))
-            due = marks[-1].time + _BETWEEN
+            due = marks[-1].time + _MARK_INTERVAL
         if watcher is not None and now >= beat:
             watcher.beat()
-            beat = now + _BEAT
+            beat = now + _CALLBACK_INTERVAL
         if taken == limits.batches or now >= deadline:
             break
         if limits.step:

@@ -13,11 +13,11 @@ from rustloader.tools.bench.settings import ALONE, Setting
 from rustloader.tools.harness.layout import listed
 
 # Maximum distance from the best rate for a number of workers that counts as good.
-_WITHIN = 0.05
+_TOLERANCE = 0.05
 # Minimum share of idle cores that shows a wait for storage, if the system does not report how long workers queue.
-_IDLE = 0.2
+_MIN_IDLE_SHARE = 0.2
 RULE = (
-    f"the fewest workers with batches/s within {_WITHIN:.0%} of the best, or not measurably below; "
+    f"the fewest workers with batches/s within {_TOLERANCE:.0%} of the best, or not measurably below; "
     "more workers than cores only if they wait for storage"
 )
 
@@ -65,7 +65,7 @@ def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
         return Choice(None, f"all numbers of workers are above the {count_of(cores, 'core')} available")
     best = max(allowed.values(), key=lambda side: side.rate)
     same = [setting for setting, side in allowed.items() if side.interval.overlaps(best.interval)]
-    near = [setting for setting, side in allowed.items() if side.rate >= (1 - _WITHIN) * best.rate]
+    near = [setting for setting, side in allowed.items() if side.rate >= (1 - _TOLERANCE) * best.rate]
     reasons = []
     if len(same) > 1:
         reasons.append(f"no measurable difference between {_named(same)}")
@@ -97,6 +97,6 @@ def _waits_for_storage(point: Point, cores: int) -> bool:
     parts = ("fetch", "collate", "pack")
     busy = sum(sum(it[f"{part}_seconds"] for part in parts) - it.get("unmeasured_seconds", 0.0) for it in known)
     if busy <= 0:
-        return point.rustloader.cores_used < (1 - _IDLE) * cores
+        return point.rustloader.cores_used < (1 - _MIN_IDLE_SHARE) * cores
     computing, queued = (sum(it[name] for it in known) for name in ("cpu_seconds", "queued_seconds"))
     return bool(busy - computing - queued > computing)

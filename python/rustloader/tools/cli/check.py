@@ -24,7 +24,7 @@ _UNSEEDED = (
 )
 _OUT_OF_ORDER = "with in_order=False batches come as workers finish; check the loader with in_order=True."
 # Minimum limit, in seconds, for steps that are not only user code: the start of Python, the shutdown of workers.
-_PATIENT = 60.0
+_MIN_LIMIT = 60.0
 _SCRIPT = 'put what runs as a script under `if __name__ == "__main__":`, or pass a larger --timeout'
 # By request: the error if it hangs, and the way out.
 _HANGS = {
@@ -74,7 +74,7 @@ class _CheckProbe(Probe):
             self._batch += 1
 
     def limit(self, awaited: str) -> float:
-        return self.timeout if awaited in ("load", "about", "start", "next") else max(self.timeout, _PATIENT)
+        return self.timeout if awaited in ("load", "about", "start", "next") else max(self.timeout, _MIN_LIMIT)
 
     def hang(self, awaited: str) -> tuple[str, str]:
         text, remedy = _HANGS.get(awaited, _NO_ANSWER)

@@ -16,7 +16,7 @@ from rustloader.tools.probe.cluster import reach
 Line = tuple[str, str, str]
 
 # Ray's own resources.
-_RAYS = ("CPU", "GPU", "memory", "object_store_memory")
+_RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 def cluster() -> Iterator[Line]:
@@ -58,7 +58,8 @@ def _free(total: Mapping[str, float], free: Mapping[str, float]) -> str:
         text += f", {free.get('GPU', 0):g} of {total['GPU']:g} GPUs"
     if total.get("memory"):
         text += f", {size(free.get('memory', 0))} of {size(total['memory'])} memory"
-    own = (name for name in sorted(total) if name not in _RAYS and not name.startswith(("node:", "accelerator_type:")))
+    prefixes = ("node:", "accelerator_type:")
+    own = (name for name in sorted(total) if name not in _RAY_RESOURCES and not name.startswith(prefixes))
     return text + "".join(f", {free.get(name, 0):g} of {total[name]:g} {name}" for name in own)
 
 

@@ -75,7 +75,7 @@ def main(options: Any) -> int:
         for found, advice in sizes:
             yield _finding("pinned batches", found, advice)
 
-    looks = _LOOKS if sys.platform.startswith("linux") else _LOOKS[:2]  # the others need Linux
+    looks = _CHECKS if sys.platform.startswith("linux") else _CHECKS[:2]  # the others need Linux
     for look in (*looks, _pinned_batches) if options.bench is not None else looks:
         for finding in _safely(look):
             findings.append(finding)
@@ -308,9 +308,9 @@ def _trial() -> Iterator[Finding]:
         yield Finding("trial, 2 workers", found, BAD, "see above")
 
 
-_LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_system, _versions, _accelerator, _host_allocator)
-_LOOKS += (_memory_files, _pidfd, _limits, _memory, _shared_memory, _huge_pages, _start_method, _cores, _ranks)
-_LOOKS += (_ray, _trial)
+_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_system, _versions, _accelerator, _host_allocator)
+_CHECKS += (_memory_files, _pidfd, _limits, _memory, _shared_memory, _huge_pages, _start_method, _cores, _ranks)
+_CHECKS += (_ray, _trial)
 
 
 def _reason(error: OSError) -> str:

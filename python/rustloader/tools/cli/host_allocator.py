@@ -22,7 +22,7 @@ _CUDA_SETTINGS = {
 # The version of torch that reads PYTORCH_ALLOC_CONF.
 _SINCE_GENERAL = (2, 9)
 # More than this share of a batch is lost to rounding: advice.
-_LOSS = 0.25
+_MAX_LOSS_SHARE = 0.25
 # Before this version of torch, sizes that are not rounded and are kept could be given out for larger ones.
 _SAFE_THRESHOLD = (2, 15)
 
@@ -109,7 +109,7 @@ def _batch(nbytes: int, settings: Mapping[str, str]) -> tuple[str, str]:
     text = f"{nbytes / _MIB:.4g} MiB as one tensor takes {taken / _MIB:.4g} MiB ({loss:.0%} more)"
     if nbytes > _limit(settings, "pinned_max_cached_size_mb"):
         return f"{text}, made anew for each batch", "raise pinned_max_cached_size_mb above the size of a batch"
-    if loss <= _LOSS:
+    if loss <= _MAX_LOSS_SHARE:
         return text, ""
     advice = f"a batch size up to {taken / nbytes:.3g} times as large takes no more memory"
     if _torch_version() >= _SAFE_THRESHOLD:

@@ -15,9 +15,9 @@ from rustloader.settings.options import Option, Options, option_of
 from rustloader.tools.bench.settings import SWEPT
 
 # Upper limit of a duration, in seconds: a year. Clocks and waits of the system overflow after a few hundred years.
-_MOST_SECONDS = 366 * 86400
+_MAX_SECONDS = 366 * 86400
 # Upper limit of workers in a sweep.
-_MOST_WORKERS = 1024
+_MAX_WORKERS = 1024
 _Number = TypeVar("_Number", int, float)
 
 _ABOUT = "A drop-in replacement for torch.utils.data.DataLoader with a Rust engine."
@@ -208,21 +208,21 @@ def positive_int(text: str) -> int:
 
 def seconds(text: str) -> float:
     """Parses a duration in seconds, from 0 to a year."""
-    return _number(float, text, lambda it: 0 <= it <= _MOST_SECONDS, "a number of seconds from 0 to a year")
+    return _number(float, text, lambda it: 0 <= it <= _MAX_SECONDS, "a number of seconds from 0 to a year")
 
 
 def positive_seconds(text: str) -> float:
     """Parses a duration in seconds, greater than 0, up to a year."""
-    return _number(float, text, lambda it: 0 < it <= _MOST_SECONDS, "a positive number of seconds, up to a year")
+    return _number(float, text, lambda it: 0 < it <= _MAX_SECONDS, "a positive number of seconds, up to a year")
 
 
 def counts(text: str) -> list[int]:
     """Parses a comma-separated list of integers from 0 to 1,024, sorted, without duplicates: ``"4,0,2"`` is ``[0, 2,
     4]``.
     """
-    expected = f"a comma-separated list of integers, each from 0 to {_MOST_WORKERS:,} (such as 0,2,4)"
+    expected = f"a comma-separated list of integers, each from 0 to {_MAX_WORKERS:,} (such as 0,2,4)"
     try:
-        return sorted({_number(int, part, lambda it: 0 <= it <= _MOST_WORKERS, "") for part in text.split(",")})
+        return sorted({_number(int, part, lambda it: 0 <= it <= _MAX_WORKERS, "") for part in text.split(",")})
     except argparse.ArgumentTypeError:
         raise _error(expected, text) from None
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from rustloader.system.procfs import members, proportional
 
 # Minimum seconds between two samples. At most half of the time is spent on sampling.
-_BETWEEN = 0.02
+_SAMPLE_INTERVAL = 0.02
 
 
 class Peak:
@@ -33,7 +33,7 @@ class Peak:
             self.bytes = max(now, self.bytes or 0)
         self.looks += 1
         end = time.monotonic()
-        self._due = end + max(_BETWEEN, end - begin)
+        self._due = end + max(_SAMPLE_INTERVAL, end - begin)
 
 
 def used(group: int) -> int | None:

@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 # Target confidence of intervals. It takes 6 values.
 CONFIDENCE = 0.95
 # Maximum ratio of an interval's ends for a narrow interval.
-_NARROW = 1.1
+_NARROW_RATIO = 1.1
 
 
 class Failure(Exception):
@@ -33,7 +33,7 @@ class Interval(NamedTuple):
     @property
     def narrow(self) -> bool:
         """True if more values would add little."""
-        return self.high <= self.low * _NARROW
+        return self.high <= self.low * _NARROW_RATIO
 
     def overlaps(self, other: Interval) -> bool:
         """Returns True if the two intervals intersect."""

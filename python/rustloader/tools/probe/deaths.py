@@ -21,15 +21,15 @@ from rustloader.tools.probe.failure import short_path, users
 # Seconds until a worker's death is reported although its iterator has not noticed it. torch checks every 5 s.
 UNNOTICED = 12.0
 # Maximum number of workers whose stacks are read.
-_ASKED = 8
+_MAX_STACKS = 8
 # Seconds for processes to end, and for multiprocessing's resource tracker to clean up after them.
-_CLEANING = 10.0
+_CLEAN_UP_SECONDS = 10.0
 # Pattern of the text with which torch and the engine report a worker's death.
 _DEATH = re.compile(r"DataLoader worker \(pid")
 # Makes a process write its stack. The engine uses SIGRTMIN+13 for its own stall warnings.
 _SIGNAL = signal.SIGRTMIN + 12
 # Seconds for a process to write its stack.
-_WAIT = 1.0
+_STACK_SECONDS = 1.0
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)$')
 
 
@@ -101,12 +101,12 @@ def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> It
     code. If all are outside user code, library frames are shown. ``install`` returned ``descriptor`` in the process
     ``group``; ``workers`` are process ids by number."""
     odd = [f"worker {number} (pid {pid}) {problem}" for number, pid in workers.items() if (problem := _why_stuck(pid))]
-    yield from odd[:_ASKED]
+    yield from odd[:_MAX_STACKS]
     if descriptor is None:
         return
     by_owner: dict[bool, list[str]] = {True: [], False: []}
     processes = [("the main process", group), *((f"worker {number}", pid) for number, pid in workers.items())]
-    for name, pid in processes[: 1 + _ASKED]:
+    for name, pid in processes[: 1 + _MAX_STACKS]:
         place, is_users = _place(pid, group, descriptor)
         if place:
             by_owner[is_users].append(f"{name} (pid {pid}) is at {place}")
@@ -116,7 +116,7 @@ def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> It
 def kill(group: int) -> None:
     """Kills a process group, except multiprocessing's resource tracker. Waits until that has cleaned up semaphores and
     shared memory, and has ended by itself."""
-    deadline = time.monotonic() + _CLEANING
+    deadline = time.monotonic() + _CLEAN_UP_SECONDS
     while (alive := list(members(group))) and time.monotonic() < deadline:
         for pid in alive:
             with contextlib.suppress(OSError):
@@ -175,7 +175,7 @@ def _catches(pid: int) -> bool:
 def _read(descriptor: int, offset: int) -> str:
     """Returns the content of a file from an offset on, once it has stopped growing."""
     text = b""
-    deadline = time.monotonic() + _WAIT
+    deadline = time.monotonic() + _STACK_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.05)
         content = os.pread(descriptor, 1 << 16, offset)

@@ -22,7 +22,7 @@ _LIBRARIES = sorted(
     reverse=True,
 )
 # Maximum length of the error in the short form, in characters.
-_LONGEST = 1000
+_MAX_TEXT = 1000
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Failure:
     details: str
 
     def __str__(self) -> str:
-        text = self.text if len(self.text) <= _LONGEST else self.text[:_LONGEST] + " ..."
+        text = self.text if len(self.text) <= _MAX_TEXT else self.text[:_MAX_TEXT] + " ..."
         # Control characters would reach the terminal.
         text = "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
         return f"{text} ({self.where})" if self.where else text

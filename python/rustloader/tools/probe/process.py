@@ -26,7 +26,7 @@ serve(*map(int, sys.argv[1:]))
 """
 _STDERR = 2
 # Seconds between two checks of the workers.
-_BETWEEN = 0.5
+_CHECK_INTERVAL = 0.5
 MORE_TIME = "if it is slow and not stuck, pass a larger --timeout"
 
 
@@ -89,7 +89,7 @@ class Probe:
             now = time.monotonic()
             if now < due:
                 return
-            due = now + _BETWEEN
+            due = now + _CHECK_INTERVAL
             for number, code in dead(self._workers):
                 if now - unnoticed.setdefault(number, now) >= UNNOTICED:
                     self._stuck = True  # its `next` may never return

@@ -28,7 +28,7 @@ from rustloader.tools.probe.log import warnings as logged_warnings
 
 _PR_SET_PDEATHSIG = 1
 # Seconds for a process to end after an interrupt. The shutdown of workers takes up to 5.5.
-_SWALLOWED = 15
+_INTERRUPT_SECONDS = 15
 
 
 @contextlib.contextmanager
@@ -190,7 +190,7 @@ def _interrupt(*_: object) -> None:
     """Raises KeyboardInterrupt once. If user code swallows it, an alarm kills the group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
-    signal.alarm(_SWALLOWED)
+    signal.alarm(_INTERRUPT_SECONDS)
     raise KeyboardInterrupt
 
 

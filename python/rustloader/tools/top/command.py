@@ -21,7 +21,7 @@ from rustloader.tools.top.model import Loader, Look, take
 from rustloader.tools.top.view import frame, plain
 
 # Seconds that the verdict of the live view covers.
-_WINDOW = 60.0
+_VERDICT_SECONDS = 60.0
 
 
 def main(options: Any) -> int:
@@ -142,7 +142,7 @@ class _Watch:
         self._looks.append({it.key: it for it in take(self.pid)})
         now = time.monotonic()
         # The last two in any case: an interval may be longer than the window.
-        young = [look for look in self._looks[:-2] if _age(look, now) <= _WINDOW]
+        young = [look for look in self._looks[:-2] if _age(look, now) <= _VERDICT_SECONDS]
         self._looks = (young + self._looks[-2:])[-1000:]
 
     def loaders(self) -> list[Loader]:

@@ -19,11 +19,11 @@ from rustloader.tools.top import processes
 from rustloader.tools.top.processes import Seen
 
 # Minimum seconds at one batch, and minimum multiple of the mean time per batch, for a worker that counts as stuck.
-_LONG, _TIMES = 2.0, 10.0
+_LONG_SECONDS, _LONG_MULTIPLE = 2.0, 10.0
 # The same for the first batch and for the start of a worker, in seconds.
 _LONG_AT_FIRST = 30.0
 # Minimum seconds for a verdict that does not depend on chance.
-_SETTLED = 10.0
+_SETTLED_SECONDS = 10.0
 _BUSY = {"fetch": "fetching", "collate": "collating", "pack": "packing", "publish": "sending"}
 
 
@@ -100,8 +100,8 @@ class WorkerView:
         """True if its batch, or its start, takes much longer than usual."""
         if self.state == "starting":
             return self.seconds >= _LONG_AT_FIRST
-        usual = _LONG_AT_FIRST / _TIMES if self.usual_seconds is None else self.usual_seconds
-        return self.is_busy and self.seconds >= max(_LONG, _TIMES * usual)
+        usual = _LONG_AT_FIRST / _LONG_MULTIPLE if self.usual_seconds is None else self.usual_seconds
+        return self.is_busy and self.seconds >= max(_LONG_SECONDS, _LONG_MULTIPLE * usual)
 
     @property
     def is_marked(self) -> bool:
@@ -152,7 +152,7 @@ class Loader:
     def verdict(self) -> tuple[Verdict, float | None]:
         """The verdict, and the number of seconds that it covers; None: since the start."""
         seconds = 0.0 if self._earlier is None else self.figures.now - self._earlier.figures.now
-        if seconds >= _SETTLED:
+        if seconds >= _SETTLED_SECONDS:
             verdict = judged(stats_of(self.pid, self.workers, self._now, self._earlier), self.figures).verdict()
             if verdict.kind not in ("too_few", "unknown"):
                 return verdict, seconds
