@@ -201,7 +201,7 @@ class Engine:
         vacant."""
 
     def postpone(self, worker: int, seconds: float) -> None:
-        """Delays the next ``VACANT`` of a dead worker by this time. The batches of others go on meanwhile.
+        """Delays the next ``VACANT`` of a dead worker by this time. Other workers continue meanwhile.
         RuntimeError: the worker is not vacant."""
 
     def give_up(self, worker: int) -> None:
@@ -843,7 +843,7 @@ class ShareBuilder:
 
 @final
 class CacheTable:
-    """The samples of a dataset that were made, by index, in memory or in a file. Forked children go on with it."""
+    """The samples of a dataset that were made, by index, in memory or in a file. Forked children continue to use it."""
 
     def __new__(cls, fd: int) -> Self:
         """Takes the descriptor of a table in memory. ValueError: it is none."""

@@ -75,7 +75,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Some(Shown::of(&self.handle.arena, worker, self.handle.process(worker)?, oldest))
     }
 
-    /// Kills a worker that has exceeded the limit, unless it has gone on or ended in the meantime. Only a worker that
+    /// Kills a worker that has exceeded the limit, unless it has continued or ended in the meantime. Only a worker that
     /// descends from this process is killed.
     pub fn kill(&mut self, stall: &Stall) -> Killed {
         let shown = self.shown_by(stall.worker);

@@ -47,7 +47,7 @@ struct StreamState {
     at: usize,
     /// The size of all batches, if the last one is dropped unless it is full.
     full: Option<usize>,
-    /// The first indices of a batch that goes on in the next array.
+    /// The first indices of a batch that continues in the next array.
     pending: Vec<i64>,
     /// Index batches to leave out before the first one.
     skip: usize,

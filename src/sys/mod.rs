@@ -72,7 +72,7 @@ fn by_number(fd: RawFd) -> rustix::io::Result<BorrowedFd<'static>> {
     Ok(unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
-/// Returns a limit of this process; `None` without one, and where the system does not tell.
+/// Returns a limit of this process; `None` without one, and where the system does not report it.
 fn limit(resource: Resource) -> Option<u64> {
     let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is a local struct that the kernel fills.

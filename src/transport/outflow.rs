@@ -73,7 +73,7 @@ impl Outflow {
         self.show();
     }
 
-    /// Takes entries from the rings; once the loader ends, tells the worker instead.
+    /// Takes entries from the rings; once the loader ends, notifies the worker instead.
     pub(super) fn take_up(&mut self) -> Result<()> {
         if self.arena.header().stop.0.load(Ordering::Relaxed) != 0 {
             if !std::mem::replace(&mut self.told_to_stop, true) {

@@ -28,7 +28,7 @@ logger = logging.getLogger("rustloader")
 
 # Part of the free memory that further workers may take, and number of workers whose memory is read.
 _MEMORY_PART, _WORKERS_READ = 0.5, 4
-# Attributes by which iterable datasets of libraries tell the number of their shards.
+# Attributes with the number of shards of the iterable datasets of libraries.
 _SHARDS = ("num_shards", "n_shards")
 _HELD_TEXT = 'num_workers="auto" of the DataLoader %s stays at %s, although its loop waits: %s'
 _SEEDS_TEXT = (

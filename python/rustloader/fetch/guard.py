@@ -254,7 +254,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 class GuardedIterator:
-    """An iterator of an iterable dataset that goes on after an error.
+    """An iterator of an iterable dataset that continues after an error.
 
     Attributes:
         source: The dataset's iterator.

@@ -12,7 +12,7 @@ from rustloader.system.generators import GeneratorStates
 
 
 class StepFetcher:
-    """Takes a step for each batch, in the place of torch's fetcher. Seeds leave the program's generators as they were.
+    """Takes a step for each batch, in place of torch's fetcher. Seeds leave the program's generators as they were.
 
     Args:
         step: The step, which takes the fetcher.

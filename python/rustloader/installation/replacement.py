@@ -1,4 +1,4 @@
-"""Puts a class in the place of another one in all loaded modules."""
+"""Puts a class in place of another one in all loaded modules."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _logged = False
 
 
 def put_in() -> None:
-    """Puts the class in the place of torchdata's, or adds the modules if torchdata is not installed.
+    """Puts the class in place of torchdata's, or adds the modules if torchdata is not installed.
 
     Does nothing if that is done already.
 

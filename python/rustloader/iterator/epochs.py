@@ -108,7 +108,7 @@ class Epochs:
         """Completes the job of a process that follows a death, in the present epoch."""
 
     def start_after(self, it: WorkersIterator, engine: Engine, death: Death) -> WorkerStart | None:
-        """Returns the point from which a worker goes on after a death. An iterable dataset makes its batches again up
+        """Returns the point from which a worker continues after a death. An iterable dataset makes its batches again up
         to there."""
         if it._dataset_kind != _DatasetKind.Iterable or not death.answers:
             return None

@@ -48,7 +48,7 @@ class _Guess:
 
 
 class Foresight:
-    """The index batches of the next epoch, as they will be if the program goes on as before.
+    """The index batches of the next epoch, as they will be if the program continues as before.
 
     They come from copies of the sampler and of its generator, so that nothing which a program can see changes. They may
     be wrong: the beginning of the epoch draws from the sampler itself and compares.

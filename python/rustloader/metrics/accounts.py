@@ -53,7 +53,7 @@ class Account:
         cached = opened.cached()
         if cached is not None and not any(cache.table() is cached.table for cache in self._caches):
             self.caches()
-            # The file of one that is gone goes on with its figures.
+            # The file of a cache that is gone keeps its figures.
             has_gone = self._gone_caches is not None
             self._caches.append(_Cache(cached.table, usage_of(cached.table) if has_gone else CacheUsage()))
 

@@ -39,7 +39,7 @@ _PROOF_BYTES = 32
 _CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
 # Magic, nonce, worker number, pid, bytes of the versions.
 _HELLO = struct.Struct(f"<8s{_NONCE_BYTES}sIIH")
-# A flag, set if the sender goes on, and bytes of what follows.
+# A flag, set if the sender continues, and the number of bytes that follow.
 _ANSWER = struct.Struct("<?Q")
 _VERSIONS_MAX = 4096
 # Bytes of a job, which may have the state of a dataset.

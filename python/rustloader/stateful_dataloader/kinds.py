@@ -1,4 +1,4 @@
-"""Description of a loader's sampler in a state, and the check that another loader's sampler can go on from it."""
+"""Describes a loader's sampler in a state, and checks whether a sampler can resume from it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ _SHARD_TEXTS = {
 
 
 def check(saved: SamplerState, loader: LoaderLike) -> None:
-    """Checks that a loader's sampler can go on where a saved one was.
+    """Checks that a loader's sampler can resume where a saved one was.
 
     Args:
         saved: A state's description of its sampler.

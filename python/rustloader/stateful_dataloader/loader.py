@@ -180,7 +180,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return iterator.state(0, False, before_error=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` has returned. The next ``iter()`` goes on from there.
+        """Loads what ``state_dict`` has returned. The next ``iter()`` resumes from there.
 
         Args:
             state_dict: A state of this class or of torchdata's. An empty dict means a fresh start.

@@ -120,7 +120,7 @@ def _check_position(plan: Plan, loader: LoaderLike) -> None:
 
 
 def check_workers(plan: Plan, num_workers: int) -> None:
-    """Raises AssertionError if a state cannot go on with another number of workers."""
+    """Raises AssertionError if a state cannot resume with another number of workers."""
     if plan.is_bound and plan.num_workers != num_workers:
         raise AssertionError(
             f"the state is of a loader with num_workers={plan.num_workers}, and this one has {num_workers}: a dataset "
@@ -172,7 +172,7 @@ def _check_dataset(saved: DatasetState, present: DatasetState) -> None:
 
 
 def _check_workers_states(plan: Plan, loader: LoaderLike) -> None:
-    """Checks that the states of the workers are for the dataset, and notes whether others can go on from them."""
+    """Checks that the states of the workers are for the dataset, and notes whether others can resume from them."""
     is_iterable, has_state = loader._dataset_kind == _DatasetKind.Iterable, is_stateful(loader.dataset)
     for start in plan.workers:
         if start.dataset_state is not None and not has_state:

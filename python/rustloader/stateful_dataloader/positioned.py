@@ -122,7 +122,7 @@ class Positioned:
 
 
 def worker_after(start: WorkerStart, answers: int, count: int, made: WorkerStart | None) -> WorkerStart:
-    """Returns the start of a worker that goes on after a number of its answers.
+    """Returns the start of a worker that continues after a number of its answers.
 
     Before its first answer, a worker that has loaded a state has that one: the state comes back as it was loaded. A
     dataset that applies it at its first step shows another one until then.

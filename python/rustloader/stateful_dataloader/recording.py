@@ -209,7 +209,7 @@ class Recorder(Iterator[Any]):
 def recorder_of(
     kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int, every: int
 ) -> tuple[Recorder, int]:
-    """Returns a recorder that goes on from what a state says, and the number of its index batches before a position."""
+    """Returns a recorder that continues from a state, and the number of its index batches before a position."""
     entry = None
     begun = 0
     if saved is not None and saved.has_states:

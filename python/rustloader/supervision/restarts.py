@@ -143,7 +143,7 @@ class Restarts:
         return min(BACK_OFF * 2.0 ** (min(again, 64) - 1), BACK_OFF_MOST) if again else 0.0
 
     def _survives_at(self, death: Death, task: int, cause: str) -> bool:
-        """Counts a death at a sample. Returns whether the worker may go on, without that sample if need be."""
+        """Counts a death at a sample. Returns True if the worker may continue, without that sample if need be."""
         sample = task, death.place
         self._at[sample] += 1
         self._in_task[task] += 1

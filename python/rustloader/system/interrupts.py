@@ -23,7 +23,7 @@ def is_interrupt(error: BaseException | None, handled: BaseException | None = _P
     So a handler is recognised even if it was uninstalled before it raised. Python's own handler for Ctrl-C is not
     written in Python and has no frame, but raises KeyboardInterrupt.
     """
-    # The chain may go on with an error that the caller of `next` handles just now.
+    # The chain may continue with an error that the caller of `next` handles just now.
     if handled is _PRESENT:
         handled = sys.exception()
     seen: set[int] = set()

@@ -30,7 +30,7 @@ def is_torchs_own(collate_fn: Any) -> bool:
 
 
 def converter(port: Port) -> Callable[[Any], Any]:
-    """Returns a function that does what default_convert does, with an ``ArrayTensor`` in the place of a tensor over an
+    """Returns a function that does what default_convert does, with an ``ArrayTensor`` in place of a tensor over an
     array in ``port``'s region. :func:`tensors_of` makes the tensors.
     """
 

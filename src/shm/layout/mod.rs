@@ -438,7 +438,7 @@ pub struct ControlPage {
     pub results: RingControl,
 }
 
-/// The head of a worker's ring of trace events; its slots follow it. It goes on from trace to trace and from process to
+/// The head of a worker's ring of trace events; its slots follow it. It continues from trace to trace and from process to
 /// process: nothing resets it.
 #[repr(C)]
 #[derive(Debug, Default)]

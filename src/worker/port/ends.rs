@@ -49,7 +49,7 @@ impl Ends {
     }
 
     /// Returns a task of the queue, or a message that begins an epoch early and was sent meanwhile: one of several if
-    /// other workers have gone on while this one took the task.
+    /// other workers have continued while this one took the task.
     #[inline]
     fn behind_messages(&mut self, claimed: Entry) -> Result<Option<Entry>> {
         match self.tasks.pop()? {

@@ -19,7 +19,7 @@ from rustloader.system.interrupts import is_interrupt
 
 
 class _Failed:
-    """An error in the place of a batch.
+    """An error in place of a batch.
 
     Attributes:
         is_batch: The loader gave the batch, and its copy failed.

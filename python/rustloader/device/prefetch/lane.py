@@ -53,7 +53,7 @@ class Copied:
         loans: Its memory once it is delivered.
     """
 
-    # As of an error in the place of a batch.
+    # As of an error in place of a batch.
     error = None
     __slots__ = ("batch", "begun", "done", "host", "loans", "made", "nbytes")
 

@@ -186,7 +186,7 @@ class StatefulDeviceLoader(DeviceLoader):
         return method(back=ahead + back)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Loads a state. The next ``iter()`` goes on from there."""
+        """Loads a state. The next ``iter()`` resumes from there."""
         self.loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
         # From here on the state is that of the loader itself.
         self._position = Position()

@@ -89,7 +89,7 @@ class BenchSide(Side):
             result = run_pass(self.loader, limits, self._weigh if weigh else None, self)
         self._cut_short |= not result.complete
         if not result.complete and self.loader.persistent_workers:
-            # The workers go on with the batches under way, and must not take cores from the other engine.
+            # The workers finish the batches under way, and must not take cores from the other engine.
             under_way = self.loader.num_workers * (self.loader.prefetch_factor or 0)
             time.sleep(min(limits.seconds, _SETTLING, under_way / result.batches_per_second))
         self._has_step |= limits.step > 0

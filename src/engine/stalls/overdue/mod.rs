@@ -24,11 +24,11 @@ pub enum Killed {
     Yes,
     /// The worker does not descend from this process, which does not signal it.
     No,
-    /// The worker has gone on or ended in the meantime.
+    /// The worker has continued or ended in the meantime.
     WentOn,
 }
 
-/// The work of a worker. The worker has gone on once this differs.
+/// The work of a worker. The worker has continued once this differs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Work {
     /// Nothing that counts.
@@ -95,7 +95,7 @@ pub(in crate::engine) struct Overdue {
     looked: Duration,
     /// Time since which the checks have followed each other without a gap.
     watching: Duration,
-    /// Time at which the first worker will exceed the limit, if it does not go on.
+    /// Time at which the first worker will exceed the limit, if it does not continue.
     due: Duration,
     watched: Box<[Watched]>,
 }
