@@ -43,7 +43,7 @@ class StepFetcher:
             return self._step.fetch(number, index)
 
     def go_back(self, batches: int) -> None:
-        """Makes the next batches those before the present one: with a map-style dataset they get the seeds that they
+        """Rewinds, so that the last batches come next: with a map-style dataset they get the seeds that they
         had."""
         self.number -= batches
 

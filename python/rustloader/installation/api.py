@@ -97,7 +97,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Answers whether torch's loaders use the Rust engine now.
+    """Returns True if torch's loaders use the Rust engine now.
 
     Returns:
         True from ``install()`` to ``uninstall()``, and in the body of ``with rustloader.installed():``.

@@ -47,12 +47,12 @@ def warn() -> None:
 
 
 def engine_batches() -> int:
-    """Always 0: there is no engine."""
+    """Returns 0: there is no engine."""
     return 0
 
 
 def sample_seed() -> int:
-    """Always a RuntimeError: without the engine loaders have torch's seeds."""
+    """Raises RuntimeError: without the engine loaders have torch's seeds."""
     raise RuntimeError(f"sample_seed() has no seed here: {_WHY}")
 
 
@@ -88,7 +88,7 @@ def cache(
 
 
 class StatefulDataLoader(DataLoader[Any]):
-    """Always a NotImplementedError: states need the engine."""
+    """Raises NotImplementedError: states need the engine."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"StatefulDataLoader: {_WHY}")
@@ -105,7 +105,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Always False: there is no engine."""
+    """Returns False: there is no engine."""
     return False
 
 

@@ -29,7 +29,7 @@ _ALL_TORCHS = "torch's own loop made the batches: "
 
 
 def stats(source: Any) -> Stats:
-    """Gives the statistics of a loader or an iterator so far.
+    """Returns the statistics of a loader or an iterator so far.
 
     Safe at any time, from any thread. A pickled or copied loader begins at zero.
 

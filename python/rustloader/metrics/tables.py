@@ -138,7 +138,7 @@ def lines(stats: Figures) -> Iterator[str]:
 
 
 def html(stats: Figures, verdict: Verdict) -> str:
-    """Tables for a notebook. They set no colours and suit light and dark themes."""
+    """Returns tables for a notebook. They set no colours and suit light and dark themes."""
     parts = [f"<p><b>{escape(headline(stats))}</b>"]
     if not stats.note:
         parts.append(f"<br>{escape(verdict.sentence)}<br><small>{escape(verdict.reason)}</small>")

@@ -238,7 +238,7 @@ class Cores(Kind):
         return bool(entries) and all(entries) and all(core >= 0 for entry in entries for core in entry)
 
     def read(self, text: str) -> str | list[list[int]]:
-        """As in "spread" and "0/1/2-3+6"."""
+        """Parses a text such as "spread" and "0/1/2-3+6"."""
         if text.lower() == "spread":
             return "spread"
         workers = []

@@ -138,7 +138,7 @@ def meet(key: str, build: Callable[[], _S], timeout: float, opened: Callable[[in
 
 
 def meet_on_machine(name: str, build: Callable[[], _S], opened: Callable[[int], _S], call: str) -> _S:
-    """As `meet`, for processes of this machine whose number is unknown. The name is one that no other store has."""
+    """Does the same as `meet` for processes of this machine whose number is unknown. No other store has the name."""
     ranks = Ranks(None, f"pid {os.getpid()}")
     return _meet_at(_hashed([str(os.geteuid()), call, name]), call, ranks, build, math.inf, opened)
 

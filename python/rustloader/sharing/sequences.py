@@ -25,7 +25,7 @@ def checked(store: SharedStore, kind: int) -> SharedStore:
 
 
 def forbid(kind: type, names: Iterable[str], remedy: str) -> None:
-    """Gives a class methods that raise a TypeError with the remedy in place of changing it."""
+    """Adds methods to a class that raise a TypeError with the remedy instead of changing the object."""
     for name in names:
 
         def method(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> NoReturn:

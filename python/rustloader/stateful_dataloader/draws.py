@@ -85,7 +85,7 @@ class ForeseenDraws:
         self._watches = [SeedWatch(generator) for generator in ([None] if own is None else [None, own])]
 
     def was_seeded_since(self) -> bool:
-        """As ``KeptDraws.was_seeded_since``."""
+        """Does the same as ``KeptDraws.was_seeded_since``."""
         return any(watch.was_seeded() for watch in self._watches)
 
 

@@ -108,7 +108,7 @@ class _Batches:
 
 
 def iterate(kind: Kind, source: Any) -> Iterator[Any]:
-    """torch's iterator over the batches of a source, or over its indices. Begins at the first ``next``."""
+    """Returns torch's iterator over the batches of a source, or over its indices. Begins at the first ``next``."""
     if kind.batches is not None:
         return BatchSampler.__iter__(_Batches(kind.batches, source))  # type: ignore[arg-type]
     return _lazily(source)

@@ -13,7 +13,7 @@ cpu_quota = functools.cache(_read_quota)
 
 
 def effective_cores(affinity: int | None = None) -> float:
-    """Cores that the affinity (default: this process's) and the CPU quota of this process's cgroups allow."""
+    """Returns how many cores the affinity (default: this process's) and the CPU quota of its cgroups allow."""
     cores = len(os.sched_getaffinity(0)) if affinity is None else affinity
     quota = cpu_quota()
     return cores if quota is None else min(cores, quota)

@@ -52,7 +52,7 @@ def pids() -> list[int]:
 
 
 def members(group: int) -> Iterator[int]:
-    """Process ids of a process group, without ended processes."""
+    """Returns the process ids of a process group, without ended processes."""
     for pid in pids():
         fields = stat(pid)
         if fields[2:3] == [str(group)] and fields[0] not in "ZX":

@@ -84,7 +84,7 @@ def _is_shadowed() -> bool:
 
 
 def _await_server() -> None:
-    """Has the server start a process that exits at once.
+    """Lets the server start a process that exits at once.
 
     That also makes the server single-threaded: OpenBLAS has started threads when NumPy was imported. It ends them
     before a fork, and starts them again where they are used.

@@ -438,8 +438,8 @@ pub struct ControlPage {
     pub results: RingControl,
 }
 
-/// The head of a worker's ring of trace events; its slots follow it. It continues from trace to trace and from process to
-/// process: nothing resets it.
+/// The head of a worker's ring of trace events; its slots follow it. It continues from trace to trace and from process
+/// to process: nothing resets it.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct TraceHead {

@@ -291,7 +291,7 @@ class DeviceIterator:
 
 
 def _errors_of(inner: Any) -> int:
-    """Number of errors that count in the position of an iterator with a state."""
+    """Returns the number of errors that count in the position of an iterator with a state."""
     count: int = getattr(inner, "raised", 0)
     return count
 

@@ -20,13 +20,13 @@ class Setting(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        """As in "2 workers, dispatch=shared_queue"; empty if nothing is varied."""
+        """Formats the setting as in "2 workers, dispatch=shared_queue"; empty if nothing is varied."""
         workers = () if self.workers is None else (count_of(self.workers, "worker"),)
         return ", ".join((*workers, *(f"{name}={value}" for name, value in self.options)))
 
     @property
     def keywords(self) -> str:
-        """As keyword arguments: "num_workers=2, dispatch='shared_queue'"."""
+        """Formats the setting as keyword arguments: "num_workers=2, dispatch='shared_queue'"."""
         return ", ".join(f"{name}={value!r}" for name, value in (("num_workers", self.workers), *self.options))
 
 

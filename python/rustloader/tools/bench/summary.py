@@ -101,7 +101,7 @@ class Summary:
             yield wrapped(f"{text} To include your training step, pass its duration: --step SECONDS", "  ")
 
     def _without_workers(self, point: Point, others: float) -> str:
-        """torch's own loop beside the two loaders with workers."""
+        """Compares torch's own loop with the two loaders with workers."""
         alone = next((one.torch for one in self._points if one.alone), None)
         if alone is None:
             return f"Without workers nothing was measured: {self._unmeasured}" if self._unmeasured else ""

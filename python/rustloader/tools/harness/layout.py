@@ -12,7 +12,7 @@ _OPTION = re.compile(r"(--[a-z]+) ")
 
 
 def listed(items: Sequence[object], last: str = "and") -> str:
-    """Items in a sentence: "1, 2 and 4"."""
+    """Formats items in a sentence: "1, 2 and 4"."""
     *others, end = map(str, items)
     return f"{', '.join(others)} {last} {end}" if others else end
 

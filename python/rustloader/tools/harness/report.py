@@ -18,7 +18,7 @@ def head(cells: Iterable[object]) -> str:
 
 
 def us(value: float | None) -> str:
-    """Microseconds with a sensible precision; "-" for None."""
+    """Formats microseconds with a sensible precision; "-" for None."""
     return "-" if value is None else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 

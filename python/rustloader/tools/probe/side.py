@@ -91,7 +91,7 @@ class Side:
 
     @contextlib.contextmanager
     def on_engine(self) -> Iterator[None]:
-        """Iterators that are created in the block use the engine."""
+        """Makes iterators that are created in the block use the engine."""
         with ENGINES[self.engine](), logged_warnings() as self._logged:
             self._served_before = rustloader.engine_batches()
             yield
