@@ -57,7 +57,7 @@ class Restarts:
         # Deaths of each worker without an answer in between, after its first one, and its answers at the last one.
         self._in_a_row: dict[int, tuple[int, int]] = {}
         # Deaths at each sample: task, and place in its index batch if known.
-        self._at: Counter[tuple[int, int | None]] = Counter()
+        self._deaths_at: Counter[tuple[int, int | None]] = Counter()
         # Deaths at each task, since a sample of it was last found to be passed over.
         self._in_task: Counter[int] = Counter()
         # Workers whose last death is final because of their batch.
@@ -145,13 +145,13 @@ class Restarts:
     def _survives_at(self, death: Death, task: int, cause: str) -> bool:
         """Counts a death at a sample. Returns True if the worker may continue, without that sample if need be."""
         sample = task, death.place
-        self._at[sample] += 1
+        self._deaths_at[sample] += 1
         self._in_task[task] += 1
-        if max(self._at[sample], self._in_task[task]) < POISON_AFTER:
+        if max(self._deaths_at[sample], self._in_task[task]) < POISON_AFTER:
             return True
         number = death.first_task + task
         # Deaths at several samples say of none that it kills: each may have been there when time or memory ran out.
-        place = death.place if self._at[sample] >= POISON_AFTER else None
+        place = death.place if self._deaths_at[sample] >= POISON_AFTER else None
         # The replacement of a sample that was passed over may kill, too.
         is_again = place in self.poison.get(death.worker_id, {}).get(number, {})
         if place is None or is_again or not self._passes_over:

@@ -73,11 +73,11 @@ def test_the_share_of_other_processes(monkeypatch):
     monkeypatch.setattr(cores, "usable_cores", lambda: 2)
     begin, end = passes.Mark(0, 100.0, 7.0), passes.Mark(50, 110.0, 11.0)
     monkeypatch.setattr(passes, "busy_seconds", lambda: 516.0)
-    assert passes._others(begin, end, 500.0) == 0.6
-    assert passes._others(begin, end, 514.0) == 0.0
-    assert passes._others(begin, end, None) is None
+    assert passes._share_of_others(begin, end, 500.0) == 0.6
+    assert passes._share_of_others(begin, end, 514.0) == 0.0
+    assert passes._share_of_others(begin, end, None) is None
     monkeypatch.setattr(cores, "usable_cores", lambda: 1)  # a CPU quota
-    assert passes._others(begin, end, 500.0) is None
+    assert passes._share_of_others(begin, end, 500.0) is None
 
 
 STAT = """\

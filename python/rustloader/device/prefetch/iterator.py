@@ -80,7 +80,7 @@ class DeviceIterator:
         loader: The loader.
         lane: Copies its batches.
         position: The batches ahead; it outlives the iterator.
-        tell: Called with the loader and the types that are not pinned, if there are any in the first batch.
+        log_unpinned: Called with the loader and the types that are not pinned, if there are any in the first batch.
     """
 
     # For `__del__` after a failed construction.
@@ -99,9 +99,9 @@ class DeviceIterator:
     _has_copied = False
 
     def __init__(
-        self, loader: Iterable[Any], lane: Lane, position: Position, tell: Callable[[Any, set[type]], None]
+        self, loader: Iterable[Any], lane: Lane, position: Position, log_unpinned: Callable[[Any, set[type]], None]
     ) -> None:
-        self._loader, self._lane, self._tell = loader, lane, tell
+        self._loader, self._lane, self._log_unpinned = loader, lane, log_unpinned
         self._inner: Any = iter(loader)
         self._position = position
         self._ahead = position.ahead
@@ -247,7 +247,7 @@ class DeviceIterator:
             if not self._has_copied:
                 self._has_copied = True
                 if move.unpinned:
-                    self._tell(self._loader, move.unpinned)
+                    self._log_unpinned(self._loader, move.unpinned)
             return
         assert self._failure is not None
         if is_interrupt(self._failure, handled):

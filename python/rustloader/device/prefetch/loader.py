@@ -113,10 +113,10 @@ class DeviceLoader:
 
     def __iter__(self) -> Iterator[Any]:
         position = Position()
-        tell = functools.partial(_log_once, self._lane.transfers)
+        log_unpinned = functools.partial(_log_once, self._lane.transfers)
         # Loops on the CPU have nothing in common, and need not wait for one another.
         lane = HostLane() if isinstance(self._lane, HostLane) else self._lane
-        iterator = DeviceIterator(self.loader, lane, position, tell)
+        iterator = DeviceIterator(self.loader, lane, position, log_unpinned)
         self._iterators.add(iterator)
         self._position = position
         return iterator

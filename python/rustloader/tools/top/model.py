@@ -302,7 +302,7 @@ def _difference(now: WorkTime, before: WorkTime) -> WorkTime:
 
 
 def _cores(pid: int) -> int:
-    """Returns how many cores a process may use by its affinity and, if it is in this process's cgroup, the CPU quota."""
+    """Returns how many cores a process may use by its affinity and, in the cgroup of this process, the CPU quota."""
     try:
         affinity = len(os.sched_getaffinity(pid))
     except OSError:
