@@ -183,7 +183,7 @@ impl PyPort {
     /// Starts the watchdog thread. Without one (RLIMIT_NPROC) the worker itself checks the main process when it is
     /// idle.
     fn watch(&self, parent: (i32, u64)) {
-        let parent = Parent::told(parent.0, parent.1);
+        let parent = Parent::of(parent.0, parent.1);
         if watchdog::start(self.port.clone(), parent).is_err() {
             let _ = self.unguarded.set(parent);
         }

@@ -131,25 +131,25 @@ impl Remote {
         })
     }
 
-    /// Tells the main process that the worker enters its loop.
+    /// Notifies the main process that the worker enters its loop.
     pub fn ready(&self) {
-        self.tell(&Head::bare(Kind::Ready).to_bytes());
+        self.send_notice(&Head::bare(Kind::Ready).to_bytes());
     }
 
-    /// Tells the main process which sample of a task the worker begins, by its place in the index batch and 1, or that
+    /// Notifies the main process which sample of a task the worker begins, by its place in the index batch and 1, or that
     /// none is under way (0). Returns when the kernel has it: the sample may end the process.
     pub fn at_sample(&self, task: u64, place: u64) {
         let mut frame = Head::bare(Kind::Sample).to_bytes().to_vec();
         frame::put_words(&mut frame, &[task, place]);
-        self.tell(&frame);
+        self.send_notice(&frame);
     }
 
-    /// Tells the main process that the worker begins a batch of a replay.
+    /// Notifies the main process that the worker begins a batch of a replay.
     pub fn again(&self) {
-        self.tell(&Head::bare(Kind::Again).to_bytes());
+        self.send_notice(&Head::bare(Kind::Again).to_bytes());
     }
 
-    fn tell(&self, frame: &[u8]) {
+    fn send_notice(&self, frame: &[u8]) {
         let mut outgoing = lock(&self.outgoing);
         if outgoing.send_rest(self).and_then(|()| self.send(&[Part::new(frame)])).is_err() {
             self.socket.shut_down(std::net::Shutdown::Both);

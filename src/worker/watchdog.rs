@@ -29,7 +29,7 @@ impl Parent {
     }
 
     /// Returns the main process, from the values of [`Parent::this_process`] there.
-    pub fn told(pid: i32, start_time: u64) -> Self {
+    pub fn of(pid: i32, start_time: u64) -> Self {
         Self { pid, start_time, is_direct: sys::signal::getppid() == pid }
     }
 

@@ -366,13 +366,13 @@ impl Arena {
         let is_large = entry.warm.load(Ordering::Relaxed) >= LARGE;
         block::give_back(&self.parking, head, entry, id, || self.punch_block(region, entry));
         if is_large {
-            self.tell_idle(region);
+            self.notify_idle(region);
         }
     }
 
     /// Wakes a worker that has been idle for some time when a large block has come back, so that it can return the
     /// pages. Workers that share a queue share a bell, too, and look by themselves.
-    fn tell_idle(&self, region: u32) {
+    fn notify_idle(&self, region: u32) {
         if region >= self.geometry.workers || self.queue_control().is_some() {
             return;
         }
