@@ -136,8 +136,8 @@ impl Remote {
         self.send_notice(&Head::bare(Kind::Ready).to_bytes());
     }
 
-    /// Notifies the main process which sample of a task the worker begins, by its place in the index batch and 1, or that
-    /// none is under way (0). Returns when the kernel has it: the sample may end the process.
+    /// Notifies the main process which sample of a task the worker begins, by its place in the index batch and 1, or
+    /// that none is under way (0). Returns when the kernel has it: the sample may end the process.
     pub fn at_sample(&self, task: u64, place: u64) {
         let mut frame = Head::bare(Kind::Sample).to_bytes().to_vec();
         frame::put_words(&mut frame, &[task, place]);

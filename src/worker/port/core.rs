@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::ends::Ends;
-use crate::config::{AHEAD, IDLE_SLICE, REPLAY_TOLD_NS, SMALL_MESSAGE, YIELD_FOR};
+use crate::config::{AHEAD, IDLE_SLICE, REPLAY_NOTICE_NS, SMALL_MESSAGE, YIELD_FOR};
 use crate::error::{Error, Result};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::Arena;
@@ -65,7 +65,7 @@ pub struct Port {
     /// True if the main process believes that a sample is under way.
     at_sample: AtomicBool,
     /// The time of the last report of a batch of a replay to `remote`, in monotonic nanoseconds.
-    pub(super) told_ns: AtomicU64,
+    pub(super) notified_ns: AtomicU64,
     trace: Recorder,
 }
 
@@ -105,7 +105,7 @@ impl Port {
             fetch_began: AtomicU64::new(0),
             remote: None,
             at_sample: AtomicBool::new(false),
-            told_ns: AtomicU64::new(0),
+            notified_ns: AtomicU64::new(0),
             trace: Recorder::new(arena.clone(), worker),
             arena,
         })
@@ -212,10 +212,10 @@ impl Port {
         page.place.store(if ends { 0 } else { NOT_BEGUN }, Ordering::Relaxed);
         let Some(remote) = &self.remote else { return };
         if ends {
-            self.told_ns.store(0, Ordering::Relaxed);
+            self.notified_ns.store(0, Ordering::Relaxed);
             remote.at_sample(page.task.load(Ordering::Relaxed), 0);
-        } else if now.saturating_sub(self.told_ns.load(Ordering::Relaxed)) >= REPLAY_TOLD_NS {
-            self.told_ns.store(now, Ordering::Relaxed);
+        } else if now.saturating_sub(self.notified_ns.load(Ordering::Relaxed)) >= REPLAY_NOTICE_NS {
+            self.notified_ns.store(now, Ordering::Relaxed);
             remote.again();
         }
     }
