@@ -219,14 +219,14 @@ class _CachedBatches(CachedDataset):
                     generators.restore()
         return samples if self.then is None else [self.then(sample) for sample in samples]
 
-    def _whole_batch(self, indices: list[Any], made: Any) -> Any:
+    def _whole_batch(self, indices: list[Any], batch: Any) -> Any:
         """Returns the batch of a dataset that makes no list of samples: it has nothing that a cache could keep."""
         if self.then is not None:
             raise TypeError(
                 f"then= needs samples, and __getitems__ of {type(self.dataset).__name__} does not return a list with "
                 "one for each index"
             )
-        return self.dataset.__getitems__(indices) if made is None else made
+        return self.dataset.__getitems__(indices) if batch is None else batch
 
     def _make_sample_again(self, index: Any) -> Any:
         return self.dataset.__getitems__([index])[0]

@@ -309,16 +309,16 @@ class GuardedDataset:
     def __getitems__(self, indices: Any) -> Any:
         guard = self._guard
         if self._several is not None:
-            made = self._several.__getitems__(_Places(indices))
+            samples = self._several.__getitems__(_Places(indices))
         elif getattr(self.source, "__getitems__", None):
-            made = self._as_batch(indices)
+            samples = self._as_batch(indices)
         elif guard.is_poisoned():
-            made = [guard.sample(place, index, self._item) for place, index in enumerate(indices)]
+            samples = [guard.sample(place, index, self._item) for place, index in enumerate(indices)]
         else:
-            made = self._by_sample(indices)
+            samples = self._by_sample(indices)
         if not guard.has_failures():
-            return made
-        samples = [sample for sample in made if sample is not NOTHING]
+            return samples
+        samples = [sample for sample in samples if sample is not NOTHING]
         if not samples:
             raise guard.empty()
         return samples
@@ -328,18 +328,18 @@ class GuardedDataset:
 
     def _by_sample(self, indices: Any) -> list[Any]:
         """Makes the batch of torch's fetcher from an index batch, at the same speed while nothing fails."""
-        source, made = self.source, []
+        source, samples = self.source, []
         left = enumerate(indices)
         place, index = -1, None
         while True:
             try:
                 for place, index in left:  # noqa: B007
-                    made.append(source[index])
-                return made
+                    samples.append(source[index])
+                return samples
             except Exception as error:
-                if place < len(made):  # an error of the index batch
+                if place < len(samples):  # an error of the index batch
                     raise
-                made.append(self._guard.instead_of(place, index, error, self._item))
+                samples.append(self._guard.instead_of(place, index, error, self._item))
 
     def _as_batch(self, indices: Any) -> Any:
         """Makes a batch by ``__getitems__`` of the dataset; if it fails, it is called for each sample alone."""
@@ -350,21 +350,21 @@ class GuardedDataset:
             except Exception as error:
                 if guard.is_foreign(error):
                     raise
-        made: list[Any] = []
+        samples: list[Any] = []
         for place, index in enumerate(indices):
             guard.check()
             sample = guard.sample(place, index, self._one_sample)
             if type(sample) is not _Alone:
-                made.append(sample)
+                samples.append(sample)
             elif isinstance(sample.samples, list | tuple):
-                made.extend(sample.samples)
+                samples.extend(sample.samples)
             else:
                 raise TypeError(
                     "on_error asks for the samples of a failed batch one by one: __getitems__ of "
                     f"{type(self.source).__qualname__} must return a list of samples, got "
                     f"{type(sample.samples).__qualname__}"
                 )
-        return made
+        return samples
 
     def _one_sample(self, index: Any) -> Any:
         return _Alone(self.source.__getitems__([index]))

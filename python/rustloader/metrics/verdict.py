@@ -252,8 +252,8 @@ def _network(stats: Figures, loop: float, busy_share: float, per_task: float) ->
     """Returns the verdict on a loop that waits for workers on other machines, which wait as well."""
     size = stats.bytes / stats.batches
     # Batches per second that the workers could make, and that the loop could take.
-    made, own = _count(stats) / per_task, loop - stats.waited_seconds
-    wanted = min(made, stats.batches / own) if _has_step(stats, loop) else made
+    rate, own = _count(stats) / per_task, loop - stats.waited_seconds
+    wanted = min(rate, stats.batches / own) if _has_step(stats, loop) else rate
     rates = f"{stats.bytes / loop / 1e6:.3g} of {wanted * size / 1e6:.3g} MB/s"
     reason = f"{_waits(stats, loop)}, and the workers are at work for {busy_share:.0%} of the time; a batch has "
     reason += f"{size / 1e6:.3g} MB, and takes a worker {duration(per_task)}"

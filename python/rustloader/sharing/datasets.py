@@ -175,10 +175,10 @@ class Sharing:
         elif type(value) is tuple:
             self._new[id(value)] = tuple(map(self._rebuilt, value))
         elif type(value) is list:
-            made: list[Any] = []
+            items: list[Any] = []
             # Before its items, which may hold it.
-            self._new[id(value)] = made
-            made.extend(map(self._rebuilt, value))
+            self._new[id(value)] = items
+            items.extend(map(self._rebuilt, value))
         elif type(value) is dict:
             pairs: dict[Any, Any] = {}
             self._new[id(value)] = pairs
@@ -211,8 +211,8 @@ def _copied(dataset: Any) -> Any:
         return copy.copy(dataset)
     try:
         # Not copy.copy, which calls __getstate__: what that leaves out for another process is still of use in this one.
-        made = object.__new__(kind)
+        copied = object.__new__(kind)
     except TypeError:
         return copy.copy(dataset)
-    vars(made).update(vars(dataset))
-    return made
+    vars(copied).update(vars(dataset))
+    return copied

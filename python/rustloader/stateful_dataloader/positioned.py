@@ -91,8 +91,8 @@ class Positioned:
         saved, ahead = origin.sampler, origin.ahead
         return sampling(it._index_sampler, torch_iterator, saved, position, ahead, self.every, map_style=is_map)
 
-    def warn_if_frozen(self, it: IteratorLike, made: WorkerStart) -> None:
-        if made.frozen and not self._has_warned:
+    def warn_if_frozen(self, it: IteratorLike, snapshot: WorkerStart) -> None:
+        if snapshot.frozen and not self._has_warned:
             self._has_warned = True
             text = _FROZEN.format(type(it._dataset).__qualname__, FROZEN_AFTER)
             warnings.warn(text, stacklevel=frames_to_program())
@@ -121,7 +121,7 @@ class Positioned:
         ).to_torchdata()
 
 
-def worker_after(start: WorkerStart, answers: int, count: int, made: WorkerStart | None) -> WorkerStart:
+def worker_after(start: WorkerStart, answers: int, count: int, snapshot: WorkerStart | None) -> WorkerStart:
     """Returns the start of a worker that continues after a number of its answers.
 
     Before its first answer, a worker that has loaded a state has that one: the state comes back as it was loaded. A
@@ -131,14 +131,14 @@ def worker_after(start: WorkerStart, answers: int, count: int, made: WorkerStart
         start: The start of the worker.
         answers: Number of its answers since.
         count: Number of its answers before its snapshot, and one more for a snapshot of its end.
-        made: The snapshot, or None.
+        snapshot: The snapshot, or None.
     """
-    if made is None or (count == 0 and start.has_state):
-        made = dataclasses.replace(
+    if snapshot is None or (count == 0 and start.has_state):
+        snapshot = dataclasses.replace(
             start, dataset_state=copied(start.dataset_state), iterator_state=copied(start.iterator_state)
         )
     replay = max(answers - count, 0) + (start.replayed if count == 0 else 0)
-    return dataclasses.replace(made, delivered=start.delivered + answers, replay=replay)
+    return dataclasses.replace(snapshot, delivered=start.delivered + answers, replay=replay)
 
 
 def own_copy(batch: Any) -> Any:

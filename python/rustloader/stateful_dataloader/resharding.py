@@ -55,7 +55,7 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
         raise ValueError(f"num_replicas must be a positive integer, got {num_replicas!r}")
     ranks = _in_order([_Rank(state) for state in states])
     samplers = [_resharded(rank.sampler, rank.position, len(ranks), num_replicas) for rank in ranks]
-    made = []
+    new_states = []
     for number in range(num_replicas):
         source = number % len(ranks)
         state: dict[str, Any] = copy.deepcopy(dict(ranks[source].state))
@@ -63,8 +63,8 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
             # They belong to the old ranks.
             state[OWN].pop(Own.FAILURES, None)
             state[OWN][Own.SAMPLER] = _of_rank(samplers[source], number).own
-        made.append(state)
-    return made
+        new_states.append(state)
+    return new_states
 
 
 class _Rank:

@@ -244,17 +244,18 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
 
     def _worker(self, answers: int, is_last: bool, finished: bool) -> WorkerStart:
         """Returns the state of dataset and fetcher, and how many batches were made after it."""
-        maker, start, made = self._maker, self._start, None
+        maker, start, snapshot = self._maker, self._start, None
         is_at_start = answers == 0 and start.has_state and not finished
         if is_last and maker.has_state and not is_at_start and (finished or self._drawn_at != answers):
-            made = maker.state(self._dataset_fetcher, self._dataset)
-            made.dataset_state, made.iterator_state = copied(made.dataset_state), copied(made.iterator_state)
+            snapshot = maker.state(self._dataset_fetcher, self._dataset)
+            snapshot.dataset_state = copied(snapshot.dataset_state)
+            snapshot.iterator_state = copied(snapshot.iterator_state)
             if not finished and self._drawn_at == answers:
                 # Another thread has begun the next batch.
-                made = None
-        if made is not None:
+                snapshot = None
+        if snapshot is not None:
             # The batches that were made again are in it.
-            worker = worker_after(start, answers, answers, made)
+            worker = worker_after(start, answers, answers, snapshot)
             worker.replay = 0
         else:
             worker = worker_after(start, answers, *self._newest_snapshot(answers))

@@ -39,8 +39,8 @@ def converter(port: Port) -> Callable[[Any], Any]:
         if kind in _UNCHANGED:
             return data
         if kind is np.ndarray:
-            made = port.array_tensor(data) if torch.as_tensor is _as_tensor else None
-            return _default_convert(data) if made is None else made
+            array_tensor = port.array_tensor(data) if torch.as_tensor is _as_tensor else None
+            return _default_convert(data) if array_tensor is None else array_tensor
         if kind is list or kind is tuple:
             return [convert(item) for item in data]
         if kind is dict:
@@ -66,7 +66,7 @@ def tensors_of(batch: Any) -> Any:
         return batch.tensor()
     if kind is list:
         items = [tensors_of(item) for item in batch]
-        return items if any(made is not item for made, item in zip(items, batch, strict=True)) else batch
+        return items if any(tensor is not item for tensor, item in zip(items, batch, strict=True)) else batch
     if kind is dict:
         values = {key: tensors_of(value) for key, value in batch.items()}
         return values if any(values[key] is not value for key, value in batch.items()) else batch

@@ -195,9 +195,9 @@ class Lane:
         for loan in copied.loans:
             _add(loan.streams, stream)
 
-    def _loans(self, made: dict[int, torch.Tensor], stream: Any) -> list[_Loan]:
+    def _loans(self, memory: dict[int, torch.Tensor], stream: Any) -> list[_Loan]:
         """Returns the loans of memory that the stream may use, as parts of the next batch to be delivered."""
-        return [_Loan(address, alias, self.delivered, stream) for address, alias in made.items()]
+        return [_Loan(address, alias, self.delivered, stream) for address, alias in memory.items()]
 
     def sweep(self) -> None:
         """Releases the memory that the device is done with."""

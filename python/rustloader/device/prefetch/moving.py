@@ -71,7 +71,7 @@ class Move:
         return moved[1]
 
     def _copied(self, value: Any) -> Any:
-        made: list[torch.Tensor] = []
+        on_device: list[torch.Tensor] = []
         read: list[torch.Tensor] = []
         try:
             if type(value) is torch.Tensor and value.layout is torch.strided:
@@ -79,20 +79,20 @@ class Move:
                 read.append(value)
                 moved = self._streams.copy(value)
                 if moved is not value:
-                    made.append(moved)
+                    on_device.append(moved)
             else:
-                moved = self._streams.traced(lambda: _call_to(value, self._streams), made, read)
+                moved = self._streams.traced(lambda: _call_to(value, self._streams), on_device, read)
         finally:
             # Also of a call that fails: some objects change themselves, and keep what they have moved.
-            self._note(made, read)
+            self._note(on_device, read)
         if self._asks_pinned and not all(self._streams.is_pinned(tensor) for tensor in read):
             self.unpinned.add(self._owner or (torch.Tensor if isinstance(value, torch.Tensor) else type(value)))
         # Some types change themselves and return nothing.
         return value if moved is None else moved
 
-    def _note(self, made: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+    def _note(self, on_device: list[torch.Tensor], read: list[torch.Tensor]) -> None:
         self.read += read
-        for part in itertools.chain.from_iterable(map(parts, made)):
+        for part in itertools.chain.from_iterable(map(parts, on_device)):
             storage = part.untyped_storage()
             if storage._cdata not in self.made:
                 self.made[storage._cdata] = part.detach()
@@ -108,9 +108,9 @@ class Move:
             return moved
         try:
             if isinstance(value, MutableMapping):
-                made = copy.copy(value)
-                made.update(moved)
-                return made
+                copied = copy.copy(value)
+                copied.update(moved)
+                return copied
             return type(value)(moved)  # type: ignore[call-arg]
         except TypeError:
             return moved
@@ -135,10 +135,10 @@ class Move:
             return moved
         try:
             if isinstance(value, MutableSequence):
-                made = copy.copy(value)
+                copied = copy.copy(value)
                 for place, item in enumerate(moved):
-                    made[place] = item
-                return made
+                    copied[place] = item
+                return copied
             return type(value)(moved)  # type: ignore[call-arg]
         except TypeError:
             return moved
@@ -154,11 +154,11 @@ class Move:
             self._owner = owner
         if all(moved[name] is getattr(value, name) for name in fields):
             return value
-        made = copy.copy(value)
+        copied = copy.copy(value)
         for name, item in moved.items():
             # A frozen dataclass refuses setattr.
-            object.__setattr__(made, name, item)
-        return made
+            object.__setattr__(copied, name, item)
+        return copied
 
 
 def _are_same_objects(moved: list[Any], value: Sequence[Any]) -> bool:

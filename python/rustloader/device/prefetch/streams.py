@@ -87,10 +87,10 @@ class Streams:
         """
         return tensor.to(self.device, non_blocking=self.non_blocking)
 
-    def traced(self, call: Callable[[], Any], made: list[torch.Tensor], read: list[torch.Tensor]) -> Any:
+    def traced(self, call: Callable[[], Any], on_device: list[torch.Tensor], on_host: list[torch.Tensor]) -> Any:
         """Returns the result of a call. Adds the tensors on the device that it made, and those of the host that it
         read, also if it fails."""
-        with _Trace(self.device, made, read):
+        with _Trace(self.device, on_device, on_host):
             return call()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -145,15 +145,15 @@ class NoStreams(Streams):
 class _Trace(TorchDispatchMode):
     """Notes what torch's operators read on the host and make on a device."""
 
-    def __init__(self, device: torch.device, made: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+    def __init__(self, device: torch.device, on_device: list[torch.Tensor], on_host: list[torch.Tensor]) -> None:
         super().__init__()
-        self._device, self._made, self._read = device, made, read
+        self._device, self._made, self._read = device, on_device, on_host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         self._read += [it for it in tree_leaves((args, kwargs)) if _is_on(it, "cpu")]
-        self._made += [it for it in tree_leaves(made) if _is_on(it, self._device.type)]
-        return made
+        self._made += [it for it in tree_leaves(result) if _is_on(it, self._device.type)]
+        return result
 
 
 @contextlib.contextmanager
