@@ -223,7 +223,7 @@ def test_memory_counts_each_page_once(tmp_path):
 def test_what_workers_do_when(engine, tmp_path):
     begun = []
     loader = torch.utils.data.DataLoader(Numbers(24, 0.001), batch_size=2, num_workers=2)
-    recorder = timeline.Recorder(str(tmp_path), begun.append)
+    recorder = timeline.TimelineRecorder(str(tmp_path), begun.append)
     loader.worker_init_fn = recorder
     before = time.monotonic()
     with ENGINES[engine]():

@@ -150,11 +150,11 @@ def test_the_ratio_of_the_rates_is_that_of_the_pairs():
 
 
 def test_a_loader_that_mostly_starts_is_told_so():
-    short = results.Side([a_pass(100, first_batch_seconds=0.9)] * 3)
+    short = results.SideRates([a_pass(100, first_batch_seconds=0.9)] * 3)
     assert results.starting(short)["kind"] == "starting"
     assert "persistent_workers=True" in results.starting(short)["sentence"]
-    assert results.starting(results.Side([a_pass(100, first_batch_seconds=0.4)] * 3)) == {}
-    assert results.starting(results.Side([a_pass(100, first_batch_seconds=0.9, complete=False)] * 3)) == {}
+    assert results.starting(results.SideRates([a_pass(100, first_batch_seconds=0.4)] * 3)) == {}
+    assert results.starting(results.SideRates([a_pass(100, first_batch_seconds=0.9, complete=False)] * 3)) == {}
 
 
 # Recommendations
@@ -164,7 +164,7 @@ def sweep(rates, cpu=0.001, verdict=None):
     """A point for each number of workers, with the same rates on both engines."""
     points = []
     for workers, some in rates.items():
-        side = results.Side([a_pass(rate, cpu_seconds_per_batch=cpu) for rate in some])
+        side = results.SideRates([a_pass(rate, cpu_seconds_per_batch=cpu) for rate in some])
         points.append(results.Point(workers, side, side, verdict))
     return points
 
@@ -193,7 +193,7 @@ def test_too_few_epochs_recommend_nothing(rates):
 
 
 def test_too_few_batches_recommend_nothing():
-    short = results.Side([a_pass(10.0, batches=16)] * 3)
+    short = results.SideRates([a_pass(10.0, batches=16)] * 3)
     assert recommended([results.Point(2, short, short)]).workers is None
 
 
@@ -334,8 +334,8 @@ def test_a_table_with_many_columns_leaves_out_the_least():
         (lambda: text.number(12345.6), "12,346"),
         (lambda: text.times(None), "-"),
         (lambda: text.times(13.64), "13.6x"),
-        (lambda: results._memory(results.Side()), "-"),
-        (lambda: results._memory(results.Side(memory_bytes=28_000_000)), "28.0 MB"),
+        (lambda: results._memory(results.SideRates()), "-"),
+        (lambda: results._memory(results.SideRates(memory_bytes=28_000_000)), "28.0 MB"),
         (lambda: text.listed([1]), "1"),
         (lambda: text.listed([1, 2, 4]), "1, 2 and 4"),
     ],

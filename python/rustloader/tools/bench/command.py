@@ -15,7 +15,7 @@ from rustloader.tools.bench.cached import CACHED, CacheGain
 from rustloader.tools.bench.elsewhere import RAY, Cluster, Price, check_ray
 from rustloader.tools.bench.passes import Limits, Pass
 from rustloader.tools.bench.plan import BenchPlan, check_plot
-from rustloader.tools.bench.rates import Side
+from rustloader.tools.bench.rates import SideRates
 from rustloader.tools.bench.recommendation import Choice, recommend
 from rustloader.tools.bench.results import Point, judge_again, settle, starting
 from rustloader.tools.bench.settings import Setting
@@ -118,7 +118,7 @@ class _Bench:
             probes = [stack.enter_context(self._probe(name, setting)) for name in names]
             about, *abouts = [probe.answer() for probe in probes]
             self._about = self._about or about
-            sides = {probe.engine: Side() for probe in probes}
+            sides = {probe.engine: SideRates() for probe in probes}
             for probe in probes:
                 progress.say(f"{where}{probe.engine}, warming up")
                 self._warm_up(probe, sides[probe.engine])
@@ -145,7 +145,7 @@ class _Bench:
         self, point: Point, probes: list[Probe], begin: float, share: float, where: str, progress: Progress
     ) -> None:
         """Measures pairs of epochs, one of each engine in alternating order, until there are enough."""
-        sides = {"torch": point.torch, "rustloader": point.rustloader, RAY: point.ray or Side()}
+        sides = {"torch": point.torch, "rustloader": point.rustloader, RAY: point.ray or SideRates()}
         number, longest = 0, 0.0
         while self._goes_on(point, number, share - (time.monotonic() - begin), longest):
             number += 1
@@ -181,7 +181,7 @@ class _Bench:
         """Returns the position of the bar after ``seconds`` with this setting; None if it counts steps."""
         return None if self._plan.steps else self._spent + seconds
 
-    def _warm_up(self, probe: Probe, side: Side) -> None:
+    def _warm_up(self, probe: Probe, side: SideRates) -> None:
         """Runs the first passes, which measure memory and sizes, not time."""
         before = used(probe.group)
         peak = Peak(probe.group)

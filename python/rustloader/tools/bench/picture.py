@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from rustloader.system.texts import count_of
-from rustloader.tools.bench.rates import Side
+from rustloader.tools.bench.rates import SideRates
 from rustloader.tools.bench.recommendation import Choice
 from rustloader.tools.bench.results import Point, merged
 from rustloader.tools.bench.settings import Setting
@@ -130,7 +130,7 @@ def _draw_rates(panel: Axes, points: list[Point], choices: dict[str, Choice]) ->
     _plain(panel)
 
 
-def _curves(points: list[Point]) -> list[tuple[str, dict[int, Side]]]:
+def _curves(points: list[Point]) -> list[tuple[str, dict[int, SideRates]]]:
     """Returns the rates by number of workers: of torch, and of rustloader with each combination of options."""
     curves = [("torch", {point.workers: point.torch for point in merged(points)})]
     for options in dict.fromkeys(point.options for point in points if not (point.alone and len(points) > 1)):

@@ -12,7 +12,7 @@ from rustloader.tools.harness.rounds import Interval, median_interval
 
 
 @dataclass
-class Side:
+class SideRates:
     """A loader on one engine, with one setting.
 
     Attributes:
@@ -89,7 +89,7 @@ class Side:
         }
 
 
-def settle_sides(sides: list[Side]) -> None:
+def settle_sides(sides: list[SideRates]) -> None:
     """Makes all rates leave out the start of the workers, if all passes allow it, so that rates stay comparable."""
     steady = all(one.steady_batches_per_second is not None for side in sides for one in side.passes)
     for side in sides:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rustloader.system.texts import count_of
 from rustloader.tools.bench.comparison import BUSY
-from rustloader.tools.bench.rates import Side
+from rustloader.tools.bench.rates import SideRates
 from rustloader.tools.bench.results import Point, merged
 from rustloader.tools.bench.settings import ALONE, Setting
 from rustloader.tools.harness.layout import listed
@@ -76,7 +76,7 @@ def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
     return Choice(chosen.workers, "; ".join(reasons), chosen.options)
 
 
-def _sides(points: Sequence[Point], engine: str) -> dict[Setting, Side]:
+def _sides(points: Sequence[Point], engine: str) -> dict[Setting, SideRates]:
     """Returns the measurements of an engine by setting. torch has no setting but the number of workers."""
     if engine == "torch":
         return {Setting(point.workers): point.torch for point in merged(points)}

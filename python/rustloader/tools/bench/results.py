@@ -12,7 +12,7 @@ from rustloader.system.texts import duration, size
 from rustloader.tools.bench.cached import CacheGain
 from rustloader.tools.bench.comparison import Comparison, compare
 from rustloader.tools.bench.elsewhere import Price
-from rustloader.tools.bench.rates import Side, settle_sides
+from rustloader.tools.bench.rates import SideRates, settle_sides
 from rustloader.tools.bench.settings import SWEPT, Setting
 from rustloader.tools.harness.layout import WIDTH, aligned, number, times
 
@@ -24,11 +24,11 @@ class Point:
     from a cache; None without ``--cache``. ``judged`` are the figures that the verdict is based on."""
 
     workers: int
-    torch: Side = field(default_factory=Side)
-    rustloader: Side = field(default_factory=Side)
+    torch: SideRates = field(default_factory=SideRates)
+    rustloader: SideRates = field(default_factory=SideRates)
     verdict: dict[str, Any] | None = None
     options: tuple[tuple[str, Any], ...] = ()
-    ray: Side | None = None
+    ray: SideRates | None = None
     price: Price | None = None
     cache: CacheGain | None = None
     judged: Figures | None = None
@@ -95,7 +95,7 @@ def settle(points: Iterable[Point]) -> None:
     settle_sides([side for point in points for side in (point.torch, point.rustloader, point.ray) if side is not None])
 
 
-def starting(side: Side) -> dict[str, Any]:
+def starting(side: SideRates) -> dict[str, Any]:
     """Returns the verdict if the start of the workers takes most of an epoch; else empty. The statistics of a loader do
     not show it in epochs of a few batches.
     """
@@ -224,7 +224,7 @@ def ray_table(points: Iterable[Point]) -> str:
     return aligned(rows, gap=2) if len(rows) > 1 else ""
 
 
-def _memory(side: Side) -> str:
+def _memory(side: SideRates) -> str:
     return "-" if side.memory_bytes is None else size(side.memory_bytes)
 
 

@@ -17,7 +17,7 @@ from rustloader.tools.bench.elsewhere import RAY, carry, give_workers, measure
 from rustloader.tools.bench.images import Noted, Size, advice, kept_size
 from rustloader.tools.bench.passes import Limits, run_pass
 from rustloader.tools.bench.settings import Setting
-from rustloader.tools.bench.timeline import Recorder, watch
+from rustloader.tools.bench.timeline import TimelineRecorder, watch
 from rustloader.tools.harness.machine import machine
 from rustloader.tools.probe.factory import Unusable
 from rustloader.tools.probe.side import Side, end_workers
@@ -44,7 +44,7 @@ class BenchSide(Side):
     ) -> None:
         super().__init__(target, engine, quiet)
         self._setting, self._records, self._cache = setting, records, cache
-        self._recorder: Recorder | None = None
+        self._recorder: TimelineRecorder | None = None
         self._wrapped: Wrapped | None = None
         # Sizes of the images that workers decode, and of those that samples keep.
         self._noted: Noted | None = None
@@ -69,7 +69,7 @@ class BenchSide(Side):
         if self.engine == CACHED:
             self._wrapped = Wrapped(loader, self._cache)
         if self._records is not None:
-            self._recorder = loader.worker_init_fn = Recorder(self._records, loader.worker_init_fn)
+            self._recorder = loader.worker_init_fn = TimelineRecorder(self._records, loader.worker_init_fn)
         context = loader.multiprocessing_context or multiprocessing
         method = getattr(context, "get_start_method", None)
         return {

@@ -39,7 +39,7 @@ class Timeline:
         return self.got[first - 1] if first else self.asked[0], self.got[count - 1]
 
 
-class Recorder:
+class TimelineRecorder:
     """Replaces a loader's ``worker_init_fn``. In the worker, on either engine, it times each fetch and each collation,
     and writes them as lines to the worker's file."""
 
