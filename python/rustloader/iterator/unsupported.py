@@ -69,7 +69,7 @@ class CachedDataset(Wrapper):
         return sample if self.then is None else self.then(sample)
 
     def usage(self) -> CacheUsage:
-        """Returns nothing but zeroes."""
+        """Returns zeroes."""
         return CacheUsage()
 
 

@@ -71,7 +71,7 @@ class WorkerMemory:
         self._known: list[_Known | None] = [None] * count
 
     def update(self, processes: Sequence[tuple[int, str | None] | None]) -> None:
-        """Reads the memory of running processes, given as pids with start times. Ended ones keep what is known."""
+        """Reads the memory of running processes, given as pids with start times. Ended ones keep their last figures."""
         waiting = []
         for number, process in enumerate(processes):
             faulted = None if process is None else _faulted(*process)

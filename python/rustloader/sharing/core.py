@@ -51,7 +51,8 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
     Args:
         x: A list or another iterable, a tuple, a dict, an array, a tensor, a dataset, or a function without arguments
             that makes one of these but a dataset. With a key only the first rank calls it.
-        threshold: Bytes from which an attribute of a dataset is shared, about, as Python objects. Default: 1 MiB.
+        threshold: Attributes of a dataset that take about this many bytes or more as Python objects are shared.
+            Default: 1 MiB.
         key: A name for this object among the ranks of this machine, such as "train-index".
         timeout: Seconds that a rank waits for the one that builds, and that this one keeps the object for later ranks.
             Default: half an hour. ``math.inf``: without a limit.
