@@ -786,8 +786,7 @@ def inspect_arena(fd: int) -> Observed | None:
     RuntimeError: the file is no arena, or one of another version."""
 
 def memory_limits() -> list[tuple[bool, int, int]]:
-    """Returns the memory limits, the machine's first: whether it is a cgroup's, its size, and the free part, in bytes.
-    """
+    """Returns the memory limits, the machine's first: whether it is a cgroup's, its size, and the free bytes."""
 
 def cpu_quota() -> float | None:
     """Returns the CPU quota of this process's cgroups, in cores; None without a quota."""
@@ -919,8 +918,7 @@ class CacheTable:
 
     @staticmethod
     def usage_of_header(header: bytes) -> dict[str, int] | None:
-        """Reads the same from the first ``CACHE_HEADER`` bytes of a file; None if it is no table of this version.
-        """
+        """Reads the same from the first ``CACHE_HEADER`` bytes of a file; None if it is no table of this version."""
 
 @final
 class SharedStore:

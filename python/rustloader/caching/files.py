@@ -48,8 +48,7 @@ def opened(path: str, dataset: Any, rows: int, memory: int | None, version: str)
         os.close(fd)
     if not is_new and (row := first_difference(table, dataset)) is not None:
         raise ValueError(
-            f"{path} is the cache of another dataset: sample {row} differs there; give another path, or remove the "
-            "file"
+            f"{path} is the cache of another dataset: sample {row} differs there; give another path, or remove the file"
         )
     return table
 

@@ -110,8 +110,7 @@ class TableFetcher(_MapDatasetFetcher):
         )
 
     def _table(self, index: Any) -> tuple[Any, list[Any] | None]:
-        """Returns the dataset below those of torch's Subset, and the indices there; None for others than ints in range.
-        """
+        """Returns the dataset below torch's Subsets, and the indices there; None for others than ints in range."""
         table = self.dataset
         if type(index) is not list or not self.auto_collation:
             return table, None

@@ -129,8 +129,7 @@ def tell_lost_options(source: Any, config: LoaderConfig) -> None:
 
 
 def round_robin(loader: LoaderLike, config: LoaderConfig, kind: str) -> LoaderConfig:
-    """Returns the settings with round robin, for datasets of a kind that a shared queue does not apply to. Logs once.
-    """
+    """Returns the settings with round robin, for datasets to which a shared queue does not apply. Logs once."""
     if config.dispatch == "round_robin":
         return config
     if loader_state.of(original(loader)).is_new(_NO_QUEUE_TEXT):

@@ -75,8 +75,7 @@ class Foresight:
         self._draws, self._step = 0, 1
 
     def begin(self) -> bytes | None:
-        """Returns the message that the next epoch begins with; None if it cannot be foreseen. Answers once in an epoch.
-        """
+        """Returns the message that begins the next epoch; None if it cannot be foreseen. Answers once in an epoch."""
         if self._has_asked or self._wrong >= _MAX_WRONG:
             return None
         self._has_asked = True

@@ -68,8 +68,7 @@ class Account:
         return [self._gone, *(it.ledger for it in self.open)]
 
     def caches(self) -> list[CacheUsage]:
-        """Returns the figures of each cache of the loaders' datasets, and the hits and misses of those that are gone.
-        """
+        """Returns the figures of each cache of the loaders' datasets, and the hits and misses of former ones."""
         for cache in [it for it in self._caches if not it.read()]:
             gone = self._gone_caches or CacheUsage()
             self._gone_caches = CacheUsage(gone.hits + cache.last.hits, gone.misses + cache.last.misses)

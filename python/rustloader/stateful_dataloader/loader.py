@@ -169,8 +169,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return state
 
     def _state_before_end(self) -> dict[str, Any]:
-        """Returns the state after the last batch of an epoch, whose end a prefetcher has seen and the program has not.
-        """
+        """Returns the state after the last batch of an epoch, if only a prefetcher has seen the epoch's end."""
         iterator: _Iter = self._iterator
         return iterator.state(0, False)
 

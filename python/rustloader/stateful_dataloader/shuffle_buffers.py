@@ -30,8 +30,7 @@ def warn(dataset: Any) -> None:
 
 
 def largest(dataset: Any) -> int:
-    """Returns the number of samples in the largest shuffle buffer, 0 if none is found. Runs no code of the dataset's.
-    """
+    """Returns the number of samples in the largest shuffle buffer, 0 without one. Runs no code of the dataset."""
     candidates = [dataset, *_attributes(dataset).values()]
     waiting = [it for it in candidates if _OF_STREAM in _attributes(it)]
     size = 0

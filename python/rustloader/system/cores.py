@@ -56,8 +56,7 @@ def busy_seconds() -> float | None:
 
 
 def share_of_cores(cpu_seconds: float | None, seconds: float) -> float | None:
-    """Returns the processor time as a share of what all cores have in some seconds, from 0 to 1; None if it is unknown.
-    """
+    """Returns the processor time as a share of what all cores have in some seconds, from 0 to 1; None: unknown."""
     cores = len(os.sched_getaffinity(0))
     # Beside a smaller CPU quota the use of the cores says little.
     if cpu_seconds is None or seconds <= 0 or usable_cores() < cores:

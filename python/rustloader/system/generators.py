@@ -16,7 +16,9 @@ class GeneratorStates:
         self._python_state = random.getstate()
         numpy_random = sys.modules.get("numpy.random")
         # As a dict, which holds the state of any bit generator.
-        self._numpy_state = None if numpy_random is None else (numpy_random.set_state, numpy_random.get_state(legacy=False))
+        self._numpy_state = None
+        if numpy_random is not None:
+            self._numpy_state = numpy_random.set_state, numpy_random.get_state(legacy=False)
 
     def restore(self) -> None:
         """Sets the generators to these states."""

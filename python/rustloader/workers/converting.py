@@ -59,8 +59,7 @@ def converter(port: Port) -> Callable[[Any], Any]:
 
 
 def tensors_of(batch: Any) -> Any:
-    """Returns a batch of :func:`converter` as default_convert returns it: the same object, if it has all its tensors.
-    """
+    """Returns a batch of :func:`converter` as default_convert returns it: the same object if it has all tensors."""
     kind = type(batch)
     if kind is ArrayTensor:
         return batch.tensor()

@@ -83,8 +83,7 @@ class Streams:
         tensor.record_stream(stream)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Queues a copy to the device in the calling thread's stream, and returns it; the tensor itself if it is there.
-        """
+        """Queues a copy to the device in the calling thread's stream and returns it; a tensor that is there as it is."""
         return tensor.to(self.device, non_blocking=self.non_blocking)
 
     def traced(self, call: Callable[[], Any], on_device: list[torch.Tensor], on_host: list[torch.Tensor]) -> Any:
@@ -169,8 +168,7 @@ def _is_on(value: object, kind: str) -> bool:
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors with memory of their own that a tensor consists of: of a sparse one its indices and values.
-    """
+    """Returns the tensors with their own memory that a tensor consists of: of a sparse one its indices and values."""
     anything: Any = tensor
     if is_traceable_wrapper_subclass(anything):
         names, _ = anything.__tensor_flatten__()

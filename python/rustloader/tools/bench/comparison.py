@@ -59,8 +59,7 @@ class Comparison(NamedTuple):
         return self.text()
 
     def text(self, others: float = 0.0) -> str:
-        """Returns the result as a sentence. ``others`` is the share of the cores that other processes used meanwhile.
-        """
+        """Returns the result as a sentence. ``others``: the share of the cores that other processes used meanwhile."""
         speed = f"{times(self.ratio)} as fast as torch"
         speed += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs"
         # The interval takes the epochs for independent: a busy machine slows some in a row.

@@ -91,8 +91,7 @@ def _by_text(text: str) -> str:
 
 
 def dead(workers: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Returns the number and exit code of failed workers that have not been reaped. ``workers``: process ids by number.
-    """
+    """Returns the number and exit code of failed workers that are not reaped. ``workers``: process ids by number."""
     return [(number, code) for number, pid in workers.items() if (code := exit_code(pid))]
 
 

@@ -64,8 +64,7 @@ def users(file: str) -> bool:
 
 
 def short_path(file: str) -> str:
-    """Returns a path relative to the current directory or to the folder of the libraries, if it lies below one of them.
-    """
+    """Returns a path relative to the current directory or the folder of the libraries, if it lies below one."""
     for folder in (os.getcwd() + os.sep, *_LIBRARIES):
         if file.startswith(folder):
             return file.removeprefix(folder)

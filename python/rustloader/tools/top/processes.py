@@ -167,8 +167,7 @@ def inner_pid(pid: int) -> int:
 
 
 def outer_pids(pid: int) -> dict[int, int] | None:
-    """Returns the ids in this PID namespace by the ids in the process's namespace; None if the namespaces are the same.
-    """
+    """Returns the ids in this PID namespace by the ids in the process's namespace; None if both are the same."""
     namespace = _namespace(pid)
     if namespace is None or namespace == _namespace(os.getpid()):
         return None
