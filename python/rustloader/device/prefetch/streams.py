@@ -83,7 +83,7 @@ class Streams:
         tensor.record_stream(stream)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Queues a copy to the device in the calling thread's stream and returns it; a tensor that is there as it is."""
+        """Queues a copy in the calling thread's stream, and returns it; the tensor itself if it is on the device."""
         return tensor.to(self.device, non_blocking=self.non_blocking)
 
     def traced(self, call: Callable[[], Any], on_device: list[torch.Tensor], on_host: list[torch.Tensor]) -> Any:
