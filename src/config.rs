@@ -247,7 +247,7 @@ pub const LINK_LEAVES: u32 = 1 << 20;
 pub const LINK_CREDIT: usize = 2;
 /// Shortest interval between two reports of a replay to the main process, in nanoseconds: `stall_timeout` may fire this
 /// much early.
-pub const REPLAY_TOLD_NS: u64 = 10_000_000;
+pub const REPLAY_NOTICE_NS: u64 = 10_000_000;
 /// The longest time of a connection without an acknowledgement before it counts as broken.
 pub const LINK_SILENCE: Duration = Duration::from_secs(15);
 /// The longest wait of a received batch for memory before its worker is given up.

@@ -94,17 +94,17 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// An [`Error::Corrupt`].
+    /// Creates an [`Error::Corrupt`].
     pub fn corrupt(what: impl Into<String>) -> Self {
         Self::Corrupt { what: what.into() }
     }
 
-    /// An [`Error::Connection`].
+    /// Creates an [`Error::Connection`].
     pub fn connection(what: impl Into<String>) -> Self {
         Self::Connection { what: what.into() }
     }
 
-    /// The error for a damaged value that has come over a connection.
+    /// Returns the error for a damaged value that has come over a connection.
     pub fn received(self) -> Self {
         match self {
             Self::Corrupt { what } => Self::Connection { what },
@@ -112,12 +112,12 @@ impl Error {
         }
     }
 
-    /// An [`Error::Foreign`].
+    /// Creates an [`Error::Foreign`].
     pub fn foreign(what: impl Into<String>) -> Self {
         Self::Foreign { what: what.into() }
     }
 
-    /// An [`Error::Usage`].
+    /// Creates an [`Error::Usage`].
     pub fn usage(what: impl Into<String>) -> Self {
         Self::Usage { what: what.into() }
     }

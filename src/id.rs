@@ -5,7 +5,7 @@
 pub struct WorkerId(pub u32);
 
 impl WorkerId {
-    /// The worker's position as an index into a table.
+    /// Returns the worker's position as an index into a table.
     #[inline]
     pub fn index(self) -> usize {
         self.0 as usize

@@ -304,7 +304,7 @@ impl Meter {
         word.store(word.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
-    /// The value of a counter.
+    /// Returns the value of a counter.
     #[inline]
     pub fn get(&self, count: Count) -> u64 {
         self.counts[count as usize].load(Ordering::Relaxed)
@@ -318,7 +318,7 @@ impl Meter {
         }
     }
 
-    /// `None` in a child that was forked while another thread held the lock.
+    /// Locks the totals. `None` in a child that was forked while another thread held the lock.
     fn rest(&self) -> Option<MutexGuard<'_, Totals>> {
         if self.generation == sys::fork::generation() {
             return Some(self.rest.lock().unwrap_or_else(PoisonError::into_inner));
@@ -361,7 +361,8 @@ impl Meter {
         }
     }
 
-    /// The work on recent batches, the latest last. A batch that is noted meanwhile may be in the place of the oldest.
+    /// Returns the work on recent batches, the latest last. A batch that is noted meanwhile may be in the place of the
+    /// oldest.
     fn recent_us(&self) -> Vec<u32> {
         let noted = self.noted.load(Ordering::Relaxed);
         let first = noted.saturating_sub(RECENT_WORK as u64);
@@ -401,7 +402,7 @@ impl Meter {
         rest.workers.iter_mut().for_each(|worker| worker.alive = false);
     }
 
-    /// The totals without the arena; only the counters if a forked child cannot lock the rest.
+    /// Returns the totals without the arena; only the counters if a forked child cannot lock the rest.
     pub fn totals(&self) -> Totals {
         let mut totals = self.rest().map(|rest| rest.clone()).unwrap_or_default();
         let counts = std::array::from_fn(|n| self.counts[n].load(Ordering::Relaxed));

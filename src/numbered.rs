@@ -9,7 +9,7 @@ macro_rules! numbered_enum {
         pub enum $enum { $($(#[$doc])* $variant = $number,)* }
 
         impl $enum {
-            /// The value of a number; `None` if no value has it.
+            /// Returns the value of a number; `None` if no value has it.
             #[inline]
             pub const fn of_number(number: u32) -> Option<Self> {
                 match number {
@@ -25,7 +25,7 @@ macro_rules! numbered_enum {
         numbered_enum! { $(#[$meta])* pub enum $enum { $($(#[$doc])* $variant = $number,)* } }
 
         impl $enum {
-            /// The name in reports.
+            /// Returns the name in reports.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name,)* }
             }

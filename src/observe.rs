@@ -146,17 +146,17 @@ fn word(word: &AtomicU64) -> u64 {
     word.load(Ordering::Relaxed)
 }
 
-/// The sizes in an arena's header, if they fit each other and the file.
+/// Returns the sizes in an arena's header, if they fit each other and the file.
 fn geometry_of(header: &Header, len: u64) -> Result<Geometry> {
     let word = |word: &AtomicU32| word.load(Ordering::Relaxed);
     let (workers, ring_slots) = (word(&header.workers), word(&header.ring_slots));
     let (table_len, region_len) = (word(&header.table_len), header.region_len.load(Ordering::Relaxed));
     let queue = word(&header.shared_queue);
     let shared_queue = queue != 0;
-    let found = Geometry { workers, ring_slots, shared_queue, table_len, region_len, total: len };
+    let stored = Geometry { workers, ring_slots, shared_queue, table_len, region_len, total: len };
     match Geometry::of_file(len, workers, ring_slots, shared_queue) {
-        Ok(geometry) if geometry == found && queue <= 1 => Ok(geometry),
-        _ => Err(Error::corrupt(format!("the header of an arena reads {found:?}"))),
+        Ok(geometry) if geometry == stored && queue <= 1 => Ok(geometry),
+        _ => Err(Error::corrupt(format!("the header of an arena reads {stored:?}"))),
     }
 }
 
@@ -169,7 +169,7 @@ fn worker_key(page: &StatusPage) -> (u32, u64, u64, u64) {
     (page.state.load(Ordering::Relaxed), word(&page.since_ns), word(&page.task), word(&page.index_task))
 }
 
-/// The counters plus the time of the current state, which they lack until the end of a `next` or wait.
+/// Returns the counters plus the time of the current state, which they lack until the end of a `next` or wait.
 fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> [u64; Count::LEN] {
     let mut counts = std::array::from_fn(|count| main.counts[count].load(Ordering::Relaxed));
     // A `next` may ask the sampler before it waits.
@@ -295,7 +295,7 @@ impl File<'_> {
     }
 }
 
-/// A copy of a struct of the layout.
+/// Returns a copy of a struct of the layout.
 fn struct_of<T: Shared>(bytes: &[u8]) -> T {
     assert_eq!(bytes.len(), size_of::<T>());
     // SAFETY: the length fits, and any bytes are a valid `T` ([`Shared`]).

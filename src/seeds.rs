@@ -24,7 +24,7 @@ pub struct Place {
     pub epoch: u64,
 }
 
-/// Four independent words for a place under a base seed.
+/// Returns four independent words for a place under a base seed.
 pub fn words(base_seed: u64, at: Place) -> [u64; 4] {
     philox([at.place, at.ordinal, at.worker, at.epoch], [base_seed, 0])
 }
@@ -41,7 +41,7 @@ fn philox(mut counter: [u64; 4], mut key: [u64; 2]) -> [u64; 4] {
     counter
 }
 
-/// The low and the high word of a product.
+/// Returns the low and the high word of a product.
 fn multiply(a: u64, b: u64) -> (u64, u64) {
     let product = u128::from(a) * u128::from(b);
     (product as u64, (product >> 64) as u64)

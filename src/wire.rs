@@ -98,14 +98,14 @@ pub struct TaskEntry {
 }
 
 impl TaskEntry {
-    /// An entry with an inline payload, if it is short enough.
+    /// Creates an entry with an inline payload, if it is short enough.
     pub fn inline(task: u64, kind: TaskKind, payload: &[u8]) -> Option<Self> {
         let mut inline = [0; INLINE_BYTES];
         inline.get_mut(..payload.len())?.copy_from_slice(payload);
         Some(Self { task, kind, block: None, len: payload.len() as u64, inline })
     }
 
-    /// An entry with a payload in a block.
+    /// Creates an entry with a payload in a block.
     pub fn in_block(task: u64, kind: TaskKind, block: u32, len: u64) -> Self {
         Self { task, kind, block: Some(block), len, inline: [0; INLINE_BYTES] }
     }
@@ -144,7 +144,8 @@ impl TaskKind {
     }
 }
 
-/// The payload of [`TaskKind::Resume`]: the number of the epoch's first task, and a message for the worker's Python.
+/// Returns the payload of [`TaskKind::Resume`]: the number of the epoch's first task, and a message for the worker's
+/// Python.
 pub fn epoch_payload(first_task: u64, message: &[u8]) -> Vec<u8> {
     [&first_task.to_le_bytes(), message].concat()
 }
@@ -168,7 +169,7 @@ pub struct Timings {
 }
 
 impl Timings {
-    /// The sum of all parts.
+    /// Returns the sum of all parts.
     #[inline]
     pub fn total_us(&self) -> u64 {
         u64::from(self.fetch_us) + u64::from(self.collate_us) + u64::from(self.pack_us)
@@ -242,13 +243,13 @@ pub struct Leaf {
     pub len: u64,
 }
 
-/// Bytes of a message.
+/// Returns the number of bytes of a message.
 pub fn message_len(leaves: usize, payload: usize) -> u64 {
     (MESSAGE_HEAD + leaves * LEAF_ROW + payload) as u64
 }
 
-/// Bytes before the payload in a message of `len` bytes, by its first [`MESSAGE_HEAD`] bytes. [`Error::Corrupt`] if the
-/// message is too short for them.
+/// Returns the number of bytes before the payload in a message of `len` bytes, by its first [`MESSAGE_HEAD`] bytes.
+/// [`Error::Corrupt`] if the message is too short for them.
 pub fn payload_start(first: &[u8], len: u64) -> Result<u64> {
     let count = word(first, 0).filter(|count| *count <= len / LEAF_ROW as u64);
     let start = count.map(|count| message_len(count as usize, 0)).filter(|start| *start <= len);
@@ -269,7 +270,7 @@ fn word(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(bytes.get(at..at.checked_add(8)?)?.try_into().ok()?))
 }
 
-/// The leaves of a message, and where its payload begins.
+/// Returns the leaves of a message, and where its payload begins.
 pub fn read_message(message: &[u8]) -> Result<(Vec<Leaf>, usize)> {
     let bad = || Error::corrupt(format!("the leaf table of a message of {} bytes", message.len()));
     let count = word(message, 0).ok_or_else(bad)?;
@@ -286,7 +287,7 @@ pub fn read_message(message: &[u8]) -> Result<(Vec<Leaf>, usize)> {
     Ok((leaves.ok_or_else(bad)?, start))
 }
 
-/// A checksum against accidents, not attacks: FNV-like multiplication over words with a final mix (after
+/// Returns a checksum against accidents, not attacks: FNV-like multiplication over words with a final mix (after
 /// Vigna's splitmix64).
 pub fn checksum(bytes: &[u8]) -> u64 {
     const MULTIPLIER: u64 = 0x9e37_79b9_7f4a_7c15;

@@ -130,7 +130,7 @@ class Foresight(Protocol):
     """The index batches of the next epoch, as they will be if nothing changes until it begins."""
 
     def begin(self) -> bytes | None:
-        """The message of ``Engine.begin``; None if the epoch cannot be foreseen."""
+        """Returns the message of ``Engine.begin``; None if the epoch cannot be foreseen."""
 
     def __next__(self) -> Any: ...
 
@@ -201,7 +201,7 @@ class Engine:
         vacant."""
 
     def postpone(self, worker: int, seconds: float) -> None:
-        """Lets ``VACANT`` come again for a dead worker after this time. The batches of others go on meanwhile.
+        """Delays the next ``VACANT`` of a dead worker by this time. Other workers continue meanwhile.
         RuntimeError: the worker is not vacant."""
 
     def give_up(self, worker: int) -> None:
@@ -246,11 +246,11 @@ class Engine:
         Lock-free."""
 
     def progress(self) -> Progress | None:
-        """The progress of this epoch. None while another thread is in ``next``. Lock-free."""
+        """Returns the progress of this epoch. None while another thread is in ``next``. Lock-free."""
 
     def position(self, answers: int, back: int) -> Position:
-        """The position in this epoch after ``answers`` answers (``BATCH`` and ``ERROR``), without the last ``back``
-        batches and the errors after each of these.
+        """Returns the position in this epoch after ``answers`` answers (``BATCH`` and ``ERROR``), without the last
+        ``back`` batches and the errors after each of these.
 
         ``answers`` counts all answers, or all but the last one, which has not reached the caller. ValueError: more than
         9 batches back, or more than were delivered, or another number of answers. Lock-free; after the end the last
@@ -261,13 +261,13 @@ class Engine:
         Errors: no memory for the workers' rings. Lock-free."""
 
     def end_trace(self) -> None:
-        """Ends it. ``finish`` does so as well. Lock-free; nothing in a forked child."""
+        """Ends the trace. ``finish`` does so as well. Lock-free; nothing in a forked child."""
 
     def note_saved(self, answers: int) -> None:
         """Lets a trace know that the state after ``answers`` answers was saved. Lock-free."""
 
     def snapshot(self, worker: int, answers: int) -> Snapshot | None:
-        """The newest snapshot of this epoch that a worker made after at most ``answers`` of its answers.
+        """Returns the newest snapshot of this epoch that a worker made after at most ``answers`` of its answers.
 
         None if there is none yet, and after ``finish``. Snapshots that no position needs any more are not kept.
         ValueError: there is no such worker. RuntimeError: the shared memory is damaged. Lock-free."""
@@ -290,7 +290,7 @@ class Engine:
         """Returns True if a pin thread runs. Lock-free."""
 
     def stop_pinning(self) -> None:
-        """Tells the pin thread to end. Lock-free."""
+        """Asks the pin thread to end. Lock-free."""
 
     def join_pinning(self, seconds: float | None = None) -> bool:
         """Waits up to ``seconds`` for the pin thread to end; returns whether it has. Lock-free."""
@@ -315,13 +315,13 @@ class Engine:
         """Keeps the engine's memory for the next epoch of a loader. Lock-free."""
 
     def close(self, exiting: bool = False) -> None:
-        """Tells the workers to leave and wakes a waiting ``next``, unless ``exiting``. Lock-free."""
+        """Asks the workers to leave and wakes a waiting ``next``, unless ``exiting``. Lock-free."""
 
     def stay(self) -> None:
         """Parks a daemon thread once the iterator was closed while ``exiting``. Lock-free."""
 
     def alive(self) -> int:
-        """Number of running workers. Lock-free."""
+        """Returns the number of running workers. Lock-free."""
 
     def wait_gone(self, seconds: float) -> bool:
         """Waits for the workers to end, up to ``seconds`` or 0.25 s, whichever is less. Lock-free."""
@@ -330,11 +330,11 @@ class Engine:
         """Sends a signal to the running workers. Lock-free."""
 
     def worker_status(self, worker: int) -> dict[str, Any]:
-        """A worker's status: state, pid, task, times, tasks done, whether it was sent SIGTERM. Lock-free;
+        """Returns a worker's status: state, pid, task, times, tasks done, whether it was sent SIGTERM. Lock-free;
         after the end its last status."""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of the arena that have pages, and bytes in use. Lock-free; both 0 after the end."""
+        """Returns the bytes of the arena that have pages, and those in use. Lock-free; both 0 after the end."""
 
     def finish(self) -> None:
         """Releases everything once the workers have ended; a running ``next`` does it on return. Lock-free."""
@@ -358,7 +358,7 @@ class Counts:
     pinned: Final[int]
     pinning_seconds: Final[float]
     def since(self, earlier: Counts) -> Counts:
-        """The difference from an earlier moment."""
+        """Returns the difference from an earlier moment."""
 
 @final
 class WorkerTotals:
@@ -382,7 +382,9 @@ class WorkerTotals:
     fetch_cpu: Final[float]
     fetch_measured: Final[float]
     def since(self, earlier: WorkerTotals) -> WorkerTotals:
-        """The difference from an earlier moment, in tasks, leaves, and the times of states and of measured fetches."""
+        """Returns the difference from an earlier moment, in tasks, leaves, and the times of states and of measured
+        fetches.
+        """
 
 @final
 class SlowTask:
@@ -576,7 +578,7 @@ class Port:
         """True if the main process is on another machine."""
 
     def ready(self) -> None:
-        """Tells a main process on another machine that the worker enters its loop."""
+        """Notifies a main process on another machine that the worker enters its loop."""
 
     def finish(self, seconds: float) -> bool:
         """Sends what is published to a main process on another machine, and closes the connection, without the GIL.
@@ -651,24 +653,25 @@ class Port:
         """Reports that the worker leaves, and ignores Ctrl-C from then on."""
 
     def stoppable(self, index: Any, *, shows_places: bool = False, traces: bool = False) -> StoppableIndices:
-        """An index batch whose iteration ends with WorkerStopped when the loader shuts down. With ``shows_places`` it
-        also calls `at_sample` for each index. With ``traces`` the time to the next index is that of a sample, for a
-        trace with samples."""
+        """Wraps an index batch, whose iteration ends with WorkerStopped when the loader shuts down. With
+        ``shows_places`` it also calls `at_sample` for each index. With ``traces`` the time to the next index is that of
+        a sample, for a trace with samples.
+        """
 
     def timed(self, collate_fn: Any) -> TimedCollate:
-        """``collate_fn``, timed."""
+        """Wraps ``collate_fn`` to measure its time."""
 
     def storage(self, nbytes: int) -> torch.UntypedStorage | None:
-        """A storage in the arena; None if ordinary memory is the better choice."""
+        """Returns a storage in the arena; None if ordinary memory is the better choice."""
 
     def stack(self, batch: Any) -> torch.Tensor | None:
-        """default_collate of plain tensors of one dtype and shape; None: left to torch's function."""
+        """Collates plain tensors of one dtype and shape, as default_collate would. None: left to torch's function."""
 
     def numbers(self, batch: Any) -> torch.Tensor | None:
-        """default_collate of floats (float64) or ints (int64); None: left to torch's function."""
+        """Collates floats (float64) or ints (int64), as default_collate would. None: left to torch's function."""
 
     def gather(self, tensors: Any, index: Any) -> list[torch.Tensor] | None:
-        """As the function ``gather``, into the arena."""
+        """Like the function ``gather``, but into the arena."""
 
     def gather_cached(self, table: CacheTable, index: Any) -> Any:
         """Collates cached samples into the arena, as default_collate would. Returns None to leave the batch to torch: a
@@ -709,7 +712,7 @@ class ArrayTensor:
     """An array in a batch that arrives as a tensor, without a copy if nothing but the batch refers to the array."""
 
     def tensor(self) -> torch.Tensor:
-        """``torch.as_tensor`` of the array."""
+        """Returns ``torch.as_tensor`` of the array."""
 
 @final
 class TimedCollate:
@@ -724,7 +727,7 @@ class DeferredSignals:
 
     def __new__(cls, signals: Sequence[int]) -> DeferredSignals: ...
     def __enter__(self) -> list[int]:
-        """The signals that this thread had not blocked before."""
+        """Returns the signals that this thread had not blocked before."""
 
     def __exit__(self, kind: object, error: object, traceback: object, /) -> None: ...
 
@@ -734,7 +737,7 @@ class LeaseBuffer:
 
     def __len__(self) -> int: ...
     def storage(self) -> torch.UntypedStorage:
-        """A storage that shares these bytes and keeps them alive."""
+        """Returns a storage that shares these bytes and keeps them alive."""
 
 def engine_batches() -> int:
     """Counts the batches that the Rust engine has delivered in this process, all loaders together.
@@ -776,20 +779,22 @@ def set_reporting(reporting: bool) -> None:
     """Makes ``observed`` return True while reports are in force."""
 
 def figures(meters: list[Meter]) -> Totals:
-    """The figures of several iterators together, the latest last."""
+    """Returns the figures of several iterators together, the latest last."""
 
 def inspect_arena(fd: int) -> Observed | None:
-    """An iterator of another process, read from its arena's descriptor; None while no iterator uses the arena.
+    """Reads an iterator of another process from its arena's descriptor; None while no iterator uses the arena.
     RuntimeError: the file is no arena, or one of another version."""
 
 def memory_limits() -> list[tuple[bool, int, int]]:
-    """The memory limits, the machine's first: whether it is a cgroup's, its size, and the free part, in bytes."""
+    """Returns the memory limits, the machine's first: whether it is a cgroup's, its size, and the free bytes."""
 
 def cpu_quota() -> float | None:
-    """The CPU quota of this process's cgroups, in cores; None without a quota."""
+    """Returns the CPU quota of this process's cgroups, in cores; None without a quota."""
 
 def seed_words(base_seed: int, place: int, ordinal: int, worker: int, epoch: int) -> list[int]:
-    """Four words of 64 bits from Philox4x64-10 with the key (base_seed, 0) and the counter of the other arguments."""
+    """Returns four words of 64 bits from Philox4x64-10 with the key (base_seed, 0) and the counter of the other
+    arguments.
+    """
 
 def is_plain_leaf(obj: Any) -> bool:
     """Returns True if the codec can describe an object, a tensor or an array. It may still share memory in a way that
@@ -803,7 +808,7 @@ def gather(tensors: Any, index: Any) -> list[torch.Tensor] | None:
     """
 
 def heap_storage(nbytes: int) -> torch.UntypedStorage:
-    """A storage of ordinary memory that cannot be resized."""
+    """Returns a storage of ordinary memory that cannot be resized."""
 
 def move_storage(function: Callable[..., Any], storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
     """Calls ``function(storage, *args, **kwargs)``, which may give the storage other memory.
@@ -837,7 +842,7 @@ class ShareBuilder:
 
 @final
 class CacheTable:
-    """The samples of a dataset that were made, by index, in memory or in a file. Forked children go on with it."""
+    """The samples of a dataset that were made, by index, in memory or in a file. Forked children continue to use it."""
 
     def __new__(cls, fd: int) -> Self:
         """Takes the descriptor of a table in memory. ValueError: it is none."""
@@ -852,7 +857,7 @@ class CacheTable:
 
     @staticmethod
     def head(fd: int) -> tuple[int, int, int, bytes] | None:
-        """Version, rows, limit and meta of a file; None if it is no table."""
+        """Returns version, rows, limit and meta of a file; None if it is no table."""
 
     @staticmethod
     def open_file(fd: int, in_memory: bool, whole: int) -> CacheTable:
@@ -861,10 +866,10 @@ class CacheTable:
 
     @staticmethod
     def overhead(rows: int) -> int:
-        """The bytes that a table takes before its first sample."""
+        """Returns the number of bytes that a table takes before its first sample."""
 
     def some_rows(self, most: int) -> list[int]:
-        """Up to ``most`` rows that have a sample."""
+        """Returns up to ``most`` rows that have a sample."""
 
     def grow(self, limit: int) -> None:
         """Raises the limit to the length that the file has now. The table is then to be opened again."""
@@ -881,10 +886,12 @@ class CacheTable:
         """The reason why it takes no more, "full" or "no room"; None if it does."""
 
     def fileno(self) -> int:
-        """The descriptor. OSError: other code has closed it."""
+        """Returns the descriptor. OSError: other code has closed it."""
 
     def get(self, index: Any, missing: Any) -> Any:
-        """A new object equal to the sample of an exact int, or ``missing``. Counts a hit or a miss for each row."""
+        """Returns a new object equal to the sample of an exact int, or ``missing``. Counts a hit or a miss for each
+        row.
+        """
 
     def takes(self, row: int) -> bool:
         """Returns True if ``put`` may keep the sample of a row."""
@@ -907,11 +914,11 @@ class CacheTable:
         """Returns True if this call is the first with that bit, over all processes."""
 
     def usage(self) -> dict[str, int]:
-        """The keyword arguments of ``CacheUsage``."""
+        """Returns the keyword arguments of ``CacheUsage``."""
 
     @staticmethod
     def usage_of_header(header: bytes) -> dict[str, int] | None:
-        """The same out of the first ``CACHE_HEADER`` bytes of a file; None if it is no table of this version."""
+        """Reads the same from the first ``CACHE_HEADER`` bytes of a file; None if it is no table of this version."""
 
 @final
 class SharedStore:
@@ -933,10 +940,10 @@ class SharedStore:
     @property
     def nbytes(self) -> int: ...
     def fileno(self) -> int:
-        """The descriptor. OSError: other code has closed it."""
+        """Returns the descriptor. OSError: other code has closed it."""
 
     def data(self) -> Any:
-        """The raw data, in a private mapping of their own: a ``SharedData``."""
+        """Returns the raw data, in a private mapping of their own: a ``SharedData``."""
 
 @final
 class SharedData:
@@ -947,7 +954,7 @@ class SharedData:
     @property
     def address(self) -> int: ...
     def storage(self) -> torch.UntypedStorage:
-        """A storage over the data. Only this process sees what is written to it."""
+        """Returns a storage over the data. Only this process sees what is written to it."""
 
     def __len__(self) -> int: ...
 
@@ -982,7 +989,7 @@ class SharedPairs:
     def __contains__(self, key: Any, /) -> bool: ...
     def get(self, key: Any, default: Any = None, /) -> Any: ...
     def iterate_values(self, is_reversed: bool) -> Iterator[Any]:
-        """The values, in the order of the keys or backwards."""
+        """Returns the values, in the order of the keys or backwards."""
 
 @final
 class SharedIterator:
@@ -1015,7 +1022,8 @@ class TraceSink:
         """Adds an event. ValueError: there is no such kind."""
 
     def end(self) -> tuple[int, list[tuple[int, int]]]:
-        """Writes what is left. The number of lost events; each file by its number, with its bytes, the last one last.
+        """Writes what is left. Returns the number of lost events, and each file by its number, with its bytes, the last
+        one last.
         Later events are dropped."""
 
 def begin_forks() -> None:
@@ -1052,4 +1060,4 @@ def _roundtrip(
     """
 
 def _collate(batch: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The collate fast paths over ordinary memory, for tests."""
+    """Runs the collate fast paths over ordinary memory, for tests."""

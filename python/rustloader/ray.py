@@ -42,8 +42,9 @@ def _session(ray: Any) -> Any:
 
 @functools.cache
 def _actor_class() -> Any:
-    """The class of all actors: Ray exports each new one to the cluster. A new actor replaces one that has ended: Ray's
-    own restarts and retries may repeat what was delivered."""
+    """Returns the class of all actors: Ray exports each new one to the cluster. A new actor replaces one that has
+    ended: Ray's own restarts and retries may repeat what was delivered.
+    """
     return _ray().remote(max_restarts=0, max_task_retries=0)(_Actor)
 
 
@@ -62,8 +63,10 @@ class _Actor:
 class _StartedActor:
     """An actor whose ``serve`` was called."""
 
-    def __init__(self, ray: Any, actor: Any, begun: Any, result: Any, call: Call, asked: Mapping[str, float]) -> None:
-        self._ray, self._actor, self._begun, self._result, self._asked = ray, actor, begun, result, asked
+    def __init__(
+        self, ray: Any, actor: Any, begun: Any, result: Any, call: Call, requested: Mapping[str, float]
+    ) -> None:
+        self._ray, self._actor, self._begun, self._result, self._requested = ray, actor, begun, result, requested
         self._place = f"{call.address}, port {call.port}"
         self._session = _session(ray)
 
@@ -91,12 +94,12 @@ class _StartedActor:
                     f"its actor runs, and has not reached this process at {self._place}: the machines of the cluster "
                     "must reach each other at all ports, through firewalls, too"
                 )
-            if not self._asked:
+            if not self._requested:
                 return "Ray has not started its actor: `ray status` says what the cluster waits for"
-            there, free = self._ray.cluster_resources(), self._ray.available_resources()
+            total, free = self._ray.cluster_resources(), self._ray.available_resources()
             wanted = ", ".join(
-                f"{name} {amount:g} (in the cluster {there.get(name, 0):g}, free {free.get(name, 0):g})"
-                for name, amount in self._asked.items()
+                f"{name} {amount:g} (in the cluster {total.get(name, 0):g}, free {free.get(name, 0):g})"
+                for name, amount in self._requested.items()
             )
             return f"its actor asks for {wanted}: add nodes, or ask for less by RayContext(num_cpus=..., resources=...)"
         return "Ray does not answer"
@@ -196,11 +199,11 @@ class RayContext(RemoteContext):
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
         actor = _actor_class().options(**options).remote()
         begun, result = actor.begin.remote(), actor.serve.remote([reference], call, self.start_seconds)
-        asked = {
+        requested = {
             "CPU": self._options["num_cpus"],
             "GPU": self._options["num_gpus"],
             **(self._options["resources"] or {}),
         }
         return _StartedActor(
-            ray, actor, begun, result, call, {name: amount for name, amount in asked.items() if amount}
+            ray, actor, begun, result, call, {name: amount for name, amount in requested.items() if amount}
         )

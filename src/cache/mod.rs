@@ -23,4 +23,4 @@ mod table;
 mod tests;
 
 pub use format::{HEADER, VERSION};
-pub use table::{Cache, Closed, Found, Head, Put, Record, Usage};
+pub use table::{Cache, Closed, Head, Lookup, Put, Record, Usage};

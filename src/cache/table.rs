@@ -30,7 +30,7 @@ pub struct Head {
 
 /// The state of a row in the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum Lookup {
     /// Nothing yet.
     Absent,
     /// Its sample cannot be kept.
@@ -50,7 +50,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// A copy of the bytes from `at` on, at most `len`.
+    /// Returns a copy of the bytes from `at` on, at most `len`.
     pub fn copy(&self, at: usize, len: usize) -> Vec<u8> {
         let len = len.min(self.len.saturating_sub(at));
         let mut bytes = Vec::with_capacity(len);
@@ -151,7 +151,7 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// An empty table in a new memfd of at most `limit` bytes, which must have room for the index.
+    /// Creates an empty table in a new memfd of at most `limit` bytes, which must have room for the index.
     pub fn create(rows: u64, limit: u64, meta: &[u8]) -> Result<Self> {
         let fd = memfd::create("rustloader-cache", limit)?;
         memfd::seal(fd.as_fd())?;
@@ -159,7 +159,7 @@ impl Cache {
         Self::open(fd, true)
     }
 
-    /// The bytes that a table of `rows` needs before its first record.
+    /// Returns the number of bytes that a table of `rows` needs before its first record.
     pub fn overhead(rows: u64) -> u64 {
         rows.saturating_mul(8).saturating_add(HEADER).next_multiple_of(4096)
     }
@@ -253,10 +253,10 @@ impl Cache {
         }
     }
 
-    /// Up to `most` rows that are whole, out of some over the whole table.
+    /// Returns up to `most` rows that are whole, out of some over the whole table.
     pub fn some_rows(&self, most: usize) -> Vec<u64> {
         let step = self.rows.div_ceil(1 << 16).max(1) as usize;
-        let whole = (0..self.rows).step_by(step).filter(|row| matches!(self.look(*row), Found::Whole(_)));
+        let whole = (0..self.rows).step_by(step).filter(|row| matches!(self.look(*row), Lookup::Whole(_)));
         whole.take(most).collect()
     }
 
@@ -273,17 +273,17 @@ impl Cache {
         let _ = self.header(word::CLOSED).compare_exchange(no_room, open, Ordering::Relaxed, Ordering::Relaxed);
     }
 
-    /// The descriptor; `None` if other code has closed it.
+    /// Returns the descriptor; `None` if other code has closed it.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.fd.is_intact().then(|| self.fd.as_fd())
     }
 
-    /// The number of rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// The limit of this mapping in bytes.
+    /// Returns the limit of this mapping in bytes.
     pub fn limit(&self) -> u64 {
         self.map.len() as u64
     }
@@ -322,18 +322,18 @@ impl Cache {
 
     /// Looks up a row, which must be one of the table's, in the index.
     #[inline]
-    pub fn look(&self, row: u64) -> Found {
+    pub fn look(&self, row: u64) -> Lookup {
         // SYNC: row-published (pairs with the Release in `put`): the place implies the record's bytes.
         let at = self.row(row).load(Ordering::Acquire);
         match at {
-            state::ABSENT => Found::Absent,
-            state::NEVER => Found::Never,
-            _ => self.record(row, at).map_or(Found::Absent, Found::Whole),
+            state::ABSENT => Lookup::Absent,
+            state::NEVER => Lookup::Never,
+            _ => self.record(row, at).map_or(Lookup::Absent, Lookup::Whole),
         }
     }
 
-    /// The record at a place; `None` if it is damaged. The row is then absent, and is made again. A place behind this
-    /// mapping's end is no damage: another program has raised the limit.
+    /// Returns the record at a place; `None` if it is damaged. The row is then absent, and is made again. A place
+    /// behind this mapping's end is no damage: another program has raised the limit.
     #[inline]
     fn record(&self, row: u64, at: u64) -> Option<Record> {
         if at >= self.limit() && at.is_multiple_of(8) {
@@ -359,7 +359,7 @@ impl Cache {
         None
     }
 
-    /// The record at a place, if it lies in the heap.
+    /// Returns the record at a place, if it lies in the heap.
     #[inline]
     fn bounded(&self, at: u64) -> Option<Record> {
         let first = at.checked_add(PREFIX).filter(|_| at >= self.heap && at.is_multiple_of(8))?;
@@ -369,7 +369,7 @@ impl Cache {
         (len <= room).then_some(Record { ptr, len: len as usize })
     }
 
-    /// The two halves of a record's prefix; the place lies in the mapping, at a multiple of 8.
+    /// Returns the two halves of a record's prefix; the place lies in the mapping, at a multiple of 8.
     #[inline]
     fn prefix(&self, at: u64) -> (u32, u32) {
         let word = self.word(at).load(Ordering::Relaxed);
@@ -382,7 +382,7 @@ impl Cache {
         self.bounded(at).map(|record| at + size_of(record.len as u64))
     }
 
-    /// The space of a row's record.
+    /// Returns the space of a row's record.
     fn size_at(&self, row: u64) -> Option<u64> {
         self.bounded(self.row(row).load(Ordering::Relaxed)).map(|record| size_of(record.len as u64))
     }
@@ -442,7 +442,7 @@ impl Cache {
         Put::Known
     }
 
-    /// Space for a record; `None` if the limit is reached.
+    /// Reserves space for a record; `None` if the limit is reached.
     fn reserve(&self, size: u64) -> Option<u64> {
         let limit = self.limit().min(self.header(word::LIMIT).load(Ordering::Relaxed));
         let take = |end: u64| end.checked_add(size).filter(|end| *end <= limit);
@@ -508,7 +508,7 @@ impl Cache {
         self.counter(self.stripe(), at).fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The stripe of this process.
+    /// Returns the stripe of this process.
     #[inline]
     fn stripe(&self) -> usize {
         let (known, generation) = (self.stripe.load(Ordering::Relaxed), fork::generation() << 8);
@@ -536,7 +536,7 @@ impl Cache {
         self.word(HEADER + row * 8)
     }
 
-    /// The word at a place in the file, which must be a multiple of 8 in front of the file's end.
+    /// Returns the word at a place in the file, which must be a multiple of 8 in front of the file's end.
     #[inline]
     fn word(&self, at: u64) -> &AtomicU64 {
         assert!(at.is_multiple_of(8) && at + 8 <= self.limit(), "a word of the file");
@@ -552,18 +552,18 @@ fn words(map: &Mapping, at: usize, count: usize) -> &[AtomicU64] {
     unsafe { std::slice::from_raw_parts(map.as_ptr().cast::<AtomicU64>().add(at), count) }
 }
 
-/// The space of a record of `len` bytes.
+/// Returns the space of a record of `len` bytes.
 fn size_of(len: u64) -> u64 {
     (len + PREFIX).next_multiple_of(8)
 }
 
-/// The checksum of a record. It includes the row, so that another row's record does not pass.
+/// Returns the checksum of a record. It includes the row, so that another row's record does not pass.
 fn check(row: u64, record: Record) -> u32 {
     let pieces = (0..record.len).step_by(JOINED).map(|at| checksum(&record.copy(at, JOINED)));
     pieces.fold(row.wrapping_mul(0x9e37_79b9_7f4a_7c15), |sum, piece| sum.rotate_left(5) ^ piece) as u32
 }
 
-/// A number that identifies this boot of the machine; 0 if unknown.
+/// Returns a number that identifies this boot of the machine; 0 if unknown.
 fn boot() -> u64 {
     identity::boot_id().map_or(0, |id| checksum(&id))
 }

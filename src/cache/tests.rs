@@ -10,7 +10,7 @@ const LIMIT: u64 = 1 << 20;
 
 fn bytes(cache: &Cache, row: u64) -> Option<Vec<u8>> {
     match cache.look(row) {
-        Found::Whole(record) => Some(record.copy(0, usize::MAX)),
+        Lookup::Whole(record) => Some(record.copy(0, usize::MAX)),
         _ => None,
     }
 }
@@ -28,7 +28,7 @@ fn copy_of(file: &File) -> OwnedFd {
 #[test]
 fn a_record_is_absent_and_then_whole() {
     let cache = Cache::create(10, LIMIT, b"meta").unwrap();
-    assert_eq!(cache.look(3), Found::Absent);
+    assert_eq!(cache.look(3), Lookup::Absent);
     assert_eq!(cache.put(3, &[b"hel", b"lo"]).unwrap(), Put::Stored);
     assert_eq!(bytes(&cache, 3).as_deref(), Some(&b"hello"[..]));
     assert_eq!(cache.put(3, &[b"other"]).unwrap(), Put::Known);
@@ -50,7 +50,7 @@ fn a_record_is_absent_and_then_whole() {
 fn a_row_that_cannot_be_kept_stays_so() {
     let cache = Cache::create(2, LIMIT, b"").unwrap();
     cache.never(1);
-    assert_eq!(cache.look(1), Found::Never);
+    assert_eq!(cache.look(1), Lookup::Never);
     assert_eq!(cache.put(1, &[b"x"]).unwrap(), Put::Known);
     cache.never(1);
     assert_eq!((cache.usage().refused, cache.usage().stored), (1, 0));
@@ -184,7 +184,7 @@ fn threads_fill_one_table() {
         move || {
             for row in (0..ROWS).map(|row| (row + start) % ROWS) {
                 match cache.look(row) {
-                    Found::Whole(record) => assert_eq!(record.copy(0, usize::MAX), content(row)),
+                    Lookup::Whole(record) => assert_eq!(record.copy(0, usize::MAX), content(row)),
                     _ => drop(cache.put(row, &[&content(row)]).unwrap()),
                 }
             }

@@ -7,7 +7,7 @@ use super::draft::{NotPlain, PendingCopy, Plain};
 use super::seen::{Extent, Met, Object, Seen};
 use crate::config::{INLINE_LIMIT, OVERLAP_STEPS, STORAGE_WASTE};
 use crate::interop::view::TensorView;
-use crate::tree::layout::{Plan, Style};
+use crate::tree::layout::{Style, TransferPlan};
 use crate::tree::overlap::{Lattice, any_shared, components};
 use crate::tree::{Kind, Placeholder, Writer};
 
@@ -15,10 +15,10 @@ use crate::tree::{Kind, Placeholder, Writer};
 pub trait Tensors {
     type Object: Object + Clone;
 
-    /// The memory of a tensor; `None` if it is no longer plain.
+    /// Returns the memory of a tensor; `None` if it is no longer plain.
     fn view<'t>(&self, tensor: &'t Self::Object) -> Option<TensorView<'t>>;
 
-    /// An object that keeps several tensors alive.
+    /// Creates an object that keeps several tensors alive.
     fn together(&self, tensors: Vec<&Self::Object>) -> Option<Self::Object>;
 }
 
@@ -224,11 +224,11 @@ fn lattice<'a>(extent: &Extent, view: &'a TensorView<'_>) -> Lattice<'a> {
     }
 }
 
-/// Bytes of a tensor that travels alone.
+/// Returns the number of bytes of a tensor that travels alone.
 fn shown(lattice: &Lattice<'_>, view: &TensorView<'_>) -> usize {
     let item = lattice.itemsize as i64;
     let mut bytes = view.strides;
     bytes.as_mut_slice().iter_mut().for_each(|stride| *stride = stride.saturating_mul(item));
-    let plan = Plan::new(&view.shape, &bytes, lattice.itemsize, Style::Tensor);
+    let plan = TransferPlan::new(&view.shape, &bytes, lattice.itemsize, Style::Tensor);
     plan.map_or(lattice.extent, |plan| plan.bytes)
 }

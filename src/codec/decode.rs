@@ -100,7 +100,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
         // An error rather than a panic, should the walk be wrong.
         let start = self.stack.len().checked_sub(values).ok_or_else(|| PyRuntimeError::new_err("unbalanced batch"))?;
         let mut values = self.stack.drain(start..);
-        let made = if group == Group::Dict {
+        let value = if group == Group::Dict {
             let dict = PyDict::new(py);
             while let (Some(key), Some(value)) = (values.next(), values.next()) {
                 dict.set_item(key, value)?;
@@ -115,7 +115,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
             sequence(py, group, count, values.by_ref().map(Ok))?
         };
         drop(values);
-        self.stack.push(made);
+        self.stack.push(value);
         Ok(())
     }
 
@@ -129,7 +129,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
 
     fn storage(&mut self, storage: &Storage<'_>) -> PyResult<()> {
         let (py, bridge) = (self.py, self.bridge()?);
-        let made = match storage.place {
+        let object = match storage.place {
             Place::Inline(bytes) => bridge.storage_copied(py, bytes)?,
             Place::Outside { leaf, offset } => {
                 let lease = self.source.leaf(leaf)?;
@@ -140,7 +140,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
                 return Err(Error::corrupt("a storage that lies in a storage").into());
             }
         };
-        self.storages.push(made);
+        self.storages.push(object);
         Ok(())
     }
 }
@@ -151,7 +151,7 @@ fn int(py: Python<'_>, value: i64) -> PyResult<Bound<'_, PyAny>> {
     unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyLong_FromLongLong(value)) }
 }
 
-/// A list or tuple of `len` values.
+/// Decodes a list or tuple of `len` values.
 fn sequence<'py>(
     py: Python<'py>,
     group: Group,
@@ -161,9 +161,9 @@ fn sequence<'py>(
     let size = len as ffi::Py_ssize_t;
     // SAFETY: new references, or null with an exception set. Slots stay null until set, which both types tolerate on
     // drop; the object is not returned before all are set.
-    let made = unsafe {
-        let made = if group == Group::List { ffi::PyList_New(size) } else { ffi::PyTuple_New(size) };
-        Bound::from_owned_ptr_or_err(py, made)?
+    let object = unsafe {
+        let object = if group == Group::List { ffi::PyList_New(size) } else { ffi::PyTuple_New(size) };
+        Bound::from_owned_ptr_or_err(py, object)?
     };
     let mut set = 0;
     for value in values {
@@ -171,9 +171,9 @@ fn sequence<'py>(
         // SAFETY: a new list or tuple; the call takes the reference and refuses a position out of range.
         let failed = unsafe {
             if group == Group::List {
-                ffi::PyList_SetItem(made.as_ptr(), at, value)
+                ffi::PyList_SetItem(object.as_ptr(), at, value)
             } else {
-                ffi::PyTuple_SetItem(made.as_ptr(), at, value)
+                ffi::PyTuple_SetItem(object.as_ptr(), at, value)
             }
         };
         if failed != 0 {
@@ -181,7 +181,7 @@ fn sequence<'py>(
         }
         set += 1;
     }
-    if set == len { Ok(made) } else { Err(PyRuntimeError::new_err("unbalanced batch")) }
+    if set == len { Ok(object) } else { Err(PyRuntimeError::new_err("unbalanced batch")) }
 }
 
 impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
@@ -207,12 +207,12 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
         let lease = self.source.leaf(leaf)?;
         let offset = within(&lease, leaf, offset, len, 1)?;
         // SAFETY: a new bytes object of `len` unwritten bytes, or null with an exception set.
-        let made = unsafe {
-            let made = ffi::PyBytes_FromStringAndSize(std::ptr::null(), len as ffi::Py_ssize_t);
-            Bound::from_owned_ptr_or_err(py, made)?
+        let object = unsafe {
+            let object = ffi::PyBytes_FromStringAndSize(std::ptr::null(), len as ffi::Py_ssize_t);
+            Bound::from_owned_ptr_or_err(py, object)?
         };
         // SAFETY: the object's own bytes.
-        let to = unsafe { ffi::PyBytes_AsString(made.as_ptr()) } as usize;
+        let to = unsafe { ffi::PyBytes_AsString(object.as_ptr()) } as usize;
         let from = lease.ptr() as usize + offset;
         // SAFETY: `within` checked the source, which the lease keeps; only this function has the object.
         let copy = || unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, len) };
@@ -221,7 +221,7 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
         } else {
             copy();
         }
-        Ok(made)
+        Ok(object)
     }
 
     fn leaf(&mut self, leaf: &Leaf<'_>) -> PyResult<Py<PyAny>> {

@@ -5,7 +5,7 @@ use super::{Hold, Sink};
 use crate::config::{INLINE_LIMIT, MAX_DEPTH};
 use crate::error::Error;
 use crate::interop::view::LeafView;
-use crate::tree::layout::{Plan, Style, extent, numel};
+use crate::tree::layout::{Style, TransferPlan, extent, numel};
 use crate::tree::{Kind, Placeholder, Writer};
 
 /// The batch is not a plain tree.
@@ -22,7 +22,7 @@ pub struct PendingCopy<O> {
     /// The place of its number in the payload.
     pub place: Placeholder,
     first: *const u8,
-    plan: Plan,
+    plan: TransferPlan,
     /// Bytes that its address in shared memory is a multiple of.
     align: usize,
     /// See [`Sink::adopt`].
@@ -32,7 +32,7 @@ pub struct PendingCopy<O> {
 impl<O> PendingCopy<O> {
     /// Copies `len` bytes from `first` on, which `owner` keeps alive, to an address that is a multiple of `align`.
     pub fn of_bytes(owner: O, place: Placeholder, first: *const u8, len: usize, align: usize) -> Self {
-        Self { _owner: owner, place, first, plan: Plan::bytes(len), align, hold: Hold::Shared }
+        Self { _owner: owner, place, first, plan: TransferPlan::bytes(len), align, hold: Hold::Shared }
     }
 
     /// Puts the leaf into the sink: adopted memory, or a copy by `copy(plan, source, target)`.
@@ -40,7 +40,7 @@ impl<O> PendingCopy<O> {
         &self,
         out: &mut Writer<'_>,
         sink: &mut S,
-        copy: impl FnOnce(&Plan, *const u8, *mut u8),
+        copy: impl FnOnce(&TransferPlan, *const u8, *mut u8),
     ) -> Result<(), Error> {
         let Self { place, first, plan, align, hold, .. } = self;
         let fits = plan.gather.is_none() && (*first as usize).is_multiple_of(*align);
@@ -68,12 +68,12 @@ pub struct Draft<'a, O> {
 }
 
 impl<'a, O: Object + Clone> Draft<'a, O> {
-    /// A draft that is appended to `out`.
+    /// Creates a draft that is appended to `out`.
     pub fn new(out: &'a mut Vec<u8>) -> Self {
         Self { out: Writer::new(out), seen: Seen::new(), open: Vec::new(), copies: Vec::new() }
     }
 
-    /// The record of objects, and the pending copies.
+    /// Returns the record of objects, and the pending copies.
     pub fn finish(self) -> (Seen<O>, Vec<PendingCopy<O>>) {
         (self.seen, self.copies)
     }
@@ -136,7 +136,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         let &LeafView { kind, dtype, ref shape, ref byte_strides, first } = view;
         let style = if kind == Kind::Tensor { Style::Tensor } else { Style::Array };
         let at = self.out.len();
-        let Some(plan) = Plan::new(shape, byte_strides, dtype.itemsize(), style) else {
+        let Some(plan) = TransferPlan::new(shape, byte_strides, dtype.itemsize(), style) else {
             return self.window(value, view);
         };
         if plan.span == 0 {

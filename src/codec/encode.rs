@@ -107,7 +107,7 @@ fn plain<'py>(
     }
 }
 
-/// The value of an exact int, if it fits.
+/// Returns the value of an exact int, if it fits.
 #[inline]
 fn as_i64(value: &Bound<'_, PyAny>) -> Plain<i64> {
     let mut overflow = 0;
@@ -116,7 +116,7 @@ fn as_i64(value: &Bound<'_, PyAny>) -> Plain<i64> {
     if overflow == 0 { Ok(number) } else { Err(NotPlain) }
 }
 
-/// The offset of a tensor in its storage, if it is not 0.
+/// Returns the offset of a tensor in its storage, if it is not 0.
 fn storage_offset(value: &Bound<'_, PyAny>) -> Plain<Option<u64>> {
     let offset = value.call_method0(intern!(value.py(), "storage_offset"));
     let offset = offset.and_then(|offset| offset.extract::<u64>()).map_err(|_| NotPlain)?;
@@ -259,7 +259,7 @@ impl<'py> Encoder<'_, 'py> {
         let outside = self.is_sole;
         self.is_sole &= is_sole(value);
         self.draft.out.open(Group::Dict, len);
-        let (mut position, mut found) = (0, 0);
+        let (mut position, mut visited) = (0, 0);
         loop {
             let (mut key, mut item) = (std::ptr::null_mut(), std::ptr::null_mut());
             // SAFETY: an exact dict; a concurrent change makes the walk miss entries, but never invalid. The borrowed
@@ -270,8 +270,8 @@ impl<'py> Encoder<'_, 'py> {
                 }
                 (Bound::from_borrowed_ptr(value.py(), key), Bound::from_borrowed_ptr(value.py(), item))
             };
-            found += 1;
-            if found > len {
+            visited += 1;
+            if visited > len {
                 return Err(NotPlain);
             }
             let outside = std::mem::replace(&mut self.is_key, true);
@@ -281,7 +281,7 @@ impl<'py> Encoder<'_, 'py> {
         }
         self.is_sole = outside;
         self.draft.leave();
-        if found == len { Ok(()) } else { Err(NotPlain) }
+        if visited == len { Ok(()) } else { Err(NotPlain) }
     }
 
     fn tensor(&mut self, value: &Bound<'py, PyAny>) -> Plain {
@@ -308,7 +308,8 @@ impl<'py> Encoder<'_, 'py> {
         unsafe { self.draft.leaf(value, &view, is_sole, || Ok(None)) }
     }
 
-    /// An `ArrayTensor`, which has `array`. Its memory may be another leaf's, too: then alias resolution gives up.
+    /// Encodes an `ArrayTensor`, which has `array`. Its memory may be another leaf's, too: then alias resolution gives
+    /// up.
     fn array_tensor(&mut self, value: &Bound<'py, PyAny>, array: Bound<'py, PyAny>) -> Plain {
         let bridge = self.bridge.ok_or(NotPlain)?;
         let view = bridge.view_as_tensor(&array).ok_or(NotPlain)?;

@@ -5,7 +5,7 @@ use pyo3::types::{PyDict, PyList};
 
 use super::rows::{LEAVES, PICKLE};
 use super::samples::{Parts, split};
-use crate::cache::{Cache, Found, Record};
+use crate::cache::{Cache, Lookup, Record};
 use crate::config::{DETACH_FROM, STREAM_FROM};
 use crate::copy::copy;
 use crate::error::Error;
@@ -68,7 +68,7 @@ impl Sample {
         Ok((!sample.is_other && is_whole && is_one && !sample.parts.is_empty()).then_some(sample))
     }
 
-    /// The bytes of a contiguous tensor.
+    /// Returns the bytes of a contiguous tensor.
     fn bytes(&self, leaf: &Leaf<'_>) -> Option<*const u8> {
         match leaf.place {
             Place::Inline(bytes) => Some(bytes.as_ptr()),
@@ -128,7 +128,7 @@ impl Build for Sample {
     }
 }
 
-/// The batch of some rows, as torch's default_collate makes it. `None` leaves it to torch: a row is missing, or the
+/// Collates some rows, as torch's default_collate does. `None` leaves it to torch: a row is missing, or the
 /// samples do not have the same form, or that form is neither a tensor nor a flat list, tuple or dict (with strings as
 /// keys) of contiguous tensors, ints and floats.
 pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], make: &mut Make<'_>) -> PyResult<Option<Py<PyAny>>> {
@@ -142,7 +142,7 @@ pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], make: &mut Make<'_>) 
         if *row >= cache.rows() {
             return Ok(None);
         }
-        let Found::Whole(record) = cache.look(*row) else { return Ok(None) };
+        let Lookup::Whole(record) = cache.look(*row) else { return Ok(None) };
         // The code for single samples finds a damaged record, too, and makes it again.
         let Ok(Some(sample)) = Sample::of(record, tree) else { return Ok(None) };
         samples.push(sample);
@@ -153,7 +153,7 @@ pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], make: &mut Make<'_>) 
     if !samples.iter().all(is_like) {
         return Ok(None);
     }
-    let mut made = Vec::with_capacity(first.columns.len());
+    let mut stacked = Vec::with_capacity(first.columns.len());
     for (place, column) in first.columns.iter().enumerate() {
         let parts = samples.iter().map(|sample| sample.parts[place]);
         let numbers = |dtype| {
@@ -165,7 +165,7 @@ pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], make: &mut Make<'_>) 
             let bytes: Vec<u8> = parts.clone().flat_map(word).collect();
             bridge.tensor_copied(py, &bytes, Form { dtype, shape: &[rows.len() as i64], strides: &[1] })
         };
-        made.push(match column {
+        stacked.push(match column {
             Column::Int => numbers(Dtype::INT64)?,
             Column::Float => numbers(Dtype::FLOAT64)?,
             Column::Tensor(dtype, shape) => {
@@ -195,14 +195,14 @@ pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], make: &mut Make<'_>) 
     }
     cache.count_hits(rows.len() as u64);
     Ok(Some(match first.group {
-        None => made.remove(0),
+        None => stacked.remove(0),
         Some(Group::Dict) => {
             let dict = PyDict::new(py);
-            for (key, value) in first.keys.iter().zip(made) {
+            for (key, value) in first.keys.iter().zip(stacked) {
                 dict.set_item(key, value)?;
             }
             dict.into_any().unbind()
         }
-        Some(_) => PyList::new(py, made)?.into_any().unbind(),
+        Some(_) => PyList::new(py, stacked)?.into_any().unbind(),
     }))
 }

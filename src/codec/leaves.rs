@@ -58,7 +58,7 @@ impl<'a> Outgoing<'a> {
         Ok(())
     }
 
-    /// The size of all leaves.
+    /// Returns the size of all leaves.
     pub fn bytes(&self) -> u64 {
         self.leaves.iter().map(|(leaf, _)| leaf.len).sum()
     }

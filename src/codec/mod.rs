@@ -79,7 +79,7 @@ pub trait Sink {
         false
     }
 
-    /// The leaf and the offset of bytes in memory that can travel without a copy. Called only for at least
+    /// Returns the leaf and the offset of bytes in memory that can travel without a copy. Called only for at least
     /// `INLINE_LIMIT` bytes.
     fn adopt(&mut self, ptr: *const u8, len: usize, hold: Hold) -> Option<(u32, u64)>;
 }

@@ -30,14 +30,14 @@ struct PinnedMemory {
 }
 
 impl<'py, M: Memory> Pinned<'py, M> {
-    /// Memory for one payload; `None` if it needs torch's function, see [`small_bytes`].
+    /// Returns memory for one payload; `None` if it needs torch's function, see [`small_bytes`].
     pub fn new(payload: &[u8], allocate: Bound<'py, PyAny>, tuples_become_lists: bool) -> Result<Option<Self>, Error> {
         let slab_len = small_bytes(payload, tuples_become_lists)?;
         let copies = Copies::new();
         Ok(slab_len.map(|slab_len| Self { allocate, tuples_become_lists, slab: None, slab_len, copies }))
     }
 
-    /// The type of the list or tuple that is delivered.
+    /// Returns the type of the list or tuple that is delivered.
     pub fn group(&self, group: Group) -> Group {
         if group == Group::Tuple && self.tuples_become_lists { Group::List } else { group }
     }
@@ -66,7 +66,7 @@ impl<'py, M: Memory> Pinned<'py, M> {
         Ok((&memory.storage, at))
     }
 
-    /// A new storage for `len` bytes of a lease, to be filled by the copies.
+    /// Allocates a new storage for `len` bytes of a lease, to be filled by the copies.
     pub fn large(&mut self, from: M, offset: usize, len: usize) -> PyResult<SharedStorage> {
         let PinnedMemory { storage, ptr } = self.memory(len)?;
         // SAFETY: the decoder has checked the range in the lease; the storage is new, and part of the batch.

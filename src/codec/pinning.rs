@@ -49,12 +49,12 @@ impl<M: Memory> Copies<M> {
     }
 }
 
-/// Bytes that the small tensors of a payload need in pinned memory. `None` if the payload needs torch's function, which
-/// copies repeated objects twice and does not change the keys of dicts.
+/// Returns the number of bytes that the small tensors of a payload need in pinned memory. `None` if the payload needs
+/// torch's function, which copies repeated objects twice and does not change the keys of dicts.
 pub fn small_bytes(payload: &[u8], tuples_become_lists: bool) -> Result<Option<usize>, Error> {
     let mut scan = Scan { tuples_become_lists, ..Scan::default() };
     walk(payload, &mut scan)?;
-    Ok((!scan.odd).then_some(scan.slab_len))
+    Ok((!scan.needs_torch).then_some(scan.slab_len))
 }
 
 /// The properties of a payload that matter for pinning.
@@ -63,7 +63,7 @@ struct Scan {
     tuples_become_lists: bool,
     slab_len: usize,
     /// An object occurs twice, or pinning would change the key of a dict.
-    odd: bool,
+    needs_torch: bool,
     /// For each value of the stack, true if pinning changes it.
     changes: Vec<bool>,
 }
@@ -90,7 +90,7 @@ impl Build for Scan {
         let start = self.changes.len().checked_sub(values);
         let start = start.ok_or_else(|| Error::corrupt("an unbalanced batch"))?;
         let inside = &self.changes[start..];
-        self.odd |= group == Group::Dict && inside.iter().step_by(2).any(|&key| key);
+        self.needs_torch |= group == Group::Dict && inside.iter().step_by(2).any(|&key| key);
         let changes = inside.iter().any(|&it| it) || group == Group::Tuple && self.tuples_become_lists;
         self.changes.truncate(start);
         self.changes.push(changes);
@@ -98,12 +98,12 @@ impl Build for Scan {
     }
 
     fn keep(&mut self, _: usize) -> Result<(), Error> {
-        self.odd = true;
+        self.needs_torch = true;
         Ok(())
     }
 
     fn storage(&mut self, _: &Storage<'_>) -> Result<(), Error> {
-        self.odd = true;
+        self.needs_torch = true;
         Ok(())
     }
 }
@@ -114,11 +114,11 @@ mod tests {
     use crate::interop::memory::Heap;
     use crate::tree::Writer;
     use crate::tree::dtype::Dtype;
-    use crate::tree::layout::{Plan, Style};
+    use crate::tree::layout::{Style, TransferPlan};
 
     fn tensor(writer: &mut Writer<'_>, bytes: &[u8]) {
         let shape = [bytes.len() as i64];
-        let plan = Plan::new(&shape, &[1], 1, Style::Tensor).unwrap();
+        let plan = TransferPlan::new(&shape, &[1], 1, Style::Tensor).unwrap();
         // SAFETY: the view is of these bytes.
         unsafe { writer.inline(Kind::Tensor, Dtype::UINT8, &shape, &plan, bytes.as_ptr()) };
     }

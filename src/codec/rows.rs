@@ -50,7 +50,7 @@ impl Deref for Rows {
 }
 
 impl Rows {
-    /// The keys of a shape.
+    /// Returns the keys of a shape.
     fn keys<'py>(&self, py: Python<'py>, number: u32) -> PyResult<&Bound<'py, PyTuple>> {
         let shapes = self.shapes.get_or_try_init(py, || {
             let list = plain(py, self.meta())?;
@@ -182,7 +182,7 @@ impl Source for Parts<'_> {
     }
 }
 
-/// The tree and the leaves of a row that begins with [`LEAVES`]; `None` if it is damaged.
+/// Returns the tree and the leaves of a row that begins with [`LEAVES`]; `None` if it is damaged.
 fn split(bytes: &[u8]) -> Option<(&[u8], Parts<'_>)> {
     let (head, rest) = bytes.split_first_chunk::<16>()?;
     let number = |bytes: &[u8]| usize::try_from(u64::from_le_bytes(*bytes.first_chunk()?)).ok();
@@ -198,7 +198,7 @@ fn split(bytes: &[u8]) -> Option<(&[u8], Parts<'_>)> {
     Some((tree, Parts(leaves)))
 }
 
-/// The value of a row: a new object.
+/// Returns the value of a row: a new object.
 #[inline]
 pub fn value<'py>(py: Python<'py>, rows: &Rows, row: u64) -> PyResult<Bound<'py, PyAny>> {
     let bytes = match rows.row(row)? {
@@ -216,7 +216,7 @@ pub fn value<'py>(py: Python<'py>, rows: &Rows, row: u64) -> PyResult<Bound<'py,
     }
 }
 
-/// The value of a tree with or without leaves.
+/// Returns the value of a tree with or without leaves.
 fn plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let value = match bytes.split_first() {
         Some((&LEAVES, rest)) => {
@@ -228,7 +228,7 @@ fn plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     Ok(value.into_bound(py))
 }
 
-/// The dict of a row that begins with [`SHAPED`].
+/// Returns the dict of a row that begins with [`SHAPED`].
 fn shaped<'py>(py: Python<'py>, rows: &Rows, rest: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let wrong = || damaged("a dict's values");
     let (number, rest) = rest.split_first_chunk::<4>().ok_or_else(wrong)?;
@@ -245,7 +245,7 @@ fn shaped<'py>(py: Python<'py>, rows: &Rows, rest: &[u8]) -> PyResult<Bound<'py,
     Ok(dict.into_any())
 }
 
-/// `pickle.loads`.
+/// Returns `pickle.loads`.
 pub(super) fn loads(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
     static LOADS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     Ok(LOADS.get_or_try_init(py, || py.import("pickle")?.getattr("loads").map(Bound::unbind))?.bind(py))
@@ -266,7 +266,7 @@ pub fn is_text(store: &Store, row: u64, wanted: &str) -> Option<bool> {
     }
 }
 
-/// The bytes by which a key is found in every process; false if there are none. Equal keys have equal bytes.
+/// Returns the bytes by which a key is found in every process; false if there are none. Equal keys have equal bytes.
 ///
 /// These are strings, bytes, None, numbers and tuples of them. Hashes of other objects may differ between processes.
 pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResult<bool> {
@@ -339,13 +339,13 @@ fn hashes_like(value: &Bound<'_, PyAny>, base: &Bound<'_, PyType>) -> PyResult<b
     Ok(true)
 }
 
-/// The hash of a key, or `None` if it has none that all processes share.
+/// Returns the hash of a key, or `None` if it has none that all processes share.
 pub fn key_hash(value: &Bound<'_, PyAny>, buffer: &mut Vec<u8>) -> PyResult<Option<u64>> {
     buffer.clear();
     Ok(key(value, buffer, 0)?.then(|| hash(buffer)))
 }
 
-/// The row of a key among rows of keys and values, as in a dict.
+/// Returns the row of a key among rows of keys and values, as in a dict.
 pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
     let py = wanted.py();
     let mut buffer = Vec::new();

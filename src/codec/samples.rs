@@ -32,7 +32,7 @@ pub fn put(
     })
 }
 
-/// The sample of a record: a new object.
+/// Returns the sample of a record: a new object.
 pub fn value<'py>(py: Python<'py>, record: Record) -> PyResult<Bound<'py, PyAny>> {
     let bridge = Bridge::get(py)?;
     match record.copy(0, 1).first() {
@@ -69,7 +69,7 @@ impl Source for Parts {
     }
 }
 
-/// The tree and the leaves of a record that begins with [`LEAVES`]; `None` if it is damaged.
+/// Returns the tree and the leaves of a record that begins with [`LEAVES`]; `None` if it is damaged.
 pub fn split(record: Record) -> Option<(Vec<u8>, Parts)> {
     let number = |bytes: &[u8]| usize::try_from(u64::from_le_bytes(*bytes.first_chunk()?)).ok();
     let head = record.copy(1, 16);

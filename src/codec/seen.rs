@@ -9,7 +9,7 @@ const FEW: usize = 16;
 
 /// An object of a batch, or a reference to it.
 pub trait Object {
-    /// Its identity while the batch lives.
+    /// Returns its identity while the batch lives.
     fn address(&self) -> usize;
 }
 
@@ -93,8 +93,8 @@ impl<O> Seen<O> {
         self.leaves.push(met);
     }
 
-    /// The sorted extents of the leaves if aliases must be resolved: an object is repeated, leaves share memory, or
-    /// there are windows.
+    /// Returns the sorted extents of the leaves if aliases must be resolved: an object is repeated, leaves share
+    /// memory, or there are windows.
     pub fn tangled(&self) -> Option<Vec<Extent>> {
         let certain = self.windows || !self.again.is_empty();
         if self.ascending && !certain {

@@ -24,7 +24,7 @@ pub struct Shapes {
 }
 
 impl Shapes {
-    /// The number of a dict's shape, and its values; `None` for another object, and for a dict without a shape.
+    /// Returns the number of a dict's shape, and its values; `None` for another object, and for a dict without a shape.
     pub fn split<'py>(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Option<(u32, Bound<'py, PyTuple>)>> {
         let Ok(dict) = value.cast_exact::<PyDict>() else { return Ok(None) };
         if dict.is_empty() || dict.len() > KEYS {
@@ -53,7 +53,7 @@ impl Shapes {
         Ok(Some((number, PyTuple::new(value.py(), values)?)))
     }
 
-    /// The tree of the list of the shapes' keys; empty without shapes.
+    /// Returns the tree of the list of the shapes' keys; empty without shapes.
     pub fn finish(self) -> Vec<u8> {
         let mut out = Vec::new();
         if !self.numbers.is_empty() {

@@ -28,7 +28,7 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// The state at the beginning of an iterator.
+    /// Returns the state at the beginning of an iterator.
     pub(super) fn new(workers: u32) -> Self {
         Self { positions: Positions::new(workers as usize), snapshots: Snapshots::new(workers as usize) }
     }

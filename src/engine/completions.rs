@@ -68,7 +68,7 @@ pub struct Completions {
 }
 
 impl Completions {
-    /// The ends of an arena's rings.
+    /// Returns the ends of an arena's rings.
     pub fn new(arena: &Arc<Arena>) -> Self {
         let workers = arena.geometry().workers;
         let rings = (0..workers).map(|worker| Consumer::new(arena.result_ring(worker))).collect();
@@ -80,7 +80,7 @@ impl Completions {
         self.marks != 0 || arena.bitmap().iter().any(|word| word.load(Ordering::Relaxed) != 0)
     }
 
-    /// The next result of any marked ring.
+    /// Returns the next result of any marked ring.
     #[inline]
     pub fn next(&mut self, arena: &Arena) -> Result<Option<(u32, Incoming)>> {
         let bitmap = arena.bitmap();
@@ -106,7 +106,7 @@ impl Completions {
         }
     }
 
-    /// The next result of one ring.
+    /// Returns the next result of one ring.
     #[inline]
     pub fn pop(&mut self, worker: u32) -> Result<Option<Incoming>> {
         let Some(words) = self.rings[worker as usize].pop()? else { return Ok(None) };
@@ -196,29 +196,29 @@ impl Message {
         Ok(message)
     }
 
-    /// The payload.
+    /// Returns the payload.
     pub fn payload(&self) -> &[u8] {
         &self.bytes[self.start..]
     }
 
-    /// The payload and the leaves.
+    /// Returns the payload and the leaves.
     pub fn parts(&mut self) -> (&[u8], &mut Leaves) {
         (&self.bytes[self.start..], &mut self.leaves)
     }
 
-    /// The buffer, for reuse.
+    /// Returns the buffer, for reuse.
     pub fn into_buffer(self) -> Vec<u8> {
         self.bytes
     }
 }
 
 impl Leaves {
-    /// Number of leaves.
+    /// Returns the number of leaves.
     pub fn len(&self) -> usize {
         self.rows.len()
     }
 
-    /// True without leaves.
+    /// Returns true without leaves.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }

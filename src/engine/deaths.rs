@@ -1,4 +1,4 @@
-//! Deaths of workers: tells the scheduler of each, and collects the details for its report.
+//! Deaths of workers: reports each to the scheduler, and collects the details for its report.
 
 use super::core::Engine;
 use super::types::DeathReport;

@@ -68,7 +68,7 @@ pub enum Event<T, B, E> {
 
 /// The stage of the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Call {
+enum Stage {
     Began,
     /// Repeats owed draws; holds the number of draws left to try.
     Draws(u32),
@@ -90,7 +90,7 @@ enum Health {
 pub struct Delivery<T, B, E> {
     /// The scheduler fills a window, and repeats failed draws by itself.
     fills: bool,
-    call: Call,
+    stage: Stage,
     health: Health,
     /// Deferred errors of the sampler.
     errors: VecDeque<E>,
@@ -105,11 +105,11 @@ pub struct Delivery<T, B, E> {
 }
 
 impl<T, B, E> Delivery<T, B, E> {
-    /// The state before the first call. `fills`: the scheduler fills a window.
+    /// Returns the state before the first call. `fills`: the scheduler fills a window.
     pub fn new(fills: bool) -> Self {
         Self {
             fills,
-            call: Call::Answers,
+            stage: Stage::Answers,
             health: Health::Sound,
             errors: VecDeque::new(),
             owed_draws: 0,
@@ -124,15 +124,15 @@ impl<T, B, E> Delivery<T, B, E> {
     pub fn on_event(&mut self, event: Event<T, B, E>) {
         match event {
             Event::EpochBegan => {
-                self.call = Call::Answers;
+                self.stage = Stage::Answers;
                 self.errors.clear();
                 self.owed_draws = 0;
                 self.unsent = None;
                 self.unread = None;
             }
-            Event::NextBegan => self.call = Call::Began,
+            Event::NextBegan => self.stage = Stage::Began,
             Event::IndexDrawn => {
-                if let Call::Draws(_) = self.call {
+                if let Stage::Draws(_) = self.stage {
                     self.owed_draws -= 1;
                 }
             }
@@ -140,10 +140,10 @@ impl<T, B, E> Delivery<T, B, E> {
             Event::IndexUnsent(index) => self.unsent = Some(index),
             Event::DrawFailed(error) => {
                 self.errors.push_back(error);
-                match self.call {
+                match self.stage {
                     // The epoch must not end before the index is sent; the next call tries again.
-                    Call::Draws(_) if self.unsent.is_some() => self.call = Call::Answers,
-                    Call::Draws(_) => self.owed_draws -= 1,
+                    Stage::Draws(_) if self.unsent.is_some() => self.stage = Stage::Answers,
+                    Stage::Draws(_) => self.owed_draws -= 1,
                     _ => self.owe_draw(),
                 }
             }
@@ -165,21 +165,21 @@ impl<T, B, E> Delivery<T, B, E> {
         closed: bool,
         decide: impl FnOnce(bool) -> Decision<T, Arrival<B>>,
     ) -> Result<Step<T, B, E>> {
-        if self.call == Call::Began {
+        if self.stage == Stage::Began {
             if let Some(error) = self.errors.pop_front() {
                 return Ok(Step::Raise(error));
             }
-            self.call = Call::Draws(self.owed_draws);
+            self.stage = Stage::Draws(self.owed_draws);
         }
         if closed {
             return Ok(Step::Closed);
         }
-        if let Call::Draws(left) = self.call {
+        if let Stage::Draws(left) = self.stage {
             if left > 0 {
-                self.call = Call::Draws(left - 1);
+                self.stage = Stage::Draws(left - 1);
                 return Ok(Step::Submit);
             }
-            self.call = Call::Answers;
+            self.stage = Stage::Answers;
         }
         if let Some(result) = self.unread.take() {
             return Ok(Step::Unread(result));
@@ -192,7 +192,7 @@ impl<T, B, E> Delivery<T, B, E> {
         }
         let decision = decide(self.errors.is_empty());
         if !matches!(decision, Decision::Wait(_)) {
-            self.call = Call::Answers;
+            self.stage = Stage::Answers;
         }
         Ok(match decision {
             Decision::Submit => Step::Submit,
@@ -214,16 +214,16 @@ impl<T, B, E> Delivery<T, B, E> {
 
     /// Marks the call as waiting. Returns true if it was not waiting before.
     pub fn begins_to_wait(&mut self) -> bool {
-        std::mem::replace(&mut self.call, Call::Waits) != Call::Waits
+        std::mem::replace(&mut self.stage, Stage::Waits) != Stage::Waits
     }
 
     /// Ends the call. Returns whether it was waiting.
     #[inline]
     pub fn stops_waiting(&mut self) -> bool {
-        std::mem::replace(&mut self.call, Call::Answers) == Call::Waits
+        std::mem::replace(&mut self.stage, Stage::Answers) == Stage::Waits
     }
 
-    /// The deferred errors of the sampler.
+    /// Returns the deferred errors of the sampler.
     pub fn errors(&self) -> &VecDeque<E> {
         &self.errors
     }
@@ -249,13 +249,13 @@ impl<T, B, E> Delivery<T, B, E> {
         self.tied = Some(Arrival { incoming, ready: None });
     }
 
-    /// The tied result, with the state of an interrupted attempt to open it.
+    /// Returns the tied result, with the state of an interrupted attempt to open it.
     #[inline]
     pub fn tied(&mut self) -> Option<(Incoming, Option<B>)> {
         self.tied.as_mut().map(|tied| (tied.incoming, tied.ready.take()))
     }
 
-    /// The worker of the tied result.
+    /// Returns the worker of the tied result.
     pub fn tied_worker(&self) -> Option<u32> {
         self.tied.as_ref().map(|tied| tied.incoming.worker)
     }
@@ -279,7 +279,7 @@ impl<T, B, E> Delivery<T, B, E> {
     }
 
     fn owe_draw(&mut self) {
-        if !self.fills && !matches!(self.call, Call::Draws(_)) {
+        if !self.fills && !matches!(self.stage, Stage::Draws(_)) {
             self.owed_draws += 1;
         }
     }

@@ -18,7 +18,7 @@ use crate::sys::poll::{PollSet, WaitOutcome};
 #[derive(Debug)]
 pub(super) enum Source<B> {
     Rings(Completions),
-    Thread(pin::Link<B>),
+    Thread(pin::PinLink<B>),
 }
 
 /// The source of results, and the descriptors on which `next` sleeps.
@@ -74,7 +74,7 @@ impl<B: Send + 'static> Inbox<B> {
         self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)
     }
 
-    /// The rings; `None` if a pin thread has them.
+    /// Returns the rings; `None` if a pin thread has them.
     #[inline]
     pub(super) fn rings(&mut self) -> Option<&mut Completions> {
         match &mut self.source {
@@ -88,9 +88,9 @@ impl<B: Send + 'static> Inbox<B> {
         matches!(self.source, Some(Source::Rings(_)))
     }
 
-    /// The channel of the pin thread, if there is one.
+    /// Returns the channel of the pin thread, if there is one.
     #[inline]
-    pub(super) fn link(&self) -> Option<&pin::Link<B>> {
+    pub(super) fn link(&self) -> Option<&pin::PinLink<B>> {
         match &self.source {
             Some(Source::Thread(link)) => Some(link),
             _ => None,
@@ -135,7 +135,7 @@ impl<B: Send + 'static> Inbox<B> {
         self.poll.remove(self.handle.token_of(worker))
     }
 
-    /// Time of the last check for dead workers.
+    /// Returns the time of the last check for dead workers.
     pub(super) fn looked(&self) -> Duration {
         self.looked
     }
@@ -153,7 +153,7 @@ impl<B: Send + 'static> Inbox<B> {
         Ok(true)
     }
 
-    /// A wait begins.
+    /// Notes that a wait begins.
     pub(super) fn wait_begins(&mut self) {
         self.ready.clear();
     }
@@ -185,12 +185,13 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// A wait has ended.
+    /// Notes that a wait has ended.
     pub(super) fn wait_ends(&mut self, now: Duration) {
         self.looked = now;
     }
 
-    /// The tokens that the last poll returned, for [`Inbox::ended_by`]. Hand the list back to [`Inbox::noticed`].
+    /// Returns the tokens that the last poll returned, for [`Inbox::ended_by`]. Hand the list back to
+    /// [`Inbox::noticed`].
     pub(super) fn take_ready(&mut self) -> Vec<u64> {
         std::mem::take(&mut self.ready)
     }
@@ -227,7 +228,7 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// The workers without a pidfd that have ended.
+    /// Returns the workers without a pidfd that have ended.
     pub(super) fn unwatched_ends(&mut self) -> Vec<u32> {
         let ended = |worker: &mut u32| self.handle.process(*worker).is_some_and(|it| it.has_exited());
         self.unwatched.extract_if(.., ended).collect()

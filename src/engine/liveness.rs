@@ -112,7 +112,7 @@ impl Liveness {
         self.overdue.forget(worker);
     }
 
-    /// A worker has a process again.
+    /// Notes that a worker has a process again.
     pub(super) fn replaced(&mut self, worker: u32) {
         self.remains.remove(&worker);
     }

@@ -47,7 +47,7 @@ impl Outbox {
         }
     }
 
-    /// An entry with its payload, inline or in a block. Does not wait for memory.
+    /// Makes an entry with its payload, inline or in a block. Does not wait for memory.
     pub(super) fn entry(&mut self, kind: TaskKind, payload: &[u8]) -> Result<TaskEntry> {
         if let Some(entry) = TaskEntry::inline(0, kind, payload) {
             return Ok(entry);
@@ -99,8 +99,8 @@ impl Outbox {
         self.begins = if rewinds { TaskKind::Rewind } else { TaskKind::Resume };
     }
 
-    /// The entries that begin an epoch early, one for each worker. None if a worker has not taken the last but one:
-    /// then its ring could overflow. Does not wait for memory.
+    /// Returns the entries that begin an epoch early, one for each worker. None if a worker has not taken the last but
+    /// one: then its ring could overflow. Does not wait for memory.
     pub(super) fn early_entries(&mut self, first_task: u64, message: &[u8]) -> Result<Option<Vec<TaskEntry>>> {
         let mut rings = self.tasks.iter_mut().zip(&self.early);
         if rings.any(|(ring, [filled, _])| !ring.has_taken(*filled)) {
@@ -157,7 +157,7 @@ impl Outbox {
         self.handle.arena.reset_worker(worker, withdrawn)
     }
 
-    /// The queue that the workers share, if they do.
+    /// Returns the queue that the workers share, if they do.
     pub(super) fn queue(&self) -> Option<&SharedQueue> {
         self.queue.as_ref()
     }
@@ -167,7 +167,7 @@ impl Outbox {
         self.queue.as_mut().map_or(Ok(()), |queue| queue.answered(worker, entry))
     }
 
-    /// The tasks of the queue that a worker held at its end.
+    /// Returns the tasks of the queue that a worker held at its end.
     pub(super) fn lost_with(&mut self, worker: u32) -> Vec<TaskId> {
         let Some(queue) = &mut self.queue else { return Vec::new() };
         std::iter::from_fn(|| queue.lost_with(worker)).collect()

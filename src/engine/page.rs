@@ -49,7 +49,7 @@ impl Page {
         self.has_ended = true;
     }
 
-    /// The page; `None` once another iterator may use the arena, and in a forked child.
+    /// Returns the page; `None` once another iterator may use the arena, and in a forked child.
     #[inline]
     fn page(&self) -> Option<&MainPage> {
         (!self.has_ended && self.arena.is_ours()).then(|| &self.arena.header().main)

@@ -57,7 +57,7 @@ pub enum PinEvent<B> {
 
 /// The engine's side of the channel.
 #[derive(Debug)]
-pub struct Link<B> {
+pub struct PinLink<B> {
     /// The thread's events.
     pub events: Receiver<PinEvent<B>>,
     /// Dead workers whose rings the thread is to drain.
@@ -88,7 +88,7 @@ pub fn start<P: Prepare>(
     results: usize,
     restarts: bool,
     around: impl FnOnce(Body<P>) -> std::result::Result<(), String> + Send + 'static,
-) -> Result<Link<P::Ready>> {
+) -> Result<PinLink<P::Ready>> {
     let control = handle.control_of_pinning()?;
     let arena = handle.arena.clone();
     let workers = arena.geometry().workers as usize;
@@ -129,7 +129,7 @@ pub fn start<P: Prepare>(
         let hint = "the pin thread could not be started; raise the limit of processes (ulimit -u)".into();
         Error::Os { call: "pthread_create", errno: error.raw_os_error().unwrap_or(libc::EAGAIN), hint }
     })?;
-    Ok(Link { events: received, drain, control })
+    Ok(PinLink { events: received, drain, control })
 }
 
 /// Sends an event and wakes `next`. Returns the event if the iterator ends.
@@ -162,7 +162,7 @@ fn text_of(panic: &(dyn Any + Send)) -> String {
 }
 
 impl<P: Prepare> Body<P> {
-    /// The preparation.
+    /// Returns the preparation.
     pub fn prepare(&self) -> &P {
         &self.prepare
     }

@@ -38,7 +38,7 @@ impl ThreadEnd {
 }
 
 impl PinControl {
-    /// The control of a thread to be started.
+    /// Returns the control of a thread to be started.
     pub fn new() -> Result<Self> {
         Ok(Self {
             stop: AtomicBool::new(false),

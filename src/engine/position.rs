@@ -48,7 +48,7 @@ pub struct Positions {
 }
 
 impl Positions {
-    /// The position before the first epoch of `workers` workers.
+    /// Returns the position before the first epoch of `workers` workers.
     pub fn new(workers: usize) -> Self {
         Self {
             low: 0,
@@ -126,13 +126,13 @@ impl Positions {
         }
     }
 
-    /// Number of a worker's answers that every position has from now on.
+    /// Returns the number of a worker's answers that every position has from now on.
     pub fn settled(&self, worker: u32) -> u64 {
         self.settled[worker as usize]
     }
 
-    /// The position after `answers` answers, which are all or all but one, without the last `back` batches and the
-    /// errors after each of these. The error says why there is none.
+    /// Returns the position after `answers` answers, which are all or all but one, without the last `back` batches and
+    /// the errors after each of these. The error says why there is none.
     pub fn at(&self, answers: u64, back: usize) -> Result<Position, String> {
         let missing = self.answers.checked_sub(answers).filter(|missing| *missing <= 1);
         let Some(missing) = missing else {

@@ -40,14 +40,14 @@ impl Process {
         Self { pid, pidfd, start_time, started, was_gone, descends, link: None }
     }
 
-    /// A process of another machine.
+    /// Creates a process of another machine.
     pub(super) fn elsewhere(pid: i32, link: Arc<Link>) -> Self {
         let started = sys::clock::monotonic();
         let link = Some(link);
         Self { pid, pidfd: None, start_time: 0, started, was_gone: false, descends: false, link }
     }
 
-    /// A descriptor that is readable once it has ended.
+    /// Returns a descriptor that is readable once it has ended.
     pub(super) fn end_fd(&self) -> Option<BorrowedFd<'_>> {
         match &self.link {
             Some(link) => Some(link.end_fd()),
@@ -72,7 +72,7 @@ impl Process {
         sys::pidfd::has_exited(self.pid, self.start_time)
     }
 
-    /// Its exit status, if known.
+    /// Returns its exit status, if known.
     pub fn status(&self) -> Option<ExitStatus> {
         match &self.pidfd {
             Some(pidfd) => pidfd.status(),

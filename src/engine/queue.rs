@@ -19,7 +19,7 @@ use crate::wire::{ResultEntry, ResultKind, TaskEntry};
 pub(super) struct SharedQueue(Submitter<ArenaQueue>);
 
 impl SharedQueue {
-    /// The queue of an arena, if it has one.
+    /// Returns the queue of an arena, if it has one.
     pub(super) fn of(arena: &Arc<Arena>) -> Option<Self> {
         arena.queue().map(|queue| Self(Submitter::new(queue)))
     }
@@ -44,22 +44,22 @@ impl SharedQueue {
         Err(Error::corrupt(format!("worker {worker} answers task {}, whose holder is {holder:?}", entry.task)))
     }
 
-    /// The worker that holds a task and has not answered it.
+    /// Returns the worker that holds a task and has not answered it.
     pub(super) fn holder(&self, task: TaskId) -> Option<u32> {
         self.0.holder(task.0)
     }
 
-    /// The oldest task that a worker holds.
+    /// Returns the oldest task that a worker holds.
     pub(super) fn held_by(&self, worker: u32) -> Option<TaskId> {
         self.0.held_by(worker).map(TaskId)
     }
 
-    /// The oldest task that waits for any worker.
+    /// Returns the oldest task that waits for any worker.
     pub(super) fn oldest_waiting(&self) -> Option<TaskId> {
         self.0.oldest_waiting().map(TaskId)
     }
 
-    /// The oldest task that a worker held at its end. It is not held any more.
+    /// Returns the oldest task that a worker held at its end. It is not held any more.
     pub(super) fn lost_with(&mut self, worker: u32) -> Option<TaskId> {
         let held = self.0.held_by(worker)?;
         self.0.answered(held, worker);

@@ -61,7 +61,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.effects()
     }
 
-    /// A vacant worker has a process again.
+    /// Notes that a vacant worker has a process again.
     pub(super) fn replaced(&mut self, worker: u32) -> Result<()> {
         self.event(Event::WorkerReplaced(WorkerId(worker)))?;
         self.liveness.replaced(worker);
@@ -70,7 +70,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.sticky(result)
     }
 
-    /// The tag of the task to send again: [`Step::Resend`](super::Step::Resend).
+    /// Returns the tag of the task to send again: [`Step::Resend`](super::Step::Resend).
     pub fn unsent(&self) -> Option<&T> {
         self.scheduler.unsent().map(|(_, _, tag)| tag)
     }

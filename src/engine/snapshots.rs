@@ -19,7 +19,7 @@ struct OfWorker<M> {
 }
 
 impl<M> Snapshots<M> {
-    /// None yet, in the first epoch.
+    /// Creates the record of the first epoch, without snapshots.
     pub fn new(workers: usize) -> Self {
         let worker = || OfWorker { kept: VecDeque::new(), is_in_epoch: true, has_started: false };
         Self { workers: (0..workers).map(|_| worker()).collect() }
@@ -62,7 +62,7 @@ impl<M> Snapshots<M> {
         self.workers[worker as usize].has_started
     }
 
-    /// The newest snapshot that a worker made after at most `answers` answers, and that number.
+    /// Returns the newest snapshot that a worker made after at most `answers` answers, and that number.
     pub fn at(&self, worker: u32, answers: u64) -> Option<(u64, &M)> {
         let kept = &self.workers.get(worker as usize)?.kept;
         let (count, snapshot) = kept.iter().rfind(|(count, _)| *count <= answers)?;

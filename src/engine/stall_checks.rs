@@ -20,7 +20,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.overdue.set_limit(limit);
     }
 
-    /// A stuck worker that has not been reported. Call after each [`Engine::after_wait`] until there is none.
+    /// Returns a stuck worker that has not been reported. Call after each [`Engine::after_wait`] until there is none.
     pub fn stalled(&mut self) -> Option<Stall> {
         let stall = self.find_stalled()?;
         self.handle.trace.mark(Kind::Stalled, stall.worker, stall.task.map_or(0, |task| task.0), 0);
@@ -37,17 +37,17 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return None;
         }
         let workers = 0..self.arena().geometry().workers;
-        let found = workers.into_iter().find_map(|worker| {
+        let stall = workers.into_iter().find_map(|worker| {
             let shown = self.shown_by(worker)?;
             self.liveness.stalls.stall_of(worker, &shown, now)
         });
-        if found.is_none() {
+        if stall.is_none() {
             self.liveness.stalls.checked(now);
         }
-        found
+        stall
     }
 
-    /// A worker that has exceeded the limit of [`Engine::kill_stalls`], once for each batch.
+    /// Returns a worker that has exceeded the limit of [`Engine::kill_stalls`], once for each batch.
     pub(super) fn overdue(&mut self, now: Duration) -> Option<Stall> {
         if !self.liveness.overdue.begins_check(now) {
             return None;
@@ -75,7 +75,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Some(Shown::of(&self.handle.arena, worker, self.handle.process(worker)?, oldest))
     }
 
-    /// Kills a worker that has exceeded the limit, unless it has gone on or ended in the meantime. Only a worker that
+    /// Kills a worker that has exceeded the limit, unless it has continued or ended in the meantime. Only a worker that
     /// descends from this process is killed.
     pub fn kill(&mut self, stall: &Stall) -> Killed {
         let shown = self.shown_by(stall.worker);

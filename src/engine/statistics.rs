@@ -3,23 +3,23 @@
 use super::core::Engine;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// An epoch begins.
+    /// Notes that an epoch begins.
     pub fn epoch_begins(&mut self) {
         self.times.epoch_begins();
     }
 
-    /// The current `next` ends the epoch: the time until the next epoch is no training step.
+    /// Notes that the current `next` ends the epoch: the time until the next epoch is no training step.
     pub fn epoch_ends(&mut self) {
         self.times.epoch_ends();
     }
 
-    /// A `next` begins.
+    /// Notes that a `next` begins.
     #[inline]
     pub fn next_begins(&mut self) {
         self.times.next_begins();
     }
 
-    /// A draw ends, which began with the engine's last step.
+    /// Notes that a draw ends, which began with the engine's last step.
     #[inline]
     pub fn sampler_ends(&mut self) {
         self.times.sampler_ends();
@@ -31,7 +31,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.times.blocked_us()
     }
 
-    /// A `next` ends, with an answer or an error.
+    /// Notes that a `next` ends, with an answer or an error.
     #[inline]
     pub fn next_ends(&mut self) {
         self.times.next_ends();

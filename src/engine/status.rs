@@ -36,7 +36,7 @@ impl Status {
         }
     }
 
-    /// The names of `state` and `terminated`.
+    /// Returns the names of `state` and `terminated`.
     pub fn names(&self) -> (&'static str, &'static str) {
         (WorkerState::from_u32(self.state).name(), Terminated::name_of(self.terminated))
     }

@@ -30,7 +30,7 @@ impl Times {
         Self { now: Duration::ZERO, watch: Watch::default(), page, meter, trace, delivered: 0 }
     }
 
-    /// The time of the last clock read.
+    /// Returns the time of the last clock read.
     #[inline]
     pub(super) fn now(&self) -> Duration {
         self.now
@@ -92,7 +92,7 @@ impl Times {
         self.page.show_counts(state, self.now);
     }
 
-    /// A wait begins at `start`. `blocked`: later results are ready.
+    /// Notes that a wait begins at `start`. `blocked`: later results are ready.
     pub(super) fn wait_begins(&mut self, start: Duration, blocked: bool) {
         self.watch.wait_begins(start, blocked);
         if let Some(state) = self.watch.waiting() {
@@ -100,7 +100,7 @@ impl Times {
         }
     }
 
-    /// The wait has ended.
+    /// Notes that the wait has ended.
     pub(super) fn wait_ends(&mut self) {
         self.tick();
         let began = self.watch.wait_ends(self.now, &self.meter);
@@ -110,7 +110,7 @@ impl Times {
         }
     }
 
-    /// The current `next` delivers a task.
+    /// Notes that the current `next` delivers a task.
     #[inline]
     pub(super) fn delivers(&mut self, task: u64) {
         self.delivered = task + 1;
@@ -126,7 +126,7 @@ impl Times {
         self.page.show_option(option);
     }
 
-    /// The iterator has ended: nothing is shown any more.
+    /// Notes that the iterator has ended: nothing is shown any more.
     pub(super) fn end(&mut self) {
         self.page.end();
     }

@@ -52,7 +52,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// The rest of a wait that [`Engine::arrives_soon`] has begun. Call it without the GIL.
+    /// Waits for the rest of a wait that [`Engine::arrives_soon`] has begun. Call it without the GIL.
     pub fn sleep(&mut self, deadline: Option<Duration>) -> Result<()> {
         let start = sys::clock::monotonic();
         self.handle.on_duty();

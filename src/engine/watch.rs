@@ -39,7 +39,7 @@ impl Watch {
         std::mem::take(&mut self.fresh)
     }
 
-    /// The state of a `next` that waits; `None` outside of `next`.
+    /// Returns the state of a `next` that waits; `None` outside of `next`.
     pub(super) fn waiting(&self) -> Option<MainState> {
         self.in_next.then_some(if self.is_first { MainState::First } else { MainState::Waiting })
     }
@@ -48,7 +48,7 @@ impl Watch {
         (self.wait_began, self.blocked) = (now, blocked);
     }
 
-    /// The wait ends. Returns when it began.
+    /// Notes that the wait ends. Returns when it began.
     pub(super) fn wait_ends(&mut self, now: Duration, meter: &Meter) -> Duration {
         let time = now - self.wait_began;
         self.waited += time;
@@ -67,18 +67,18 @@ impl Watch {
         self.wait_began
     }
 
-    /// An epoch begins.
+    /// Notes that an epoch begins.
     pub(super) fn epoch_begins(&mut self, meter: &Meter) {
         meter.add(Count::Epochs, 1);
         (self.left, self.is_first, self.is_over) = (Duration::ZERO, true, false);
     }
 
-    /// The current `next` ends the epoch: the time until the next epoch is no training step.
+    /// Notes that the current `next` ends the epoch: the time until the next epoch is no training step.
     pub(super) fn epoch_ends(&mut self) {
         self.is_over = true;
     }
 
-    /// A `next` begins. Returns when the last one of the epoch ended.
+    /// Notes that a `next` begins. Returns when the last one of the epoch ended.
     #[inline]
     pub(super) fn next_begins(&mut self, now: Duration, meter: &Meter) -> Option<Duration> {
         (self.fresh, self.in_next) = (true, true);
@@ -95,13 +95,14 @@ impl Watch {
         self.was_long
     }
 
-    /// Time that this `next` has waited with later batches ready.
+    /// Returns the time that this `next` has waited with later batches ready.
     #[inline]
     pub(super) fn blocked_for(&self) -> Duration {
         self.blocked_for
     }
 
-    /// A `next` ends, with an answer or an error. Returns when it began, and the state that the main process is in now.
+    /// Notes that a `next` ends, with an answer or an error. Returns when it began, and the state that the main process
+    /// is in now.
     #[inline]
     pub(super) fn next_ends(&mut self, now: Duration, meter: &Meter) -> (Duration, MainState) {
         let time = now - self.entered;

@@ -22,7 +22,7 @@ impl ArrayTensor {
         Self { array: array.clone().unbind() }
     }
 
-    /// A further reference to the array.
+    /// Returns a further reference to the array.
     pub fn array<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
         self.array.bind(py).clone()
     }
@@ -36,8 +36,8 @@ impl ArrayTensor {
 }
 
 impl Bridge {
-    /// The memory of a plain array as the tensor that `torch.as_tensor` makes of it. `None` also where torch warns or
-    /// fails.
+    /// Returns the memory of a plain array as the tensor that `torch.as_tensor` makes of it. `None` also where torch
+    /// warns or fails.
     pub fn view_as_tensor(&self, array: &Bound<'_, PyAny>) -> Option<LeafView> {
         let py = array.py();
         let view = self.array_view(array)?;

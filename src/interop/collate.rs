@@ -12,7 +12,7 @@ use crate::copy::copy;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::is_contiguous;
 
-/// `torch.stack` of a list or tuple of plain tensors of one dtype and shape: a contiguous tensor of shape
+/// Stacks a list or tuple of plain tensors of one dtype and shape as `torch.stack` does: a contiguous tensor of shape
 /// `(len(batch), *shape)`. From [`INLINE_LIMIT`] bytes on its memory comes from `alloc`, if that returns some.
 pub fn stack<M: Memory>(
     py: Python<'_>,
@@ -51,8 +51,8 @@ pub fn stack<M: Memory>(
     }
 }
 
-/// A new tensor for a plan, and its first byte. From [`INLINE_LIMIT`] bytes on its memory comes from `alloc`, if that
-/// returns some.
+/// Creates a new tensor for a plan, and its first byte. From [`INLINE_LIMIT`] bytes on its memory comes from `alloc`,
+/// if that returns some.
 pub fn tensor_for<M: Memory>(
     py: Python<'_>,
     bridge: &Bridge,
@@ -70,7 +70,7 @@ pub fn tensor_for<M: Memory>(
     }
 }
 
-/// The addresses of the items, if all are contiguous and of the first one's form.
+/// Returns the addresses of the items, if all are contiguous and of the first one's form.
 fn sources(bridge: &Bridge, items: &[Bound<'_, PyAny>], first: &TensorView<'_>) -> Option<Vec<usize>> {
     let source = |item| {
         let view = bridge.view(item)?;
@@ -80,7 +80,7 @@ fn sources(bridge: &Bridge, items: &[Bound<'_, PyAny>], first: &TensorView<'_>) 
     items.iter().map(source).collect()
 }
 
-/// `torch.tensor` of a list or tuple of floats (float64) or of ints (int64), of exactly these types.
+/// Makes a tensor of a list or tuple of floats (float64) or ints (int64), of exactly these types, as `torch.tensor` does.
 pub fn numbers(py: Python<'_>, bridge: &Bridge, batch: &Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
     let Some(items) = items(batch) else { return Ok(None) };
     let Some(first) = items.first() else { return Ok(None) };
@@ -111,7 +111,7 @@ pub fn numbers(py: Python<'_>, bridge: &Bridge, batch: &Bound<'_, PyAny>) -> PyR
     bridge.tensor_copied(py, &bytes, form).map(Some)
 }
 
-/// The value of an exact int; `None` for other objects, and if it does not fit.
+/// Returns the value of an exact int; `None` for other objects, and if it does not fit.
 #[inline]
 pub fn exact_int(item: &Bound<'_, PyAny>) -> Option<i64> {
     if item.get_type_ptr() != &raw mut ffi::PyLong_Type {

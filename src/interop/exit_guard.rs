@@ -43,7 +43,7 @@ pub fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyR
     result
 }
 
-/// The next item of an iterator, or of a function that raises StopIteration at the end; `None` at the end.
+/// Returns the next item of an iterator, or of a function that raises StopIteration at the end; `None` at the end.
 pub fn next_item<'py>(items: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = items.py();
     let Ok(iterator) = items.cast::<PyIterator>() else {

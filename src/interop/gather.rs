@@ -76,7 +76,8 @@ pub fn gather<'py>(
     Ok(Some(batch))
 }
 
-/// The stack of `count` rows of a tensor; `None` if a row below `end` does not exist, or the rows are not contiguous.
+/// Returns the stack of `count` rows of a tensor; `None` if a row below `end` does not exist, or the rows are not
+/// contiguous.
 fn plan(view: &TensorView<'_>, count: usize, end: usize) -> Option<StackPlan> {
     let (&length, row) = view.shape.split_first()?;
     let (&step, strides) = view.strides.split_first()?;
@@ -84,7 +85,8 @@ fn plan(view: &TensorView<'_>, count: usize, end: usize) -> Option<StackPlan> {
     (exists && is_contiguous(row, strides)).then(|| StackPlan::new(count, row, view.dtype))?
 }
 
-/// The numbers of a list of exact ints, none of them negative, and the end of their range. `None` for anything else.
+/// Returns the numbers of a list of exact ints, none of them negative, and the end of their range. `None` for anything
+/// else.
 pub fn rows(index: &Bound<'_, PyAny>) -> Option<(Vec<usize>, usize)> {
     let row = |item| usize::try_from(exact_int(&item)?).ok();
     let rows = index.cast_exact::<PyList>().ok()?.iter().map(row).collect::<Option<Vec<_>>>()?;

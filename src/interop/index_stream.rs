@@ -27,7 +27,7 @@ pub struct IndexStream {
     size_of: Py<PyAny>,
     is_interrupt: Py<PyAny>,
     /// Locked while `next` runs; another `next` then raises as a generator does.
-    state: Mutex<State>,
+    state: Mutex<StreamState>,
 }
 
 /// The source of the indices.
@@ -40,14 +40,14 @@ enum Source {
     Ended,
 }
 
-struct State {
+struct StreamState {
     source: Source,
     array: Option<PyBuffer<i64>>,
     /// The position in the array.
     at: usize,
     /// The size of all batches, if the last one is dropped unless it is full.
     full: Option<usize>,
-    /// The first indices of a batch that goes on in the next array.
+    /// The first indices of a batch that continues in the next array.
     pending: Vec<i64>,
     /// Index batches to leave out before the first one.
     skip: usize,
@@ -55,7 +55,7 @@ struct State {
     skipping: usize,
 }
 
-impl State {
+impl StreamState {
     /// Ends the stream and frees its memory.
     fn end(&mut self) {
         self.source = Source::Ended;
@@ -76,7 +76,7 @@ impl IndexStream {
         is_interrupt: Py<PyAny>,
     ) -> Self {
         let source = Source::Unstarted;
-        let state = State { source, array: None, at: 0, full: None, pending: Vec::new(), skip: 0, skipping: 0 };
+        let state = StreamState { source, array: None, at: 0, full: None, pending: Vec::new(), skip: 0, skipping: 0 };
         Self { torchs, batches, begin, size_of, is_interrupt, state: Mutex::new(state) }
     }
 
@@ -114,18 +114,18 @@ impl IndexStream {
         }
         visit.call(&self.batches)?;
         match self.state.try_lock().as_deref() {
-            Ok(State { source: Source::Arrays(more), .. }) => visit.call(more),
+            Ok(StreamState { source: Source::Arrays(more), .. }) => visit.call(more),
             _ => Ok(()),
         }
     }
 }
 
 impl IndexStream {
-    fn lock(&self) -> PyResult<MutexGuard<'_, State>> {
+    fn lock(&self) -> PyResult<MutexGuard<'_, StreamState>> {
         self.state.try_lock().map_err(|_| PyValueError::new_err("generator already executing"))
     }
 
-    fn start(&self, py: Python<'_>, state: &mut State) -> PyResult<()> {
+    fn start(&self, py: Python<'_>, state: &mut StreamState) -> PyResult<()> {
         let begun = self.ask(self.begin.bind(py), state)?;
         if begun.is_none() {
             state.source = Source::Torchs;
@@ -139,7 +139,7 @@ impl IndexStream {
 
     /// Leaves out the index batches that `skip` has named, of the present size. After an interrupt the next call
     /// continues.
-    fn leave_out(&self, py: Python<'_>, state: &mut State) -> PyResult<()> {
+    fn leave_out(&self, py: Python<'_>, state: &mut StreamState) -> PyResult<()> {
         if let Source::Torchs = state.source {
             while state.skip > 0 {
                 let left_out = next_item(self.torchs.bind(py))?;
@@ -163,8 +163,8 @@ impl IndexStream {
         Ok(())
     }
 
-    /// The next batch, or index; `None` at the end.
-    fn batch<'py>(&self, py: Python<'py>, state: &mut State) -> PyResult<Option<Bound<'py, PyAny>>> {
+    /// Returns the next batch, or index; `None` at the end.
+    fn batch<'py>(&self, py: Python<'py>, state: &mut StreamState) -> PyResult<Option<Bound<'py, PyAny>>> {
         let size = self.size(py, state)?;
         if size == 0 {
             state.end();
@@ -173,9 +173,9 @@ impl IndexStream {
         if state.pending.is_empty()
             && let Some(indices) = rest(&state.array, state.at).get(..size)
         {
-            let made = self.made(indices.iter().copied(), py)?;
+            let batch = self.to_python(indices.iter().copied(), py)?;
             state.at += size;
-            return Ok(Some(made));
+            return Ok(Some(batch));
         }
         let mut ended = false;
         while !ended && state.pending.len() < size {
@@ -186,18 +186,18 @@ impl IndexStream {
             ended = taken == 0 && !self.refill(py, state)?;
         }
         let is_left_out = state.pending.is_empty() || (ended && state.full.is_some());
-        let made = if is_left_out { None } else { Some(self.made(state.pending.iter().copied(), py)?) };
+        let batch = if is_left_out { None } else { Some(self.to_python(state.pending.iter().copied(), py)?) };
         state.pending.clear();
         // Not after an incomplete batch: torch then reads `batch_size` once more.
-        if made.is_none() {
+        if batch.is_none() {
             state.end();
         }
-        Ok(made)
+        Ok(batch)
     }
 
-    /// The size of the next batch.
+    /// Returns the size of the next batch.
     #[inline]
-    fn size(&self, py: Python<'_>, state: &mut State) -> PyResult<usize> {
+    fn size(&self, py: Python<'_>, state: &mut StreamState) -> PyResult<usize> {
         let Some(batches) = &self.batches else { return Ok(1) };
         if let Some(size) = state.full {
             return Ok(size);
@@ -213,9 +213,9 @@ impl IndexStream {
         }
     }
 
-    /// A list of ints, or the single index.
+    /// Returns a list of ints, or the single index.
     #[inline]
-    fn made<'py>(
+    fn to_python<'py>(
         &self,
         mut indices: impl ExactSizeIterator<Item = i64>,
         py: Python<'py>,
@@ -227,7 +227,7 @@ impl IndexStream {
     }
 
     /// Takes the next array. False: there is none.
-    fn refill(&self, py: Python<'_>, state: &mut State) -> PyResult<bool> {
+    fn refill(&self, py: Python<'_>, state: &mut StreamState) -> PyResult<bool> {
         let Source::Arrays(more) = &state.source else { return Ok(false) };
         let more = more.clone_ref(py);
         state.array = None;
@@ -244,7 +244,7 @@ impl IndexStream {
         Ok(true)
     }
 
-    fn ask<'py>(&self, function: &Bound<'py, PyAny>, state: &mut State) -> PyResult<Bound<'py, PyAny>> {
+    fn ask<'py>(&self, function: &Bound<'py, PyAny>, state: &mut StreamState) -> PyResult<Bound<'py, PyAny>> {
         self.ask_with(function, PyTuple::empty(function.py()), state)
     }
 
@@ -252,13 +252,13 @@ impl IndexStream {
         &self,
         function: &Bound<'py, PyAny>,
         args: Bound<'py, PyTuple>,
-        state: &mut State,
+        state: &mut StreamState,
     ) -> PyResult<Bound<'py, PyAny>> {
         call(function, args).map_err(|error| self.failed(function.py(), error, state))
     }
 
     /// Ends the stream, as an error ends a generator; but not for an error that a signal handler raised.
-    fn failed(&self, py: Python<'_>, error: PyErr, state: &mut State) -> PyErr {
+    fn failed(&self, py: Python<'_>, error: PyErr, state: &mut StreamState) -> PyErr {
         // Not `value`, which has no traceback.
         let value = error.clone_ref(py).into_value(py);
         let asked = PyTuple::new(py, [value]).and_then(|args| call(self.is_interrupt.bind(py), args));

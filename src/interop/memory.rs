@@ -9,9 +9,9 @@ use crate::worker::kept::WorkerLease;
 
 /// Memory of a delivered tensor or array. Dropping releases it, on any thread and without the GIL.
 pub trait Memory: Send + 'static {
-    /// The address, which is stable for the life of the value. Not null, even for no bytes.
+    /// Returns the address, which is stable for the life of the value. Not null, even for no bytes.
     fn ptr(&self) -> *mut u8;
-    /// Number of bytes.
+    /// Returns the number of bytes.
     fn len(&self) -> usize;
 }
 
@@ -33,7 +33,7 @@ impl Heap {
         Layout::from_size_align(len.max(1), Self::ALIGN).unwrap_or(Layout::new::<[u8; 64]>())
     }
 
-    /// `len` uninitialized bytes.
+    /// Allocates `len` uninitialized bytes.
     pub fn new(len: usize) -> Result<Self, Error> {
         let refused = || Error::NoMemory {
             wanted: len as u64,

@@ -107,7 +107,7 @@ impl Move {
         Self { watch, _thread: PhantomData }
     }
 
-    /// The memory that the storage had before, if it was this crate's.
+    /// Returns the memory that the storage had before, if it was this crate's.
     pub fn end(mut self) -> Option<Freed> {
         self.watch.caught.take()
     }

@@ -68,7 +68,7 @@ struct Api {
 }
 
 impl Api {
-    /// `None`: NumPy has no handlers.
+    /// Finds the functions of NumPy. `None`: it has no handlers.
     fn find(py: Python<'_>) -> PyResult<Option<Self>> {
         let core = py.import("numpy._core._multiarray_umath");
         let core = core.or_else(|_| py.import("numpy.core._multiarray_umath"))?;
@@ -96,7 +96,7 @@ impl Api {
         }))
     }
 
-    /// The functions of this context's handler, if they are NumPy's default ones.
+    /// Returns the functions of this context's handler, if they are NumPy's default ones.
     fn default(self, py: Python<'_>) -> PyResult<Option<Functions>> {
         // SAFETY: the GIL is held; a new reference or an error.
         let current = unsafe { Bound::from_owned_ptr_or_err(py, (self.get)())? };
@@ -167,7 +167,8 @@ impl Context {
         (memory as usize).wrapping_sub(self.first) < self.len
     }
 
-    /// Memory in the region; `None`: use NumPy's default function. Null: no memory is left, NumPy raises a MemoryError.
+    /// Returns memory in the region; `None`: use NumPy's default function. Null: no memory is left, NumPy raises a
+    /// MemoryError.
     fn array(&self, len: usize, zeroed: bool) -> Option<*mut c_void> {
         if len < ARRAY_MIN {
             return None;

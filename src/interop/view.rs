@@ -45,17 +45,18 @@ pub struct Form<'a> {
 }
 
 impl<'a> Form<'a> {
-    /// A vector of bytes.
+    /// Returns the form of a vector of bytes.
     pub fn bytes(len: &'a [i64; 1]) -> Self {
         Self { dtype: Dtype::UINT8, shape: len, strides: &[1] }
     }
 
-    /// Nothing, of a type.
+    /// Returns the form of no elements of a type.
     pub fn empty(dtype: Dtype) -> Self {
         Self { dtype, shape: &[0], strides: &[1] }
     }
 
-    /// Bytes from the first element to the end of the last one; `None` if no memory is that large.
+    /// Returns the number of bytes from the first element to the end of the last one; `None` if no memory is that
+    /// large.
     pub fn extent(&self) -> Option<usize> {
         extent(self.shape, self.strides, self.dtype.itemsize())
     }
@@ -86,7 +87,7 @@ pub enum Order {
 }
 
 impl Order {
-    /// The order of a view; [`Order::C`] if it is both. Strides count elements.
+    /// Returns the order of a view; [`Order::C`] if it is both. Strides count elements.
     pub fn of(shape: &[i64], strides: &[i64]) -> Self {
         let reversed = |dims: &[i64]| dims.iter().rev().copied().collect::<Vec<_>>();
         if is_contiguous(shape, strides) {
@@ -113,7 +114,7 @@ pub struct StackPlan {
 }
 
 impl StackPlan {
-    /// The stack of `count` items; `None` if it has too many dimensions, or sizes that no memory has.
+    /// Returns the stack of `count` items; `None` if it has too many dimensions, or sizes that no memory has.
     pub fn new(count: usize, item_shape: &[i64], dtype: Dtype) -> Option<Self> {
         let shape = Dims::new(&[&[i64::try_from(count).ok()?], item_shape].concat())?;
         let strides = Dims::contiguous(&shape)?;
@@ -123,7 +124,7 @@ impl StackPlan {
         Some(Self { dtype, shape, strides, each, total: each.checked_mul(count)? })
     }
 
-    /// The form of the result.
+    /// Returns the form of the result.
     pub fn form(&self) -> Form<'_> {
         Form { dtype: self.dtype, shape: &self.shape, strides: &self.strides }
     }

@@ -7,7 +7,7 @@ use pyo3::exceptions::{PyException, PyIndexError, PyMemoryError, PyOSError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::cache::{Cache, Closed, Found, Head, Put, Usage};
+use crate::cache::{Cache, Closed, Head, Lookup, Put, Usage};
 use crate::codec::rows::Scratch;
 use crate::codec::samples;
 use crate::interop::collate::exact_int;
@@ -42,7 +42,7 @@ impl PyCache {
 /// The header of a file: version, rows, limit and meta.
 type Told<'py> = (u64, u64, u64, Bound<'py, PyBytes>);
 
-/// A descriptor of the caller.
+/// Returns a descriptor of the caller.
 fn borrowed(fd: &i32) -> PyResult<BorrowedFd<'_>> {
     if *fd < 0 {
         return Err(PyOSError::new_err((libc::EBADF, "a cache needs a descriptor")));
@@ -136,7 +136,7 @@ impl PyCache {
     fn get<'py>(&self, index: &Bound<'py, PyAny>, missing: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let row = exact_int(index).and_then(|index| u64::try_from(index).ok());
         let Some(row) = row.filter(|row| *row < self.cache.rows()) else { return Ok(missing) };
-        let Found::Whole(record) = self.cache.look(row) else {
+        let Lookup::Whole(record) = self.cache.look(row) else {
             self.cache.count_miss();
             return Ok(missing);
         };
@@ -159,7 +159,7 @@ impl PyCache {
     /// Returns true if a missing row is worth keeping: nothing marks it, and there may be room.
     fn takes(&self, row: u64) -> PyResult<bool> {
         let is_open = self.cache.closed() == Closed::Open;
-        Ok(is_open && self.cache.look(self.row(row)?) == Found::Absent)
+        Ok(is_open && self.cache.look(self.row(row)?) == Lookup::Absent)
     }
 
     /// Keeps a sample. Returns the reason for which the cache takes no more samples, if this call has closed it.
@@ -189,14 +189,14 @@ impl PyCache {
         numbers_of(py, self.cache.usage())
     }
 
-    /// The usage in the first bytes of a file.
+    /// Reads the usage from the first bytes of a file.
     #[staticmethod]
     fn usage_of_header<'py>(py: Python<'py>, header: &[u8]) -> PyResult<Option<Bound<'py, PyDict>>> {
         Usage::of_header(header).map(|usage| numbers_of(py, usage)).transpose()
     }
 }
 
-/// The keyword arguments of Python's `CacheUsage`.
+/// Returns the keyword arguments of Python's `CacheUsage`.
 fn numbers_of(py: Python<'_>, usage: Usage) -> PyResult<Bound<'_, PyDict>> {
     let numbers = [
         ("hits", usage.hits),

@@ -25,7 +25,7 @@ use crate::shm::arena::Arena;
 use crate::shm::layout::{Geometry, WorkerState};
 use crate::sync::lock;
 use crate::sys::signal::{self, stack_signal};
-use crate::tree::layout::{Plan, Style};
+use crate::tree::layout::{Style, TransferPlan};
 use crate::wire::{self, ResultKind, TaskEntry, TaskKind};
 use crate::worker::kept::{Kept, WorkerLease};
 use crate::worker::port::{Port, Received};
@@ -50,15 +50,15 @@ pub struct PyPort {
 }
 
 impl PyPort {
-    /// The message that begins an epoch, with its code.
+    /// Returns the message that begins an epoch, with its code.
     fn epoch(&self, py: Python<'_>, code: u8, payload: &[u8]) -> PyResult<(u8, u64, Option<Py<PyAny>>)> {
         self.port.enter(WorkerState::Starting);
         let (first_task, message) = wire::read_epoch(payload)?;
         Ok((code, first_task, Some(PyBytes::new(py, message).into_any().unbind())))
     }
 
-    /// Memory in the arena for `len` bytes; `None` if the worker already retains so much that the heap should be used.
-    /// Runs Python's collector first if garbage may hold the arena's blocks.
+    /// Returns memory in the arena for `len` bytes; `None` if the worker already retains so much that the heap should
+    /// be used. Runs Python's collector first if garbage may hold the arena's blocks.
     fn lease(&self, py: Python<'_>, len: usize) -> PyResult<Option<WorkerLease>> {
         // Python reports errors of finalizers itself.
         let collect = || drop(py.import("gc").and_then(|gc| gc.call_method0("collect")));
@@ -183,7 +183,7 @@ impl PyPort {
     /// Starts the watchdog thread. Without one (RLIMIT_NPROC) the worker itself checks the main process when it is
     /// idle.
     fn watch(&self, parent: (i32, u64)) {
-        let parent = Parent::told(parent.0, parent.1);
+        let parent = Parent::of(parent.0, parent.1);
         if watchdog::start(self.port.clone(), parent).is_err() {
             let _ = self.unguarded.set(parent);
         }
@@ -247,7 +247,7 @@ impl PyPort {
     fn array_tensor(&self, array: &Bound<'_, PyAny>) -> PyResult<Option<ArrayTensor>> {
         let (py, bridge) = (array.py(), Bridge::get(array.py())?);
         let Some(view) = bridge.view_as_tensor(array) else { return Ok(None) };
-        let plan = Plan::new(&view.shape, &view.byte_strides, view.dtype.itemsize(), Style::Tensor);
+        let plan = TransferPlan::new(&view.shape, &view.byte_strides, view.dtype.itemsize(), Style::Tensor);
         let bytes = plan.filter(|plan| plan.gather.is_none()).map_or(0, |plan| plan.bytes);
         let block = (bytes >= ARRAY_MIN).then(|| self.port.adoptable(view.first as usize, bytes as u64)).flatten();
         if !block.is_some_and(|(block, _)| self.port.has_array(block))

@@ -32,8 +32,8 @@ impl PyLink {
     }
 }
 
-/// The worker's end, in a process that serves nothing else: it ends with the connection, even inside an item of the
-/// dataset.
+/// Opens the worker's end, in a process that serves nothing else: it ends with the connection, even inside an item of
+/// the dataset.
 pub fn open(fd: i32, ring_slots: u32, region_len: u64) -> PyResult<Arc<Remote>> {
     // SAFETY: the caller passes ownership of the descriptor, which is open.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
@@ -45,7 +45,7 @@ pub fn open(fd: i32, ring_slots: u32, region_len: u64) -> PyResult<Arc<Remote>> 
     Ok(Remote::start(socket, ring_slots, region_len, lost, killed)?)
 }
 
-/// The longest time that a call may wait.
+/// Returns the longest time that a call may wait.
 pub fn limit(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }

@@ -13,7 +13,7 @@ use crate::sys::signal::Mask;
 /// Calls a function and appends its result to a list, before Python can run a signal handler.
 ///
 /// Python runs handlers in its own code, between two bytecodes. Between the end of the call and the append there are
-/// none: code of Python that runs here, in a finalizer of an argument, prints what a handler raises and goes on.
+/// none: code of Python that runs here, in a finalizer of an argument, prints what a handler raises and continues.
 /// `_core.pyi` says what follows for the caller.
 #[pyfunction]
 #[pyo3(signature = (into, function, /, *args))]

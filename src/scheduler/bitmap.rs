@@ -15,7 +15,7 @@ pub(super) struct Bitmap {
     root: u64,
 }
 
-/// The lowest bit of `word` at or above position `from`; `from` may be 64.
+/// Returns the lowest bit of `word` at or above position `from`; `from` may be 64.
 #[inline]
 fn lowest_from(word: u64, from: usize) -> Option<usize> {
     let rest = if from < 64 { word & (u64::MAX << from) } else { 0 };
@@ -23,7 +23,7 @@ fn lowest_from(word: u64, from: usize) -> Option<usize> {
 }
 
 impl Bitmap {
-    /// An empty set of numbers below `bound`, which is at most [`CAPACITY`].
+    /// Creates an empty set of numbers below `bound`, which is at most [`CAPACITY`].
     pub fn new(bound: usize) -> Self {
         debug_assert!(bound <= CAPACITY);
         let leaves = bound.div_ceil(64);
@@ -55,7 +55,7 @@ impl Bitmap {
         }
     }
 
-    /// The first member at or after `from`, else the smallest one.
+    /// Returns the first member at or after `from`, else the smallest one.
     #[inline]
     pub fn next_cyclic(&self, from: usize) -> Option<usize> {
         match self.next_from(from) {
@@ -64,7 +64,7 @@ impl Bitmap {
         }
     }
 
-    /// The first member at or after `from`, a number below the bound.
+    /// Returns the first member at or after `from`, a number below the bound.
     #[inline]
     fn next_from(&self, from: usize) -> Option<usize> {
         let leaf = from >> SHIFT;

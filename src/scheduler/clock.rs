@@ -13,7 +13,7 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// A stopped clock. Without a timeout it never runs.
+    /// Creates a stopped clock. Without a timeout it never runs.
     pub fn new(timeout: Option<Duration>) -> Self {
         Self { timeout, deadline: None, expired: false }
     }

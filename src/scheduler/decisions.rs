@@ -1,6 +1,6 @@
 //! The conditions of `next`, and its answers.
 
-use super::reorder::State;
+use super::reorder::TaskState;
 use super::{Decision, Scheduler};
 use crate::id::WorkerId;
 
@@ -35,7 +35,7 @@ impl<T, R> Scheduler<T, R> {
         while let Some(front) = self.reorder.front() {
             let slot = self.reorder.slot(front);
             match slot.state {
-                State::Ready | State::Failed => {
+                TaskState::Ready | TaskState::Failed => {
                     if !self.fills {
                         self.workers.unload(slot.worker);
                     }
@@ -46,12 +46,12 @@ impl<T, R> Scheduler<T, R> {
                     self.ready -= 1;
                     return Some(front);
                 }
-                State::Outstanding | State::Lost => return None,
-                State::Dropped => {
+                TaskState::Outstanding | TaskState::Lost => return None,
+                TaskState::Dropped => {
                     self.reorder.pop();
                     self.reorder.release(front);
                 }
-                State::Free => unreachable!("the queue holds slots in use"),
+                TaskState::Free => unreachable!("the queue holds slots in use"),
             }
         }
         None
@@ -61,7 +61,7 @@ impl<T, R> Scheduler<T, R> {
     #[inline]
     pub(super) fn deliver(&mut self, slot: u32) -> Decision<T, R> {
         let entry = self.reorder.slot(slot);
-        let (task, worker, failed) = (entry.task, WorkerId(entry.worker), entry.state == State::Failed);
+        let (task, worker, failed) = (entry.task, WorkerId(entry.worker), entry.state == TaskState::Failed);
         match self.reorder.release(slot) {
             (Some(tag), Some(result)) if failed => self.answer(Decision::Raise { task, worker, tag, result }),
             (Some(tag), Some(result)) => self.answer(Decision::Deliver { task, worker, tag, result }),

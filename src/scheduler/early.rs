@@ -1,6 +1,6 @@
 //! The early epoch: the next one, whose tasks are sent while results of the present one wait for delivery.
 
-use super::reorder::State;
+use super::reorder::TaskState;
 use super::{DeliveryOrder, Scheduler};
 use crate::error::{Error, Result};
 use crate::id::TaskId;
@@ -73,7 +73,7 @@ impl<T, R> Scheduler<T, R> {
         for slot in &early.queue {
             let entry = self.reorder.slot(*slot);
             // With a window, the load of a worker is the number of its unanswered tasks.
-            if self.fills && self.shared.is_none() && matches!(entry.state, State::Ready | State::Failed) {
+            if self.fills && self.shared.is_none() && matches!(entry.state, TaskState::Ready | TaskState::Failed) {
                 self.workers.unload(entry.worker);
             }
             self.reorder.enqueue(*slot);
@@ -85,7 +85,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Tasks of the present epoch that a living worker will answer.
+    /// Returns the number of tasks of the present epoch that a living worker will answer.
     #[inline]
     pub(super) fn outstanding_now(&self) -> u32 {
         self.outstanding - self.early.as_ref().map_or(0, |early| early.outstanding)
@@ -98,7 +98,7 @@ impl<T, R> Scheduler<T, R> {
         !early.loses_present && self.first_lost.is_some_and(|death| death.lost >= Some(early.first))
     }
 
-    /// The end of the present epoch's task numbers.
+    /// Returns the end of the present epoch's task numbers.
     pub(super) fn end_of_tasks(&self) -> TaskId {
         self.early.as_ref().map_or(self.next_task, |early| early.first)
     }
@@ -139,7 +139,7 @@ impl<T, R> Scheduler<T, R> {
     /// Takes the early epoch back: discards its results that have arrived. The others become stale.
     pub(super) fn discard_early(&mut self) {
         for slot in self.early.take().map(|early| early.queue).into_iter().flatten() {
-            if matches!(self.reorder.slot(slot).state, State::Ready | State::Failed) {
+            if matches!(self.reorder.slot(slot).state, TaskState::Ready | TaskState::Failed) {
                 self.discard(slot);
             }
         }

@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 use clock::Clock;
 use early::Early;
-use reorder::{NIL, Reorder, State};
+use reorder::{NIL, Reorder, TaskState};
 use restarts::Restarts;
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -89,7 +89,7 @@ pub struct Scheduler<T, R> {
 }
 
 impl<T, R> Scheduler<T, R> {
-    /// A scheduler for newly started workers. Returns [`Error::Usage`] for settings beyond its limits.
+    /// Creates a scheduler for newly started workers. Returns [`Error::Usage`] for settings beyond its limits.
     pub fn new(settings: Settings) -> Result<Self> {
         let (max_tasks, span, fills) = (settings.max_tasks(), settings.queue_span(), settings.fills());
         let Settings { workers, prefetch_factor, window, dispatch, delivery, persistent, timeout, restarts: replaces } =
@@ -209,10 +209,10 @@ impl<T, R> Scheduler<T, R> {
     pub fn on_event(&mut self, now: Duration, event: Event<R>) -> Result<()> {
         match event {
             Event::Completed { worker, task, result, bytes } => {
-                self.on_result(now, worker, task, result, bytes, State::Ready)?;
+                self.on_result(now, worker, task, result, bytes, TaskState::Ready)?;
             }
             Event::Failed { worker, task, result, bytes } => {
-                self.on_result(now, worker, task, result, bytes, State::Failed)?;
+                self.on_result(now, worker, task, result, bytes, TaskState::Failed)?;
             }
             Event::Exhausted { worker, task } => self.on_exhausted(now, worker, task)?,
             Event::Resumed(worker) => self.on_resumed(now, worker)?,
@@ -240,7 +240,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// The next effect to perform.
+    /// Returns the next effect to perform.
     #[inline]
     pub fn poll(&mut self) -> Option<Action<T, R>> {
         self.effects.pop_front()
@@ -296,8 +296,8 @@ impl<T, R> Scheduler<T, R> {
             return self.deliver(slot);
         }
         match self.reorder.front().map(|front| self.reorder.slot(front).state) {
-            Some(State::Outstanding) => self.wait(),
-            Some(State::Lost) => self.raise_death(),
+            Some(TaskState::Outstanding) => self.wait(),
+            Some(TaskState::Lost) => self.raise_death(),
             Some(_) => unreachable!("a result at the front has been staged"),
             None if self.first_dead.is_some() && !self.loses_early_alone() => self.raise_death(),
             None if self.outstanding_now() > 0 => self.wait(),
@@ -310,21 +310,21 @@ impl<T, R> Scheduler<T, R> {
         self.resuming > 0
     }
 
-    /// The death that `next` raises now or later.
+    /// Returns the death that `next` raises now or later.
     pub fn death(&self) -> Option<Death> {
         let idle = self.first_dead.map(|worker| Death { worker, lost: None });
         self.raised.or(self.first_lost).or(idle)
     }
 
-    /// A worker's oldest unanswered task, with its tag. While resuming this may be a task of the abandoned epoch. With
-    /// a shared queue it is known only if a process of the worker has died with it.
+    /// Returns a worker's oldest unanswered task, with its tag. While resuming this may be a task of the abandoned
+    /// epoch. With a shared queue it is known only if a process of the worker has died with it.
     pub fn oldest_task_of(&self, worker: WorkerId) -> Option<(TaskId, &T)> {
         let front = self.workers.get(worker.index())?.front;
         let slot = (front != NIL).then(|| self.reorder.slot(front))?;
         slot.tag.as_ref().map(|tag| (slot.task, tag))
     }
 
-    /// The tag of a task of a shared queue that is unanswered.
+    /// Returns the tag of a task of a shared queue that is unanswered.
     pub fn tag_of(&self, task: TaskId) -> Option<&T> {
         let slot = self.shared.as_ref()?.get(task)?;
         self.reorder.slot(slot).tag.as_ref()
@@ -336,7 +336,7 @@ impl<T, R> Scheduler<T, R> {
         self.workers.get(worker.index()).is_some_and(|entry| !entry.vacant && (entry.front != NIL || entry.resumes > 0))
     }
 
-    /// The worker whose result is delivered next, if that is known.
+    /// Returns the worker whose result is delivered next, if that is known.
     pub fn next_worker(&self) -> Option<WorkerId> {
         let slot = self.reorder.slot(self.reorder.front()?);
         (slot.worker != NIL).then_some(WorkerId(slot.worker))
@@ -353,33 +353,33 @@ impl<T, R> Scheduler<T, R> {
         self.clock.deadline.into_iter().chain(self.next_due()).min()
     }
 
-    /// Tasks of this epoch that a living worker will answer.
+    /// Returns the number of tasks of this epoch that a living worker will answer.
     pub fn outstanding(&self) -> usize {
         self.outstanding_now() as usize
     }
 
-    /// Limit of outstanding tasks, and number of submissions that start an epoch without a window.
+    /// Returns the limit of outstanding tasks, and number of submissions that start an epoch without a window.
     pub fn max_tasks(&self) -> usize {
         self.max_tasks as usize
     }
 
-    /// Number of tasks dispatched in this epoch.
+    /// Returns the number of tasks dispatched in this epoch.
     pub fn dispatched(&self) -> u64 {
         self.end_of_tasks().0 - self.first_task.0
     }
 
-    /// The first task of this epoch.
+    /// Returns the first task of this epoch.
     pub fn first_task(&self) -> TaskId {
         self.first_task
     }
 
-    /// The worker's undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window its unanswered ones,
-    /// with a shared queue 0.
+    /// Returns the worker's undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window its
+    /// unanswered ones, with a shared queue 0.
     pub fn load_of(&self, worker: WorkerId) -> usize {
         self.workers.get(worker.index()).map_or(0, |worker| worker.load as usize)
     }
 
-    /// The undelivered tasks of this epoch with their workers, in the order of dispatch (the keys of torch's
+    /// Returns the undelivered tasks of this epoch with their workers, in the order of dispatch (the keys of torch's
     /// `_task_info`). The worker of an unanswered task of a shared queue is unknown.
     pub fn undelivered(&self) -> Vec<(TaskId, Option<WorkerId>)> {
         let all = self.first_task..self.end_of_tasks();

@@ -1,7 +1,7 @@
 //! The transitions that only a shared queue has: tasks whose worker is unknown until they are answered or lost.
 
 use super::Scheduler;
-use super::reorder::State;
+use super::reorder::TaskState;
 use crate::error::{Error, Result};
 use crate::id::{TaskId, WorkerId};
 
@@ -42,13 +42,13 @@ impl<T, R> Scheduler<T, R> {
     pub(super) fn lose_queue(&mut self) {
         for task in self.unanswered() {
             if let Some(slot) = self.shared.as_mut().and_then(|shared| shared.remove(task)) {
-                self.reorder.slot_mut(slot).state = State::Lost;
+                self.reorder.slot_mut(slot).state = TaskState::Lost;
                 self.lost_task(task);
             }
         }
     }
 
-    /// The unanswered tasks of this epoch, with a shared queue.
+    /// Returns the unanswered tasks of this epoch, with a shared queue.
     pub(super) fn unanswered(&self) -> Vec<TaskId> {
         let tasks = self.shared.iter().flat_map(|shared| shared.tasks()).map(|(task, _)| task);
         tasks.filter(|task| *task >= self.first_task).collect()

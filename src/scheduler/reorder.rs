@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 pub(super) const NIL: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum TaskState {
     /// The slot is not in use.
     Free,
     /// The worker has not answered the task.
@@ -30,7 +30,7 @@ pub(super) struct Task<T, R> {
     /// The worker; `NIL` while a task of the shared queue has no answer.
     pub worker: u32,
     pub task: TaskId,
-    pub state: State,
+    pub state: TaskState,
     /// Present while the slot is in use, except for dropped tasks.
     pub tag: Option<T>,
     /// Present while the state is `Ready` or `Failed`.
@@ -54,7 +54,7 @@ pub(super) struct Reorder<T, R> {
 }
 
 impl<T, R> Reorder<T, R> {
-    /// An empty buffer with room for `expected` tasks.
+    /// Creates an empty buffer with room for `expected` tasks.
     pub fn new(expected: usize) -> Self {
         let expected = expected.min(4096);
         Self { slots: Vec::with_capacity(expected), free: NIL, queue: VecDeque::with_capacity(expected) }
@@ -63,7 +63,8 @@ impl<T, R> Reorder<T, R> {
     /// Allocates the slot of a dispatched task.
     #[inline]
     pub fn insert(&mut self, task: TaskId, worker: u32, tag: T) -> u32 {
-        let slot = Task { next: NIL, worker, task, state: State::Outstanding, tag: Some(tag), result: None, bytes: 0 };
+        let slot =
+            Task { next: NIL, worker, task, state: TaskState::Outstanding, tag: Some(tag), result: None, bytes: 0 };
         if self.free == NIL {
             self.slots.push(slot);
             return self.slots.len() as u32 - 1;
@@ -89,7 +90,7 @@ impl<T, R> Reorder<T, R> {
     pub fn release(&mut self, index: u32) -> (Option<T>, Option<R>) {
         let free = self.free;
         let slot = self.slot_mut(index);
-        slot.state = State::Free;
+        slot.state = TaskState::Free;
         slot.next = free;
         let held = (slot.tag.take(), slot.result.take());
         self.free = index;
@@ -112,10 +113,11 @@ impl<T, R> Reorder<T, R> {
         self.queue.pop_front()
     }
 
-    /// All tasks that are to be delivered, in no order, with their workers if known.
+    /// Returns all tasks that are to be delivered, in no order, with their workers if known.
     pub fn waiting(&self) -> impl Iterator<Item = (TaskId, Option<WorkerId>)> {
-        let held =
-            |slot: &&Task<T, R>| matches!(slot.state, State::Outstanding | State::Ready | State::Failed | State::Lost);
+        let held = |slot: &&Task<T, R>| {
+            matches!(slot.state, TaskState::Outstanding | TaskState::Ready | TaskState::Failed | TaskState::Lost)
+        };
         let worker = |slot: &Task<T, R>| (slot.worker != NIL).then_some(WorkerId(slot.worker));
         self.slots.iter().filter(held).map(move |slot| (slot.task, worker(slot)))
     }
@@ -125,7 +127,7 @@ impl<T, R> Reorder<T, R> {
         self.queue.clear();
         self.free = NIL;
         for slot in self.slots.drain(..) {
-            if slot.state != State::Free && slot.state != State::Dropped {
+            if slot.state != TaskState::Free && slot.state != TaskState::Dropped {
                 give(slot.task, slot.tag, slot.result);
             }
         }

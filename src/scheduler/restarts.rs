@@ -111,7 +111,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// The first vacancy that `next` reports.
+    /// Returns the first vacancy that `next` reports.
     pub(super) fn due_vacancy(&self) -> Option<Death> {
         let due = self.restarts.vacancies.iter().filter(|vacancy| vacancy.due.is_none());
         let worker = due.map(|vacancy| vacancy.worker).find(|worker| self.needs(*worker))?;
@@ -148,7 +148,7 @@ impl<T, R> Scheduler<T, R> {
         !self.restarts.behind.is_empty()
     }
 
-    /// The task that [`Decision::Resend`](super::Decision::Resend) asks for, and its worker.
+    /// Returns the task that [`Decision::Resend`](super::Decision::Resend) asks for, and its worker.
     pub fn unsent(&self) -> Option<(WorkerId, TaskId, &T)> {
         let worker = *self.restarts.behind.front()?;
         let slot = self.reorder.slot(self.workers.get(worker.index())?.unsent);
@@ -170,8 +170,8 @@ impl<T, R> Scheduler<T, R> {
         self.workers.get(worker.index()).is_some_and(|worker| worker.vacant)
     }
 
-    /// The tasks that are bound to a worker and unanswered, oldest first. Tasks of a shared queue are bound to a worker
-    /// by its death.
+    /// Returns the tasks that are bound to a worker and unanswered, oldest first. Tasks of a shared queue are bound to
+    /// a worker by its death.
     pub fn tasks_of(&self, worker: WorkerId) -> impl Iterator<Item = (TaskId, &T)> {
         let slot = |slot: u32| (slot != NIL).then(|| self.reorder.slot(slot));
         let first = slot(self.workers.get(worker.index()).map_or(NIL, |worker| worker.front));

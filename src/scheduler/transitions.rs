@@ -1,6 +1,6 @@
 //! The transitions of the state machine: one method per event. `queue.rs` has those of the shared queue.
 
-use super::reorder::{NIL, State};
+use super::reorder::{NIL, TaskState};
 use super::workers::{Life, Worker};
 use super::{Action, Death, DeliveryOrder, Scheduler};
 use crate::error::{Error, Result};
@@ -17,7 +17,7 @@ impl<T, R> Scheduler<T, R> {
         task: TaskId,
         result: R,
         bytes: u64,
-        state: State,
+        state: TaskState,
     ) -> Result<()> {
         if self.shut_down {
             // The shutdown has returned the tag, but the result still names memory to free.
@@ -155,7 +155,7 @@ impl<T, R> Scheduler<T, R> {
         let mut rest = front;
         while rest != NIL {
             let slot = self.reorder.slot_mut(rest);
-            slot.state = State::Lost;
+            slot.state = TaskState::Lost;
             rest = slot.next;
             let task = slot.task;
             self.lost_task(task);
@@ -179,11 +179,11 @@ impl<T, R> Scheduler<T, R> {
         }
         while let Some(slot) = self.reorder.pop() {
             match self.reorder.slot(slot).state {
-                State::Ready | State::Failed => self.discard(slot),
-                State::Dropped => drop(self.reorder.release(slot)),
+                TaskState::Ready | TaskState::Failed => self.discard(slot),
+                TaskState::Dropped => drop(self.reorder.release(slot)),
                 // Stays as a stale task in its worker's FIFO, or among the unanswered ones.
-                State::Outstanding => {}
-                State::Lost | State::Free => {
+                TaskState::Outstanding => {}
+                TaskState::Lost | TaskState::Free => {
                     unreachable!("no worker has died, and the queue holds slots in use")
                 }
             }
@@ -244,7 +244,7 @@ impl<T, R> Scheduler<T, R> {
         entry.ok_or_else(|| Error::usage(format!("there is no worker {}", worker.0)))
     }
 
-    /// The slot of a task that the worker has answered.
+    /// Returns the slot of a task that the worker has answered.
     #[inline]
     fn take_answered(&mut self, worker: WorkerId, task: TaskId) -> Result<u32> {
         if self.shared.is_none() {
@@ -285,7 +285,7 @@ impl<T, R> Scheduler<T, R> {
         let entry = self.reorder.slot_mut(slot);
         let task = entry.task;
         let tag = entry.tag.take();
-        entry.state = State::Dropped;
+        entry.state = TaskState::Dropped;
         self.effects.push_back(Action::Discard { task, tag, result: None });
         if stale || self.delivery == DeliveryOrder::AsCompleted {
             self.reorder.release(slot);

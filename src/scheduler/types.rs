@@ -47,12 +47,13 @@ pub struct Window {
 }
 
 impl Window {
-    /// A window of `batches` tasks, or as many as the engine has room for.
+    /// Creates a window of `batches` tasks, or as many as the engine has room for.
     pub fn of_batches(batches: usize) -> Self {
         Self { batches: batches.min(TASKS_MAX as usize), bytes: None }
     }
 
-    /// A window of `bytes` bytes for `max_tasks` outstanding tasks. The number of small results is limited, too.
+    /// Creates a window of `bytes` bytes for `max_tasks` outstanding tasks. The number of small results is limited,
+    /// too.
     pub fn of_bytes(bytes: u64, max_tasks: usize) -> Self {
         Self { batches: Self::of_batches(max_tasks.max(QUEUE_SPAN)).batches, bytes: Some(bytes) }
     }
@@ -100,7 +101,7 @@ impl Settings {
         }
     }
 
-    /// Limit of outstanding tasks.
+    /// Returns the limit of outstanding tasks.
     pub fn max_tasks(&self) -> usize {
         self.workers.saturating_mul(self.prefetch_factor)
     }
@@ -110,8 +111,8 @@ impl Settings {
         self.window.is_some() || self.dispatch == Dispatch::SharedQueue
     }
 
-    /// Limit of the tasks from the oldest unanswered one of a shared queue to the newest. It bounds the scheduler's
-    /// table of them, not the slots of the queue, which hold waiting tasks only.
+    /// Returns the limit of the tasks from the oldest unanswered one of a shared queue to the newest. It bounds the
+    /// scheduler's table of them, not the slots of the queue, which hold waiting tasks only.
     pub fn queue_span(&self) -> usize {
         let window = self.window.map_or(0, |window| window.batches.min(QUEUE_SPAN_MAX));
         QUEUE_SPAN.max(window).max(self.max_tasks().min(TASKS_MAX as usize))

@@ -31,7 +31,7 @@ impl Unanswered {
         self.slots.get(index).filter(|slot| **slot != NIL).map(|_| index)
     }
 
-    /// The slot of an unanswered task.
+    /// Returns the slot of an unanswered task.
     #[inline]
     pub fn get(&self, task: TaskId) -> Option<u32> {
         self.index(task).map(|index| self.slots[index])
@@ -49,13 +49,13 @@ impl Unanswered {
         Some(slot)
     }
 
-    /// Number of tasks from the oldest unanswered one to the newest.
+    /// Returns the number of tasks from the oldest unanswered one to the newest.
     #[inline]
     pub fn span(&self) -> usize {
         self.slots.len()
     }
 
-    /// All unanswered tasks with their slots, oldest first.
+    /// Returns all unanswered tasks with their slots, oldest first.
     pub fn tasks(&self) -> impl Iterator<Item = (TaskId, u32)> {
         let tasks = (self.first..).map(TaskId).zip(self.slots.iter().copied());
         tasks.filter(|(_, slot)| *slot != NIL)

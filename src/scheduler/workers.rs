@@ -127,7 +127,7 @@ impl Workers {
         self.table.get(index)
     }
 
-    /// The entry of an existing worker.
+    /// Returns the entry of an existing worker.
     #[inline]
     pub fn at(&mut self, index: u32) -> &mut Worker {
         &mut self.table[index as usize]
@@ -159,7 +159,7 @@ impl Workers {
         self.open.next_cyclic(0).is_some()
     }
 
-    /// Number of active workers.
+    /// Returns the number of active workers.
     pub fn active(&self) -> u32 {
         self.active
     }
@@ -197,7 +197,7 @@ impl Workers {
         }
     }
 
-    /// The limit of a worker's load: torch's `max_tasks // active workers`, or none.
+    /// Returns the limit of a worker's load: torch's `max_tasks // active workers`, or none.
     fn fair_share(&self) -> u32 {
         match self.dispatch {
             Dispatch::FairShare if self.active > 0 => self.max_tasks / self.active,

@@ -130,8 +130,8 @@ pub fn recover(state: &AtomicU32) -> Remains {
     if seen & WORKER_FORKED != 0 {
         return Remains::WorkersChild;
     }
-    let gone = WORKER | if seen & DELIVERED == 0 { CONSUMER } else { 0 };
-    let rest = state.fetch_and(!gone, Ordering::AcqRel) & !gone;
+    let holds = WORKER | if seen & DELIVERED == 0 { CONSUMER } else { 0 };
+    let rest = state.fetch_and(!holds, Ordering::AcqRel) & !holds;
     if rest & !RETURNING == 0 { Remains::Idle } else { Remains::Held }
 }
 

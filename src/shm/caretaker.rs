@@ -124,7 +124,7 @@ impl State {
     }
 }
 
-/// The thread's body: works until nothing is left, or until a fork.
+/// Runs the thread: works until nothing is left, or until a fork.
 fn run(work: Work) {
     let mut state = lock(&STATE);
     loop {

@@ -22,19 +22,19 @@ pub struct Lease {
 unsafe impl Send for Lease {}
 
 impl Lease {
-    /// A lease on the first `len` bytes of a block that the consumer holds. Checks the block's place.
+    /// Creates a lease on the first `len` bytes of a block that the consumer holds. Checks the block's place.
     pub fn new(arena: &Arc<Arena>, region: u32, block: u32, len: u64) -> Result<Self> {
         let memory = arena.block_memory(region, block, len)?.as_ptr();
         arena.delivered(region, block)?;
         Ok(Self { arena: arena.clone(), region, block, memory, len: len as usize })
     }
 
-    /// The first byte.
+    /// Returns the first byte.
     pub fn ptr(&self) -> *mut u8 {
         self.memory
     }
 
-    /// Number of bytes.
+    /// Returns the number of bytes.
     pub fn len(&self) -> usize {
         self.len
     }

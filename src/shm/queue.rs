@@ -30,19 +30,19 @@ const WAITING: u64 = 0;
 /// The producer has taken the entry back.
 const WITHDRAWN: u64 = 1;
 
-/// The state of a slot.
+/// Returns the state of a slot.
 #[inline]
 fn state_of(position: u64, holder: u64) -> u64 {
     position.wrapping_add(1) << HOLDER_BITS | holder
 }
 
-/// The holder number of a worker.
+/// Returns the holder number of a worker.
 #[inline]
 fn holder_of(worker: u32) -> u64 {
     u64::from(worker) + 2
 }
 
-/// The worker that a state names, if one holds the entry.
+/// Returns the worker that a state names, if one holds the entry.
 #[inline]
 fn worker_of(state: u64) -> Option<u32> {
     u32::try_from((state & ((1 << HOLDER_BITS) - 1)).checked_sub(2)?).ok()
@@ -55,12 +55,12 @@ pub fn is_waiting(state: u64) -> bool {
 
 /// The memory of a queue.
 pub trait QueueMemory {
-    /// The head and the bell.
+    /// Returns the head and the bell.
     fn control(&self) -> &QueueControl;
-    /// The slots; their number is a power of two and never changes.
+    /// Returns the slots; their number is a power of two and never changes.
     fn slots(&self) -> &[QueueSlot];
 
-    /// The slot of a position.
+    /// Returns the slot of a position.
     #[inline]
     fn slot(&self, position: u64) -> &QueueSlot {
         let slots = self.slots();
@@ -81,13 +81,13 @@ pub struct Submitter<M> {
 }
 
 impl<M: QueueMemory> Submitter<M> {
-    /// The producer's end of an empty queue.
+    /// Returns the producer's end of an empty queue.
     pub fn new(memory: M) -> Self {
         let unanswered = vec![None; memory.slots().len()].into();
         Self { memory, tail: 0, unanswered, displaced: Vec::new() }
     }
 
-    /// The memory.
+    /// Returns the memory.
     pub fn memory(&self) -> &M {
         &self.memory
     }
@@ -147,7 +147,7 @@ impl<M: QueueMemory> Submitter<M> {
         found.map(|index| self.displaced.swap_remove(index)).is_some()
     }
 
-    /// The worker that holds an entry that is not answered.
+    /// Returns the worker that holds an entry that is not answered.
     #[inline]
     pub fn holder(&self, position: u64) -> Option<u32> {
         if self.unanswered[self.place(position)] != Some(position) {
@@ -159,14 +159,14 @@ impl<M: QueueMemory> Submitter<M> {
         worker_of(self.memory.slot(position).state.load(Ordering::Relaxed))
     }
 
-    /// The oldest entry that a worker holds and has not answered.
+    /// Returns the oldest entry that a worker holds and has not answered.
     pub fn held_by(&self, worker: u32) -> Option<u64> {
         let displaced = self.displaced.iter().map(|(position, _)| *position);
         let all = self.unanswered.iter().flatten().copied().chain(displaced);
         all.filter(|position| self.holder(*position) == Some(worker)).min()
     }
 
-    /// The oldest entry that no worker has claimed.
+    /// Returns the oldest entry that no worker has claimed.
     pub fn oldest_waiting(&self) -> Option<u64> {
         let all = self.unanswered.iter().flatten().copied();
         let waits =
@@ -188,12 +188,12 @@ pub struct Claimer<M> {
 }
 
 impl<M: QueueMemory> Claimer<M> {
-    /// The end of worker `worker`.
+    /// Returns the end of worker `worker`.
     pub fn new(memory: M, worker: u32) -> Self {
         Self { memory, holder: holder_of(worker) }
     }
 
-    /// The memory.
+    /// Returns the memory.
     pub fn memory(&self) -> &M {
         &self.memory
     }
@@ -248,21 +248,21 @@ impl<M: QueueMemory> Claimer<M> {
         Ok(())
     }
 
-    /// The position to try after a slot whose entry is `found`, not `position`: all that are older by the queue's
-    /// capacity have been claimed.
+    /// Returns the position to try after a slot whose entry is `newer`, not `position`: all that are older by the
+    /// queue's capacity have been claimed.
     #[cold]
-    fn overtaken(&self, position: u64, found: u64) -> Result<u64> {
+    fn overtaken(&self, position: u64, newer: u64) -> Result<u64> {
         let capacity = self.memory.slots().len() as u64;
-        if !(found - position).is_multiple_of(capacity) {
+        if !(newer - position).is_multiple_of(capacity) {
             return Err(Error::corrupt(format!(
-                "a queue of {capacity} slots has entry {found} in the slot of {position}"
+                "a queue of {capacity} slots has entry {newer} in the slot of {position}"
             )));
         }
-        Ok(found - capacity + 1)
+        Ok(newer - capacity + 1)
     }
 }
 
-/// The words of a slot's entry.
+/// Returns the words of a slot's entry.
 #[inline]
 fn read(slot: &QueueSlot) -> Entry {
     let mut entry = [0; SLOT_WORDS];
@@ -282,18 +282,18 @@ pub mod heap {
     pub struct HeapQueue(Arc<(QueueControl, Box<[QueueSlot]>)>);
 
     impl HeapQueue {
-        /// A queue of `slots` slots, a power of two.
+        /// Creates a queue of `slots` slots, a power of two.
         pub fn new(slots: usize) -> Self {
             assert!(slots.is_power_of_two());
             Self(Arc::new((QueueControl::default(), (0..slots).map(|_| QueueSlot::default()).collect())))
         }
 
-        /// The producer's end.
+        /// Returns the producer's end.
         pub fn submitter(&self) -> Submitter<Self> {
             Submitter::new(self.clone())
         }
 
-        /// A worker's end.
+        /// Returns a worker's end.
         pub fn claimer(&self, worker: u32) -> Claimer<Self> {
             Claimer::new(self.clone(), worker)
         }

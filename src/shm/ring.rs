@@ -13,9 +13,9 @@ pub type Entry = [u64; SLOT_WORDS];
 
 /// The memory of one ring.
 pub trait RingMemory {
-    /// The counters.
+    /// Returns the counters.
     fn control(&self) -> &RingControl;
-    /// The slots; their number is a power of two and never changes.
+    /// Returns the slots; their number is a power of two and never changes.
     fn slots(&self) -> &[RingSlot];
 }
 
@@ -44,7 +44,7 @@ pub struct Consumer<M> {
 }
 
 impl<M: RingMemory> Producer<M> {
-    /// The producer's end of a ring, from the counters that another producer left.
+    /// Returns the producer's end of a ring, from the counters that another producer left.
     pub fn new(memory: M) -> Self {
         let tail = memory.control().tail.0.load(Ordering::Relaxed);
         let head = memory.control().head.0.load(Ordering::Acquire);
@@ -75,7 +75,7 @@ impl<M: RingMemory> Producer<M> {
 }
 
 impl<M: RingMemory> Producer<M> {
-    /// The number of entries that were ever published, modulo 2^32.
+    /// Returns the number of entries that were ever published, modulo 2^32.
     pub fn filled(&self) -> u32 {
         self.tail
     }
@@ -89,7 +89,7 @@ impl<M: RingMemory> Producer<M> {
 }
 
 impl<M: RingMemory> Consumer<M> {
-    /// The consumer's end of a ring, from the counters that another consumer left.
+    /// Returns the consumer's end of a ring, from the counters that another consumer left.
     pub fn new(memory: M) -> Self {
         let head = memory.control().head.0.load(Ordering::Relaxed);
         Self { memory, head, tail: head }
@@ -135,13 +135,13 @@ pub mod heap {
     pub struct HeapRing(Arc<(RingControl, Box<[RingSlot]>)>);
 
     impl HeapRing {
-        /// A ring of `slots` slots, a power of two.
+        /// Creates a ring of `slots` slots, a power of two.
         pub fn new(slots: usize) -> Self {
             assert!(slots.is_power_of_two());
             Self(Arc::new((RingControl::default(), (0..slots).map(|_| RingSlot::default()).collect())))
         }
 
-        /// Both ends.
+        /// Returns both ends.
         pub fn split(self) -> (Producer<Self>, Consumer<Self>) {
             (Producer::new(self.clone()), Consumer::new(self))
         }

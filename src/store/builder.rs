@@ -40,7 +40,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// An empty image in a new memfd.
+    /// Creates an empty image in a new memfd.
     pub fn new() -> Result<Self> {
         Ok(Self {
             fd: memfd::create("rustloader-shared", 0)?,
@@ -56,12 +56,12 @@ impl Builder {
         })
     }
 
-    /// The number of rows so far.
+    /// Returns the number of rows so far.
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// The bytes written so far.
+    /// Returns the number of bytes written so far.
     pub fn len(&self) -> u64 {
         self.at
     }

@@ -49,12 +49,12 @@ mod form {
     pub const LONE: u64 = 4;
 }
 
-/// The hash of a row's key, the same in every process.
+/// Returns the hash of a row's key, the same in every process.
 pub fn hash(bytes: &[u8]) -> u64 {
     wire::checksum(bytes)
 }
 
-/// The top of a hash, as a slot holds it.
+/// Returns the top of a hash, as a slot holds it.
 fn tag(hash: u64) -> u64 {
     hash & !ROW_MASK
 }

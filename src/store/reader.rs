@@ -39,7 +39,7 @@ pub struct Store {
     data: Section,
 }
 
-/// The error of an image whose contents cannot be right.
+/// Returns the error of an image whose contents cannot be right.
 #[cold]
 pub fn damaged(what: &str) -> Error {
     Error::foreign(format!("it is damaged: {what}"))
@@ -95,7 +95,7 @@ impl Store {
         Ok(Self { kind, rows, uniform: chunk_rows == ROWS, table, slots, odd, meta, data, map })
     }
 
-    /// The whole image.
+    /// Returns the whole image.
     #[inline]
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the mapping is not writable.
@@ -107,23 +107,23 @@ impl Store {
         self.bytes().get(section.at..section.at + section.len).unwrap_or_default()
     }
 
-    /// The number of rows.
+    /// Returns the number of rows.
     #[inline]
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// The builder's description of the object.
+    /// Returns the builder's description of the object.
     pub fn meta(&self) -> &[u8] {
         self.section(self.meta)
     }
 
-    /// The place and length of the raw data in bytes.
+    /// Returns the place and length of the raw data in bytes.
     pub fn data(&self) -> (usize, usize) {
         (self.data.at, self.data.len)
     }
 
-    /// A row. A number below [`Self::rows`] fails only if the image is damaged.
+    /// Returns a row. A number below [`Self::rows`] fails only if the image is damaged.
     #[inline]
     pub fn row(&self, row: u64) -> Result<Row<'_>> {
         self.find(row).ok_or_else(|| damaged("a row lies outside of its chunk"))
@@ -156,7 +156,7 @@ impl Store {
         }
     }
 
-    /// The last chunk that begins at or before a row.
+    /// Returns the last chunk that begins at or before a row.
     fn chunk_of(table: &[u8], row: u64) -> Option<usize> {
         // The last entry is the end's.
         let (mut low, mut high) = (0, table.len() / 16 - 1);
@@ -167,7 +167,7 @@ impl Store {
         low.checked_sub(1)
     }
 
-    /// The rows whose keys may have a hash: first the likely one. Empty without a table.
+    /// Returns the rows whose keys may have a hash: first the likely one. Empty without a table.
     pub fn candidates(&self, hash: u64) -> impl Iterator<Item = u64> + '_ {
         let slots = self.section(self.slots);
         let size = slots.len() / 8;
@@ -179,7 +179,7 @@ impl Store {
         rows.filter(|row| *row < self.rows)
     }
 
-    /// The rows without a hash.
+    /// Returns the rows without a hash.
     pub fn odd(&self) -> impl Iterator<Item = u64> + '_ {
         let odd = self.section(self.odd);
         (0..odd.len() / 8).filter_map(|at| word(odd, at * 8)).filter(|row| *row < self.rows)

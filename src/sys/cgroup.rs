@@ -35,12 +35,12 @@ pub(super) struct Level {
 }
 
 impl Level {
-    /// A trimmed file of this level; `None` if unreadable.
+    /// Returns a trimmed file of this level; `None` if unreadable.
     pub fn text(&self, file: &str) -> Option<String> {
         text(&self.folder.join(file)).map(|text| text.trim().to_owned())
     }
 
-    /// The CPU time per wall time that this level allows; `None` without a quota.
+    /// Returns the CPU time per wall time that this level allows; `None` without a quota.
     fn cpu_quota(&self) -> Option<f64> {
         let (quota, period) = if self.is_v2 {
             let text = self.text("cpu.max")?;
@@ -55,18 +55,18 @@ impl Level {
     }
 }
 
-/// The number of cores allowed by this process's cgroups, at the tightest level; `None` without a quota.
+/// Returns the number of cores allowed by this process's cgroups, at the tightest level; `None` without a quota.
 pub fn cpu_quota(roots: &Roots) -> Option<f64> {
     levels(roots, "cpu").iter().filter_map(Level::cpu_quota).reduce(f64::min)
 }
 
-/// The levels of this process's cgroups for a controller, from the root down.
+/// Returns the levels of this process's cgroups for a controller, from the root down.
 pub(super) fn levels(roots: &Roots, controller: &str) -> Vec<Level> {
     let membership = text(&roots.proc_.join("self/cgroup")).unwrap_or_default();
     membership.lines().flat_map(|line| levels_of_line(roots, controller, line)).collect()
 }
 
-/// The levels of the cgroup in a line of /proc/self/cgroup.
+/// Returns the levels of the cgroup in a line of /proc/self/cgroup.
 fn levels_of_line(roots: &Roots, controller: &str, line: &str) -> Vec<Level> {
     let mut parts = line.splitn(3, ':');
     let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use rustix::event::Timespec;
 
-/// The time since an unspecified point (boot) common to all processes of the machine.
+/// Returns the time since an unspecified point (boot) common to all processes of the machine.
 pub fn monotonic() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is a local struct that the kernel fills.
@@ -12,12 +12,12 @@ pub fn monotonic() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// [`monotonic`] in nanoseconds; enough for 584 years.
+/// Returns [`monotonic`] in nanoseconds; enough for 584 years.
 pub fn monotonic_ns() -> u64 {
     monotonic().as_nanos() as u64
 }
 
-/// CPU nanoseconds of this process and its ended children; at least 1.
+/// Returns the CPU nanoseconds of this process and its ended children; at least 1.
 pub fn process_cpu_ns() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is a local struct that the kernel fills.

@@ -162,7 +162,7 @@ impl Deferral {
         self.came.swap(false, Ordering::SeqCst)
     }
 
-    /// The signal's current action.
+    /// Returns the signal's current action.
     fn action(&self) -> Option<libc::sigaction> {
         action_of(self.signal)
     }

@@ -58,7 +58,7 @@ impl EventFd {
         }
     }
 
-    /// The descriptor to wait on.
+    /// Returns the descriptor to wait on.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }

@@ -85,12 +85,12 @@ mod seam {
     /// The process that last read the environment. A forked child reads it again.
     static READ_BY: AtomicI32 = AtomicI32::new(0);
 
-    /// The kinds that [`set`] accepts.
+    /// Returns the kinds that [`set`] accepts.
     pub fn kinds() -> &'static [&'static str] {
         KINDS
     }
 
-    /// The number of calls of `kind` in this process.
+    /// Returns the number of calls of `kind` in this process.
     pub fn calls(kind: &str) -> u64 {
         read_environment();
         point(kind).map_or(0, |point| point.calls.load(Ordering::Acquire))

@@ -57,8 +57,8 @@ thread_local! {
     static RUNNING: Cell<u32> = const { Cell::new(0) };
 }
 
-/// A number that differs in every forked child: an object that stores it knows later whether it was made before a
-/// fork. One atomic load. `vfork` and a bare `clone` do not raise it.
+/// Returns a number that differs in every forked child: an object that stores it knows later whether it was made before
+/// a fork. One atomic load. `vfork` and a bare `clone` do not raise it.
 #[inline]
 pub fn generation() -> u64 {
     // SYNC: forks-counted (pairs with the Release in `hook`): the flag implies the hooks.

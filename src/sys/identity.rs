@@ -20,7 +20,7 @@ pub struct FdIdentity {
 }
 
 impl FdIdentity {
-    /// The identity of the file that `fd` names. Takes no lock, so a forked child can call it.
+    /// Returns the identity of the file that `fd` names. Takes no lock, so a forked child can call it.
     pub fn of(fd: RawFd) -> Result<Self> {
         Self::look(fd).map_err(|errno| refused("fstat", errno, format!("descriptor {fd} was closed by other code")))
     }
@@ -30,7 +30,7 @@ impl FdIdentity {
         Ok(Self { device: stat.st_dev, inode: stat.st_ino, kind: stat.st_mode & libc::S_IFMT })
     }
 
-    /// Device and inode.
+    /// Returns the device and inode.
     pub fn place(&self) -> (u64, u64) {
         (self.device, self.inode)
     }
@@ -41,7 +41,7 @@ impl FdIdentity {
     }
 }
 
-/// The identity of this boot of the machine; `None` if unknown.
+/// Returns the identity of this boot of the machine; `None` if unknown.
 pub fn boot_id() -> Option<Vec<u8>> {
     read_file("/proc/sys/kernel/random/boot_id".as_ref()).ok()
 }

@@ -15,13 +15,13 @@ use super::memory;
 use super::{limit, read_file, refused, retry_on_intr};
 use crate::error::{Error, Result};
 
-/// The size of a page of memory in bytes.
+/// Returns the size of a page of memory in bytes.
 pub fn page_size() -> usize {
     // SAFETY: sysconf takes a plain number.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
-/// Bytes of address space left to this process; `None` without a limit.
+/// Returns the number of bytes of address space left to this process; `None` without a limit.
 pub fn address_space_left() -> Option<u64> {
     let limit = limit(Resource::As)?;
     let statm = read_file("/proc/self/statm".as_ref()).unwrap_or_default();
@@ -73,12 +73,12 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// The first byte, valid for [`Mapping::len`] bytes while the mapping lives.
+    /// Returns the first byte, valid for [`Mapping::len`] bytes while the mapping lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// The length in bytes; never 0.
+    /// Returns the length in bytes; never 0.
     #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
     pub fn len(&self) -> usize {
         self.len
@@ -135,14 +135,15 @@ impl Mapping {
         Err(Error::usage(format!("bytes {range:?} of a mapping of {} bytes", self.len)))
     }
 
-    /// The pages that `range` touches.
+    /// Returns the pages that `range` touches.
     fn touched(&self, range: &Range<usize>) -> Result<Range<usize>> {
         self.check(range)?;
         let start = range.start / self.page * self.page;
         Ok(start..if range.is_empty() { start } else { range.end.next_multiple_of(self.page) })
     }
 
-    /// The whole pages inside `range`, if any. The file's last page counts as whole if `range` reaches the file's end.
+    /// Returns the whole pages inside `range`, if any. The file's last page counts as whole if `range` reaches the
+    /// file's end.
     fn inside(&self, range: &Range<usize>) -> Option<Range<usize>> {
         let start = range.start.next_multiple_of(self.page);
         let end = if range.end == self.len { self.len } else { range.end / self.page * self.page };
@@ -175,7 +176,7 @@ impl Drop for Mapping {
     }
 }
 
-/// The length of an open file in bytes.
+/// Returns the length of an open file in bytes.
 pub(super) fn size_of_file(fd: BorrowedFd<'_>) -> Result<u64> {
     let stat = failpoint!("fstat", rustix::fs::fstat(fd));
     stat.map(|stat| stat.st_size as u64)
@@ -191,7 +192,7 @@ pub(super) fn map_file(fd: BorrowedFd<'_>, len: usize, protection: ProtFlags, fl
     NonNull::new(start.cast()).ok_or_else(|| Error::usage("mmap answered address 0"))
 }
 
-/// The error of [`Mapping::new`] in a process with only `left` bytes of address space.
+/// Returns the error of [`Mapping::new`] in a process with only `left` bytes of address space.
 pub fn no_address_space(wanted: u64, left: u64) -> Error {
     let hint = format!("{}; {left} bytes of it are left", address_space_hint(wanted));
     Error::Os { call: "mmap", errno: libc::ENOMEM, hint }
@@ -204,7 +205,7 @@ pub(super) fn address_space_hint(wanted: u64) -> String {
     )
 }
 
-/// The error for an errno of a populating madvise that concerns memory.
+/// Returns the error for an errno of a populating madvise that concerns memory.
 fn out_of_memory(pages: &Range<usize>, errno: Errno) -> Option<Error> {
     let why = match errno {
         Errno::HWPOISON => "the machine's memory has a hardware fault there",

@@ -1,7 +1,7 @@
 //! The memory left before the kernel refuses or kills.
 
-use super::answer;
 use super::cgroup::{Level, Roots, levels, text};
+use super::checked;
 use super::failpoint::failpoint;
 
 /// The memory left below a limit.
@@ -17,7 +17,7 @@ pub struct Headroom {
     pub limit: String,
 }
 
-/// The tightest of [`limits`].
+/// Returns the tightest of [`limits`].
 pub fn available(roots: &Roots) -> Headroom {
     let unknown = || Headroom {
         bytes: u64::MAX,
@@ -28,20 +28,20 @@ pub fn available(roots: &Roots) -> Headroom {
     limits(roots).into_iter().min_by_key(|room| room.bytes).unwrap_or_else(unknown)
 }
 
-/// The headroom of the machine (free and reclaimable memory, and swap) and of each level of the process's memory cgroup
-/// (v1 and v2). Reclaimable page cache counts as free. A missing or unreadable file is no limit. Reads a handful of
-/// small files, which takes tens of microseconds.
+/// Returns the headroom of the machine (free and reclaimable memory, and swap) and of each level of the process's
+/// memory cgroup (v1 and v2). Reclaimable page cache counts as free. A missing or unreadable file is no limit. Reads a
+/// handful of small files, which takes tens of microseconds.
 pub fn limits(roots: &Roots) -> Vec<Headroom> {
     let levels = levels(roots, "memory");
     machine(roots).into_iter().chain(levels.iter().filter_map(of_level)).collect()
 }
 
-/// The memory and swap of the machine in bytes, used or not.
+/// Returns the memory and swap of the machine in bytes, used or not.
 pub fn total_ram_and_swap() -> u64 {
     // SAFETY: a sysinfo of zeroes is a valid one.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
     // SAFETY: `info` is a local struct that the kernel fills. Refused, it stays 0.
-    let _ = failpoint!("sysinfo", answer(unsafe { libc::sysinfo(&mut info) }));
+    let _ = failpoint!("sysinfo", checked(unsafe { libc::sysinfo(&mut info) }));
     // The fields' types differ between architectures.
     let unit = u64::from(info.mem_unit).max(1);
     (info.totalram as u64).saturating_add(info.totalswap as u64).saturating_mul(unit)
@@ -60,9 +60,9 @@ fn machine(roots: &Roots) -> Option<Headroom> {
     })
 }
 
-/// The headroom of a memory cgroup level. Page cache of this level and those below counts as free, also pages that were
-/// read more than once ("active"): after a few epochs it often fills the rest of the limit, and the kernel drops it
-/// before it refuses memory.
+/// Returns the headroom of a memory cgroup level. Page cache of this level and those below counts as free, also pages
+/// that were read more than once ("active"): after a few epochs it often fills the rest of the limit, and the kernel
+/// drops it before it refuses memory.
 fn of_level(level: &Level) -> Option<Headroom> {
     let (file, usage, caches) = if level.is_v2 {
         ("memory.max", "memory.current", ["inactive_file", "active_file"])
@@ -83,7 +83,7 @@ fn of_level(level: &Level) -> Option<Headroom> {
     })
 }
 
-/// The number behind `name` at the start of a line.
+/// Returns the number behind `name` at the start of a line.
 fn field(text: &str, name: &str) -> Option<u64> {
     let mut lines = text.lines().map(str::split_ascii_whitespace);
     let mut words = lines.find_map(|mut words| (words.next() == Some(name)).then_some(words))?;

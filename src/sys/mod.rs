@@ -9,7 +9,7 @@
 //!
 //! - `clock_gettime` and `sysconf`: for them rustix reads the auxiliary vector, before Linux 6.4 from /proc with an
 //!   allocation; the C library knows it already. The clock is no faster.
-//! - `getrlimit` and `sysinfo`: rustix does not check their answer, which a sandbox may refuse.
+//! - `getrlimit` and `sysinfo`: rustix does not check their result, which a sandbox may refuse.
 //! - `sendmsg` and `recvmsg`: rustix takes slices, but others may change the bytes meanwhile.
 //! - `kill` and `pidfd_send_signal`: rustix names neither signal 0 nor real-time signals without `unsafe`.
 //! - `close` of a number, in [`left_behind`]: no safer in rustix.
@@ -50,20 +50,20 @@ use rustix::process::Resource;
 
 use crate::error::Error;
 
-/// The answer of a call of the C library that answers -1 if it is refused.
-fn answer<T: PartialEq + From<i8>>(answer: T) -> rustix::io::Result<T> {
-    if answer != T::from(-1) {
-        return Ok(answer);
+/// Checks the result of a call of the C library, which is -1 if the call is refused.
+fn checked<T: PartialEq + From<i8>>(result: T) -> rustix::io::Result<T> {
+    if result != T::from(-1) {
+        return Ok(result);
     }
     Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
 }
 
-/// The error of a refused call.
+/// Returns the error of a refused call.
 fn refused(call: &'static str, errno: Errno, hint: impl Into<String>) -> Error {
     Error::Os { call, errno: errno.raw_os_error(), hint: hint.into() }
 }
 
-/// A descriptor by its number alone: for calls that ask the kernel what it names, or whether it is readable.
+/// Returns a descriptor by its number alone: for calls that ask the kernel what it names, or whether it is readable.
 fn by_number(fd: RawFd) -> rustix::io::Result<BorrowedFd<'static>> {
     if fd < 0 {
         return Err(Errno::BADF);
@@ -72,11 +72,11 @@ fn by_number(fd: RawFd) -> rustix::io::Result<BorrowedFd<'static>> {
     Ok(unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
-/// A limit of this process; `None` without one, and where the system does not tell.
+/// Returns a limit of this process; `None` without one, and where the system does not report it.
 fn limit(resource: Resource) -> Option<u64> {
     let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is a local struct that the kernel fills.
-    let mut call = || answer(unsafe { libc::getrlimit64(resource as _, &mut limit) });
+    let mut call = || checked(unsafe { libc::getrlimit64(resource as _, &mut limit) });
     let known = failpoint::failpoint!("getrlimit", call()).is_ok();
     (known && limit.rlim_cur != libc::RLIM64_INFINITY).then_some(limit.rlim_cur)
 }
@@ -86,7 +86,7 @@ fn read_file(path: &std::path::Path) -> std::io::Result<Vec<u8>> {
     failpoint::failpoint!("proc", std::fs::read(path))
 }
 
-/// The remedy when a new descriptor is refused.
+/// Returns the remedy when a new descriptor is refused.
 fn descriptor_hint(errno: Errno) -> &'static str {
     match errno {
         Errno::MFILE => {

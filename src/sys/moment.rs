@@ -3,13 +3,13 @@
 
 use super::failpoint::failpoint;
 
-/// A worker has taken a task or a control message, and has not looked at it.
+/// Marks the moment at which a worker has taken a task or a control message, and has not looked at it.
 #[inline]
 pub fn task_taken() {
     let _: rustix::io::Result<()> = failpoint!("task_taken", Ok(()));
 }
 
-/// A worker is about to publish an answer.
+/// Marks the moment at which a worker is about to publish an answer.
 #[inline]
 pub fn task_done() {
     let _: rustix::io::Result<()> = failpoint!("task_done", Ok(()));

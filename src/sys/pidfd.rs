@@ -9,7 +9,7 @@ use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions};
 
 use super::failpoint::failpoint;
 use super::owned::KnownFd;
-use super::{answer, descriptor_hint, read_file, refused, retry_on_intr};
+use super::{checked, descriptor_hint, read_file, refused, retry_on_intr};
 use crate::error::{Error, Result};
 
 /// `_IOWR(0xFF, 11, struct pidfd_info)` of <linux/pidfd.h>, for the struct's first 64 bytes.
@@ -71,25 +71,25 @@ impl PidFd {
         let mut entry = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)];
         let mut call = || rustix::event::poll(&mut entry, Some(&Timespec::default()));
         retry_on_intr(|| failpoint!("pidfd_poll", call())).map_err(|errno| refused("poll(pidfd)", errno, ""))?;
-        let found = entry[0].revents();
-        if found.contains(PollFlags::NVAL) {
+        let events = entry[0].revents();
+        if events.contains(PollFlags::NVAL) {
             return Err(refused("poll(pidfd)", Errno::BADF, "the descriptor was closed by other code"));
         }
-        Ok(!found.is_empty())
+        Ok(!events.is_empty())
     }
 
-    /// The exit status, without reaping. `None` while the process lives, or if the kernel does not report it: before
-    /// Linux 6.15 it does only for unreaped children of this process.
+    /// Returns the exit status, without reaping. `None` while the process lives, or if the kernel does not report it:
+    /// before Linux 6.15 it does only for unreaped children of this process.
     pub fn status(&self) -> Option<ExitStatus> {
         wait_status(WaitId::PidFd(self.as_fd())).unwrap_or_else(|_| self.recorded_status())
     }
 
-    /// The kernel's record of a process reaped elsewhere.
+    /// Returns the kernel's record of a process reaped elsewhere.
     fn recorded_status(&self) -> Option<ExitStatus> {
         let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..PidfdInfo::default() };
         // SAFETY: the request number encodes a size of 64 bytes, that of `info`.
         let mut call = || unsafe { libc::ioctl(self.0.as_fd().as_raw_fd(), PIDFD_GET_INFO as _, &raw mut info) };
-        failpoint!("pidfd_get_info", answer(call())).ok()?;
+        failpoint!("pidfd_get_info", checked(call())).ok()?;
         if info.mask & PIDFD_INFO_EXIT == 0 {
             return None;
         }
@@ -105,13 +105,13 @@ impl PidFd {
         let (fd, none) = (self.0.as_fd().as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
         // SAFETY: a null siginfo asks the kernel to fill in what kill(2) would.
         let call = || unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, none, 0) };
-        match failpoint!("pidfd_send_signal", answer(call())) {
+        match failpoint!("pidfd_send_signal", checked(call())) {
             Ok(_) | Err(Errno::SRCH) => Ok(()),
             Err(errno) => Err(refused("pidfd_send_signal", errno, format!("signal {signal} to a worker process"))),
         }
     }
 
-    /// The descriptor, readable once the process has ended.
+    /// Returns the descriptor, readable once the process has ended.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -128,8 +128,8 @@ pub fn has_exited(pid: i32, start_time: u64) -> bool {
     }
 }
 
-/// The exit status of the child `pid`, without reaping, for systems without pidfds. `None` while it lives, and for a
-/// process that is no child or was reaped.
+/// Returns the exit status of the child `pid`, without reaping, for systems without pidfds. `None` while it lives, and
+/// for a process that is no child or was reaped.
 pub fn child_status(pid: i32) -> Option<ExitStatus> {
     status_of_child(pid).ok().flatten()
 }
@@ -138,7 +138,7 @@ fn status_of_child(pid: i32) -> rustix::io::Result<Option<ExitStatus>> {
     wait_status(WaitId::Pid(numbered(pid)?))
 }
 
-/// A process's status by waitid, without reaping.
+/// Returns a process's status by waitid, without reaping.
 fn wait_status(id: WaitId<'_>) -> rustix::io::Result<Option<ExitStatus>> {
     let flags = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     let status = retry_on_intr(|| failpoint!("waitid", rustix::process::waitid(id.clone(), flags)))?;
@@ -148,7 +148,7 @@ fn wait_status(id: WaitId<'_>) -> rustix::io::Result<Option<ExitStatus>> {
     }))
 }
 
-/// A process by its number, for the kernel: `EINVAL` for a number that no process has.
+/// Returns a process by its number, for the kernel: `EINVAL` for a number that no process has.
 fn numbered(pid: i32) -> rustix::io::Result<Pid> {
     Pid::from_raw(pid.max(0)).ok_or(Errno::INVAL)
 }
@@ -170,13 +170,13 @@ pub fn descends(pid: i32) -> bool {
     parent == Some(me) || is_child(pid) || parent.is_some_and(|parent| parent > 0 && is_child(parent))
 }
 
-/// The parent of the process `pid`, if /proc shows it.
+/// Returns the parent of the process `pid`, if /proc shows it.
 fn parent(pid: i32) -> Option<i32> {
     let stat = read_file(format!("/proc/{pid}/stat").as_ref()).ok()?;
     parse_field(&stat, 4)
 }
 
-/// The start time of the process `pid`, in clock ticks since boot. With the number it identifies the process.
+/// Reads the start time of the process `pid`, in clock ticks since boot. With the number it identifies the process.
 pub fn start_time(pid: i32) -> Result<u64> {
     let path = format!("/proc/{pid}/stat");
     let text = read_file(path.as_ref()).map_err(|error| Error::Os {
@@ -219,15 +219,15 @@ fn parse_start_time(stat: &[u8]) -> Option<u64> {
     parse_field(stat, 22)
 }
 
-/// A field by its number in proc(5), from 3. Field 2 is the program's name in parentheses, which may contain blanks and
-/// parentheses.
+/// Returns a field by its number in proc(5), from 3. Field 2 is the program's name in parentheses, which may contain
+/// blanks and parentheses.
 fn parse_field<T: std::str::FromStr>(stat: &[u8], number: usize) -> Option<T> {
     let end = stat.iter().rposition(|byte| *byte == b')')?;
     let rest = std::str::from_utf8(&stat[end + 1..]).ok()?;
     rest.split_ascii_whitespace().nth(number - 3)?.parse().ok()
 }
 
-/// The C library's name of a signal, like "Killed" or "Segmentation fault".
+/// Returns the C library's name of a signal, like "Killed" or "Segmentation fault".
 pub fn signal_name(signal: i32) -> String {
     // SAFETY: strsignal returns null or a C string valid until this thread's next call.
     unsafe {

@@ -46,12 +46,12 @@ impl Default for PollSet {
 }
 
 impl PollSet {
-    /// An empty set of this process.
+    /// Creates an empty set of this process.
     pub fn new() -> Self {
         Self { array: Vec::new(), tokens: Vec::new(), epoll: None, pid: std::process::id() }
     }
 
-    /// The number of descriptors.
+    /// Returns the number of descriptors.
     pub fn len(&self) -> usize {
         self.tokens.len()
     }
@@ -141,7 +141,7 @@ impl PollSet {
         Ok(WaitOutcome::Ready)
     }
 
-    /// An epoll of all descriptors.
+    /// Returns an epoll of all descriptors.
     fn new_epoll(&self) -> Result<OwnedFd> {
         let epoll = failpoint!("epoll_create", rustix::event::epoll::create(CreateFlags::CLOEXEC))
             .map_err(|errno| refused("epoll_create1", errno, descriptor_hint(errno)))?;
@@ -193,7 +193,7 @@ fn epoll_wait(epoll: &OwnedFd, timeout: Option<Duration>, ready: &mut Vec<u64>) 
     }
 }
 
-/// The outcome of a wait that found nothing.
+/// Returns the outcome of a wait that found nothing.
 fn nothing(answer: rustix::io::Result<usize>, call: &'static str) -> Result<WaitOutcome> {
     match answer {
         Ok(_) => Ok(WaitOutcome::TimedOut),

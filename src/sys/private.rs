@@ -47,23 +47,23 @@ pub unsafe fn make_inaccessible(start: *mut u8, len: usize) {
 
 /// Lets a parent wait after a fork until its child has passed a point, or has ended.
 #[derive(Debug)]
-pub struct Gate {
-    ours: PipeReader,
-    childs: PipeWriter,
+pub struct ForkGate {
+    reader: PipeReader,
+    writer: PipeWriter,
 }
 
-impl Gate {
-    /// Call it before the fork. `None`: the system refuses a pipe.
+impl ForkGate {
+    /// Opens a gate, before the fork. `None`: the system refuses a pipe.
     pub fn new() -> Option<Self> {
-        let (ours, childs) = failpoint!("pipe", std::io::pipe()).ok()?;
-        Some(Self { ours, childs })
+        let (reader, writer) = failpoint!("pipe", std::io::pipe()).ok()?;
+        Some(Self { reader, writer })
     }
 
-    /// In the parent: waits until the child has dropped the gate or ended, at most for `limit`. Returns at once if
+    /// Waits, in the parent, until the child has dropped the gate or ended, at most for `limit`. Returns at once if
     /// there is no child.
     pub fn wait(self, limit: Duration) {
-        drop(self.childs);
-        let mut entry = [PollFd::new(&self.ours, PollFlags::IN)];
+        drop(self.writer);
+        let mut entry = [PollFd::new(&self.reader, PollFlags::IN)];
         let start = Instant::now();
         let _ = retry_on_intr(|| {
             let left = timespec(limit.saturating_sub(start.elapsed()));
@@ -118,15 +118,15 @@ mod tests {
     #[test]
     fn a_gate_opens_when_the_child_drops_it_or_ends_or_is_none() {
         const LONG: Duration = Duration::from_secs(600);
-        Gate::new().unwrap().wait(LONG);
-        let gate = Gate::new().unwrap();
+        ForkGate::new().unwrap().wait(LONG);
+        let gate = ForkGate::new().unwrap();
         // SAFETY: the child calls nothing but the kernel.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             // SAFETY: closes its copies of the gate, and sleeps until the parent ends it.
             unsafe {
-                libc::close(gate.ours.as_raw_fd());
-                libc::close(gate.childs.as_raw_fd());
+                libc::close(gate.reader.as_raw_fd());
+                libc::close(gate.writer.as_raw_fd());
                 loop {
                     libc::pause();
                 }

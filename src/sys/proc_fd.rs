@@ -17,9 +17,9 @@ use crate::error::Result;
 /// process's files, or has no such number.
 pub fn open(pid: i32, fd: i32, place: (u64, u64)) -> Result<OwnedFd> {
     // O_PATH: a reference that allows only fstat.
-    let found = open_path(&format!("/proc/{pid}/fd/{fd}"), OFlags::PATH)?;
-    if FdIdentity::of(found.as_raw_fd())?.place() == place {
-        return open_path(&format!("/proc/self/fd/{}", found.as_raw_fd()), OFlags::RDONLY);
+    let file = open_path(&format!("/proc/{pid}/fd/{fd}"), OFlags::PATH)?;
+    if FdIdentity::of(file.as_raw_fd())?.place() == place {
+        return open_path(&format!("/proc/self/fd/{}", file.as_raw_fd()), OFlags::RDONLY);
     }
     let hint = format!("process {pid} has another file under the number {fd} by now");
     Err(refused("open(/proc/PID/fd)", Errno::BADF, hint))
@@ -38,7 +38,7 @@ pub fn read(file: BorrowedFd<'_>, start: usize, most: usize) -> Vec<u8> {
     bytes
 }
 
-/// The file's length in bytes; 0 if unknown.
+/// Returns the file's length in bytes; 0 if unknown.
 pub fn len(file: BorrowedFd<'_>) -> usize {
     // The descriptor's position is not used.
     rustix::fs::seek(file, SeekFrom::End(0)).map_or(0, |end| end as usize)

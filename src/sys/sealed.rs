@@ -91,18 +91,18 @@ impl SealedMap {
         Ok(Self { start, len })
     }
 
-    /// The first byte, valid for [`SealedMap::len`] bytes while the mapping lives.
+    /// Returns the first byte, valid for [`SealedMap::len`] bytes while the mapping lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// The length in bytes; never 0.
+    /// Returns the length in bytes; never 0.
     #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     ///
     /// # Safety
     /// Nothing writes through this mapping: it is not writable.

@@ -4,7 +4,7 @@ use rustix::io::Errno;
 use rustix::process::Pid;
 
 use super::failpoint::failpoint;
-use super::{answer, refused};
+use super::{checked, refused};
 use crate::config::STACK_SIGNAL;
 use crate::error::{Error, Result};
 
@@ -65,14 +65,14 @@ pub fn kill(pid: i32, signal: i32) -> Result<()> {
         return Err(Error::usage(format!("kill of {pid}, which is a group and no process")));
     }
     // SAFETY: kill takes plain numbers.
-    match failpoint!("kill", answer(unsafe { libc::kill(pid, signal) })) {
+    match failpoint!("kill", checked(unsafe { libc::kill(pid, signal) })) {
         Ok(_) | Err(Errno::SRCH) => Ok(()),
         Err(errno) => Err(refused("kill", errno, format!("signal {signal} to process {pid}"))),
     }
 }
 
-/// The signal on which a worker dumps its stack: real-time, because programs use the others, and from the middle of the
-/// range, because C libraries and debuggers use both ends.
+/// Returns the signal on which a worker dumps its stack: real-time, because programs use the others, and from the
+/// middle of the range, because C libraries and debuggers use both ends.
 pub fn stack_signal() -> i32 {
     libc::SIGRTMIN() + STACK_SIGNAL
 }
@@ -80,18 +80,18 @@ pub fn stack_signal() -> i32 {
 /// The default action.
 pub const DEFAULT: usize = libc::SIG_DFL;
 
-/// The address of this process's handler of `signal`, [`DEFAULT`] or `SIG_IGN`; `None` if unknown.
+/// Returns the address of this process's handler of `signal`, [`DEFAULT`] or `SIG_IGN`; `None` if unknown.
 pub fn handler_of(signal: i32) -> Option<usize> {
     action_of(signal).map(|action| action.sa_sigaction)
 }
 
-/// The action of `signal` in this process; `None` if unknown.
+/// Returns the action of `signal` in this process; `None` if unknown.
 pub(super) fn action_of(signal: i32) -> Option<libc::sigaction> {
     // SAFETY: a sigaction of zeroes is a valid one.
     let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
     // SAFETY: a null action changes nothing; `now` is a local struct that the call fills.
     let mut call = || unsafe { libc::sigaction(signal, std::ptr::null(), &mut now) };
-    failpoint!("sigaction", answer(call())).is_ok().then_some(now)
+    failpoint!("sigaction", checked(call())).is_ok().then_some(now)
 }
 
 /// Sets the action of `signal`; returns whether that succeeded.
@@ -101,7 +101,7 @@ pub(super) fn action_of(signal: i32) -> Option<libc::sigaction> {
 pub(super) unsafe fn set_action(signal: i32, action: &libc::sigaction) -> bool {
     // SAFETY: the caller's contract; the old action is not requested.
     let call = || unsafe { libc::sigaction(signal, action, std::ptr::null_mut()) };
-    failpoint!("sigaction", answer(call())).is_ok()
+    failpoint!("sigaction", checked(call())).is_ok()
 }
 
 /// Makes this process ignore `signal`; if refused, its action stays.
@@ -137,12 +137,12 @@ pub fn exit_now(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
-/// The parent process.
+/// Returns the parent process.
 pub fn getppid() -> i32 {
     Pid::as_raw(rustix::process::getppid())
 }
 
-/// The calling thread's id.
+/// Returns the calling thread's id.
 pub fn gettid() -> i32 {
     rustix::thread::gettid().as_raw_pid()
 }

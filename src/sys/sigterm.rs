@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::clock::timespec;
 use super::failpoint::failpoint;
-use super::{answer, refused};
+use super::{checked, refused};
 use crate::error::{Error, Result};
 
 /// The reason for which the handler runs.
@@ -19,13 +19,13 @@ pub enum Cause {
         /// The sender's process id.
         by: i32,
     },
-    /// The time of [`Answer::AskAgain`] is up.
+    /// The time of [`Reaction::AskAgain`] is up.
     Time,
 }
 
 /// The decision about a SIGTERM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum Reaction {
     /// Continue, and decide again after this time.
     AskAgain(Duration),
     /// Exit with code 0 at once.
@@ -41,7 +41,7 @@ struct Seat {
     pid: i32,
     /// A `timer_t`.
     timer: usize,
-    decide: fn(Cause) -> Answer,
+    decide: fn(Cause) -> Reaction,
 }
 
 static SEAT: OnceLock<Seat> = OnceLock::new();
@@ -51,7 +51,7 @@ static SEAT: OnceLock<Seat> = OnceLock::new();
 ///
 /// # Errors
 /// [`Error::Os`] if the system refuses a timer or the handler; nothing has changed then.
-pub fn install(decide: fn(Cause) -> Answer) -> Result<()> {
+pub fn install(decide: fn(Cause) -> Reaction) -> Result<()> {
     // SAFETY: a sigevent of zeroes is a valid one.
     let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
     // To this thread: one to the process would merge with another pending SIGTERM.
@@ -61,7 +61,7 @@ pub fn install(decide: fn(Cause) -> Answer) -> Result<()> {
     let mut timer: libc::timer_t = std::ptr::null_mut();
     // SAFETY: both are local structs, one read, one filled.
     let mut call = || unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer) };
-    failpoint!("timer", answer(call()))
+    failpoint!("timer", checked(call()))
         .map_err(|errno| refused("timer_create", errno, "raise `ulimit -i` (RLIMIT_SIGPENDING)"))?;
     // SAFETY: getpid has no precondition.
     let seat = Seat { pid: unsafe { libc::getpid() }, timer: timer as usize, decide };
@@ -73,7 +73,7 @@ pub fn install(decide: fn(Cause) -> Answer) -> Result<()> {
     action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART | libc::SA_ONSTACK;
     // SAFETY: the handler has the type of SA_SIGINFO and stays as long as the process.
     let call = || unsafe { libc::sigaction(libc::SIGTERM, &action, std::ptr::null_mut()) };
-    failpoint!("sigaction", answer(call()))
+    failpoint!("sigaction", checked(call()))
         .map_err(|errno| refused("sigaction", errno, "the handler for SIGTERM"))
         .map(drop)
 }
@@ -88,10 +88,10 @@ extern "C" fn handler(_signal: libc::c_int, info: *const libc::siginfo_t, _conte
     let pid = unsafe { libc::getpid() };
     // A plain atomic load: it was set before the handler was installed.
     let seat = SEAT.get().filter(|seat| seat.pid == pid);
-    let answer = seat.map_or(Answer::Die, |seat| (seat.decide)(cause));
-    match (answer, seat) {
-        (Answer::AskAgain(after), Some(seat)) if set_timer(seat.timer, after) => {}
-        (Answer::Leave, _) => super::signal::exit_now(0),
+    let reaction = seat.map_or(Reaction::Die, |seat| (seat.decide)(cause));
+    match (reaction, seat) {
+        (Reaction::AskAgain(after), Some(seat)) if set_timer(seat.timer, after) => {}
+        (Reaction::Leave, _) => super::signal::exit_now(0),
         _ => die(),
     }
     // SAFETY: as above.

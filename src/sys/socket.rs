@@ -12,7 +12,7 @@ use super::clock::timespec;
 use super::failpoint::failpoint;
 use super::left_behind;
 use super::owned::KnownFd;
-use super::{answer, refused, retry_on_intr};
+use super::{checked, refused, retry_on_intr};
 use crate::error::Result;
 
 /// The remedy when the connection breaks.
@@ -34,7 +34,7 @@ pub enum Moved {
 
 /// The outcome of [`Socket::wait`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct Readiness {
     /// The socket has bytes, or its end.
     pub readable: bool,
     /// The other descriptor is readable.
@@ -47,7 +47,7 @@ pub struct Found {
 pub struct Part<'a>(libc::iovec, PhantomData<&'a [u8]>);
 
 impl<'a> Part<'a> {
-    /// The bytes of a slice.
+    /// Returns the bytes of a slice.
     pub fn new(bytes: &'a [u8]) -> Self {
         // SAFETY: a slice can be read for its lifetime.
         unsafe { Self::raw(bytes.as_ptr(), bytes.len()) }
@@ -92,7 +92,7 @@ impl Socket {
         Self(KnownFd::new(fd))
     }
 
-    /// The descriptor.
+    /// Returns the descriptor.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -133,7 +133,7 @@ impl Socket {
         // SAFETY: the header names `parts`, whose bytes stay readable during the call. The kernel alone reads them: if
         // they change meanwhile, old or new ones are sent.
         let call = || unsafe { libc::sendmsg(self.raw(), &message, flags) };
-        moved(retry_on_intr(|| failpoint!("socket_send", answer(call()))), "sendmsg", false)
+        moved(retry_on_intr(|| failpoint!("socket_send", checked(call()))), "sendmsg", false)
     }
 
     /// Receives the available bytes into `first`, and those beyond its length into `second`: each an address and its
@@ -150,7 +150,7 @@ impl Socket {
         message.msg_iovlen = parts.len() as _;
         // SAFETY: the header names `parts`, whose bytes the caller owns.
         let mut call = || unsafe { libc::recvmsg(self.raw(), &raw mut message, libc::MSG_DONTWAIT) };
-        moved(retry_on_intr(|| failpoint!("socket_receive", answer(call()))), "recvmsg", true)
+        moved(retry_on_intr(|| failpoint!("socket_receive", checked(call()))), "recvmsg", true)
     }
 
     /// Waits until there is something to receive if `receives`, or room to send if `sends`, or until `bell` is
@@ -161,7 +161,7 @@ impl Socket {
         sends: bool,
         bell: Option<BorrowedFd<'_>>,
         limit: Option<Duration>,
-    ) -> Result<Found> {
+    ) -> Result<Readiness> {
         let mut events = PollFlags::empty();
         events.set(PollFlags::IN, receives);
         events.set(PollFlags::OUT, sends);
@@ -170,9 +170,9 @@ impl Socket {
             [(self.as_fd(), events), (second, PollFlags::IN)].map(|(fd, events)| PollFd::from_borrowed_fd(fd, events));
         let asked = &mut entries[..=usize::from(bell.is_some())];
         match failpoint!("ppoll", rustix::event::poll(asked, limit.map(timespec).as_ref())) {
-            Err(Errno::INTR) => Ok(Found::default()),
+            Err(Errno::INTR) => Ok(Readiness::default()),
             Err(errno) => Err(refused("ppoll", errno, BROKEN)),
-            Ok(_) => Ok(Found {
+            Ok(_) => Ok(Readiness {
                 readable: !entries[0].revents().difference(PollFlags::OUT).is_empty(),
                 rung: !entries[1].revents().is_empty(),
             }),
@@ -293,14 +293,14 @@ mod tests {
         let (one, other) = (Socket::new(one.into()), Socket::new(other.into()));
         let bell = EventFd::new().unwrap();
         let soon = Some(Duration::from_millis(1));
-        let nothing = Found { readable: false, rung: false };
+        let nothing = Readiness { readable: false, rung: false };
         let rung = || Some(bell.as_fd());
         assert_eq!(one.wait(true, false, rung(), soon).unwrap(), nothing);
         assert_eq!(one.wait(true, true, rung(), None).unwrap(), nothing);
         other.send(&[Part::new(b"a")]).unwrap();
-        assert_eq!(one.wait(true, false, rung(), None).unwrap(), Found { readable: true, rung: false });
+        assert_eq!(one.wait(true, false, rung(), None).unwrap(), Readiness { readable: true, rung: false });
         assert_eq!(one.wait(false, false, None, soon).unwrap(), nothing);
         bell.ring().unwrap();
-        assert_eq!(one.wait(true, false, rung(), None).unwrap(), Found { readable: true, rung: true });
+        assert_eq!(one.wait(true, false, rung(), None).unwrap(), Readiness { readable: true, rung: true });
     }
 }

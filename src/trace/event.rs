@@ -45,12 +45,12 @@ numbered_enum! {
 }
 
 impl Kind {
-    /// The names, by number.
+    /// Returns the names, by number.
     pub fn names() -> Vec<&'static str> {
         (0..).map_while(Self::of_number).map(Self::name).collect()
     }
 
-    /// The kind of the time in a worker's state.
+    /// Returns the kind of the time in a worker's state.
     pub(super) fn of_state(state: WorkerState) -> Option<Self> {
         (state != WorkerState::Left).then(|| Self::of_number(state as u32)).flatten()
     }
@@ -82,7 +82,7 @@ impl Event {
     /// Bytes of a record in the file.
     pub const LEN: usize = 40;
 
-    /// The entry in a worker's ring.
+    /// Returns the entry in a worker's ring.
     pub(super) fn to_entry(self) -> Entry {
         [u64::from(self.kind as u32), self.begin, self.length, self.number, self.extra, 0, 0, 0]
     }
@@ -94,7 +94,7 @@ impl Event {
         Some(Self { kind, who, begin, length, number, extra })
     }
 
-    /// The record in the file: little-endian words, the first of `source` (32 bits), who (24) and kind (8).
+    /// Returns the record in the file: little-endian words, the first of `source` (32 bits), who (24) and kind (8).
     pub(super) fn to_bytes(self, source: u32) -> [u8; Self::LEN] {
         let first = u64::from(source) << 32 | u64::from(self.who) << 8 | u64::from(self.kind as u32);
         let mut bytes = [0; Self::LEN];

@@ -16,11 +16,11 @@ const SAMPLES: u32 = 2;
 pub struct Recorder {
     arena: Arc<Arena>,
     worker: u32,
-    state: Mutex<State>,
+    state: Mutex<Recording>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct Recording {
     /// The ring's end, from the first event on.
     ring: Option<Producer<ArenaRing>>,
     /// The time at which the current sample began, and its index.
@@ -28,7 +28,7 @@ struct State {
 }
 
 impl Recorder {
-    /// The recorder of a worker.
+    /// Returns the recorder of a worker.
     pub fn new(arena: Arc<Arena>, worker: u32) -> Self {
         Self { arena, worker, state: Mutex::default() }
     }
@@ -75,7 +75,7 @@ impl Recorder {
         inner.sample = index.map(|index| (now, index));
     }
 
-    fn push(&self, inner: &mut State, event: Event) {
+    fn push(&self, inner: &mut Recording, event: Event) {
         let ring = inner.ring.get_or_insert_with(|| Producer::new(self.arena.trace_ring(self.worker)));
         if ring.push(&event.to_entry()).is_err() {
             let lost = &self.arena.trace_head(self.worker).lost.0;

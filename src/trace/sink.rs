@@ -40,7 +40,7 @@ struct File {
 }
 
 impl Sink {
-    /// A sink over empty files.
+    /// Creates a sink over empty files.
     pub fn new(files: Vec<OwnedFd>, turn: u64) -> Self {
         let files = files.into_iter().map(|fd| File { fd, len: 0 }).enumerate().collect();
         let epochs = BTreeMap::new();

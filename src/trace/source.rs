@@ -36,7 +36,7 @@ struct Traced {
 }
 
 impl Source {
-    /// The source of an iterator that uses this arena.
+    /// Returns the source of an iterator that uses this arena.
     pub fn new(arena: Arc<Arena>) -> Self {
         Self { arena, on: AtomicU32::new(0), traced: Mutex::default() }
     }

@@ -56,7 +56,7 @@ pub struct Head {
 }
 
 impl Head {
-    /// The head of a frame without a body.
+    /// Returns the head of a frame without a body.
     pub fn bare(kind: Kind) -> Self {
         Self { kind, count: 0, len: 0 }
     }
@@ -91,12 +91,12 @@ pub fn put_words(out: &mut Vec<u8>, words: &[u64]) {
     words.iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
 }
 
-/// The words of some bytes.
+/// Returns the words of some bytes.
 pub fn words(bytes: &[u8]) -> impl Iterator<Item = u64> + '_ {
     bytes.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes))
 }
 
-/// The entry and the counters of a result.
+/// Returns the entry and the counters of a result.
 pub fn read_fixed(bytes: &[u8; FIXED]) -> (Entry, [u64; COUNTERS]) {
     let mut all = words(bytes);
     let mut next = || all.next().unwrap_or(0);

@@ -46,7 +46,7 @@ impl Inflow {
         })
     }
 
-    /// The head of the next frame, once [`Inflow::arrived`] has found it.
+    /// Returns the head of the next frame, once [`Inflow::arrived`] has found it.
     pub(super) fn head(&mut self, most: u64) -> Result<Head> {
         let Some(bytes) = self.buffer[self.begin..self.end].first_chunk::<HEAD>() else {
             return Err(Error::usage("a head that has not arrived"));
@@ -80,7 +80,7 @@ impl Inflow {
         Ok(len.is_some_and(|len| len <= (there.len() - leaves.end) as u64))
     }
 
-    /// Position of the next frame, for [`Inflow::rewind`].
+    /// Returns the position of the next frame, for [`Inflow::rewind`].
     pub(super) fn begin(&self) -> usize {
         self.begin
     }

@@ -30,7 +30,7 @@ use crate::shm::{doorbell, lease};
 use crate::sync::{Ordering, fence, lock, try_lock};
 use crate::sys;
 use crate::sys::event::EventFd;
-use crate::sys::socket::{Found, Socket};
+use crate::sys::socket::{Readiness, Socket};
 use crate::wire::{self, Leaf, ResultEntry, ResultKind};
 
 /// A connection to a worker.
@@ -123,7 +123,7 @@ impl Link {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// A descriptor that is readable once the connection has ended.
+    /// Returns a descriptor that is readable once the connection has ended.
     pub fn end_fd(&self) -> BorrowedFd<'_> {
         self.end.as_fd()
     }
@@ -133,12 +133,13 @@ impl Link {
         lock(&self.reason).clone()
     }
 
-    /// Bytes received.
+    /// Returns the number of bytes received.
     pub fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Tasks that are sent and not answered; `None` if no other task of a shared queue may be sent.
+    /// Returns the number of tasks that are sent and not answered; `None` if no other task of a shared queue may be
+    /// sent.
     pub fn under_way(&self) -> Option<usize> {
         let outflow = lock(&self.outflow);
         (!self.has_ended() && outflow.has_credit()).then(|| outflow.under_way())
@@ -245,7 +246,7 @@ impl Link {
         }
     }
 
-    /// The thread.
+    /// Runs the thread.
     fn run(&self) {
         sys::signal::block_all_in_this_thread();
         sys::thread::set_name("rl_link");
@@ -302,19 +303,19 @@ impl Link {
             return Err(error);
         }
         intake.needs_memory = false;
-        let found = self.take_arrived(&mut intake);
-        intake.has_ended = matches!(found, Ok(Arrived::End) | Err(_));
-        found
+        let arrived = self.take_arrived(&mut intake);
+        intake.has_ended = matches!(arrived, Ok(Arrived::End) | Err(_));
+        arrived
     }
 
     fn take_arrived(&self, intake: &mut Intake) -> Result<Arrived> {
         let most = self.arena.geometry().region_len;
-        let mut found = Arrived::Nothing;
+        let mut arrived = Arrived::Nothing;
         loop {
             match intake.inflow.arrived(&self.socket)? {
-                Arrived::Head => found = Arrived::Head,
+                Arrived::Head => arrived = Arrived::Head,
                 Arrived::End => return Ok(Arrived::End),
-                Arrived::Nothing => return Ok(found),
+                Arrived::Nothing => return Ok(arrived),
             }
             let head = intake.inflow.head(most)?;
             self.take_in(head, intake, true)?;
@@ -327,32 +328,32 @@ impl Link {
         self.off_duty.store(true, Ordering::Relaxed);
         // SYNC: off-duty (pairs with the fence in `on_duty`).
         fence(Ordering::SeqCst);
-        let mut found = Ok(Found::default());
+        let mut readiness = Ok(Readiness::default());
         let mut seen = 0;
-        while matches!(found, Ok(Found { rung: false, .. })) {
+        while matches!(readiness, Ok(Readiness { rung: false, .. })) {
             let now = self.streak.load(Ordering::Relaxed);
             if now == seen {
                 break;
             }
             seen = now;
-            found = self.socket.wait(false, false, Some(self.bell.as_fd()), Some(LINK_OFF_DUTY));
+            readiness = self.socket.wait(false, false, Some(self.bell.as_fd()), Some(LINK_OFF_DUTY));
         }
         self.off_duty.store(false, Ordering::Relaxed);
         self.streak.store(0, Ordering::Relaxed);
-        found.map(drop)
+        readiness.map(drop)
     }
 
     /// Sleeps until there is something to receive, or to send. An idle one trims the region.
     fn rest(&self, trims: bool) -> Result<()> {
         let blocked = self.blocked.load(Ordering::Relaxed);
-        let found = self.socket.wait(true, blocked, Some(self.bell.as_fd()), Some(IDLE_SLICE))?;
-        if found.rung {
+        let readiness = self.socket.wait(true, blocked, Some(self.bell.as_fd()), Some(IDLE_SLICE))?;
+        if readiness.rung {
             self.bell.drain()?;
         }
-        if found.rung || blocked {
+        if readiness.rung || blocked {
             self.send_queued();
         }
-        if trims && !found.rung && !blocked && !found.readable {
+        if trims && !readiness.rung && !blocked && !readiness.readable {
             lock(&self.intake).allocator.trim(self.arena.budget(self.worker))?;
         }
         Ok(())
@@ -474,8 +475,8 @@ struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// A block of `len` bytes. Waits while the consumer holds all memory, if it may: [`LINK_MEMORY_WAIT`] for all
-    /// blocks, and not beyond the end of the connection.
+    /// Allocates a block of `len` bytes. Waits while the consumer holds all memory, if it may: [`LINK_MEMORY_WAIT`] for
+    /// all blocks, and not beyond the end of the connection.
     fn allocate(&mut self, allocator: &mut Allocator, len: u64) -> Result<u32> {
         if len <= SMALL_MESSAGE {
             allocator.trust(SMALL_MESSAGE);

@@ -57,7 +57,7 @@ impl Outflow {
         self.ready && self.under_way() < LINK_CREDIT
     }
 
-    /// Tasks that were taken and are not answered.
+    /// Returns the number of tasks that were taken and are not answered.
     pub(super) fn under_way(&self) -> usize {
         self.unanswered.len()
     }
@@ -73,7 +73,7 @@ impl Outflow {
         self.show();
     }
 
-    /// Takes entries from the rings; once the loader ends, tells the worker instead.
+    /// Takes entries from the rings; once the loader ends, notifies the worker instead.
     pub(super) fn take_up(&mut self) -> Result<()> {
         if self.arena.header().stop.0.load(Ordering::Relaxed) != 0 {
             if !std::mem::replace(&mut self.told_to_stop, true) {
@@ -87,7 +87,7 @@ impl Outflow {
         Ok(())
     }
 
-    /// The next entry: of the worker's own ring, so that control messages come first, else of the queue.
+    /// Returns the next entry: of the worker's own ring, so that control messages come first, else of the queue.
     fn next(&mut self) -> Result<Option<TaskEntry>> {
         let own = self.tasks.pop()?;
         let credit = self.has_credit();

@@ -117,12 +117,12 @@ impl Remote {
         Ok(remote)
     }
 
-    /// The arena of the worker's port, which is worker 0 in it.
+    /// Returns the arena of the worker's port, which is worker 0 in it.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
     }
 
-    /// A duplicate of the bell, for the worker's port.
+    /// Returns a duplicate of the bell, for the worker's port.
     pub fn doorbell(&self) -> Result<OwnedFd> {
         self.bell.as_fd().try_clone_to_owned().map_err(|error| Error::Os {
             call: "dup",
@@ -131,25 +131,25 @@ impl Remote {
         })
     }
 
-    /// Tells the main process that the worker enters its loop.
+    /// Notifies the main process that the worker enters its loop.
     pub fn ready(&self) {
-        self.tell(&Head::bare(Kind::Ready).to_bytes());
+        self.send_notice(&Head::bare(Kind::Ready).to_bytes());
     }
 
-    /// Tells the main process which sample of a task the worker begins, by its place in the index batch and 1, or that
-    /// none is under way (0). Returns when the kernel has it: the sample may end the process.
+    /// Notifies the main process which sample of a task the worker begins, by its place in the index batch and 1, or
+    /// that none is under way (0). Returns when the kernel has it: the sample may end the process.
     pub fn at_sample(&self, task: u64, place: u64) {
         let mut frame = Head::bare(Kind::Sample).to_bytes().to_vec();
         frame::put_words(&mut frame, &[task, place]);
-        self.tell(&frame);
+        self.send_notice(&frame);
     }
 
-    /// Tells the main process that the worker begins a batch of a replay.
+    /// Notifies the main process that the worker begins a batch of a replay.
     pub fn again(&self) {
-        self.tell(&Head::bare(Kind::Again).to_bytes());
+        self.send_notice(&Head::bare(Kind::Again).to_bytes());
     }
 
-    fn tell(&self, frame: &[u8]) {
+    fn send_notice(&self, frame: &[u8]) {
         let mut outgoing = lock(&self.outgoing);
         if outgoing.send_rest(self).and_then(|()| self.send(&[Part::new(frame)])).is_err() {
             self.socket.shut_down(std::net::Shutdown::Both);
@@ -214,8 +214,8 @@ impl Remote {
         Ok(true)
     }
 
-    /// The receiving thread: receives the frames of the main process while the worker makes a batch, and notices the
-    /// end of the connection.
+    /// Runs the receiving thread: receives the frames of the main process while the worker makes a batch, and notices
+    /// the end of the connection.
     fn receive_between(&self, killed: &dyn Fn()) {
         sys::signal::block_all_in_this_thread();
         loop {
@@ -235,11 +235,11 @@ impl Remote {
     /// Receives the frames that have arrived. Returns true if there were any. The end of the connection makes the
     /// worker leave.
     fn receive(&self, intake: &mut Intake) -> bool {
-        let mut found = false;
+        let mut any = false;
         while !intake.has_ended {
             match intake.receive(self) {
-                Ok(Arrived::Head) => found = true,
-                Ok(Arrived::Nothing) => return found,
+                Ok(Arrived::Head) => any = true,
+                Ok(Arrived::Nothing) => return any,
                 Ok(Arrived::End) | Err(_) => {
                     intake.has_ended = true;
                     self.leave();
@@ -249,7 +249,7 @@ impl Remote {
         true
     }
 
-    /// The sending thread.
+    /// Runs the sending thread.
     fn send_all(&self) {
         sys::signal::block_all_in_this_thread();
         if self.send_published().is_err() {

@@ -3,8 +3,8 @@
 use super::tag;
 use crate::config::{INDICES_SHOWN, KEY_BYTES_SHOWN};
 
-/// The text of an int, a string, or a list or tuple of these: `[3, 14, ... 64 in all]`; `None` for anything else and
-/// for damaged bytes. `bytes` is the beginning of an encoding of `len` bytes.
+/// Returns the text of an int, a string, or a list or tuple of these: `[3, 14, ... 64 in all]`; `None` for anything
+/// else and for damaged bytes. `bytes` is the beginning of an encoding of `len` bytes.
 pub fn brief(bytes: &[u8], len: u64) -> Option<String> {
     let (whole, mut reader) = (len <= bytes.len() as u64, Prefix { bytes });
     let (open, close, count, ints) = match reader.byte()? {
@@ -86,7 +86,7 @@ impl Prefix<'_> {
         }
     }
 
-    /// A string, which may continue behind the bytes.
+    /// Reads a string, which may continue behind the bytes.
     fn text(&mut self) -> Option<String> {
         let len = usize::try_from(self.varint()?).ok()?;
         let there = self.bytes.len().min(len);

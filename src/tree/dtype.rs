@@ -59,7 +59,7 @@ impl Dtype {
     /// `torch.float64`.
     pub const FLOAT64: Self = Self(12);
 
-    /// Every element type.
+    /// Returns every element type.
     pub fn all() -> impl Iterator<Item = Self> {
         (0..ROWS.len() as u8).map(Self)
     }
@@ -68,25 +68,25 @@ impl Dtype {
         &ROWS[usize::from(self.0)]
     }
 
-    /// The code on the wire.
+    /// Returns the code on the wire.
     #[inline]
     pub fn code(self) -> u8 {
         self.0
     }
 
-    /// The element type of a code on the wire.
+    /// Returns the element type of a code on the wire.
     #[inline]
     pub fn from_code(code: u8) -> Option<Self> {
         (usize::from(code) < ROWS.len()).then_some(Self(code))
     }
 
-    /// Bytes of one element.
+    /// Returns the number of bytes of one element.
     #[inline]
     pub fn itemsize(self) -> usize {
         usize::from(self.row().itemsize)
     }
 
-    /// Alignment of an element in bytes (of a complex number: that of its parts).
+    /// Returns the alignment of an element in bytes (of a complex number: that of its parts).
     #[inline]
     pub fn align(self) -> usize {
         usize::from(self.row().align)
@@ -99,8 +99,8 @@ impl Dtype {
         (dl.0 != 255).then_some(dl)
     }
 
-    /// The element type of DLPack's (code, bits, lanes). torch exports `int1` to `int7`, `uint1` to `uint7` and `bit`
-    /// as 8-bit integers, so callers also check a tensor's dtype.
+    /// Returns the element type of DLPack's (code, bits, lanes). torch exports `int1` to `int7`, `uint1` to `uint7` and
+    /// `bit` as 8-bit integers, so callers also check a tensor's dtype.
     #[inline]
     pub fn from_dl(code: u8, bits: u8, lanes: u16) -> Option<Self> {
         if code == 255 {
@@ -109,7 +109,7 @@ impl Dtype {
         ROWS.iter().position(|row| row.dl == (code, bits, lanes)).map(|at| Self(at as u8))
     }
 
-    /// The name in `torch`.
+    /// Returns the name in `torch`.
     pub fn torch_name(self) -> Option<&'static str> {
         let name = self.row().torch;
         (!name.is_empty()).then_some(name)

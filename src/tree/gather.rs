@@ -13,7 +13,7 @@ pub struct Gather {
 }
 
 impl Gather {
-    /// The loops over the dimensions in `order`, which must include all of more than one element.
+    /// Returns the loops over the dimensions in `order`, which must include all of more than one element.
     pub fn new(order: impl Iterator<Item = usize>, shape: &[i64], byte_strides: &[i64], itemsize: usize) -> Self {
         let mut gather = Self { loops: 0, dims: [(0, 0); MAX_DIMS], run: itemsize };
         for dim in order {
@@ -42,7 +42,7 @@ impl Gather {
     /// Copies every element of the view that starts at `first`.
     ///
     /// # Safety
-    /// As for [`Plan::copy`](super::layout::Plan::copy).
+    /// As for [`TransferPlan::copy`](super::layout::TransferPlan::copy).
     pub unsafe fn copy(&self, first: *const u8, target: &mut *mut u8) {
         // SAFETY: the caller's promise is that of the outermost level.
         unsafe { self.level(0, first, target) }

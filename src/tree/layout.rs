@@ -26,19 +26,19 @@ impl Dims {
         Some(dims)
     }
 
-    /// `len` zeros; `None` if too many.
+    /// Creates `len` zeros; `None` if too many.
     #[inline]
     pub fn zeros(len: usize) -> Option<Self> {
         (len <= MAX_DIMS).then_some(Self { len: len as u8, values: [0; MAX_DIMS] })
     }
 
-    /// The values, mutable.
+    /// Returns the values, mutable.
     #[inline]
     pub fn as_mut_slice(&mut self) -> &mut [i64] {
         &mut self.values[..usize::from(self.len)]
     }
 
-    /// The strides, in elements, that torch gives a contiguous tensor of this shape; `None` on overflow.
+    /// Returns the strides, in elements, that torch gives a contiguous tensor of this shape; `None` on overflow.
     pub fn contiguous(shape: &[i64]) -> Option<Self> {
         let mut strides = Self::zeros(shape.len())?;
         let mut step = 1i64;
@@ -59,7 +59,7 @@ impl Deref for Dims {
     }
 }
 
-/// The number of elements of a shape; `None` on overflow or a negative size.
+/// Returns the number of elements of a shape; `None` on overflow or a negative size.
 #[inline]
 pub fn numel(shape: &[i64]) -> Option<i64> {
     if shape.iter().any(|&size| size < 0) {
@@ -71,8 +71,8 @@ pub fn numel(shape: &[i64]) -> Option<i64> {
     shape.iter().try_fold(1i64, |product, &size| product.checked_mul(size))
 }
 
-/// The bytes from the first to the last element of a view with strides in elements, none of them negative;
-/// `None` if a number is negative or too large.
+/// Returns the number of bytes from the first to the last element of a view with strides in elements, none of them
+/// negative; `None` if a number is negative or too large.
 #[inline]
 pub fn extent(shape: &[i64], strides: &[i64], itemsize: usize) -> Option<usize> {
     if shape.len() != strides.len() || strides.iter().any(|&stride| stride < 0) {
@@ -119,7 +119,7 @@ pub enum Style {
 
 /// The bytes of a view to transfer, and the loops that read them.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan {
+pub struct TransferPlan {
     /// The strides of the delivered view, in elements.
     pub(crate) strides: Dims,
     /// True if they are exactly those of [`Dims::contiguous`].
@@ -134,7 +134,7 @@ pub struct Plan {
     pub(crate) gather: Option<Gather>,
 }
 
-impl Plan {
+impl TransferPlan {
     /// Plans the transfer of a view with strides in **bytes**. `None` if it cannot be transferred this way: elements of
     /// a tensor share memory without an expanded dimension, or a number is out of range.
     pub fn new(shape: &[i64], byte_strides: &[i64], itemsize: usize, style: Style) -> Option<Self> {
@@ -248,7 +248,7 @@ fn zero_unmoved(mut strides: Dims, shape: &[i64]) -> Dims {
     strides
 }
 
-/// The lowest and highest byte offset at which an element of the view starts.
+/// Returns the lowest and highest byte offset at which an element of the view starts.
 fn reach(shape: &[i64], byte_strides: &[i64]) -> Option<(i64, i64)> {
     let (mut low, mut high) = (0i64, 0i64);
     for (&size, &stride) in shape.iter().zip(byte_strides) {

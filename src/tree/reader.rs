@@ -153,7 +153,7 @@ struct Stack {
 }
 
 impl Stack {
-    /// `None` if [`MAX_DEPTH`] is exceeded.
+    /// Opens a container. `None` if [`MAX_DEPTH`] is exceeded.
     #[inline]
     fn push(&mut self, container: Open) -> Option<()> {
         let slot = match self.depth.checked_sub(NEAR) {
@@ -165,7 +165,7 @@ impl Stack {
         Some(())
     }
 
-    /// The innermost one.
+    /// Returns the innermost one.
     #[inline]
     fn last_mut(&mut self) -> Option<&mut Open> {
         let last = self.depth.checked_sub(1)?;
@@ -224,7 +224,7 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
     if reader.at == payload.len() { Ok(()) } else { Err(reader.corrupt("bytes behind the batch").into()) }
 }
 
-/// The string of a payload that is one; `None` for any other payload.
+/// Returns the string of a payload that is one; `None` for any other payload.
 #[inline]
 pub fn text(payload: &[u8]) -> Option<&str> {
     if payload.first() != Some(&tag::STR) {
@@ -290,7 +290,7 @@ impl<'a> Reader<'a> {
         Err(self.corrupt("a number is too long"))
     }
 
-    /// A count of items of at least `each` bytes, which the rest must have room for.
+    /// Reads a count of items of at least `each` bytes, which the rest must have room for.
     fn count(&mut self, each: usize) -> Result<usize> {
         let count = self.varint()?;
         let room = (self.bytes.len() - self.at) / each;

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::dtype::Dtype;
-use super::layout::{Dims, Plan, Style, extent, is_contiguous, numel};
+use super::layout::{Dims, Style, TransferPlan, extent, is_contiguous, numel};
 use super::*;
 use crate::config::MAX_DEPTH;
 use crate::error::Error;
@@ -83,7 +83,7 @@ fn sample() -> Vec<u8> {
     w.str("again");
     w.back(0);
     w.str("image");
-    let plan = Plan::new(&[2, 3], &[12, 4], 4, Style::Tensor).unwrap();
+    let plan = TransferPlan::new(&[2, 3], &[12, 4], 4, Style::Tensor).unwrap();
     let data = [1f32; 6];
     // SAFETY: six floats lie in `data`.
     unsafe {
@@ -93,14 +93,14 @@ fn sample() -> Vec<u8> {
     w.open(Group::List, 8);
     let far = w.bytes_outside(50_000);
     w.fill(far, 2, 0);
-    w.empty(Dtype::INT64, &[0, 3], &Plan::new(&[0, 3], &[24, 8], 8, Style::Tensor).unwrap(), 300);
+    w.empty(Dtype::INT64, &[0, 3], &TransferPlan::new(&[0, 3], &[24, 8], 8, Style::Tensor).unwrap(), 300);
     w.none();
     w.bool(true);
     w.complex(1.0, -2.0);
     w.open_ints(Group::Tuple, 3);
     (7..10).for_each(|i| w.next_int(i));
     w.bytes(b"abc");
-    let plan = Plan::new(&[100, 100], &[8, 800], 8, Style::Array).unwrap();
+    let plan = TransferPlan::new(&[100, 100], &[8, 800], 8, Style::Array).unwrap();
     let slot = w.outside(Kind::Array, Dtype::INT64, &[100, 100], &plan);
     w.fill(slot, 3, 64);
     out
@@ -158,8 +158,8 @@ fn marks_and_storages_stand_before_values() {
 
 #[test]
 fn plans_of_known_layouts() {
-    let strides = |p: &Plan| p.strides.to_vec();
-    let plan = |shape: &[i64], strides: &[i64], style| Plan::new(shape, strides, 4, style);
+    let strides = |p: &TransferPlan| p.strides.to_vec();
+    let plan = |shape: &[i64], strides: &[i64], style| TransferPlan::new(shape, strides, 4, style);
     let t = plan(&[2, 3], &[4, 8], Style::Tensor).unwrap();
     assert!(t.gather.is_none() && !t.contiguous && t.bytes == 24 && strides(&t) == [1, 2]);
     let t = plan(&[5, 3], &[0, 4], Style::Tensor).unwrap();
@@ -225,7 +225,7 @@ proptest! {
         let bytes: Vec<i64> = strides.iter().map(|s| s * 4).collect();
         let data: Vec<i32> = (0..2000).collect();
         let first = 1000;
-        if let Some(plan) = Plan::new(&shape, &bytes, 4, style) {
+        if let Some(plan) = TransferPlan::new(&shape, &bytes, 4, style) {
             let mut target = vec![0i32; plan.bytes / 4];
             // SAFETY: the view reaches at most 4 x 4 x 30 elements to either side of element 1000 of 2000.
             unsafe { plan.copy(data[first..].as_ptr().cast(), target.as_mut_ptr().cast()) };

@@ -1,7 +1,7 @@
 //! The writing side.
 
 use super::dtype::Dtype;
-use super::layout::{Dims, Plan};
+use super::layout::{Dims, TransferPlan};
 use super::{FORM_OUTSIDE, FORM_SHARED, FORM_STRIDES, Group, Kind, tag};
 
 /// Appends values to a payload.
@@ -14,24 +14,24 @@ pub struct Writer<'a> {
 pub struct Placeholder(usize);
 
 impl Placeholder {
-    /// Its position in the payload.
+    /// Returns its position in the payload.
     pub fn at(self) -> usize {
         self.0
     }
 
-    /// A placeholder whose bytes were moved to `at`.
+    /// Creates a placeholder whose bytes were moved to `at`.
     pub fn moved(at: usize) -> Self {
         Self(at)
     }
 }
 
 impl<'a> Writer<'a> {
-    /// A writer that appends to `out`.
+    /// Creates a writer that appends to `out`.
     pub fn new(out: &'a mut Vec<u8>) -> Self {
         Self { out }
     }
 
-    /// The payload's length, including earlier bytes.
+    /// Returns the payload's length, including earlier bytes.
     pub fn len(&self) -> usize {
         self.out.len()
     }
@@ -54,57 +54,57 @@ impl<'a> Writer<'a> {
         self.out.push(value as u8);
     }
 
-    /// `None`.
+    /// Writes `None`.
     pub fn none(&mut self) {
         self.out.push(tag::NONE);
     }
 
-    /// A bool.
+    /// Writes a bool.
     pub fn bool(&mut self, value: bool) {
         self.out.push(if value { tag::TRUE } else { tag::FALSE });
     }
 
-    /// An int.
+    /// Writes an int.
     pub fn int(&mut self, value: i64) {
         self.out.push(tag::INT);
         self.out.extend_from_slice(&value.to_le_bytes());
     }
 
-    /// A float.
+    /// Writes a float.
     pub fn float(&mut self, value: f64) {
         self.out.push(tag::FLOAT);
         self.out.extend_from_slice(&value.to_le_bytes());
     }
 
-    /// A complex number.
+    /// Writes a complex number.
     pub fn complex(&mut self, re: f64, im: f64) {
         self.out.push(tag::COMPLEX);
         self.out.extend_from_slice(&re.to_le_bytes());
         self.out.extend_from_slice(&im.to_le_bytes());
     }
 
-    /// A string.
+    /// Writes a string.
     pub fn str(&mut self, value: &str) {
         self.out.push(tag::STR);
         self.varint(value.len() as u64);
         self.out.extend_from_slice(value.as_bytes());
     }
 
-    /// A bytes object.
+    /// Writes a bytes object.
     pub fn bytes(&mut self, value: &[u8]) {
         self.out.push(tag::BYTES);
         self.varint(value.len() as u64);
         self.out.extend_from_slice(value);
     }
 
-    /// A bytes object of `len` bytes in a leaf, given by [`Self::fill`].
+    /// Writes a bytes object of `len` bytes in a leaf, given by [`Self::fill`].
     pub fn bytes_outside(&mut self, len: usize) -> Placeholder {
         self.out.push(tag::BYTES_OUTSIDE);
         self.varint(len as u64);
         self.slot()
     }
 
-    /// A container; its `count` values (pairs, for a dict) follow.
+    /// Writes a container; its `count` values (pairs, for a dict) follow.
     pub fn open(&mut self, group: Group, count: usize) {
         self.out.push(match group {
             Group::List => tag::LIST,
@@ -114,7 +114,7 @@ impl<'a> Writer<'a> {
         self.varint(count as u64);
     }
 
-    /// A list or tuple of ints; [`Self::next_int`] follows `count` times.
+    /// Writes a list or tuple of ints; [`Self::next_int`] follows `count` times.
     pub fn open_ints(&mut self, group: Group, count: usize) {
         self.out.push(tag::INTS);
         self.out.push(if group == Group::List { tag::LIST } else { tag::TUPLE });
@@ -122,13 +122,13 @@ impl<'a> Writer<'a> {
         self.out.reserve(count * 8);
     }
 
-    /// The next element of [`Self::open_ints`].
+    /// Writes the next element of [`Self::open_ints`].
     #[inline]
     pub fn next_int(&mut self, value: i64) {
         self.out.extend_from_slice(&value.to_le_bytes());
     }
 
-    fn leaf(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan, outside: u8) {
+    fn leaf(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &TransferPlan, outside: u8) {
         self.view(kind, dtype, shape, (!plan.contiguous).then_some(&plan.strides), outside);
     }
 
@@ -144,11 +144,11 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// A leaf whose bytes are part of the payload.
+    /// Writes a leaf whose bytes are part of the payload.
     ///
     /// # Safety
-    /// As for [`Plan::copy`].
-    pub unsafe fn inline(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan, first: *const u8) {
+    /// As for [`TransferPlan::copy`].
+    pub unsafe fn inline(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &TransferPlan, first: *const u8) {
         self.leaf(kind, dtype, shape, plan, 0);
         self.out.reserve(plan.bytes);
         let at = self.out.len();
@@ -160,8 +160,8 @@ impl<'a> Writer<'a> {
         unsafe { self.out.set_len(at + plan.bytes) };
     }
 
-    /// A leaf outside of the payload, given by [`Self::fill`].
-    pub fn outside(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &Plan) -> Placeholder {
+    /// Writes a leaf outside of the payload, given by [`Self::fill`].
+    pub fn outside(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &TransferPlan) -> Placeholder {
         self.leaf(kind, dtype, shape, plan, FORM_OUTSIDE);
         self.slot()
     }
@@ -172,7 +172,7 @@ impl<'a> Writer<'a> {
         slot
     }
 
-    /// A placeholder byte for a value written later.
+    /// Writes a placeholder byte for a value written later.
     pub fn gap(&mut self) {
         self.out.push(tag::BACK);
     }
@@ -182,27 +182,27 @@ impl<'a> Writer<'a> {
         self.out.push(tag::MARK);
     }
 
-    /// The object of a mark.
+    /// Writes the object of a mark.
     pub fn back(&mut self, mark: usize) {
         self.out.push(tag::BACK);
         self.varint(mark as u64);
     }
 
-    /// A storage whose bytes are part of the payload.
+    /// Writes a storage whose bytes are part of the payload.
     pub fn storage(&mut self, bytes: &[u8]) {
         self.out.extend_from_slice(&[tag::STORAGE, 0]);
         self.varint(bytes.len() as u64);
         self.out.extend_from_slice(bytes);
     }
 
-    /// A storage outside of the payload, given by [`Self::fill`].
+    /// Writes a storage outside of the payload, given by [`Self::fill`].
     pub fn storage_outside(&mut self, len: usize) -> Placeholder {
         self.out.extend_from_slice(&[tag::STORAGE, FORM_OUTSIDE]);
         self.varint(len as u64);
         self.slot()
     }
 
-    /// A tensor in a storage: non-negative strides in elements, the offset in bytes.
+    /// Writes a tensor in a storage: non-negative strides in elements, the offset in bytes.
     pub fn shared(&mut self, dtype: Dtype, shape: &[i64], strides: &[i64], storage: usize, offset: usize) {
         let natural = Dims::contiguous(shape).is_some_and(|natural| *natural == *strides);
         self.view(Kind::Tensor, dtype, shape, (!natural).then_some(strides), FORM_SHARED);
@@ -210,13 +210,13 @@ impl<'a> Writer<'a> {
         self.varint(offset as u64);
     }
 
-    /// A tensor without elements at `offset` elements in its storage.
-    pub fn empty(&mut self, dtype: Dtype, shape: &[i64], plan: &Plan, offset: u64) {
+    /// Writes a tensor without elements at `offset` elements in its storage.
+    pub fn empty(&mut self, dtype: Dtype, shape: &[i64], plan: &TransferPlan, offset: u64) {
         self.leaf(Kind::Tensor, dtype, shape, plan, FORM_OUTSIDE | FORM_SHARED);
         self.varint(offset);
     }
 
-    /// Bytes from another writer, placeholders included.
+    /// Writes bytes from another writer, placeholders included.
     pub fn raw(&mut self, bytes: &[u8]) {
         self.out.extend_from_slice(bytes);
     }

@@ -65,8 +65,8 @@ impl WorkerLease {
     ///
     /// Errors: [`Error::NoMemory`] if the machine or cgroup has no memory left. The heap would wake the OOM killer.
     pub fn new(port: &Arc<Port>, kept: &Arc<Kept>, len: usize, pause: impl Fn(Duration)) -> Result<Option<Self>> {
-        let found = port.await_return(len as u64, &pause);
-        let (block, ptr) = match found.and_then(|()| settle(|| port.allocate(len as u64), pause)) {
+        let returned = port.await_return(len as u64, &pause);
+        let (block, ptr) = match returned.and_then(|()| settle(|| port.allocate(len as u64), pause)) {
             Ok(allocated) => allocated,
             Err(error @ Error::NoMemory { .. }) => return Err(error),
             Err(_) => return Ok(None),

@@ -25,9 +25,9 @@ impl StackOffer {
             status.stack.store(StackFile::SignalTaken.to_u32(), Ordering::Relaxed);
             return None;
         }
-        let made = handler.and_then(|_| sys::memfd::create("rustloader-stack", 0).ok());
-        let place = made.as_ref().and_then(|file| sys::identity::FdIdentity::of(file.as_raw_fd()).ok());
-        let (Some(file), Some(identity)) = (made, place) else {
+        let memfd = handler.and_then(|_| sys::memfd::create("rustloader-stack", 0).ok());
+        let place = memfd.as_ref().and_then(|file| sys::identity::FdIdentity::of(file.as_raw_fd()).ok());
+        let (Some(file), Some(identity)) = (memfd, place) else {
             status.stack.store(StackFile::Refused.to_u32(), Ordering::Relaxed);
             return None;
         };

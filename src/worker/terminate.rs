@@ -23,7 +23,7 @@ use crate::config::{SIGTERM_ALONE, SIGTERM_CHECK, SIGTERM_SERVE};
 use crate::error::{Error, Result};
 use crate::shm::arena::Arena;
 use crate::shm::layout::{StatusPage, Terminated, WorkerState};
-use crate::sys::sigterm::{self, Answer, Cause};
+use crate::sys::sigterm::{self, Cause, Reaction};
 
 /// The input of [`decide`]. Never dropped, because the handler stays.
 struct Input {
@@ -32,13 +32,13 @@ struct Input {
     /// This process, and the main process.
     pids: (i32, i32),
     /// Limit of checks if no other worker has received the signal; twice as many if some have.
-    looks: u32,
+    max_checks: u32,
 }
 
 static INPUT: OnceLock<Input> = OnceLock::new();
 /// Checks so far, or [`DECIDED`].
-static LOOKED: AtomicU32 = AtomicU32::new(0);
-/// [`LOOKED`] after the last check.
+static CHECKS_DONE: AtomicU32 = AtomicU32::new(0);
+/// [`CHECKS_DONE`] after the last check.
 const DECIDED: u32 = u32::MAX;
 
 /// Makes this worker survive a SIGTERM to the group. `main` is the main process's pid. If no other worker receives the
@@ -46,22 +46,22 @@ const DECIDED: u32 = u32::MAX;
 /// leaves SIGTERM as it was.
 pub fn survive_group_signal(port: &Port, main: i32, alone: Duration) -> Result<()> {
     let pids = (std::process::id() as i32, main);
-    let input = Input { arena: port.arena().clone(), worker: port.worker(), pids, looks: looks_in(alone) };
+    let input = Input { arena: port.arena().clone(), worker: port.worker(), pids, max_checks: checks_in(alone) };
     INPUT.set(input).map_err(|_| Error::usage("a second handler for SIGTERM"))?;
     sigterm::install(decide)
 }
 
-fn decide(cause: Cause) -> Answer {
-    let Some(input) = INPUT.get() else { return Answer::Die };
+fn decide(cause: Cause) -> Reaction {
+    let Some(input) = INPUT.get() else { return Reaction::Die };
     let page = |worker| &input.arena.control(worker).status;
     match cause {
-        Cause::Sent { by } if by == input.pids.1 => Answer::Leave,
-        Cause::Sent { by } if by == input.pids.0 => Answer::Die,
+        Cause::Sent { by } if by == input.pids.1 => Reaction::Leave,
+        Cause::Sent { by } if by == input.pids.0 => Reaction::Die,
         // Pending signals merge, so this may be the main process's signal too.
-        Cause::Sent { .. } if input.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Answer::Leave,
+        Cause::Sent { .. } if input.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Reaction::Leave,
         Cause::Sent { .. } => match page(input.worker).terminated.swap(Terminated::Alone as u32, Ordering::Relaxed) {
-            0 => Answer::AskAgain(SIGTERM_CHECK),
-            _ => Answer::Die,
+            0 => Reaction::AskAgain(SIGTERM_CHECK),
+            _ => Reaction::Die,
         },
         Cause::Time => {
             let workers = 0..input.arena.geometry().workers;
@@ -71,12 +71,12 @@ fn decide(cause: Cause) -> Answer {
                 count += 1;
                 flagged += page.terminated.load(Ordering::Relaxed).min(1);
             }
-            let (answer, looked) = next(LOOKED.load(Ordering::Relaxed), input.looks, count, flagged);
-            LOOKED.store(looked, Ordering::Relaxed);
-            if answer == Answer::AskAgain(SIGTERM_SERVE) {
+            let (reaction, checks_done) = next(CHECKS_DONE.load(Ordering::Relaxed), input.max_checks, count, flagged);
+            CHECKS_DONE.store(checks_done, Ordering::Relaxed);
+            if reaction == Reaction::AskAgain(SIGTERM_SERVE) {
                 page(input.worker).terminated.store(Terminated::Group as u32, Ordering::Relaxed);
             }
-            answer
+            reaction
         }
     }
 }
@@ -87,22 +87,22 @@ fn works(page: &StatusPage) -> bool {
     page.pid.load(Ordering::Relaxed) != 0 && !left
 }
 
-/// Number of checks that fit into a time, at least one.
-fn looks_in(time: Duration) -> u32 {
-    let looks = time.as_millis() / SIGTERM_CHECK.as_millis();
-    u32::try_from(looks).unwrap_or(u32::MAX).clamp(1, DECIDED / 2 - 1)
+/// Returns the number of checks that fit into a time, at least one.
+fn checks_in(time: Duration) -> u32 {
+    let max_checks = time.as_millis() / SIGTERM_CHECK.as_millis();
+    u32::try_from(max_checks).unwrap_or(u32::MAX).clamp(1, DECIDED / 2 - 1)
 }
 
-/// The answer after `looked` checks, if `flagged` of `others` workers have received the signal; and the new value of
-/// `looked`.
-fn next(looked: u32, looks: u32, others: u32, flagged: u32) -> (Answer, u32) {
-    let most = if flagged > 0 { 2 * looks } else { looks };
-    match looked {
-        DECIDED => (Answer::Die, DECIDED),
-        _ if others == 0 => (Answer::AskAgain(SIGTERM_ALONE - SIGTERM_CHECK), DECIDED),
-        _ if flagged == others => (Answer::AskAgain(SIGTERM_SERVE), DECIDED),
-        _ if looked + 1 < most => (Answer::AskAgain(SIGTERM_CHECK), looked + 1),
-        _ => (Answer::Die, DECIDED),
+/// Returns the reaction after `checks_done` checks, if `flagged` of `others` workers have received the signal; and the
+/// new value of `checks_done`.
+fn next(checks_done: u32, max_checks: u32, others: u32, flagged: u32) -> (Reaction, u32) {
+    let most = if flagged > 0 { 2 * max_checks } else { max_checks };
+    match checks_done {
+        DECIDED => (Reaction::Die, DECIDED),
+        _ if others == 0 => (Reaction::AskAgain(SIGTERM_ALONE - SIGTERM_CHECK), DECIDED),
+        _ if flagged == others => (Reaction::AskAgain(SIGTERM_SERVE), DECIDED),
+        _ if checks_done + 1 < most => (Reaction::AskAgain(SIGTERM_CHECK), checks_done + 1),
+        _ => (Reaction::Die, DECIDED),
     }
 }
 
@@ -112,41 +112,41 @@ mod tests {
 
     #[test]
     fn a_signal_to_all_is_survived_for_a_while() {
-        assert_eq!(next(0, 5, 3, 3), (Answer::AskAgain(SIGTERM_SERVE), DECIDED));
-        assert_eq!(next(DECIDED, 5, 3, 3).0, Answer::Die);
+        assert_eq!(next(0, 5, 3, 3), (Reaction::AskAgain(SIGTERM_SERVE), DECIDED));
+        assert_eq!(next(DECIDED, 5, 3, 3).0, Reaction::Die);
     }
 
     #[test]
     fn a_signal_to_one_of_several_ends_it() {
-        assert_eq!(next(0, 5, 3, 0), (Answer::AskAgain(SIGTERM_CHECK), 1));
-        assert_eq!(next(3, 5, 3, 0).0, Answer::AskAgain(SIGTERM_CHECK));
-        assert_eq!(next(4, 5, 3, 0).0, Answer::Die);
+        assert_eq!(next(0, 5, 3, 0), (Reaction::AskAgain(SIGTERM_CHECK), 1));
+        assert_eq!(next(3, 5, 3, 0).0, Reaction::AskAgain(SIGTERM_CHECK));
+        assert_eq!(next(4, 5, 3, 0).0, Reaction::Die);
     }
 
     #[test]
     fn a_time_is_some_looks_whatever_it_is() {
-        let looks = |seconds| looks_in(Duration::from_secs_f64(seconds));
-        assert_eq!((looks(0.5), looks(0.0), looks(60.0)), (5, 1, 600));
-        let most = looks(1e12);
-        assert_eq!(next(2 * most - 1, most, 3, 1).0, Answer::Die);
+        let max_checks = |seconds| checks_in(Duration::from_secs_f64(seconds));
+        assert_eq!((max_checks(0.5), max_checks(0.0), max_checks(60.0)), (5, 1, 600));
+        let most = max_checks(1e12);
+        assert_eq!(next(2 * most - 1, most, 3, 1).0, Reaction::Die);
     }
 
     #[test]
     fn others_may_get_it_a_little_later_but_not_much() {
-        let mut looked = 0;
+        let mut checks_done = 0;
         for _ in 1..10 {
-            let (answer, now) = next(looked, 5, 3, 2);
-            assert_eq!((answer, now), (Answer::AskAgain(SIGTERM_CHECK), looked + 1));
-            looked = now;
+            let (reaction, now) = next(checks_done, 5, 3, 2);
+            assert_eq!((reaction, now), (Reaction::AskAgain(SIGTERM_CHECK), checks_done + 1));
+            checks_done = now;
         }
-        assert_eq!(next(looked, 5, 3, 3).0, Answer::AskAgain(SIGTERM_SERVE));
-        assert_eq!(next(looked, 5, 3, 2).0, Answer::Die);
+        assert_eq!(next(checks_done, 5, 3, 3).0, Reaction::AskAgain(SIGTERM_SERVE));
+        assert_eq!(next(checks_done, 5, 3, 2).0, Reaction::Die);
     }
 
     #[test]
     fn a_worker_without_others_waits_once() {
-        let (answer, looked) = next(0, 5, 0, 0);
-        assert_eq!(answer, Answer::AskAgain(SIGTERM_ALONE - SIGTERM_CHECK));
-        assert_eq!(next(looked, 5, 0, 0).0, Answer::Die);
+        let (reaction, checks_done) = next(0, 5, 0, 0);
+        assert_eq!(reaction, Reaction::AskAgain(SIGTERM_ALONE - SIGTERM_CHECK));
+        assert_eq!(next(checks_done, 5, 0, 0).0, Reaction::Die);
     }
 }

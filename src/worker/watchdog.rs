@@ -22,14 +22,14 @@ pub struct Parent {
 }
 
 impl Parent {
-    /// The calling process.
+    /// Returns the calling process.
     pub fn this_process() -> Self {
         let pid = std::process::id() as i32;
         Self { pid, start_time: sys::pidfd::start_time(pid).unwrap_or(0), is_direct: false }
     }
 
-    /// The main process, from the values of [`Parent::this_process`] there.
-    pub fn told(pid: i32, start_time: u64) -> Self {
+    /// Returns the main process, from the values of [`Parent::this_process`] there.
+    pub fn of(pid: i32, start_time: u64) -> Self {
         Self { pid, start_time, is_direct: sys::signal::getppid() == pid }
     }
 

@@ -25,7 +25,7 @@ def a_point(workers, theirs, ours, batches=100, **kw):
     """A number of workers, with a pass for each rate."""
 
     def side(rates):
-        return results.Side([a_pass(rate, batches=batches) for rate in rates], 1e6, 50_000_000)
+        return results.SideRates([a_pass(rate, batches=batches) for rate in rates], 1e6, 50_000_000)
 
     return results.Point(workers, side(theirs), side(ours), **kw)
 

@@ -19,7 +19,7 @@ import rustloader
 from demo.settings import Settings
 from demo.workloads import Workload
 from rustloader.tools.bench.passes import Limits
-from rustloader.tools.bench.timeline import Recorder, Timeline, watch
+from rustloader.tools.bench.timeline import Timeline, TimelineRecorder, watch
 from rustloader.tools.harness.progress import Progress
 from rustloader.tools.harness.rounds import Failure, interleave
 from rustloader.tools.probe.leaves import summary
@@ -121,7 +121,7 @@ def record(workload: Workload, settings: Settings) -> dict[str, Timeline]:
     timelines = {}
     for name, loader_class in ((TORCH, torch.utils.data.DataLoader), (OURS, rustloader.DataLoader)):
         with tempfile.TemporaryDirectory(prefix="rustloader-demo-") as folder:
-            recorder = Recorder(folder, None)
+            recorder = TimelineRecorder(folder, None)
             options = _with_workers(settings) | {"persistent_workers": False, "worker_init_fn": recorder}
             loader = loader_class(workload.dataset(settings.data), workload.batch_size, **options)
             skipped = 2 * settings.workers * (loader.prefetch_factor or 0)

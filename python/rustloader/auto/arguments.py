@@ -16,30 +16,30 @@ from rustloader.system.protocols import LoaderLike
 
 AUTO = "auto"
 # Place of num_workers among the arguments of torch's class.
-_PLACE = 5
+_NUM_WORKERS_PLACE = 5
 # The first guess is no larger, and leaves each worker this many bytes of the free memory.
-_MOST, _MEMORY = 16, 256 << 20
+_MAX_FIRST_GUESS, _MEMORY_PER_WORKER = 16, 256 << 20
 
 
 def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
-    """The arguments of a loader with a number in place of "auto", and that number; None without "auto".
+    """Returns the arguments of a loader with a number in place of "auto", and that number; None without "auto".
 
     Raises:
         ValueError: ``num_workers`` is another text.
     """
-    if len(args) > _PLACE:
-        given = args[_PLACE]
+    if len(args) > _NUM_WORKERS_PLACE:
+        value = args[_NUM_WORKERS_PLACE]
     elif "num_workers" in kwargs:
-        given = kwargs["num_workers"]
+        value = kwargs["num_workers"]
     else:
         return args, kwargs, None
-    if not isinstance(given, str):
+    if not isinstance(value, str):
         return args, kwargs, None
-    if given != AUTO:
-        raise ValueError(f'num_workers option should be a non-negative integer or "auto", got num_workers={given!r}')
+    if value != AUTO:
+        raise ValueError(f'num_workers option should be a non-negative integer or "auto", got num_workers={value!r}')
     count = first_guess()
-    if len(args) > _PLACE:
-        return (*args[:_PLACE], count, *args[_PLACE + 1 :]), kwargs, count
+    if len(args) > _NUM_WORKERS_PLACE:
+        return (*args[:_NUM_WORKERS_PLACE], count, *args[_NUM_WORKERS_PLACE + 1 :]), kwargs, count
     return args, kwargs | {"num_workers": count}, count
 
 
@@ -55,8 +55,8 @@ def suggest(error: TypeError, given: Iterable[str], known: Iterable[str]) -> Non
         return
     known = list(known)
     for name in given:
-        if name not in known and (found := difflib.get_close_matches(name, known, 1, cutoff=0.75)):
-            error.add_note(f"Did you mean {found[0]} in place of {name}?")
+        if name not in known and (matches := difflib.get_close_matches(name, known, 1, cutoff=0.75)):
+            error.add_note(f"Did you mean {matches[0]} in place of {name}?")
 
 
 def refuse_text(loader: LoaderLike) -> None:
@@ -70,19 +70,20 @@ def refuse_text(loader: LoaderLike) -> None:
 
 
 def first_guess() -> int:
-    """The number of workers to begin with: the cores of this process by affinity and CPU quota, divided among the ranks
-    that share them, and no more than the free memory allows."""
+    """Returns the number of workers to begin with: the cores of this process by affinity and CPU quota, divided among
+    the ranks that share them, and no more than the free memory allows.
+    """
     if not sys.platform.startswith("linux"):
-        return max(1, min(_MOST, (os.cpu_count() or 1) // (local_ranks.size() or 1)))
+        return max(1, min(_MAX_FIRST_GUESS, (os.cpu_count() or 1) // (local_ranks.size() or 1)))
     from rustloader.system.cores import own_cores
 
     left = memory_left()
-    by_memory = _MOST if left is None else left // _MEMORY
-    return max(1, min(_MOST, own_cores(), by_memory))
+    by_memory = _MAX_FIRST_GUESS if left is None else left // _MEMORY_PER_WORKER
+    return max(1, min(_MAX_FIRST_GUESS, own_cores(), by_memory))
 
 
 def memory_left() -> int | None:
-    """A rank's part of the bytes that the memory cgroups and the machine have left; None if unknown."""
+    """Returns a rank's part of the memory that the cgroups and the machine have left, in bytes; None if unknown."""
     from rustloader._core import memory_limits
 
     left = min((left for _, _, left in memory_limits()), default=None)

@@ -15,25 +15,25 @@ from typing import NamedTuple
 from rustloader.system.texts import count_of, duration
 
 # An epoch with fewer batches, batches per worker or seconds decides nothing: its first batches weigh too much.
-_BATCHES, _BATCHES_EACH, _SECONDS = 20, 3, 0.5
+_MIN_BATCHES, _MIN_BATCHES_PER_WORKER, _MIN_SECONDS = 20, 3, 0.5
 # More workers only if the loop waits for this share of its time, and the number is below the need by this share.
-_WAITS, _LESS = 0.05, 0.1
+_WAIT_SHARE, _NEED_MARGIN = 0.05, 0.1
 # Fewer workers only if one less is still this many times the need.
-_MORE = 1.35
+_SURPLUS = 1.35
 # Workers for batches of uneven cost, as a multiple of the need: of more workers, and of fewer. With the margins above,
 # figures that are off by 10 % in either direction do not turn a change back.
 _SPARE, _SPARE_OF_FEWER = 1.05, 1.15
 # Maximum factor of one change upwards.
-_STEP_UP = 4
+_MAX_STEP_UP = 4
 # Maximum of workers per core, and of all workers on a machine with fewer cores.
-_PER_CORE, _MOST = 16, 64
+_PER_CORE, _MAX_WORKERS = 16, 64
 # Processor time as a share of the time at work from which on a worker uses several threads.
-_THREADS = 1.5
+_THREADED_SHARE = 1.5
 # Part of the expected gain of more workers below which they gained nothing, and the smallest expected gain, as a share
 # of the time of a batch, that shows.
-_GAINED, _SHOWS = 0.25, 0.1
+_MIN_GAIN, _VISIBLE_GAIN = 0.25, 0.1
 # Factor by which the work on a batch or the loop's pace must change until more workers are tried again.
-_CHANGED = 2.0
+_CHANGE_FACTOR = 2.0
 # A step of less than this many seconds per batch, or this share of the loop's time, is no training step.
 _NO_STEP, _NO_STEP_SHARE = 50e-6, 0.02
 
@@ -73,8 +73,8 @@ class Epoch:
     @property
     def is_long(self) -> bool:
         """True if the epoch is long enough to decide by."""
-        least = max(_BATCHES, _BATCHES_EACH * self.workers)
-        return min(self.batches, self.tasks) >= least and self.loop >= _SECONDS and self.busy > 0
+        least = max(_MIN_BATCHES, _MIN_BATCHES_PER_WORKER * self.workers)
+        return min(self.batches, self.tasks) >= least and self.loop >= _MIN_SECONDS and self.busy > 0
 
     @property
     def has_step(self) -> bool:
@@ -124,7 +124,7 @@ class _Trial(NamedTuple):
 
     def is_like(self, epoch: Epoch) -> bool:
         pairs = ((self.per_batch, epoch.per_batch), (self.pace, epoch.pace))
-        return all(before / _CHANGED < now < before * _CHANGED for before, now in pairs)
+        return all(before / _CHANGE_FACTOR < now < before * _CHANGE_FACTOR for before, now in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +184,7 @@ def decide(epoch: Epoch, cores: float, limits: Sequence[Limit] = (), history: Hi
     target, reason = _target(epoch, limit)
     direction = (target > now) - (target < now)
     if not direction:
-        is_held = int(limit.most) <= now < (1 - _LESS) * epoch.need and epoch.waited > _WAITS * epoch.loop
+        is_held = int(limit.most) <= now < (1 - _NEED_MARGIN) * epoch.need and epoch.waited > _WAIT_SHARE * epoch.loop
         return Decision(now, "", dataclasses.replace(history, wanted=(0, 0)), limit.reason if is_held else "")
     agreed = history.wanted[1] + 1 if history.wanted[0] == direction else 1
     patience = 2**history.reversals if direction == -history.direction else 1
@@ -195,7 +195,7 @@ def decide(epoch: Epoch, cores: float, limits: Sequence[Limit] = (), history: Hi
 
 def _gained_nothing(trial: _Trial, epoch: Epoch) -> bool:
     expected = trial.rate - max(trial.pace, trial.per_batch / epoch.workers)
-    return expected > _SHOWS * trial.rate and trial.rate - epoch.rate < _GAINED * expected
+    return expected > _VISIBLE_GAIN * trial.rate and trial.rate - epoch.rate < _MIN_GAIN * expected
 
 
 def _changed(epoch: Epoch, target: int, reason: str, history: History) -> Decision:
@@ -207,16 +207,16 @@ def _changed(epoch: Epoch, target: int, reason: str, history: History) -> Decisi
 
 
 def _tightest(epoch: Epoch, cores: float, limits: Sequence[Limit], history: History) -> Limit:
-    """The smallest of the limits."""
-    share = epoch.share if epoch.share > _THREADS else min(epoch.share, 1.0)
+    """Returns the smallest of the limits."""
+    share = epoch.share if epoch.share > _THREADED_SHARE else min(epoch.share, 1.0)
     by_cpu = cores / max(share, 1e-3)
     text = f"the workers compute for {epoch.share:.0%} of their time, and there {_cores(cores)}"
-    known = [Limit(by_cpu, text), *limits]
-    known.append(Limit(max(cores, min(_PER_CORE * cores, _MOST)), f"there {_cores(cores)}"))
-    known.append(Limit(epoch.tasks / 2, f"the epoch had {count_of(epoch.tasks, 'batch')}"))
+    bounds = [Limit(by_cpu, text), *limits]
+    bounds.append(Limit(max(cores, min(_PER_CORE * cores, _MAX_WORKERS)), f"there {_cores(cores)}"))
+    bounds.append(Limit(epoch.tasks / 2, f"the epoch had {count_of(epoch.tasks, 'batch')}"))
     if history.ceiling is not None:
-        known.append(Limit(history.ceiling.workers, "more were no faster"))
-    return min(known, key=lambda limit: limit.most)
+        bounds.append(Limit(history.ceiling.workers, "more were no faster"))
+    return min(bounds, key=lambda limit: limit.most)
 
 
 def _cores(cores: float) -> str:
@@ -224,17 +224,17 @@ def _cores(cores: float) -> str:
 
 
 def _target(epoch: Epoch, limit: Limit) -> tuple[int, str]:
-    """The number of workers that the figures ask for, and why."""
+    """Returns the number of workers that the figures ask for, and why."""
     now, need = epoch.workers, epoch.need
     least = min(need, limit.most)
     spare = _SPARE if now < need else _SPARE_OF_FEWER
     wanted = math.ceil(round(need * spare, 3))
     target = max(1, min(wanted, int(limit.most)))
-    if now < (1 - _LESS) * least and epoch.waited > _WAITS * epoch.loop:
+    if now < (1 - _NEED_MARGIN) * least and epoch.waited > _WAIT_SHARE * epoch.loop:
         bounds = {wanted: "", int(limit.most): f"; {limit.reason}"}
-        target = min(target, _STEP_UP * now)
-        more = bounds.get(target, f"; at most {_STEP_UP} times as many at once")
-    elif now - 1 >= _MORE * least:
+        target = min(target, _MAX_STEP_UP * now)
+        more = bounds.get(target, f"; at most {_MAX_STEP_UP} times as many at once")
+    elif now - 1 >= _SURPLUS * least:
         more = "" if target == wanted else f"; {limit.reason}"
     else:
         return now, ""

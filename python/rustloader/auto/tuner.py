@@ -27,11 +27,11 @@ from rustloader.system.texts import count_of, size
 logger = logging.getLogger("rustloader")
 
 # Part of the free memory that further workers may take, and number of workers whose memory is read.
-_PART, _READ = 0.5, 4
-# Attributes by which iterable datasets of libraries tell the number of their shards.
+_MEMORY_PART, _WORKERS_READ = 0.5, 4
+# Attributes with the number of shards of the iterable datasets of libraries.
 _SHARDS = ("num_shards", "n_shards")
-_HELD = 'num_workers="auto" of the DataLoader %s stays at %s, although its loop waits: %s'
-_SEEDS = (
+_HELD_TEXT = 'num_workers="auto" of the DataLoader %s stays at %s, although its loop waits: %s'
+_SEEDS_TEXT = (
     'random numbers in the workers of a DataLoader depend on their number, which num_workers="auto" has changed; '
     'seed_by="sample" makes them independent of it'
 )
@@ -75,15 +75,15 @@ class Tuner:
             limits += _limits_of_shards(loader.dataset, watch)
         decision = decide(epoch, effective_cores() / ranks_on_cores(), limits, self._history)
         self._history = decision.history
-        if decision.held_by and loader_state.of(loader).is_new(_HELD):
-            logger.info(_HELD, config.name, count_of(decision.workers, "worker"), decision.held_by)
+        if decision.held_by and loader_state.of(loader).is_new(_HELD_TEXT):
+            logger.info(_HELD_TEXT, config.name, count_of(decision.workers, "worker"), decision.held_by)
         if decision.workers != self.count:
             text = 'num_workers="auto" of the DataLoader %s over %s: %s in place of %s, because %s'
             dataset, workers = type(loader.dataset).__qualname__, count_of(decision.workers, "worker")
             logger.info(text, config.name, dataset, workers, self.count, decision.reason)
             self.count = decision.workers
-            if config.seed_by == "worker" and loader_state.of(loader).is_new(_SEEDS):
-                logger.info(_SEEDS)
+            if config.seed_by == "worker" and loader_state.of(loader).is_new(_SEEDS_TEXT):
+                logger.info(_SEEDS_TEXT)
 
     def watch(self, iterator: IteratorLike) -> None:
         """Begins with the figures of an epoch of an iterator that has `count` workers."""
@@ -92,17 +92,17 @@ class Tuner:
     def note_memory(self, pids: Iterable[int]) -> None:
         """Reads how much memory running workers have for themselves. That takes at most 1 % of the time."""
         left = arguments.memory_left()
-        found = []
-        for pid in list(pids)[:_READ]:
+        sizes = []
+        for pid in list(pids)[:_WORKERS_READ]:
             if not self._allowance.is_left():
                 break
             since = time.monotonic()
-            found.append(own(pid) or 0)
+            sizes.append(own(pid) or 0)
             self._allowance.spend(since)
-        taken = max(found, default=0)
+        taken = max(sizes, default=0)
         if left is not None and taken:
             text = f"a worker takes {size(taken)} of memory, and {size(left)} are left"
-            self._memory = Limit(self.count + int(_PART * left / taken), text)
+            self._memory = Limit(self.count + int(_MEMORY_PART * left / taken), text)
 
 
 class _Watch:
@@ -130,14 +130,14 @@ class _Watch:
         )
 
     def tasks(self, after: Totals | None = None) -> list[int]:
-        """Number of batches that each worker has made."""
+        """Returns the number of batches that each worker has made."""
         before = [worker.tasks for worker in self._before.workers]
         now = [worker.tasks for worker in (after or self._ledger.figures()).workers]
         return [tasks - earlier for tasks, earlier in zip(now, before + [0] * len(now), strict=False)]
 
 
 def of(loader: LoaderLike) -> Tuner | None:
-    """The tuner of a loader with "auto", by its own argument or by ``install()``; else None."""
+    """Returns the tuner of a loader with "auto", by its own argument or by ``install()``; else None."""
     own = loader_state.has_auto(loader)
     if not own and not (options.current().get("num_workers") and loader.num_workers > 0):
         return None
@@ -152,7 +152,7 @@ def of(loader: LoaderLike) -> Tuner | None:
 
 
 def follow(loader: LoaderLike, config: LoaderConfig) -> Tuner | None:
-    """The tuner of a loader, after its decision about the epoch that begins; None without "auto"."""
+    """Returns the tuner of a loader, after its decision about the epoch that begins; None without "auto"."""
     tuner = of(loader)
     if tuner is not None:
         own = loader_state.has_auto(loader)
@@ -182,18 +182,18 @@ def _limits_of_affinity(config: LoaderConfig) -> list[Limit]:
 
 def _limits_of_shards(dataset: Any, watch: _Watch) -> list[Limit]:
     """Returns the limits of an iterable dataset: the shards that it reports, and the workers that had data."""
-    found = []
+    limits = []
     for name in _SHARDS:
         value = None
         with contextlib.suppress(Exception):  # code of the dataset
             value = getattr(dataset, name, None)
         if type(value) is int and value > 0:
-            found.append(Limit(value, f"the dataset has {count_of(value, 'shard')}"))
+            limits.append(Limit(value, f"the dataset has {count_of(value, 'shard')}"))
     tasks = watch.tasks()
     had_data = sum(count > 0 for count in tasks)
     if 0 < had_data < len(tasks):
-        found.append(Limit(had_data, f"only {count_of(had_data, 'worker')} had data"))
-    return found
+        limits.append(Limit(had_data, f"only {count_of(had_data, 'worker')} had data"))
+    return limits
 
 
 def _busy(totals: Totals) -> float:

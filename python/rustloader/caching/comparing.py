@@ -14,7 +14,7 @@ from rustloader.sharing.pickling import dumps
 from rustloader.system.generators import GeneratorStates
 
 # Samples of a file that are made again when it is opened.
-_COMPARED = 2
+_SAMPLES_COMPARED = 2
 _MISSING = object()
 
 
@@ -61,11 +61,12 @@ def are_equal(sample: Any, again: Any) -> bool:
 
 
 def first_difference(table: CacheTable, dataset: Any) -> int | None:
-    """A row whose sample in the table is not the one that the dataset makes; None if those that are compared are equal.
-    Making them leaves the generators as they were, and an error is left for later."""
+    """Returns a row whose sample in the table is not the one that the dataset makes; None if those that are compared
+    are equal. Making them leaves the generators as they were, and an error is left for later.
+    """
     generators = GeneratorStates()
     try:
-        for row in table.some_rows(_COMPARED):
+        for row in table.some_rows(_SAMPLES_COMPARED):
             kept = table.get(row, _MISSING)
             if kept is not _MISSING and not are_equal(kept, dataset[row]):
                 return row

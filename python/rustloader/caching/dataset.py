@@ -34,7 +34,7 @@ def usage_of(table: CacheTable) -> CacheUsage:
 
 
 def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> CachedDataset:
-    """The cached dataset: one with ``__getitems__`` if the dataset makes batches itself."""
+    """Returns the cached dataset: one with ``__getitems__`` if the dataset makes batches itself."""
     inner = dataset
     # A Subset makes batches only if its dataset does.
     while type(inner) is Subset:
@@ -65,7 +65,7 @@ class CachedDataset(Wrapper):
         sample = self.table.get(index, _MISSING)
         if sample is _MISSING:
             # An int is not looked up again: that would count a second miss.
-            sample = self._made(index) if type(index) is int else self._by_other(index)
+            sample = self._make_sample(index) if type(index) is int else self._by_other(index)
         return sample if self.then is None else self.then(sample)
 
     def __repr__(self) -> str:
@@ -103,23 +103,23 @@ class CachedDataset(Wrapper):
     # Reading and keeping
 
     def _row(self, index: Any) -> int | None:
-        """The row of an index; None if the cache has none for it."""
+        """Returns the row of an index; None if the cache has none for it."""
         try:
             row = operator.index(index)
         except TypeError:
             return None
         return row if 0 <= row < self.table.rows else None
 
-    def _found(self, index: Any) -> Any:
+    def _cached_sample(self, index: Any) -> Any:
         row = self._row(index)
         return _MISSING if row is None else self.table.get(row, _MISSING)
 
     def _by_other(self, index: Any) -> Any:
-        """The sample of an index that is no int."""
-        sample = self._found(index)
-        return self._made(index) if sample is _MISSING else sample
+        """Returns the sample of an index that is no int."""
+        sample = self._cached_sample(index)
+        return self._make_sample(index) if sample is _MISSING else sample
 
-    def _made(self, index: Any) -> Any:
+    def _make_sample(self, index: Any) -> Any:
         """Makes a sample and keeps it."""
         row = self._row(index)
         if row is None:
@@ -162,9 +162,9 @@ class CachedDataset(Wrapper):
                 )
             return
         if full is not None and table.is_news(_FULL):
-            self._tell_full(full)
+            self._log_full_cache(full)
 
-    def _tell_full(self, why: str) -> None:
+    def _log_full_cache(self, why: str) -> None:
         usage = self.usage()
         kept = usage.samples_bytes
         if why == "full":
@@ -202,7 +202,7 @@ class _CachedBatches(CachedDataset):
 
     def __getitems__(self, indices: Any) -> Any:
         indices = list(indices)
-        samples = [self._found(index) for index in indices]
+        samples = [self._cached_sample(index) for index in indices]
         missing = [place for place, sample in enumerate(samples) if sample is _MISSING]
         if missing:
             generators = None if self.then is None else GeneratorStates()
@@ -213,22 +213,22 @@ class _CachedBatches(CachedDataset):
                 for place, sample in zip(missing, made, strict=True):
                     samples[place] = sample
                     if (row := self._row(indices[place])) is not None:
-                        self._keep(row, sample, partial(self._again, indices[place]))
+                        self._keep(row, sample, partial(self._make_sample_again, indices[place]))
             finally:
                 if generators is not None:
                     generators.restore()
         return samples if self.then is None else [self.then(sample) for sample in samples]
 
-    def _whole_batch(self, indices: list[Any], made: Any) -> Any:
-        """The batch of a dataset that makes no list of samples: it has nothing that a cache could keep."""
+    def _whole_batch(self, indices: list[Any], batch: Any) -> Any:
+        """Returns the batch of a dataset that makes no list of samples: it has nothing that a cache could keep."""
         if self.then is not None:
             raise TypeError(
                 f"then= needs samples, and __getitems__ of {type(self.dataset).__name__} does not return a list with "
                 "one for each index"
             )
-        return self.dataset.__getitems__(indices) if made is None else made
+        return self.dataset.__getitems__(indices) if batch is None else batch
 
-    def _again(self, index: Any) -> Any:
+    def _make_sample_again(self, index: Any) -> Any:
         return self.dataset.__getitems__([index])[0]
 
 
@@ -249,5 +249,5 @@ register(_CachedBatches, _reduce_cached)
 
 
 def _on_node(dataset: Any, then: Any, origin: Origin, rows: int, name: str) -> CachedDataset:
-    """The cached dataset on another machine, where all workers share one cache of their own."""
+    """Returns the cached dataset on another machine, where all workers share one cache of their own."""
     return cached_of(dataset, nodes.table_of(name, dataset, rows, origin), then, origin)

@@ -19,7 +19,7 @@ logger = logging.getLogger("rustloader")
 # The first bytes of a file.
 _MAGIC = b"RLCACHE1"
 # Longest texts in a file's header, in characters, of which each may take 4 bytes or an escape of 6.
-_LONGEST = 400
+_MAX_TEXT = 400
 
 
 def opened(path: str, dataset: Any, rows: int, memory: int | None, version: str) -> CacheTable:
@@ -29,9 +29,9 @@ def opened(path: str, dataset: Any, rows: int, memory: int | None, version: str)
         OSError: The file cannot be opened, enlarged or mapped.
         ValueError: It is no cache, or that of another dataset or version, or there is no space for it.
     """
-    meta = {"dataset": type(dataset).__qualname__[:_LONGEST], "version": version}
-    if len(version) > _LONGEST:
-        raise ValueError(f"version must have at most {_LONGEST} characters, got {len(version)}")
+    meta = {"dataset": type(dataset).__qualname__[:_MAX_TEXT], "version": version}
+    if len(version) > _MAX_TEXT:
+        raise ValueError(f"version must have at most {_MAX_TEXT} characters, got {len(version)}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -48,8 +48,7 @@ def opened(path: str, dataset: Any, rows: int, memory: int | None, version: str)
         os.close(fd)
     if not is_new and (row := first_difference(table, dataset)) is not None:
         raise ValueError(
-            f"{path} is the cache of another dataset: sample {row} is another one there; give another path, or remove "
-            "the file"
+            f"{path} is the cache of another dataset: sample {row} differs there; give another path, or remove the file"
         )
     return table
 
@@ -64,7 +63,7 @@ def _lock(fd: int, path: str) -> None:
 
 
 def _table(fd: int, path: str, rows: int, memory: int | None, meta: dict[str, str]) -> tuple[CacheTable, bool]:
-    """The table of a file, and whether it is new."""
+    """Returns the table of a file, and whether it is new."""
     system, status = os.fstatvfs(fd), os.fstat(fd)
     left, present = system.f_bavail * system.f_frsize, status.st_blocks * 512
     in_memory = _is_in_memory(path)
@@ -103,11 +102,11 @@ def _compare(path: str, its: tuple[int, int, bytes], rows: int, meta: dict[str, 
             "another path, or remove the file"
         )
     try:
-        found = json.loads(its_meta)
+        stored = json.loads(its_meta)
     except ValueError:
-        found = {}
+        stored = {}
     differences: list[tuple[str, Any, Any]] = [
-        (name, found.get(name), value) for name, value in meta.items() if found.get(name) != value
+        (name, stored.get(name), value) for name, value in meta.items() if stored.get(name) != value
     ]
     if its_rows != rows:
         differences.insert(0, ("length", its_rows, rows))

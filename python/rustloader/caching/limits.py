@@ -8,12 +8,12 @@ from rustloader._core import CacheTable, memory_limits
 from rustloader.system import local_ranks, procfs
 
 # Never less than this much beyond the index, so that even a tiny machine gets a cache that does something.
-_LEAST = 1 << 20
+_MIN_BYTES = 1 << 20
 _PAGE = 4096
 
 
 def of_memory(rows: int, wanted: int | None, is_shared: bool) -> int:
-    """The limit of a cache in memory.
+    """Returns the limit of a cache in memory.
 
     Raises:
         ValueError: There is not as much memory, or too little for the index.
@@ -24,18 +24,18 @@ def of_memory(rows: int, wanted: int | None, is_shared: bool) -> int:
     if wanted is None:
         ranks = 1 if is_shared else local_ranks.size() or 1
         # Half of the address space stays, too: the arenas of loaders want some.
-        return _checked(rows, max(most // 2 // ranks, CacheTable.overhead(rows) + _LEAST))
+        return _checked(rows, max(most // 2 // ranks, CacheTable.overhead(rows) + _MIN_BYTES))
     if wanted > most:
         what = "memory are" if left <= space else "address space (RLIMIT_AS, `ulimit -v`) are"
         raise ValueError(
-            f"memory={wanted} bytes is more than there is: {most} bytes of {what} left; give a smaller number, or none "
+            f"memory={wanted} bytes is too large: {most} bytes of {what} left; give a smaller number, or none "
             "for half of what is left"
         )
     return _checked(rows, wanted)
 
 
 def of_file(rows: int, wanted: int | None, left: int, present: int) -> int:
-    """The limit of a cache in a file.
+    """Returns the limit of a cache in a file.
 
     Args:
         rows: The number of samples.
@@ -48,9 +48,9 @@ def of_file(rows: int, wanted: int | None, left: int, present: int) -> int:
     """
     most = min(left + present, _space_left())
     if wanted is None:
-        return _checked(rows, max(most // 2, CacheTable.overhead(rows) + _LEAST))
+        return _checked(rows, max(most // 2, CacheTable.overhead(rows) + _MIN_BYTES))
     if wanted > most:
-        raise ValueError(f"memory={wanted} bytes is more than there is: {most} bytes are left for the file")
+        raise ValueError(f"memory={wanted} bytes is too large: {most} bytes are left for the file")
     return _checked(rows, wanted)
 
 
@@ -64,7 +64,7 @@ def _checked(rows: int, wanted: int) -> int:
 
 
 def _space_left() -> int:
-    """Bytes of address space, and of the length of files, that this process may still have."""
+    """Returns how many bytes this process may still map, and write to a file."""
     space, length = resource.getrlimit(resource.RLIMIT_AS)[0], resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     used = int((procfs.read("/proc/self/statm") or "0").split()[0]) * resource.getpagesize()
     most = 1 << 46 if space == resource.RLIM_INFINITY else max(space - used, 0)

@@ -33,7 +33,7 @@ def name_of(table: CacheTable) -> str:
 
 
 def table_of(name: str, dataset: Any, rows: int, origin: Origin) -> CacheTable:
-    """The table of a name on this machine: that of a worker that came before, or a new one."""
+    """Returns the table of a name on this machine: that of a worker that came before, or a new one."""
     table = _tables.get(name)
     if table is None:
         table = _opened(name, dataset, rows, origin)

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 # All other attributes are those of the dataset.
-_OWN = ("dataset", "then", "table", "_origin")
+_OWN_ATTRIBUTES = ("dataset", "then", "table", "_origin")
 
 
 class Wrapper(Dataset[Any]):
@@ -35,7 +35,7 @@ class Wrapper(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        if name in _OWN_ATTRIBUTES:
             self.__dict__[name] = value
         else:
             setattr(self.dataset, name, value)

@@ -68,8 +68,9 @@ class Pinner:
         ignore_captures_elsewhere()
 
     def plain(self) -> tuple[Callable[[int], torch.Tensor], bool] | None:
-        """The allocator for batches of plain containers and tensors, and whether tuples become lists. None if a program
-        has replaced torch's function or method: these must then be called."""
+        """Returns the allocator for batches of plain containers and tensors, and whether tuples become lists. None if a
+        program has replaced torch's function or method: these must then be called.
+        """
         if _utils.pin_memory.pin_memory is _pin_memory and torch.Tensor.pin_memory is _tensor_pin_memory:
             return allocate, _TUPLES_BECOME_LISTS
         return None

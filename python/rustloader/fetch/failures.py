@@ -14,7 +14,7 @@ from rustloader.settings.limits import INDEX_SHOWN
 from rustloader.system.package import FOLDER
 
 # Characters of an error's text that are kept.
-_LONGEST_TEXT = 1000
+_MAX_TEXT = 1000
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ Failure.__module__ = "rustloader"
 def failure_of(index: Any, error: BaseException, action: str, worker_id: int | None) -> Failure:
     """Describes the failure of the sample at an index."""
     text = "".join(traceback.format_exception_only(error)).strip()
-    return Failure(_plain(index), text[:_LONGEST_TEXT], action, worker_id)
+    return Failure(_plain(index), text[:_MAX_TEXT], action, worker_id)
 
 
 def _plain(index: Any) -> int | str | None:
-    """An index in a form that can be kept and written as JSON."""
+    """Returns an index in a form that can be kept and written as JSON."""
     if index is None or type(index) is str:
         return index
     try:
@@ -70,7 +70,7 @@ def _plain(index: Any) -> int | str | None:
 
 
 def index_text(index: Any) -> str:
-    """The text of an index batch, shortened."""
+    """Returns the text of an index batch, shortened."""
     try:
         text = repr(index)
     except Exception as error:  # the user's __repr__ must not replace the death or the warning
@@ -105,8 +105,9 @@ def add_note(error: BaseException, wrapper: Any) -> None:
 
 
 def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
-    """The index of the sample that the dataset was making, from the frame that torch's fetcher called; None if that
-    frame does not show it."""
+    """Returns the index of the sample that the dataset was making, from the frame that torch's fetcher called; None if
+    that frame does not show it.
+    """
     in_fetcher = False
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -115,9 +116,9 @@ def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
         elif in_fetcher and not code.co_filename.startswith(FOLDER):
             if code.co_name != "__getitem__" or code.co_argcount < 2 or _assigns(code, code.co_varnames[1]):
                 return None
-            found = trace.tb_frame.f_locals.get(code.co_varnames[1])
-            is_one = type(found) is int and isinstance(batch, list) and found in batch
-            return found if is_one else None
+            index = trace.tb_frame.f_locals.get(code.co_varnames[1])
+            is_one = type(index) is int and isinstance(batch, list) and index in batch
+            return index if is_one else None
         trace = trace.tb_next
     return None
 

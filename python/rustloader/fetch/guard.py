@@ -30,7 +30,9 @@ NOTHING = object()
 
 
 def replacement(base_seed: int, epoch: int, index: int, attempt: int, length: int) -> int:
-    """Another index of a dataset of this length, at least 2, to replace a failed one. ``attempt`` counts from 0."""
+    """Returns another index of a dataset of this length, at least 2, to replace a failed one. ``attempt`` counts from
+    0.
+    """
     other = seed_words(base_seed & _U64, attempt, index & _U64, _REPLACEMENTS, epoch)[0] % (length - 1)
     return other + (other >= index % length)
 
@@ -78,7 +80,7 @@ class Guard:
         self.at_sample = at_sample
         self._is_foreign = is_foreign
         # Failures of the batch that is made now, each with its place. Threads add to them.
-        self._found: list[tuple[int, Failure]] = []
+        self._by_place: list[tuple[int, Failure]] = []
         self._poison: Mapping[int, str] = {}
         self._handled: BaseException | None = None
         self.in_a_row = 0
@@ -110,39 +112,39 @@ class Guard:
 
     def begin(self, task: int = 0) -> None:
         """Begins a batch: forgets the failures of the last one."""
-        self._found = []
+        self._by_place = []
         self._poison = self._all_poison.get(task, {})
         self._handled = sys.exception()
 
     def failures(self) -> list[Failure]:
-        """The failures of the present batch, in the order of its samples."""
+        """Returns the failures of the present batch, in the order of its samples."""
         # Threads find them in any order. The sort keeps the order of those of one place.
-        return [failure for _, failure in sorted(self._found, key=operator.itemgetter(0))]
+        return [failure for _, failure in sorted(self._by_place, key=operator.itemgetter(0))]
 
     def take_failures(self) -> list[Failure]:
         """Returns the failures of the present batch, and forgets them."""
-        found = self.failures() if self._found else []
-        self._found = []
-        return found
+        failures = self.failures() if self._by_place else []
+        self._by_place = []
+        return failures
 
     def reported(self, batch: Any) -> Any:
-        """The batch, with the failures of its samples if there are any."""
-        return Reported(batch, self.failures()) if self._found else batch
+        """Returns the batch, with the failures of its samples if there are any."""
+        return Reported(batch, self.failures()) if self._by_place else batch
 
     def why_empty(self, error: Exception, kind: int) -> list[Failure] | None:
-        """The failures that ``error`` of the fetcher stands for; None: it stands for itself.
+        """Returns the failures that ``error`` of the fetcher stands for; None: it stands for itself.
 
         The end of an iterable dataset comes after them: the fetcher is asked again.
         """
         if isinstance(error, EmptyBatchError):
             return error.failures
-        if isinstance(error, StopIteration) and kind == _DatasetKind.Iterable and self._found:
+        if isinstance(error, StopIteration) and kind == _DatasetKind.Iterable and self._by_place:
             return self.failures()
         return None
 
     def has_failures(self) -> bool:
         """Returns True if a sample of the present batch has failed."""
-        return bool(self._found)
+        return bool(self._by_place)
 
     def is_poisoned(self) -> bool:
         """Returns True if a sample of the present batch must not be made."""
@@ -153,7 +155,7 @@ class Guard:
         return self._is_foreign(error, self._handled)
 
     def empty(self) -> EmptyBatchError:
-        """The error in place of a batch without samples."""
+        """Returns the error in place of a batch without samples."""
         return EmptyBatchError(self.failures())
 
     def sample(self, place: int, index: Any, fetch: Callable[[Any], Any]) -> Any:
@@ -193,13 +195,13 @@ class Guard:
         if callable(self._policy):
             return self._substitute(0, None, error)
         self._note(0, None, error, "skipped")
-        if self._limit is not None and len(self._found) > self._limit:
+        if self._limit is not None and len(self._by_place) > self._limit:
             # The main process ends the epoch.
             raise self.empty() from None
         return NOTHING
 
     def _note(self, place: int, index: Any, error: Exception, action: str) -> None:
-        self._found.append((place, failure_of(index, error, action, self._worker_id)))
+        self._by_place.append((place, failure_of(index, error, action, self._worker_id)))
 
     def _substitute(self, place: int, index: Any, error: Exception) -> Any:
         """Returns the sample that the program's function gives in place of a failed one."""
@@ -208,12 +210,12 @@ class Guard:
             sample = self._policy(index, error)
         except StopIteration as stop:
             # It would end the epoch.
-            raise RuntimeError("the function that is on_error raised StopIteration") from stop
+            raise RuntimeError("the on_error function raised StopIteration") from stop
         self._note(place, index, error, "replaced")
         return sample
 
     def _replaced(self, place: int, index: Any, error: Exception, fetch: Callable[[Any], Any]) -> Any:
-        """Another sample of the dataset. Raises the sample's own error if all that were tried fail."""
+        """Returns another sample of the dataset. Raises the sample's own error if all that were tried fail."""
         number, length = self._number(index, error)
         first = error
         try:
@@ -233,7 +235,7 @@ class Guard:
             del first, error
 
     def _number(self, index: Any, error: Exception) -> tuple[int, int]:
-        """A failed sample's index, and the length of the dataset."""
+        """Returns a failed sample's index, and the length of the dataset."""
         try:
             return operator.index(index), len(self._dataset)
         except (TypeError, NotImplementedError):
@@ -252,7 +254,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 class GuardedIterator:
-    """An iterator of an iterable dataset that goes on after an error.
+    """An iterator of an iterable dataset that continues after an error.
 
     Attributes:
         source: The dataset's iterator.
@@ -298,7 +300,7 @@ class GuardedDataset:
         self._several = None if several is None else several(_Placed(source, guard))
 
     def __getitem__(self, index: Any) -> Any:
-        """The only sample of a loader without batches."""
+        """Returns the only sample of a loader without batches."""
         sample = self._guard.sample(0, index, self._item)
         if sample is NOTHING:
             raise self._guard.empty()
@@ -307,16 +309,16 @@ class GuardedDataset:
     def __getitems__(self, indices: Any) -> Any:
         guard = self._guard
         if self._several is not None:
-            made = self._several.__getitems__(_Places(indices))
+            samples = self._several.__getitems__(_Places(indices))
         elif getattr(self.source, "__getitems__", None):
-            made = self._as_batch(indices)
+            samples = self._as_batch(indices)
         elif guard.is_poisoned():
-            made = [guard.sample(place, index, self._item) for place, index in enumerate(indices)]
+            samples = [guard.sample(place, index, self._item) for place, index in enumerate(indices)]
         else:
-            made = self._by_sample(indices)
+            samples = self._by_sample(indices)
         if not guard.has_failures():
-            return made
-        samples = [sample for sample in made if sample is not NOTHING]
+            return samples
+        samples = [sample for sample in samples if sample is not NOTHING]
         if not samples:
             raise guard.empty()
         return samples
@@ -326,18 +328,18 @@ class GuardedDataset:
 
     def _by_sample(self, indices: Any) -> list[Any]:
         """Makes the batch of torch's fetcher from an index batch, at the same speed while nothing fails."""
-        source, made = self.source, []
+        source, samples = self.source, []
         left = enumerate(indices)
         place, index = -1, None
         while True:
             try:
                 for place, index in left:  # noqa: B007
-                    made.append(source[index])
-                return made
+                    samples.append(source[index])
+                return samples
             except Exception as error:
-                if place < len(made):  # an error of the index batch
+                if place < len(samples):  # an error of the index batch
                     raise
-                made.append(self._guard.instead_of(place, index, error, self._item))
+                samples.append(self._guard.instead_of(place, index, error, self._item))
 
     def _as_batch(self, indices: Any) -> Any:
         """Makes a batch by ``__getitems__`` of the dataset; if it fails, it is called for each sample alone."""
@@ -348,23 +350,23 @@ class GuardedDataset:
             except Exception as error:
                 if guard.is_foreign(error):
                     raise
-        made: list[Any] = []
+        samples: list[Any] = []
         for place, index in enumerate(indices):
             guard.check()
-            sample = guard.sample(place, index, self._alone)
+            sample = guard.sample(place, index, self._one_sample)
             if type(sample) is not _Alone:
-                made.append(sample)
+                samples.append(sample)
             elif isinstance(sample.samples, list | tuple):
-                made.extend(sample.samples)
+                samples.extend(sample.samples)
             else:
                 raise TypeError(
                     "on_error asks for the samples of a failed batch one by one: __getitems__ of "
                     f"{type(self.source).__qualname__} must return a list of samples, got "
                     f"{type(sample.samples).__qualname__}"
                 )
-        return made
+        return samples
 
-    def _alone(self, index: Any) -> Any:
+    def _one_sample(self, index: Any) -> Any:
         return _Alone(self.source.__getitems__([index]))
 
 
@@ -417,5 +419,5 @@ class _GuardedTable(TableFetcher):
 
 
 def unguarded(source: Any) -> Any:
-    """The dataset or iterator that a guard stands in for; anything else as it is."""
+    """Returns the dataset or iterator that a guard stands in for; anything else as it is."""
     return source.source if isinstance(source, GuardedDataset | GuardedIterator) else source

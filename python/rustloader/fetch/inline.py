@@ -12,7 +12,7 @@ from rustloader.system.generators import GeneratorStates
 
 
 class StepFetcher:
-    """Takes a step for each batch, in the place of torch's fetcher. Seeds leave the program's generators as they were.
+    """Takes a step for each batch, in place of torch's fetcher. Seeds leave the program's generators as they were.
 
     Args:
         step: The step, which takes the fetcher.
@@ -43,7 +43,7 @@ class StepFetcher:
             return self._step.fetch(number, index)
 
     def go_back(self, batches: int) -> None:
-        """Makes the next batches those before the present one: with a map-style dataset they get the seeds that they
+        """Rewinds, so that the last batches come next: with a map-style dataset they get the seeds that they
         had."""
         self.number -= batches
 

@@ -45,7 +45,7 @@ class Seeding:
 
 
 def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
-    """The ordinal of the batch that a resumed epoch makes as its ``number``-th, from 0: the ordinals from
+    """Returns the ordinal of the batch that a resumed epoch makes as its ``number``-th, from 0: the ordinals from
     ``first_ordinal`` on, without those in ``ahead``. Negative numbers are those of the batches just before."""
     ordinal = first_ordinal + number
     for delivered in sorted(ahead):
@@ -103,7 +103,7 @@ def sample_seed() -> int:
 
 
 def current() -> int | None:
-    """The seed of this thread's sample, or None."""
+    """Returns the seed of this thread's sample, or None."""
     return _current.seed
 
 
@@ -168,7 +168,7 @@ class Seeds:
         return index
 
     def for_collating(self, collate_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``collate_fn``, which seeds first if the samples had seeds of their own."""
+        """Returns ``collate_fn``, which seeds first if the samples had seeds of their own."""
         if not self._by_sample:
             return collate_fn
 

@@ -50,7 +50,7 @@ class Step:
         self._torchs_fetch: Any = None
 
     def collating(self, collate_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The ``collate_fn`` for the fetcher: it draws from the stream of its batch."""
+        """Returns the ``collate_fn`` for the fetcher: it draws from the stream of its batch."""
         return collate_fn if self.seeds is None else self.seeds.for_collating(collate_fn)
 
     def use(self, fetcher: Any, gathers: Callable[[], Any] | None = None) -> None:
@@ -76,7 +76,7 @@ class Step:
             fetcher.dataset = self._threaded(self._source)
 
     def _threaded(self, source: Any) -> ThreadedDataset:
-        """A dataset whose samples threads make, by way of ``__getitems__``, which torch's fetcher prefers."""
+        """Returns a dataset whose samples threads make, by way of ``__getitems__``, which torch's fetcher prefers."""
         if self._pool is None:
             assert self._make_pool is not None
             self._pool = self._make_pool()
@@ -93,8 +93,9 @@ class Step:
         return self.fetcher.fetch(self._prepared(number, index))
 
     def _prepared(self, number: int, index: Any) -> Any:
-        """An index batch as the fetcher gets it. Where torch's fetcher only iterates over it, each sample can have its
-        own seed and mark."""
+        """Returns an index batch as the fetcher gets it. Where torch's fetcher only iterates over it, each sample can
+        have its own seed and mark.
+        """
         apart = Apart.ONE
         if self.guard is not None:
             self.guard.begin(number)

@@ -110,7 +110,7 @@ class TableFetcher(_MapDatasetFetcher):
         )
 
     def _table(self, index: Any) -> tuple[Any, list[Any] | None]:
-        """The dataset below those of torch's Subset, and the indices there; None for others than ints in range."""
+        """Returns the dataset below torch's Subsets, and the indices there; None for others than ints in range."""
         table = self.dataset
         if type(index) is not list or not self.auto_collation:
             return table, None
@@ -118,7 +118,7 @@ class TableFetcher(_MapDatasetFetcher):
             # Other sequences may run code, which torch's way would run again.
             if type(table.indices) not in _INDICES or "__getitems__" in vars(table):
                 return table, None
-            index = _at(table.indices, index)
+            index = _items_at(table.indices, index)
             table = table.dataset
         return table, index
 
@@ -145,8 +145,8 @@ class CachedFetcher(TableFetcher):
         return self._gather(cached.table, index)
 
 
-def _at(indices: Any, index: list[Any] | None) -> list[Any] | None:
-    """The items of a sequence; None if an index is not an int in range."""
+def _items_at(indices: Any, index: list[Any] | None) -> list[Any] | None:
+    """Returns the items of a sequence; None if an index is not an int in range."""
     try:
         return None if index is None else [indices[place] for place in index]
     except (IndexError, TypeError):

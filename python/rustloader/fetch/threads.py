@@ -134,13 +134,13 @@ class _Batch:
                 self._error = place, error
 
     def take(self) -> list[Any]:
-        """The samples of a finished batch, which it does not keep. Raises the error that comes first."""
+        """Returns the samples of a finished batch, which it does not keep. Raises the error that comes first."""
         samples, self._samples = self._samples, []
-        found, self._error = self._error, None
-        if found is None:
+        error, self._error = self._error, None
+        if error is None:
             return samples
         try:
-            raise found[1]
+            raise error[1]
         finally:
             # A frame that keeps its error is a cycle.
-            del found, samples
+            del error, samples

@@ -33,8 +33,9 @@ class Samples:
 
 
 def by_sample(dataset: Any) -> Any:
-    """The dataset, or a stand-in where only torch's ``Subset`` turns samples into batches: its ``__getitems__`` asks
-    for them one after the other, too."""
+    """Returns the dataset, or a stand-in where only torch's ``Subset`` turns samples into batches: its ``__getitems__``
+    asks for them one after the other, too.
+    """
     inner = dataset
     while type(inner) is Subset and "__getitems__" not in vars(inner) and is_torchs(Subset.__getitems__, torch_dataset):
         inner = inner.dataset

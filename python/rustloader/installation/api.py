@@ -22,7 +22,7 @@ logger = logging.getLogger("rustloader")
 
 _NAME = "_MultiProcessingDataLoaderIter"
 _lock = threading.RLock()
-_torchs = Replacement(TorchIter, OurIter, "torch's iterator")
+_iterator_class = Replacement(TorchIter, OurIter, "torch's iterator")
 
 
 @options.takes(options.Options)
@@ -89,7 +89,7 @@ def uninstall() -> None:
                 torch_dataloader._MultiProcessingDataLoaderIter = TorchIter  # type: ignore[misc]
             return
         IterType.stand_in = None
-        _torchs.take_out()
+        _iterator_class.take_out()
         present = torch_dataloader._MultiProcessingDataLoaderIter
         if present is not TorchIter:
             text = "torch.utils.data.dataloader.%s was replaced by %s after rustloader.install(), and stays so"
@@ -97,7 +97,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Answers whether torch's loaders use the Rust engine now.
+    """Returns True if torch's loaders use the Rust engine now.
 
     Returns:
         True from ``install()`` to ``uninstall()``, and in the body of ``with rustloader.installed():``.
@@ -192,4 +192,4 @@ def _put_in() -> None:
     """Replaces torch's class wherever loaded modules hold it."""
     IterType.stand_in = OurIter
     text = "".join(f", {name}={value!r}" for name, value in options.current().items())
-    _torchs.put_in(f"DataLoaders with workers use the Rust engine{text}")
+    _iterator_class.put_in(f"DataLoaders with workers use the Rust engine{text}")

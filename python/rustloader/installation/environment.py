@@ -64,8 +64,8 @@ def _is_command() -> bool:
     package of the module that it is to run, ``sys.argv`` begins with "-m"."""
     if sys.argv[:1] != ["-m"]:
         return os.path.basename((sys.argv or [""])[0]) == "rustloader"
-    given = " ".join(sys.orig_argv[1:])
-    return "-m rustloader" in given or "-mrustloader" in given
+    command = " ".join(sys.orig_argv[1:])
+    return "-m rustloader" in command or "-mrustloader" in command
 
 
 def _install(options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Puts a class in the place of another one in all loaded modules."""
+"""Puts a class in place of another one in all loaded modules."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ class Replacement:
 
 
 def log_level(again: bool) -> int:
-    """The level of a message about an installation: INFO, or DEBUG if it was logged before in this process or above."""
+    """Returns the level of a message about an installation: INFO, or DEBUG if it was logged before in this process or
+    above.
+    """
     # A spawned process runs the script's top level again, and must not repeat the message.
     process = multiprocessing.current_process()
     quiet = again or process.daemon or getattr(process, "_inheriting", False)
@@ -117,7 +119,7 @@ def full_name(cls: type) -> str:
 
 
 def _places(wanted: type) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """The places where loaded modules hold a class or a tuple with it: (module, its namespace, name, value)."""
+    """Yields the places where loaded modules hold a class or a tuple with it: (module, its namespace, name, value)."""
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "rustloader":
             continue
@@ -132,7 +134,7 @@ def _places(wanted: type) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
 
 
 def _derived(cls: Any, substitute: type) -> Iterator[type]:
-    """The classes derived from a class, without the substitute and its subclasses."""
+    """Yields the classes derived from a class, without the substitute and its subclasses."""
     for derived in cls.__subclasses__():
         if derived is not substitute:
             yield derived

@@ -29,7 +29,7 @@ _logged = False
 
 
 def put_in() -> None:
-    """Puts the class in the place of torchdata's, or adds the modules if torchdata is not installed.
+    """Puts the class in place of torchdata's, or adds the modules if torchdata is not installed.
 
     Does nothing if that is done already.
 
@@ -76,7 +76,7 @@ def _is_there() -> bool:
 
 def _replace(package: types.ModuleType) -> None:
     global _replacement
-    ours = _ours()
+    ours = _own_class()
     if _replacement is None:
         home = importlib.import_module(f"{_PACKAGE}.stateful_dataloader")
         _replacement = Replacement(getattr(home, _CLASS), ours, f"torchdata's {_CLASS}")
@@ -91,10 +91,10 @@ def _replace(package: types.ModuleType) -> None:
 
 def _add_modules() -> None:
     global _logged
-    package = _made(_PACKAGE)
-    modules = {"torchdata": _made("torchdata"), _PACKAGE: package}
+    package = _new_package(_PACKAGE)
+    modules = {"torchdata": _new_package("torchdata"), _PACKAGE: package}
     modules |= {name: importlib.import_module(home) for name, home in _SUBMODULES.items()}
-    vars(package).update({_CLASS: _ours(), "Stateful": modules[f"{_PACKAGE}.stateful"].Stateful})
+    vars(package).update({_CLASS: _own_class(), "Stateful": modules[f"{_PACKAGE}.stateful"].Stateful})
     vars(package)["__all__"] = ["Stateful", _CLASS]
     for name, module in modules.items():
         if name not in sys.modules:  # an older torchdata without the package
@@ -106,11 +106,11 @@ def _add_modules() -> None:
     _logged = True
 
 
-def _made(name: str) -> types.ModuleType:
-    """A package without files."""
+def _new_package(name: str) -> types.ModuleType:
+    """Makes a package without files."""
     return importlib.util.module_from_spec(ModuleSpec(name, None, is_package=True))
 
 
-def _ours() -> Any:
-    """The class. It is looked up late, because its import takes time and few programs need it here."""
+def _own_class() -> Any:
+    """Returns the class. It is looked up late, because its import takes time and few programs need it here."""
     return getattr(importlib.import_module("rustloader.stateful_dataloader"), _CLASS)

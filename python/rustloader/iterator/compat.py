@@ -72,7 +72,7 @@ class _Part:
 
 
 def _counter(name: str, count: Callable[[Progress], Any]) -> Callable[[WorkersIterator], Any]:
-    """A stand-in for a counter, which ``count`` derives from the engine's progress."""
+    """Returns a stand-in for a counter, which ``count`` derives from the engine's progress."""
 
     def read(iterator: WorkersIterator) -> Any:
         progress = iterator._engine().progress()

@@ -45,7 +45,7 @@ class Epochs:
         return 0
 
     def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
-        """The settings that the engine and the workers get. Logs once which options have no effect."""
+        """Returns the settings that the engine and the workers get. Logs once which options have no effect."""
         if loader._dataset_kind == _DatasetKind.Iterable:
             config = fallback.round_robin(loader, config, "an iterable dataset")
         return fetching.adapted(loader, config)
@@ -64,13 +64,13 @@ class Epochs:
         """Decides where the epoch that begins starts."""
 
     def first_worker(self, it: WorkersIterator) -> int:
-        """The worker that gets the first task of the epoch that begins."""
+        """Returns the worker that gets the first task of the epoch that begins."""
         return 0
 
-    def index_batches(self, it: WorkersIterator, torchs: Iterator[Any]) -> Any:
-        """The index batches of the epoch that begins; ``torchs`` is torch's iterator over the sampler."""
+    def index_batches(self, it: WorkersIterator, torch_iterator: Iterator[Any]) -> Any:
+        """Returns the index batches of the epoch that begins, from torch's iterator over the sampler."""
         self.raised = 0
-        return indices.stream(it._index_sampler, torchs)
+        return indices.stream(it._index_sampler, torch_iterator)
 
     def message(self, loader: LoaderLike) -> dict[str, Any]:
         """Returns the message that the workers of a persistent loader get when an epoch begins. It has the next
@@ -108,7 +108,7 @@ class Epochs:
         """Completes the job of a process that follows a death, in the present epoch."""
 
     def start_after(self, it: WorkersIterator, engine: Engine, death: Death) -> WorkerStart | None:
-        """Returns the point from which a worker goes on after a death. An iterable dataset makes its batches again up
+        """Returns the point from which a worker continues after a death. An iterable dataset makes its batches again up
         to there."""
         if it._dataset_kind != _DatasetKind.Iterable or not death.answers:
             return None

@@ -70,7 +70,7 @@ class FailureCount:
         self._counts = [(0, self._count)]
 
     def count_after(self, batches: int) -> int:
-        """The number of failures before the position after a number of delivered batches of this epoch."""
+        """Returns the number of failures before the position after a number of delivered batches of this epoch."""
         counts = self._counts
         return next((count for after, count in reversed(counts) if after <= batches), counts[0][1])
 
@@ -119,17 +119,17 @@ class FailureCount:
         count = "1 sample has" if self._count == 1 else f"{self._count} samples have"
         return (
             f"{count} failed in this epoch, which is more than max_errors={self._limit} allows ({named}{more}); "
-            "mend the samples in rustloader.stats(loader).faults.failures, or set a larger max_errors"
+            "fix the samples listed in rustloader.stats(loader).faults.failures, or set a larger max_errors"
         )
 
 
 def _share(fraction: float, samples: int) -> int:
-    """A share of a number of samples, rounded down. 0.29 of 100 are 29, although their product is less."""
+    """Returns a share of a number of samples, rounded down. 0.29 of 100 is 29, although their product is less."""
     return math.floor(fraction * samples + 1e-9)
 
 
 def of(loader: LoaderLike, limit: float | None, faults: Faults) -> FailureCount:
-    """The count for a new iterator of a loader."""
+    """Returns the count for a new iterator of a loader."""
     sampler = loader._index_sampler
     batch_size = getattr(sampler, "batch_size", 1) if loader._auto_collation else 1
     return FailureCount(
@@ -142,7 +142,7 @@ def of(loader: LoaderLike, limit: float | None, faults: Faults) -> FailureCount:
 
 
 def _samples_of(loader: LoaderLike) -> int | None:
-    """The number of samples of an epoch, or None."""
+    """Returns the number of samples of an epoch, or None."""
     source = loader.dataset
     if loader._dataset_kind == _DatasetKind.Map:
         sampler = loader._index_sampler

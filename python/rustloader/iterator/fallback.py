@@ -27,9 +27,9 @@ from rustloader.workers.process import process_class
 
 logger = logging.getLogger("rustloader")
 
-_NO_QUEUE = "dispatch='shared_queue' does not apply to {}; its workers keep round robin"
+_NO_QUEUE_TEXT = "dispatch='shared_queue' does not apply to {}; its workers keep round robin"
 
-_LOST = "%s of a DataLoader %s no effect: it runs on torch's own iterator"
+_LOST_OPTIONS_TEXT = "%s of a DataLoader %s no effect: it runs on torch's own iterator"
 
 # The methods of a worker's process that torch calls. The engine replaces multiprocessing's own and no others: it waits
 # for the process and signals it without them.
@@ -56,7 +56,7 @@ def why_not(cls: type, base: type, loader: LoaderLike) -> str | None:
 
 
 def context_of(loader: LoaderLike) -> Any:
-    """The multiprocessing context that starts a loader's workers."""
+    """Returns the multiprocessing context that starts a loader's workers."""
     context = loader.multiprocessing_context
     return torch.multiprocessing if context is None else context
 
@@ -124,21 +124,21 @@ def tell_lost_options(source: Any, config: LoaderConfig) -> None:
     """Warns once per loader of options that torch's iterator does not have, but for those that are about speed."""
     missed = ((name, options.option_of(name)) for name in options.keywords())
     lost = [name for name, option in missed if option.is_missed and getattr(config, name) != option.default]
-    if lost and loader_state.of(source).is_new(_LOST):
-        logger.warning(_LOST, ", ".join(lost), "has" if len(lost) == 1 else "have")
+    if lost and loader_state.of(source).is_new(_LOST_OPTIONS_TEXT):
+        logger.warning(_LOST_OPTIONS_TEXT, ", ".join(lost), "has" if len(lost) == 1 else "have")
 
 
 def round_robin(loader: LoaderLike, config: LoaderConfig, kind: str) -> LoaderConfig:
-    """The settings with round robin, for datasets of a kind that a shared queue does not apply to. Logs once."""
+    """Returns the settings with round robin, for datasets to which a shared queue does not apply. Logs once."""
     if config.dispatch == "round_robin":
         return config
-    if loader_state.of(original(loader)).is_new(_NO_QUEUE):
-        logger.info(_NO_QUEUE.format(kind))
+    if loader_state.of(original(loader)).is_new(_NO_QUEUE_TEXT):
+        logger.info(_NO_QUEUE_TEXT.format(kind))
     return config.changed(dispatch="round_robin")
 
 
 def make_engine(config: LoaderConfig) -> tuple[Engine | None, str | None]:
-    """An engine with these settings, or the reason why there is none."""
+    """Returns an engine with these settings, or the reason why there is none."""
     try:
         engine = Engine(
             config,

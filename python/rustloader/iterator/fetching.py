@@ -23,12 +23,12 @@ def adapted(loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
     why."""
     changed: dict[str, Any] = {}
     if config.worker_threads > 1 and (reason := _why_one_after_the_other(loader)) is not None:
-        _tell(loader, f"worker_threads={config.worker_threads} has no effect: {reason}")
+        _log_once(loader, f"worker_threads={config.worker_threads} has no effect: {reason}")
         changed["worker_threads"] = 1
     if config.seed_by == "sample" and (reason := _not_apart(loader)) is not None:
-        _tell(loader, f'seed_by="sample" seeds each batch, not each sample: {reason}')
+        _log_once(loader, f'seed_by="sample" seeds each batch, not each sample: {reason}')
     if not config.raises and not torchs.is_own(loader._dataset_kind):
-        _tell(loader, "on_error has no effect: torch's fetcher was replaced", logging.WARNING)
+        _log_once(loader, "on_error has no effect: torch's fetcher was replaced", logging.WARNING)
         changed["on_error"] = "raise"
     return config.changed(**changed) if changed else config
 
@@ -73,15 +73,16 @@ def scheduling(
 
 
 def seeding(loader: LoaderLike, config: LoaderConfig, drawn: int) -> Seeding | None:
-    """The seeds of the epoch that a loader begins next; None: those of torch. ``drawn`` is torch's base seed of the
-    iterator, and counts if this is the loader's first epoch."""
+    """Returns the seeds of the epoch that a loader begins next; None: those of torch. ``drawn`` is torch's base seed of
+    the iterator, and counts if this is the loader's first epoch.
+    """
     if config.seed_by == "worker":
         return None
     return next_epoch(loader, Seeding(config.seed_by == "sample", drawn, 0))
 
 
 def next_epoch(loader: LoaderLike, seeding: Seeding) -> Seeding:
-    """The seeds of the epoch that a loader begins next."""
+    """Returns the seeds of the epoch that a loader begins next."""
     base_seed, epoch = loader_state.epochs(original(loader)) or (seeding.base_seed, 0)
     return Seeding(seeding.by_sample, base_seed, epoch)
 
@@ -109,7 +110,7 @@ def _why_one_after_the_other(loader: LoaderLike) -> str | None:
     return _not_apart(loader)
 
 
-def _tell(loader: LoaderLike, text: str, level: int = logging.INFO) -> None:
+def _log_once(loader: LoaderLike, text: str, level: int = logging.INFO) -> None:
     """Logs a text once per loader."""
     if loader_state.of(original(loader)).is_new(text):
         logger.log(level, "a DataLoader: %s", text)

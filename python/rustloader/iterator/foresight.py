@@ -25,9 +25,9 @@ from rustloader.system.protocols import LoaderLike, WorkersIterator
 logger = logging.getLogger("rustloader")
 
 # Seeds that a program may draw from torch's generator between two epochs, as the `iter()` of another loader does.
-_MOST_DRAWS = 8
+_MAX_DRAWS = 8
 # Number of wrong guesses in a row after which there is no further one.
-_MOST_WRONG = 3
+_MAX_WRONG = 3
 
 # The samplers that can be foreseen, if their code is torch's.
 _KNOWN = {
@@ -48,7 +48,7 @@ class _Guess:
 
 
 class Foresight:
-    """The index batches of the next epoch, as they will be if the program goes on as before.
+    """The index batches of the next epoch, as they will be if the program continues as before.
 
     They come from copies of the sampler and of its generator, so that nothing which a program can see changes. They may
     be wrong: the beginning of the epoch draws from the sampler itself and compares.
@@ -75,8 +75,8 @@ class Foresight:
         self._draws, self._step = 0, 1
 
     def begin(self) -> bytes | None:
-        """The message that the next epoch begins with; None if it cannot be foreseen. Answers once in an epoch."""
-        if self._has_asked or self._wrong >= _MOST_WRONG:
+        """Returns the message that begins the next epoch; None if it cannot be foreseen. Answers once in an epoch."""
+        if self._has_asked or self._wrong >= _MAX_WRONG:
             return None
         self._has_asked = True
         try:
@@ -110,8 +110,8 @@ class Foresight:
         # A short epoch asks for the next one while it begins.
         self._has_asked, self._batches = False, iter(())
         if guess is not None:
-            found = _Guess(torch.default_generator.get_state(), getattr(self._inner(), "epoch", None))
-            self._judged = guess, found
+            actual = _Guess(torch.default_generator.get_state(), getattr(self._inner(), "epoch", None))
+            self._judged = guess, actual
 
     def epoch_has_begun(self, is_right: bool | None) -> None:
         """Compares the epoch that has begun with the guess. None: the workers had not begun it."""
@@ -121,20 +121,20 @@ class Foresight:
         self._wrong = 0 if is_right else self._wrong + 1
         if not is_right:
             self._learn(*self._judged)
-        if self._wrong == _MOST_WRONG:
+        if self._wrong == _MAX_WRONG:
             logger.info(
                 "a DataLoader: overlap_epochs has no effect from now on: %d epochs in a row did not begin as foreseen",
-                _MOST_WRONG,
+                _MAX_WRONG,
             )
 
-    def _learn(self, guess: _Guess, found: _Guess) -> None:
-        if guess.epoch is not None and type(found.epoch) is int:
-            self._step = found.epoch - guess.epoch
-        if guess.state is not None and found.state is not None:
+    def _learn(self, guess: _Guess, actual: _Guess) -> None:
+        if guess.epoch is not None and type(actual.epoch) is int:
+            self._step = actual.epoch - guess.epoch
+        if guess.state is not None and actual.state is not None:
             generator = torch.Generator()
             generator.set_state(guess.state)
-            for draws in range(_MOST_DRAWS + 1):
-                if torch.equal(generator.get_state(), found.state):
+            for draws in range(_MAX_DRAWS + 1):
+                if torch.equal(generator.get_state(), actual.state):
                     self._draws = draws
                     return
                 _seed(generator)
@@ -143,7 +143,9 @@ class Foresight:
         return self._sampler.sampler if type(self._sampler) is BatchSampler else self._sampler
 
     def _copied(self) -> Any:
-        """A copy of the sampler as the next epoch will find it; None for a sampler of another class than torch's."""
+        """Returns a copy of the sampler as the next epoch will find it; None for a sampler of another class than
+        torch's.
+        """
         outer, inner = self._sampler, self._inner()
         if outer is not inner and not _is_torchs(BatchSampler, indices.BATCHES):
             return None
@@ -166,7 +168,7 @@ class Foresight:
         return batches
 
     def _generator(self, inner: Any, guess: _Guess) -> torch.Generator:
-        """A generator that draws what a sampler will draw."""
+        """Returns a generator that draws what a sampler will draw."""
         own = torch.default_generator if inner.generator is None else inner.generator
         generator = torch.Generator(own.device)
         generator.set_state(own.get_state())
@@ -179,7 +181,7 @@ class Foresight:
 
 
 def _seed(generator: torch.Generator) -> int:
-    """A seed, as a RandomSampler and the ``iter()`` of a loader draw it."""
+    """Returns a seed, as a RandomSampler and the ``iter()`` of a loader draw it."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 

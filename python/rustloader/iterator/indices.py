@@ -70,7 +70,7 @@ SHARD = known_code(
 
 
 def stream(index_sampler: Any, torchs: Any, start: Start | None = None) -> Any:
-    """The index stream of a sampler, or torch's iterator where there is none.
+    """Returns the index stream of a sampler, or torch's iterator where there is none.
 
     Args:
         index_sampler: The source of a loader's index batches.
@@ -139,7 +139,9 @@ def _is_fresh(iterator: Any, code: CodeType | None, of: Any) -> bool:
 
 
 def _begin_batches(batches: BatchSampler, start: Start | None) -> tuple[_More, int | None] | None:
-    """The arrays of a BatchSampler and the size of all batches, if it is fixed; None leaves it to torch's generator."""
+    """Returns the arrays of a BatchSampler and the size of all batches, if it is fixed; None leaves it to torch's
+    generator.
+    """
     begun = _begin(batches.sampler, start)
     if begun is None or not batches.drop_last:
         return begun
@@ -159,13 +161,13 @@ def _begin(inner: Any, start: Start | None) -> tuple[_More, None] | None:
 
 
 def _size_of(size: Any) -> int:
-    """The size of a batch whose ``batch_size`` is not a small int, or the error of torch's ``islice``."""
+    """Returns the size of a batch whose ``batch_size`` is not a small int, or the error of torch's ``islice``."""
     itertools.islice((), size)
     return sys.maxsize if size is None else operator.index(size)
 
 
 def _counted(size: int) -> Iterator[np.ndarray]:
-    """0 to ``size - 1`` in arrays of limited size. All of C code: an interrupt cannot lose one."""
+    """Returns 0 to ``size - 1`` in arrays of limited size. All of C code: an interrupt cannot lose one."""
     starts = range(0, size, _CHUNK)
     return map(np.arange, starts, itertools.chain(starts[1:], (size,)))
 
@@ -222,14 +224,16 @@ class _Permutations:
 
 
 def _array(permutation: torch.Tensor) -> np.ndarray:
-    """A permutation as a contiguous array, without a copy if it is an ordinary tensor."""
+    """Returns a permutation as a contiguous array, without a copy if it is an ordinary tensor."""
     if type(permutation) is torch.Tensor and permutation.device.type == "cpu":
         return permutation.numpy()
     return np.array(permutation.tolist(), np.int64)
 
 
 def _shard(inner: Any, start: Start | None) -> np.ndarray | None:
-    """The indices of a DistributedSampler. None for a state that torch's generator reports, or that is not plain."""
+    """Returns the indices of a DistributedSampler. None for a state that torch's generator reports, or that is not
+    plain.
+    """
     if start is not None:
         if start.given is not None:
             return shard(start.given)

@@ -30,13 +30,13 @@ class TorchsMode:
         self._ours, self.epochs = ours, epochs
         epochs.on_engine = False
 
-    def _torchs(self, it: WorkersIterator) -> Any:
+    def _torch_iterator(self, it: WorkersIterator) -> Any:
         return super(self._ours, it)
 
     def start(self, it: WorkersIterator, loader: LoaderLike) -> None:
         """Calls torch's constructor, which starts the workers and the first epoch."""
         try:
-            self.epochs.init_torchs(it, self._torchs(it).__init__, loader)
+            self.epochs.init_torchs(it, self._torch_iterator(it).__init__, loader)
         except BaseException as error:
             clean_up_after(error, lambda: self._abandon(it))
             raise
@@ -54,7 +54,7 @@ class TorchsMode:
     def begin(self, it: WorkersIterator, loader: LoaderLike, is_first: bool) -> None:
         self.epochs.beginning(it)
         self.has_ended = False
-        self._torchs(it)._reset(loader, is_first)
+        self._torch_iterator(it)._reset(loader, is_first)
         # torch begins with the first batches in between.
         it._num_yielded = self.epochs.yielded
         self.epochs.begun(it)
@@ -62,7 +62,7 @@ class TorchsMode:
     def next(self, it: WorkersIterator) -> Any:
         hooks.run()
         try:
-            return self._torchs(it).__next__()
+            return self._torch_iterator(it).__next__()
         except StopIteration:
             self.epochs.ended(it)
             self.has_ended = True
@@ -74,10 +74,10 @@ class TorchsMode:
     next_observed = next
 
     def next_data(self, it: WorkersIterator) -> Any:
-        return self._torchs(it)._next_data()
+        return self._torch_iterator(it)._next_data()
 
     def shut_down(self, it: WorkersIterator) -> None:
-        self._torchs(it)._shutdown_workers()
+        self._torch_iterator(it)._shutdown_workers()
 
     def dismiss(self, it: WorkersIterator, worker_id: int, shutdown: bool) -> None:
-        self._torchs(it)._mark_worker_as_unavailable(worker_id, shutdown)
+        self._torch_iterator(it)._mark_worker_as_unavailable(worker_id, shutdown)

@@ -31,9 +31,9 @@ def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
     iterator._sampler_iter = indices.stream(iterator._index_sampler, iterator._sampler_iter)
     config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
     seeding = fetching.seeding(loader, config, int(iterator._base_seed))
-    found = prepare_fetcher(iterator, loader, config, seeding)
-    if found is not None:
-        guard, count = found
+    guarding = prepare_fetcher(iterator, loader, config, seeding)
+    if guarding is not None:
+        guard, count = guarding
         iterator._sampler_iter = _Indices(iterator._sampler_iter, count)
         iterator._dataset_fetcher = GuardedFetcher(
             iterator._dataset_fetcher, iterator._dataset_kind, guard, iterator._sampler_iter, count
@@ -58,8 +58,8 @@ def prepare_fetcher(
     """
     kind = iterator._dataset_kind
     seeds = None if seeding is None else Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
-    found = _guarded(iterator, loader, config, seeding, epoch)
-    guard = None if found is None else found[0]
+    guarding = _guarded(iterator, loader, config, seeding, epoch)
+    guard = None if guarding is None else guarding[0]
     if seeds is None and guard is None:
         _gather_rows(iterator)
         return None
@@ -67,7 +67,7 @@ def prepare_fetcher(
     iterator._dataset_fetcher = StepFetcher(step, iterator._dataset_fetcher, lambda: _gather_rows(iterator))
     if seeding is not None:
         fetching.note_begun(loader, seeding)
-    return found
+    return guarding
 
 
 def _gather_rows(iterator: SingleIterator) -> None:
@@ -142,18 +142,18 @@ class GuardedFetcher:
             try:
                 data = self.inner.fetch(index)
             except Exception as error:
-                found = guard.why_empty(error, self._kind)
-                if found is None:
+                failed = guard.why_empty(error, self._kind)
+                if failed is None:
                     raise
             else:
                 self._add(guard.failures())
                 self._delivered += 1
                 return data
-            self._add(found)
+            self._add(failed)
             index = next(self._batches)
 
-    def _add(self, found: list[Any]) -> None:
-        if found:
-            error = self._count.add(found, self._delivered + 1)
+    def _add(self, failed: list[Any]) -> None:
+        if failed:
+            error = self._count.add(failed, self._delivered + 1)
             if error is not None:
                 raise error()

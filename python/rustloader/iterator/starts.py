@@ -54,7 +54,7 @@ class Start:
         self._noted = start
 
     def seed(self) -> int:
-        """The seed of a RandomSampler without a generator, drawn once as torch draws it."""
+        """Returns the seed of a RandomSampler without a generator, drawn once as torch draws it."""
         if not self._seeds and (self.given is None or self._is_owed):
             call_into(self._seeds, torch.Tensor.random_, torch.empty((), dtype=torch.int64))
         if self.given is not None:
@@ -62,7 +62,8 @@ class Start:
         return int(self._seeds[0].item())
 
     def generator_of(self, sampler: Any) -> tuple[Any, bool]:
-        """The generator that a RandomSampler draws from, in the state before its first draw, and whether it is private.
+        """Returns the generator that a RandomSampler draws from, in the state before its first draw, and whether it is
+        private.
 
         The sampler's own generator takes a saved state over. For any other saved start there is a private one.
         """
@@ -75,7 +76,7 @@ class Start:
 
 
 def private_generator(start: int | Mapping[str, Any]) -> torch.Generator:
-    """A generator that no program sees, from a seed or in the saved state of another one."""
+    """Returns a generator that no program sees, from a seed or in the saved state of another one."""
     generator = torch.Generator()
     if isinstance(start, int):
         generator.manual_seed(start)
@@ -85,7 +86,9 @@ def private_generator(start: int | Mapping[str, Any]) -> torch.Generator:
 
 
 def shard_start(sampler: Any) -> dict[str, Any] | None:
-    """The start of an epoch of a DistributedSampler: all that its order depends on. None if a setting is no number."""
+    """Returns the start of an epoch of a DistributedSampler: all that its order depends on. None if a setting is no
+    number.
+    """
     try:
         # Plain ints: neither bools nor those of NumPy.
         numbers = {name: int(operator.index(getattr(sampler, name))) for name in _NUMBERS}
@@ -103,7 +106,7 @@ def shard_start(sampler: Any) -> dict[str, Any] | None:
 
 
 def shard(start: Mapping[str, Any]) -> np.ndarray:
-    """The indices of one rank, of what is left of the order of all ranks.
+    """Returns the indices of one rank, of what is left of the order of all ranks.
 
     The order is torch's: a permutation seeded by seed + epoch, or all indices. Without ``consumed`` samples, the result
     is what torch's DistributedSampler yields.

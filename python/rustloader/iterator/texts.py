@@ -33,5 +33,5 @@ def warn_of_length(it: IteratorLike, text: str = TOO_LONG) -> None:
 
 
 def timed_out(it: IteratorLike) -> LoaderTimeoutError:
-    """The error of a wait that ``timeout`` has ended."""
+    """Returns the error of a wait that ``timeout`` has ended."""
     return LoaderTimeoutError(f"DataLoader timed out after {it._timeout} seconds")

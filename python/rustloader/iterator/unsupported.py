@@ -47,12 +47,12 @@ def warn() -> None:
 
 
 def engine_batches() -> int:
-    """Always 0: there is no engine."""
+    """Returns 0: there is no engine."""
     return 0
 
 
 def sample_seed() -> int:
-    """Always a RuntimeError: without the engine loaders have torch's seeds."""
+    """Raises RuntimeError: without the engine loaders have torch's seeds."""
     raise RuntimeError(f"sample_seed() has no seed here: {_WHY}")
 
 
@@ -69,7 +69,7 @@ class CachedDataset(Wrapper):
         return sample if self.then is None else self.then(sample)
 
     def usage(self) -> CacheUsage:
-        """Returns nothing but zeroes."""
+        """Returns zeroes."""
         return CacheUsage()
 
 
@@ -88,7 +88,7 @@ def cache(
 
 
 class StatefulDataLoader(DataLoader[Any]):
-    """Always a NotImplementedError: states need the engine."""
+    """Raises NotImplementedError: states need the engine."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"StatefulDataLoader: {_WHY}")
@@ -105,13 +105,13 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Always False: there is no engine."""
+    """Returns False: there is no engine."""
     return False
 
 
 @options.takes(options.Options)
 def installed(values: dict[str, Any]) -> Installed:
-    """``install()`` for the body of a ``with`` statement."""
+    """Does what ``install()`` does for the body of a ``with`` statement."""
     return Installed(_installed)
 
 

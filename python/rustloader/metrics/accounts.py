@@ -51,9 +51,9 @@ class Account:
         self.settle()
         self.open.append(opened)
         cached = opened.cached()
-        if cached is not None and not any(known.table() is cached.table for known in self._caches):
+        if cached is not None and not any(cache.table() is cached.table for cache in self._caches):
             self.caches()
-            # The file of one that is gone goes on with its figures.
+            # The file of a cache that is gone keeps its figures.
             has_gone = self._gone_caches is not None
             self._caches.append(_Cache(cached.table, usage_of(cached.table) if has_gone else CacheUsage()))
 
@@ -64,11 +64,11 @@ class Account:
             self.open.remove(it)
 
     def ledgers(self) -> list[Ledger]:
-        """The counters of the name: of loaders that are gone, and of each other one. Their sums only grow."""
+        """Returns the counters of the name: of loaders that are gone, and of each other one. Their sums only grow."""
         return [self._gone, *(it.ledger for it in self.open)]
 
     def caches(self) -> list[CacheUsage]:
-        """The figures of each cache of the loaders' datasets, and the hits and misses of those that are gone."""
+        """Returns the figures of each cache of the loaders' datasets, and the hits and misses of former ones."""
         for cache in [it for it in self._caches if not it.read()]:
             gone = self._gone_caches or CacheUsage()
             self._gone_caches = CacheUsage(gone.hits + cache.last.hits, gone.misses + cache.last.misses)
@@ -108,7 +108,7 @@ class Accounts:
         # A loader that another thread opens now waits for its account: it may come by both ways.
         with self.lock:
             ledger.openings.append(self._open)
-            self._opened.extend(_opened(loader, found) for loader, found in ledger.of_loaders())
+            self._opened.extend(_opened(loader, counters) for loader, counters in ledger.of_loaders())
             self.items()
 
     def close(self) -> None:
@@ -116,8 +116,8 @@ class Accounts:
         if self._open in ledger.openings:
             ledger.openings.remove(self._open)
 
-    def _open(self, loader: Any, found: Ledger) -> None:
-        self._opened.append(_opened(loader, found))
+    def _open(self, loader: Any, counters: Ledger) -> None:
+        self._opened.append(_opened(loader, counters))
         # Without waiting, for this is the thread of a loop. If the lock is taken, its next holder does this.
         if self.lock.acquire(blocking=False):
             try:
@@ -126,18 +126,18 @@ class Accounts:
                 self.lock.release()
 
     def items(self) -> list[tuple[str, Account]]:
-        """The accounts with their names. For the holder of the lock."""
+        """Returns the accounts with their names. For the holder of the lock."""
         while self._opened:
             opened = self._opened.pop(0)
             self._by_name.setdefault(opened.ledger.name, Account()).add(opened)
         return list(self._by_name.items())
 
 
-def _opened(loader: Any, found: Ledger) -> Open:
+def _opened(loader: Any, counters: Ledger) -> Open:
     cached = caches.find(getattr(loader, "dataset", None))
     return Open(
         _nothing if loader is None else weakref.ref(loader),
-        found,
+        counters,
         _nothing if cached is None else weakref.ref(cached),
     )
 

@@ -12,7 +12,7 @@ from rustloader.caching.usage import CacheUsage
 from rustloader.metrics.parts import CacheEstimate, Figures
 
 # Datasets around the cached one that are looked into.
-_DEPTH = 8
+_MAX_DEPTH = 8
 
 
 def usage(dataset: Any) -> CacheUsage | None:
@@ -22,8 +22,10 @@ def usage(dataset: Any) -> CacheUsage | None:
 
 
 def find(dataset: Any) -> CachedDataset | None:
-    """The cached dataset that a dataset is, or that lies below torch's Subset and ConcatDataset; None without one."""
-    for _ in range(_DEPTH):
+    """Returns the cached dataset that a dataset is, or that lies below torch's Subset and ConcatDataset; None without
+    one.
+    """
+    for _ in range(_MAX_DEPTH):
         if isinstance(dataset, CachedDataset):
             return dataset
         if type(dataset) is Subset:
@@ -35,11 +37,11 @@ def find(dataset: Any) -> CachedDataset | None:
     return None
 
 
-def found(loader: Any, dataset: Any, stats: Figures) -> dict[str, Any]:
+def fields_of(loader: Any, dataset: Any, stats: Figures) -> dict[str, Any]:
     """Returns the fields of ``Stats`` about the cache."""
-    present = usage(dataset)
-    if present is not None:
-        return {"cache": present}
+    current = usage(dataset)
+    if current is not None:
+        return {"cache": current}
     return {"cache_estimate": _estimate(loader, dataset, stats)}
 
 

@@ -40,19 +40,19 @@ class _Read(NamedTuple):
     caches: list[CacheUsage]
 
     def counted(self, name: str) -> float:
-        """A counter of the main process."""
+        """Returns a counter of the main process."""
         return sum(getattr(one.counts, name) for one in (self.gone, *self.live))
 
     def survived(self, name: str) -> float:
-        """A number of the faults."""
+        """Returns a number of the faults."""
         return sum(getattr(one, name) for one in self.faults)
 
     def now(self, name: str) -> float:
-        """A figure that has no history."""
+        """Returns a figure that has no history."""
         return sum(getattr(one, name) for one in self.live)
 
     def workers(self) -> list[list[WorkerTotals]]:
-        """The totals by worker number."""
+        """Returns the totals by worker number."""
         each = [one.workers for one in (self.gone, *self.live)]
         return [[one[number] for one in each if number < len(one)] for number in range(max(map(len, each)))]
 
@@ -115,7 +115,7 @@ class LoaderCollector(Collector):
         self._last: dict[tuple[str, ...], float] = {}
 
     def collect(self) -> Iterable[Any]:
-        """The metrics, from one reading."""
+        """Returns the metrics, from one reading."""
         with self._accounts.lock:
             return list(self._collect())
 
@@ -126,7 +126,7 @@ class LoaderCollector(Collector):
         read = [(name, _read(account)) for name, account in accounts]
         yield from self._families(CounterMetricFamily, _COUNTERS, read)
         yield from self._families(GaugeMetricFamily, _GAUGES, read)
-        cached = [(name, usage) for name, it in read if (usage := _together(it.caches)) is not None]
+        cached = [(name, usage) for name, it in read if (usage := _summed(it.caches)) is not None]
         yield from self._families(CounterMetricFamily, _CACHE_COUNTERS, cached)
         yield from self._families(GaugeMetricFamily, _CACHE_GAUGES, cached)
         yield self._waits(read)
@@ -134,7 +134,7 @@ class LoaderCollector(Collector):
         yield from self._states(accounts)
 
     def _grown(self, value: float, *key: str) -> float:
-        """The value of a counter, or the last one if that was larger."""
+        """Returns the value of a counter, or the last one if that was larger."""
         self._last[key] = max(self._last.get(key, 0.0), value)
         return self._last[key]
 
@@ -176,7 +176,7 @@ class LoaderCollector(Collector):
         yield memory
 
     def _states(self, accounts: list[tuple[str, Account]]) -> Iterator[Any]:
-        """The verdict, and the batch size, of the last loader of each name that the engine has served."""
+        """Yields the verdict, and the batch size, of the last loader of each name that the engine has served."""
         verdicts = GaugeMetricFamily(
             _PREFIX + "verdict", "1 for what limits the loader.", labels=["rank", "loader", "kind"]
         )
@@ -205,7 +205,7 @@ def _read(account: Account) -> _Read:
     )
 
 
-def _together(usages: list[CacheUsage]) -> CacheUsage | None:
+def _summed(usages: list[CacheUsage]) -> CacheUsage | None:
     if not usages:
         return None
     fields = ("hits", "misses", "samples_bytes", "limit")
@@ -213,9 +213,9 @@ def _together(usages: list[CacheUsage]) -> CacheUsage | None:
 
 
 def _verdict_of(opened: Open) -> str:
-    found, loader = opened.ledger, opened.loader()
-    alive = sum(worker.alive for worker in found.figures().workers)
+    ledger, loader = opened.ledger, opened.loader()
+    alive = sum(worker.alive for worker in ledger.figures().workers)
     # Neither the dataset nor the memory of workers is looked at: that takes longer, and changes no kind.
-    stats = of_ledger(found, alive, reads_memory=False)
+    stats = of_ledger(ledger, alive, reads_memory=False)
     copies = None if loader is None else transfers.find(loader)
     return (stats if copies is None else replace(stats, transfers=copies.figures)).verdict().kind

@@ -26,41 +26,41 @@ GROWN = 64 << 20
 # Bytes of Python objects from which an attribute is large.
 LARGE = 16 << 20
 # Attributes that are named.
-_MOST = 5
+_MAX_NAMED = 5
 # Limits of the search: seconds of processor time, objects, attributes of attributes.
-_SECONDS, _OBJECTS, _DEPTH = 0.05, 10_000, 8
+_MAX_SECONDS, _MAX_OBJECTS, _MAX_DEPTH = 0.05, 10_000, 8
 # Number of items up to which a container is looked into.
-_FEW = 64
+_FEW_ITEMS = 64
 # Items that are measured: of a container, of a container in it, and so on.
 _SAMPLED = (128, 16, 8)
 _LEAVES = (ModuleType, FunctionType, BuiltinFunctionType, type, torch.Tensor, np.ndarray, str, bytes, int, float)
 
 
 def find(dataset: Any) -> tuple[LargeAttribute, ...]:
-    """The large containers of a dataset and of the objects in it, the largest first.
+    """Returns the large containers of a dataset and of the objects in it, the largest first.
 
     Runs no code of the dataset, and at most for a short time. Sizes are estimated from a few items.
     """
-    found = []
-    end = time.thread_time() + _SECONDS
+    containers = []
+    end = time.thread_time() + _MAX_SECONDS
     seen: set[int] = set()
     waiting = [("dataset", dataset, 0)]
     for path, value, depth in waiting:
         if id(value) in seen or isinstance(value, _LEAVES) or value is None:
             continue
-        if len(seen) >= _OBJECTS or time.thread_time() > end:
+        if len(seen) >= _MAX_OBJECTS or time.thread_time() > end:
             break
         seen.add(id(value))
         try:
-            if _is_container(value) and len(value) > _FEW:
+            if _is_container(value) and len(value) > _FEW_ITEMS:
                 size = round(_items_size(value, 0))
                 if size >= LARGE:
-                    found.append(LargeAttribute(path, type(value).__name__, len(value), size))
-            elif depth < _DEPTH:
+                    containers.append(LargeAttribute(path, type(value).__name__, len(value), size))
+            elif depth < _MAX_DEPTH:
                 waiting += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value)]
         except RuntimeError:  # another thread has changed a dict meanwhile
             continue
-    return tuple(sorted(found, key=lambda attribute: attribute.bytes, reverse=True)[:_MOST])
+    return tuple(sorted(containers, key=lambda attribute: attribute.bytes, reverse=True)[:_MAX_NAMED])
 
 
 def _is_container(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...] | dict[Any, Any]]:
@@ -71,12 +71,12 @@ def _is_container(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...] | dict[An
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the parts of an object, each with the text that leads there."""
     if isinstance(value, dict):
-        for key in list(dict.keys(value))[:_FEW]:
+        for key in list(dict.keys(value))[:_FEW_ITEMS]:
             if isinstance(key, (str, int)):
                 yield f"[{key!r}]", dict.get(value, key)
     elif isinstance(value, (list, tuple)):
         items = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
-        for number, item in enumerate(islice(items, _FEW)):
+        for number, item in enumerate(islice(items, _FEW_ITEMS)):
             yield f"[{number}]", item
     try:
         attributes = object.__getattribute__(value, "__dict__")
@@ -95,7 +95,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _items_size(container: Any, level: int) -> float:
-    """Bytes of the items of a container, from a sample. The container's own memory is read and not written to."""
+    """Estimates the bytes of the items of a container from a sample. The container's own memory is read and not written
+    to.
+    """
     most = _SAMPLED[level]
     if isinstance(container, dict):
         step = max(1, min(len(container), 50 * most) // most)

@@ -43,7 +43,8 @@ NOTHING = WorkTime()
 
 
 def of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
-    """Processor time of an existing process with its threads and the children it has waited for; None if unreported.
+    """Returns the processor time of an existing process with its threads and the children it has waited for; None if
+    unreported.
 
     ``start`` is an earlier result of `started`. None also if another process has the pid by now.
     """
@@ -60,7 +61,7 @@ def of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
 
 
 def of_threads(pid: int) -> float | None:
-    """Seconds that all threads of a process ran, ended ones included; None if the process has ended."""
+    """Returns the seconds that all threads of a process ran, ended ones included; None if the process has ended."""
     # The clock id of clock_getcpuclockid(3): MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED).
     with contextlib.suppress(OSError):
         return time.clock_gettime((~pid << 3) | 2)
@@ -68,13 +69,13 @@ def of_threads(pid: int) -> float | None:
 
 
 def started(pid: int) -> str | None:
-    """Start time of a process as the kernel writes it. It distinguishes processes with the same pid."""
+    """Returns the start time of a process as the kernel writes it. It distinguishes processes with the same pid."""
     fields = stat(pid)
     return fields[STARTED] if len(fields) > STARTED else None
 
 
 def of_work(time: ProcessorTime | None, figures: WorkerTotals) -> WorkTime:
-    """The part of a process's total ``time`` since its first task: work on batches. None is unknown time."""
+    """Returns the part of a process's total ``time`` since its first task: work on batches. None is unknown time."""
     if not figures.start_cpu:
         return WorkTime(0.0, 0.0)
     if time is None:
@@ -167,9 +168,9 @@ class Workers:
             return self._ended
         workers = figures_of([self._meter]).workers
         # A forked child may have no figures.
-        found = total(self._replaced, list(map(_time_of, self._processes, workers)))
+        times = total(self._replaced, list(map(_time_of, self._processes, workers)))
         # If another thread called `end` in between, some processes were gone above.
-        return found if self._ended is None else self._ended
+        return times if self._ended is None else self._ended
 
 
 def _time_of(process: tuple[int, str | None] | None, figures: WorkerTotals) -> WorkTime:

@@ -12,7 +12,7 @@ KEPT_DEATHS = 100
 
 
 def summary(faults: FaultStats) -> str:
-    """The counts in words; empty if there are none."""
+    """Returns the counts in words; empty if there are none."""
     parts = []
     if faults.restarts:
         causes = [(faults.stalls, "stuck"), (faults.out_of_memory, "out of memory")]
@@ -75,7 +75,7 @@ class Faults:
         self._replaced += other._replaced
 
     def figures(self) -> FaultStats:
-        """The faults so far."""
+        """Returns the faults so far."""
         return FaultStats(
             restarts=self._restarts,
             stalls=self._stalls,

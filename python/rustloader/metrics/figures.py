@@ -150,7 +150,7 @@ def _flattened(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def no_loader(source: Any) -> TypeError:
-    """The error for an object without statistics."""
+    """Returns the error for an object without statistics."""
     name = type(source).__qualname__
     return TypeError(f"rustloader.stats() takes a DataLoader or its iterator, not an object of type {name}")
 
@@ -162,7 +162,7 @@ def check_interval(every: float) -> None:
 
 
 def counted(counts: "Counts", workers: Iterable["WorkerTotals"]) -> dict[str, Any]:
-    """The fields of ``Stats`` that come from an iterator's counters, and from its workers' sums."""
+    """Returns the fields of ``Stats`` that come from an iterator's counters, and from its workers' sums."""
     adopted = [(worker.adopted, worker.adopted_bytes) for worker in workers]
     return {
         "epochs": counts.epochs,
@@ -193,7 +193,7 @@ def worker_stats(
     time: "WorkTime",
     private_bytes: int | None,
 ) -> WorkerStats:
-    """A worker's statistics from its counters, its processor time and its memory."""
+    """Returns a worker's statistics from its counters, its processor time and its memory."""
     return WorkerStats(
         id=number,
         pid=pid,

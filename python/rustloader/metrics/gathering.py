@@ -41,21 +41,21 @@ def report_ranks(source: Any = None, group: Any = None) -> RankReport:
     """
     failed: Exception | None = None
     try:
-        mine = _of(_busiest() if source is None else stats(source))
+        own = _rank_stats(_busiest() if source is None else stats(source))
     except Exception as error:
         # The others wait for this rank.
-        mine, failed = RankStats(global_rank(), socket.gethostname()), error
-    ranks: list[Any] = [mine]
+        own, failed = RankStats(global_rank(), socket.gethostname()), error
+    ranks: list[Any] = [own]
     if _is_initialized() and dist.get_rank(group) >= 0:
         ranks = [None] * dist.get_world_size(group)
-        dist.all_gather_object(ranks, mine, group=group)
+        dist.all_gather_object(ranks, own, group=group)
     if failed is not None:
         raise failed
     return RankReport(tuple(sorted(ranks, key=lambda it: it.rank)))
 
 
 def global_rank() -> int:
-    """The number of this process among all ranks: that of torch.distributed, or of the launcher; else 0."""
+    """Returns the number of this process among all ranks: that of torch.distributed, or of the launcher; else 0."""
     return dist.get_rank() if _is_initialized() else local_ranks.global_rank() or 0
 
 
@@ -64,24 +64,24 @@ def _is_initialized() -> bool:
 
 
 def _busiest() -> Stats | None:
-    """The figures of the loader with the most batches."""
+    """Returns the figures of the loader with the most batches."""
     ledgers = {id(it): it for _, it in ledger.of_loaders() if it.iterators}.values()
-    found = max(ledgers, key=lambda it: it.figures().counts.batches, default=None)
-    return None if found is None else of_ledger(found, sum(it.alive for it in found.figures().workers))
+    busiest = max(ledgers, key=lambda it: it.figures().counts.batches, default=None)
+    return None if busiest is None else of_ledger(busiest, sum(it.alive for it in busiest.figures().workers))
 
 
-def _of(found: Stats | None) -> RankStats:
+def _rank_stats(figures: Stats | None) -> RankStats:
     rank, host = global_rank(), socket.gethostname()
-    if found is None or not found.batches or found.note:
-        return RankStats(rank, host, "" if found is None else found.name)
-    verdict = found.verdict()
+    if figures is None or not figures.batches or figures.note:
+        return RankStats(rank, host, "" if figures is None else figures.name)
+    verdict = figures.verdict()
     return RankStats(
         rank=rank,
         host=host,
-        loader=found.name,
-        batches=found.batches,
-        seconds=found.next_seconds + found.step_seconds,
-        next_seconds=found.next_seconds,
+        loader=figures.name,
+        batches=figures.batches,
+        seconds=figures.next_seconds + figures.step_seconds,
+        next_seconds=figures.next_seconds,
         kind=verdict.kind,
         sentence=verdict.sentence,
     )

@@ -104,7 +104,7 @@ class Ledger:
             self._loaders._watch(workers)
 
     def workers(self) -> Workers | None:
-        """The processes of the last engine, or None."""
+        """Returns the processes of the last engine, or None."""
         watched = self._processes[1]
         return watched[-1] if watched else None
 
@@ -115,7 +115,7 @@ class Ledger:
                 workers.end()
 
     def processor_times(self) -> list[WorkTime]:
-        """Processor times by worker number."""
+        """Returns the processor times by worker number."""
         times, watched = self._processes
         for workers in watched:
             times = total(times, workers.times())
@@ -124,16 +124,16 @@ class Ledger:
     def fall_back(self, reason: str) -> bool:
         """Counts an iterator on torch's own loop. Returns True for the first of its loader with this reason."""
         # Reasons that differ only in numbers, such as the free memory, count as the first of them.
-        known = next((text for text in self.fallbacks if _NUMBER.sub("", text) == _NUMBER.sub("", reason)), reason)
-        is_new = known not in self.fallbacks
-        self.fallbacks[known] = self.fallbacks.get(known, 0) + 1
+        first = next((text for text in self.fallbacks if _NUMBER.sub("", text) == _NUMBER.sub("", reason)), reason)
+        is_new = first not in self.fallbacks
+        self.fallbacks[first] = self.fallbacks.get(first, 0) + 1
         return is_new if self._loaders is None else self._loaders.fall_back(reason)
 
     def alone(self) -> Ledger:
-        """The counters as they are kept now, without those of the loader."""
-        found = Ledger()
-        found._ended, found._meters, found._processes = self._ended, [*self._meters], self._processes
-        return found
+        """Returns the counters as they are kept now, without those of the loader."""
+        ledger = Ledger()
+        ledger._ended, ledger._meters, ledger._processes = self._ended, [*self._meters], self._processes
+        return ledger
 
     @property
     def has_ended(self) -> bool:
@@ -162,19 +162,21 @@ openings: list[Callable[[Any, Ledger], object]] = []
 
 
 def of(source: Any) -> Ledger:
-    """The ledger of a loader, created if there is none, or of an iterator."""
-    found = find(source)
-    if found is None:
-        found = _ledgers.keep(source, Ledger(name=names.of(source), given_name=names.given(source)))
+    """Returns the ledger of a loader, created if there is none, or of an iterator."""
+    ledger = find(source)
+    if ledger is None:
+        ledger = _ledgers.keep(source, Ledger(name=names.of(source), given_name=names.given(source)))
         for opening in openings:
-            opening(source, found)
-    return found
+            opening(source, ledger)
+    return ledger
 
 
 def of_loaders() -> Iterator[tuple[Any, Ledger]]:
-    """The loaders of this process with their ledgers; None in place of one that is gone and has an iterator at work."""
-    for source, found in _ledgers.items():
-        yield (source, found) if found._loaders is None else (None, found._loaders)
+    """Yields the loaders of this process with their ledgers; None in place of one that is gone and has an iterator at
+    work.
+    """
+    for source, ledger in _ledgers.items():
+        yield (source, ledger) if ledger._loaders is None else (None, ledger._loaders)
 
 
 def open_for(iterator: IteratorLike, loader: LoaderLike) -> None:

@@ -15,15 +15,16 @@ from typing import NamedTuple
 from rustloader.system import procfs
 
 # Index of the number of minor page faults among the fields of /proc/PID/stat that `procfs.stat` returns.
-_FAULTS = 7
+_MINOR_FAULTS_FIELD = 7
 # Bytes that page faults have added since the last reading, from which it is worth another.
-_STEP = 16 << 20
+_FAULTED_STEP = 16 << 20
 # Share of the time that readings may take.
-_SHARE = 0.01
+_TIME_SHARE = 0.01
 
 
 def own(pid: int, rollup: dict[str, int] | None = None) -> int | None:
-    """Bytes that a process alone has, without shared memory such as an arena; None if they are not readable.
+    """Returns the number of bytes that a process alone has, without shared memory such as an arena; None if it is not
+    readable.
 
     Args:
         pid: The process.
@@ -48,7 +49,7 @@ class Allowance:
         self._spent = 0.0
 
     def is_left(self) -> bool:
-        return self._spent <= _SHARE * (time.monotonic() - self._begin)
+        return self._spent <= _TIME_SHARE * (time.monotonic() - self._begin)
 
     def spend(self, since: float) -> None:
         self._spent += time.monotonic() - since
@@ -70,7 +71,7 @@ class WorkerMemory:
         self._known: list[_Known | None] = [None] * count
 
     def update(self, processes: Sequence[tuple[int, str | None] | None]) -> None:
-        """Reads the memory of running processes, given as pids with start times. Ended ones keep what is known."""
+        """Reads the memory of running processes, given as pids with start times. Ended ones keep their last figures."""
         waiting = []
         for number, process in enumerate(processes):
             faulted = None if process is None else _faulted(*process)
@@ -79,30 +80,30 @@ class WorkerMemory:
             known = self._known[number]
             if known is None or known.pid != process[0]:
                 known = _Known(process[0], 0, None)
-            if faulted - known.faulted >= _STEP:
+            if faulted - known.faulted >= _FAULTED_STEP:
                 waiting.append((faulted - known.faulted, number))
             if known.faulted == 0:
                 # Each page that a process has for itself was a fault, and there are few.
-                known = known._replace(own=faulted if faulted < _STEP else None)
+                known = known._replace(own=faulted if faulted < _FAULTED_STEP else None)
             self._known[number] = known
         for _, number in sorted(waiting, reverse=True):
             known = self._known[number]
             if known is None or not self._allowance.is_left():
                 break
             since = time.monotonic()
-            faulted, found = _faulted(known.pid), own(known.pid)
+            faulted, own_bytes = _faulted(known.pid), own(known.pid)
             self._allowance.spend(since)
-            if faulted is not None and found is not None:
-                self._known[number] = _Known(known.pid, faulted, found)
+            if faulted is not None and own_bytes is not None:
+                self._known[number] = _Known(known.pid, faulted, own_bytes)
 
     def figures(self) -> list[int | None]:
-        """Bytes by worker number; None: unknown."""
+        """Returns the memory in bytes by worker number; None: unknown."""
         return [None if known is None else known.own for known in self._known]
 
 
 def _faulted(pid: int, start: str | None = None) -> int | None:
-    """Bytes of the pages of a process's minor faults, without those of huge pages; None if it has ended."""
+    """Returns the size of the pages of a process's minor faults in bytes, without huge pages; None if it has ended."""
     fields = procfs.stat(pid)
     if len(fields) <= procfs.STARTED or fields[0] in "ZX" or (start is not None and fields[procfs.STARTED] != start):
         return None
-    return int(fields[_FAULTS]) * os.sysconf("SC_PAGE_SIZE")
+    return int(fields[_MINOR_FAULTS_FIELD]) * os.sysconf("SC_PAGE_SIZE")

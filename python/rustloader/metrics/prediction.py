@@ -14,9 +14,9 @@ from typing import NamedTuple
 # Multiples of the batches under way that are tried as windows.
 _MULTIPLES = (1, 2, 4, 8)
 # A smaller window whose time is within this factor of the best one is preferred, because a window takes memory.
-_NEAR = 1.03
+_TOLERANCE = 1.03
 # Fewer batches per worker predict nothing.
-_ROUNDS = 2
+_MIN_BATCHES_PER_WORKER = 2
 
 
 class Scheduler(NamedTuple):
@@ -36,7 +36,7 @@ class Scheduler(NamedTuple):
 
 
 def makespan(durations: Sequence[float], scheduler: Scheduler, step: float) -> float:
-    """Seconds from the first submission until the loop has taken the last batch.
+    """Returns the seconds from the first submission until the loop has taken the last batch.
 
     Args:
         durations: seconds of work on each batch, in order.
@@ -103,7 +103,7 @@ class Prediction(NamedTuple):
 
 
 def predict(durations: Sequence[float], now: Scheduler, step: float, least: float = 0.0) -> Prediction | None:
-    """The smallest reorder window that makes the shared queue about as fast as it can be.
+    """Returns the smallest reorder window that makes the shared queue about as fast as it can be.
 
     Args:
         durations: seconds of work on recent batches, in order.
@@ -119,7 +119,7 @@ def predict(durations: Sequence[float], now: Scheduler, step: float, least: floa
         >>> predict([0.06 if n % 10 == 5 else 0.0045 for n in range(200)], now, step=0.0)
         Prediction(window=32, gain=1.7...)
     """
-    if len(durations) < _ROUNDS * now.workers:
+    if len(durations) < _MIN_BATCHES_PER_WORKER * now.workers:
         return None
     before = max(least, makespan(durations, now, step))
     windows = {now.window, *(multiple * now.outstanding for multiple in _MULTIPLES)}
@@ -129,5 +129,5 @@ def predict(durations: Sequence[float], now: Scheduler, step: float, least: floa
         if window >= now.window
     }
     best = min(times.values())
-    window, time = next((window, time) for window, time in times.items() if time <= best * _NEAR)
+    window, time = next((window, time) for window, time in times.items() if time <= best * _TOLERANCE)
     return Prediction(None if window == now.window else window, before / time if time else 1.0)

@@ -10,7 +10,7 @@ from rustloader.system.texts import duration
 
 # A rank whose loop spends a smaller share of its time in `next`, or is slower than the others by a smaller factor, does
 # not hold them up.
-_WAITS, _SLOWER = 0.1, 1.2
+_WAIT_SHARE, _SLOWER_FACTOR = 0.1, 1.2
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ def _aligned(cell: str, width: int, column: int) -> str:
 def _sentence(ranks: Sequence[RankStats], slowest: RankStats | None) -> str:
     if slowest is None:
         return "No rank has had a batch from the engine."
-    if slowest.next_share < _WAITS:
+    if slowest.next_share < _WAIT_SHARE:
         return "No rank's loop waits for its loader: the training step sets the pace."
     others = [it.next_seconds_per_batch for it in ranks if it is not slowest and it.batches]
     took = f"{duration(slowest.next_seconds_per_batch)} per batch in next()"
     if not others:
         return f"The loop spends {took}. {slowest.sentence}"
     usual = statistics.median(others)
-    if slowest.next_seconds_per_batch < _SLOWER * usual:
+    if slowest.next_seconds_per_batch < _SLOWER_FACTOR * usual:
         return f"All ranks wait for their loaders alike, rank {slowest.rank} the longest: {took}. {slowest.sentence}"
     who = f"Rank {slowest.rank} on {slowest.host} is the slowest"
     return f"{who}: its loop spends {took}, the others {duration(usual)}. {slowest.sentence}"

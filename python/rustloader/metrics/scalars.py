@@ -6,10 +6,10 @@ from rustloader.metrics.parts import Figures
 
 
 def scalars(stats: Figures) -> dict[str, float]:
-    """The figures of ``Stats.scalars()``, which describes them."""
+    """Returns the figures of ``Stats.scalars()``, which describes them."""
     loop = stats.next_seconds + stats.step_seconds
     waited = stats.first_seconds + stats.waited_seconds
-    found: dict[str, float] = {
+    figures: dict[str, float] = {
         "batches": stats.batches,
         "bytes": stats.bytes,
         "epochs": stats.epochs,
@@ -35,11 +35,11 @@ def scalars(stats: Figures) -> dict[str, float]:
         "transfer_wait_seconds": stats.transfers.waited_seconds,
     }
     if stats.cache is not None:
-        asked = stats.cache.hits + stats.cache.misses
-        found |= {
+        lookups = stats.cache.hits + stats.cache.misses
+        figures |= {
             "cache_hits": stats.cache.hits,
             "cache_misses": stats.cache.misses,
-            "cache_hit_share": stats.cache.hits / asked if asked else 0.0,
+            "cache_hit_share": stats.cache.hits / lookups if lookups else 0.0,
             "cache_bytes": stats.cache.samples_bytes,
         }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in figures.items()}

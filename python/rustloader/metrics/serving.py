@@ -133,14 +133,14 @@ def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
         ) from error
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
         raise ValueError(f"port must be an integer between 0 and 65535, got {port!r}")
-    mine = port + (local_ranks.rank() or 0) if port else 0
-    if mine > 65535:
-        raise ValueError(f"port must leave room for the local ranks: {port} plus {mine - port} is above 65535")
+    own_port = port + (local_ranks.rank() or 0) if port else 0
+    if own_port > 65535:
+        raise ValueError(f"port must leave room for the local ranks: {port} plus {own_port - port} is above 65535")
     try:
-        return MetricsServer(mine, address)
+        return MetricsServer(own_port, address)
     except OSError as error:
-        note = f"serve_metrics() could not listen on {address}, port {mine}, the port plus the local rank. "
-        if error.errno == errno.EADDRINUSE and any(server.port == mine for server in [*_servers]):
+        note = f"serve_metrics() could not listen on {address}, port {own_port}, the port plus the local rank. "
+        if error.errno == errno.EADDRINUSE and any(server.port == own_port for server in [*_servers]):
             note += "A server of this process listens there, and serves all its loaders; close() it before another one"
         else:
             note += "If the processes of this machine have no LOCAL_RANK, give each a port of its own, or port=0"

@@ -29,7 +29,7 @@ _ALL_TORCHS = "torch's own loop made the batches: "
 
 
 def stats(source: Any) -> Stats:
-    """Gives the statistics of a loader or an iterator so far.
+    """Returns the statistics of a loader or an iterator so far.
 
     Safe at any time, from any thread. A pickled or copied loader begins at zero.
 
@@ -71,8 +71,8 @@ def stats(source: Any) -> Stats:
     if ledger is not None:
         fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
         if ledger.iterators:
-            found = of_ledger(ledger, workers, fallbacks, _dataset_of(source))
-            return replace(found, transfers=moved, **caches.found(source, _dataset_of(source), found))
+            figures = of_ledger(ledger, workers, fallbacks, _dataset_of(source))
+            return replace(figures, transfers=moved, **caches.fields_of(source, _dataset_of(source), figures))
     if fallbacks:
         note = _ALL_TORCHS + "; ".join(fallback.reason for fallback in fallbacks)
     return Stats(
@@ -94,7 +94,7 @@ def _has_figures(source: Any) -> bool:
 
 
 def _dataset_of(source: Any) -> Any:
-    """The dataset of a loader or an iterator."""
+    """Returns the dataset of a loader or an iterator."""
     return getattr(source, "_dataset" if isinstance(source, _BaseDataLoaderIter) else "dataset", None)
 
 
@@ -109,7 +109,7 @@ def of_ledger(
     dataset: Any = None,
     reads_memory: bool = True,
 ) -> Stats:
-    """The figures of a ledger whose engines have served iterators.
+    """Returns the figures of a ledger whose engines have served iterators.
 
     Args:
         ledger: The ledger.

@@ -16,7 +16,7 @@ _WORKERS_SHOWN = 16
 
 
 def headline(stats: Figures) -> str:
-    """A summary in one line."""
+    """Returns a summary in one line."""
     if stats.note:
         return f"no figures: {stats.note}"
     bytes_ = f" ({size(stats.bytes)})" if stats.bytes else ""
@@ -26,7 +26,7 @@ def headline(stats: Figures) -> str:
 
 
 def _times(stats: Figures) -> list[tuple[str, float, str]]:
-    """The nonzero parts of the loop's time: name, seconds, description."""
+    """Returns the nonzero parts of the loop's time: name, seconds, description."""
     of_wait = f"{duration(stats.blocked_seconds)} of it while later batches were ready" if stats.blocked_seconds else ""
     of_own = f"{duration(stats.sampler_seconds)} of it in the sampler" if stats.sampler_seconds else ""
     parts = [
@@ -59,8 +59,8 @@ def _state(worker: WorkerStats) -> str:
 
 def cache_line(usage: CacheUsage) -> str:
     """Describes the content and the counters of a cache in one line."""
-    asked = usage.hits + usage.misses
-    share = f" ({usage.hits / asked:.0%} of the samples)" if asked else ""
+    lookups = usage.hits + usage.misses
+    share = f" ({usage.hits / lookups:.0%} of the samples)" if lookups else ""
     hits, misses = count_of(usage.hits, "hit"), count_of(usage.misses, "miss")
     return f"{hits}{share}, {misses}, {size(usage.samples_bytes)} of {size(usage.limit)}"
 
@@ -68,12 +68,12 @@ def cache_line(usage: CacheUsage) -> str:
 def _memory(stats: Figures) -> str:
     arena = stats.arena
     parts = ((arena.leased_bytes, "leased"), (arena.warm_bytes, "warm"), (arena.high_water_bytes, "at the peak"))
-    texts = [f"{size(count)} {what}" for count, what in parts if count]
-    return ", ".join(texts + ([count_of(arena.blocks, "block")] if arena.blocks else []))
+    words = [f"{size(count)} {what}" for count, what in parts if count]
+    return ", ".join(words + ([count_of(arena.blocks, "block")] if arena.blocks else []))
 
 
-def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
-    """The other nonzero figures: name, text."""
+def _other_figures(stats: Figures) -> Iterator[tuple[str, str]]:
+    """Yields the other nonzero figures: name, text."""
     for task in stats.slowest[:_SLOW_SHOWN]:
         yield "slow batch", f"{duration(task.seconds)} on worker {task.worker}: {short_index(task.index)}"
     for task in stats.blocking[:_SLOW_SHOWN]:
@@ -116,7 +116,7 @@ def _rest(stats: Figures) -> Iterator[tuple[str, str]]:
 
 
 def lines(stats: Figures) -> Iterator[str]:
-    """The printed form, without figures that are zero."""
+    """Yields the lines of the printed form, without figures that are zero."""
 
     def line(name: str, text: str) -> str:
         return f"  {name:14}{text}"
@@ -133,12 +133,12 @@ def lines(stats: Figures) -> Iterator[str]:
             yield line(f"worker {worker.id}", text)
         if len(stats.workers) > _WORKERS_SHOWN:
             yield line("...", f"{count_of(len(stats.workers) - _WORKERS_SHOWN, 'more worker')}")
-    for name, text in _rest(stats):
+    for name, text in _other_figures(stats):
         yield line(name, text)
 
 
 def html(stats: Figures, verdict: Verdict) -> str:
-    """Tables for a notebook. They set no colours and suit light and dark themes."""
+    """Returns tables for a notebook. They set no colours and suit light and dark themes."""
     parts = [f"<p><b>{escape(headline(stats))}</b>"]
     if not stats.note:
         parts.append(f"<br>{escape(verdict.sentence)}<br><small>{escape(verdict.reason)}</small>")
@@ -149,7 +149,7 @@ def html(stats: Figures, verdict: Verdict) -> str:
         parts.append(_table(("loop", "time", "share", ""), rows))
     if not stats.note and stats.workers:
         parts.append(_workers(stats))
-    if rest := list(_rest(stats)):
+    if rest := list(_other_figures(stats)):
         parts.append(_table((), rest))
     return f"<div>{''.join(parts)}</div>"
 

@@ -93,12 +93,12 @@ find, keep = _transfers.find, _transfers.keep
 
 
 def of(loader: LoaderLike) -> Transfers:
-    """The transfers of a loader, created if there are none."""
+    """Returns the transfers of a loader, created if there are none."""
     return find(loader) or keep(loader, Transfers())
 
 
 def limiting(transfers: TransferStats, loop: float) -> tuple[str, str]:
-    """The sentence and the reason of the verdict that copies limit a loop of that many seconds."""
+    """Returns the sentence and the reason of the verdict that copies limit a loop of that many seconds."""
     each, per_second = transfers.seconds / transfers.batches, transfers.bytes / transfers.seconds
     reason = f"the program's stream waits for copies for {transfers.waited_seconds / loop:.0%} of the loop's time; "
     reason += f"a batch of {size(round(transfers.bytes / transfers.batches))} takes {duration(each)} to copy, "

@@ -30,28 +30,28 @@ VerdictKind = Literal[
 ]
 
 # Fewer batches give no verdict: the first ones arrive from workers that have just started.
-_FEW = 20
+_MIN_BATCHES = 20
 # Waiting above this share of the loop's time makes the loader the bottleneck.
-_WAITS = 0.1
+_WAIT_SHARE = 0.1
 # Workers that are busy for less than this share of the time are not the bottleneck.
-_BUSY, _HARDLY_BUSY = 0.7, 0.3
+_BUSY_SHARE, _HARDLY_BUSY_SHARE = 0.7, 0.3
 _NAMED = 3
 # Bytes of a batch below which a network's delay counts, not its rate.
-_SMALL = 1 << 17
+_SMALL_BATCH = 1 << 17
 _UNKNOWN_CORES = 1 << 30
 # Seconds per batch, and share of the loop's time, below which a step is no training step.
 _NO_STEP, _NO_STEP_SHARE = 200e-6, 0.02
-_MOST = 0.5
+_MAIN_SHARE = 0.5
 # Bytes per second that a worker reads from a cache, and gathers, at least; and the gain from which one is worth a word.
 _CACHE_RATE, _CACHE_GAIN = 1e9, 1.5
 # Limits of the advice if workers wait for storage: workers per core, and multiple of the current number.
 _PER_CORE, _STEP_UP = 4, 4
 
-_OWN_WORK = (
+_OWN_WORK_TEXT = (
     "The dataset's own work takes most of the time, and no loader can speed it up: cache its results, decode faster"
 )
 _NO_NUMBER = "How many workers are needed is unknown: this loop has no training step. Ask again in a loop that has one."
-_AUTO = 'num_workers="auto" decides about more workers at the next iter().'
+_AUTO_TEXT = 'num_workers="auto" decides about more workers at the next iter().'
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,7 +99,7 @@ Verdict.__module__ = "rustloader"
 
 
 def judge(stats: Figures, is_most: bool = False) -> Verdict:
-    """The verdict on statistics, which depends on nothing else.
+    """Returns the verdict on statistics, which depends on nothing else.
 
     Args:
         stats: The statistics.
@@ -166,16 +166,16 @@ def _judge(stats: Figures, is_most: bool) -> Verdict:
     if stats.note or (stats.fallbacks and stats.batches == 0):
         why = stats.note or f"torch's own loop made the batches: {_why_torchs(stats)}"
         return Verdict("unknown", f"No verdict: {why}.", "the Rust engine has delivered no batch")
-    if stats.batches < _FEW:
-        sentence = f"Too few batches to tell; ask again after {_FEW}."
+    if stats.batches < _MIN_BATCHES:
+        sentence = f"Too few batches to tell; ask again after {_MIN_BATCHES}."
         return Verdict("too_few", sentence, f"{count_of(stats.batches, 'batch')} so far")
     own, waited, step = stats.own_seconds, stats.waited_seconds, stats.step_seconds
     loop = own + waited + step
     if stats.epochs > 1 and stats.first_seconds > loop:
         return _starting(stats, loop)
-    if stats.transfers.waited_seconds > max(_WAITS * loop, waited):
+    if stats.transfers.waited_seconds > max(_WAIT_SHARE * loop, waited):
         return Verdict("device", *limiting(stats.transfers, loop))
-    if waited > _WAITS * loop:
+    if waited > _WAIT_SHARE * loop:
         # Epochs so short that a worker makes little more than its first batch.
         if stats.epochs > 1 and stats.batches < 2 * _count(stats) * stats.epochs:
             return _starting(stats, loop)
@@ -214,7 +214,7 @@ def _starting(stats: Figures, loop: float) -> Verdict:
 
 
 def _waiting(stats: Figures, loop: float, is_most: bool) -> Verdict:
-    """The verdict on a loop that waits for batches."""
+    """Returns the verdict on a loop that waits for batches."""
     tasks = sum(worker.tasks for worker in stats.workers)
     busy = sum(worker.busy_seconds for worker in stats.workers)
     if not tasks:
@@ -222,7 +222,7 @@ def _waiting(stats: Figures, loop: float, is_most: bool) -> Verdict:
         return Verdict("unknown", sentence, _waits(stats, loop))
     per_task, count = busy / tasks, _count(stats)
     pinning = stats.pinning
-    if pinning.batches and pinning.seconds > _BUSY * loop:
+    if pinning.batches and pinning.seconds > _BUSY_SHARE * loop:
         per_batch = pinning.seconds / pinning.batches
         if per_batch > per_task / count:
             reason = f"{_waits(stats, loop)}; pinning takes {duration(per_batch)} per batch in one thread, and a "
@@ -231,16 +231,16 @@ def _waiting(stats: Figures, loop: float, is_most: bool) -> Verdict:
             sentence += "tuples), or leave out pin_memory where it gains nothing."
             return Verdict("pinning", sentence, reason)
     busy_share = min(1.0, busy / (count * loop))
-    if busy_share < _BUSY and stats.blocked_seconds > stats.waited_seconds / 2:
+    if busy_share < _BUSY_SHARE and stats.blocked_seconds > stats.waited_seconds / 2:
         # While a loop waits for a slow batch, that batch's worker is busy.
         if busy > stats.blocked_seconds / 2:
             return _head_of_line(stats, loop, busy_share, per_task)
         starting = sum(worker.starting_seconds for worker in stats.workers)
         if starting > stats.blocked_seconds / 2:
             return _starting(stats, loop)
-    if _is_remote(stats) and busy_share < _BUSY:
+    if _is_remote(stats) and busy_share < _BUSY_SHARE:
         return _network(stats, loop, busy_share, per_task)
-    if busy_share < _HARDLY_BUSY:
+    if busy_share < _HARDLY_BUSY_SHARE:
         reason = f"{_waits(stats, loop)}, although the workers are at work for only {busy_share:.0%} of the time; "
         reason += f"a worker takes {duration(per_task)} per batch"
         sentence = "Inter-process transport is the bottleneck; use fewer, larger batches."
@@ -249,15 +249,15 @@ def _waiting(stats: Figures, loop: float, is_most: bool) -> Verdict:
 
 
 def _network(stats: Figures, loop: float, busy_share: float, per_task: float) -> Verdict:
-    """The verdict on a loop that waits for workers on other machines, which wait as well."""
+    """Returns the verdict on a loop that waits for workers on other machines, which wait as well."""
     size = stats.bytes / stats.batches
     # Batches per second that the workers could make, and that the loop could take.
-    made, own = _count(stats) / per_task, loop - stats.waited_seconds
-    wanted = min(made, stats.batches / own) if _has_step(stats, loop) else made
+    rate, own = _count(stats) / per_task, loop - stats.waited_seconds
+    wanted = min(rate, stats.batches / own) if _has_step(stats, loop) else rate
     rates = f"{stats.bytes / loop / 1e6:.3g} of {wanted * size / 1e6:.3g} MB/s"
     reason = f"{_waits(stats, loop)}, and the workers are at work for {busy_share:.0%} of the time; a batch has "
     reason += f"{size / 1e6:.3g} MB, and takes a worker {duration(per_task)}"
-    if size < _SMALL:
+    if size < _SMALL_BATCH:
         remedy = "Its delay counts, because batches are small: use larger ones, or a larger prefetch_factor."
     else:
         remedy = "Send fewer bytes (uint8 in place of float32, converted on the GPU), or use workers of this machine."
@@ -265,7 +265,7 @@ def _network(stats: Figures, loop: float, busy_share: float, per_task: float) ->
 
 
 def _workers(stats: Figures, loop: float, per_task: float, is_most: bool) -> Verdict:
-    """The verdict if all workers are busy and the loop waits."""
+    """Returns the verdict if all workers are busy and the loop waits."""
     tasks = sum(worker.tasks for worker in stats.workers)
     fetch = sum(worker.fetch_seconds for worker in stats.workers) / tasks
     collate = sum(worker.collate_seconds for worker in stats.workers) / tasks
@@ -283,24 +283,25 @@ def _workers(stats: Figures, loop: float, per_task: float, is_most: bool) -> Ver
         reason += f"of their time in the dataset the workers compute for {shares.cpu:.0%}, "
         reason += f"wait for a core for {shares.queued:.0%} and for something else for {shares.waiting:.0%}"
     needed = None if pace is None else max(math.ceil(round(per_task / pace, 3)), count + 1)
-    if pack > _MOST * per_task:
+    if pack > _MAIN_SHARE * per_task:
         sentence = "Inter-process transport is the bottleneck: packing takes the workers most of their time. Let "
         sentence += "default_collate build the batches, or return tensors and arrays in dicts, lists or tuples."
         return Verdict("transport", sentence, reason)
-    if queued is not None and queued > _MOST and count <= stats.cores:
+    if queued is not None and queued > _MAIN_SHARE and count <= stats.cores:
         own = per_task * (1 - queued)
-        limits = fetch > _MOST * per_task and (pace is None or own / count > pace)
+        limits = fetch > _MAIN_SHARE * per_task and (pace is None or own / count > pace)
         return Verdict("cores", _cores(stats, own if limits else None), reason)
-    if collate > _MOST * per_task:
+    if collate > _MAIN_SHARE * per_task:
         return _computing(stats, needed, "collate", reason, is_most)
-    if shares is not None and shares.waiting * fetch > _MOST * per_task and not work.saturated(stats, loop):
+    if shares is not None and shares.waiting * fetch > _MAIN_SHARE * per_task and not work.saturated(stats, loop):
         return _storage(stats, needed, shares, reason, is_most)
-    return _computing(stats, needed, "fetch" if fetch > _MOST * per_task else "both", reason, is_most)
+    return _computing(stats, needed, "fetch" if fetch > _MAIN_SHARE * per_task else "both", reason, is_most)
 
 
 def _cores(stats: Figures, own: float | None) -> str:
-    """The sentence on cores that other work takes. ``own``: seconds per batch of the dataset's own work, if that limits
-    without the other work, too."""
+    """Returns the sentence on cores that other work takes. ``own``: seconds per batch of the dataset's own work, if
+    that limits without the other work, too.
+    """
     users = stats.core_users
     who = "other work takes them while the workers are ready to run"
     if users is not None:
@@ -325,7 +326,7 @@ def _has_step(stats: Figures, loop: float) -> bool:
 
 
 def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: str, is_most: bool) -> Verdict:
-    """The verdict on workers that wait. They do not need a core each."""
+    """Returns the verdict on workers that wait. They do not need a core each."""
     waits = "The workers wait for storage or the network for most of their time"
     faster = "faster storage (a local disk, larger files, a cache)"
     count = _count(stats)
@@ -337,7 +338,7 @@ def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: st
         sentence = f"{waits}: use {' or '.join([*more, faster])}; more workers do not help.{hint}"
         return Verdict("storage", sentence, reason)
     if needed is None and _is_auto(stats):
-        return Verdict("storage", f"{waits}: use {' or '.join([*more, faster])}. {_AUTO}{hint}", reason)
+        return Verdict("storage", f"{waits}: use {' or '.join([*more, faster])}. {_AUTO_TEXT}{hint}", reason)
     if needed is None:
         first = "".join(f"{option}, " for option in more)
         sentence = f"{waits}: use {first}more workers, even more than cores, or {faster}. {_NO_NUMBER}{hint}"
@@ -348,7 +349,7 @@ def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: st
         sentence = f"{waits}: use {' or '.join([*more, faster])}; more workers will hardly help.{hint}"
         return Verdict("storage", sentence, reason)
     if _is_auto(stats):
-        return Verdict("storage", f"{waits}: use {' or '.join([*more, faster])}. {_AUTO}{hint}", reason, number)
+        return Verdict("storage", f"{waits}: use {' or '.join([*more, faster])}. {_AUTO_TEXT}{hint}", reason, number)
     more.append(f"num_workers={number}{' and measure again' if number < needed else ''}")
     sentence = f"{waits}: use {' or '.join(more)}, or {faster}.{hint}"
     return Verdict("storage", sentence, reason, number)
@@ -357,7 +358,7 @@ def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: st
 def _computing(
     stats: Figures, needed: int | None, most: Literal["fetch", "collate", "both"], reason: str, is_most: bool
 ) -> Verdict:
-    """The verdict on workers that compute, and need a core each. ``most`` takes most of their time."""
+    """Returns the verdict on workers that compute, and need a core each. ``most`` takes most of their time."""
     # Other machines have cores that this one does not know.
     count, cores = _count(stats), _UNKNOWN_CORES if _is_remote(stats) else stats.cores
     cannot_grow = is_most or count >= cores
@@ -368,11 +369,11 @@ def _computing(
     elif number is not None and number == needed:
         sentence = "The workers are the bottleneck."
     else:
-        sentence = _OWN_WORK if most == "fetch" else "The workers are the bottleneck: make samples cheaper"
+        sentence = _OWN_WORK_TEXT if most == "fetch" else "The workers are the bottleneck: make samples cheaper"
         may_grow = number is None and not cannot_grow and not _is_auto(stats)
         sentence += ", or use more workers." if may_grow else ", or add cores."
     if _is_auto(stats) and count < cores:
-        sentence += f" {_AUTO}"
+        sentence += f" {_AUTO_TEXT}"
     elif is_most:
         sentence += " More workers were measured, and do not help."
     elif number is not None:
@@ -391,16 +392,16 @@ def _computing(
 def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: float) -> Verdict:
     reason = f"{_waits(stats, loop)}, {stats.blocked_seconds / stats.waited_seconds:.0%} of it while later batches "
     reason += f"were ready; the workers are at work for {busy_share:.0%} of the time"
-    found = advice.shared_queue(stats, _count(stats))
+    prediction = advice.shared_queue(stats, _count(stats))
     remedies = ["in_order=False"]
-    if found is not None:
-        remedies.insert(0, advice.shared_queue_text(stats, found))
-    gain = None if found is None else found.gain
+    if prediction is not None:
+        remedies.insert(0, advice.shared_queue_text(stats, prediction))
+    gain = None if prediction is None else prediction.gain
     slow = work.slow_worker(stats)
     if slow is not None:
         worker, usual = slow
-        its = duration(worker.busy_seconds / worker.tasks)
-        reason += f"; worker {worker.id} takes {its} per batch, the others {duration(usual)}"
+        fetch_time = duration(worker.busy_seconds / worker.tasks)
+        reason += f"; worker {worker.id} takes {fetch_time} per batch, the others {duration(usual)}"
         sentence = f"One slow worker is the bottleneck: worker {worker.id} (pid {worker.pid}). The others wait for "
         sentence += f"their turn: look at what it alone reads, or set {' or '.join(remedies)}."
         return Verdict("head_of_line", sentence, reason, predicted_gain=gain)
@@ -409,7 +410,7 @@ def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: floa
     named = "; ".join(
         f"{short_index(task.index)} took {duration(task.seconds)} on worker {task.worker}" for task in tasks[:_NAMED]
     )
-    if found is None and not _has_shared_queue(stats):
+    if prediction is None and not _has_shared_queue(stats):
         remedies.append("a larger prefetch_factor")
     sentence = f"A few slow batches are the bottleneck: all later ones wait for them. Use {', '.join(remedies)} or "
     sentence += f"faster samples{f'; the slowest: {named}' if named else ''}."
@@ -421,7 +422,7 @@ def _has_shared_queue(stats: Figures) -> bool:
 
 
 def _count(stats: Figures) -> int:
-    """The current number of workers. Earlier there may have been more."""
+    """Returns the current number of workers. Earlier there may have been more."""
     return stats.num_workers or len(stats.workers)
 
 

@@ -10,7 +10,7 @@ from rustloader.metrics.parts import Figures, WorkerStats
 # A worker that takes this many times as long as the others is slow.
 SLOW = 2.0
 # Workers that keep this share of the cores busy do not wait for storage.
-_SATURATED = 0.5
+_SATURATED_SHARE = 0.5
 
 
 class Shares(NamedTuple):
@@ -27,8 +27,9 @@ class Shares(NamedTuple):
 
 
 def in_dataset(stats: Figures) -> Shares | None:
-    """The shares; None if they are unknown. A fetch has no time of waiting for a core of its own, so it has the mean
-    share of all work."""
+    """Returns the shares; None if they are unknown. A fetch has no time of waiting for a core of its own, so it has the
+    mean share of all work.
+    """
     queued = queued_share(stats)
     measured = sum(worker.fetch_measured_seconds for worker in stats.workers)
     if queued is None or measured <= 0:
@@ -38,7 +39,7 @@ def in_dataset(stats: Figures) -> Shares | None:
 
 
 def queued_share(stats: Figures) -> float | None:
-    """Time of waiting for a core as a share of the time at work; None if unknown."""
+    """Returns the time of waiting for a core as a share of the time at work; None if unknown."""
     known = [worker for worker in stats.workers if worker.queued_seconds is not None]
     busy = sum(worker.busy_seconds - worker.unmeasured_seconds for worker in known)
     # It includes starts of later epochs and wake-ups. Rather too much than too little, which would look like waiting.
@@ -50,11 +51,11 @@ def saturated(stats: Figures, loop: float) -> bool:
     cpu = sum(worker.cpu_seconds or 0.0 for worker in stats.workers)
     # Neither side includes the start of the processes.
     since_start = max((worker.busy_seconds + worker.idle_seconds for worker in stats.workers), default=0.0)
-    return cpu > _SATURATED * stats.cores * min(loop + stats.first_seconds, since_start)
+    return cpu > _SATURATED_SHARE * stats.cores * min(loop + stats.first_seconds, since_start)
 
 
 def slow_worker(stats: Figures) -> tuple[WorkerStats, float] | None:
-    """The worker that is much slower than the others, and the others' seconds per batch."""
+    """Returns the worker that is much slower than the others, and the others' seconds per batch."""
     workers = sorted((w for w in stats.workers if w.tasks), key=lambda worker: worker.busy_seconds / worker.tasks)
     if len(workers) < 2:
         return None

@@ -13,7 +13,7 @@ _FED_FROM = {"dataset", "sampler", "batch_sampler"}
 
 
 def loader_in(source: Any, has_figures: Callable[[Any], bool]) -> Any:
-    """The loader that ``source`` wraps, or ``source`` itself.
+    """Returns the loader that ``source`` wraps, or ``source`` itself.
 
     A wrapper is an iterable with just one loader among its attributes, and without figures of its own: accelerate's
     loaders have ``base_dataloader``, Fabric's ``_dataloader``, timm's prefetcher ``loader``.

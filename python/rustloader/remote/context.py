@@ -52,11 +52,11 @@ class RemoteContext(BaseContext, abc.ABC):
     _name = "remote"
 
     def get_start_method(self, allow_none: bool = False) -> str:
-        """The name of the way in which workers start."""
+        """Returns the name of the way in which workers start."""
         return self._name
 
     def get_context(self, method: Any = None) -> Any:
-        """This context."""
+        """Returns this context."""
         return self
 
     def _needs_engine(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -75,7 +75,9 @@ class RemoteContext(BaseContext, abc.ABC):
 
     @abc.abstractmethod
     def address(self) -> str:
-        """The address at which workers reach this process. If this machine has it, nothing listens on another one."""
+        """Returns the address at which workers reach this process. If this machine has it, nothing listens on another
+        one.
+        """
 
     @abc.abstractmethod
     def dumps(self, value: Any) -> bytes:

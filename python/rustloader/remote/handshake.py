@@ -39,7 +39,7 @@ _PROOF_BYTES = 32
 _CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
 # Magic, nonce, worker number, pid, bytes of the versions.
 _HELLO = struct.Struct(f"<8s{_NONCE_BYTES}sIIH")
-# A flag, set if the sender goes on, and bytes of what follows.
+# A flag, set if the sender continues, and the number of bytes that follow.
 _ANSWER = struct.Struct("<?Q")
 _VERSIONS_MAX = 4096
 # Bytes of a job, which may have the state of a dataset.
@@ -54,7 +54,7 @@ class HandshakeError(RuntimeError):
 
 
 def new_token() -> bytes:
-    """A secret for one worker."""
+    """Makes a secret for one worker."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
@@ -82,8 +82,9 @@ def skew(theirs: dict[str, Any]) -> str | None:
 
 
 def listen(address: str) -> socket.socket:
-    """A server at a free port of an IPv4 or IPv6 address. If that is not one of this machine's own (behind NAT, or in a
-    container), the server listens on all interfaces."""
+    """Opens a server at a free port of an IPv4 or IPv6 address. If that is not one of this machine's own (behind NAT,
+    or in a container), the server listens on all interfaces.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, 0), family=family)
@@ -93,19 +94,19 @@ def listen(address: str) -> socket.socket:
         return socket.create_server(("", 0), family=family)
 
 
-def _left(deadline: float) -> float:
+def _seconds_left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)
 
 
 def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
-    connection.settimeout(_left(deadline))
+    connection.settimeout(_seconds_left(deadline))
     connection.sendall(data)
 
 
 def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     received = bytearray()
     while len(received) < count:
-        connection.settimeout(_left(deadline))
+        connection.settimeout(_seconds_left(deadline))
         piece = connection.recv(min(count - len(received), 1 << 20))
         if not piece:
             raise ConnectionResetError("the connection was closed in the handshake")
@@ -113,9 +114,9 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     return bytes(received)
 
 
-def _proof(token: bytes, role: bytes, said: bytes) -> bytes:
-    """Computes the proof that only an end with the secret can send, in this role, after all that was said."""
-    return hmac.digest(token, role + said, "sha256")
+def _proof(token: bytes, role: bytes, transcript: bytes) -> bytes:
+    """Computes the proof that an end knows the secret, bound to its role and the transcript."""
+    return hmac.digest(token, role + transcript, "sha256")
 
 
 def send_answer(connection: socket.socket, goes_on: bool, text: bytes, deadline: float) -> None:
@@ -146,7 +147,7 @@ def connect(address: str, port: int, token: bytes, worker_id: int, pid: int, dea
         HandshakeError: The listener there does not know the secret.
         OSError: Nothing listens there, or it closes the connection, or it is silent until the deadline.
     """
-    connection = socket.create_connection((address, port), timeout=_left(deadline))
+    connection = socket.create_connection((address, port), timeout=_seconds_left(deadline))
     try:
         introduce(connection, token, worker_id, pid, deadline)
     except BaseException:
@@ -160,11 +161,11 @@ def introduce(connection: socket.socket, token: bytes, worker_id: int, pid: int,
     challenge = _receive(connection, _CHALLENGE_BYTES, deadline)
     if not challenge.startswith(_MAGIC):
         raise HandshakeError("what listens there is not the main process of a DataLoader")
-    told = json.dumps(versions()).encode()
-    hello = _HELLO.pack(_MAGIC, secrets.token_bytes(_NONCE_BYTES), worker_id, pid, len(told)) + told
-    said = challenge + hello
-    _send(connection, hello + _proof(token, b"worker", said), deadline)
-    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, deadline), _proof(token, b"main", said)):
+    own_versions = json.dumps(versions()).encode()
+    hello = _HELLO.pack(_MAGIC, secrets.token_bytes(_NONCE_BYTES), worker_id, pid, len(own_versions)) + own_versions
+    transcript = challenge + hello
+    _send(connection, hello + _proof(token, b"worker", transcript), deadline)
+    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, deadline), _proof(token, b"main", transcript)):
         raise HandshakeError("what listens there does not know the secret of this worker")
 
 
@@ -183,23 +184,23 @@ def is_expected(connection: socket.socket, token: bytes, worker_id: int, deadlin
         magic, _, number, pid, length = _HELLO.unpack(head)
         if magic != _MAGIC or number != worker_id or length > _VERSIONS_MAX:
             return None
-        told = _receive(connection, length, limit)
-        said = challenge + head + told
-        if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, limit), _proof(token, b"worker", said)):
+        theirs = _receive(connection, length, limit)
+        transcript = challenge + head + theirs
+        if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, limit), _proof(token, b"worker", transcript)):
             return None
     except (OSError, HandshakeError):
         return None
-    _send(connection, _proof(token, b"main", said), limit)
-    reason = _skew_of(told)
+    _send(connection, _proof(token, b"main", transcript), limit)
+    reason = _skew_of(theirs)
     if reason is not None:
         send_answer(connection, False, reason.encode(), limit)
         raise HandshakeError(reason)
     return int(pid)
 
 
-def _skew_of(told: bytes) -> str | None:
+def _skew_of(text: bytes) -> str | None:
     try:
-        theirs = json.loads(told)
+        theirs = json.loads(text)
     except ValueError:
         theirs = None
     return skew(theirs if isinstance(theirs, dict) else {})

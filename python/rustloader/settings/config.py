@@ -52,12 +52,12 @@ class LoaderConfig:
         return isinstance(self.on_error, str) and self.on_error == "raise"
 
     def changed(self, **values: Any) -> LoaderConfig:
-        """These settings with some of them replaced."""
+        """Returns these settings with some of them replaced."""
         return dataclasses.replace(self, **values)
 
 
 def resolve(loader: LoaderLike) -> LoaderConfig:
-    """The settings of a loader of any class: its own, and those of ``install()`` where it has torch's defaults.
+    """Returns the settings of a loader of any class: its own, and those of ``install()`` where it has torch's defaults.
 
     Raises:
         TypeError, ValueError: The program has given the loader an attribute that an option cannot have.
@@ -71,18 +71,18 @@ def resolve(loader: LoaderLike) -> LoaderConfig:
 
 
 def _installed(loader: LoaderLike) -> dict[str, Any]:
-    """The options of ``install()`` that apply to a loader."""
-    found: dict[str, Any] = {}
+    """Returns the options of ``install()`` that apply to a loader."""
+    values: dict[str, Any] = {}
     for name, value in options.current().items():
         option: Option = options.option_of(name)
         if not option.unset:  # no option of loaders
             continue
         own = loader_state.given(loader, name) if option.keyword else getattr(loader, name)
         if own in option.unset:
-            found[name] = option.effective(value)
+            values[name] = option.effective(value)
     if not isinstance(loader, DataLoader):
-        found.pop("persistent_workers", None)  # loaders of other classes make a new iterator each time
-    return found
+        values.pop("persistent_workers", None)  # loaders of other classes make a new iterator each time
+    return values
 
 
 class _View:
@@ -97,12 +97,12 @@ class _View:
 
 
 def view(loader: LoaderLike, **values: Any) -> Any:
-    """A view of a loader with some attributes replaced."""
+    """Returns a view of a loader with some attributes replaced."""
     return _View(loader, values)
 
 
 def torchs_view(loader: LoaderLike, config: LoaderConfig) -> Any:
-    """The loader as torch's code is to see it."""
+    """Returns the loader as torch's code is to see it."""
     installed = _installed(loader)
     values = {name: installed[name] for name in installed if not options.option_of(name).keyword}
     if config.num_workers != loader.num_workers:
@@ -111,7 +111,7 @@ def torchs_view(loader: LoaderLike, config: LoaderConfig) -> Any:
 
 
 def original(loader: LoaderLike) -> Any:
-    """The loader itself, of a view of it."""
+    """Returns the loader itself, of a view of it."""
     return loader._rustloader_loader if isinstance(loader, _View) else loader
 
 

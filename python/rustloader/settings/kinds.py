@@ -46,7 +46,7 @@ class Kind:
         return True
 
     def read(self, text: str) -> Any:
-        """The value of a text, which may be one that is not allowed, or a ValueError."""
+        """Parses a text. The value may be one that is not allowed. Raises ValueError."""
         raise NotImplementedError
 
     def check(self, name: str, value: Any) -> None:
@@ -56,7 +56,7 @@ class Kind:
             raise error(f"{name} must be {self.described}, got {value!r}")
 
     def parse(self, text: str) -> Any:
-        """The value of a text of the environment or the command line, or a ValueError."""
+        """Parses a text of the environment or the command line. Raises ValueError."""
         value = self.read(text)
         if not self.allows(value):
             raise ValueError(text)
@@ -114,8 +114,8 @@ class Choice(Kind):
 
     def __init__(self, *choices: str) -> None:
         self.choices = choices
-        self.described = _or(*map(repr, choices))
-        self.expected = _or(*choices)
+        self.described = _alternatives(*map(repr, choices))
+        self.expected = _alternatives(*choices)
 
     def allows(self, value: Any) -> bool:
         return not isinstance(value, str) or value in self.choices
@@ -213,7 +213,7 @@ class Bytes(Kind):
 
 
 def size_in_bytes(value: int | str) -> int:
-    """The bytes of a value of `Bytes`. Raises ValueError for a text that is no size."""
+    """Returns the number of bytes of a value of `Bytes`. Raises ValueError for a text that is no size."""
     number = value if isinstance(value, int) else _number(value)
     return byte_size(str(value)) if number is None else number
 
@@ -238,7 +238,7 @@ class Cores(Kind):
         return bool(entries) and all(entries) and all(core >= 0 for entry in entries for core in entry)
 
     def read(self, text: str) -> str | list[list[int]]:
-        """As in "spread" and "0/1/2-3+6"."""
+        """Parses a text such as "spread" and "0/1/2-3+6"."""
         if text.lower() == "spread":
             return "spread"
         workers = []
@@ -252,14 +252,14 @@ class Cores(Kind):
 
 
 def text_of(value: Any) -> str:
-    """A value in the form that its kind's ``parse`` takes."""
+    """Returns a value in the form that its kind's ``parse`` takes."""
     if isinstance(value, list):
         return "/".join("+".join(map(str, cores)) for cores in value)
     return str(int(value) if isinstance(value, bool) else value)
 
 
 def byte_size(text: str) -> int:
-    """The bytes of a size such as "512MiB" or "1.5 GB". Raises ValueError for other texts and for less than 1."""
+    """Parses a size such as "512MiB" or "1.5 GB" to bytes. Raises ValueError for other texts and for less than 1."""
     match = _SIZE.fullmatch(text.strip())
     count = float(match[1]) * _UNITS[match[2].lower()] if match else 0
     if not 1 <= count < math.inf:
@@ -268,7 +268,7 @@ def byte_size(text: str) -> int:
 
 
 def window(value: int | str | None) -> tuple[int | None, int | None]:
-    """A value of the kind ``Size`` as numbers of batches and of bytes: one of them, or neither."""
+    """Returns a value of the kind ``Size`` as numbers of batches and of bytes: one of them, or neither."""
     if value is None:
         return None, None
     number = value if isinstance(value, int) else _number(value)
@@ -287,5 +287,5 @@ def _entries(value: Any) -> list[Any]:
     return [entry if isinstance(entry, list | tuple | set | frozenset | range) else [entry] for entry in value]
 
 
-def _or(*words: str) -> str:
+def _alternatives(*words: str) -> str:
     return " or ".join(", ".join(words).rsplit(", ", 1))

@@ -55,7 +55,7 @@ class Seconds(NamedTuple):
     default: float
 
     def get(self) -> float:
-        """The current value. Raises ValueError if it is not a nonnegative number."""
+        """Returns the current value. Raises ValueError if it is not a nonnegative number."""
         text = os.environ.get(self.name, "")
         try:
             value = float(text) if text else self.default
@@ -75,7 +75,7 @@ class Switch(NamedTuple):
     default: bool
 
     def get(self) -> bool:
-        """The current value. Raises ValueError if it is neither 1 nor 0."""
+        """Returns the current value. Raises ValueError if it is neither 1 nor 0."""
         text = os.environ.get(self.name, "").strip().lower()
         if text and text not in YES + NO:
             raise ValueError(f"{self.name} must be 1 or 0, got {text!r}; set it to one of them, or unset it")
@@ -117,7 +117,7 @@ class StallLimits(NamedTuple):
 
 
 def stall_limits() -> StallLimits:
-    """The limits from the environment. Raises ValueError as `Seconds.get` does."""
+    """Returns the limits from the environment. Raises ValueError as `Seconds.get` does."""
     return StallLimits(STALL_START.get(), STALL_ITEM.get(), STALL_STACK.get())
 
 
@@ -126,7 +126,7 @@ INSTALL = "RUSTLOADER_INSTALL"
 
 
 def parse_install(setting: str) -> dict[str, Any] | None:
-    """The options by name that a value of ``RUSTLOADER_INSTALL`` sets, or None if it does not install.
+    """Returns the options by name that a value of ``RUSTLOADER_INSTALL`` sets, or None if it does not install.
 
     Raises:
         ValueError: The value is neither 1 nor 0 nor a list of options.

@@ -52,12 +52,12 @@ _states: WeakTable[LoaderState] = WeakTable()
 
 
 def of(source: Any) -> LoaderState:
-    """The state of a loader, created if there is none, or of the loader of an iterator."""
+    """Returns the state of a loader, created if there is none, or of the loader of an iterator."""
     return _states.find(source) or _states.keep(source, LoaderState())
 
 
 def find(source: Any) -> LoaderState | None:
-    """The state of a loader, or of the loader of an iterator, if there is one."""
+    """Returns the state of a loader, or of the loader of an iterator, if there is one."""
     return _states.find(source)
 
 
@@ -67,7 +67,7 @@ def share(iterator: IteratorLike, loader: LoaderLike) -> None:
 
 
 def given(loader: LoaderLike, name: str) -> Any:
-    """The value of an option that a loader's constructor was given, or None."""
+    """Returns the value of an option that a loader's constructor was given, or None."""
     names = getattr(loader, GIVEN, ())
     return getattr(loader, name, None) if type(names) is tuple and name in names else None
 
@@ -81,8 +81,9 @@ def give(loader: LoaderLike, values: dict[str, Any]) -> None:
 
 
 def epochs(loader: LoaderLike) -> tuple[int, int] | None:
-    """The base seed of a loader and the number of the epoch that it begins next; None before its first epoch with
-    ``seed_by``."""
+    """Returns the base seed of a loader and the number of the epoch that it begins next; None before its first epoch
+    with ``seed_by``.
+    """
     return getattr(loader, "__dict__", {}).get(EPOCHS)
 
 

@@ -39,8 +39,9 @@ def _makes_itself(loader: LoaderLike, frame: FrameType) -> bool:
 
 
 def default(loader: LoaderLike) -> str:
-    """The name of a loader that was given none: the file and the line that made it, as in "train.py:12". Of a loader
-    that a library has made from a class of torch's, of a copy, or of a notebook's cell, the type of the dataset."""
+    """Returns the name of a loader that was given none: the file and the line that made it, as in "train.py:12". Of a
+    loader that a library has made from a class of torch's, of a copy, or of a notebook's cell, the type of the dataset.
+    """
     state = loader_state.find(loader)
     if state is None or state.origin is None or _is_of_cell(state.origin[0]):
         return printable(type(getattr(loader, "dataset", loader)).__qualname__)
@@ -54,13 +55,13 @@ def _is_of_cell(file: str) -> bool:
 
 
 def given(loader: Any) -> str | None:
-    """The name that a loader of any class was given, or that ``install()`` has set; None: neither."""
+    """Returns the name that a loader of any class was given, or that ``install()`` has set; None: neither."""
     name: str | None = options.in_force(loader, "name") or options.current().get("name")
     return name
 
 
 def of(loader: Any) -> str:
-    """The name of a loader of any class."""
+    """Returns the name of a loader of any class."""
     return given(loader) or default(loader)
 
 

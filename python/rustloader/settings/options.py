@@ -279,14 +279,14 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        for name, value in _given(self).items():
+        for name, value in _set_values(self).items():
             option_of(name).kind.check(name, value)
 
     def __repr__(self) -> str:
-        return f"rustloader.Options({', '.join(f'{name}={value!r}' for name, value in _given(self).items())})"
+        return f"rustloader.Options({', '.join(f'{name}={value!r}' for name, value in _set_values(self).items())})"
 
 
-def _given(options: Options) -> dict[str, Any]:
+def _set_values(options: Options) -> dict[str, Any]:
     values = {name: getattr(options, name) for name in Options.__dataclass_fields__}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -297,7 +297,7 @@ def option_of(name: str) -> Option:
 
 
 def keywords() -> list[str]:
-    """The options that are keyword arguments of ``rustloader.DataLoader``."""
+    """Returns the options that are keyword arguments of ``rustloader.DataLoader``."""
     return [name for name in Options.__dataclass_fields__ if option_of(name).keyword]
 
 
@@ -320,8 +320,9 @@ def check_workers(given: dict[str, Any], num_workers: int, persistent: bool) -> 
 
 
 def in_force(loader: LoaderLike, name: str) -> Any:
-    """The value of an option for a loader of any class. Raises as ``Options`` does for a value that the program has
-    set there."""
+    """Returns the value of an option for a loader of any class. Raises as ``Options`` does for a value that the program
+    has set there.
+    """
     option = option_of(name)
     value = loader_state.given(loader, name)
     if value is None:
@@ -331,7 +332,7 @@ def in_force(loader: LoaderLike, name: str) -> Any:
 
 
 def type_of(name: str) -> Any:
-    """The annotation of an option."""
+    """Returns the annotation of an option."""
     return Options.__dataclass_fields__[name].type
 
 
@@ -358,8 +359,8 @@ _current = Options()
 
 
 def current() -> dict[str, Any]:
-    """The current options by name."""
-    return _given(_current)
+    """Returns the current options by name."""
+    return _set_values(_current)
 
 
 def replace(values: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def _places(length: int) -> Iterable[int]:
 
 
 def _items(x: Any) -> Iterable[Any]:
-    """Some items of an object, in an order."""
+    """Returns some items of an object, in an order."""
     if isinstance(x, (np.ndarray, torch.Tensor)):
         count = int(np.prod(x.shape))
         places = (np.unravel_index(place, x.shape) for place in _places(count))
@@ -48,19 +48,19 @@ class Disagreement(ValueError):
     """Ranks give different objects for a key."""
 
 
-def check(key: str, mine: Any, shared: Any) -> None:
+def check(key: str, own: Any, shared: Any) -> None:
     """Compares the object that this rank gives with the one that another rank has shared, as far as that is cheap.
 
     Raises:
         Disagreement: They differ.
     """
-    outline = _outline(mine)
+    outline = _outline(own)
     if outline is None:
         return
     theirs = _outline(shared)
     difference = None if outline == theirs else (outline, theirs)
-    if difference is None and not _has_objects(mine):
-        pairs = zip(_items(mine), _items(shared), strict=True)
+    if difference is None and not _has_objects(own):
+        pairs = zip(_items(own), _items(shared), strict=True)
         difference = next(((a, b) for a, b in pairs if type(a) in _PLAIN and a != b), None)
     if difference is not None:
         ours, others = (f"{part!r:.{_SHOWN}}" for part in difference)

@@ -18,7 +18,7 @@ _PIECE = 16 << 20
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The elements of an array in C order, as contiguous pieces."""
+    """Yields the elements of an array in C order, as contiguous pieces."""
     if array.flags.c_contiguous or array.ndim == 0 or array.nbytes <= _PIECE:
         yield np.ascontiguousarray(array)
     elif array.nbytes // len(array) > _PIECE:
@@ -50,7 +50,7 @@ def share_array(array: np.ndarray) -> np.ndarray:
 
 
 def array_of(store: SharedStore) -> np.ndarray:
-    """The array of an image."""
+    """Returns the array of an image."""
     dtype, shape, is_fortran = pickle.loads(store.meta)
     # From now on ForkingPickler sends shared arrays as descriptors.
     pickling.register(np.ndarray, pickling.reduce_array)
@@ -95,7 +95,7 @@ def share_tensor(tensor: torch.Tensor) -> SharedTensor:
 
 
 def tensor_of(store: SharedStore) -> SharedTensor:
-    """The tensor of an image."""
+    """Returns the tensor of an image."""
     dtype, shape = pickle.loads(store.meta)
     numel = torch.Size(shape).numel()
     if numel == 0:

@@ -51,7 +51,8 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
     Args:
         x: A list or another iterable, a tuple, a dict, an array, a tensor, a dataset, or a function without arguments
             that makes one of these but a dataset. With a key only the first rank calls it.
-        threshold: Bytes from which an attribute of a dataset is shared, about, as Python objects. Default: 1 MiB.
+        threshold: Attributes of a dataset that take about this many bytes or more as Python objects are shared.
+            Default: 1 MiB.
         key: A name for this object among the ranks of this machine, such as "train-index".
         timeout: Seconds that a rank waits for the one that builds, and that this one keeps the object for later ranks.
             Default: half an hour. ``math.inf``: without a limit.
@@ -100,7 +101,7 @@ def _shared(x: Any, key: str | None, timeout: float) -> Any:
 
 
 def _copied(x: Any) -> Any:
-    """The shared object of anything but a dataset."""
+    """Returns the shared object of anything but a dataset."""
     if isinstance(x, (SharedList, SharedTuple, SharedDict, SharedTensor)):
         return x
     if isinstance(x, np.ndarray):
@@ -122,7 +123,7 @@ def _copied(x: Any) -> Any:
 
 
 def store_of(shared: Any) -> SharedStore:
-    """The image of a shared object."""
+    """Returns the image of a shared object."""
     if isinstance(shared, np.ndarray):
         data = data_of(shared)
         # A view of a shared array has the image of the whole.
@@ -141,7 +142,7 @@ def _is_whole(view: np.ndarray, data: SharedData) -> bool:
 
 
 def opened(store: SharedStore) -> Any:
-    """The object of an image. Raises ValueError for an unknown kind."""
+    """Returns the object of an image. Raises ValueError for an unknown kind."""
     opener = _OPENERS.get(store.kind)
     if opener is None:
         raise ValueError(f"a shared object of kind {store.kind} is unknown here: use the rustloader that has made it")
@@ -149,7 +150,7 @@ def opened(store: SharedStore) -> Any:
 
 
 def build(x: Any) -> SharedStore:
-    """The image of a list, a tuple, a dict or another iterable."""
+    """Returns the image of a list, a tuple, a dict or another iterable."""
     builder = ShareBuilder()
     if isinstance(x, Mapping):
         builder.update(x.items(), dumps)

@@ -20,7 +20,7 @@ logger = logging.getLogger("rustloader")
 
 # Items of a list, a tuple or a dict up to which they are shared one by one if one of them is large: each takes a
 # descriptor.
-_FEW = 64
+_FEW_ITEMS = 64
 _CONTAINERS = (list, tuple, dict)
 _ARRAYS = (np.ndarray, torch.Tensor)
 
@@ -72,10 +72,10 @@ class Sharing:
         """Returns a copy of a dataset with shared attributes; the dataset itself if nothing in it is large."""
         self._visit(dataset, type(dataset).__name__, None)
         if not self._nodes[id(dataset)].changes:
-            self._tell_nothing(type(dataset).__name__)
-        return self._anew(dataset)
+            self._log_nothing_shared(type(dataset).__name__)
+        return self._rebuilt(dataset)
 
-    def _tell_nothing(self, name: str) -> None:
+    def _log_nothing_shared(self, name: str) -> None:
         if self._has_shared:
             logger.info("share(dataset): what is large in %s is shared already", name)
             return
@@ -95,23 +95,25 @@ class Sharing:
         waiting = [(value, name, holder)]
         while waiting:
             value, name, holder = waiting.pop()
-            known = self._nodes.get(id(value))
-            if known is None and id(value) not in self._shared:
+            node = self._nodes.get(id(value))
+            if node is None and id(value) not in self._shared:
                 parts = self._parts(value, name)
                 if parts is not None:
-                    known = self._nodes[id(value)] = _Node(value)
-                    waiting.extend((part, label, known) for part, label in reversed(parts))
+                    node = self._nodes[id(value)] = _Node(value)
+                    waiting.extend((part, label, node) for part, label in reversed(parts))
                 else:
                     self._share_leaf(value, name)
             if holder is None:
                 continue
-            if known is not None:
-                known.holders.append(holder)
-            if known.changes if known is not None else id(value) in self._shared:
+            if node is not None:
+                node.holders.append(holder)
+            if node.changes if node is not None else id(value) in self._shared:
                 holder.change()
 
     def _parts(self, value: Any, name: str) -> list[tuple[Any, str]] | None:
-        """The parts of a value that is looked into, with their names; None for one that is shared whole or stays."""
+        """Returns the parts of a value that is looked into, with their names; None for one that is shared whole or
+        stays.
+        """
         if is_dataset(value):
             return [(part, f"{name}.{key}") for key, part in list(getattr(value, "__dict__", {}).items())]
         if type(value) is MethodType and is_dataset(value.__self__):
@@ -119,7 +121,7 @@ class Sharing:
         if type(value) not in _CONTAINERS:
             return None
         items = sampled(value)
-        if any(map(is_dataset, items)) or (len(value) <= _FEW and any(map(self._is_looked_into, items))):
+        if any(map(is_dataset, items)) or (len(value) <= _FEW_ITEMS and any(map(self._is_looked_into, items))):
             return list(_named(value, name))
         return None
 
@@ -138,7 +140,7 @@ class Sharing:
             return
         if type(value) not in (*_CONTAINERS, np.ndarray, torch.Tensor):
             if isinstance(value, (*_CONTAINERS, *_ARRAYS, set, frozenset)):
-                logger.info(_STAYS, name, type(value).__name__, size / 1e6, "its class would be lost")
+                logger.info(_STAYS_TEXT, name, type(value).__name__, size / 1e6, "its class would be lost")
             return
         try:
             if type(value) in _CONTAINERS:
@@ -148,16 +150,16 @@ class Sharing:
             error.add_note(f"rustloader.share() failed at {name}")
             raise
         except Exception as error:
-            logger.warning(_STAYS, name, type(value).__name__, size / 1e6, f"{type(error).__name__}: {error}")
+            logger.warning(_STAYS_TEXT, name, type(value).__name__, size / 1e6, f"{type(error).__name__}: {error}")
             return
-        logger.info(_IS, name, type(value).__name__, size / 1e6, shared.nbytes / 1e6)
+        logger.info(_SHARED_TEXT, name, type(value).__name__, size / 1e6, shared.nbytes / 1e6)
         self._kept.append(value)
         self._shared[id(value)] = shared
 
     # Recreation of the holders
 
-    def _anew(self, value: Any) -> Any:
-        """A value with the shared objects in it; the value itself if it has none."""
+    def _rebuilt(self, value: Any) -> Any:
+        """Returns a value with the shared objects in it; the value itself if it has none."""
         if id(value) in self._shared:
             return self._shared[id(value)]
         node = self._nodes.get(id(value))
@@ -169,27 +171,27 @@ class Sharing:
 
     def _make(self, value: Any) -> None:
         if type(value) is MethodType:
-            self._new[id(value)] = MethodType(value.__func__, self._anew(value.__self__))
+            self._new[id(value)] = MethodType(value.__func__, self._rebuilt(value.__self__))
         elif type(value) is tuple:
-            self._new[id(value)] = tuple(map(self._anew, value))
+            self._new[id(value)] = tuple(map(self._rebuilt, value))
         elif type(value) is list:
-            made: list[Any] = []
+            items: list[Any] = []
             # Before its items, which may hold it.
-            self._new[id(value)] = made
-            made.extend(map(self._anew, value))
+            self._new[id(value)] = items
+            items.extend(map(self._rebuilt, value))
         elif type(value) is dict:
             pairs: dict[Any, Any] = {}
             self._new[id(value)] = pairs
-            pairs.update((key, self._anew(part)) for key, part in value.items())
+            pairs.update((key, self._rebuilt(part)) for key, part in value.items())
         else:
             self._new[id(value)] = dataset = _copied(value)
             state = vars(dataset)
             # Not by setattr, which a frozen dataclass or a property refuses.
-            state.update({name: self._anew(part) for name, part in state.items()})
+            state.update({name: self._rebuilt(part) for name, part in state.items()})
 
 
-_STAYS = "share(dataset): %s, a %s of about %.1f MB, stays as it is: %s"
-_IS = "share(dataset): %s, a %s of about %.1f MB, is now %.1f MB in shared memory"
+_STAYS_TEXT = "share(dataset): %s, a %s of about %.1f MB, stays as it is: %s"
+_SHARED_TEXT = "share(dataset): %s, a %s of about %.1f MB, is now %.1f MB in shared memory"
 
 
 def _named(container: Any, name: str) -> Iterator[tuple[Any, str]]:
@@ -198,7 +200,7 @@ def _named(container: Any, name: str) -> Iterator[tuple[Any, str]]:
 
 
 def _copied(dataset: Any) -> Any:
-    """A shallow copy."""
+    """Makes a shallow copy."""
     kind = type(dataset)
     if hasattr(kind, "__del__"):
         raise TypeError(
@@ -209,8 +211,8 @@ def _copied(dataset: Any) -> Any:
         return copy.copy(dataset)
     try:
         # Not copy.copy, which calls __getstate__: what that leaves out for another process is still of use in this one.
-        made = object.__new__(kind)
+        copied = object.__new__(kind)
     except TypeError:
         return copy.copy(dataset)
-    vars(made).update(vars(dataset))
-    return made
+    vars(copied).update(vars(dataset))
+    return copied

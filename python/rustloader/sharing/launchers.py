@@ -33,7 +33,7 @@ def _has_others() -> bool:
 
 
 def local_ranks() -> Ranks | None:
-    """The ranks of this machine; None if this process is alone, or if they are unknown."""
+    """Returns the ranks of this machine; None if this process is alone, or if they are unknown."""
     size, rank = local.size(), local.rank()
     if size == 1 or (size is None and not _has_others()):
         return None

@@ -21,7 +21,7 @@ from rustloader._core import ShareBuilder, SharedData, SharedStore
 
 _PROTOCOL = 5
 # Descriptors of the arguments of a process under forkserver. Python's limit is 252, and a loader needs some, too.
-_MOST_DESCRIPTORS = 240
+_MAX_DESCRIPTORS = 240
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
@@ -94,7 +94,7 @@ def descriptor_of(store: Any, kind: Callable[[int], Any]) -> tuple[Any, ...]:
     """Reduces an object that has a descriptor, and is made of one, for another process of this machine."""
     popen = context.get_spawning_popen()
     count = len(popen._fds) if isinstance(popen, popen_forkserver.Popen) else 0  # type: ignore[attr-defined]
-    if count >= _MOST_DESCRIPTORS:
+    if count >= _MAX_DESCRIPTORS:
         raise ValueError(
             "forkserver hands a process about 250 descriptors, and each shared object of a dataset needs one: share "
             "one list of many objects in place of many objects, or use the start method 'fork' or 'spawn'"
@@ -129,7 +129,7 @@ register(SharedData, _reduce_data)
 
 
 def data_of(array: Any) -> SharedData | None:
-    """The shared data that an array lies in, as a whole or as a view; None for other arrays."""
+    """Returns the shared data that an array lies in, as a whole or as a view; None for other arrays."""
     base = array.base
     while isinstance(base, np.ndarray):
         base = base.base

@@ -30,11 +30,11 @@ from rustloader.system.forks import at_fork
 logger = logging.getLogger("rustloader")
 
 # Seconds between two attempts to connect to a rank that is between binding and listening, or has just left.
-_RETRY = 0.02
+_RETRY_SECONDS = 0.02
 # Seconds of the longest single wait: sockets count milliseconds in 31 bits.
-_SLICE = 1e6
+_MAX_WAIT = 1e6
 # Number of connections that wait at a listening socket, and of those that have not identified themselves yet.
-_MOST_WAITING = 256
+_MAX_WAITING = 256
 _CREDENTIALS = struct.Struct("3i")
 # The prefix of a rank's name in its greeting, and the longest such greeting in bytes.
 _HELLO = b"rustloader share "
@@ -96,7 +96,7 @@ def _hashed(parts: list[str]) -> bytes:
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end."""
+    """Returns the process and the user at the other end."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
@@ -111,7 +111,7 @@ _S = TypeVar("_S", bound=_Store)
 
 
 def meet(key: str, build: Callable[[], _S], timeout: float, opened: Callable[[int], _S], call: str = "share") -> _S:
-    """The store of a key: built by the first rank of this machine, received by the others.
+    """Returns the store of a key: built by the first rank of this machine, received by the others.
 
     Args:
         key: The key, which each function has for itself.
@@ -134,16 +134,16 @@ def meet(key: str, build: Callable[[], _S], timeout: float, opened: Callable[[in
         text = "%s: nothing in the environment names the run, so each rank has its own copy: set MASTER_PORT"
         logger.warning(text, named)
         return build()
-    return _met(_address(key if call == "share" else f"{call}/{key}", run), named, ranks, build, timeout, opened)
+    return _meet_at(_address(key if call == "share" else f"{call}/{key}", run), named, ranks, build, timeout, opened)
 
 
 def meet_on_machine(name: str, build: Callable[[], _S], opened: Callable[[int], _S], call: str) -> _S:
-    """As `meet`, for processes of this machine whose number is unknown. The name is one that no other store has."""
+    """Does the same as `meet` for processes of this machine whose number is unknown. No other store has the name."""
     ranks = Ranks(None, f"pid {os.getpid()}")
-    return _met(_hashed([str(os.geteuid()), call, name]), call, ranks, build, math.inf, opened)
+    return _meet_at(_hashed([str(os.geteuid()), call, name]), call, ranks, build, math.inf, opened)
 
 
-def _met(
+def _meet_at(
     address: bytes, named: str, ranks: Ranks, build: Callable[[], _S], timeout: float, opened: Callable[[int], _S]
 ) -> _S:
     deadline = time.monotonic() + timeout
@@ -153,7 +153,7 @@ def _met(
             _own.add(sock)
         try:
             if _is_bound(sock, address):
-                sock.listen(_MOST_WAITING)
+                sock.listen(_MAX_WAITING)
                 store = build()
                 server = _Server(sock, store, named, ranks, timeout)
                 # It closes the socket from now on.
@@ -190,7 +190,7 @@ def _received(
     if left <= 0:
         raise late
     pid = 0
-    sock.settimeout(min(left, _SLICE))
+    sock.settimeout(min(left, _MAX_WAIT))
     try:
         sock.connect(address)
         pid, uid = _peer(sock)
@@ -201,7 +201,7 @@ def _received(
         sock.sendall(_HELLO + ranks.own.encode()[: _LONGEST - len(_HELLO)])
         word, fds, flags, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
-        if left > _SLICE:
+        if left > _MAX_WAIT:
             return None
         raise late from None
     except (ConnectionError, BlockingIOError):
@@ -215,7 +215,7 @@ def _received(
             errno.EMFILE if flags & socket.MSG_CTRUNC else errno.EPROTO,
             f"{named}: process {pid} has sent no descriptor that could be opened: {hint}",
         )
-    time.sleep(_RETRY)
+    time.sleep(_RETRY_SECONDS)
     return None
 
 
@@ -267,13 +267,13 @@ class _Server:
             while not (self._ended or self._is_complete()):
                 left = self._deadline - time.monotonic()
                 if left <= 0:
-                    self._tell()
+                    self._warn_of_missing_ranks()
                     break
                 self._step(left)
         finally:
             self._close()
 
-    def _tell(self) -> None:
+    def _warn_of_missing_ranks(self) -> None:
         if self._ranks.size is not None:
             text = "%s: %d of %d ranks of this machine have come within %.0f s; later ones build a copy"
             logger.warning(text, self._named, len(self._served) + 1, self._ranks.size, self._timeout)
@@ -307,12 +307,12 @@ class _Server:
             # It has gone again, or there is no descriptor for it yet.
             logger.debug("%s: %s", self._named, error)
             if not self._ended:
-                time.sleep(_RETRY)
+                time.sleep(_RETRY_SECONDS)
             return
         if _peer(sock)[1] != os.geteuid():
             _close(sock)
             return
-        if len(self._waiting) >= _MOST_WAITING:
+        if len(self._waiting) >= _MAX_WAITING:
             _close(self._waiting.pop(next(iter(self._waiting))))
         sock.setblocking(False)
         self._waiting[sock.fileno()] = sock

@@ -25,7 +25,7 @@ def checked(store: SharedStore, kind: int) -> SharedStore:
 
 
 def forbid(kind: type, names: Iterable[str], remedy: str) -> None:
-    """Gives a class methods that raise a TypeError with the remedy in place of changing it."""
+    """Adds methods to a class that raise a TypeError with the remedy instead of changing the object."""
     for name in names:
 
         def method(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> NoReturn:
@@ -232,8 +232,8 @@ class SharedDict(SharedPairs):
         if len(self) != len(other):
             return False
         missing = object()
-        found = ((other.get(key, missing), value) for key, value in self.items())
-        return all(its is not missing and its == mine for its, mine in found)
+        pairs = ((other.get(key, missing), value) for key, value in self.items())
+        return all(its is not missing and its == mine for its, mine in pairs)
 
     __hash__ = None  # type: ignore[assignment]  # as a dict's
 

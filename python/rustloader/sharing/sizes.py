@@ -30,7 +30,7 @@ _NAMES = 4096
 
 
 def sampled(container: Any, most: int = _SAMPLED[0]) -> list[Any]:
-    """Up to ``most`` items of a container, of a dict as many keys and values."""
+    """Returns up to ``most`` items of a container, of a dict as many keys and values."""
     if isinstance(container, dict):
         return list(chain.from_iterable(islice(container.items(), most)))
     if isinstance(container, (set, frozenset)):
@@ -41,7 +41,9 @@ def sampled(container: Any, most: int = _SAMPLED[0]) -> list[Any]:
 
 
 def size_of(value: Any, level: int = 0) -> int:
-    """The bytes that only copies give to another process, about: of a large container, a few items are measured."""
+    """Estimates the bytes that only copies give to another process: of a large container, a few items are
+    measured.
+    """
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return 0 if is_shared(value) else int(value.nbytes)
     if isinstance(value, (SharedList, SharedTuple, SharedDict)):

@@ -27,7 +27,7 @@ _SAMPLERS = {
     "subset": "SubsetRandomSampler",
     "weighted": "WeightedRandomSampler",
     "stateful": "one with a state",
-    "other": "one without a state, iterated anew up to the position",
+    "other": "one without a state, iterated again up to the position",
     "none": "none (the dataset is iterable)",
 }
 
@@ -87,7 +87,7 @@ class _Description:
 
     def lines(self) -> list[str]:
         known = schema.KEYS_WITH_WORKERS if self._with_workers else schema.KEYS_WITHOUT_WORKERS
-        found = [
+        lines = [
             f"written by: {self._writer()}",
             f"position: {self._position()}",
             *self._ahead(),
@@ -99,22 +99,22 @@ class _Description:
         ]
         others = [key for key in self._state if key not in known]
         if others:
-            found.append(f"other keys: {names(others)}")
+            lines.append(f"other keys: {names(others)}")
         if self._problems:
-            found.append(f"problems: {'; '.join(self._problems)}")
-        return found
+            lines.append(f"problems: {'; '.join(self._problems)}")
+        return lines
 
     # Values, which the state may lack or have of a wrong type
 
-    def _value(self, values: Mapping[Any, Any], path: str, key: str, *kinds: type) -> Any:
-        """A value of one of these types, or None with a note."""
+    def _value(self, values: Mapping[Any, Any], path: str, key: str, *types: type) -> Any:
+        """Returns a value of one of these types, or None with a note."""
         name = f"{path}.{plain(key)}" if path else plain(key)
         if key not in values:
             self._problems[f"{name} is missing"] = None
             return None
         value = values[key]
-        if not isinstance(value, kinds):
-            self._problems[f"{name} must be of type {kinds[0].__name__}, is {type_name(value)}"] = None
+        if not isinstance(value, types):
+            self._problems[f"{name} must be of type {types[0].__name__}, is {type_name(value)}"] = None
             return None
         if isinstance(value, int) and not is_count(value):
             self._problems[f"{name} must be a non-negative number, is {short(value)}"] = None
@@ -168,7 +168,7 @@ class _Description:
         return f"{text}; the next one is batch {following}{moved}"
 
     def _total(self) -> int | None:
-        """The batches of an epoch, if the state says so."""
+        """Returns the batches of an epoch, if the state says so."""
         sampler, batch_size = self._sampler, self._sampler.batch_size
         first, length = resharded(sampler.start, sampler.length)
         if not is_count(length) or sampler.kind == "none":
@@ -248,15 +248,15 @@ class _Description:
                 yield f"main process: {', '.join(words)}"
             return
         snapshots = self._part(self._snapshot, schema.SNAPSHOT, schema.WORKER_SNAPSHOTS)
-        found = {}
+        states = {}
         for number, name in enumerate(snapshots):
             snapshot = self._part(snapshots, "_snapshot._worker_snapshots", name)
             words = snapshot_words(snapshot, records[number] if number < len(records) else None)
-            found[plain(name).replace("_", " ")] = ", ".join(words)
-        if not any(found.values()):
+            states[plain(name).replace("_", " ")] = ", ".join(words)
+        if not any(states.values()):
             yield "workers: no states"
         else:
-            yield from (f"{name}: {words or 'no state'}" for name, words in found.items())
+            yield from (f"{name}: {words or 'no state'}" for name, words in states.items())
         steps = self._state.get(schema.STEPS)
         if is_count(steps) and steps > 0:
             yield f"since these snapshots: {count_of(steps, 'batch')}"

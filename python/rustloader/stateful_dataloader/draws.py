@@ -43,7 +43,7 @@ def foreseen(loader: LoaderLike, index_sampler: Any) -> Draws:
     copies: dict[int, torch.Generator] = {}
 
     def copy_of(generator: torch.Generator | None) -> torch.Generator:
-        own = _of(generator)
+        own = _generator_or_global(generator)
         if id(own) not in copies:
             copies[id(own)] = torch.Generator(own.device)
             copies[id(own)].set_state(own.get_state())
@@ -85,7 +85,7 @@ class ForeseenDraws:
         self._watches = [SeedWatch(generator) for generator in ([None] if own is None else [None, own])]
 
     def was_seeded_since(self) -> bool:
-        """As ``KeptDraws.was_seeded_since``."""
+        """Does the same as ``KeptDraws.was_seeded_since``."""
         return any(watch.was_seeded() for watch in self._watches)
 
 
@@ -107,12 +107,12 @@ class KeptDraws:
     def __init__(self, loader: LoaderLike, index_sampler: Any, with_base_seed: bool) -> None:
         own = loader.generator
         generators = [None] if own is None else [None, own]
-        before = [_of(generator).get_state() for generator in generators]
+        before = [_generator_or_global(generator).get_state() for generator in generators]
         self.draws = draws(loader, index_sampler, with_base_seed)
         drawn = [
             (generator, state)
             for generator, state in zip(generators, before, strict=True)
-            if not torch.equal(state, _of(generator).get_state())
+            if not torch.equal(state, _generator_or_global(generator).get_state())
         ]
         self._before = drawn
         self._watches = [SeedWatch(generator) for generator, _ in drawn]
@@ -120,7 +120,9 @@ class KeptDraws:
     def was_seeded_since(self) -> bool:
         """Returns True if the program has since seeded a generator or restored its state: then its own draws count, as
         in a run without a state. Seeding with the same number and drawing before the next epoch is not noticed."""
-        restored = any(torch.equal(_of(generator).get_state(), state) for generator, state in self._before)
+        restored = any(
+            torch.equal(_generator_or_global(generator).get_state(), state) for generator, state in self._before
+        )
         return restored or any(watch.was_seeded() for watch in self._watches)
 
 
@@ -133,16 +135,16 @@ class SeedWatch:
     def __init__(self, generator: torch.Generator | None) -> None:
         # Not the global one itself: a copy of the loader would have a copy of it.
         self._generator = generator
-        now = _of(generator)
+        now = _generator_or_global(generator)
         self._seed, self._was_fresh = now.initial_seed(), _is_fresh(now)
 
     def was_seeded(self) -> bool:
         """Returns True if the generator was seeded."""
-        generator = _of(self._generator)
+        generator = _generator_or_global(self._generator)
         return generator.initial_seed() != self._seed or (_is_fresh(generator) and not self._was_fresh)
 
 
-def _of(generator: torch.Generator | None) -> torch.Generator:
+def _generator_or_global(generator: torch.Generator | None) -> torch.Generator:
     return torch.default_generator if generator is None else generator
 
 
@@ -187,9 +189,9 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
     if saved is None:
         return
     if not kind.is_known:
-        torchs = iter(index_sampler)
-        if may_be_stateful(kind, torchs):
-            recorder, left = recorder_of(kind, torchs, saved, position, every=0)
+        torch_iterator = iter(index_sampler)
+        if may_be_stateful(kind, torch_iterator):
+            recorder, left = recorder_of(kind, torch_iterator, saved, position, every=0)
             if has_ended:
                 recorder.begin()
                 return

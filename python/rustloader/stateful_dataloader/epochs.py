@@ -31,7 +31,7 @@ class StatefulEpochs(Positioned, Epochs):
         loader: The loader.
         plan: The plan of the first epoch.
         dataset: A state's description of the dataset.
-        told: The recorder of the dataset's ``set_epoch``.
+        epoch_recorder: The recorder of the dataset's ``set_epoch``.
     """
 
     # The snapshots of each worker, once its engine has ended.
@@ -43,12 +43,12 @@ class StatefulEpochs(Positioned, Epochs):
     _has_begun = False
 
     def __init__(
-        self, loader: StatefulLoaderLike, plan: Plan, dataset: DatasetState, told: EpochRecorder | None
+        self, loader: StatefulLoaderLike, plan: Plan, dataset: DatasetState, epoch_recorder: EpochRecorder | None
     ) -> None:
         super().__init__(loader, plan, dataset)
         # The plan of the next epoch, until it has begun.
         self._plan: Plan | None = plan
-        self._told_epoch = told
+        self._epoch_recorder = epoch_recorder
         # A map-style dataset without a state needs its position alone.
         self._has_states = dataset.is_iterable or bool(dataset.stateful)
         self._wants_snapshots = self._has_states or loader.worker_init_fn is not None
@@ -89,11 +89,11 @@ class StatefulEpochs(Positioned, Epochs):
     def first_worker(self, it: WorkersIterator) -> int:
         return self.origin.first_worker if self.origin.num_workers == it._num_workers else 0
 
-    def index_batches(self, it: WorkersIterator, torchs: Iterator[Any]) -> Any:
+    def index_batches(self, it: WorkersIterator, torch_iterator: Iterator[Any]) -> Any:
         # From here on states are of the new epoch. No code of the program has run since the counters were reset.
         plan = self._next_plan(it)
         begun, self._sampling_begun = self._sampling_begun, None
-        self.sampling = begun or self.sample_from(it, plan, torchs, plan.low)
+        self.sampling = begun or self.sample_from(it, plan, torch_iterator, plan.low)
         self._frozen = None
         self._started = self._has_begun = False
         self.origin, self.raised, it._num_yielded = plan, 0, plan.yielded
@@ -101,13 +101,13 @@ class StatefulEpochs(Positioned, Epochs):
 
     def message(self, loader: LoaderLike) -> dict[str, Any]:
         message = super().message(loader)
-        told = None if self._told_epoch is None else self._told_epoch.since_last_epoch()
-        return message if told is None else message | {"set_epoch": told}
+        set_epoch = None if self._epoch_recorder is None else self._epoch_recorder.since_last_epoch()
+        return message if set_epoch is None else message | {"set_epoch": set_epoch}
 
     def next_message(self) -> dict[str, Any] | None:
         # A dataset cannot undo a ``set_epoch``.
-        is_told = self._told_epoch is not None and self._told_epoch.in_force is not None
-        return None if is_told else super().next_message()
+        has_set_epoch = self._epoch_recorder is not None and self._epoch_recorder.in_force is not None
+        return None if has_set_epoch else super().next_message()
 
     def engine_begun(self, it: WorkersIterator, engine: Engine, is_first: bool) -> None:
         if is_first and it._worker_init_fn is not None:
@@ -115,8 +115,8 @@ class StatefulEpochs(Positioned, Epochs):
         elif not is_first and self._has_states:
             # The state that persistent workers carry over from the last epoch is in their first snapshots alone.
             self._await_started(it, engine)
-        if self._told_epoch is not None:
-            self._told_epoch.note_begun()
+        if self._epoch_recorder is not None:
+            self._epoch_recorder.note_begun()
 
     def begun(self, it: WorkersIterator) -> None:
         self._has_begun, self._plan = True, None
@@ -133,8 +133,8 @@ class StatefulEpochs(Positioned, Epochs):
         """Raises an error of worker_init_fn or iter(dataset)."""
         self._await_started(it, engine)
         for worker in range(it._num_workers):
-            found = engine.snapshot(worker, 0)
-            error = pickle.loads(found.payload) if found is not None and found.is_error else None
+            snapshot = engine.snapshot(worker, 0)
+            error = pickle.loads(snapshot.payload) if snapshot is not None and snapshot.is_error else None
             if error is not None and not error.where.startswith(OF_STATE):
                 it._shutdown_workers()
                 error.reraise()
@@ -154,7 +154,7 @@ class StatefulEpochs(Positioned, Epochs):
 
     def complete_next(self, job: Job) -> None:
         # The program may have set another epoch in its dataset since this one began.
-        job.told = None if self._told_epoch is None else self._told_epoch.in_force
+        job.told = None if self._epoch_recorder is None else self._epoch_recorder.in_force
 
     def _starts(self, it: WorkersIterator, plan: Plan) -> list[WorkerStart | None]:
         """Returns the start of each worker. For a map-style dataset this takes the index batches that they fetch
@@ -162,27 +162,27 @@ class StatefulEpochs(Positioned, Epochs):
         if it._dataset_kind == _DatasetKind.Iterable:
             return [*plan.workers]
         wanted = [_last_ordinals(plan, worker) for worker in range(it._num_workers)]
-        oldest = min((found[0] for found in wanted if found), default=plan.low)
+        oldest = min((numbers[0] for numbers in wanted if numbers), default=plan.low)
         begun = self.sample_from(it, plan, iter(it._index_sampler), oldest)
         drawn = zip(range(oldest, plan.low), begun.iterator, strict=False)
         again = {ordinal: own_copy(batch) for ordinal, batch in drawn}
         if not begun.is_repeatable:
             self._sampling_begun = begun
         return [
-            dataclasses.replace(start, replay=[again[ordinal] for ordinal in found if ordinal in again])
-            for start, found in zip(plan.workers, wanted, strict=True)
+            dataclasses.replace(start, replay=[again[ordinal] for ordinal in numbers if ordinal in again])
+            for start, numbers in zip(plan.workers, wanted, strict=True)
         ]
 
     def start_after(self, it: WorkersIterator, engine: Engine, death: Death) -> WorkerStart | None:
         if not self._has_states:
             return super().start_after(it, engine, death)
         worker, answers = death.worker_id, death.answers
-        found = engine.snapshot(worker, answers)
-        while found is not None and found.is_error:
+        snapshot = engine.snapshot(worker, answers)
+        while snapshot is not None and snapshot.is_error:
             # The error in place of a state. An earlier one serves as well.
-            found = engine.snapshot(worker, found.answers - 1) if found.answers else None
-        count, made = (0, None) if found is None else (found.answers, read(found.payload))
-        after = worker_after(self._start_of(worker), answers, count, made)
+            snapshot = engine.snapshot(worker, snapshot.answers - 1) if snapshot.answers else None
+        count, state = (0, None) if snapshot is None else (snapshot.answers, read(snapshot.payload))
+        after = worker_after(self._start_of(worker), answers, count, state)
         if it._dataset_kind == _DatasetKind.Map:
             # The index batches of its earlier answers are gone.
             after.replay = 0
@@ -200,7 +200,7 @@ class StatefulEpochs(Positioned, Epochs):
     def state_at(
         self, it: WorkersIterator, back: int, finished: bool, draws: Draws | None, before_error: bool = False
     ) -> dict[str, Any]:
-        """The state after the last batch that was delivered, or ``back`` batches before.
+        """Returns the state after the last batch that was delivered, or ``back`` batches before.
 
         ``draws``: Those of the next epoch. ``before_error``: Without the last answer, which is an error.
         """
@@ -253,19 +253,19 @@ class StatefulEpochs(Positioned, Epochs):
         if not self._started and self._frozen is None and self._has_begun:
             # The state of a worker that does not start in time is the one that it starts from.
             self._started = bool(it._engine().wait_started(it._timeout))
-        found = []
+        workers = []
         for worker, answers in enumerate(counts):
             start = self._start_of(worker)
             has_ended = not start.ended and (finished or self._has_passed_end(it, worker, counts))
-            count, made = self._snapshot(it, worker, answers + has_ended)
-            if made is not None:
-                self.warn_if_frozen(it, made)
-            after = worker_after(start, answers, count, made)
+            count, state = self._snapshot(it, worker, answers + has_ended)
+            if state is not None:
+                self.warn_if_frozen(it, state)
+            after = worker_after(start, answers, count, state)
             if it._dataset_kind == _DatasetKind.Map and (not it._in_order or self.origin.ahead):
                 # It is not known which worker made a batch.
                 after.replay = 0
-            found.append(after)
-        return found
+            workers.append(after)
+        return workers
 
     def _has_passed_end(self, it: WorkersIterator, worker: int, counts: list[int]) -> bool:
         """Returns True if a position lies beyond the end of a worker's data, if that comes after its answers. In round
@@ -274,8 +274,8 @@ class StatefulEpochs(Positioned, Epochs):
             return False
         first, turn = self.first_worker(it), counts[worker] + 1
 
-        def place(of: int) -> int:
-            return (of - first) % it._num_workers
+        def place(worker_id: int) -> int:
+            return (worker_id - first) % it._num_workers
 
         return any((count, place(other)) > (turn, place(worker)) for other, count in enumerate(counts))
 
@@ -283,11 +283,11 @@ class StatefulEpochs(Positioned, Epochs):
         """Returns True if nothing was delivered because a worker could not load the state that the epoch comes from."""
         if it._num_yielded > self.origin.yielded or not self.raised or not self._has_states or not self.on_engine:
             return False
-        starts = (self._found(it, worker, 0) for worker in range(it._num_workers))
-        return any(found is not None and found.is_error for found in starts)
+        snapshots = (self._snapshot_or_error(it, worker, 0) for worker in range(it._num_workers))
+        return any(snapshot is not None and snapshot.is_error for snapshot in snapshots)
 
-    def _found(self, it: WorkersIterator, worker: int, answers: int) -> Snapshot | None:
-        """A worker's newest snapshot, or the error in its place, after at most that many of its answers."""
+    def _snapshot_or_error(self, it: WorkersIterator, worker: int, answers: int) -> Snapshot | None:
+        """Returns a worker's newest snapshot, or the error in its place, after at most that many of its answers."""
         if not self._has_begun:
             return None
         if self._frozen is None:
@@ -295,17 +295,17 @@ class StatefulEpochs(Positioned, Epochs):
         return next((kept for kept in reversed(self._frozen[worker]) if kept.answers <= answers), None)
 
     def _snapshot(self, it: WorkersIterator, worker: int, answers: int) -> tuple[int, WorkerStart | None]:
-        """A worker's newest snapshot after at most that many of its answers."""
-        found = self._found(it, worker, answers)
-        if found is None:
+        """Returns a worker's newest snapshot after at most that many of its answers."""
+        snapshot = self._snapshot_or_error(it, worker, answers)
+        if snapshot is None:
             return 0, None
-        if not found.is_error:
-            return found.answers, read(found.payload)
-        made = pickle.loads(found.payload)
-        if not made.where.startswith(OF_STATE):
+        if not snapshot.is_error:
+            return snapshot.answers, read(snapshot.payload)
+        error = pickle.loads(snapshot.payload)
+        if not error.where.startswith(OF_STATE):
             # Of the worker's start: `next` raises it in place of every batch of this worker.
             return 0, None
-        made.reraise()
+        error.reraise()
         raise AssertionError("an error that was not raised")
 
     def before_shutdown(self, it: WorkersIterator, engine: Engine) -> None:
@@ -313,7 +313,7 @@ class StatefulEpochs(Positioned, Epochs):
             self._frozen = self._all_snapshots(it, engine)
 
     def _all_snapshots(self, it: WorkersIterator, engine: Engine) -> list[list[Snapshot]]:
-        """All snapshots that a state can need. They are gone with the engine."""
+        """Returns all snapshots that a state can need. They are gone with the engine."""
         answers = self.answers(it._num_yielded)
         counts: list[list[int]] = [[] for _ in range(it._num_workers)]
         for back in range(BACK_BATCHES, -1, -1):
@@ -323,20 +323,20 @@ class StatefulEpochs(Positioned, Epochs):
                 continue
             for worker, count in enumerate(position.per_worker):
                 counts[worker].append(count)
-        found: list[list[Snapshot]] = [[] for _ in range(it._num_workers)]
-        for worker, asked in enumerate(counts):
-            if asked:
+        snapshots: list[list[Snapshot]] = [[] for _ in range(it._num_workers)]
+        for worker, wanted in enumerate(counts):
+            if wanted:
                 # The one of the end.
-                asked.append(max(asked) + 1)
+                wanted.append(max(wanted) + 1)
             # From the newest on, each once: they may be large.
-            while asked and (snapshot := engine.snapshot(worker, max(asked))) is not None:
-                found[worker].insert(0, snapshot)
-                asked = [count for count in asked if count < snapshot.answers]
-        return found
+            while wanted and (snapshot := engine.snapshot(worker, max(wanted))) is not None:
+                snapshots[worker].insert(0, snapshot)
+                wanted = [count for count in wanted if count < snapshot.answers]
+        return snapshots
 
 
 def _last_ordinals(plan: Plan, worker: int) -> list[int]:
-    """The ordinals of the index batches that a worker fetches again, in order; worker i mod N made them."""
+    """Returns the ordinals of the index batches that a worker fetches again, in order; worker i mod N made them."""
     count = plan.workers[worker].replay
     if not isinstance(count, int):
         return []

@@ -1,4 +1,4 @@
-"""Description of a loader's sampler in a state, and the check that another loader's sampler can go on from it."""
+"""Describes a loader's sampler in a state, and checks whether a sampler can resume from it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Kind:
 
 
 def kind_of(index_sampler: Any) -> Kind:
-    """The kind of a loader's index sampler. Calls no method of it."""
+    """Returns the kind of a loader's index sampler. Calls no method of it."""
     is_batches = isinstance(index_sampler, BatchSampler) and _code_of(index_sampler) is indices.BATCHES is not None
     batches = index_sampler if is_batches else None
     inner = index_sampler.sampler if is_batches else index_sampler
@@ -79,20 +79,20 @@ def about(kind: Kind) -> SamplerState:
     return SamplerState(
         kind=kind.name,
         length=None if kind.name == "none" else length_of(inner),
-        batch_size=_plain(int, batches, "batch_size"),
-        drop_last=_plain(bool, batches, "drop_last"),
+        batch_size=_typed_attribute(int, batches, "batch_size"),
+        drop_last=_typed_attribute(bool, batches, "drop_last"),
         data_length=data and length_of(getattr(inner, data)),
         replacement=data and bool(inner.replacement),
     )
 
 
-def _plain(cls: type, of: Any, name: str) -> Any:
-    value = getattr(of, name, None)
+def _typed_attribute(cls: type, sampler: Any, name: str) -> Any:
+    value = getattr(sampler, name, None)
     return value if type(value) is cls else None
 
 
 def length_of(sized: Any) -> int | None:
-    """The length of an object, or None."""
+    """Returns the length of an object, or None."""
     try:
         return len(sized)
     except Exception:
@@ -131,7 +131,7 @@ _SHARD_TEXTS = {
 
 
 def check(saved: SamplerState, loader: LoaderLike) -> None:
-    """Checks that a loader's sampler can go on where a saved one was.
+    """Checks that a loader's sampler can resume where a saved one was.
 
     Args:
         saved: A state's description of its sampler.

@@ -161,25 +161,25 @@ class StatefulDataLoader(DataLoader[_T_co]):
         # First: the state of a dataset may hold that of a generator.
         finished = bool(iterator.finished) and not back
         draws = self._draws_of_next() if finished else None
-        found = iterator.state(back, finished, draws)
+        state = iterator.state(back, finished, draws)
         if not (finished or self._has_looked or iterator.delivered_nothing()):
             self._has_looked = True
             if is_stateful(self.dataset):
                 shuffle_buffers.warn(self.dataset)
-        return found
+        return state
 
     def _state_before_end(self) -> dict[str, Any]:
-        """The state after the last batch of an epoch, whose end a prefetcher has seen and the program has not."""
+        """Returns the state after the last batch of an epoch, if only a prefetcher has seen the epoch's end."""
         iterator: _Iter = self._iterator
         return iterator.state(0, False)
 
     def _state_before_error(self) -> dict[str, Any]:
-        """The state before the last error, which a prefetcher has got and the program has not."""
+        """Returns the state before the last error, which a prefetcher has got and the program has not."""
         iterator: _Iter = self._iterator
         return iterator.state(0, False, before_error=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` has returned. The next ``iter()`` goes on from there.
+        """Loads what ``state_dict`` has returned. The next ``iter()`` resumes from there.
 
         Args:
             state_dict: A state of this class or of torchdata's. An empty dict means a fresh start.
@@ -209,7 +209,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         if iterator is not None and iterator.delivered_nothing():
             warnings.warn(
                 "load_state_dict() replaces an iterator that has delivered nothing: call iter() after "
-                "load_state_dict(), or the loop goes on from the old place",
+                "load_state_dict(), or the loop continues from the old position",
                 stacklevel=2,
             )
         del iterator
@@ -247,10 +247,10 @@ class StatefulDataLoader(DataLoader[_T_co]):
         about = plans.dataset_of(self)
         if self.num_workers == 0:
             return _StatefulSingleProcessIter(self, plan, about)
-        told = self._recorder()
+        epoch_recorder = self._recorder()
         if not loader_state.has_auto(self):
             in_torch(TORCHS_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
-        return _StatefulMultiProcessingIter(self, plan, about, told)
+        return _StatefulMultiProcessingIter(self, plan, about, epoch_recorder)
 
     def _recorder(self) -> EpochRecorder | None:
         """Returns the recorder of the dataset's ``set_epoch``, if there are workers to forward it to: those that
@@ -328,7 +328,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             sampling.restore(self._index_sampler, start)
 
     def _plan_of_next(self) -> Plan:
-        """The beginning of the next epoch, with the draws that a state has made."""
+        """Returns the beginning of the next epoch, with the draws that a state has made."""
         kept = self._draws
         if kept is None or kept.was_seeded_since():
             return Plan(epoch=self._epochs)
@@ -337,7 +337,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return Plan(epoch=self._epochs, base_seed=kept.draws.base_seed, sampler=start, owes_draws=owes)
 
     def _draws_of_next(self) -> Draws:
-        """The draws that the next ``iter()`` makes, made now and kept for it."""
+        """Returns the draws that the next ``iter()`` makes, made now and kept for it."""
         if self._draws is None or self._draws.was_seeded_since():
             self._draws = KeptDraws(self, self._index_sampler, with_base_seed=not self._keeps_workers())
         return copy.deepcopy(self._draws.draws)
@@ -348,7 +348,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return copy.deepcopy(self._interim) or plans.fresh(self, self._draws_of_first())
 
     def _draws_of_first(self) -> Draws:
-        """The draws that the first ``iter()`` makes. It keeps to them."""
+        """Returns the draws that the first ``iter()`` makes. It keeps to them."""
         if self._draws is None or self._draws.was_seeded_since():
             self._draws = ForeseenDraws(self, self._index_sampler)
         return copy.deepcopy(self._draws.draws)
@@ -377,20 +377,22 @@ def _drop_next(iterator: _Iter) -> bool:
 
 def _add_parameters() -> None:
     """Adds the parameters of ``DataLoader`` to the signature, by which frameworks rebuild a loader."""
-    torchs = inspect.signature(DataLoader.__init__)
+    signature = inspect.signature(DataLoader.__init__)
     own = inspect.signature(StatefulDataLoader.__init__).parameters
     added = [
         own[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for name in ("snapshot_every_n_steps", "forward_set_epoch")
     ]
-    parameters = [*torchs.parameters.values(), *added]
-    StatefulDataLoader.__init__.__signature__ = torchs.replace(parameters=parameters)  # type: ignore[attr-defined]
+    parameters = [*signature.parameters.values(), *added]
+    StatefulDataLoader.__init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
 
 _add_parameters()
 
 
 def _random_start(draws: Draws, is_owed: bool = False) -> SamplerState | None:
-    """The draw of a sampler's order, as a part of a state. None: it draws nothing, or from a generator of its own."""
+    """Returns the draw of a sampler's order, as a part of a state. None: it draws nothing, or from a generator of its
+    own.
+    """
     start = draws.sampler
     return None if not start or _DRAWN.isdisjoint(start) else SamplerState(start=start, is_owed=is_owed)

@@ -18,9 +18,9 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
     _epochs: StatefulEpochs
 
     def __init__(
-        self, loader: StatefulLoaderLike, plan: Plan, about_dataset: DatasetState, told: EpochRecorder | None
+        self, loader: StatefulLoaderLike, plan: Plan, about_dataset: DatasetState, epoch_recorder: EpochRecorder | None
     ) -> None:
-        self._epochs = StatefulEpochs(loader, plan, about_dataset, told)
+        self._epochs = StatefulEpochs(loader, plan, about_dataset, epoch_recorder)
         super().__init__(loader)
 
     @property
@@ -57,7 +57,7 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
     def state(
         self, back: int, finished: bool, draws: Draws | None = None, *, before_error: bool = False
     ) -> dict[str, Any]:
-        """The state after the last batch that was delivered, or ``back`` batches before.
+        """Returns the state after the last batch that was delivered, or ``back`` batches before.
 
         ``draws``: Those of the next epoch. ``before_error``: Without the last answer, which is an error.
         """

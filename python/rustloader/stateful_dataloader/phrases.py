@@ -79,7 +79,7 @@ class _Counter:
 
 
 def pickled_size(value: Any) -> str:
-    """The size of a pickled value."""
+    """Returns the size of a pickled value."""
     counter = _Counter()
     try:
         pickle.dump(value, counter, protocol=pickle.HIGHEST_PROTOCOL)
@@ -89,12 +89,12 @@ def pickled_size(value: Any) -> str:
 
 
 def plain(key: Any) -> str:
-    """A key without quotes."""
+    """Returns a key without quotes."""
     return key if isinstance(key, str) else short(key)
 
 
 def short(value: Any) -> str:
-    """A value in at most a few words."""
+    """Returns a value in at most a few words."""
     try:
         return reprlib.repr(value)
     except Exception:  # an int with thousands of digits

@@ -18,7 +18,7 @@ from rustloader.stateful_dataloader.schema import (
     SamplerState,
     State,
     copied,
-    of,
+    value_of,
 )
 from rustloader.system.protocols import LoaderLike, StatefulLoaderLike
 from rustloader.workers.snapshots import WorkerStart, is_stateful
@@ -79,7 +79,7 @@ def _read(state: Any, loader: LoaderLike) -> Plan:
 
 def _place_without_workers(plan: Plan, state: Any, loader: LoaderLike) -> None:
     if loader._dataset_kind == _DatasetKind.Iterable:
-        of(state, FETCHER_STATE, dict)
+        value_of(state, FETCHER_STATE, dict)
         if plan.dataset is None and not plan.workers[0].has_state:
             plan.workers[0].replay = plan.yielded
 
@@ -120,16 +120,16 @@ def _check_position(plan: Plan, loader: LoaderLike) -> None:
 
 
 def check_workers(plan: Plan, num_workers: int) -> None:
-    """Raises AssertionError if a state cannot go on with another number of workers."""
+    """Raises AssertionError if a state cannot resume with another number of workers."""
     if plan.is_bound and plan.num_workers != num_workers:
         raise AssertionError(
             f"the state is of a loader with num_workers={plan.num_workers}, and this one has {num_workers}: a dataset "
-            "with a state of its own, or an iterable one, goes on with the same number of workers only"
+            "with a state of its own, or an iterable one, resumes only with the same number of workers"
         )
 
 
 def fresh(loader: StatefulLoaderLike, draws: Draws) -> dict[str, Any]:
-    """The state of a loader before its first epoch, and the draws of that."""
+    """Returns the state of a loader before its first epoch, and the draws of that."""
     workers, dataset = loader.num_workers, loader.dataset
     starts = [WorkerStart() for _ in range(workers or 1)]
     if workers == 0 and is_stateful(dataset):
@@ -158,10 +158,10 @@ def dataset_of(loader: LoaderLike) -> DatasetState:
 
 
 def _check_dataset(saved: DatasetState, present: DatasetState) -> None:
-    kinds = {"map": "a map-style", "iterable": "an iterable"}
+    names = {"map": "a map-style", "iterable": "an iterable"}
     if saved.kind != present.kind:
         raise ValueError(
-            f"the state is of {kinds.get(saved.kind, 'another')} dataset, and this loader has {kinds[present.kind]} "
+            f"the state is of {names.get(saved.kind, 'another')} dataset, and this loader has {names[present.kind]} "
             "one: load it into a loader over the same dataset"
         )
     if None not in (saved.length, present.length) and saved.length != present.length:
@@ -172,7 +172,7 @@ def _check_dataset(saved: DatasetState, present: DatasetState) -> None:
 
 
 def _check_workers_states(plan: Plan, loader: LoaderLike) -> None:
-    """Checks that the states of the workers are for the dataset, and notes whether others can go on from them."""
+    """Checks that the states of the workers are for the dataset, and notes whether others can resume from them."""
     is_iterable, has_state = loader._dataset_kind == _DatasetKind.Iterable, is_stateful(loader.dataset)
     for start in plan.workers:
         if start.dataset_state is not None and not has_state:

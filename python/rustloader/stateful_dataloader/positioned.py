@@ -65,7 +65,7 @@ class Positioned:
         return self.origin.yielded
 
     def answers(self, yielded: int) -> int:
-        """Number of answers in this epoch, batches and errors, at a number of delivered batches."""
+        """Returns the number of answers in this epoch, batches and errors, at a number of delivered batches."""
         return yielded - self.origin.yielded + self.raised
 
     def init_torchs(self, it: IteratorLike, init: Callable[[Any], None], loader: LoaderLike) -> None:
@@ -85,13 +85,14 @@ class Positioned:
             seeding = dataclasses.replace(seeding, first_ordinal=self.origin.low, ahead=self.origin.ahead)
         self.seeding = seeding
 
-    def sample_from(self, it: IteratorLike, origin: Plan, torchs: Iterator[Any], position: int) -> Sampling:
-        """The index batches from a position on; ``torchs`` is torch's iterator over the sampler."""
+    def sample_from(self, it: IteratorLike, origin: Plan, torch_iterator: Iterator[Any], position: int) -> Sampling:
+        """Returns the index batches from a position on. ``torch_iterator``: torch's iterator over the sampler."""
         is_map = it._dataset_kind == _DatasetKind.Map
-        return sampling(it._index_sampler, torchs, origin.sampler, position, origin.ahead, self.every, map_style=is_map)
+        saved, ahead = origin.sampler, origin.ahead
+        return sampling(it._index_sampler, torch_iterator, saved, position, ahead, self.every, map_style=is_map)
 
-    def warn_if_frozen(self, it: IteratorLike, made: WorkerStart) -> None:
-        if made.frozen and not self._has_warned:
+    def warn_if_frozen(self, it: IteratorLike, snapshot: WorkerStart) -> None:
+        if snapshot.frozen and not self._has_warned:
             self._has_warned = True
             text = _FROZEN.format(type(it._dataset).__qualname__, FROZEN_AFTER)
             warnings.warn(text, stacklevel=frames_to_program())
@@ -106,7 +107,7 @@ class Positioned:
             warnings.warn(_EMPTY, stacklevel=frames_to_program())
 
     def state(self, it: IteratorLike, **position: Any) -> dict[str, Any]:
-        """The state of the present epoch at a position: fields of `State` that depend on it."""
+        """Returns the state of the present epoch at a position: fields of `State` that depend on it."""
         seeding = self.seeding
         return State(
             num_workers=it._num_workers,
@@ -120,8 +121,8 @@ class Positioned:
         ).to_torchdata()
 
 
-def worker_after(start: WorkerStart, answers: int, count: int, made: WorkerStart | None) -> WorkerStart:
-    """Returns the start of a worker that goes on after a number of its answers.
+def worker_after(start: WorkerStart, answers: int, count: int, snapshot: WorkerStart | None) -> WorkerStart:
+    """Returns the start of a worker that continues after a number of its answers.
 
     Before its first answer, a worker that has loaded a state has that one: the state comes back as it was loaded. A
     dataset that applies it at its first step shows another one until then.
@@ -130,24 +131,25 @@ def worker_after(start: WorkerStart, answers: int, count: int, made: WorkerStart
         start: The start of the worker.
         answers: Number of its answers since.
         count: Number of its answers before its snapshot, and one more for a snapshot of its end.
-        made: The snapshot, or None.
+        snapshot: The snapshot, or None.
     """
-    if made is None or (count == 0 and start.has_state):
-        made = dataclasses.replace(
+    if snapshot is None or (count == 0 and start.has_state):
+        snapshot = dataclasses.replace(
             start, dataset_state=copied(start.dataset_state), iterator_state=copied(start.iterator_state)
         )
     replay = max(answers - count, 0) + (start.replayed if count == 0 else 0)
-    return dataclasses.replace(made, delivered=start.delivered + answers, replay=replay)
+    return dataclasses.replace(snapshot, delivered=start.delivered + answers, replay=replay)
 
 
 def own_copy(batch: Any) -> Any:
-    """An index batch to keep: a sampler may use its list again for the next one."""
+    """Copies an index batch to keep: a sampler may use its list again for the next one."""
     return [*batch] if type(batch) is list else batch
 
 
 def ordinals(origin: Plan, low: int, ahead: list[int]) -> tuple[int, list[int]]:
-    """The low-water mark and the delivered ordinals beyond it, of numbers that count from the start of the epoch's
-    tasks."""
+    """Returns the low-water mark and the delivered ordinals beyond it, of numbers that count from the start of the
+    epoch's tasks.
+    """
     if not origin.ahead:
         return origin.low + low, [origin.low + task for task in ahead]
     mark = ordinal_of(low, origin.low, origin.ahead)

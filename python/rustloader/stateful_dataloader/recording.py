@@ -58,16 +58,16 @@ class Inner:
         return map(next, itertools.repeat(iterator)) if isinstance(iterator, Stateful) else iterator
 
     def state(self, samples_yielded: int) -> dict[str, Any] | None:
-        """The state of the batches, as that of ``sampler.BatchSampler``; None if neither object has one."""
+        """Returns the state of the batches, as that of ``sampler.BatchSampler``; None if neither object has one."""
         iterator = self.begin()
         if isinstance(self._sampler, Stateful) or isinstance(iterator, Stateful):
             return batch_state(samples_yielded, self._sampler, iterator)
         return None
 
 
-def may_be_stateful(kind: Kind, torchs: Any) -> bool:
+def may_be_stateful(kind: Kind, torch_iterator: Any) -> bool:
     """Returns True if a sampler or an iterator over it has a state, or may turn out to have one."""
-    if kind.name == "stateful" or isinstance(torchs, Stateful):
+    if kind.name == "stateful" or isinstance(torch_iterator, Stateful):
         return True
     function = getattr(type(kind.inner), "__iter__", None)
     # Generators have none, nor have the iterators of built-in types.
@@ -79,16 +79,16 @@ class Recorder(Iterator[Any]):
 
     Args:
         kind: The sampler.
-        torchs: Its unstarted iterator.
+        torch_iterator: Its unstarted iterator.
         saved: The entry to go on from; None for the start of the epoch.
         position: Number of index batches before the first one that it yields.
         every: Number of index batches from one state to the next; 0 for the first one alone.
     """
 
-    def __init__(self, kind: Kind, torchs: Any, saved: Entry | None, position: int, every: int) -> None:
+    def __init__(self, kind: Kind, torch_iterator: Any, saved: Entry | None, position: int, every: int) -> None:
         self._kind = kind
         self._index_sampler = kind.inner if kind.batches is None else kind.batches
-        self._torchs = torchs
+        self._torch_iterator = torch_iterator
         self._saved = saved
         self._every = every
         self._inner: Inner | None = None
@@ -119,7 +119,7 @@ class Recorder(Iterator[Any]):
         try:
             iterator = self._begin_inner() if self._is_in_batches() else self._begin_whole()
             if self._saved is None:
-                self._take(iterator, self._position, self._samples)
+                self._record(iterator, self._position, self._samples)
             self._iterator = iterator
         finally:
             self._is_beginning = False
@@ -137,7 +137,7 @@ class Recorder(Iterator[Any]):
         return iterate(self._kind, inner)
 
     def _begin_whole(self) -> Any:
-        saved, iterator = self._saved, self._torchs
+        saved, iterator = self._saved, self._torch_iterator
         if saved is None:
             return iterator
         if saved.index_sampler_state is not None:
@@ -158,7 +158,7 @@ class Recorder(Iterator[Any]):
         if self._inner is not None:
             samples += len(batch)
         if self._every and position % self._every == 0 and self._has_time():
-            self._take(self._iterator, position, samples)
+            self._record(self._iterator, position, samples)
         # One step to a signal handler.
         self._position, self._samples, self._drawn = position, samples, []
         return batch
@@ -166,7 +166,7 @@ class Recorder(Iterator[Any]):
     def _has_time(self) -> bool:
         return self._spent < SNAPSHOT_ALLOWANCE + SNAPSHOT_SHARE * (time.monotonic() - self._began)
 
-    def _take(self, iterator: Any, position: int, samples: int) -> None:
+    def _record(self, iterator: Any, position: int, samples: int) -> None:
         """Keeps the present state. An error is raised when the state is asked for."""
         began = time.thread_time()
         try:
@@ -192,7 +192,7 @@ class Recorder(Iterator[Any]):
         )
 
     def entry(self, position: int) -> Entry | None:
-        """A copy of the newest state that the sampler had before a position, or at it. None: it has no state.
+        """Returns a copy of the newest state that the sampler had before a position, or at it. None: it has no state.
 
         Raises:
             Exception: The error of the sampler's ``state_dict``.
@@ -200,18 +200,20 @@ class Recorder(Iterator[Any]):
         self.begin()
         if self._error is not None:
             raise self._error
-        found = next((entry for entry in reversed(self._entries) if entry.position <= position), None)
-        if found is None or found[1:] == (None, None):
+        newest = next((entry for entry in reversed(self._entries) if entry.position <= position), None)
+        if newest is None or newest[1:] == (None, None):
             return None
-        return Entry(*copied(tuple(found)))
+        return Entry(*copied(tuple(newest)))
 
 
-def recorder_of(kind: Kind, torchs: Any, saved: SamplerState | None, position: int, every: int) -> tuple[Recorder, int]:
-    """A recorder that goes on from what a state says, and the number of its index batches before a position."""
+def recorder_of(
+    kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int, every: int
+) -> tuple[Recorder, int]:
+    """Returns a recorder that continues from a state, and the number of its index batches before a position."""
     entry = None
     begun = 0
     if saved is not None and saved.has_states:
         # A program may have set the position back to one before the state.
         begun = position if saved.state_position is None else min(saved.state_position, position)
         entry = Entry(begun, saved.index_sampler_state, saved.sampler_iter_state)
-    return Recorder(kind, torchs, entry, begun, every), position - begun
+    return Recorder(kind, torch_iterator, entry, begun, every), position - begun

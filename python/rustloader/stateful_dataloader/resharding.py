@@ -54,8 +54,8 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
     if type(num_replicas) is not int or num_replicas <= 0:
         raise ValueError(f"num_replicas must be a positive integer, got {num_replicas!r}")
     ranks = _in_order([_Rank(state) for state in states])
-    samplers = [_changed(rank.sampler, rank.position, len(ranks), num_replicas) for rank in ranks]
-    made = []
+    samplers = [_resharded(rank.sampler, rank.position, len(ranks), num_replicas) for rank in ranks]
+    new_states = []
     for number in range(num_replicas):
         source = number % len(ranks)
         state: dict[str, Any] = copy.deepcopy(dict(ranks[source].state))
@@ -63,8 +63,8 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
             # They belong to the old ranks.
             state[OWN].pop(Own.FAILURES, None)
             state[OWN][Own.SAMPLER] = _of_rank(samplers[source], number).own
-        made.append(state)
-    return made
+        new_states.append(state)
+    return new_states
 
 
 class _Rank:
@@ -86,13 +86,13 @@ class _Rank:
             )
         if own.get(Own.AHEAD):
             raise ValueError(
-                f"batches {list(own[Own.AHEAD])} were delivered before older ones, so what is left cannot be dealt "
-                "anew: take the states with in_order=True, or at the end of an epoch"
+                f"batches {list(own[Own.AHEAD])} were delivered before older ones, so the rest cannot be "
+                "redistributed: take the states with in_order=True, or at the end of an epoch"
             )
         if DatasetState.of(own.get(Own.DATASET) or {}).stateful:
             raise ValueError(
-                "the dataset has a state of its own, which cannot be dealt to other ranks: resume with the same number "
-                "of ranks"
+                "the dataset has a state of its own, which cannot be divided among other ranks: resume with the same "
+                "number of ranks"
             )
         self.position = _position(state)
         self.start: Mapping[str, Any] | None = self.sampler.start
@@ -101,29 +101,29 @@ class _Rank:
 
     def common(self) -> dict[str, Any]:
         """Returns the entries that must be the same in the states of all ranks."""
-        said = {name: getattr(self.sampler, name) for name in ("batch_size", "drop_last", "length")}
-        said |= {schema.FINISHED: self.state.get(schema.FINISHED), "number of batches": self.position}
-        said["begin of the epoch"] = "not begun" if self.start is None else "begun"
+        entries = {name: getattr(self.sampler, name) for name in ("batch_size", "drop_last", "length")}
+        entries |= {schema.FINISHED: self.state.get(schema.FINISHED), "number of batches": self.position}
+        entries["start of the epoch"] = "not begun" if self.start is None else "begun"
         shared = {} if self.start is None else self.start
-        return said | {f"sampler's {name}": value for name, value in shared.items() if name != "rank"}
+        return entries | {f"sampler's {name}": value for name, value in shared.items() if name != "rank"}
 
 
 def _position(state: Mapping[str, Any]) -> int:
     try:
         if schema.SNAPSHOT in state:
             main = state[schema.SNAPSHOT][schema.MAIN]
-            found = main[schema.SAMPLER_ITER_YIELDED] + state[schema.STEPS]
+            delivered = main[schema.SAMPLER_ITER_YIELDED] + state[schema.STEPS]
         else:
-            found = state[schema.SAMPLER_ITER_YIELDED]
+            delivered = state[schema.SAMPLER_ITER_YIELDED]
     except (KeyError, TypeError) as error:
         raise ValueError(f"a state has no number of delivered batches: {error!r} is missing") from error
-    if type(found) is not int or found < 0:
-        raise ValueError(f"a state's number of delivered batches must be a non-negative integer, got {found!r}")
-    return found
+    if type(delivered) is not int or delivered < 0:
+        raise ValueError(f"a state's number of delivered batches must be a non-negative integer, got {delivered!r}")
+    return delivered
 
 
 def _in_order(ranks: list[_Rank]) -> list[_Rank]:
-    """The states of all ranks by rank; checks that they belong together."""
+    """Returns the states of all ranks by rank; checks that they belong together."""
     if not ranks:
         raise ValueError("states must be those of all ranks, got none")
     first = ranks[0].common()
@@ -139,8 +139,8 @@ def _in_order(ranks: list[_Rank]) -> list[_Rank]:
     replicas = ranks[0].start["num_replicas"]
     numbered = {rank.start["rank"]: rank for rank in ranks if rank.start is not None}
     if sorted(numbered) != list(range(replicas)) or len(ranks) != replicas:
-        found = ", ".join(str(rank.start and rank.start["rank"]) for rank in ranks)
-        raise ValueError(f"states must be those of all {replicas} ranks, got those of ranks {found}")
+        present = ", ".join(str(rank.start and rank.start["rank"]) for rank in ranks)
+        raise ValueError(f"states must be those of all {replicas} ranks, got those of ranks {present}")
     return [numbered[number] for number in range(replicas)]
 
 
@@ -148,7 +148,7 @@ def _of_rank(sampler: SamplerState, rank: int) -> SamplerState:
     return replace(sampler, start=sampler.start and sampler.start | {"rank": rank})
 
 
-def _changed(sampler: SamplerState, position: int, old: int, new: int) -> SamplerState:
+def _resharded(sampler: SamplerState, position: int, old: int, new: int) -> SamplerState:
     """Converts the state of a sampler to another number of ranks."""
     start = sampler.start
     if start is None:
@@ -156,16 +156,16 @@ def _changed(sampler: SamplerState, position: int, old: int, new: int) -> Sample
         return replace(sampler, length=None)
     size = 1 if sampler.batch_size is None else sampler.batch_size
     length, consumed = start["dataset_length"], start["consumed"]
-    samples = min((position - start["first"]) * size, _each(length - consumed, old, start["drop_last"]))
+    samples = min((position - start["first"]) * size, _samples_per_rank(length - consumed, old, start["drop_last"]))
     # The end of the order may have been repeated to serve all ranks.
     consumed = min(consumed + samples * old, length)
     return replace(
         sampler,
-        length=_each(length, new, start["drop_last"]),
+        length=_samples_per_rank(length, new, start["drop_last"]),
         start=dict(start) | {"num_replicas": new, "consumed": consumed, "first": position},
     )
 
 
-def _each(length: int, replicas: int, drop_last: bool) -> int:
-    """The number of samples of each rank."""
+def _samples_per_rank(length: int, replicas: int, drop_last: bool) -> int:
+    """Returns the number of samples of each rank."""
     return length // replicas if drop_last else -(-length // replicas)

@@ -193,7 +193,7 @@ class _BatchIterator(Iterator[list[int]]):
 
 
 def batch_state(samples_yielded: int, sampler: Any, indices: Any) -> dict[str, Any]:
-    """The state of an iterator over batches: of the sampler inside, and of the iterator over it."""
+    """Returns the state of an iterator over batches: of the sampler inside, and of the iterator over it."""
     state: dict[str, Any] = {SAMPLES_YIELDED: samples_yielded}
     if isinstance(sampler, Stateful):
         state[INNER_STATE] = sampler.state_dict()
@@ -219,18 +219,18 @@ def load_batch_state(state: Mapping[str, Any], sampler: Any) -> Iterator[Any]:
     return indices
 
 
-def as_stateful(of: Any) -> Stateful:
-    """The sampler or iterator itself, which a saved state is for.
+def as_stateful(sampler: Any) -> Stateful:
+    """Returns the sampler or iterator itself, which a saved state is for.
 
     Raises:
         ValueError: It has no state.
     """
-    if not isinstance(of, Stateful):
+    if not isinstance(sampler, Stateful):
         raise ValueError(
-            f"the state is of a sampler with a state of its own, and {type(of).__qualname__} has no load_state_dict: "
-            "load it into a loader with the same sampler, or begin without a state"
+            f"the state is of a sampler with a state of its own, and {type(sampler).__qualname__} has no "
+            "load_state_dict: load it into a loader with the same sampler, or begin without a state"
         )
-    return of
+    return sampler
 
 
 class StatefulDistributedSampler(DistributedSampler[Any]):

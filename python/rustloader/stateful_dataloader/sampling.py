@@ -51,12 +51,12 @@ class Sampling(ABC):
         Makes the draws of the first ``next`` if they are not made, so that the state says what comes.
         """
 
-    def _said(self, **more: Any) -> SamplerState:
+    def _describe(self, **more: Any) -> SamplerState:
         # Computed on first use: `len` of a sampler may be code of the program.
-        said = self._about
-        if said is None:
-            said = self._about = about(self._kind)
-        return replace(said, **more)
+        description = self._about
+        if description is None:
+            description = self._about = about(self._kind)
+        return replace(description, **more)
 
 
 class _Streamed(Sampling):
@@ -83,7 +83,7 @@ class _Streamed(Sampling):
         if saved is None:
             self.draw()
             saved = self._start.saved
-        return _with_samples(self._said(start=_fresh(saved)), position)
+        return _with_samples(self._describe(start=_cloned(saved)), position)
 
 
 class _Sourced(Sampling):
@@ -101,10 +101,10 @@ class _Sourced(Sampling):
     def state(self, position: int) -> SamplerState:
         source = self._source
         if source is None:
-            return _with_samples(self._said(start={}), position)
+            return _with_samples(self._describe(start={}), position)
         if source.saved is None:
             source.begin()
-        return _with_samples(self._said(start=_fresh(source.saved)), position)
+        return _with_samples(self._describe(start=_cloned(source.saved)), position)
 
 
 class _Recorded(Sampling):
@@ -120,9 +120,9 @@ class _Recorded(Sampling):
     def state(self, position: int) -> SamplerState:
         entry = self._recorder.entry(position)
         if entry is None:
-            return self._said(kind="other")
+            return self._describe(kind="other")
         at, index_sampler, sampler_iter = entry
-        return self._said(
+        return self._describe(
             kind="stateful", state_position=at, index_sampler_state=index_sampler, sampler_iter_state=sampler_iter
         )
 
@@ -136,23 +136,23 @@ class _Other(Sampling):
         pass
 
     def state(self, position: int) -> SamplerState:
-        said = self._said()
-        return _with_samples(said, position) if self._kind.name == "none" else said
+        description = self._describe()
+        return _with_samples(description, position) if self._kind.name == "none" else description
 
 
-def _fresh(start: dict[str, Any] | None) -> dict[str, Any] | None:
+def _cloned(start: dict[str, Any] | None) -> dict[str, Any] | None:
     if start is None:
         return None
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in start.items()}
 
 
-def _with_samples(said: SamplerState, position: int) -> SamplerState:
+def _with_samples(description: SamplerState, position: int) -> SamplerState:
     """Adds torchdata's state of the batches of a sampler without a state."""
-    if said.batch_size is None:
-        return said
-    samples = position * said.batch_size
-    samples = samples if said.length is None else min(samples, said.length)
-    return replace(said, sampler_iter_state={SAMPLES_YIELDED: samples})
+    if description.batch_size is None:
+        return description
+    samples = position * description.batch_size
+    samples = samples if description.length is None else min(samples, description.length)
+    return replace(description, sampler_iter_state={SAMPLES_YIELDED: samples})
 
 
 def unstarted(index_sampler: Any) -> SamplerState:
@@ -162,18 +162,18 @@ def unstarted(index_sampler: Any) -> SamplerState:
 
 def sampling(
     index_sampler: Any,
-    torchs: Any,
+    torch_iterator: Any,
     saved: SamplerState | None,
     position: int,
     ahead: Sequence[int],
     every: int,
     map_style: bool,
 ) -> Sampling:
-    """The index batches of an epoch from a position on. Draws and loads nothing before the first ``next``.
+    """Returns the index batches of an epoch from a position on. Draws and loads nothing before the first ``next``.
 
     Args:
         index_sampler: The source of the loader's index batches.
-        torchs: ``iter(index_sampler)``, unstarted.
+        torch_iterator: ``iter(index_sampler)``, unstarted.
         saved: The result of ``Sampling.state``; also the start alone, or torchdata's two states alone, which are
             those at the position unless it has a ``state_position``. None starts the epoch as torch draws it.
         position: Number of index batches to leave out.
@@ -186,50 +186,50 @@ def sampling(
     """
     kind = kind_of(index_sampler)
     if not map_style:
-        return _Other(kind, indices.stream(index_sampler, torchs))
-    found = _from_position(kind, torchs, saved, position, every)
+        return _Other(kind, indices.stream(index_sampler, torch_iterator))
+    batches = _from_position(kind, torch_iterator, saved, position, every)
     if ahead:
         # All of C code: an interrupt cannot lose an index batch.
-        gone = set(ahead)
-        wanted = [ordinal not in gone for ordinal in range(position, max(ahead) + 1)]
-        found.iterator = itertools.compress(found.iterator, itertools.chain(wanted, itertools.repeat(True)))
-    return found
+        delivered = set(ahead)
+        wanted = [ordinal not in delivered for ordinal in range(position, max(ahead) + 1)]
+        batches.iterator = itertools.compress(batches.iterator, itertools.chain(wanted, itertools.repeat(True)))
+    return batches
 
 
-def _from_position(kind: Kind, torchs: Any, saved: SamplerState | None, position: int, every: int) -> Sampling:
+def _from_position(kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int, every: int) -> Sampling:
     if kind.is_known:
-        return _known(kind, torchs, saved, position)
-    if may_be_stateful(kind, torchs):
-        recorder, left = recorder_of(kind, torchs, saved, position, every)
-        return _Recorded(kind, _without(recorder, left), recorder)
-    return _Other(kind, _without(torchs, position))
+        return _of_known_sampler(kind, torch_iterator, saved, position)
+    if may_be_stateful(kind, torch_iterator):
+        recorder, left = recorder_of(kind, torch_iterator, saved, position, every)
+        return _Recorded(kind, _skipping(recorder, left), recorder)
+    return _Other(kind, _skipping(torch_iterator, position))
 
 
-def _without(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+def _skipping(iterator: Iterator[Any], count: int) -> Iterator[Any]:
     return itertools.islice(iterator, count, None) if count else iterator
 
 
-def _known(kind: Kind, torchs: Any, saved: SamplerState | None, position: int) -> Sampling:
-    given = start_of(kind, saved)
+def _of_known_sampler(kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int) -> Sampling:
+    saved_start = start_of(kind, saved)
     if kind.name == "sequential":
         if position:
             return _Sourced(kind, iterate(kind, Source(kind, None, _indices(kind, position))), None)
-        return _Sourced(kind, indices.stream(kind.index_sampler, torchs), None)
-    if kind.name == "distributed" and given is not None:
-        _warn_of_epoch(given, kind.inner)
+        return _Sourced(kind, indices.stream(kind.index_sampler, torch_iterator), None)
+    if kind.name == "distributed" and saved_start is not None:
+        _warn_of_epoch(saved_start, kind.inner)
         # Frameworks load the state of one rank on all: it is a position, and the same for each.
-        given = {**given, "rank": kind.inner.rank}
+        saved_start = {**saved_start, "rank": kind.inner.rank}
         # A program may have set the position back to one of other ranks.
-        position = max(position - given["first"], 0)
+        position = max(position - saved_start["first"], 0)
     is_owed = saved is not None and saved.is_owed
-    start = Start(given, is_owed)
-    stream = indices.stream(kind.index_sampler, torchs, start)
-    if stream is not torchs:
+    start = Start(saved_start, is_owed)
+    stream = indices.stream(kind.index_sampler, torch_iterator, start)
+    if stream is not torch_iterator:
         if position:
             stream.skip(position)
         return _Streamed(kind, stream, start)
     is_begun = kind.name == "distributed" and kind.batches is None
-    source = Source(kind, given, _indices(kind, position), torchs if is_begun else None, is_owed)
+    source = Source(kind, saved_start, _indices(kind, position), torch_iterator if is_begun else None, is_owed)
     if is_begun:
         # torch has read the sampler's settings just now.
         source.begin()

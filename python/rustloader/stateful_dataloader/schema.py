@@ -96,9 +96,9 @@ class DatasetState:
     stateful: Any
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Self:
+    def of(cls, entries: Mapping[str, Any]) -> Self:
         """Reads a part of a state. A missing entry becomes None."""
-        return _known(cls, said)
+        return _from_entries(cls, entries)
 
     @property
     def is_iterable(self) -> bool:
@@ -139,26 +139,26 @@ class SamplerState:
     is_owed: bool = False
 
     @classmethod
-    def of(cls, said: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Self:
+    def of(cls, entries: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Self:
         """Reads a part of a state.
 
         Args:
-            said: This package's part.
+            entries: This package's part.
             beside: The part with torchdata's keys.
         """
         beside = beside or {}
         states = beside.get(INDEX_SAMPLER_STATE), beside.get(SAMPLER_ITER_STATE)
         more = {"index_sampler_state": states[0], "sampler_iter_state": states[1], "is_owed": False}
-        return _known(cls, said, says_batch_size="batch_size" in said, **more)
+        return _from_entries(cls, entries, says_batch_size="batch_size" in entries, **more)
 
     @property
     def own(self) -> dict[str, Any]:
         """This package's part."""
-        said = {name: getattr(self, name) for name in ("kind", "length", "batch_size", "drop_last")}
+        entries = {name: getattr(self, name) for name in ("kind", "length", "batch_size", "drop_last")}
         if self.kind in ("random", "weighted"):
-            said |= {"data_length": self.data_length, "replacement": self.replacement}
-        said["start"] = self.start
-        return said if self.state_position is None else said | {"state_position": self.state_position}
+            entries |= {"data_length": self.data_length, "replacement": self.replacement}
+        entries["start"] = self.start
+        return entries if self.state_position is None else entries | {"state_position": self.state_position}
 
     @property
     def has_states(self) -> bool:
@@ -228,7 +228,7 @@ class State:
     # Writing
 
     def to_torchdata(self) -> dict[str, Any]:
-        """The state as a new dict. Parts of it are those of this object."""
+        """Returns the state as a new dict. Parts of it are those of this object."""
         assert self.sampler is not None and self.dataset is not None
         values = {
             NUM_WORKERS: self.num_workers,
@@ -246,17 +246,17 @@ class State:
         ]
         if self.num_workers == 0:
             keys = _FLAT_KEYS if self.has_records else _FRESH_KEYS
-            found = {key: values[key] for key in keys}
-            found |= {key: snapshots[0][key] for key in (FETCHER_STATE, DATASET_STATE)}
+            entries = {key: values[key] for key in keys}
+            entries |= {key: snapshots[0][key] for key in (FETCHER_STATE, DATASET_STATE)}
         else:
             snapshot = {
                 SNAPSHOT_STEP: self.yielded,
                 LAST_WORKER: self.last_worker,
                 MAIN: {key: values[key] for key in _MAIN_KEYS},
-                WORKER_SNAPSHOTS: {_name(worker): made for worker, made in enumerate(snapshots)},
+                WORKER_SNAPSHOTS: {_name(worker): part for worker, part in enumerate(snapshots)},
             }
-            found = {SNAPSHOT: snapshot, STEPS: self.steps}
-        return found | {FINISHED: self.finished, OWN: self._own(self.sampler, self.dataset)}
+            entries = {SNAPSHOT: snapshot, STEPS: self.steps}
+        return entries | {FINISHED: self.finished, OWN: self._own(self.sampler, self.dataset)}
 
     def _fetcher_of(self, start: WorkerStart) -> dict[str, Any] | None:
         assert self.dataset is not None
@@ -274,7 +274,7 @@ class State:
             }
             for start in self.workers
         ]
-        found: dict[str, Any] = {
+        own: dict[str, Any] = {
             Own.VERSION: VERSION,
             Own.EPOCH: self.epoch,
             Own.BASE_SEED: self.base_seed,
@@ -286,10 +286,10 @@ class State:
             Own.WORKERS: records if self.has_records else None,
         }
         if self.failures:
-            found[Own.FAILURES] = self.failures
+            own[Own.FAILURES] = self.failures
         if self.next is not None:
-            found[Own.NEXT] = {Own.BASE_SEED: self.next.base_seed, Own.SAMPLER: self.next.sampler}
-        return found
+            own[Own.NEXT] = {Own.BASE_SEED: self.next.base_seed, Own.SAMPLER: self.next.sampler}
+        return own
 
     # Reading
 
@@ -308,25 +308,25 @@ class State:
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a dict from state_dict() of a StatefulDataLoader, got {state!r}")
-        found, own = cls(), state.get(OWN)
+        result, own = cls(), state.get(OWN)
         if own is not None:
-            found._read_header(own, check)
-        found.finished = bool(of(state, FINISHED, bool))
+            result._read_header(own, check)
+        result.finished = bool(value_of(state, FINISHED, bool))
         if SNAPSHOT in state:
-            found._read_snapshot(state, own or {})
+            result._read_snapshot(state, own or {})
         elif NUM_YIELDED in state:
-            found.low = count(state, SAMPLER_ITER_YIELDED)
-            found.yielded = count(state, NUM_YIELDED)
-            found.workers = [_worker(state, found._records(own or {}, 1)[0])]
-            found.sampler = SamplerState.of((own or {}).get(Own.SAMPLER) or {}, state)
+            result.low = count(state, SAMPLER_ITER_YIELDED)
+            result.yielded = count(state, NUM_YIELDED)
+            result.workers = [_worker(state, result._records(own or {}, 1)[0])]
+            result.sampler = SamplerState.of((own or {}).get(Own.SAMPLER) or {}, state)
         else:
             raise ValueError(
                 f"the state has neither {SNAPSHOT!r} nor {NUM_YIELDED!r}, which states of a StatefulDataLoader have: "
                 "load what state_dict() returned"
             )
         if own is not None:
-            found._read_own(own)
-        return found
+            result._read_own(own)
+        return result
 
     def _read_header(self, own: Any, check: Callable[[DatasetState | SamplerState], None]) -> None:
         if not isinstance(own, Mapping):
@@ -337,23 +337,23 @@ class State:
                 f"the state has format {version}, and this version of rustloader reads format {VERSION}: update "
                 "rustloader"
             )
-        self.dataset = DatasetState.of(of(own, Own.DATASET, dict))
+        self.dataset = DatasetState.of(value_of(own, Own.DATASET, dict))
         check(self.dataset)
-        check(SamplerState.of(of(own, Own.SAMPLER, dict)))
+        check(SamplerState.of(value_of(own, Own.SAMPLER, dict)))
 
     def _records(self, own: Mapping[str, Any], number: int) -> list[Any]:
-        found = (of(own, Own.WORKERS, list, type(None)) if own else None) or []
-        self.has_records = bool(found)
-        return found or [{}] * number
+        records = (value_of(own, Own.WORKERS, list, type(None)) if own else None) or []
+        self.has_records = bool(records)
+        return records or [{}] * number
 
     def _read_snapshot(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        snapshot = of(state, SNAPSHOT, dict)
-        main = of(snapshot, MAIN, dict)
+        snapshot = value_of(state, SNAPSHOT, dict)
+        main = value_of(snapshot, MAIN, dict)
         self.steps = count(state, STEPS)
         self.low = count(main, SAMPLER_ITER_YIELDED)
         self.yielded = count(snapshot, SNAPSHOT_STEP)
         self.num_workers = number = count(main, NUM_WORKERS)
-        snapshots = of(snapshot, WORKER_SNAPSHOTS, dict)
+        snapshots = value_of(snapshot, WORKER_SNAPSHOTS, dict)
         names = [_name(worker) for worker in range(min(number, len(snapshots)))]
         if number == 0 or number != len(snapshots) or sorted(snapshots) != sorted(names):
             raise ValueError(
@@ -364,22 +364,22 @@ class State:
         if len(records) != number:
             raise ValueError(f"the state has {NUM_WORKERS}={number}, but {len(records)} workers in {OWN!r}")
         for name, record in zip(names, records, strict=True):
-            self.workers.append(_worker(of(snapshots, name, dict), record))
+            self.workers.append(_worker(value_of(snapshots, name, dict), record))
         self.last_worker = count(snapshot, LAST_WORKER)
-        self.base_seed = of(main, BASE_SEED, int, type(None)) if BASE_SEED in main else None
+        self.base_seed = value_of(main, BASE_SEED, int, type(None)) if BASE_SEED in main else None
         self.sampler = SamplerState.of(own.get(Own.SAMPLER) or {}, main)
 
     def _read_own(self, own: Mapping[str, Any]) -> None:
-        ahead = of(own, Own.AHEAD, list, tuple)
+        ahead = value_of(own, Own.AHEAD, list, tuple)
         if not all(isinstance(value, int) and value >= 0 for value in ahead):
             raise ValueError(f"the state's {Own.AHEAD!r} must have non-negative integers, got {ahead!r}")
         self.ahead = tuple(sorted(ahead))
         self.epoch = count(own, Own.EPOCH)
         self.failures = count(own, Own.FAILURES, 0)
-        self.base_seed = of(own, Own.BASE_SEED, int, type(None))
+        self.base_seed = value_of(own, Own.BASE_SEED, int, type(None))
         seeds = own.get(Own.SEEDS)
-        self.seeds = None if seeds is None else (of(seeds, Own.BASE_SEED, int), count(seeds, Own.EPOCH))
-        draws = of(own, Own.NEXT, dict, type(None)) if Own.NEXT in own else None
+        self.seeds = None if seeds is None else (value_of(seeds, Own.BASE_SEED, int), count(seeds, Own.EPOCH))
+        draws = value_of(own, Own.NEXT, dict, type(None)) if Own.NEXT in own else None
         self.next = None if draws is None else Draws(draws.get(Own.BASE_SEED), draws.get(Own.SAMPLER))
 
 
@@ -387,17 +387,17 @@ def _name(worker: int) -> str:
     return f"worker_{worker}"
 
 
-def _known(cls: Any, said: Mapping[str, Any], **more: Any) -> Any:
-    return cls(**{name: said.get(name) for name in cls.__dataclass_fields__} | more)
+def _from_entries(cls: Any, entries: Mapping[str, Any], **more: Any) -> Any:
+    return cls(**{name: entries.get(name) for name in cls.__dataclass_fields__} | more)
 
 
 def _worker(snapshot: Any, record: Any) -> WorkerStart:
     """Returns the start of a worker, from its snapshot and its record in a state."""
     snapshot = record.get(Own.START) or snapshot
-    of(snapshot, DATASET_STATE, object)
-    fetcher = of(snapshot, FETCHER_STATE, dict, type(None)) or {}
+    value_of(snapshot, DATASET_STATE, object)
+    fetcher = value_of(snapshot, FETCHER_STATE, dict, type(None)) or {}
     if fetcher:
-        of(fetcher, DATASET_ITER_STATE, object)
+        value_of(fetcher, DATASET_ITER_STATE, object)
     return WorkerStart(
         dataset_state=snapshot.get(DATASET_STATE),
         iterator_state=fetcher.get(DATASET_ITER_STATE),
@@ -409,22 +409,22 @@ def _worker(snapshot: Any, record: Any) -> WorkerStart:
     ).resumed()
 
 
-def of(values: Any, key: str, *kinds: type) -> Any:
-    """A value of a state, of one of these types."""
+def value_of(values: Any, key: str, *types: type) -> Any:
+    """Returns a value of a state, of one of these types."""
     if key not in values:
         raise ValueError(f"the state has no {key!r}: load what state_dict() of a StatefulDataLoader returned")
     value = values[key]
-    if not isinstance(value, kinds):
-        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+    if not isinstance(value, types):
+        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in types)
         raise ValueError(f"the state's {key!r} must be of type {names}, got {value!r}")
     return value
 
 
 def count(values: Any, key: str, default: int | None = None) -> int:
-    """A non-negative number of a state. Without a default it must be there."""
+    """Returns a non-negative number of a state. Without a default it must be there."""
     if default is not None and key not in values:
         return default
-    value: int = of(values, key, int)
+    value: int = value_of(values, key, int)
     if isinstance(value, bool):
         raise ValueError(f"the state's {key!r} must be of type int, got {value!r}")
     if value < 0:
@@ -462,7 +462,7 @@ _IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def copied(value: Any) -> Any:
-    """A deep copy of a state. Fast for plain types and tensors."""
+    """Returns a deep copy of a state. Fast for plain types and tensors."""
     kind = type(value)
     if kind in _IMMUTABLE:
         return value

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 # Attribute of a dataset: number of calls of ``set_epoch``, and the arguments of the last one.
-_TOLD = "_rustloader_told"
+_RECORD = "_rustloader_told"
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -29,8 +29,8 @@ class EpochRecorder:
         self.note_begun()
 
     def since_last_epoch(self) -> _Arguments | None:
-        """The arguments of the last ``set_epoch`` since the last epoch began; None: there was none."""
-        self._latest, args, kwargs = self._told()
+        """Returns the arguments of the last ``set_epoch`` since the last epoch began; None: there was none."""
+        self._latest, args, kwargs = self._recorded()
         self.in_force = (args, kwargs) if self._latest else None
         return None if self._latest == self._seen else self.in_force
 
@@ -38,32 +38,32 @@ class EpochRecorder:
         """Notes that an epoch has begun: all workers have got its ``set_epoch``."""
         self._seen = self._latest
 
-    def _told(self) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-        found: Any = getattr(self._dataset, "__dict__", {}).get(_TOLD)
-        return found or (0, (), {})
+    def _recorded(self) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        recorded: Any = getattr(self._dataset, "__dict__", {}).get(_RECORD)
+        return recorded or (0, (), {})
 
 
 def recorder_of(dataset: Any) -> EpochRecorder | None:
-    """A recorder for a dataset with ``set_epoch``. Its class then notes calls, on the dataset itself."""
+    """Returns a recorder for a dataset with ``set_epoch``. Its class then notes calls, on the dataset itself."""
     cls = type(dataset)
     function = getattr(cls, "set_epoch", None)
     if not callable(function) or not hasattr(dataset, "__dict__"):
         return None
     if not hasattr(function, "_rustloader_notes"):
         try:
-            cls.set_epoch = _noting(function)
+            cls.set_epoch = _recording(function)
         except TypeError:  # a class of an extension
             return None
     return EpochRecorder(dataset)
 
 
-def _noting(function: Any) -> Any:
+def _recording(function: Any) -> Any:
     @functools.wraps(function)
     def set_epoch(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs)
-        calls = self.__dict__.get(_TOLD, (0,))[0]
+        calls = self.__dict__.get(_RECORD, (0,))[0]
         # Past a class that refuses attributes.
-        object.__setattr__(self, _TOLD, (calls + 1, args, kwargs))
+        object.__setattr__(self, _RECORD, (calls + 1, args, kwargs))
         return result
 
     set_epoch._rustloader_notes = True  # type: ignore[attr-defined]

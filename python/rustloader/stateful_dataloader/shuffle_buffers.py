@@ -30,18 +30,18 @@ def warn(dataset: Any) -> None:
 
 
 def largest(dataset: Any) -> int:
-    """The number of samples in the largest shuffle buffer, 0 if none is found. Runs no code of the dataset's."""
+    """Returns the number of samples in the largest shuffle buffer, 0 without one. Runs no code of the dataset."""
     candidates = [dataset, *_attributes(dataset).values()]
     waiting = [it for it in candidates if _OF_STREAM in _attributes(it)]
     size = 0
     for _ in range(_MOST):
         if not waiting:
             break
-        found = _attributes(waiting.pop())
-        if type(found.get("buffer_size")) is int:
-            size = max(size, found["buffer_size"])
-        for name in found.keys() & _PARTS:
-            part = found[name]
+        attributes = _attributes(waiting.pop())
+        if type(attributes.get("buffer_size")) is int:
+            size = max(size, attributes["buffer_size"])
+        for name in attributes.keys() & _PARTS:
+            part = attributes[name]
             waiting += part if type(part) is list else [part]
     return size
 

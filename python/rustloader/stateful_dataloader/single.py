@@ -64,7 +64,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._num_yielded = plan.yielded
         tracing.follow_fetches(self, loader_state.of(loader), names.of(loader))
 
-    def _resume_sampler(self, torchs: Any) -> Any:
+    def _resume_sampler(self, torch_iterator: Any) -> Any:
         """Takes the first snapshot, and makes the batches again that the saved one lacks."""
         start, low = self._start, self.origin.low
         fetcher, count = self._dataset_fetcher, start.replayed
@@ -74,7 +74,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
                 self._snapshots.append((0, first))
         is_map = self._dataset_kind == _DatasetKind.Map
         self._epoch.sampling = sampling = self._epoch.sample_from(
-            self, self.origin, torchs, low - count if is_map else low
+            self, self.origin, torch_iterator, low - count if is_map else low
         )
         if count:
             if is_map:
@@ -153,7 +153,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             raise error()
 
     def _next_answer(self) -> Any:
-        """The batch of the next index batch."""
+        """Makes the batch of the next index batch."""
         answers = self._epoch.answers(self._num_yielded)
         if self._drawn_at != answers:
             self._drawn.clear()
@@ -214,7 +214,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
     def state(
         self, back: int, finished: bool, draws: Draws | None = None, *, before_error: bool = False
     ) -> dict[str, Any]:
-        """The state after the last batch that was delivered, or ``back`` batches before.
+        """Returns the state after the last batch that was delivered, or ``back`` batches before.
 
         ``draws``: Those of the next epoch. ``before_error``: Without the last answer, which is an error.
         """
@@ -243,18 +243,19 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         )
 
     def _worker(self, answers: int, is_last: bool, finished: bool) -> WorkerStart:
-        """The state of dataset and fetcher, and how many batches were made after it."""
-        maker, start, made = self._maker, self._start, None
+        """Returns the state of dataset and fetcher, and how many batches were made after it."""
+        maker, start, snapshot = self._maker, self._start, None
         is_at_start = answers == 0 and start.has_state and not finished
         if is_last and maker.has_state and not is_at_start and (finished or self._drawn_at != answers):
-            made = maker.state(self._dataset_fetcher, self._dataset)
-            made.dataset_state, made.iterator_state = copied(made.dataset_state), copied(made.iterator_state)
+            snapshot = maker.state(self._dataset_fetcher, self._dataset)
+            snapshot.dataset_state = copied(snapshot.dataset_state)
+            snapshot.iterator_state = copied(snapshot.iterator_state)
             if not finished and self._drawn_at == answers:
                 # Another thread has begun the next batch.
-                made = None
-        if made is not None:
+                snapshot = None
+        if snapshot is not None:
             # The batches that were made again are in it.
-            worker = worker_after(start, answers, answers, made)
+            worker = worker_after(start, answers, answers, snapshot)
             worker.replay = 0
         else:
             worker = worker_after(start, answers, *self._newest_snapshot(answers))

@@ -70,8 +70,8 @@ class Source:
     def _shard(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
         if self._start is not None:
             return iter(shard(self._start).tolist()), dict(self._start)
-        found = shard_start(self._kind.inner)
-        return iter(self._kind.inner) if self._iterator is None else self._iterator, found
+        start = shard_start(self._kind.inner)
+        return iter(self._kind.inner) if self._iterator is None else self._iterator, start
 
     def _random(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
         inner = self._kind.inner
@@ -92,7 +92,7 @@ class Source:
 
 
 def _advanced(iterator: Iterator[Any]) -> Iterator[Any]:
-    """An iterator that has made its first draw."""
+    """Makes the first draw of an iterator, and returns the iterator."""
     return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
 
 
@@ -108,7 +108,7 @@ class _Batches:
 
 
 def iterate(kind: Kind, source: Any) -> Iterator[Any]:
-    """torch's iterator over the batches of a source, or over its indices. Begins at the first ``next``."""
+    """Returns torch's iterator over the batches of a source, or over its indices. Begins at the first ``next``."""
     if kind.batches is not None:
         return BatchSampler.__iter__(_Batches(kind.batches, source))  # type: ignore[arg-type]
     return _lazily(source)
@@ -119,15 +119,15 @@ def _lazily(source: Any) -> Iterator[Any]:
 
 
 def start_of(kind: Kind, saved: SamplerState | None) -> Mapping[str, Any] | None:
-    """The saved start of a known sampler; None if there is none.
+    """Returns the saved start of a known sampler; None if there is none.
 
     A state of torchdata's RandomSampler has the state of its generator. torch's sampler draws the same indices from it.
     """
     if saved is None:
         return None
     if saved.kind is not None or saved.start is not None:
-        found: Mapping[str, Any] | None = saved.start
-        return found or None
+        start: Mapping[str, Any] | None = saved.start
+        return start or None
     state = saved.sampler_iter_state
     if kind.batches is not None and isinstance(state, Mapping):
         state = state.get(INNER_ITER_STATE)

@@ -90,7 +90,7 @@ def pin_thread_error(cause: str) -> Callable[[], RuntimeError]:
 
 
 def end_of(death: Death, process: Any) -> tuple[int | None, str | None]:
-    """The exit code of a worker, and the name of the signal that killed it."""
+    """Returns the exit code of a worker, and the name of the signal that killed it."""
     exitcode, name = death.exitcode, death.signal
     if exitcode is None:
         exitcode = _exitcode_of(process)

@@ -57,14 +57,14 @@ class Restarts:
         # Deaths of each worker without an answer in between, after its first one, and its answers at the last one.
         self._in_a_row: dict[int, tuple[int, int]] = {}
         # Deaths at each sample: task, and place in its index batch if known.
-        self._at: Counter[tuple[int, int | None]] = Counter()
+        self._deaths_at: Counter[tuple[int, int | None]] = Counter()
         # Deaths at each task, since a sample of it was last found to be passed over.
         self._in_task: Counter[int] = Counter()
         # Workers whose last death is final because of their batch.
         self._poisoned: set[int] = set()
 
     def restarts_of(self, worker_id: int) -> int:
-        """Number of restarts of a worker, in all epochs."""
+        """Returns the number of restarts of a worker, in all epochs."""
         return self._restarts[worker_id]
 
     def is_counted(self, death: Death) -> bool:
@@ -117,19 +117,19 @@ class Restarts:
         return self._settled.get(death.worker_id, -1) >= death.generation
 
     def line_of(self, worker_id: int) -> str:
-        """The last death of a worker, in a line."""
+        """Returns the last death of a worker, in a line."""
         return self._lines[worker_id]
 
     def notes(self, worker_id: int) -> list[str]:
         """Returns the lines about other deaths for the error of a worker's final death."""
-        found = []
+        notes = []
         others = [line for line in self.history if line != self._lines.get(worker_id)]
         if others:
             lines = "".join(f"\n  {line}" for line in others)
-            found.append(f"Other deaths of workers in this epoch, with max_restarts={self.limit}:{lines}")
+            notes.append(f"Other deaths of workers in this epoch, with max_restarts={self.limit}:{lines}")
         if worker_id in self._poisoned:
-            found.append(f"{POISON_AFTER} workers have died in its batch, which is not tried again.")
-        return found
+            notes.append(f"{POISON_AFTER} workers have died in its batch, which is not tried again.")
+        return notes
 
     def _decided(self, death: Death, seconds: float | None) -> float | None:
         self._counted[death.worker_id] = death.generation, seconds is None
@@ -143,15 +143,15 @@ class Restarts:
         return min(BACK_OFF * 2.0 ** (min(again, 64) - 1), BACK_OFF_MOST) if again else 0.0
 
     def _survives_at(self, death: Death, task: int, cause: str) -> bool:
-        """Counts a death at a sample. Returns whether the worker may go on, without that sample if need be."""
-        at = task, death.place
-        self._at[at] += 1
+        """Counts a death at a sample. Returns True if the worker may continue, without that sample if need be."""
+        sample = task, death.place
+        self._deaths_at[sample] += 1
         self._in_task[task] += 1
-        if max(self._at[at], self._in_task[task]) < POISON_AFTER:
+        if max(self._deaths_at[sample], self._in_task[task]) < POISON_AFTER:
             return True
         number = death.first_task + task
         # Deaths at several samples say of none that it kills: each may have been there when time or memory ran out.
-        place = death.place if self._at[at] >= POISON_AFTER else None
+        place = death.place if self._deaths_at[sample] >= POISON_AFTER else None
         # The replacement of a sample that was passed over may kill, too.
         is_again = place in self.poison.get(death.worker_id, {}).get(number, {})
         if place is None or is_again or not self._passes_over:
@@ -164,7 +164,7 @@ class Restarts:
 
 
 def described(death: Death, cause: str, under_way: bool = True) -> str:
-    """A death in one line. The arguments are those of ``Restarts.on_death``."""
+    """Describes a death in one line. The arguments are those of ``Restarts.on_death``."""
     text = f"worker {death.worker_id} (pid {death.pid}) {cause}"
     if death.task is not None:
         text += f", {'at' if under_way else 'before'} batch {death.task} of index {index_text(death.index)}"

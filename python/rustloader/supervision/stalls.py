@@ -19,7 +19,7 @@ _FETCHER = re.compile(r'  File "[^"]*\btorch/utils/data/_utils/fetch\.py", line 
 
 
 def to_the_fetcher(stack: str) -> str:
-    """The stacks of threads, each down to torch's fetcher: what has called it is the same for all batches.
+    """Returns the stacks of threads, each down to torch's fetcher: what has called it is the same for all batches.
 
     Args:
         stack: The output of faulthandler, the innermost frame of each thread first.
@@ -33,11 +33,14 @@ def to_the_fetcher(stack: str) -> str:
     return "\n".join(shown)
 
 
-def text(worker_id: int, torchs: str) -> str:
-    """The text of the error for a worker that was killed for ``stall_timeout``; ``torchs`` is torch's for the death."""
+def text(worker_id: int, torch_text: str) -> str:
+    """Returns the text of the error for a worker that was killed for ``stall_timeout``.
+
+    ``torch_text`` is torch's text for the death.
+    """
     return (
         f"DataLoader worker {worker_id} was in one batch for longer than stall_timeout and was killed; the log has its "
-        f"stack, and a larger stall_timeout allows slower batches. {torchs}"
+        f"stack, and a larger stall_timeout allows slower batches. {torch_text}"
     )
 
 

@@ -23,8 +23,8 @@ from rustloader.workers.group import WorkerGroup, deferred_signals
 logger = logging.getLogger("rustloader")
 
 _NEW_STREAMS = (
-    "a DataLoader: a worker that is started again goes on with other random numbers; with seed_by='batch' or 'sample' "
-    "it makes the same batches again"
+    "a DataLoader: a restarted worker uses different random numbers; with seed_by='batch' or 'sample' it makes the "
+    "same batches again"
 )
 
 
@@ -36,7 +36,7 @@ class Supervisor:
         counters: Statistics of the iterator.
         state: The state of its loader, to log messages once.
         restarts: Decides about deaths; None: each is final.
-        new_streams: Whether a worker that is started again goes on with other random numbers.
+        new_streams: Whether a restarted worker uses different random numbers.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Supervisor:
             self._restarts.begin_epoch()
 
     def poison_of(self, worker_id: int) -> dict[int, dict[int, str]]:
-        """The samples that a worker passes over, as in `Job.poison`."""
+        """Returns the samples that a worker passes over, as in `Job.poison`."""
         return {} if self._restarts is None else self._restarts.poison.get(worker_id, {})
 
     def replace_dead(self, death: Death, make_job: Callable[[Death], Job]) -> None:
@@ -105,7 +105,7 @@ class Supervisor:
         return contextlib.nullcontext([]) if is_remote(self._group.context) else deferred_signals()
 
     def _process_of(self, death: Death) -> Any:
-        """The process that has died, or None: programs can reach the list and may have emptied it."""
+        """Returns the process that has died, or None: programs can reach the list and may have emptied it."""
         processes = self._group.processes
         return processes[death.worker_id] if death.worker_id < len(processes) else None
 
@@ -113,7 +113,7 @@ class Supervisor:
         return self._group.was_out_of_memory(death, deaths.end_of(death, worker)[0])
 
     def _decide(self, restarts: Restarts, death: Death) -> float | None:
-        """Seconds until a worker is to be started again; None: not at all."""
+        """Returns the seconds until a worker is to be started again; None: not at all."""
         if restarts.is_counted(death):
             return restarts.on_death(death)
         worker = self._process_of(death)

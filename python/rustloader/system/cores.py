@@ -13,19 +13,20 @@ cpu_quota = functools.cache(_read_quota)
 
 
 def effective_cores(affinity: int | None = None) -> float:
-    """Cores that the affinity (default: this process's) and the CPU quota of this process's cgroups allow."""
+    """Returns how many cores the affinity (default: this process's) and the CPU quota of its cgroups allow."""
     cores = len(os.sched_getaffinity(0)) if affinity is None else affinity
     quota = cpu_quota()
     return cores if quota is None else min(cores, quota)
 
 
 def usable_cores(affinity: int | None = None) -> int:
-    """The effective cores, rounded up."""
+    """Returns the effective cores, rounded up."""
     return max(1, math.ceil(effective_cores(affinity)))
 
 
 def ranks_on_cores() -> int:
-    """The ranks that share the cores of this one: itself if they are bound, and all ranks of this machine otherwise.
+    """Returns the ranks that share the cores of this one: itself if they are bound, and all ranks of this machine
+    otherwise.
 
     A CPU quota is for all of them.
     """
@@ -35,12 +36,13 @@ def ranks_on_cores() -> int:
 
 
 def own_cores() -> int:
-    """The usable cores, divided among the ranks that share them; 1 or more."""
+    """Returns the usable cores, divided among the ranks that share them; 1 or more."""
     return max(1, usable_cores() // ranks_on_cores())
 
 
 def busy_seconds() -> float | None:
-    """Processor time of all processes so far, on the cores that this process may use; None if the system does not say.
+    """Returns the processor time of all processes so far, on the cores that this process may use; None if the system
+    does not say.
 
     It includes time that other virtual machines have taken.
     """
@@ -54,7 +56,7 @@ def busy_seconds() -> float | None:
 
 
 def share_of_cores(cpu_seconds: float | None, seconds: float) -> float | None:
-    """Processor time as a share of what all cores have in some seconds, from 0 to 1; None if it is unknown."""
+    """Returns the processor time as a share of what all cores have in some seconds, from 0 to 1; None: unknown."""
     cores = len(os.sched_getaffinity(0))
     # Beside a smaller CPU quota the use of the cores says little.
     if cpu_seconds is None or seconds <= 0 or usable_cores() < cores:

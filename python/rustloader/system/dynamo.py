@@ -25,7 +25,7 @@ def _pass_over() -> None:
 
 
 def pass_over() -> None:
-    """Tells Dynamo to skip the frames of this package: now if it has been imported, else at the end of its import."""
+    """Makes Dynamo skip the frames of this package: now if it has been imported, else at the end of its import."""
     if _RULES in sys.modules:
         _pass_over()
     else:

@@ -80,5 +80,5 @@ def at_fork(
 
 
 def registered(name: str) -> tuple[str, ...]:
-    """The parts of a step that do something in this process."""
+    """Returns the parts of a step that do something in this process."""
     return tuple(part for part in _PARTS if _parts[name][part].function is not None)

@@ -17,17 +17,17 @@ class GeneratorStates:
     """The states of the global generators of torch, Python and NumPy at one moment; of NumPy's if it is imported."""
 
     def __init__(self) -> None:
-        self._torchs = torch.default_generator.get_state()
-        self._pythons = random.getstate()
+        self._torch_state = torch.default_generator.get_state()
+        self._python_state = random.getstate()
         numpy_random = sys.modules.get("numpy.random")
-        self._numpys = None if numpy_random is None else _NumpyState(numpy_random)
+        self._numpy_state = None if numpy_random is None else _NumpyState(numpy_random)
 
     def restore(self) -> None:
         """Sets the generators to these states."""
-        torch.default_generator.set_state(self._torchs)
-        random.setstate(self._pythons)
-        if self._numpys is not None:
-            self._numpys.restore()
+        torch.default_generator.set_state(self._torch_state)
+        random.setstate(self._python_state)
+        if self._numpy_state is not None:
+            self._numpy_state.restore()
 
 
 class _NumpyState:

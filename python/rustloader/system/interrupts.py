@@ -23,7 +23,7 @@ def is_interrupt(error: BaseException | None, handled: BaseException | None = _P
     So a handler is recognised even if it was uninstalled before it raised. Python's own handler for Ctrl-C is not
     written in Python and has no frame, but raises KeyboardInterrupt.
     """
-    # The chain may go on with an error that the caller of `next` handles just now.
+    # The chain may continue with an error that the caller of `next` handles just now.
     if handled is _PRESENT:
         handled = sys.exception()
     seen: set[int] = set()
@@ -41,10 +41,10 @@ def _is_handler(frame: FrameType) -> bool:
     if frame.f_back is None:
         return False
     names, varargs, _, values = inspect.getargvalues(frame)
-    given = [values.get(name) for name in names]
+    arguments = [values.get(name) for name in names]
     if varargs is not None:
-        given.extend(values.get(varargs) or ())
+        arguments.extend(values.get(varargs) or ())
     if _CACHES_LOCALS and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         # The frame keeps this copy of its variables. With the error among them it would be a cycle.
         values.clear()
-    return any(value is frame.f_back for value in given)
+    return any(value is frame.f_back for value in arguments)

@@ -22,34 +22,34 @@ _SLURM_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
 
 def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """The number in a variable of the environment; None if there is none."""
+    """Returns the number in a variable of the environment; None if there is none."""
     text = environment.get(name, "")
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
 def size() -> int | None:
-    """The number of ranks on this machine, 1 or more; None if unknown."""
-    return next((found for name in _SIZES if (found := number(name))), None) or _slurm_size()
+    """Returns the number of ranks on this machine, 1 or more; None if unknown."""
+    return next((value for name in _SIZES if (value := number(name))), None) or _slurm_size()
 
 
 def rank() -> int | None:
-    """The number of this rank among those of this machine, from 0; None if unknown."""
-    found = _number_in(os.environ)
-    return None if found is None else found[1]
+    """Returns the number of this rank among those of this machine, from 0; None if unknown."""
+    variable = _number_in(os.environ)
+    return None if variable is None else variable[1]
 
 
 def global_rank() -> int | None:
-    """The number of this rank among those of all machines, from 0; None if unknown."""
-    return next((found for name in _GLOBAL if (found := number(name)) is not None), None)
+    """Returns the number of this rank among those of all machines, from 0; None if unknown."""
+    return next((value for name in _GLOBAL if (value := number(name)) is not None), None)
 
 
 def _slurm_size() -> int | None:
     sizes: list[int] = []
     for part in os.environ.get(_SLURM_SIZES, "").split(","):
-        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,5})\))?", part)
-        if not found:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,5})\))?", part)
+        if not match:
             return None
-        sizes += [int(found[1])] * int(found[2] or 1)
+        sizes += [int(match[1])] * int(match[2] or 1)
     node = number("SLURM_NODEID")
     return (sizes[node] or None) if node is not None and node < len(sizes) else None
 
@@ -65,7 +65,7 @@ def are_bound(cores: Iterable[int]) -> bool:
 
 
 def _launcher() -> int:
-    """The pid of the launcher: the nearest ancestor that did not start with this rank's number.
+    """Returns the pid of the launcher: the nearest ancestor that did not start with this rank's number.
 
     Those before it are a rank's own wrappers (a shell, ``uv run``, ``conda run``), which have the rank's cores.
     """
@@ -76,10 +76,10 @@ def _launcher() -> int:
 
 
 def number_of(pid: int) -> tuple[str, int] | None:
-    """The variable with a rank's number that a process started with, and the number; None if there is none."""
+    """Returns the variable with a rank's number that a process started with, and the number; None if there is none."""
     lines = (procfs.read(f"/proc/{pid}/environ") or "").split("\0")
     return _number_in(dict(line.split("=", 1) for line in lines if "=" in line))
 
 
 def _number_in(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    return next(((name, found) for name in _RANKS if (found := number(name, environment)) is not None), None)
+    return next(((name, value) for name in _RANKS if (value := number(name, environment)) is not None), None)

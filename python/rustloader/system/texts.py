@@ -4,14 +4,14 @@ _PLURALS = {"batch": "batches", "copy": "copies", "entry": "entries", "miss": "m
 
 
 def count_of(count: int, what: str) -> str:
-    """A count with its noun: "1 worker", "2,500 batches"."""
+    """Formats a count with its noun: "1 worker", "2,500 batches"."""
     if count != 1:
         what = _PLURALS.get(what, f"{what}s")
     return f"{count:,} {what}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in a suitable unit with three digits: "17.2 us", "123 ms", "4.56 s"."""
+    """Formats seconds in a suitable unit with three digits: "17.2 us", "123 ms", "4.56 s"."""
     for unit, scale in (("us", 1e6), ("ms", 1e3)):
         if 0 < seconds * scale < 999.5:
             return f"{seconds * scale:.3g} {unit}"
@@ -19,7 +19,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes with a unit, two to three digits: "1.2 MB", "123 kB"."""
+    """Formats bytes with a unit, two to three digits: "1.2 MB", "123 kB"."""
     for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= bytes_:
             value = count / bytes_
@@ -28,7 +28,7 @@ def size(count: float) -> str:
 
 
 def short_index(index: str, limit: int = 40) -> str:
-    """The text of an index batch; of a long one the beginning, and the total count where the text has it."""
+    """Returns the text of an index batch; of a long one the beginning, and the total count where the text has it."""
     if len(index) <= limit:
         return index
     head, _, in_all = index.partition(", ... ")
@@ -39,15 +39,15 @@ def short_index(index: str, limit: int = 40) -> str:
 
 
 def printable(text: str) -> str:
-    """A text with a question mark for each character that cannot be shown."""
+    """Returns the text with a question mark for each character that cannot be shown."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def type_name(value: object) -> str:
-    """The name of a value's type, with its module unless that is ``builtins``."""
+    """Returns the name of a value's type, with its module unless that is ``builtins``."""
     return name_of(type(value))
 
 
 def name_of(kind: type) -> str:
-    """The name of a type, with its module unless that is ``builtins``."""
+    """Returns the name of a type, with its module unless that is ``builtins``."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

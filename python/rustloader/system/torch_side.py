@@ -43,7 +43,7 @@ def is_torchs(function: Any, module: types.ModuleType) -> bool:
 
 
 def known_code(function: Any, module: types.ModuleType, *known: str) -> types.CodeType | None:
-    """The code of a function of torch's, if it is code that this package imitates; else None.
+    """Returns the code of a function of torch's, if it is code that this package imitates; else None.
 
     Args:
         function: Found in a class or module of torch's, where a program may have replaced it.
@@ -65,7 +65,7 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 @functools.cache
 def _caller(caller: types.CodeType, name: str) -> Callable[..., Any]:
-    """``_call`` from a frame in torch's file and module, at the line where ``caller`` uses ``name``."""
+    """Returns ``_call`` from a frame in torch's file and module, at the line where ``caller`` uses ``name``."""
     lines = (it.positions.lineno for it in dis.get_instructions(caller) if it.argval == name and it.positions)
     line = next(filter(None, lines), caller.co_firstlineno)
     code = _call.__code__.replace(
@@ -91,7 +91,7 @@ def in_torch(caller: Callable[..., Any], name: str, function: Callable[..., Any]
 
 
 def frames_to_program() -> int:
-    """The `stacklevel` with which a warning of the caller names the code that has called this package."""
+    """Returns the `stacklevel` with which a warning of the caller names the code that has called this package."""
     # By the names that code has, which may have been compiled elsewhere.
     package = os.path.join(os.path.dirname(os.path.dirname(frames_to_program.__code__.co_filename)), "")
     frame, level = sys._getframe(1), 1

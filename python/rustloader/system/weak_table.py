@@ -22,12 +22,12 @@ class WeakTable(Generic[_V]):
         self._entries: dict[int, tuple[weakref.ref[Any], _V]] = {}
 
     def find(self, source: Any) -> _V | None:
-        """The value of an object, or None."""
+        """Returns the value of an object, or None."""
         reference, value = self._entries.get(id(source), (None, None))
         return value if reference is not None and reference() is source else None
 
     def items(self) -> Iterator[tuple[Any, _V]]:
-        """The objects that live, with their values."""
+        """Yields the objects that live, with their values."""
         for reference, value in list(self._entries.values()):
             source = reference()
             if source is not None:

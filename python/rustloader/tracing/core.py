@@ -27,7 +27,7 @@ class Traceable(Protocol):
     def engine(self) -> Engine: ...
 
     def traced_as(self) -> tuple[object, str, int]:
-        """An object that lives as long as the loader, the loader's name, and its number of workers."""
+        """Returns an object that lives as long as the loader, the loader's name, and its number of workers."""
 
 
 # Iterators that can be traced now.
@@ -161,7 +161,7 @@ def trace(
 
 
 def current() -> Trace | None:
-    """The trace that this process is making."""
+    """Returns the trace that this process is making."""
     spool = None if _active is None else _active._spool
     return _active if spool is not None and spool.is_ours else None
 

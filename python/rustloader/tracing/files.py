@@ -29,7 +29,7 @@ def convert(folder: str, path: str) -> None:
 
 
 def _lines(folder: str, about: dict[str, Any]) -> Iterator[str]:
-    """The events of a spool, each as JSON."""
+    """Returns the events of a spool, each as JSON."""
     since = 0
     if about["seconds"] is not None:
         last = max((begin + length for _, begin, length, *_ in spool.read_records(folder, about)), default=0)
@@ -65,14 +65,14 @@ def merge(paths: list[str], path: str) -> int:
         NotATrace: A file is no trace.
         OSError: A file cannot be read or written.
     """
-    read = [_read(given) for given in paths]
-    base = next((base for base, *_ in read if base), 0)
+    sources = [_read(source) for source in paths]
+    base = next((base for base, *_ in sources if base), 0)
     count = 0
 
     def merged() -> Iterator[str]:
         nonlocal count
         owners: dict[tuple[bool, Any], list[int]] = {}
-        for number, (own_base, is_ours, events) in enumerate(read):
+        for number, (own_base, is_ours, events) in enumerate(sources):
             shift = (own_base - base) / 1000
             for event in events:
                 count += 1
@@ -93,7 +93,7 @@ def merge(paths: list[str], path: str) -> int:
 
 
 def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
-    """The base of a file's clock in nanoseconds, whether it is one of this module, and its events."""
+    """Returns the base of a file's clock in nanoseconds, whether it is one of this module, and its events."""
     if os.path.isdir(path):
         try:
             about = spool.read_about(path)
@@ -113,16 +113,16 @@ def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
 
 
 def _events(path: str, text: str) -> Any:
-    """The array of a file, or its object with one. An array may lack its end."""
+    """Returns the array of a file, or its object with one. An array may lack its end."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except ValueError:
         if not text.lstrip().startswith("["):
             raise NotATrace(f"{path} is no JSON: a trace of torch.profiler that is cut off cannot be read") from None
-        whole = [line.strip().rstrip(",") for line in text.lstrip()[1:].splitlines()]
-        found = [json.loads(line) for line in whole if line.startswith("{") and line.endswith("}")]
-    is_object = isinstance(found, dict) and isinstance(found.get("traceEvents"), list)
-    is_array = isinstance(found, list) and all(isinstance(event, dict) for event in found)
+        lines = [line.strip().rstrip(",") for line in text.lstrip()[1:].splitlines()]
+        content = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    is_object = isinstance(content, dict) and isinstance(content.get("traceEvents"), list)
+    is_array = isinstance(content, list) and all(isinstance(event, dict) for event in content)
     if not is_object and not is_array:
         raise NotATrace(f"{path} is no trace: it has no array of events")
-    return found
+    return content

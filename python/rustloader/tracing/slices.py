@@ -35,7 +35,7 @@ _Piece = tuple[int, int, int, int, int]
 
 
 def lines(about: dict[str, Any], records: Iterable[_Piece]) -> Iterator[str]:
-    """The events of a trace, each as JSON."""
+    """Yields the events of a trace, each as JSON."""
     yield metadata(CLOCK, about["pid"], {key: value for key, value in about.items() if key not in ("files", "lost")})
     name = about["script"] if about["rank"] is None else f"{about['script']} rank {about['rank']}"
     yield metadata("process_name", about["pid"], {"name": name})
@@ -160,7 +160,7 @@ class _Source:
             yield from self._batch(row)
 
     def _batch(self, row: int, is_whole: bool = False) -> Iterator[str]:
-        """A batch and its parts. One that is not whole was left undone, or there was none."""
+        """Yields the events of a batch and its parts. One that is not whole was left undone, or there was none."""
         pieces = self._pieces.get(row)
         if not pieces:
             return
@@ -233,6 +233,6 @@ class _Source:
         return f'"batch":{task - first},"epoch":{epoch}'
 
     def _epoch_of(self, task: int) -> tuple[int, int]:
-        """The epoch of a task, from 0, and the first task of it."""
+        """Returns the epoch of a task, from 0, and the first task of it."""
         at = bisect.bisect_right(self._tasks, task) - 1
         return (self.earlier, 0) if at < 0 else (self.earlier + max(self._epochs[at] - 1, 0), self._tasks[at])

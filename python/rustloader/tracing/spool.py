@@ -33,7 +33,7 @@ _PERIOD = 7_889_238 * 10**9
 
 
 def _clocks() -> tuple[int, int]:
-    """The monotonic and the wall clock at the same moment, in nanoseconds."""
+    """Returns the monotonic and the wall clock at the same moment, in nanoseconds."""
     reads = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(10)]
     before, wall, after = min(reads, key=lambda read: read[2] - read[0])
     return (before + after) // 2, wall
@@ -134,10 +134,10 @@ def read_about(folder: str) -> dict[str, Any]:
 
 
 def read_records(folder: str, about: dict[str, Any]) -> Iterator[tuple[int, int, int, int, int]]:
-    """The records, as they were written. A program that was killed has not written how long the files are."""
-    there = [name for name in ("0", "1") if os.path.exists(os.path.join(folder, name))]
-    there.sort(key=lambda name: os.stat(os.path.join(folder, name)).st_mtime_ns)
-    for name, length in about.get("files", [(name, sys.maxsize) for name in there]):
+    """Yields the records, as they were written. A program that was killed has not written how long the files are."""
+    files = [name for name in ("0", "1") if os.path.exists(os.path.join(folder, name))]
+    files.sort(key=lambda name: os.stat(os.path.join(folder, name)).st_mtime_ns)
+    for name, length in about.get("files", [(name, sys.maxsize) for name in files]):
         with open(os.path.join(folder, name), "rb") as file:
             while length > 0 and (data := file.read(min(_READ, length))):
                 length -= len(data)

@@ -10,7 +10,7 @@ from rustloader.system.procfs import core_ranges
 
 
 def of_workers(affinity: str | Sequence[int | Collection[int]] | None, workers: int) -> list[list[int]] | None:
-    """The cores of each worker, or None if they have those of the main process.
+    """Returns the cores of each worker, or None if they have those of the main process.
 
     Raises:
         ValueError: There are fewer entries than workers, or this process may not use a core.
@@ -46,7 +46,7 @@ def spread(cores: Sequence[int], workers: int) -> list[list[int]]:
 
 
 def own_part(cores: Sequence[int]) -> Sequence[int]:
-    """The cores of this rank. Ranks that their launcher has not bound to cores share those of the launcher."""
+    """Returns the cores of this rank. Ranks that their launcher has not bound to cores share those of the launcher."""
     rank, ranks = local_ranks.rank(), local_ranks.size()
     if rank is None or ranks is None or rank >= ranks or local_ranks.are_bound(cores):
         return cores

@@ -16,7 +16,7 @@ from multiprocessing import reduction
 from typing import Any
 
 # Characters of a traceback in a report, at most.
-_MOST = 1 << 16
+_MAX_TRACEBACK = 1 << 16
 _UNPICKLABLE = (
     "The DataLoader's argument {} cannot be pickled. Workers by spawn, by forkserver or on another machine get a "
     "pickle of it: define its classes and functions at the top of a module and open files in the workers, or use "
@@ -61,12 +61,12 @@ def marked(dataset: Any, job: Any, last: Any) -> tuple[Any, ...]:
 
 
 def unmarked(contents: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The dataset and ``last``, as they arrived."""
+    """Returns the dataset and ``last``, as they arrived."""
     return contents[1], contents[-1]
 
 
 def present() -> str | None:
-    """The argument that pickling or unpickling has come to in this thread."""
+    """Returns the argument that pickling or unpickling has come to in this thread."""
     return getattr(_reached, "name", None)
 
 
@@ -110,7 +110,7 @@ class Reports:
         return status.st_dev, status.st_ino
 
     def for_child(self) -> Any:
-        """The descriptor, in a form that the pickle of a process takes."""
+        """Returns the descriptor, in a form that the pickle of a process takes."""
         return reduction.DupFd(self._fd)
 
     def of(self, pid: int) -> str | None:
@@ -145,7 +145,7 @@ def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
         if fd is not None:
             what = present() or "settings and the state that it begins with"
             text = f"It could not load its {what}. Caught {type(error).__name__} in DataLoader worker process "
-            text += f"{worker_id}.\nOriginal {''.join(traceback.format_exception(error))[-_MOST:]}"
+            text += f"{worker_id}.\nOriginal {''.join(traceback.format_exception(error))[-_MAX_TRACEBACK:]}"
             line = json.dumps({"pid": os.getpid(), "text": text})
             # The error itself is the one to be raised.
             with contextlib.suppress(OSError):
@@ -157,5 +157,5 @@ def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
 
 
 def way_out(report: str | None) -> str:
-    """The note of the error of a worker that could not begin, with or without a report."""
+    """Returns the note of the error of a worker that could not begin, with or without a report."""
     return _UNKNOWN if report is None else _UNLOADABLE

@@ -51,7 +51,7 @@ def pickler(*args: Any, **kwargs: Any) -> pickle.Pickler:
 
 
 def key_of(obj: Any) -> str:
-    """The key of a class or function that is sent by value. It lives as long as the object."""
+    """Returns the key of a class or function that is sent by value. It lives as long as the object."""
     key = _keys.find(obj)
     if key is None:
         key = _keys.keep(obj, os.urandom(16).hex())

@@ -20,12 +20,12 @@ def use_arena(port: Port) -> Callable[[], None]:
     table still has torch's functions for tensors, floats and ints, Rust collates plain ones. The others go to torch's
     function, with its errors and quirks.
     """
-    torchs_new_shared = torch.UntypedStorage._new_shared
+    torch_new_shared = torch.UntypedStorage._new_shared
     patch = Patch("torch.UntypedStorage._new_shared", torch.UntypedStorage)
 
     def new_shared(cls: type[torch.UntypedStorage], size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
         if torch.device(device).type != "cpu":
-            return torchs_new_shared(size, device=device)
+            return torch_new_shared(size, device=device)
         # Neither can be resized, like torch's shared storages.
         return port.storage(size) or heap_storage(size)
 
@@ -33,24 +33,24 @@ def use_arena(port: Port) -> Callable[[], None]:
 
     def tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
         stacked = port.stack(batch)
-        return torchs[torch.Tensor](batch, collate_fn_map=collate_fn_map) if stacked is None else stacked
+        return torch_functions[torch.Tensor](batch, collate_fn_map=collate_fn_map) if stacked is None else stacked
 
     def floats(batch: Any, *, collate_fn_map: Any = None) -> Any:
         numbers = port.numbers(batch)
-        return torchs[float](batch, collate_fn_map=collate_fn_map) if numbers is None else numbers
+        return torch_functions[float](batch, collate_fn_map=collate_fn_map) if numbers is None else numbers
 
     def ints(batch: Any, *, collate_fn_map: Any = None) -> Any:
         numbers = port.numbers(batch)
-        return torchs[int](batch, collate_fn_map=collate_fn_map) if numbers is None else numbers
+        return torch_functions[int](batch, collate_fn_map=collate_fn_map) if numbers is None else numbers
 
-    torchs: dict[type, Any] = {
+    torch_functions: dict[type, Any] = {
         torch.Tensor: collate.collate_tensor_fn,
         float: collate.collate_float_fn,
         int: collate.collate_int_fn,
     }
     fast: dict[type, Any] = {torch.Tensor: tensors, float: floats, int: ints}
     table: dict[Any, Any] = collate.default_collate_fn_map
-    replaced = {kind: fast[kind] for kind, function in torchs.items() if table.get(kind) is function}
+    replaced = {kind: fast[kind] for kind, function in torch_functions.items() if table.get(kind) is function}
     table.update(replaced)
     tables.standard_functions.extend(fast.values())
 
@@ -60,6 +60,6 @@ def use_arena(port: Port) -> Callable[[], None]:
         patch.take_out(anyway=True)
         for kind, function in replaced.items():
             if table.get(kind) is function:
-                table[kind] = torchs[kind]
+                table[kind] = torch_functions[kind]
 
     return restore

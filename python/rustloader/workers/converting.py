@@ -30,16 +30,17 @@ def is_torchs_own(collate_fn: Any) -> bool:
 
 
 def converter(port: Port) -> Callable[[Any], Any]:
-    """A function that does what default_convert does, with an ``ArrayTensor`` in the place of a tensor over an array in
-    ``port``'s region. :func:`tensors_of` makes the tensors."""
+    """Returns a function that does what default_convert does, with an ``ArrayTensor`` in place of a tensor over an
+    array in ``port``'s region. :func:`tensors_of` makes the tensors.
+    """
 
     def convert(data: Any) -> Any:
         kind = type(data)
         if kind in _UNCHANGED:
             return data
         if kind is np.ndarray:
-            made = port.array_tensor(data) if torch.as_tensor is _as_tensor else None
-            return _default_convert(data) if made is None else made
+            array_tensor = port.array_tensor(data) if torch.as_tensor is _as_tensor else None
+            return _default_convert(data) if array_tensor is None else array_tensor
         if kind is list or kind is tuple:
             return [convert(item) for item in data]
         if kind is dict:
@@ -58,13 +59,13 @@ def converter(port: Port) -> Callable[[Any], Any]:
 
 
 def tensors_of(batch: Any) -> Any:
-    """A batch of :func:`converter` as default_convert returns it: the same object, if it has all its tensors."""
+    """Returns a batch of :func:`converter` as default_convert returns it: the same object if it has all tensors."""
     kind = type(batch)
     if kind is ArrayTensor:
         return batch.tensor()
     if kind is list:
         items = [tensors_of(item) for item in batch]
-        return items if any(made is not item for made, item in zip(items, batch, strict=True)) else batch
+        return items if any(tensor is not item for tensor, item in zip(items, batch, strict=True)) else batch
     if kind is dict:
         values = {key: tensors_of(value) for key, value in batch.items()}
         return values if any(values[key] is not value for key, value in batch.items()) else batch
@@ -72,6 +73,6 @@ def tensors_of(batch: Any) -> Any:
 
 
 def kind_of(batch: Any) -> type:
-    """The type of a batch, as default_convert returns it."""
+    """Returns the type of a batch, as default_convert returns it."""
     kind = type(batch)
     return torch.Tensor if kind is ArrayTensor else kind

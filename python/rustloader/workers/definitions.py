@@ -69,7 +69,7 @@ def is_available() -> bool:
 
 
 def _main_file() -> str | None:
-    """The file that multiprocessing has a worker run for its ``__main__``, if the program's has one."""
+    """Returns the file that multiprocessing has a worker run for its ``__main__``, if the program's has one."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         return None
@@ -211,7 +211,7 @@ def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) ->
 
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, _Cached):
-                return NotImplemented if _has(obj, has_main) else _reduce_cached(obj)
+                return NotImplemented if _is_found_by_name(obj, has_main) else _reduce_cached(obj)
             if not isinstance(obj, (type, FunctionType)) or type(obj) in reducers:
                 return NotImplemented
             name = _name_in_main(obj)
@@ -230,14 +230,14 @@ def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) ->
     return Pickler
 
 
-def _has(cached: Any, has_main: bool) -> bool:
+def _is_found_by_name(cached: Any, has_main: bool) -> bool:
     """Returns True if workers find a function with a cache under its name."""
     module = getattr(cached, "__module__", None)
-    return (module != "__main__" or has_main) and _found(module, cached) is cached
+    return (module != "__main__" or has_main) and _lookup(module, cached) is cached
 
 
 def _reduce_cached(cached: Any) -> Any:
-    """The function and its settings. The cache is empty, as in a process that imports it."""
+    """Returns the function and its settings. The cache is empty, as in a process that imports it."""
     return _cached, (cached.__wrapped__, cached.cache_parameters())
 
 
@@ -246,13 +246,13 @@ def _cached(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
 
 
 def _reduce_property(it: functools.cached_property[Any]) -> Any:
-    """Without the lock that it has before Python 3.12."""
+    """Reduces a property without the lock that it has before Python 3.12."""
     state = {name: value for name, value in vars(it).items() if name not in ("func", "lock")}
     return functools.cached_property, (it.func,), state
 
 
 def _module_of(function: FunctionType) -> str | None:
-    """The module whose globals a function has, if workers have it as well. Their ``__main__`` may be empty."""
+    """Returns the module whose globals a function has, if workers have it as well. Their ``__main__`` may be empty."""
     name = function.__globals__.get("__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
     if module is None or vars(module) is not function.__globals__:
@@ -261,18 +261,18 @@ def _module_of(function: FunctionType) -> str | None:
 
 
 def _name_in_main(obj: Any) -> str | None:
-    """The qualified name under which the program's ``__main__`` has a class or function."""
+    """Returns the qualified name under which the program's ``__main__`` has a class or function."""
     if obj.__module__ != "__main__":
         return None
-    return obj.__qualname__ if _found("__main__", obj) is obj else None
+    return obj.__qualname__ if _lookup("__main__", obj) is obj else None
 
 
-def _found(module: str | None, obj: Any) -> Any:
+def _lookup(module: str | None, obj: Any) -> Any:
     """Returns the value that a module has under the qualified name of an object; None without one."""
-    found = sys.modules.get(module or "")
+    value = sys.modules.get(module or "")
     for part in getattr(obj, "__qualname__", "").split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _is_of_pickle(error: Exception) -> bool:

@@ -76,15 +76,15 @@ def _is_shadowed() -> bool:
     if sys.flags.safe_path:
         return False
     try:
-        here = os.getcwd()
+        cwd = os.getcwd()
     except OSError:
         return False  # the directory has been deleted
-    spec = importlib.machinery.PathFinder.find_spec("rustloader", [here])
+    spec = importlib.machinery.PathFinder.find_spec("rustloader", [cwd])
     return spec is not None and spec.origin not in (None, sys.modules["rustloader"].__file__)
 
 
 def _await_server() -> None:
-    """Has the server start a process that exits at once.
+    """Lets the server start a process that exits at once.
 
     That also makes the server single-threaded: OpenBLAS has started threads when NumPy was imported. It ends them
     before a fork, and starts them again where they are used.

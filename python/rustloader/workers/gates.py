@@ -37,7 +37,7 @@ class Gate:
         return [Call(select.select, [_inherited(self._waits_for)], [], [], GATE_SECONDS)]
 
     def for_child(self) -> list[int]:
-        """The descriptors that the worker closes when it has imported everything."""
+        """Returns the descriptors that the worker closes when it has imported everything."""
         held = [_inherited(self._holds)]
         return held if self._waits_for is None else [*held, self._waits_for]
 
@@ -60,7 +60,7 @@ class Gates:
 
     @contextlib.contextmanager
     def next(self) -> Iterator[Gate | None]:
-        """The gate of the next worker, for the time of its start, or None."""
+        """Provides the gate of the next worker, for the time of its start, or None."""
         pipe = self._pipe() if self._are_needed else None
         if pipe is None:
             self._are_needed = False

@@ -36,7 +36,7 @@ class OomKills:
         return any(count > before.get(file, count) for file, count in self._counts.items())
 
     def _read(self) -> dict[str, int]:
-        """The counters that can be read, by their file."""
+        """Returns the counters that can be read, by their file."""
         counts: dict[str, int] = {}
         for line in _text(f"{self._proc}/self/cgroup").splitlines():
             _, _, membership = line.partition(":")
@@ -44,13 +44,13 @@ class OomKills:
             if not controllers:
                 counts |= self._version_2(path)
             elif "memory" in controllers.split(","):
-                counts |= _each(f"{self._cgroup}/memory", path, "memory.oom_control")
+                counts |= _read_counters(f"{self._cgroup}/memory", path, "memory.oom_control")
         return counts
 
     def _version_2(self, path: str) -> dict[str, int]:
         unified = os.path.exists(f"{self._cgroup}/cgroup.controllers")
         base = self._cgroup if unified else f"{self._cgroup}/unified"
-        counts = _each(base, path, "memory.events.local")
+        counts = _read_counters(base, path, "memory.events.local")
         # The lowest level that this process sees. In a container the path may name levels that are not mounted.
         for folder in reversed(_levels(base, path)):
             count = _count(f"{folder}/memory.events")
@@ -61,21 +61,21 @@ class OomKills:
 
 
 def _levels(base: str, path: str) -> list[str]:
-    """The folders of a cgroup and those above it, from the root down."""
+    """Returns the folders of a cgroup and those above it, from the root down."""
     # "/../x" lies above the root of the mount, which is then the container's own level.
     names = [name for name in PurePosixPath(path).parts if name not in ("/", "..")]
     return ["/".join([base, *names[:depth]]) for depth in range(len(names) + 1)]
 
 
-def _each(base: str, path: str, name: str) -> dict[str, int]:
-    """The counters in the files of one name at each level."""
+def _read_counters(base: str, path: str, name: str) -> dict[str, int]:
+    """Returns the counters in the files of one name at each level."""
     files = [f"{folder}/{name}" for folder in _levels(base, path)]
     counts = {file: _count(file) for file in files}
     return {file: count for file, count in counts.items() if count is not None}
 
 
 def _count(file: str) -> int | None:
-    """The number behind "oom_kill" in a file, or None."""
+    """Returns the number behind "oom_kill" in a file, or None."""
     for line in _text(file).splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.isdecimal():
@@ -84,7 +84,7 @@ def _count(file: str) -> int | None:
 
 
 def _text(file: str) -> str:
-    """The text of a file, empty if it cannot be read."""
+    """Returns the text of a file, empty if it cannot be read."""
     try:
         with open(file, encoding="utf-8", errors="replace") as opened:
             return opened.read()

@@ -112,7 +112,7 @@ class PickledOnce:
         return cls(file)
 
     def for_child(self) -> Any:
-        """The descriptor, in a form that the pickle of a process takes."""
+        """Returns the descriptor, in a form that the pickle of a process takes."""
         return reduction.DupFd(self._file.fileno())
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ _MODULES = ("faulthandler", "numpy", "numpy.random", "torch", "torch.utils.data"
 
 
 def _path_of_program() -> list[str] | None:
-    """The program's ``sys.path``, which the server's main function got; None in any other process."""
+    """Returns the program's ``sys.path``, which the server's main function got; None in any other process."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not forkserver.main.__code__:
         frame = frame.f_back

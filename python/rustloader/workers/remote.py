@@ -29,7 +29,7 @@ from rustloader.workers.bootstrap import Job
 _SHARED = ("collate_fn", "init_fn", "config")
 # Before a job: slots of a ring and bytes of a region of the engine's arena.
 _SIZES = struct.Struct("<IQ")
-# Connections to one worker's port that may prove themselves at a time. The others wait.
+# Connections to one worker's listener that may prove themselves at a time. The others wait.
 _AT_ONCE = 16
 
 
@@ -53,7 +53,7 @@ class RemoteProcess:
         self.worker_id, self.pid = worker_id, pid
         self._started, self._link = started, link
         # The reason why it had ended before it was killed: after that, the cluster reports the kill.
-        self._told: str | None = None
+        self._reason_before_kill: str | None = None
 
     @property
     def name(self) -> str:
@@ -67,22 +67,22 @@ class RemoteProcess:
     @property
     def end(self) -> str | None:
         """The reason why it has ended, as far as this machine knows; None if it has left, or lives."""
-        return None if self._link.reason is None else self._known()
+        return None if self._link.reason is None else self._reason_known()
 
-    def _known(self) -> str | None:
-        return self._told or self._started.failure() or self._link.reason
+    def _reason_known(self) -> str | None:
+        return self._reason_before_kill or self._started.failure() or self._link.reason
 
     def why_died(self) -> str | None:
         """Returns the reason why it has died. The cluster knows more than the connection, but only a little later."""
         deadline = time.monotonic() + STATUS_AFTER
-        while (found := self._told or self._started.failure()) is None and time.monotonic() < deadline:
+        while (reason := self._reason_before_kill or self._started.failure()) is None and time.monotonic() < deadline:
             time.sleep(REMOTE_CHECK)
-        return found or self._link.reason
+        return reason or self._link.reason
 
     def kill(self) -> None:
         """Ends it."""
         if not self.is_alive():
-            self._told = self._known()
+            self._reason_before_kill = self._reason_known()
         self._started.kill()
 
     terminate = kill
@@ -125,17 +125,17 @@ class _Starting:
         self.pending: dict[socket.socket, threading.Thread] = {}
         self.pid = 0
         try:
-            port = self.listener.getsockname()[1]
-            call = Call(address, port, self.token, worker_id, generation)
+            tcp_port = self.listener.getsockname()[1]
+            call = Call(address, tcp_port, self.token, worker_id, generation)
             self.started = blob.context.launch(blob.reference, call)
         except BaseException:
             self.listener.close()
             raise
 
-    def accept(self, job: bytes, deadline: float, tell: Callable[[_News], None]) -> None:
+    def accept(self, job: bytes, deadline: float, report: Callable[[_News], None]) -> None:
         """Takes a connection, and lets a thread identify it: a silent stranger does not hold up the others."""
         connection, _ = self.listener.accept()
-        thread = threading.Thread(target=self._greet, args=(connection, job, deadline, tell), daemon=True)
+        thread = threading.Thread(target=self._greet, args=(connection, job, deadline, report), daemon=True)
         try:
             thread.start()
         except BaseException:
@@ -143,18 +143,18 @@ class _Starting:
             raise
         self.pending[connection] = thread
 
-    def _greet(self, connection: socket.socket, job: bytes, deadline: float, tell: Callable[[_News], None]) -> None:
+    def _greet(self, connection: socket.socket, job: bytes, deadline: float, report: Callable[[_News], None]) -> None:
         """Sends the job if it is the worker's, and waits until it has read everything."""
-        found: int | Exception | None
+        outcome: int | Exception | None
         try:
-            found = handshake.is_expected(connection, self.token, self.worker_id, deadline)
-            if found is not None:
+            outcome = handshake.is_expected(connection, self.token, self.worker_id, deadline)
+            if outcome is not None:
                 self.is_proved = True
                 handshake.send_answer(connection, True, job, deadline)
                 handshake.receive_answer(connection, deadline)
         except Exception as error:
-            found = error
-        tell((self, connection, found))
+            outcome = error
+        report((self, connection, outcome))
 
     def settle(self, connection: socket.socket, pid: int) -> None:
         """Notes which connection is the worker's, and closes the others."""
@@ -162,7 +162,7 @@ class _Starting:
         self.close()
 
     def close(self) -> None:
-        """Closes the port, and the connections that have not proved themselves."""
+        """Closes the listener, and the connections that have not proved themselves."""
         self.listener.close()
         for connection, thread in self.pending.items():
             with contextlib.suppress(OSError):
@@ -215,41 +215,43 @@ def _await(starting: list[_Starting], jobs: dict[int, bytes], deadline: float) -
     news: queue.SimpleQueue[_News] = queue.SimpleQueue()
     waiting, (bell, ringer) = [*starting], socket.socketpair()
 
-    def tell(found: _News) -> None:
-        news.put(found)
+    def report(outcome: _News) -> None:
+        news.put(outcome)
         with contextlib.suppress(OSError):  # the wait is over
             ringer.send(b"1")
 
     with bell, ringer:
         while waiting:
-            ports = {it.listener: it for it in waiting if len(it.pending) < _AT_ONCE}
-            for ready in wait([*ports, bell], REMOTE_CHECK):
+            listeners = {it.listener: it for it in waiting if len(it.pending) < _AT_ONCE}
+            for ready in wait([*listeners, bell], REMOTE_CHECK):
                 if ready is bell:
                     bell.recv(1)
                     _settle(*news.get(), waiting)
-                elif (it := ports[ready]) in waiting:  # type: ignore[index]
-                    it.accept(jobs[it.worker_id], deadline, tell)
+                elif (it := listeners[ready]) in waiting:  # type: ignore[index]
+                    it.accept(jobs[it.worker_id], deadline, report)
             _check(waiting, deadline)
 
 
-def _settle(it: _Starting, connection: socket.socket, found: int | Exception | None, waiting: list[_Starting]) -> None:
+def _settle(
+    it: _Starting, connection: socket.socket, outcome: int | Exception | None, waiting: list[_Starting]
+) -> None:
     """Takes the result of a thread that has identified a connection."""
     thread = it.pending.pop(connection, None)
     if thread is None:
         return  # the worker has come by another one
     thread.join()
-    if isinstance(found, int):
-        it.settle(connection, found)
+    if isinstance(outcome, int):
+        it.settle(connection, outcome)
         waiting.remove(it)
         return
     connection.close()
-    if isinstance(found, handshake.HandshakeError):
-        raise RuntimeError(_refusal(it, str(found))) from None
+    if isinstance(outcome, handshake.HandshakeError):
+        raise RuntimeError(_refusal(it, str(outcome))) from None
     # At the deadline, `_check` raises.
-    if isinstance(found, OSError) and not isinstance(found, TimeoutError):
-        raise StartError(_refusal(it, it.started.failure() or str(found))) from None
-    if found is not None and not isinstance(found, OSError):
-        raise found
+    if isinstance(outcome, OSError) and not isinstance(outcome, TimeoutError):
+        raise StartError(_refusal(it, it.started.failure() or str(outcome))) from None
+    if outcome is not None and not isinstance(outcome, OSError):
+        raise outcome
 
 
 def _refusal(it: _Starting, reason: str) -> str:

@@ -38,8 +38,10 @@ def load_counters(seeds: Any, start: WorkerStart) -> None:
 
 
 def earlier_tasks(count: int, worker_id: int, num_workers: int, first_ordinal: int) -> list[int]:
-    """The last tasks of a worker before a resumed epoch, which begins with task 0. With round robin a worker has every
-    ``num_workers``-th of an epoch. None is before the epoch's first, even if a program changed the state's position."""
+    """Returns the last tasks of a worker before a resumed epoch, which begins with task 0. With round robin a worker
+    has every ``num_workers``-th of an epoch. None is before the epoch's first, even if a program changed the state's
+    position.
+    """
     last = (worker_id - first_ordinal) % num_workers - num_workers
     return [max(last - num_workers * later, -first_ordinal) for later in reversed(range(count))]
 
@@ -78,12 +80,12 @@ def _without_collating(fetcher: Any, kind: int) -> Iterator[None]:
         yield
         return
     collate_fn = fetcher.collate_fn
-    fetcher.collate_fn = _nothing
+    fetcher.collate_fn = _drop
     try:
         yield
     finally:
         fetcher.collate_fn = collate_fn
 
 
-def _nothing(samples: Any) -> None:
+def _drop(samples: Any) -> None:
     return None

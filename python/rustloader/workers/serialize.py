@@ -146,7 +146,7 @@ def _rebuild_view(content: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _reduce_subclass(tensor: torch.Tensor) -> Any:
-    """torch's reduction of a subclass's instance, with the tensor's view where torch's has the whole storage."""
+    """Returns torch's reduction of a subclass's instance, with the tensor's view in place of the whole storage."""
     reduced = tensor.__reduce_ex__(_PROTOCOL)
     match reduced:
         case (torch._tensor._rebuild_from_type_v2, (torch._utils._rebuild_tensor_v2, cls, (storage, *rest), state)):
@@ -185,7 +185,7 @@ class _Beside:
         self._views = views
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """The pickler's callback. Returns False for a buffer that travels out of band."""
+        """Takes a buffer, as the pickler's callback. Returns False for a buffer that travels out of band."""
         token = id(buffer)
         if token in self._waiting:
             self.objects.append(self._waiting.pop(token))
@@ -239,7 +239,7 @@ class _Beside:
 
 
 def _registered() -> _Reducers:
-    """The reducers of torch and of programs. In a batch an array in shared memory is like any other."""
+    """Returns the reducers of torch and of programs. In a batch an array in shared memory is like any other."""
     return {kind: reducer for kind, reducer in _extra_reducers.items() if reducer is not reduce_shared_array}
 
 

@@ -74,7 +74,7 @@ class WorkerStart:
         return self.replay if isinstance(self.replay, int) else len(self.replay)
 
     def resumed(self) -> WorkerStart:
-        """This start, which has ended only if no batches follow its snapshot."""
+        """Returns this start, which has ended only if no batches follow its snapshot."""
         return replace(self, ended=self.ended and self.replayed == 0)
 
     def __reduce__(self) -> Any:
@@ -140,8 +140,9 @@ class Snapshots:
         return payload
 
     def after(self, ordinal: int, fetcher: Any, dataset: Any) -> bytes | None:
-        """The snapshot after the batch with this number. None: it is not due, or a state cannot be made or pickled;
-        then this epoch has no more."""
+        """Returns the snapshot after the batch with this number. None: it is not due, or a state cannot be made or
+        pickled; then this epoch has no more.
+        """
         if not self.is_due(ordinal):
             return None
         with self.charged():
@@ -180,14 +181,14 @@ class Snapshots:
         states = by_value.dumps(self._states(fetcher, dataset))
         if self._is_iterable and self.has_state:
             self._compare(states)
-        return by_value.dumps((states, *self._besides(fetcher)))
+        return by_value.dumps((states, *self._extra_fields(fetcher)))
 
     def state(self, fetcher: Any, dataset: Any) -> WorkerStart:
         """Returns the content of a snapshot made now."""
         iterator_state, dataset_state = states = self._states(fetcher, dataset)
         if self._is_iterable and self.has_state and self._is_compared_now():
             self._compare(by_value.dumps(states))
-        return WorkerStart(dataset_state, iterator_state, *self._besides(fetcher))
+        return WorkerStart(dataset_state, iterator_state, *self._extra_fields(fetcher))
 
     def _states(self, fetcher: Any, dataset: Any) -> list[Any]:
         return [source.state_dict() if is_stateful(source) else None for source in self._sources(fetcher, dataset)]
@@ -202,14 +203,14 @@ class Snapshots:
             self._compared, self._compared_at = states, self._ordinal
 
     def _sources(self, fetcher: Any, dataset: Any) -> tuple[Any, Any]:
-        """The iterator and the dataset, as far as each has a state of its own."""
+        """Returns the iterator and the dataset, as far as each has a state of its own."""
         if not self._is_iterable:
             return None, dataset
         iterator = unguarded(getattr(fetcher, "dataset_iter", None))
         return iterator, None if iterator is dataset else dataset
 
-    def _besides(self, fetcher: Any) -> tuple[Any, ...]:
-        """The fields of a snapshot after the states."""
+    def _extra_fields(self, fetcher: Any) -> tuple[Any, ...]:
+        """Returns the fields of a snapshot after the states."""
         seeds = fetcher.seeds if isinstance(fetcher, StepFetcher) else self._seeds
         counters = (0, 0) if seeds is None else (seeds.batches, seeds.samples)
         ended = self._is_iterable and getattr(fetcher, "ended", False)

@@ -68,7 +68,7 @@ impl Stalls {
         self.looked = now;
     }
 
-    /// The report of a worker that is stuck, once for each task.
+    /// Returns the report of a worker that is stuck, once for each task.
     pub(super) fn stall_of(&mut self, worker: u32, shown: &Shown, now: Duration) -> Option<Stall> {
         let Shown { process, oldest, state, task, .. } = shown;
         let (oldest, waits) = (*oldest, shown.is_waited_for());

@@ -91,8 +91,8 @@ struct ExchangeTable {
     current_work_stream: *const c_void,
 }
 
-/// The functions of the first table in the chain with major version 1. `None` if there is no such table, or it lacks
-/// one.
+/// Returns the functions of the first table in the chain with major version 1. `None` if there is no such table, or it
+/// lacks one.
 ///
 /// # Safety
 /// `header` is null or begins a table of its version, and so does the older one that it points to.

@@ -43,8 +43,8 @@ const EMPTY: DLTensor = DLTensor {
 };
 
 impl<M: Memory> Block<M> {
-    /// A block over leased memory; the caller has checked that the view at byte `offset` stays inside. `None`: no
-    /// memory, or a dtype that DLPack cannot name.
+    /// Creates a block over leased memory; the caller has checked that the view at byte `offset` stays inside. `None`:
+    /// no memory, or a dtype that DLPack cannot name.
     pub fn leased(lease: M, offset: usize, form: Form<'_>) -> Option<Self> {
         let data = lease.ptr().wrapping_add(offset);
         let (block, _) = Self::allocate(Some(lease), form, 0)?;
@@ -53,7 +53,7 @@ impl<M: Memory> Block<M> {
         Some(block)
     }
 
-    /// A block that holds a copy of `bytes` itself.
+    /// Creates a block that holds a copy of `bytes` itself.
     pub fn copied(bytes: &[u8], form: Form<'_>) -> Option<Self> {
         let (block, data) = Self::allocate(None, form, bytes.len())?;
         // SAFETY: `allocate` left room for these bytes at `data`; only this function has the header.
@@ -106,13 +106,13 @@ impl<M: Memory> Block<M> {
         Some((Self(header), data))
     }
 
-    /// The structure for the exchange API.
+    /// Returns the structure for the exchange API.
     pub fn versioned(&self) -> *mut DLManagedTensorVersioned {
         // SAFETY: the header lives; no reference is made.
         unsafe { &raw mut (*self.0.as_ptr()).versioned }
     }
 
-    /// The structure for a capsule.
+    /// Returns the structure for a capsule.
     pub fn legacy(&self) -> *mut DLManagedTensor {
         // SAFETY: the header lives; no reference is made.
         unsafe { &raw mut (*self.0.as_ptr()).legacy }

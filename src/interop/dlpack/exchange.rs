@@ -21,7 +21,7 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    /// The functions of a tensor type; `None` where they are missing or of another major version.
+    /// Returns the functions of a tensor type; `None` where they are missing or of another major version.
     pub fn of(tensor_type: &Bound<'_, PyAny>) -> Option<Self> {
         let capsule = tensor_type.getattr("__dlpack_c_exchange_api__").ok()?;
         // SAFETY: the call accepts any object and checks the name; an error is cleared below.

@@ -16,8 +16,8 @@ use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, is_contiguous};
 
 impl Bridge {
-    /// The memory of a plain array. `None`: it is not exactly an `ndarray`, or not of a native dtype of kinds b, i, u,
-    /// f, c.
+    /// Returns the memory of a plain array. `None`: it is not exactly an `ndarray`, or not of a native dtype of kinds
+    /// b, i, u, f, c.
     pub fn array_view(&self, obj: &Bound<'_, PyAny>) -> Option<LeafView> {
         let numpy = self.numpy.as_ref().filter(|numpy| numpy.is_array(obj))?;
         let dtype = numpy.dtype_of(obj).ok()??;
@@ -69,7 +69,7 @@ impl Bridge {
         Ok((numpy, found.ok_or_else(|| PyValueError::new_err("NumPy has no such dtype"))?))
     }
 
-    /// A writeable array over leased memory, its first element at byte `offset`.
+    /// Creates a writeable array over leased memory, its first element at byte `offset`.
     pub fn ndarray<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, form: Form<'_>) -> Made {
         form.check(&lease, offset).map_err(PyValueError::new_err)?;
         let Form { dtype, shape, strides } = form;
@@ -84,7 +84,7 @@ impl Bridge {
         Ok(numpy.ndarray.bind(py).call1((shape_tuple, own, buffer, offset, bytes))?.unbind())
     }
 
-    /// An array that owns a copy of `bytes`, which are its extent.
+    /// Creates an array that owns a copy of `bytes`, which are its extent.
     pub fn ndarray_copied(&self, py: Python<'_>, bytes: &[u8], form: Form<'_>) -> Made {
         if form.extent() != Some(bytes.len()) {
             return Err(PyValueError::new_err("the bytes of an array do not fit its sizes and strides"));

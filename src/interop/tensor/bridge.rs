@@ -78,7 +78,7 @@ impl Bridge {
         })
     }
 
-    /// The process's bridge, created on first use.
+    /// Returns the process's bridge, created on first use.
     pub fn get(py: Python<'_>) -> PyResult<&'static Self> {
         BRIDGE.get_or_try_init(py, || Self::new(py, true))
     }
@@ -95,8 +95,8 @@ impl Bridge {
         self.numpy.as_ref().is_some_and(|numpy| numpy.is_array(obj))
     }
 
-    /// The memory of a plain tensor. `None`: it is not exactly a `torch.Tensor`, not on the CPU, not strided, not of a
-    /// dtype of DLPack, or it requires grad, has names, is a lazy conjugate, negative or zero.
+    /// Returns the memory of a plain tensor. `None`: it is not exactly a `torch.Tensor`, not on the CPU, not strided,
+    /// not of a dtype of DLPack, or it requires grad, has names, is a lazy conjugate, negative or zero.
     pub fn view<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
         if !self.is_tensor(obj) {
             return None;
@@ -162,7 +162,7 @@ impl Bridge {
         Some(TensorView::new(ptr, dtype, dims(tensor.shape)?, dims(tensor.strides)?))
     }
 
-    /// The same without torch's C functions.
+    /// Reads the same without torch's C functions.
     fn read_attributes<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
         let py = obj.py();
         if !obj.getattr(intern!(py, "layout")).ok()?.is(&self.strided)
@@ -182,16 +182,16 @@ impl Bridge {
         self.dtypes.iter().find(|(known, _)| known.is(dtype)).map(|(_, dtype)| *dtype)
     }
 
-    /// A tensor over leased memory, its first element at byte `offset`. It is no view, its storage ends with its last
-    /// element, and the last tensor on that storage drops the lease. ValueError if the form does not fit, or torch has
-    /// no such dtype.
+    /// Creates a tensor over leased memory, its first element at byte `offset`. It is no view, its storage ends with
+    /// its last element, and the last tensor on that storage drops the lease. ValueError if the form does not fit, or
+    /// torch has no such dtype.
     pub fn tensor<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, form: Form<'_>) -> Made {
         form.check(&lease, offset).map_err(PyValueError::new_err)?;
         let block = Block::leased(lease, offset, form);
         self.importer.import(py, block.ok_or_else(|| unmade(form.dtype))?)
     }
 
-    /// A tensor that owns a copy of `bytes`, which are its extent.
+    /// Creates a tensor that owns a copy of `bytes`, which are its extent.
     pub fn tensor_copied(&self, py: Python<'_>, bytes: &[u8], form: Form<'_>) -> Made {
         if form.extent() != Some(bytes.len()) {
             return Err(PyValueError::new_err("the bytes of a tensor do not fit its sizes and strides"));
@@ -200,7 +200,7 @@ impl Bridge {
         self.importer.import(py, block.ok_or_else(|| unmade(form.dtype))?)
     }
 
-    /// `torch.stack(batch, 0, out=out)`. That is `out`, unless the program had replaced the function.
+    /// Calls `torch.stack(batch, 0, out=out)`. That is `out`, unless the program had replaced the function.
     pub fn stack_into(&self, batch: &Bound<'_, PyAny>, out: &Py<PyAny>) -> PyResult<Py<PyAny>> {
         let py = batch.py();
         let options = [(intern!(py, "out"), out)].into_py_dict(py)?;
@@ -225,7 +225,7 @@ pub fn is_plain_leaf(py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(bridge.view(obj).is_some() || bridge.array_view(obj).is_some())
 }
 
-/// The items of an exact list or tuple.
+/// Returns the items of an exact list or tuple.
 pub fn items<'py>(batch: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
     if let Ok(list) = batch.cast_exact::<PyList>() {
         Some(list.iter().collect())

@@ -74,10 +74,10 @@ impl<'py> Call<'_, 'py> {
             return Ok(drawn);
         }
         for (index, foreseen) in early.tasks {
-            let found = self.py.check_signals().and_then(|()| next_item(self.next_index));
+            let item = self.py.check_signals().and_then(|()| next_item(self.next_index));
             drawn.draws += 1;
-            if !matches!(&found, Ok(Some(found)) if self.is_encoded_as(found, &foreseen)) {
-                drawn.last = Some(found);
+            if !matches!(&item, Ok(Some(item)) if self.is_encoded_as(item, &foreseen)) {
+                drawn.last = Some(item);
                 return Ok(drawn);
             }
             drawn.again.push((index, foreseen));

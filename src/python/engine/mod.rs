@@ -55,17 +55,17 @@ pub struct PyEngine {
     callbacks: Callbacks,
 }
 
-/// A time in seconds; `None` unless it is positive (NaN is not) and a clock can count it.
+/// Returns a time in seconds; `None` unless it is positive (NaN is not) and a clock can count it.
 fn seconds(value: f64) -> Option<Duration> {
     (value > 0.0 && value < TIMEOUT_MAX).then(|| Duration::from_secs_f64(value))
 }
 
-/// The longest time that a call may wait.
+/// Returns the longest time that a call may wait.
 fn limit(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
 
-/// The body of the pin thread. It attaches to Python once, and holds the GIL only where it needs it.
+/// Runs the pin thread, which attaches to Python once, and holds the GIL only where it needs it.
 fn run_pinning(body: Body<PinnedDecoder>) -> Result<(), String> {
     attached(|py| {
         body.prepare().begin(py).map_err(|error| error.to_string())?;

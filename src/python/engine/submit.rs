@@ -115,7 +115,7 @@ impl<'py> Call<'_, 'py> {
     }
 }
 
-/// The kind and the bytes of an encoded index batch.
+/// Returns the kind and the bytes of an encoded index batch.
 #[inline]
 fn encoded<'a>(pickle: &'a Option<Bound<'_, PyBytes>>, payload: &'a [u8]) -> (TaskKind, &'a [u8]) {
     match pickle {

@@ -37,7 +37,7 @@ impl SharedItems {
         }
     }
 
-    /// The first row from `range` that is equal to an object.
+    /// Returns the first row from `range` that is equal to an object.
     fn find(&self, range: std::ops::Range<u64>, other: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
         let text = other.cast_exact::<PyString>().ok().and_then(|text| text.to_str().ok());
         for row in range {
@@ -64,7 +64,8 @@ impl SharedItems {
     }
 }
 
-/// The value of an int, or of an object with an `__index__`, as Python's sequences read it; `None` for other objects.
+/// Returns the value of an int, or of an object with an `__index__`, as Python's sequences read it; `None` for other
+/// objects.
 #[inline]
 fn index_of(key: &Bound<'_, PyAny>) -> PyResult<Option<isize>> {
     // SAFETY: the object lives; the calls set an exception where they answer -1 with one.

@@ -69,7 +69,7 @@ impl SharedPairs {
         self.iterator(self.len() as i64 * 2 - 2, -2)
     }
 
-    /// The values, in the order of the keys or backwards.
+    /// Returns the values, in the order of the keys or backwards.
     fn iterate_values(&self, is_reversed: bool) -> SharedIterator {
         if is_reversed { self.iterator(self.len() as i64 * 2 - 1, -2) } else { self.iterator(1, 2) }
     }

@@ -25,7 +25,7 @@ use crate::sys;
 /// Blocks of all arenas of this process in which delivered tensors lie; at 0 a fork checks no further.
 static DELIVERED_BLOCKS: AtomicUsize = AtomicUsize::new(0);
 
-/// Number of blocks in which tensors delivered by this process lie now.
+/// Returns the number of blocks in which tensors delivered by this process lie now.
 pub(crate) fn delivered_blocks() -> usize {
     DELIVERED_BLOCKS.load(Ordering::Relaxed)
 }
@@ -55,7 +55,7 @@ impl Arena {
         Self::create_within(ARENA_MAX, needs)
     }
 
-    /// The same with at most `most` bytes, if a smaller one will do.
+    /// Creates an arena of at most `most` bytes, if a smaller one will do.
     pub fn create_within(most: u64, needs: Needs) -> Result<Arc<Self>> {
         let usual = (sys::memory::total_ram_and_swap().saturating_mul(8)).clamp(ARENA_USUAL, ARENA_MAX);
         let mut total = usual.min(most);
@@ -105,7 +105,7 @@ impl Arena {
         let header = arena.header();
         // SYNC: arena-made (pairs with the Release in `create_for`).
         let version = header.version.load(Ordering::Acquire);
-        let found = (
+        let stored = (
             header.magic.load(Ordering::Relaxed),
             version,
             header.workers.load(Ordering::Relaxed),
@@ -115,8 +115,8 @@ impl Arena {
             header.shared_queue.load(Ordering::Relaxed),
         );
         let (g, queue) = (&geometry, u32::from(geometry.shared_queue));
-        if found != (MAGIC, VERSION, g.workers, g.ring_slots, g.table_len, g.region_len, queue) {
-            return Err(Error::corrupt(format!("an arena's header reads {found:x?}, expected {g:?}")));
+        if stored != (MAGIC, VERSION, g.workers, g.ring_slots, g.table_len, g.region_len, queue) {
+            return Err(Error::corrupt(format!("an arena's header reads {stored:x?}, expected {g:?}")));
         }
         Ok(Arc::new(arena))
     }
@@ -133,7 +133,7 @@ impl Arena {
         Self { map, fd, geometry, generation, made_here, retired, parking, owner: AtomicU64::new(0) }
     }
 
-    /// The arena of a forked worker, over the inherited mapping: a second one would cost address space.
+    /// Returns the arena of a forked worker, over the inherited mapping: a second one would cost address space.
     pub fn inherited(&self) -> Arc<Self> {
         Arc::new(Self::over(self.map.clone(), self.fd.clone(), self.geometry, false))
     }
@@ -143,12 +143,12 @@ impl Arena {
         &self.geometry
     }
 
-    /// The memfd.
+    /// Returns the memfd.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// The memfd's number.
+    /// Returns the memfd's number.
     pub fn raw_fd(&self) -> RawFd {
         self.fd.as_fd().as_raw_fd()
     }
@@ -159,12 +159,12 @@ impl Arena {
         self.generation == sys::fork::generation()
     }
 
-    /// A reference to the `T` at `offset`.
+    /// Returns a reference to the `T` at `offset`.
     fn at<T>(&self, offset: u64) -> &T {
         &self.slice::<T>(offset, 1)[0]
     }
 
-    /// A reference to `len` `T`s at `offset`, for the layout's types of atomics alone.
+    /// Returns a reference to `len` `T`s at `offset`, for the layout's types of atomics alone.
     #[inline]
     fn slice<T>(&self, offset: u64, len: u32) -> &[T] {
         let bytes = u64::from(len) * size_of::<T>() as u64;
@@ -174,41 +174,41 @@ impl Arena {
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize).cast::<T>(), len as usize) }
     }
 
-    /// The arena's head.
+    /// Returns the arena's head.
     pub fn header(&self) -> &Header {
         self.at(0)
     }
 
-    /// The bitmap of rings that hold results.
+    /// Returns the bitmap of rings that hold results.
     pub fn bitmap(&self) -> &[AtomicU64] {
         self.slice(self.geometry.bitmap(), self.geometry.bitmap_words())
     }
 
-    /// A worker's control page.
+    /// Returns a worker's control page.
     pub fn control(&self, worker: u32) -> &ControlPage {
         assert!(worker < self.geometry.workers);
         self.at(self.geometry.control(worker))
     }
 
-    /// A worker's submission ring.
+    /// Returns a worker's submission ring.
     pub fn task_ring(self: &Arc<Self>, worker: u32) -> ArenaRing {
         let slots = self.slice::<RingSlot>(self.geometry.task_slots(worker), self.geometry.ring_slots);
         ArenaRing::new(self.clone(), &self.control(worker).tasks, slots)
     }
 
-    /// A worker's completion ring.
+    /// Returns a worker's completion ring.
     pub fn result_ring(self: &Arc<Self>, worker: u32) -> ArenaRing {
         let slots = self.slice::<RingSlot>(self.geometry.result_slots(worker), self.geometry.ring_slots);
         ArenaRing::new(self.clone(), &self.control(worker).results, slots)
     }
 
-    /// The head of a worker's ring of trace events.
+    /// Returns the head of a worker's ring of trace events.
     pub fn trace_head(&self, worker: u32) -> &TraceHead {
         assert!(worker < self.geometry.workers);
         self.at(self.geometry.trace_head(worker))
     }
 
-    /// A worker's ring of trace events.
+    /// Returns a worker's ring of trace events.
     pub fn trace_ring(self: &Arc<Self>, worker: u32) -> ArenaRing {
         let slots = self.slice::<RingSlot>(self.geometry.trace_slots(worker), TRACE_SLOTS);
         ArenaRing::new(self.clone(), &self.trace_head(worker).ring, slots)
@@ -220,43 +220,43 @@ impl Arena {
         self.map.populate(self.geometry.trace_head(0) as usize..end as usize)
     }
 
-    /// The head of the queue that the workers share, if they do.
+    /// Returns the head of the queue that the workers share, if they do.
     pub fn queue_control(&self) -> Option<&QueueControl> {
         self.geometry.shared_queue.then(|| self.at(self.geometry.queue_control()))
     }
 
-    /// The queue that the workers share, if they do.
+    /// Returns the queue that the workers share, if they do.
     pub fn queue(self: &Arc<Self>) -> Option<ArenaQueue> {
         let slots = self.slice::<QueueSlot>(self.geometry.queue(), self.geometry.queue_slots());
         self.queue_control().map(|control| ArenaQueue::new(self.clone(), control, slots))
     }
 
-    /// The sleeper of a worker: its own, or the one of the queue that all workers share.
+    /// Returns the sleeper of a worker: its own, or the one of the queue that all workers share.
     pub fn sleeper_of(&self, worker: u32) -> &Sleeper {
         let queue = self.queue_control().map(|control| &control.sleeper.0);
         queue.unwrap_or_else(|| &self.control(worker).sleeper.0)
     }
 
-    /// A region's head.
+    /// Returns a region's head.
     pub fn region_head(&self, region: u32) -> &RegionHead {
         assert!(region < self.geometry.regions());
         self.at(self.geometry.region_head(region))
     }
 
-    /// A region's block table.
+    /// Returns a region's block table.
     #[inline]
     pub fn table(&self, region: u32) -> &[BlockEntry] {
         assert!(region < self.geometry.regions());
         self.slice(self.geometry.table(region), self.geometry.table_len)
     }
 
-    /// Number of blocks created in a region, at most the length of its table.
+    /// Returns the number of blocks created in a region, at most the length of its table.
     pub fn block_count(&self, region: u32) -> u32 {
         // SYNC: block-made (pairs with the Release in `Allocator::has_entry`).
         self.region_head(region).blocks.load(Ordering::Acquire).min(self.geometry.table_len)
     }
 
-    /// The bytes `0..len` of a block, checked against the table and the region.
+    /// Returns the bytes `0..len` of a block, checked against the table and the region.
     pub fn block_memory(&self, region: u32, id: u32, len: u64) -> Result<NonNull<u8>> {
         if region >= self.geometry.regions() || id >= self.block_count(region) {
             return Err(Error::corrupt(format!("block {id} of region {region} does not exist")));
@@ -291,7 +291,7 @@ impl Arena {
         Ok(())
     }
 
-    /// The address of a region's data in this process.
+    /// Returns the address of a region's data in this process.
     pub fn region_base(&self, region: u32) -> *mut u8 {
         assert!(region < self.geometry.regions());
         // SAFETY: the region lies inside the mapping.
@@ -366,13 +366,13 @@ impl Arena {
         let is_large = entry.warm.load(Ordering::Relaxed) >= LARGE;
         block::give_back(&self.parking, head, entry, id, || self.punch_block(region, entry));
         if is_large {
-            self.tell_idle(region);
+            self.notify_idle(region);
         }
     }
 
     /// Wakes a worker that has been idle for some time when a large block has come back, so that it can return the
     /// pages. Workers that share a queue share a bell, too, and look by themselves.
-    fn tell_idle(&self, region: u32) {
+    fn notify_idle(&self, region: u32) {
         if region >= self.geometry.workers || self.queue_control().is_some() {
             return;
         }
@@ -494,8 +494,9 @@ impl Arena {
         }
     }
 
-    /// Bytes that the other workers are reserving. Call it after the own promise and before the headroom check: of two
-    /// concurrent checks one sees the other's promise, and what is no longer promised has its pages.
+    /// Returns the number of bytes that the other workers are reserving. Call it after the own promise and before the
+    /// headroom check: of two concurrent checks one sees the other's promise, and what is no longer promised has its
+    /// pages.
     pub fn promised_by_others(&self, region: u32) -> u64 {
         fence(Ordering::SeqCst);
         let others = (0..self.geometry.workers).filter(|worker| *worker != region);
@@ -503,7 +504,7 @@ impl Arena {
         others.map(|worker| self.control(worker).status.promised.load(Ordering::Acquire)).sum()
     }
 
-    /// Bytes of pages that a worker's region needs for its batches under way.
+    /// Returns the number of bytes of pages that a worker's region needs for its batches under way.
     pub fn budget(&self, worker: u32) -> u64 {
         let largest = self.control(worker).status.largest.load(Ordering::Relaxed);
         largest.saturating_mul(self.geometry.batches_under_way()).max(1 << 20)

@@ -60,7 +60,8 @@ fn too_many(workers: u32, outstanding: u32, limit: String) -> Error {
 }
 
 impl Geometry {
-    /// The geometry of an arena of at most `total` bytes; an error if that leaves less than 1 MiB of data per region.
+    /// Returns the geometry of an arena of at most `total` bytes; an error if that leaves less than 1 MiB of data per
+    /// region.
     pub fn new(total: u64, needs: Needs) -> Result<Self> {
         let Needs { workers, outstanding, shared_queue, .. } = needs;
         let ring_slots = Self::ring_slots_of(needs)?;
@@ -72,7 +73,7 @@ impl Geometry {
         })
     }
 
-    /// `None` if less than 1 MiB of data per region remains.
+    /// Computes the offsets. `None` if less than 1 MiB of data per region remains.
     fn lay_out(total: u64, workers: u32, ring_slots: u32, shared_queue: bool) -> Option<Self> {
         let regions = u64::from(workers) + 1;
         let table_len = table_len_for(total / regions);
@@ -81,7 +82,7 @@ impl Geometry {
         (region_len >= REGION_MIN).then_some(Self { region_len, ..geometry })
     }
 
-    /// Bytes of an arena whose regions have at most, and nearly, `region_len` bytes of data.
+    /// Returns the number of bytes of an arena whose regions have at most, and nearly, `region_len` bytes of data.
     pub fn total_for(region_len: u64, needs: Needs) -> Result<u64> {
         let Needs { workers, shared_queue, .. } = needs;
         let (ring_slots, table_len) = (Self::ring_slots_of(needs)?, table_len_for(region_len));
@@ -104,7 +105,7 @@ impl Geometry {
         Ok(ring_slots_for(outstanding, snapshots))
     }
 
-    /// The geometry of a file of `total` bytes, given its header; an error if the header cannot be valid.
+    /// Returns the geometry of a file of `total` bytes, given its header; an error if the header cannot be valid.
     pub fn of_file(total: u64, workers: u32, ring_slots: u32, shared_queue: bool) -> Result<Self> {
         let possible = (1..=WORKERS_MAX).contains(&workers)
             && ring_slots.is_power_of_two()
@@ -117,18 +118,18 @@ impl Geometry {
         })
     }
 
-    /// One region per worker and the main process's.
+    /// Returns the number of regions: one per worker, and the main process's.
     pub fn regions(&self) -> u32 {
         self.workers + 1
     }
 
-    /// Batches of one worker that need warm pages at a time: those outstanding, the one in work, the one that the user
-    /// holds, and a spare.
+    /// Returns the number of batches of one worker that need warm pages at a time: those outstanding, the one in work,
+    /// the one that the user holds, and a spare.
     pub fn batches_under_way(&self) -> u64 {
         u64::from(self.ring_slots / self.workers) + 3
     }
 
-    /// The main process's region.
+    /// Returns the main process's region.
     pub fn main_region(&self) -> u32 {
         self.workers
     }
@@ -138,7 +139,7 @@ impl Geometry {
         self.workers.div_ceil(64)
     }
 
-    /// Offset of the bitmap.
+    /// Returns the offset of the bitmap.
     pub fn bitmap(&self) -> u64 {
         round_up(size_of::<Header>() as u64, 64)
     }
@@ -148,12 +149,12 @@ impl Geometry {
         if self.shared_queue { self.ring_slots } else { 0 }
     }
 
-    /// Offset of the [`QueueControl`].
+    /// Returns the offset of the [`QueueControl`].
     pub fn queue_control(&self) -> u64 {
         round_up(self.bitmap() + u64::from(self.bitmap_words()) * 8, 64)
     }
 
-    /// Offset of the shared queue's slots.
+    /// Returns the offset of the shared queue's slots.
     pub fn queue(&self) -> u64 {
         let control = if self.shared_queue { size_of::<QueueControl>() as u64 } else { 0 };
         self.queue_control() + control
@@ -167,17 +168,17 @@ impl Geometry {
         round_up(size_of::<ControlPage>() as u64 + 2 * u64::from(self.ring_slots) * size_of::<RingSlot>() as u64, 128)
     }
 
-    /// Offset of a worker's [`ControlPage`].
+    /// Returns the offset of a worker's [`ControlPage`].
     pub fn control(&self, worker: u32) -> u64 {
         self.controls() + u64::from(worker) * self.control_len()
     }
 
-    /// Offset of a worker's task slots.
+    /// Returns the offset of a worker's task slots.
     pub fn task_slots(&self, worker: u32) -> u64 {
         self.control(worker) + size_of::<ControlPage>() as u64
     }
 
-    /// Offset of a worker's result slots.
+    /// Returns the offset of a worker's result slots.
     pub fn result_slots(&self, worker: u32) -> u64 {
         self.task_slots(worker) + u64::from(self.ring_slots) * size_of::<RingSlot>() as u64
     }
@@ -186,7 +187,7 @@ impl Geometry {
         self.controls() + u64::from(self.workers) * self.control_len()
     }
 
-    /// Offset of a region's [`RegionHead`].
+    /// Returns the offset of a region's [`RegionHead`].
     pub fn region_head(&self, region: u32) -> u64 {
         self.region_heads() + u64::from(region) * size_of::<RegionHead>() as u64
     }
@@ -195,7 +196,7 @@ impl Geometry {
         round_up(self.region_head(self.regions()), PAGE)
     }
 
-    /// Offset of a region's block table.
+    /// Returns the offset of a region's block table.
     pub fn table(&self, region: u32) -> u64 {
         self.tables() + u64::from(region) * u64::from(self.table_len) * size_of::<BlockEntry>() as u64
     }
@@ -204,13 +205,13 @@ impl Geometry {
         round_up(self.table(self.regions()), PAGE)
     }
 
-    /// Offset of a worker's [`TraceHead`]. Its pages, and those of the slots, come with the first trace.
+    /// Returns the offset of a worker's [`TraceHead`]. Its pages, and those of the slots, come with the first trace.
     pub fn trace_head(&self, worker: u32) -> u64 {
         let slots = u64::from(TRACE_SLOTS) * size_of::<RingSlot>() as u64;
         self.traces() + u64::from(worker) * (size_of::<TraceHead>() as u64 + slots)
     }
 
-    /// Offset of the slots of a worker's ring of trace events.
+    /// Returns the offset of the slots of a worker's ring of trace events.
     pub fn trace_slots(&self, worker: u32) -> u64 {
         self.trace_head(worker) + size_of::<TraceHead>() as u64
     }
@@ -219,7 +220,7 @@ impl Geometry {
         round_up(self.trace_head(self.workers), PAGE)
     }
 
-    /// Offset of a region's data.
+    /// Returns the offset of a region's data.
     pub fn data(&self, region: u32) -> u64 {
         self.data_start() + u64::from(region) * self.region_len
     }

@@ -144,7 +144,7 @@ impl MainPage {
         }
     }
 
-    /// The loader's name, or the beginning of a long one.
+    /// Returns the loader's name, or the beginning of a long one.
     pub fn name(&self) -> String {
         let bytes = self.name.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes());
         let bytes: Vec<u8> = bytes.take_while(|&byte| byte != 0).collect();
@@ -310,7 +310,7 @@ impl StatusPage {
         AHEAD.max(Duration::from_nanos(since.saturating_sub(taken)))
     }
 
-    /// The number of the state.
+    /// Returns the number of the state.
     pub fn state(&self) -> u32 {
         self.state.load(Ordering::Relaxed)
     }
@@ -354,7 +354,7 @@ numbered_enum! {
 }
 
 impl Terminated {
-    /// The name of a number on a status page; an unknown number is `No`.
+    /// Returns the name of a number on a status page; an unknown number is `No`.
     pub fn name_of(value: u32) -> &'static str {
         Self::of_number(value).unwrap_or(Self::No).name()
     }
@@ -438,8 +438,8 @@ pub struct ControlPage {
     pub results: RingControl,
 }
 
-/// The head of a worker's ring of trace events; its slots follow it. It goes on from trace to trace and from process to
-/// process: nothing resets it.
+/// The head of a worker's ring of trace events; its slots follow it. It continues from trace to trace and from process
+/// to process: nothing resets it.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct TraceHead {

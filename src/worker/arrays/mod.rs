@@ -29,7 +29,7 @@ use crate::shm::alloc::settle;
 use crate::shm::layout::PAGE;
 use crate::sync::{Ordering, lock};
 use crate::sys::fork::{ForkHandlers, Step, on_fork};
-use crate::sys::private::{Gate, make_inaccessible, make_private};
+use crate::sys::private::{ForkGate, make_inaccessible, make_private};
 
 /// The outcome of a request for another size of an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,15 +41,15 @@ pub enum Resized {
 }
 
 impl Port {
-    /// The table; `None` in a child of the worker.
+    /// Returns the table; `None` in a child of the worker.
     fn arrays(&self) -> Option<MutexGuard<'_, Arrays>> {
         self.arena().is_ours().then(|| lock(&self.arrays))
     }
 
-    /// Memory for an array of `len` bytes, zeroes if asked for. `None`: use ordinary memory, because the arrays have
-    /// enough of the region, there is no room, or this is a child of the worker. [`Error::NoMemory`]: the machine or
-    /// the memory cgroup has none left, and ordinary memory would wake the OOM killer. Waits only while other workers
-    /// reserve too much.
+    /// Allocates memory for an array of `len` bytes, zeroes if asked for. `None`: use ordinary memory, because the
+    /// arrays have enough of the region, there is no room, or this is a child of the worker. [`Error::NoMemory`]: the
+    /// machine or the memory cgroup has none left, and ordinary memory would wake the OOM killer. Waits only while
+    /// other workers reserve too much.
     pub fn allocate_array(&self, len: usize, zeroed: bool) -> Result<Option<NonNull<u8>>> {
         let memory = match settle(|| self.new_array(len), std::thread::sleep) {
             Ok(memory) => memory,
@@ -103,11 +103,11 @@ impl Port {
         }
     }
 
-    /// The length of an array in bytes.
+    /// Returns the length of an array in bytes.
     pub fn array_len(&self, memory: *mut u8) -> usize {
         let Some(arrays) = self.arrays() else { return private_len(memory as usize) };
-        let found = lock(&self.allocator).find(memory as usize);
-        let array = found.and_then(|(block, offset)| arrays.live.get(&block).filter(|_| offset == 0));
+        let place = lock(&self.allocator).find(memory as usize);
+        let array = place.and_then(|(block, offset)| arrays.live.get(&block).filter(|_| offset == 0));
         array.map_or(0, |array| array.len as usize)
     }
 
@@ -179,7 +179,7 @@ static PRIVATE: AtomicPtr<Vec<(usize, usize)>> = AtomicPtr::new(std::ptr::null_m
 struct Forking {
     /// Addresses and lengths of live arrays.
     arrays: Vec<(usize, usize)>,
-    gate: Option<Gate>,
+    gate: Option<ForkGate>,
     /// No array is made or freed until the fork is done.
     _locks: Vec<MutexGuard<'static, Arrays>>,
 }
@@ -208,7 +208,7 @@ pub fn watch(port: &Arc<Port>) -> Result<()> {
     }
 }
 
-/// The length of an array that this child has as a private copy; 0 for others.
+/// Returns the length of an array that this child has as a private copy; 0 for others.
 fn private_len(address: usize) -> usize {
     // SYNC: arrays-private
     // SAFETY: what was published there is never freed.
@@ -217,7 +217,7 @@ fn private_len(address: usize) -> usize {
 }
 
 fn before_fork() {
-    let (mut found, mut locks) = (Vec::new(), Vec::new());
+    let (mut extents, mut locks) = (Vec::new(), Vec::new());
     // SYNC: arrays-watched
     // SAFETY: what was published there is never freed.
     let mut next = unsafe { WATCHED.load(Ordering::Acquire).as_ref() };
@@ -226,13 +226,13 @@ fn before_fork() {
         let Some(arrays) = port.arrays() else { continue };
         for (&block, array) in &arrays.live {
             if let Ok(memory) = port.arena().block_memory(port.worker(), block, array.len) {
-                found.push((memory.as_ptr() as usize, array.len as usize));
+                extents.push((memory.as_ptr() as usize, array.len as usize));
             }
         }
         locks.push(arrays);
     }
-    let gate = if found.is_empty() { None } else { Gate::new() };
-    FORKING.set(Some(Forking { arrays: found, gate, _locks: locks }));
+    let gate = if extents.is_empty() { None } else { ForkGate::new() };
+    FORKING.set(Some(Forking { arrays: extents, gate, _locks: locks }));
 }
 
 fn after_fork_in_parent() {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::ends::Ends;
-use crate::config::{AHEAD, IDLE_SLICE, REPLAY_TOLD_NS, SMALL_MESSAGE, YIELD_FOR};
+use crate::config::{AHEAD, IDLE_SLICE, REPLAY_NOTICE_NS, SMALL_MESSAGE, YIELD_FOR};
 use crate::error::{Error, Result};
 use crate::shm::alloc::Allocator;
 use crate::shm::arena::Arena;
@@ -65,7 +65,7 @@ pub struct Port {
     /// True if the main process believes that a sample is under way.
     at_sample: AtomicBool,
     /// The time of the last report of a batch of a replay to `remote`, in monotonic nanoseconds.
-    pub(super) told_ns: AtomicU64,
+    pub(super) notified_ns: AtomicU64,
     trace: Recorder,
 }
 
@@ -105,7 +105,7 @@ impl Port {
             fetch_began: AtomicU64::new(0),
             remote: None,
             at_sample: AtomicBool::new(false),
-            told_ns: AtomicU64::new(0),
+            notified_ns: AtomicU64::new(0),
             trace: Recorder::new(arena.clone(), worker),
             arena,
         })
@@ -118,17 +118,17 @@ impl Port {
         Ok(Self { remote: Some(remote), ..port })
     }
 
-    /// The connection to the main process, if that is on another machine.
+    /// Returns the connection to the main process, if that is on another machine.
     pub fn remote(&self) -> Option<&Arc<Remote>> {
         self.remote.as_ref()
     }
 
-    /// The arena.
+    /// Returns the arena.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
     }
 
-    /// The worker's number.
+    /// Returns the worker's number.
     pub fn worker(&self) -> u32 {
         self.worker
     }
@@ -144,7 +144,7 @@ impl Port {
         &self.arena.control(self.worker).status
     }
 
-    /// The number of the current task, or of the last one.
+    /// Returns the number of the current task, or of the last one.
     pub(in crate::worker) fn task(&self) -> u64 {
         self.status().task.load(Ordering::Relaxed)
     }
@@ -212,10 +212,10 @@ impl Port {
         page.place.store(if ends { 0 } else { NOT_BEGUN }, Ordering::Relaxed);
         let Some(remote) = &self.remote else { return };
         if ends {
-            self.told_ns.store(0, Ordering::Relaxed);
+            self.notified_ns.store(0, Ordering::Relaxed);
             remote.at_sample(page.task.load(Ordering::Relaxed), 0);
-        } else if now.saturating_sub(self.told_ns.load(Ordering::Relaxed)) >= REPLAY_TOLD_NS {
-            self.told_ns.store(now, Ordering::Relaxed);
+        } else if now.saturating_sub(self.notified_ns.load(Ordering::Relaxed)) >= REPLAY_NOTICE_NS {
+            self.notified_ns.store(now, Ordering::Relaxed);
             remote.again();
         }
     }
@@ -282,13 +282,13 @@ impl Port {
         let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
     }
 
-    /// The next task, without waiting. Copies a payload in a block to `payload`.
+    /// Takes the next task, without waiting. Copies a payload in a block to `payload`.
     pub fn take_up(&self) -> Result<Option<TaskEntry>> {
         self.check_ours()?;
         self.poll()
     }
 
-    /// The next task, waiting for at most a slice. Copies a payload in a block to `payload`.
+    /// Takes the next task, waiting for at most a slice. Copies a payload in a block to `payload`.
     pub fn receive(&self) -> Result<Received> {
         self.check_ours()?;
         if let Some(entry) = self.poll()? {
@@ -309,8 +309,8 @@ impl Port {
         }
         let sleeper = self.sleeper();
         let ticket = sleeper.announce();
-        let found = self.poll();
-        if matches!(found, Ok(None)) && !self.stopping() {
+        let polled = self.poll();
+        if matches!(polled, Ok(None)) && !self.stopping() {
             let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(self.slice()));
             sleeper.awake();
             // A sandbox refuses futexes: poll instead.
@@ -323,19 +323,19 @@ impl Port {
             return Ok(self.poll()?.map_or(Received::Nothing, Received::Task));
         }
         sleeper.awake();
-        Ok(found?.map_or(Received::Stop, Received::Task))
+        Ok(polled?.map_or(Received::Stop, Received::Task))
     }
 
-    /// The end of a wait: there is a task, the time has passed, or the loop has released a block.
+    /// Ends a wait: there is a task, the time has passed, or the loop has released a block.
     fn waited(&self) -> Result<Received> {
-        let found = self.poll()?;
-        if found.is_none() {
+        let entry = self.poll()?;
+        if entry.is_none() {
             self.trim()?;
         }
-        Ok(found.map_or(Received::Nothing, Received::Task))
+        Ok(entry.map_or(Received::Nothing, Received::Task))
     }
 
-    /// The longest wait: until idle memory may be due.
+    /// Returns the longest wait: until idle memory may be due.
     fn slice(&self) -> Duration {
         self.idle().clamp(AHEAD, IDLE_SLICE)
     }

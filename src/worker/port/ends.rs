@@ -22,8 +22,8 @@ pub(super) struct Ends {
 }
 
 impl Ends {
-    /// The next entry: of the own ring, so that control messages come first, else of the queue. The message that begins
-    /// an epoch early precedes its tasks, also one that was sent while this took a task.
+    /// Takes the next entry: of the own ring, so that control messages come first, else of the queue. The message that
+    /// begins an epoch early precedes its tasks, also one that was sent while this took a task.
     #[inline]
     pub(super) fn next(&mut self) -> Result<Option<Entry>> {
         if let Some(claimed) = self.claimed.take() {
@@ -48,8 +48,8 @@ impl Ends {
         }
     }
 
-    /// A task of the queue, or a message that begins an epoch early and was sent meanwhile: one of several if other
-    /// workers have gone on while this one took the task.
+    /// Returns a task of the queue, or a message that begins an epoch early and was sent meanwhile: one of several if
+    /// other workers have continued while this one took the task.
     #[inline]
     fn behind_messages(&mut self, claimed: Entry) -> Result<Option<Entry>> {
         match self.tasks.pop()? {

@@ -68,8 +68,9 @@ impl Port {
         }
     }
 
-    /// The block that contains the `len` bytes at `address`, and the offset in it, if the batch can adopt the block:
-    /// they fill at least half of it, and it has not been sent before, because a consumer may still hold such a block.
+    /// Returns the block that contains the `len` bytes at `address`, and the offset in it, if the batch can adopt the
+    /// block: they fill at least half of it, and it has not been sent before, because a consumer may still hold such a
+    /// block.
     pub fn adoptable(&self, address: usize, len: u64) -> Option<(u32, u64)> {
         // In a child of the worker a lost thread may hold the lock.
         if !self.arena.is_ours() {
@@ -124,7 +125,7 @@ impl Port {
         Ok(())
     }
 
-    /// Bytes of the largest recent batch.
+    /// Returns the number of bytes of the largest recent batch.
     pub(in crate::worker) fn largest_batch(&self) -> u64 {
         let [now, before] = [0, 1].map(|half: usize| self.largest[half].load(Ordering::Relaxed));
         now.max(before)

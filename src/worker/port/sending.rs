@@ -142,7 +142,7 @@ impl Port {
     }
 }
 
-/// The load of a message of `len` bytes. Leaves that the worker does not keep are copies.
+/// Returns the load of a message of `len` bytes. Leaves that the worker does not keep are copies.
 fn load_of(len: u64, leaves: &[(Leaf, Keep)]) -> Load {
     let mut load = Load { bytes: len, ..Load::default() };
     for (leaf, keep) in leaves {

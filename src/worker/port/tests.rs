@@ -376,7 +376,7 @@ fn a_main_process_elsewhere_learns_of_the_batches_of_a_replay() {
         port.progress(false);
         wait_until(|| since() > before);
         assert!(!page.has_begun());
-        port.told_ns.store(0, Ordering::Relaxed);
+        port.notified_ns.store(0, Ordering::Relaxed);
     }
     port.progress(true);
     wait_until(|| page.has_begun());

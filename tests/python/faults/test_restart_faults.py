@@ -199,7 +199,7 @@ def test_seeds_of_workers_go_on_with_new_streams(tmp_path, lines):
     assert [[sample[0] for sample in batch] for batch in found[0]] == [
         [sample[0] for sample in batch] for batch in expected[0]
     ]
-    assert len(lines("goes on with other random numbers")) == 1
+    assert len(lines("uses different random numbers")) == 1
     (tmp_path / "again").mkdir()
     again = epochs(loader_of(Mortal(N, Deaths(tmp_path / "again", {6: 1, 10: 1})), **kw))
     assert again == found, "the new streams come from the base seed"

@@ -321,10 +321,10 @@ def test_the_search_ends(monkeypatch):
     assert copied.find(deep) == ()
     wide = Holder(**{f"n{n}": Holder() for n in range(100)}, rows=texts())
     assert copied.find(wide) != ()
-    monkeypatch.setattr(copied, "_OBJECTS", 50)
+    monkeypatch.setattr(copied, "_MAX_OBJECTS", 50)
     assert copied.find(wide) == ()
-    monkeypatch.setattr(copied, "_OBJECTS", 10_000)
-    monkeypatch.setattr(copied, "_SECONDS", -1.0)
+    monkeypatch.setattr(copied, "_MAX_OBJECTS", 10_000)
+    monkeypatch.setattr(copied, "_MAX_SECONDS", -1.0)
     assert copied.find(wide) == ()
 
 

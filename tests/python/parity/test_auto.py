@@ -383,7 +383,7 @@ def test_pages_of_the_arena_are_no_memory_of_a_worker(decisions, monkeypatch):
     """Those that the main process has not touched count as private to the kernel."""
     taken = []
     monkeypatch.setattr(tuner, "own", lambda pid: taken.append((private(pid), memory.own(pid))))
-    monkeypatch.setattr(tuner, "_READ", 1)
+    monkeypatch.setattr(tuner, "_WORKERS_READ", 1)
     loader = DataLoader(Frames(), num_workers="auto", batch_size=None)
     batches = list(loader)
     assert len(batches) == 8 and taken

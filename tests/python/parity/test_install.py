@@ -459,7 +459,7 @@ def test_wrong_options_are_errors_and_change_nothing(options, error, text):
 
 
 def test_it_says_once_what_it_did(caplog, monkeypatch):
-    monkeypatch.setattr(installation._torchs, "_logged", False)
+    monkeypatch.setattr(installation._iterator_class, "_logged", False)
     # Not that of the fixture: classes of other tests may still be alive there, and such a module is left alone.
     module = types.ModuleType("another_users_module")
     monkeypatch.setitem(sys.modules, module.__name__, module)

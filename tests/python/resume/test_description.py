@@ -249,7 +249,7 @@ def test_batches_ahead_of_the_position(ahead, words):
         ({"kind": "subset", "start": {}}, "SubsetRandomSampler"),
         ({"kind": "weighted"}, "WeightedRandomSampler"),
         ({"kind": "stateful"}, "one with a state"),
-        ({"kind": "other", "length": 7}, "one without a state, iterated anew up to the position, length 7"),
+        ({"kind": "other", "length": 7}, "one without a state, iterated again up to the position, length 7"),
         ({"kind": "of a later version"}, "'of a later version'"),
         (
             {"kind": "distributed", "start": {"rank": 1, "num_replicas": 4, "epoch": 2, "seed": 0, "consumed": 0}},

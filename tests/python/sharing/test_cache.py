@@ -291,7 +291,7 @@ def test_a_full_cache_goes_on_with_what_it_has(caplog):
 
 def test_memory_that_cannot_be_had_is_refused():
     data = Kept([0] * 1000)
-    with pytest.raises(ValueError, match=r"memory=1125899906842624 bytes is more than there is: \d+ bytes of memory"):
+    with pytest.raises(ValueError, match=r"memory=1125899906842624 bytes is too large: \d+ bytes of memory"):
         cache(data, 1 << 50)
     with pytest.raises(ValueError, match="memory=10240 bytes has no room beside the index, which takes 16384 bytes"):
         cache(data, "10KiB")
@@ -323,7 +323,7 @@ def test_limits_of_the_process(name):
     limit = (8 << 30) if name == "RLIMIT_FSIZE" else (64 << 30)
     report = in_child(_limited, getattr(resource, name), limit)
     assert report["total"] == 2_000_000 and report["limit"] < limit, report
-    assert "is more than there is" in report["refused"]
+    assert "bytes is too large" in report["refused"]
 
 
 def test_what_cannot_be_cached_says_the_way_out():

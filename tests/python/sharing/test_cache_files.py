@@ -122,7 +122,7 @@ def test_other_samples_are_noticed_and_a_text_in_many_bytes_is_none(tmp_path):
     one, other = Subset(data, range(100)), Subset(data, range(100, 200))
     path, version = str(tmp_path / "half"), "\N{SNOWMAN}" * 400
     assert cached(path, one, version=version)[3][1] == 3
-    with pytest.raises(ValueError, match="is the cache of another dataset: sample 3 is another one there"):
+    with pytest.raises(ValueError, match="is the cache of another dataset: sample 3 differs there"):
         cached(path, other, version=version)
     assert cached(os.fsencode(path), one, version=version)[3][1] == 3
 
@@ -213,7 +213,7 @@ def test_a_larger_limit_enlarges_a_file(path):
 def test_more_than_the_disk_has_is_refused(path):
     system = os.statvfs(os.path.dirname(path))
     left = system.f_bavail * system.f_frsize
-    with pytest.raises(ValueError, match=r"memory=\d+ bytes is more than there is: \d+ bytes are left for the file"):
+    with pytest.raises(ValueError, match=r"memory=\d+ bytes is too large: \d+ bytes are left for the file"):
         cached(path, memory=left * 4)
 
 

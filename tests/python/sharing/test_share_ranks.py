@@ -268,7 +268,7 @@ def test_a_long_wait_is_made_of_shorter_ones(run):
         wait_for("1 waits")
         time.sleep(0.3)
         return ["built"]
-    ranks._SLICE = 0.05
+    ranks._MAX_WAIT = 0.05
     told(rustloader.share(build, key="train"))
     while sum(" has " in line for line in lines()) < 2: time.sleep(0.01)
     """
@@ -429,7 +429,7 @@ def test_a_rank_that_comes_twice_counts_once(two, monkeypatch):
 
 
 def test_many_silent_peers_are_dropped_oldest_first(two, monkeypatch):
-    monkeypatch.setattr(ranks, "_MOST_WAITING", 3)
+    monkeypatch.setattr(ranks, "_MAX_WAITING", 3)
     name = address("x")
     assert share(["a"], key="x") == ["a"]
     clients = [connected(name) for _ in range(4)]

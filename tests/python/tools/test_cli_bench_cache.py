@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ours
 if rustloader is not None:
     from rustloader.tools.bench import images, passes
     from rustloader.tools.bench.cached import CacheGain, Fit
-    from rustloader.tools.bench.rates import Side
+    from rustloader.tools.bench.rates import SideRates
     from rustloader.tools.bench.side import BenchSide
     from rustloader.tools.probe.factory import Unusable
 
@@ -29,7 +29,7 @@ def gain(first, second, epochs=3, **fit):
     """A gain by rates, of a dataset of 10 GB."""
     values = {"samples": 50_000, "sample_bytes": 200_000.0, "index_bytes": 4096, "limit": 12 * GB, "free": 81 * GB}
     values |= {"hits": 1.0, "is_random": False} | fit
-    sides = [Side([a_pass(rate) for rate in [rate] * epochs]) for rate in (first, second)]
+    sides = [SideRates([a_pass(rate) for rate in [rate] * epochs]) for rate in (first, second)]
     return CacheGain(*sides, Fit(**values))
 
 
@@ -149,7 +149,7 @@ def test_a_random_dataset_is_found_out(tmp_path, monkeypatch):
     "factory, memory, words",
     [
         ("stream", 1 << 23, "--cache: cache() takes a map-style dataset"),
-        ("map_style", 1 << 60, "is more than there is"),
+        ("map_style", 1 << 60, "bytes is too large"),
     ],
 )
 def test_what_cannot_be_cached_is_said(factory, memory, words, tmp_path, monkeypatch):

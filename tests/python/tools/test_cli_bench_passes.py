@@ -73,11 +73,11 @@ def test_the_share_of_other_processes(monkeypatch):
     monkeypatch.setattr(cores, "usable_cores", lambda: 2)
     begin, end = passes.Mark(0, 100.0, 7.0), passes.Mark(50, 110.0, 11.0)
     monkeypatch.setattr(passes, "busy_seconds", lambda: 516.0)
-    assert passes._others(begin, end, 500.0) == 0.6
-    assert passes._others(begin, end, 514.0) == 0.0
-    assert passes._others(begin, end, None) is None
+    assert passes._share_of_others(begin, end, 500.0) == 0.6
+    assert passes._share_of_others(begin, end, 514.0) == 0.0
+    assert passes._share_of_others(begin, end, None) is None
     monkeypatch.setattr(cores, "usable_cores", lambda: 1)  # a CPU quota
-    assert passes._others(begin, end, 500.0) is None
+    assert passes._share_of_others(begin, end, 500.0) is None
 
 
 STAT = """\
@@ -224,7 +224,7 @@ def test_memory_counts_each_page_once(tmp_path):
 def test_what_workers_do_when(engine, tmp_path):
     begun = []
     loader = torch.utils.data.DataLoader(Numbers(24, 0.001), batch_size=2, num_workers=2)
-    recorder = timeline.Recorder(str(tmp_path), begun.append)
+    recorder = timeline.TimelineRecorder(str(tmp_path), begun.append)
     loader.worker_init_fn = recorder
     before = time.monotonic()
     with ENGINES[engine]():

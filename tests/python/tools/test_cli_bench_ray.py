@@ -191,8 +191,8 @@ def test_the_figures_of_the_formula():
 
 
 def test_the_plan_and_the_result_name_the_third_engine():
-    assert "epochs of torch, rustloader and rustloader on Ray in turn" in str(plan.Plan(options("--ray")))
-    given = plan.Plan(options("--ray", "--epochs", "3", "--workers", "0,2"))
+    assert "epochs of torch, rustloader and rustloader on Ray in turn" in str(plan.BenchPlan(options("--ray")))
+    given = plan.BenchPlan(options("--ray", "--epochs", "3", "--workers", "0,2"))
     assert "3 epochs of torch, of rustloader and of rustloader on Ray in turn" in str(given)
     assert given.steps == (1 + 3) * (1 + 3)
     point = a_point(2, (10.0, 11, 12), (30.0, 33, 36))

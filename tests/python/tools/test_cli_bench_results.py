@@ -150,11 +150,11 @@ def test_the_ratio_of_the_rates_is_that_of_the_pairs():
 
 
 def test_a_loader_that_mostly_starts_is_told_so():
-    short = results.Side([a_pass(100, first_batch_seconds=0.9)] * 3)
+    short = results.SideRates([a_pass(100, first_batch_seconds=0.9)] * 3)
     assert results.starting(short)["kind"] == "starting"
     assert "persistent_workers=True" in results.starting(short)["sentence"]
-    assert results.starting(results.Side([a_pass(100, first_batch_seconds=0.4)] * 3)) == {}
-    assert results.starting(results.Side([a_pass(100, first_batch_seconds=0.9, complete=False)] * 3)) == {}
+    assert results.starting(results.SideRates([a_pass(100, first_batch_seconds=0.4)] * 3)) == {}
+    assert results.starting(results.SideRates([a_pass(100, first_batch_seconds=0.9, complete=False)] * 3)) == {}
 
 
 # Recommendations
@@ -164,7 +164,7 @@ def sweep(rates, cpu=0.001, verdict=None):
     """A point for each number of workers, with the same rates on both engines."""
     points = []
     for workers, some in rates.items():
-        side = results.Side([a_pass(rate, cpu_seconds_per_batch=cpu) for rate in some])
+        side = results.SideRates([a_pass(rate, cpu_seconds_per_batch=cpu) for rate in some])
         points.append(results.Point(workers, side, side, verdict))
     return points
 
@@ -193,7 +193,7 @@ def test_too_few_epochs_recommend_nothing(rates):
 
 
 def test_too_few_batches_recommend_nothing():
-    short = results.Side([a_pass(10.0, batches=16)] * 3)
+    short = results.SideRates([a_pass(10.0, batches=16)] * 3)
     assert recommended([results.Point(2, short, short)]).workers is None
 
 
@@ -334,8 +334,8 @@ def test_a_table_with_many_columns_leaves_out_the_least():
         (lambda: text.number(12345.6), "12,346"),
         (lambda: text.times(None), "-"),
         (lambda: text.times(13.64), "13.6x"),
-        (lambda: results._memory(results.Side()), "-"),
-        (lambda: results._memory(results.Side(memory_bytes=28_000_000)), "28.0 MB"),
+        (lambda: results._memory(results.SideRates()), "-"),
+        (lambda: results._memory(results.SideRates(memory_bytes=28_000_000)), "28.0 MB"),
         (lambda: text.listed([1]), "1"),
         (lambda: text.listed([1, 2, 4]), "1, 2 and 4"),
     ],
@@ -370,7 +370,7 @@ VERDICT = {
 
 def summary(points, *arguments, choices=None):
     given = options(*arguments)
-    return Summary(given, plan.Plan(given), ABOUT, points, choices or {})
+    return Summary(given, plan.BenchPlan(given), ABOUT, points, choices or {})
 
 
 def test_the_summary_of_a_loader():
@@ -481,7 +481,7 @@ def test_torchs_own_loop_is_beside_both_loaders():
     assert "use num_workers=0" not in words_of(summary([alone(60.0, 66, 72), point]))
     assert "Without workers" not in words_of(summary([alone(155.0, 156), point]))
     given = options()
-    found = Summary(given, plan.Plan(given), ABOUT, [point], {}, "KeyError: 'worker'")
+    found = Summary(given, plan.BenchPlan(given), ABOUT, [point], {}, "KeyError: 'worker'")
     assert "Without workers nothing was measured: KeyError: 'worker'" in words_of(found)
 
 
@@ -586,7 +586,7 @@ def test_a_verdict_advises_no_workers_that_were_measured_and_are_slower():
     ],
 )
 def test_plans(arguments, text, budget, seconds):
-    found = plan.Plan(options(*arguments))
+    found = plan.BenchPlan(options(*arguments))
     assert text in str(found) and (found.budget, found.seconds) == (budget, seconds)
 
 
@@ -601,21 +601,21 @@ def test_plans(arguments, text, budget, seconds):
 )
 def test_a_budget_that_is_too_small_for_a_sweep_is_refused_before_anything_runs(arguments, error):
     if error is None:
-        plan.Plan(options(*arguments))
+        plan.BenchPlan(options(*arguments))
         return
     with pytest.raises(Unusable) as raised:
-        plan.Plan(options(*arguments))
+        plan.BenchPlan(options(*arguments))
     assert str(raised.value) == error
 
 
 def test_a_sweep_divides_the_budget():
-    found = plan.Plan(options("--workers", "1,2,4", "--budget", "60"))
+    found = plan.BenchPlan(options("--workers", "1,2,4", "--budget", "60"))
     assert found.share(0.0, 3) == 20 and found.share(10.0, 2) == 25 and found.share(70.0, 1) == 0
 
 
 def test_every_combination_is_a_setting():
     arguments = ("--workers", "0,2,4", "--dispatch", "shared_queue,round_robin", "--reorder-window", "8,64MiB,8")
-    found = plan.Plan(options(*arguments)).settings
+    found = plan.BenchPlan(options(*arguments)).settings
     combined = [
         Setting(workers, (("dispatch", dispatch), ("reorder_window", window)))
         for workers in (2, 4)
@@ -624,9 +624,10 @@ def test_every_combination_is_a_setting():
     ]
     # Without workers the options have no effect.
     assert found == [*combined, Setting(0)]
-    assert plan.Plan(options(*arguments, "--epochs", "3")).steps == 4 * (1 + 2 * 8)
-    assert plan.Plan(options()).settings == [Setting(None), Setting(0)]
-    asked = [plan.Plan(options(*some)).asked for some in (arguments, (), ("--workers", "0,1"), ("--workers", "1,2"))]
+    assert plan.BenchPlan(options(*arguments, "--epochs", "3")).steps == 4 * (1 + 2 * 8)
+    assert plan.BenchPlan(options()).settings == [Setting(None), Setting(0)]
+    lines = (arguments, (), ("--workers", "0,1"), ("--workers", "1,2"))
+    asked = [plan.BenchPlan(options(*line)).asked for line in lines]
     assert asked == [9, 1, 2, 2]
     assert [str(setting) for setting in (Setting(None), Setting(1), combined[1])] == [
         "",
@@ -636,9 +637,9 @@ def test_every_combination_is_a_setting():
 
 
 def test_steps_of_a_fixed_number_of_epochs():
-    assert plan.Plan(options("--workers", "0,1", "--epochs", "3")).steps == 3 * 4
-    assert plan.Plan(options("--epochs", "3", "--cache", "1MiB")).steps == 4 * 4
-    assert plan.Plan(options()).steps == 0
+    assert plan.BenchPlan(options("--workers", "0,1", "--epochs", "3")).steps == 3 * 4
+    assert plan.BenchPlan(options("--epochs", "3", "--cache", "1MiB")).steps == 4 * 4
+    assert plan.BenchPlan(options()).steps == 0
 
 
 def test_measuring_ends_when_the_result_is_clear_or_the_budget_spent(monkeypatch):
@@ -660,7 +661,7 @@ def test_measuring_ends_when_the_result_is_clear_or_the_budget_spent(monkeypatch
 
 def test_torchs_own_loop_alone_is_answered_with_what_to_do():
     with pytest.raises(Unusable) as raised:
-        plan.Plan(options("--workers", "0"))
+        plan.BenchPlan(options("--workers", "0"))
     assert str(raised.value) == (
         "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
         "Measure it beside a loader with workers: --workers 0,2"

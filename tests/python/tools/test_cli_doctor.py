@@ -89,7 +89,7 @@ def test_what_cannot_be_looked_at_is_no_reason_to_stop(monkeypatch, capsys):
         raise LookupError("nothing there")
         yield
 
-    monkeypatch.setattr(doctor, "_LOOKS", (_broken_thing, doctor._trial))
+    monkeypatch.setattr(doctor, "_CHECKS", (_broken_thing, doctor._trial))
     assert cli.main(["doctor"]) == 0
     assert "note  broken thing           LookupError: nothing there\n" in capsys.readouterr().out
 

@@ -388,7 +388,7 @@ def test_each_rank_has_its_port_and_its_label(monkeypatch):
 
 def test_a_forked_child_does_not_serve(server):
     """Nor does it keep the port: the kernel would take connections that nothing answers."""
-    ours, childs = socket.socketpair()
+    parent_end, child_end = socket.socketpair()
     child = os.fork()
     if child == 0:
         status = 1
@@ -397,18 +397,18 @@ def test_a_forked_child_does_not_serve(server):
             assert not ledger.openings and repr(server) == "<rustloader.MetricsServer closed>"
             # The loop of a child goes on as without metrics.
             assert len(list(numbers("of a child", workers=0))) == 4
-            childs.recv(1)
+            child_end.recv(1)
             status = 0
         finally:
             os._exit(status)
     try:
-        childs.close()
+        child_end.close()
         assert Metrics(server.port).text
         server.close()
         assert refuses(server.port)
     finally:
-        ours.send(b"x")
-        ours.close()
+        parent_end.send(b"x")
+        parent_end.close()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -19,7 +19,7 @@ from rustloader.system.interrupts import is_interrupt
 
 
 class _Failed:
-    """An error in the place of a batch.
+    """An error in place of a batch.
 
     Attributes:
         is_batch: The loader gave the batch, and its copy failed.
@@ -58,7 +58,7 @@ class Position:
         self.has_ended = False
 
     def ahead_count(self) -> int:
-        """Number of batches that the loader counts as delivered and the program has not got."""
+        """Returns the number of batches that the loader counts as delivered and the program has not got."""
         ahead = self.ahead.copy()
         return sum(it.is_batch if isinstance(it, _Failed) else it is not _END for it in ahead) + self.taking
 
@@ -80,7 +80,7 @@ class DeviceIterator:
         loader: The loader.
         lane: Copies its batches.
         position: The batches ahead; it outlives the iterator.
-        tell: Called with the loader and the types that are not pinned, if there are any in the first batch.
+        log_unpinned: Called with the loader and the types that are not pinned, if there are any in the first batch.
     """
 
     # For `__del__` after a failed construction.
@@ -99,9 +99,9 @@ class DeviceIterator:
     _has_copied = False
 
     def __init__(
-        self, loader: Iterable[Any], lane: Lane, position: Position, tell: Callable[[Any, set[type]], None]
+        self, loader: Iterable[Any], lane: Lane, position: Position, log_unpinned: Callable[[Any, set[type]], None]
     ) -> None:
-        self._loader, self._lane, self._tell = loader, lane, tell
+        self._loader, self._lane, self._log_unpinned = loader, lane, log_unpinned
         self._inner: Any = iter(loader)
         self._position = position
         self._ahead = position.ahead
@@ -118,12 +118,12 @@ class DeviceIterator:
                 self._rescued = answer
             raise
         # One step to a signal handler.
-        taken = answer[0]
-        if taken is _END:
+        entry = answer[0]
+        if entry is _END:
             raise StopIteration
-        error = taken.error
+        error = entry.error
         if error is not None:
-            taken.error = None
+            entry.error = None
             try:
                 raise error
             finally:
@@ -132,10 +132,10 @@ class DeviceIterator:
                 error = None
         self._position.taking -= 1  # type: ignore[union-attr]
         try:
-            return taken.batch
+            return entry.batch
         finally:
             # This frame may live on in the traceback of an error that was taken ahead.
-            taken.batch = taken.loans = None
+            entry.batch = entry.loans = None
 
     def _answer(self, answer: list[Any]) -> None:
         lane = self._lane
@@ -247,7 +247,7 @@ class DeviceIterator:
             if not self._has_copied:
                 self._has_copied = True
                 if move.unpinned:
-                    self._tell(self._loader, move.unpinned)
+                    self._log_unpinned(self._loader, move.unpinned)
             return
         assert self._failure is not None
         if is_interrupt(self._failure, handled):
@@ -291,7 +291,7 @@ class DeviceIterator:
 
 
 def _errors_of(inner: Any) -> int:
-    """Number of errors that count in the position of an iterator with a state."""
+    """Returns the number of errors that count in the position of an iterator with a state."""
     count: int = getattr(inner, "raised", 0)
     return count
 

@@ -31,13 +31,15 @@ _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _count_of_one() -> int:
-    """The use count of a storage with one tensor over it. Versions of torch differ in whether its object counts."""
+    """Returns the use count of a storage with one tensor over it. Versions of torch differ in whether its object
+    counts.
+    """
     tensor = torch.empty(1)
     address = tensor.untyped_storage()._cdata
     return -1 if _use_count is None else int(_use_count(address))
 
 
-_ALONE = _count_of_one()
+_SOLE_USE_COUNT = _count_of_one()
 
 
 class Copied:
@@ -51,7 +53,7 @@ class Copied:
         loans: Its memory once it is delivered.
     """
 
-    # As of an error in the place of a batch.
+    # As of an error in place of a batch.
     error = None
     __slots__ = ("batch", "begun", "done", "host", "loans", "made", "nbytes")
 
@@ -91,7 +93,7 @@ class _Loan:
     def is_dropped(self) -> bool:
         """Returns True if the alias is the last tensor over the storage. False if torch does not say: it is handed
         over."""
-        return _use_count is not None and bool(_use_count(self.address) == _ALONE)
+        return _use_count is not None and bool(_use_count(self.address) == _SOLE_USE_COUNT)
 
 
 class _Retired:
@@ -193,9 +195,9 @@ class Lane:
         for loan in copied.loans:
             _add(loan.streams, stream)
 
-    def _loans(self, made: dict[int, torch.Tensor], stream: Any) -> list[_Loan]:
-        """The loans of memory that the stream may use, as parts of the next batch to be delivered."""
-        return [_Loan(address, alias, self.delivered, stream) for address, alias in made.items()]
+    def _loans(self, memory: dict[int, torch.Tensor], stream: Any) -> list[_Loan]:
+        """Returns the loans of memory that the stream may use, as parts of the next batch to be delivered."""
+        return [_Loan(address, alias, self.delivered, stream) for address, alias in memory.items()]
 
     def sweep(self) -> None:
         """Releases the memory that the device is done with."""
@@ -219,12 +221,12 @@ class Lane:
         """Records events after the last use of the storages that were dropped since the last call."""
         streams, current = self.streams, self.streams.current()
         kept: list[_Loan] = []
-        found: dict[int, _Retired] = {}
+        by_batch: dict[int, _Retired] = {}
         events: dict[Any, Any] = {}
         for loan in self._lent:
             if loan.is_dropped():
                 _add(loan.streams, current)
-                retired = found.setdefault(loan.number, _Retired(loan.number))
+                retired = by_batch.setdefault(loan.number, _Retired(loan.number))
                 retired.aliases.append(loan.alias)
                 for stream in loan.streams:
                     if stream not in events:
@@ -235,7 +237,7 @@ class Lane:
                     streams.hand_over(loan.alias, stream)
             else:
                 kept.append(loan)
-        retired_now = [*found.values()]
+        retired_now = [*by_batch.values()]
         # One step to a signal handler: a storage is in one of the two lists.
         self._retired += retired_now
         self._lent = kept

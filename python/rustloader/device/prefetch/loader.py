@@ -100,11 +100,11 @@ class DeviceLoader:
         self._position = Position()
         self._iterators: weakref.WeakSet[DeviceIterator] = weakref.WeakSet()
         # `stats` finds them by the loader and by this object.
-        found = transfers.keep(self, transfers.of(loader_in(loader, lambda _: False)))
+        counters = transfers.keep(self, transfers.of(loader_in(loader, lambda _: False)))
         if isinstance(lane, HostLane):
-            found.note_host()
+            counters.note_host()
         else:
-            lane.transfers = found
+            lane.transfers = counters
 
     @property
     def device(self) -> torch.device:
@@ -113,10 +113,10 @@ class DeviceLoader:
 
     def __iter__(self) -> Iterator[Any]:
         position = Position()
-        tell = functools.partial(_tell_once, self._lane.transfers)
+        log_unpinned = functools.partial(_log_once, self._lane.transfers)
         # Loops on the CPU have nothing in common, and need not wait for one another.
         lane = HostLane() if isinstance(self._lane, HostLane) else self._lane
-        iterator = DeviceIterator(self.loader, lane, position, tell)
+        iterator = DeviceIterator(self.loader, lane, position, log_unpinned)
         self._iterators.add(iterator)
         self._position = position
         return iterator
@@ -186,7 +186,7 @@ class StatefulDeviceLoader(DeviceLoader):
         return method(back=ahead + back)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Loads a state. The next ``iter()`` goes on from there."""
+        """Loads a state. The next ``iter()`` resumes from there."""
         self.loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
         # From here on the state is that of the loader itself.
         self._position = Position()
@@ -196,7 +196,7 @@ class StatefulDeviceLoader(DeviceLoader):
 DeviceLoader.__module__ = "rustloader"
 
 
-def _tell_once(transfers: Transfers, loader: LoaderLike, unpinned: set[type]) -> None:
+def _log_once(transfers: Transfers, loader: LoaderLike, unpinned: set[type]) -> None:
     """Logs once per loader that copies are from pageable memory, and why."""
     why = why_pageable(loader, unpinned)
     if transfers.note_pageable(why):

@@ -13,7 +13,7 @@ import torch
 
 from rustloader.device.prefetch.streams import Streams, parts
 
-_STAYS = (str, bytes, bytearray, memoryview, range, int, float, complex, type, type(None))
+_UNMOVED_TYPES = (str, bytes, bytearray, memoryview, range, int, float, complex, type, type(None))
 # Types, and whether their method `to` takes `non_blocking`.
 _takes_non_blocking: dict[type, bool] = {}
 
@@ -45,15 +45,15 @@ class Move:
         self._owner: type | None = None
 
     def __call__(self, value: Any) -> Any:
-        """The value on the device, queued to be copied; itself if there is nothing to copy."""
+        """Queues the copies of a value to the device, and returns it there; itself if there is nothing to copy."""
         if isinstance(value, torch.Tensor):
-            return self._once(value)
-        if isinstance(value, _STAYS):
+            return self._move_once(value)
+        if isinstance(value, _UNMOVED_TYPES):
             return value
         is_mapping = isinstance(value, Mapping)
         # A mapping may give its items as attributes.
         if callable(getattr(type(value) if is_mapping else value, "to", None)):
-            return self._once(value)
+            return self._move_once(value)
         if is_mapping:
             return self._mapping(value)
         if isinstance(value, tuple):
@@ -64,14 +64,14 @@ class Move:
             return self._dataclass(value)
         return value
 
-    def _once(self, value: Any) -> Any:
-        found = self._moved.get(id(value))
-        if found is None:
-            found = self._moved[id(value)] = value, self._copied(value)
-        return found[1]
+    def _move_once(self, value: Any) -> Any:
+        moved = self._moved.get(id(value))
+        if moved is None:
+            moved = self._moved[id(value)] = value, self._copied(value)
+        return moved[1]
 
     def _copied(self, value: Any) -> Any:
-        made: list[torch.Tensor] = []
+        on_device: list[torch.Tensor] = []
         read: list[torch.Tensor] = []
         try:
             if type(value) is torch.Tensor and value.layout is torch.strided:
@@ -79,20 +79,20 @@ class Move:
                 read.append(value)
                 moved = self._streams.copy(value)
                 if moved is not value:
-                    made.append(moved)
+                    on_device.append(moved)
             else:
-                moved = self._streams.traced(lambda: _to(value, self._streams), made, read)
+                moved = self._streams.traced(lambda: _call_to(value, self._streams), on_device, read)
         finally:
             # Also of a call that fails: some objects change themselves, and keep what they have moved.
-            self._note(made, read)
+            self._note(on_device, read)
         if self._asks_pinned and not all(self._streams.is_pinned(tensor) for tensor in read):
             self.unpinned.add(self._owner or (torch.Tensor if isinstance(value, torch.Tensor) else type(value)))
         # Some types change themselves and return nothing.
         return value if moved is None else moved
 
-    def _note(self, made: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+    def _note(self, on_device: list[torch.Tensor], read: list[torch.Tensor]) -> None:
         self.read += read
-        for part in itertools.chain.from_iterable(map(parts, made)):
+        for part in itertools.chain.from_iterable(map(parts, on_device)):
             storage = part.untyped_storage()
             if storage._cdata not in self.made:
                 self.made[storage._cdata] = part.detach()
@@ -108,16 +108,16 @@ class Move:
             return moved
         try:
             if isinstance(value, MutableMapping):
-                made = copy.copy(value)
-                made.update(moved)
-                return made
+                copied = copy.copy(value)
+                copied.update(moved)
+                return copied
             return type(value)(moved)  # type: ignore[call-arg]
         except TypeError:
             return moved
 
     def _tuple(self, value: tuple[Any, ...]) -> Any:
         moved = [self(item) for item in value]
-        if _same(moved, value):
+        if _are_same_objects(moved, value):
             return value
         if hasattr(value, "_fields"):
             return type(value)(*moved)
@@ -129,16 +129,16 @@ class Move:
     def _sequence(self, value: Sequence[Any]) -> Any:
         items = list(value)
         moved = [self(item) for item in items]
-        if _same(moved, items):
+        if _are_same_objects(moved, items):
             return value
         if type(value) is list:
             return moved
         try:
             if isinstance(value, MutableSequence):
-                made = copy.copy(value)
+                copied = copy.copy(value)
                 for place, item in enumerate(moved):
-                    made[place] = item
-                return made
+                    copied[place] = item
+                return copied
             return type(value)(moved)  # type: ignore[call-arg]
         except TypeError:
             return moved
@@ -154,18 +154,18 @@ class Move:
             self._owner = owner
         if all(moved[name] is getattr(value, name) for name in fields):
             return value
-        made = copy.copy(value)
+        copied = copy.copy(value)
         for name, item in moved.items():
             # A frozen dataclass refuses setattr.
-            object.__setattr__(made, name, item)
-        return made
+            object.__setattr__(copied, name, item)
+        return copied
 
 
-def _same(moved: list[Any], value: Sequence[Any]) -> bool:
+def _are_same_objects(moved: list[Any], value: Sequence[Any]) -> bool:
     return all(one is other for one, other in zip(moved, value, strict=True))
 
 
-def _to(value: Any, streams: Streams) -> Any:
+def _call_to(value: Any, streams: Streams) -> Any:
     """Calls an object's own method ``to``."""
     kind = type(value)
     takes = _takes_non_blocking.get(kind)

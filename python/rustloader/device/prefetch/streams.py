@@ -26,11 +26,11 @@ class Streams:
         self._module: Any = torch.get_device_module(device)
 
     def make(self) -> Any:
-        """A new stream."""
+        """Creates a stream."""
         return self._module.Stream(device=self.device)
 
     def current(self) -> Any:
-        """The calling thread's stream."""
+        """Returns the calling thread's stream."""
         return self._module.current_stream(self.device)
 
     def using(self, stream: Any) -> contextlib.AbstractContextManager[object]:
@@ -38,10 +38,10 @@ class Streams:
         guard = getattr(self._module, "device", None)
         # A backend's module may have imported torch's class, which is no guard.
         device = contextlib.nullcontext() if guard in (None, torch.device) else guard(self.device)
-        return _within(device, self._module.stream(stream))
+        return _device_and_stream(device, self._module.stream(stream))
 
     def place(self) -> Any:
-        """The calling thread's streams, of this device and of its current one, for `restore`."""
+        """Returns the calling thread's streams, of this device and of its current one, for `restore`."""
         return self._module.current_stream(self.device), self._module.current_stream()
 
     def restore(self, place: Any) -> None:
@@ -50,7 +50,7 @@ class Streams:
             self._module.set_stream(stream)
 
     def record(self, stream: Any, timed: bool = False) -> Any:
-        """A new event, which is done when all work that the stream has so far is done."""
+        """Records an event, which is done when all work that the stream has so far is done."""
         event = self._module.Event(enable_timing=timed)
         event.record(stream)
         return event
@@ -67,7 +67,7 @@ class Streams:
         event.synchronize()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """The time from one event to another; both are timed and done. 0 if the device does not measure it."""
+        """Returns the time from one event to another; both are timed and done. 0 if the device does not measure it."""
         try:
             return float(begin.elapsed_time(end)) / 1e3
         except RuntimeError:
@@ -75,21 +75,21 @@ class Streams:
 
     def is_capturing(self) -> bool:
         """Returns True if the calling thread's stream is captured into a graph."""
-        asked = getattr(self._module, "is_current_stream_capturing", None)
-        return asked is not None and bool(asked())
+        query = getattr(self._module, "is_current_stream_capturing", None)
+        return query is not None and bool(query())
 
     def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
         """Lets torch's allocator wait for the stream when the tensor's memory is freed."""
         tensor.record_stream(stream)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, queued in the calling thread's stream; the tensor itself if it is there."""
+        """Queues a copy in the calling thread's stream, and returns it; the tensor itself if it is on the device."""
         return tensor.to(self.device, non_blocking=self.non_blocking)
 
-    def traced(self, call: Callable[[], Any], made: list[torch.Tensor], read: list[torch.Tensor]) -> Any:
+    def traced(self, call: Callable[[], Any], on_device: list[torch.Tensor], on_host: list[torch.Tensor]) -> Any:
         """Returns the result of a call. Adds the tensors on the device that it made, and those of the host that it
         read, also if it fails."""
-        with _Trace(self.device, made, read):
+        with _Trace(self.device, on_device, on_host):
             return call()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -144,19 +144,19 @@ class NoStreams(Streams):
 class _Trace(TorchDispatchMode):
     """Notes what torch's operators read on the host and make on a device."""
 
-    def __init__(self, device: torch.device, made: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+    def __init__(self, device: torch.device, on_device: list[torch.Tensor], on_host: list[torch.Tensor]) -> None:
         super().__init__()
-        self._device, self._made, self._read = device, made, read
+        self._device, self._made, self._read = device, on_device, on_host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         self._read += [it for it in tree_leaves((args, kwargs)) if _is_on(it, "cpu")]
-        self._made += [it for it in tree_leaves(made) if _is_on(it, self._device.type)]
-        return made
+        self._made += [it for it in tree_leaves(result) if _is_on(it, self._device.type)]
+        return result
 
 
 @contextlib.contextmanager
-def _within(device: Any, stream: Any) -> Iterator[None]:
+def _device_and_stream(device: Any, stream: Any) -> Iterator[None]:
     """Enters the device before its stream: leaving a stream of another device makes torch set the thread's previous
     stream, which creates a context on the current device."""
     with device, stream:
@@ -168,7 +168,7 @@ def _is_on(value: object, kind: str) -> bool:
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory of their own that a tensor consists of: of a sparse one its indices and values."""
+    """Returns the tensors with their own memory that a tensor consists of: of a sparse one its indices and values."""
     anything: Any = tensor
     if is_traceable_wrapper_subclass(anything):
         names, _ = anything.__tensor_flatten__()
@@ -187,7 +187,7 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def streams_of(device: torch.device | str | int | None) -> Streams | None:
-    """The streams of a device; None: it is the CPU.
+    """Returns the streams of a device; None: it is the CPU.
 
     Args:
         device: The device, or None for the accelerator of this process. Without an index it is the calling thread's
@@ -198,8 +198,8 @@ def streams_of(device: torch.device | str | int | None) -> Streams | None:
         RuntimeError: This torch or this machine lacks the device.
     """
     if device is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        device = torch.device("cpu") if found is None else found
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = torch.device("cpu") if accelerator is None else accelerator
     device = torch.device(device)
     if device.type == "cpu":
         return None

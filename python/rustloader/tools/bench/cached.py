@@ -7,7 +7,7 @@ from typing import Any
 
 from rustloader.system.texts import size
 from rustloader.tools.bench.comparison import too_few
-from rustloader.tools.bench.rates import Side, settle_sides
+from rustloader.tools.bench.rates import SideRates, settle_sides
 from rustloader.tools.harness.layout import number, times
 from rustloader.tools.probe.factory import Unusable
 
@@ -62,16 +62,16 @@ class Fit:
 class CacheGain:
     """Epochs that fill a new cache, and epochs of the same samples after them."""
 
-    first: Side = field(default_factory=Side)
-    second: Side = field(default_factory=Side)
+    first: SideRates = field(default_factory=SideRates)
+    second: SideRates = field(default_factory=SideRates)
     fit: Fit | None = None
 
-    def text(self, without: Side) -> str:
+    def text(self, without: SideRates) -> str:
         """Describes the gain from a cache over the same loader without one."""
         assert self.fit is not None
         if reason := too_few(len(self.second.passes), self.second.batches):
             return f"Too few to tell what a cache gains: {reason}. {self.fit}"
-        plain = Side(without.passes)
+        plain = SideRates(without.passes)
         settle_sides([self.first, self.second, plain])
         gain = self.second.rate / plain.rate
         text = f"With rustloader.cache the second epoch has {number(self.second.rate)} batches/s: "
@@ -88,7 +88,7 @@ class CacheGain:
         return text
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the figures for JSON."""
         fit = None if self.fit is None else {**asdict(self.fit), "bytes": self.fit.bytes, "held": self.fit.held}
         return {"first_epoch": self.first.as_dict(), "second_epoch": self.second.as_dict(), "fit": fit}
 
@@ -131,7 +131,7 @@ class Wrapped:
         from rustloader.caching.dataset import RANDOM
 
         table, now = self._cached.table, self.usage()
-        asked = max(1, now.hits + now.misses - first.hits - first.misses)
+        lookups = max(1, now.hits + now.misses - first.hits - first.misses)
         hits = now.hits - first.hits
         # A full cache has not kept what was missed.
         kept = hits if table.closed else now.misses - now.refused
@@ -141,6 +141,6 @@ class Wrapped:
             index_bytes=table.overhead(table.rows),
             limit=table.limit,
             free=self._free,
-            hits=hits / asked,
+            hits=hits / lookups,
             is_random=not table.is_news(RANDOM),
         )

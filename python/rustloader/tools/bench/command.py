@@ -14,8 +14,8 @@ from rustloader.system.cores import usable_cores
 from rustloader.tools.bench.cached import CACHED, CacheGain
 from rustloader.tools.bench.elsewhere import RAY, Cluster, Price, check_ray
 from rustloader.tools.bench.passes import Limits, Pass
-from rustloader.tools.bench.plan import Plan, check_plot
-from rustloader.tools.bench.rates import Side
+from rustloader.tools.bench.plan import BenchPlan, check_plot
+from rustloader.tools.bench.rates import SideRates
 from rustloader.tools.bench.recommendation import Choice, recommend
 from rustloader.tools.bench.results import Point, judge_again, settle, starting
 from rustloader.tools.bench.settings import Setting
@@ -55,7 +55,7 @@ class _Bench:
 
     def __init__(self, options: Any) -> None:
         self._options = options
-        self._plan = Plan(options)
+        self._plan = BenchPlan(options)
         self._limits = Limits(options.batches, self._plan.seconds, options.step)
         self._about: dict[str, Any] = {}
         self._spent = 0.0  # seconds of measurements
@@ -118,11 +118,11 @@ class _Bench:
             probes = [stack.enter_context(self._probe(name, setting)) for name in names]
             about, *abouts = [probe.answer() for probe in probes]
             self._about = self._about or about
-            sides = {probe.engine: Side() for probe in probes}
+            sides = {probe.engine: SideRates() for probe in probes}
             for probe in probes:
                 progress.say(f"{where}{probe.engine}, warming up")
                 self._warm_up(probe, sides[probe.engine])
-                progress.step(self._at(0.0))
+                progress.step(self._bar_position(0.0))
             begin = time.monotonic()
             both = sides["torch"], sides.get("rustloader", sides["torch"])
             point = Point(about["num_workers"], *both, options=setting.options, ray=sides.get(RAY))
@@ -136,16 +136,16 @@ class _Bench:
                 point.judged = None if started else judged
             if point.ray is not None:
                 settle([point])
-                ours, there = point.rustloader, Cluster(**abouts[1]["cluster"])
+                ours, cluster = point.rustloader, Cluster(**abouts[1]["cluster"])
                 cpu = ours.median("cpu_seconds_per_batch")
-                point.price = Price(ours.batch_bytes, cpu, usable_cores(), there)
+                point.price = Price(ours.batch_bytes, cpu, usable_cores(), cluster)
         return point
 
     def _epochs(
         self, point: Point, probes: list[Probe], begin: float, share: float, where: str, progress: Progress
     ) -> None:
         """Measures pairs of epochs, one of each engine in alternating order, until there are enough."""
-        sides = {"torch": point.torch, "rustloader": point.rustloader, RAY: point.ray or Side()}
+        sides = {"torch": point.torch, "rustloader": point.rustloader, RAY: point.ray or SideRates()}
         number, longest = 0, 0.0
         while self._goes_on(point, number, share - (time.monotonic() - begin), longest):
             number += 1
@@ -159,7 +159,7 @@ class _Bench:
                     point.cache.second.passes.append(Pass(**second))
                 else:
                     sides[probe.engine].passes.append(Pass(**probe.ask("run", number, self._limits, False)))
-                progress.step(self._at(time.monotonic() - begin))
+                progress.step(self._bar_position(time.monotonic() - begin))
             longest = max(longest, time.monotonic() - started)
 
     def _goes_on(self, point: Point, done: int, seconds: float, longest: float) -> bool:
@@ -177,11 +177,11 @@ class _Bench:
         decided = alone if comparison is None else comparison.decided
         return seconds > longest and not decided
 
-    def _at(self, seconds: float) -> float | None:
-        """The position of the bar after ``seconds`` with this setting; None if it counts steps."""
+    def _bar_position(self, seconds: float) -> float | None:
+        """Returns the position of the bar after ``seconds`` with this setting; None if it counts steps."""
         return None if self._plan.steps else self._spent + seconds
 
-    def _warm_up(self, probe: Probe, side: Side) -> None:
+    def _warm_up(self, probe: Probe, side: SideRates) -> None:
         """Runs the first passes, which measure memory and sizes, not time."""
         before = used(probe.group)
         peak = Peak(probe.group)
@@ -199,14 +199,14 @@ class _Bench:
         # Twice the batches that are in flight at the start.
         skipped = 2 * workers * (self._about["prefetch_factor"] or PREFETCH_FACTOR)
         limits = self._limits._replace(batches=skipped + _SHOWN)
-        found = {}
+        timelines = {}
         for name in _ENGINES:
             progress.say(f"the plot: {name}")
             with tempfile.TemporaryDirectory(prefix="rustloader-bench-") as folder:
                 with self._probe(name, setting, folder) as probe:
                     probe.answer()
-                    found[name] = Timeline(workers, skipped, **probe.ask("watch", limits))
-        return found
+                    timelines[name] = Timeline(workers, skipped, **probe.ask("watch", limits))
+        return timelines
 
     def _probe(self, engine: str, setting: Setting, records: str | None = None) -> Probe:
         quiet, cache = self._probes > 0, self._options.cache or 0

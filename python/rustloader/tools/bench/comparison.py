@@ -59,15 +59,15 @@ class Comparison(NamedTuple):
         return self.text()
 
     def text(self, others: float = 0.0) -> str:
-        """The result as a sentence. ``others`` is the share of the cores that other processes used meanwhile."""
-        found = f"{times(self.ratio)} as fast as torch"
-        found += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs"
+        """Returns the result as a sentence. ``others``: the share of the cores that other processes used meanwhile."""
+        speed = f"{times(self.ratio)} as fast as torch"
+        speed += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs"
         # The interval takes the epochs for independent: a busy machine slows some in a row.
-        found += f", {self.confidence:.0%} confidence)." if others < BUSY else ")."
+        speed += f", {self.confidence:.0%} confidence)." if others < BUSY else ")."
         return {
-            "faster": f"rustloader is {found}",
-            "slower": f"rustloader is slower: {found}",
-            "no measurable difference": f"No measurable difference: rustloader is {found}",
+            "faster": f"rustloader is {speed}",
+            "slower": f"rustloader is slower: {speed}",
+            "no measurable difference": f"No measurable difference: rustloader is {speed}",
             "too few to tell": f"Too few to tell: {self.reason}.",
         }[self.verdict]
 
@@ -98,8 +98,8 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
     if low <= EQUAL and high >= 1 / EQUAL:
         if high <= low * _SMALL:
             return comparison("no measurable difference")
-        found = f"{times(low)} to {times(high)} as fast as torch, based on {len(ratios)} pairs of epochs"
-        return comparison("too few to tell", f"rustloader is {found}")
+        speed = f"{times(low)} to {times(high)} as fast as torch, based on {len(ratios)} pairs of epochs"
+        return comparison("too few to tell", f"rustloader is {speed}")
     if median_interval(ours).overlaps(median_interval(theirs)):
         leader = "rustloader" if low > 1 else "torch"
         reason = f"{leader} was faster in most pairs of epochs, but the rates of the two overlap"

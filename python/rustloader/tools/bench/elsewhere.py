@@ -36,12 +36,12 @@ def give_workers(loader: Any, engine: str) -> None:
     """Gives a loader the workers of an engine: on the cluster, or here. A factory's own RayContext is kept."""
     from rustloader.remote.context import is_remote
 
-    given = loader.multiprocessing_context
-    if engine == RAY and not is_remote(given):
+    context = loader.multiprocessing_context
+    if engine == RAY and not is_remote(context):
         from rustloader.ray import RayContext
 
         loader.multiprocessing_context = RayContext()
-    elif engine != RAY and is_remote(given):
+    elif engine != RAY and is_remote(context):
         loader.multiprocessing_context = None
 
 
@@ -70,9 +70,9 @@ def connect() -> Any:
             reach(address)
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
-            found = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise Unusable(
-                f"--ray: no Ray cluster answers at {address}: {found}\n"
+                f"--ray: no Ray cluster answers at {address}: {reason}\n"
                 "  start one (`ray start --head`), or name one by RAY_ADDRESS"
             ) from None
     return ray
@@ -87,11 +87,11 @@ def carry(target: str) -> None:
 
 
 def measure() -> dict[str, Any]:
-    """A ``Cluster`` as a dictionary."""
+    """Returns a ``Cluster`` as a dictionary."""
     ray = connect()
-    here = ray.get_runtime_context().get_node_id()
+    own_node = ray.get_runtime_context().get_node_id()
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    others = [node for node in nodes if node != here]
+    others = [node for node in nodes if node != own_node]
     link = _link(ray, (others or nodes)[0])
     return asdict(Cluster(ray.available_resources().get("CPU", 0.0), len(others), link))
 
@@ -106,7 +106,7 @@ def _send(address: str, port: int, seconds: float) -> None:
 
 
 def _link(ray: Any, node: str) -> float:
-    """Bytes per second that a process of the node sends to this one. Nothing is done with the bytes."""
+    """Returns the bytes per second that a process of the node sends to this one. Nothing is done with the bytes."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from rustloader.remote import handshake
@@ -187,6 +187,6 @@ class Price:
         return text
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the figures for JSON."""
         rates = {"local_batches_per_second": self.local, "carried_batches_per_second": self.carried}
         return {**asdict(self), **rates, "replaced_cores": self.replaced, "pays": self.pays}

@@ -18,11 +18,11 @@ from rustloader.system.patches import Patch
 
 _PLACE = "PIL.JpegImagePlugin.JpegImageFile.load"
 # Images that a worker notes.
-_NOTED = 16
+_IMAGES_NOTED = 16
 # Pillow is asked for this multiple of the side that a sample keeps: random crops need more than they keep.
 _MARGIN = 2
 # Rounds of a measurement, and the least gain that is worth a word.
-_ROUNDS, _WORTH = 3, 1.5
+_ROUNDS, _MIN_GAIN = 3, 1.5
 
 # Width and height.
 Size = tuple[int, int]
@@ -48,10 +48,10 @@ class Noted:
 
             note_sizes(JpegImagePlugin.JpegImageFile, self._write)
 
-    def _write(self, found: Size) -> None:
+    def _write(self, size: Size) -> None:
         # Persistent workers decode images after the first pass, too, when the file's folder is gone.
         with contextlib.suppress(OSError), open(self._path, "a") as file:
-            file.write("{} {}\n".format(*found))
+            file.write("{} {}\n".format(*size))
 
     def read(self) -> None:
         """Reads the sizes that the workers have noted so far into ``sizes``."""
@@ -61,7 +61,7 @@ class Noted:
 
 def note_sizes(kind: Any, note: Callable[[Size], object]) -> None:
     """Calls ``note`` with the size of each of the first images of Pillow's class ``kind`` that are decoded."""
-    patch, decode, left = Patch(_PLACE, kind), kind.load, _NOTED
+    patch, decode, left = Patch(_PLACE, kind), kind.load, _IMAGES_NOTED
 
     def load(image: Any) -> Any:
         nonlocal left
@@ -77,11 +77,12 @@ def note_sizes(kind: Any, note: Callable[[Size], object]) -> None:
 
 
 def kept_size(batch: Any) -> Size | None:
-    """Width and height of the images in a batch: of the largest tensor or array of the form N x C x H x W or
-    N x H x W x C; None without one."""
+    """Returns the width and height of the images in a batch: of the largest tensor or array of the form N x C x H x W
+    or N x H x W x C; None without one.
+    """
     from rustloader.tools.probe.leaves import leaves
 
-    found: Size | None = None
+    largest: Size | None = None
     for leaf in leaves(batch):
         shape = tuple(getattr(leaf.value, "shape", ()))
         if len(shape) == 4 and shape[1] in (1, 3, 4):
@@ -90,9 +91,9 @@ def kept_size(batch: Any) -> Size | None:
             one = (shape[2], shape[1])
         else:
             continue
-        if found is None or one[0] * one[1] > found[0] * found[1]:
-            found = one
-    return found
+        if largest is None or one[0] * one[1] > largest[0] * largest[1]:
+            largest = one
+    return largest
 
 
 def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size], float] | None = None) -> str:
@@ -111,7 +112,7 @@ def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size
     if min(width / wanted[0], height / wanted[1]) < 2:
         return ""
     gain = (measure or draft_gain)((width, height), wanted)
-    if gain < _WORTH:
+    if gain < _MIN_GAIN:
         return ""
     return (
         f"Images of {width} x {height} are decoded and leave as {kept[0]} x {kept[1]}: Pillow's `draft` or a scaled "
@@ -119,13 +120,14 @@ def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size
     )
 
 
-def draft_gain(of: Size, wanted: Size) -> float:
+def draft_gain(size: Size, wanted: Size) -> float:
     """Measures on this machine how many times as fast Pillow decodes an image of a size if it may scale it down."""
     from PIL import Image
 
     file = io.BytesIO()
     # Smooth, with a little noise, like a photograph.
-    noise = Image.effect_noise((max(1, of[0] // 16), max(1, of[1] // 16)), 64).resize(of, Image.Resampling.BICUBIC)
+    coarse = (max(1, size[0] // 16), max(1, size[1] // 16))
+    noise = Image.effect_noise(coarse, 64).resize(size, Image.Resampling.BICUBIC)
     Image.merge("RGB", [noise] * 3).save(file, "JPEG", quality=90)
 
     def seconds(draft: bool) -> float:

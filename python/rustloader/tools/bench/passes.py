@@ -15,9 +15,9 @@ from rustloader.tools.harness.machine import cpu_seconds
 from rustloader.tools.probe.side import end_workers
 
 # Seconds between two marks. Reading the clocks of all processes takes a few microseconds.
-_BETWEEN = 0.05
+_MARK_INTERVAL = 0.05
 # Seconds between two progress callbacks.
-_BEAT = 0.25
+_CALLBACK_INTERVAL = 0.25
 
 
 class Limits(NamedTuple):
@@ -129,10 +129,10 @@ def _pass(
         # Workers may finish in step: only marks at the same position of a round are comparable.
         if now >= due and taken >= warm and (taken - warm) % rhythm == 0:
             marks.append(_mark(taken))
-            due = marks[-1].time + _BETWEEN
+            due = marks[-1].time + _MARK_INTERVAL
         if watcher is not None and now >= beat:
             watcher.beat()
-            beat = now + _BEAT
+            beat = now + _CALLBACK_INTERVAL
         if taken == limits.batches or now >= deadline:
             break
         if limits.step:
@@ -156,12 +156,12 @@ def _pass(
         steady_batches_per_second=steady_rate,
         steady_cpu_seconds_per_batch=steady_cpu,
         batch_bytes=weight / taken,
-        others_share=_others(begin, end, busy),
+        others_share=_share_of_others(begin, end, busy),
     )
 
 
-def _others(begin: Mark, end: Mark, busy_before: float | None) -> float | None:
-    """The share of the cores that other processes used."""
+def _share_of_others(begin: Mark, end: Mark, busy_before: float | None) -> float | None:
+    """Returns the share of the cores that other processes used."""
     busy = busy_seconds()
     if busy is None or busy_before is None:
         return None
@@ -169,15 +169,16 @@ def _others(begin: Mark, end: Mark, busy_before: float | None) -> float | None:
 
 
 def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
-    """The first and the last mark, if at least half of all batches lie between them; else None. A rate between them
-    leaves out the start of the workers and the batches that were ready by then."""
+    """Returns the first and the last mark, if at least half of all batches lie between them; else None. A rate between
+    them leaves out the start of the workers and the batches that were ready by then.
+    """
     if len(marks) >= 2 and 2 * (marks[-1].batches - marks[0].batches) >= batches:
         return marks[0], marks[-1]
     return None
 
 
 def _rates(begin: Mark, end: Mark) -> tuple[float, float]:
-    """Batches per second, and processor seconds per batch."""
+    """Returns the batches per second, and processor seconds per batch."""
     batches = end.batches - begin.batches
     return batches / (end.time - begin.time), (end.cpu - begin.cpu) / batches
 

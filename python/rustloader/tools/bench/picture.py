@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from rustloader.system.texts import count_of
-from rustloader.tools.bench.rates import Side
+from rustloader.tools.bench.rates import SideRates
 from rustloader.tools.bench.recommendation import Choice
 from rustloader.tools.bench.results import Point, merged
 from rustloader.tools.bench.settings import Setting
@@ -25,13 +25,13 @@ _WORDS = {
     "wait": "main: in next()",
     "step": "main: training step",
 }
-_ENGINES = {"torch": "#D55E00", "rustloader": "#0072B2"}
+_ENGINE_COLOURS = {"torch": "#D55E00", "rustloader": "#0072B2"}
 # Of the curves of a sweep: torch, then rustloader with each combination of options.
-_CURVES = [*_ENGINES.values(), "#009E73", "#E69F00", "#56B4E9", "#CC79A7"]
+_CURVE_COLOURS = [*_ENGINE_COLOURS.values(), "#009E73", "#E69F00", "#56B4E9", "#CC79A7"]
 # Maximum number of workers with a lane.
-_LANES = 16
+_MAX_LANES = 16
 # Maximum share of a timeline for a bar without edges.
-_THIN = 0.01
+_MAX_THIN_SHARE = 0.01
 _CAPTION = (
     "One run of each engine, recorded apart from the measurement. Blank: idle. "
     "What torch's workers send is not shown: a background thread sends it; rustloader's is drawn at its mean."
@@ -45,7 +45,7 @@ def draw(
     """Draws a timeline for each engine, if there are workers, and the rates of a sweep. ``choices`` and ``timelines``
     are by engine; ``step`` is the duration of the training step in seconds."""
     swept = bool(choices)
-    lanes = 1 + min(_LANES, next((one.workers for one in timelines.values()), 0))
+    lanes = 1 + min(_MAX_LANES, next((one.workers for one in timelines.values()), 0))
     heights = [0.5 + 0.32 * lanes] * len(timelines) + [3.4] * swept
     figure = Figure(figsize=(10, sum(heights) + 0.75 * len(heights) + 0.6), dpi=120, layout="constrained")
     figure.suptitle(title, fontsize=13, color=_INK)
@@ -62,7 +62,7 @@ def draw(
 
 
 def timeline_legend(timelines: dict[str, Timeline], step: float) -> list[Patch]:
-    """The entries of the legend for these timelines."""
+    """Returns the entries of the legend for these timelines."""
     seen = {what for one in timelines.values() for spans in one.spans.values() for what, *_ in spans}
     shown = [kind for kind in _COLOURS if kind in seen or kind == "wait" or (kind == "step" and step)]
     return [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in shown]
@@ -81,7 +81,7 @@ def draw_timelines(panels: Sequence[Axes], timelines: dict[str, Timeline], step:
         panel.set_xlim(0, longest * 1e3)
         panel.axvspan((end - begin) * 1e3, longest * 1e3, color="#F4F4F4", lw=0)
         text = f"{name}, {count_of(one.workers, 'worker')}: {count - first} batches in {(end - begin) * 1e3:,.0f} ms"
-        panel.set_title(text, loc="left", fontsize=11, color=_ENGINES[name])
+        panel.set_title(text, loc="left", fontsize=11, color=_ENGINE_COLOURS[name])
     panels[-1].set_xlabel("ms", color=_INK)
 
 
@@ -93,19 +93,19 @@ def draw_timeline(panel: Axes, timeline: Timeline, begin: float, end: float, ste
         inside = [(max(a, begin), min(b, end)) for a, b in spans if b > begin and a < end]
         ranges = [((a - begin) * 1e3, (b - a) * 1e3) for a, b in inside]
         # White edges separate bars, but would hide the shortest ones.
-        edges = [0.3 if b - a > _THIN * (end - begin) else 0.0 for a, b in inside]
+        edges = [0.3 if b - a > _MAX_THIN_SHARE * (end - begin) else 0.0 for a, b in inside]
         panel.broken_barh(ranges, (lane - 0.4, 0.8), facecolors=_COLOURS[kind], edgecolors="white", linewidths=edges)
 
     asked, got = timeline.asked, timeline.got
     bars(0, list(zip(asked, got, strict=False)), "wait")
     if step:
         bars(0, list(zip(got, asked[1:], strict=False)), "step")
-    shown = range(min(timeline.workers, _LANES))
+    shown = range(min(timeline.workers, _MAX_LANES))
     for worker in shown:
         for kind in ("fetch", "collate", "send"):
             spans = [(a, b) for what, a, b in timeline.spans.get(worker, ()) if what == kind]
             bars(worker + 1, spans, kind)
-    more = "" if timeline.workers <= _LANES else f" of {timeline.workers}"
+    more = "" if timeline.workers <= _MAX_LANES else f" of {timeline.workers}"
     panel.set_yticks([0, *(worker + 1 for worker in shown)], ["main", *(f"worker {worker}{more}" for worker in shown)])
     panel.set_ylim(len(shown) + 0.6, -0.6)
     _plain(panel)
@@ -114,7 +114,7 @@ def draw_timeline(panel: Axes, timeline: Timeline, begin: float, end: float, ste
 
 def _draw_rates(panel: Axes, points: list[Point], choices: dict[str, Choice]) -> None:
     words = "small dots: epochs"
-    for (label, sides), colour in zip(_curves(points), _CURVES * len(points), strict=False):
+    for (label, sides), colour in zip(_curves(points), _CURVE_COLOURS * len(points), strict=False):
         panel.plot(list(sides), [side.rate for side in sides.values()], color=colour, label=label, linewidth=1.8)
         for count, side in sides.items():
             panel.plot([count] * len(side.rates), side.rates, "o", color=colour, alpha=0.35, markersize=3)
@@ -130,8 +130,8 @@ def _draw_rates(panel: Axes, points: list[Point], choices: dict[str, Choice]) ->
     _plain(panel)
 
 
-def _curves(points: list[Point]) -> list[tuple[str, dict[int, Side]]]:
-    """The rates by number of workers: of torch, and of rustloader with each combination of options."""
+def _curves(points: list[Point]) -> list[tuple[str, dict[int, SideRates]]]:
+    """Returns the rates by number of workers: of torch, and of rustloader with each combination of options."""
     curves = [("torch", {point.workers: point.torch for point in merged(points)})]
     for options in dict.fromkeys(point.options for point in points if not (point.alone and len(points) > 1)):
         # Without workers the options have no effect.

@@ -13,14 +13,14 @@ from rustloader.tools.harness.layout import listed
 from rustloader.tools.probe.factory import Unusable
 
 # Default seconds of an epoch, and of all epochs with one number of workers.
-_SECONDS, _BUDGET = 3.0, 60.0
+_DEFAULT_SECONDS, _DEFAULT_BUDGET = 3.0, 60.0
 # Minimum number of epochs that the budget allows: eight pairs.
-_EPOCHS = 16
+_MIN_EPOCHS = 16
 # Seconds with each of several settings below which there are too few epochs, and with which there are enough.
-_LEAST, _ENOUGH = 5.0, 12.0
+_MIN_SECONDS, _ENOUGH = 5.0, 12.0
 
 
-class Plan:
+class BenchPlan:
     """The duration of a run. Raises ``Unusable`` if the options leave nothing to compare.
 
     Attributes:
@@ -41,18 +41,18 @@ class Plan:
         self.asked = len(self.settings) - (0 not in (options.workers or ()))
         self._given = options
         self.epochs: int | None = options.epochs
-        self.seconds: float = options.seconds or _SECONDS
+        self.seconds: float = options.seconds or _DEFAULT_SECONDS
         self.budget: float | None = None
         self._batches: int | None = options.batches
         if self.epochs is None and options.budget is None:
-            self.budget = max(_BUDGET, _EPOCHS * self.seconds) * len(self.settings)
+            self.budget = max(_DEFAULT_BUDGET, _MIN_EPOCHS * self.seconds) * len(self.settings)
         elif self.epochs is None:
             self.budget = float(options.budget)
-            if self.asked > 1 and self.budget < _LEAST * self.asked:
+            if self.asked > 1 and self.budget < _MIN_SECONDS * self.asked:
                 raise Unusable(
                     f"{self.budget:g} s is not enough for {self.asked} settings: --budget {_ENOUGH * self.asked:g}"
                 )
-            self.seconds = options.seconds or min(_SECONDS, self.budget / len(self.settings) / _EPOCHS)
+            self.seconds = options.seconds or min(_DEFAULT_SECONDS, self.budget / len(self.settings) / _MIN_EPOCHS)
 
     @property
     def steps(self) -> int:
@@ -62,7 +62,7 @@ class Plan:
         return sides * (1 + self.epochs) if self.epochs else 0
 
     def share(self, spent: float, left: int) -> float:
-        """Seconds for the next of ``left`` remaining settings, after ``spent`` seconds."""
+        """Returns the seconds for the next of ``left`` remaining settings, after ``spent`` seconds."""
         return max(0.0, (self.budget or 0.0) - spent) / left
 
     def _varied(self) -> Iterator[str]:

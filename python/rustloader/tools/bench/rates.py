@@ -12,7 +12,7 @@ from rustloader.tools.harness.rounds import Interval, median_interval
 
 
 @dataclass
-class Side:
+class SideRates:
     """A loader on one engine, with one setting.
 
     Attributes:
@@ -27,7 +27,7 @@ class Side:
     steady: bool = False
 
     def median(self, name: str) -> float:
-        """The median of a figure over all passes."""
+        """Returns the median of a figure over all passes."""
         return statistics.median(self._figures(name))
 
     @property
@@ -72,7 +72,7 @@ class Side:
         return [getattr(one, name) for one in self.passes]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the figures for JSON."""
         epochs = [asdict(one) for one in self.passes]
         for epoch in epochs:
             del epoch["batch_bytes"]  # only the warm-up measures it
@@ -89,7 +89,7 @@ class Side:
         }
 
 
-def settle_sides(sides: list[Side]) -> None:
+def settle_sides(sides: list[SideRates]) -> None:
     """Makes all rates leave out the start of the workers, if all passes allow it, so that rates stay comparable."""
     steady = all(one.steady_batches_per_second is not None for side in sides for one in side.passes)
     for side in sides:

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 
 from rustloader.system.texts import count_of
 from rustloader.tools.bench.comparison import BUSY
-from rustloader.tools.bench.rates import Side
+from rustloader.tools.bench.rates import SideRates
 from rustloader.tools.bench.results import Point, merged
 from rustloader.tools.bench.settings import ALONE, Setting
 from rustloader.tools.harness.layout import listed
 
 # Maximum distance from the best rate for a number of workers that counts as good.
-_WITHIN = 0.05
+_TOLERANCE = 0.05
 # Minimum share of idle cores that shows a wait for storage, if the system does not report how long workers queue.
-_IDLE = 0.2
+_MIN_IDLE_SHARE = 0.2
 RULE = (
-    f"the fewest workers with batches/s within {_WITHIN:.0%} of the best, or not measurably below; "
+    f"the fewest workers with batches/s within {_TOLERANCE:.0%} of the best, or not measurably below; "
     "more workers than cores only if they wait for storage"
 )
 
@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
 
 def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
-    """The fewest workers that are as good as the best; none if other processes used the cores meanwhile.
+    """Returns the fewest workers that are as good as the best; none if other processes used the cores meanwhile.
 
     Args:
         points: what was measured.
@@ -65,7 +65,7 @@ def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
         return Choice(None, f"all numbers of workers are above the {count_of(cores, 'core')} available")
     best = max(allowed.values(), key=lambda side: side.rate)
     same = [setting for setting, side in allowed.items() if side.interval.overlaps(best.interval)]
-    near = [setting for setting, side in allowed.items() if side.rate >= (1 - _WITHIN) * best.rate]
+    near = [setting for setting, side in allowed.items() if side.rate >= (1 - _TOLERANCE) * best.rate]
     reasons = []
     if len(same) > 1:
         reasons.append(f"no measurable difference between {_named(same)}")
@@ -76,8 +76,8 @@ def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
     return Choice(chosen.workers, "; ".join(reasons), chosen.options)
 
 
-def _sides(points: Sequence[Point], engine: str) -> dict[Setting, Side]:
-    """The measurements of an engine by setting. torch has no setting but the number of workers."""
+def _sides(points: Sequence[Point], engine: str) -> dict[Setting, SideRates]:
+    """Returns the measurements of an engine by setting. torch has no setting but the number of workers."""
     if engine == "torch":
         return {Setting(point.workers): point.torch for point in merged(points)}
     return {point.setting: point.rustloader for point in points}
@@ -97,6 +97,6 @@ def _waits_for_storage(point: Point, cores: int) -> bool:
     parts = ("fetch", "collate", "pack")
     busy = sum(sum(it[f"{part}_seconds"] for part in parts) - it.get("unmeasured_seconds", 0.0) for it in known)
     if busy <= 0:
-        return point.rustloader.cores_used < (1 - _IDLE) * cores
+        return point.rustloader.cores_used < (1 - _MIN_IDLE_SHARE) * cores
     computing, queued = (sum(it[name] for it in known) for name in ("cpu_seconds", "queued_seconds"))
     return bool(busy - computing - queued > computing)

@@ -12,7 +12,7 @@ from rustloader.system.texts import duration, size
 from rustloader.tools.bench.cached import CacheGain
 from rustloader.tools.bench.comparison import Comparison, compare
 from rustloader.tools.bench.elsewhere import Price
-from rustloader.tools.bench.rates import Side, settle_sides
+from rustloader.tools.bench.rates import SideRates, settle_sides
 from rustloader.tools.bench.settings import SWEPT, Setting
 from rustloader.tools.harness.layout import WIDTH, aligned, number, times
 
@@ -24,11 +24,11 @@ class Point:
     from a cache; None without ``--cache``. ``judged`` are the figures that the verdict is based on."""
 
     workers: int
-    torch: Side = field(default_factory=Side)
-    rustloader: Side = field(default_factory=Side)
+    torch: SideRates = field(default_factory=SideRates)
+    rustloader: SideRates = field(default_factory=SideRates)
     verdict: dict[str, Any] | None = None
     options: tuple[tuple[str, Any], ...] = ()
-    ray: Side | None = None
+    ray: SideRates | None = None
     price: Price | None = None
     cache: CacheGain | None = None
     judged: Figures | None = None
@@ -73,7 +73,7 @@ class Point:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the figures for JSON."""
         comparison = self.comparison
         return {
             "workers": self.workers,
@@ -95,9 +95,10 @@ def settle(points: Iterable[Point]) -> None:
     settle_sides([side for point in points for side in (point.torch, point.rustloader, point.ray) if side is not None])
 
 
-def starting(side: Side) -> dict[str, Any]:
-    """The verdict if the start of the workers takes most of an epoch; else empty. The statistics of a loader do not
-    show it in epochs of a few batches."""
+def starting(side: SideRates) -> dict[str, Any]:
+    """Returns the verdict if the start of the workers takes most of an epoch; else empty. The statistics of a loader do
+    not show it in epochs of a few batches.
+    """
     first, whole = side.median("first_batch_seconds"), side.median("seconds")
     if first < whole / 2 or not all(one.complete for one in side.passes):
         return {}
@@ -122,17 +123,17 @@ def judge_again(points: list[Point]) -> None:
 
 
 def merged(points: Iterable[Point]) -> list[Point]:
-    """A point for each number of workers, with all measurements of torch, which has none of the options."""
-    found: dict[int, Point] = {}
+    """Returns a point for each number of workers, with all measurements of torch, which has none of the options."""
+    by_workers: dict[int, Point] = {}
     for point in points:
-        known = found.get(point.workers)
+        known = by_workers.get(point.workers)
         torch = point.torch if known is None else replace(known.torch, passes=known.torch.passes + point.torch.passes)
-        found[point.workers] = replace(point, torch=torch, options=())
-    return list(found.values())
+        by_workers[point.workers] = replace(point, torch=torch, options=())
+    return list(by_workers.values())
 
 
 def table(point: Point) -> str:
-    """The figures for one setting."""
+    """Returns the table of figures for one setting."""
     if point.alone:
         return aligned([("", "torch's own loop"), *(row[:2] for row in _rows(point))])
     return aligned([("", "torch", "rustloader", "ratio"), *_rows(point)])
@@ -147,8 +148,8 @@ def _rows(point: Point) -> Iterator[tuple[str, str, str, str]]:
     interval = ours.interval
     whole = interval.low == min(ours.rates)
     title = "  lowest to highest" if whole else f"  {interval.confidence:.0%} confidence"
-    between = _between(comparison.low, comparison.high, times) if comparison else ""
-    yield title, _between(*theirs.interval[:2]), _between(*interval[:2]), between
+    between = _interval_text(comparison.low, comparison.high, times) if comparison else ""
+    yield title, _interval_text(*theirs.interval[:2]), _interval_text(*interval[:2]), between
     megabytes = [number(side.rate * side.batch_bytes / 1e6) for side in (theirs, ours)]
     yield "MB/s", megabytes[0], megabytes[1], rate
     for title, name in (("CPU per batch", "cpu_seconds_per_batch"), ("first batch", "first_batch_seconds")):
@@ -161,7 +162,7 @@ _LEAST = ("lowest to highest", "first batch")
 
 
 def sweep_table(points: Iterable[Point], chosen: Setting) -> str:
-    """The main figures for each setting, with a line per engine. Swept options have columns of their own."""
+    """Returns the main figures for each setting, with a line per engine. Swept options have columns of their own."""
     points = list(points)
     swept = {name: head for name, head in SWEPT.items() if any(name in dict(point.options) for point in points)}
     rows = [
@@ -184,7 +185,7 @@ def _aligned(rows: list[dict[str, str]], columns: list[str], swept: dict[str, st
 
 
 def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> dict[str, str]:
-    """A line for one engine, or for torch's own loop ("both"), by heading."""
+    """Returns a line for one engine, or for torch's own loop ("both"), by heading."""
     side = point.torch if name == "both" else getattr(point, name)
     # torch's line has the number of workers, rustloader's the options.
     options = dict(point.options) if name == "rustloader" else {}
@@ -193,7 +194,7 @@ def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> 
         "engine": "torch's loop" if name == "both" else name,
         **{head: str(options.get(option, "")) for option, head in swept.items()},
         "batches/s": number(side.rate),
-        "lowest to highest": _between(min(side.rates), max(side.rates)),
+        "lowest to highest": _interval_text(min(side.rates), max(side.rates)),
         "ratio": _ratio(point) if name == "rustloader" else "",
         "CPU/batch": duration(side.median("cpu_seconds_per_batch")),
         "first batch": duration(side.median("first_batch_seconds")),
@@ -203,27 +204,29 @@ def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> 
 
 
 def _ratio(point: Point) -> str:
-    """The ratio of the rates; "-" if there are too few measurements to tell."""
+    """Returns the ratio of the rates; "-" if there are too few measurements to tell."""
     comparison = point.comparison
     return times(comparison.ratio if comparison is not None and comparison.is_known else None)
 
 
 def ray_table(points: Iterable[Point]) -> str:
-    """Local workers and workers on a cluster, with a line for each setting. Empty without ``--ray``."""
+    """Returns the table of local workers and of workers on a cluster, with a line for each setting. Empty without
+    ``--ray``.
+    """
     rows = [("", "here", "on Ray", "ratio", "MB/s on Ray", "CPU/batch here", "first batch on Ray")]
     for point in points:
-        if (there := point.ray) is not None:
-            here = point.rustloader
-            rates = number(here.rate), number(there.rate), times(there.rate / here.rate)
-            cpu, first = there.median("cpu_seconds_per_batch"), there.median("first_batch_seconds")
-            megabytes = number(there.rate * here.batch_bytes / 1e6)
+        if (remote := point.ray) is not None:
+            local = point.rustloader
+            rates = number(local.rate), number(remote.rate), times(remote.rate / local.rate)
+            cpu, first = remote.median("cpu_seconds_per_batch"), remote.median("first_batch_seconds")
+            megabytes = number(remote.rate * local.batch_bytes / 1e6)
             rows.append((str(point.setting), *rates, megabytes, duration(cpu), duration(first)))
     return aligned(rows, gap=2) if len(rows) > 1 else ""
 
 
-def _memory(side: Side) -> str:
+def _memory(side: SideRates) -> str:
     return "-" if side.memory_bytes is None else size(side.memory_bytes)
 
 
-def _between(low: float, high: float, form: Callable[[float], str] = number) -> str:
+def _interval_text(low: float, high: float, form: Callable[[float], str] = number) -> str:
     return f"{form(low)} to {form(high)}"

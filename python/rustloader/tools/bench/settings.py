@@ -20,13 +20,13 @@ class Setting(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        """As in "2 workers, dispatch=shared_queue"; empty if nothing is varied."""
+        """Formats the setting as in "2 workers, dispatch=shared_queue"; empty if nothing is varied."""
         workers = () if self.workers is None else (count_of(self.workers, "worker"),)
         return ", ".join((*workers, *(f"{name}={value}" for name, value in self.options)))
 
     @property
     def keywords(self) -> str:
-        """As keyword arguments: "num_workers=2, dispatch='shared_queue'"."""
+        """Formats the setting as keyword arguments: "num_workers=2, dispatch='shared_queue'"."""
         return ", ".join(f"{name}={value!r}" for name, value in (("num_workers", self.workers), *self.options))
 
 
@@ -34,11 +34,12 @@ class Setting(NamedTuple):
 ALONE = Setting(0)
 
 
-def settings_of(given: Any) -> Iterator[Setting]:
-    """Each combination of the values on the command line, and torch's own loop, which is always measured. It comes
-    last: a loader that cannot be used is found at once."""
-    varied = [[(name, value) for value in values] for name in SWEPT if (values := getattr(given, name))]
-    for workers in given.workers or [None]:
+def settings_of(arguments: Any) -> Iterator[Setting]:
+    """Yields each combination of the values on the command line, and torch's own loop, which is always measured. It
+    comes last: a loader that cannot be used is found at once.
+    """
+    varied = [[(name, value) for value in values] for name in SWEPT if (values := getattr(arguments, name))]
+    for workers in arguments.workers or [None]:
         if workers != 0:
             yield from (Setting(workers, options) for options in itertools.product(*varied))
     yield ALONE

@@ -17,7 +17,7 @@ from rustloader.tools.bench.elsewhere import RAY, carry, give_workers, measure
 from rustloader.tools.bench.images import Noted, Size, advice, kept_size
 from rustloader.tools.bench.passes import Limits, run_pass
 from rustloader.tools.bench.settings import Setting
-from rustloader.tools.bench.timeline import Recorder, watch
+from rustloader.tools.bench.timeline import TimelineRecorder, watch
 from rustloader.tools.harness.machine import machine
 from rustloader.tools.probe.factory import Unusable
 from rustloader.tools.probe.side import Side, end_workers
@@ -25,7 +25,7 @@ from rustloader.tools.probe.side import Side, end_workers
 # Maximum seconds to wait for workers that still make batches which no pass takes.
 _SETTLING = 5.0
 # The factory's own settings.
-_FACTORYS = Setting(None)
+_FROM_FACTORY = Setting(None)
 
 
 class BenchSide(Side):
@@ -37,14 +37,14 @@ class BenchSide(Side):
         self,
         target: str,
         engine: str,
-        setting: Setting = _FACTORYS,
+        setting: Setting = _FROM_FACTORY,
         records: str | None = None,
         quiet: bool = False,
         cache: int = 0,
     ) -> None:
         super().__init__(target, engine, quiet)
         self._setting, self._records, self._cache = setting, records, cache
-        self._recorder: Recorder | None = None
+        self._recorder: TimelineRecorder | None = None
         self._wrapped: Wrapped | None = None
         # Sizes of the images that workers decode, and of those that samples keep.
         self._noted: Noted | None = None
@@ -69,7 +69,7 @@ class BenchSide(Side):
         if self.engine == CACHED:
             self._wrapped = Wrapped(loader, self._cache)
         if self._records is not None:
-            self._recorder = loader.worker_init_fn = Recorder(self._records, loader.worker_init_fn)
+            self._recorder = loader.worker_init_fn = TimelineRecorder(self._records, loader.worker_init_fn)
         context = loader.multiprocessing_context or multiprocessing
         method = getattr(context, "get_start_method", None)
         return {
@@ -89,7 +89,7 @@ class BenchSide(Side):
             result = run_pass(self.loader, limits, self._weigh if weigh else None, self)
         self._cut_short |= not result.complete
         if not result.complete and self.loader.persistent_workers:
-            # The workers go on with the batches under way, and must not take cores from the other engine.
+            # The workers finish the batches under way, and must not take cores from the other engine.
             under_way = self.loader.num_workers * (self.loader.prefetch_factor or 0)
             time.sleep(min(limits.seconds, _SETTLING, under_way / result.batches_per_second))
         self._has_step |= limits.step > 0
@@ -140,7 +140,7 @@ class BenchSide(Side):
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """Workers that start in the first pass note the sizes of images."""
+        """Lets workers that start in the first pass note the sizes of images."""
         init_fn = self.loader.worker_init_fn
         if self._noted is not None or self.engine != "rustloader" or self._recorder is not None:
             yield

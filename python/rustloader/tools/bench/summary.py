@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rustloader.tools.bench.comparison import BUSY, EQUAL, NOTED
-from rustloader.tools.bench.plan import Plan
+from rustloader.tools.bench.plan import BenchPlan
 from rustloader.tools.bench.recommendation import RULE, RULE_OF_OPTIONS, Choice
 from rustloader.tools.bench.results import Point, ray_table, sweep_table, table
 from rustloader.tools.harness.layout import number, times, wrapped
@@ -19,7 +19,7 @@ class Summary:
     def __init__(
         self,
         options: Any,
-        plan: Plan,
+        plan: BenchPlan,
         about: dict[str, Any],
         points: list[Point],
         choices: dict[str, Choice],
@@ -37,7 +37,7 @@ class Summary:
         return next((point for point in with_workers if point.setting == chosen), fastest)
 
     def text(self) -> str:
-        """Lines that fit a terminal."""
+        """Returns lines that fit a terminal."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -101,7 +101,7 @@ class Summary:
             yield wrapped(f"{text} To include your training step, pass its duration: --step SECONDS", "  ")
 
     def _without_workers(self, point: Point, others: float) -> str:
-        """torch's own loop beside the two loaders with workers."""
+        """Compares torch's own loop with the two loaders with workers."""
         alone = next((one.torch for one in self._points if one.alone), None)
         if alone is None:
             return f"Without workers nothing was measured: {self._unmeasured}" if self._unmeasured else ""
@@ -127,7 +127,7 @@ class Summary:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the figures for JSON."""
         options, plan = self._options, self._plan
         about = {name: value for name, value in self._about.items() if name not in ("machine", "num_workers")}
         return {

@@ -33,11 +33,13 @@ class Timeline:
     spans: dict[int, list[tuple[str, float, float]]]
 
     def window(self, first: int, count: int) -> tuple[float, float]:
-        """Begin and end of the delivery of the batches from ``first`` up to, but not including, ``count``."""
+        """Returns the start and the end of the delivery of the batches from ``first`` up to, but not including,
+        ``count``.
+        """
         return self.got[first - 1] if first else self.asked[0], self.got[count - 1]
 
 
-class Recorder:
+class TimelineRecorder:
     """Replaces a loader's ``worker_init_fn``. In the worker, on either engine, it times each fetch and each collation,
     and writes them as lines to the worker's file."""
 
@@ -51,9 +53,10 @@ class Recorder:
         self._time_fetches()
 
     def spans(self, loader: Any) -> dict[int, list[tuple[str, float, float]]]:
-        """The spans of each worker. rustloader sends a batch right after its fetch; these spans have the mean duration
-        from the loader's statistics. A thread sends torch's batches, so there are no such spans."""
-        found = {}
+        """Returns the spans of each worker. rustloader sends a batch right after its fetch; these spans have the mean
+        duration from the loader's statistics. A thread sends torch's batches, so there are no such spans.
+        """
+        spans_of = {}
         sending = _seconds_per_send(loader)
         for path in Path(self._folder).iterdir():
             lines = (line.split() for line in path.read_text().splitlines())
@@ -64,8 +67,8 @@ class Recorder:
                 spans += [
                     ("send", end, min(end + seconds, next_)) for (_, end), next_ in zip(fetches, following, strict=True)
                 ]
-            found[int(path.name)] = spans
-        return found
+            spans_of[int(path.name)] = spans
+        return spans_of
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -78,7 +81,7 @@ class Recorder:
     def _time_fetches(self) -> None:
         from torch.utils.data import _DatasetKind
 
-        torchs = _DatasetKind.create_fetcher
+        torch_create_fetcher = _DatasetKind.create_fetcher
 
         def create_fetcher(kind: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> Any:
             def collate(batch: Any) -> Any:
@@ -89,7 +92,7 @@ class Recorder:
                 with self._timed("fetch"):
                     return whole(index)
 
-            fetcher = torchs(kind, dataset, auto_collation, collate, drop_last)
+            fetcher = torch_create_fetcher(kind, dataset, auto_collation, collate, drop_last)
             whole, fetcher.fetch = fetcher.fetch, fetch
             return fetcher
 
@@ -98,7 +101,7 @@ class Recorder:
 
 
 def _seconds_per_send(loader: Any) -> dict[int, float]:
-    """The mean time to send a batch, by worker; empty on torch's iterator."""
+    """Returns the mean time to send a batch, by worker; empty on torch's iterator."""
     import rustloader
 
     return {one.id: one.pack_seconds / one.tasks for one in rustloader.stats(loader).workers if one.tasks}

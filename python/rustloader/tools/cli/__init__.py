@@ -38,14 +38,14 @@ class _Terminated(BaseException):
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
-    given = sys.argv[1:] if arguments is None else arguments
+    command_line = sys.argv[1:] if arguments is None else arguments
     rest: list[str] = []
-    if given[:1] in (["run"], ["trace"]):
-        given, rest = script_arguments(given)
+    if command_line[:1] in (["run"], ["trace"]):
+        command_line, rest = script_arguments(command_line)
     if sys.stdout is None:  # closed
         sys.stdout = open(os.devnull, "w")
     parser = make_parser()
-    options = parser.parse_args(given)
+    options = parser.parse_args(command_line)
     if options.command is None:
         parser.print_help()
         return 2
@@ -87,7 +87,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _unwritten(command: str, error: OSError) -> int:
-    """The exit status if the output cannot be written. Raises any other error again."""
+    """Returns the exit status if the output cannot be written. Raises any other error again."""
     if error.filename is not None or error.errno not in _UNWRITTEN:
         raise error
     # Python would report the error again at exit.

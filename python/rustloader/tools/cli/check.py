@@ -24,7 +24,7 @@ _UNSEEDED = (
 )
 _OUT_OF_ORDER = "with in_order=False batches come as workers finish; check the loader with in_order=True."
 # Minimum limit, in seconds, for steps that are not only user code: the start of Python, the shutdown of workers.
-_PATIENT = 60.0
+_MIN_LIMIT = 60.0
 _SCRIPT = 'put what runs as a script under `if __name__ == "__main__":`, or pass a larger --timeout'
 # By request: the error if it hangs, and the way out.
 _HANGS = {
@@ -74,7 +74,7 @@ class _CheckProbe(Probe):
             self._batch += 1
 
     def limit(self, awaited: str) -> float:
-        return self.timeout if awaited in ("load", "about", "start", "next") else max(self.timeout, _PATIENT)
+        return self.timeout if awaited in ("load", "about", "start", "next") else max(self.timeout, _MIN_LIMIT)
 
     def hang(self, awaited: str) -> tuple[str, str]:
         text, remedy = _HANGS.get(awaited, _NO_ANSWER)
@@ -93,15 +93,15 @@ class _Comparison:
         self._options = options
 
     def run(self) -> int:
-        """The exit status: 0 if nothing differs, 1 if something does."""
-        expected = self._torchs()
+        """Returns the exit status: 0 if nothing differs, 1 if something does."""
+        expected = self._torch_events()
         with self._side("rustloader") as side:
             side.load()
             print(f"rustloader  comparing {_counted(expected)} ...", flush=True)
             pairs = itertools.zip_longest(expected, self._epoch(side))
-            for k, (torchs, own) in enumerate(pairs):
-                if torchs is None or own is None or torchs[:2] != own[:2]:
-                    return self._differs(k, torchs, own, side)
+            for k, (torch_event, own) in enumerate(pairs):
+                if torch_event is None or own is None or torch_event[:2] != own[:2]:
+                    return self._differs(k, torch_event, own, side)
                 if own.kind == "batch" and k == 0:
                     _served(side)  # before the rest of the epoch, which may take long
                 elif own.kind == "error" and k == 0:
@@ -116,7 +116,7 @@ class _Comparison:
         print(f"{part} came from the Rust engine")
         return 0
 
-    def _torchs(self) -> list[Event]:
+    def _torch_events(self) -> list[Event]:
         with self._side("torch") as side:
             about = side.load()
             workers = count_of(about["num_workers"], "worker")
@@ -135,8 +135,9 @@ class _Comparison:
         return _CheckProbe(engine, self._options, engine != "torch" if quiet is None else quiet)
 
     def _epoch(self, side: _CheckProbe, may_be_endless: bool = False) -> Iterator[Event]:
-        """The events of an epoch, then the random state. Stops early after ``_ERRORS_IN_A_ROW`` errors, or one error if
-        it is the first event."""
+        """Yields the events of an epoch, then the random state. Stops early after ``_ERRORS_IN_A_ROW`` errors, or one
+        error if it is the first event.
+        """
         due = time.monotonic() + _BETWEEN_LINES
         in_a_row = 0
         for k, event in enumerate(side.events(), start=1):
@@ -154,9 +155,9 @@ class _Comparison:
                 print(f"{side.engine}: {count_of(k, 'batch')} so far{hint}", file=sys.stderr, flush=True)
         yield Event("state", side.ask("finish"))
 
-    def _differs(self, k: int, torchs: Event | None, own: Event | None, side: _CheckProbe) -> int:
+    def _differs(self, k: int, torch_event: Event | None, own: Event | None, side: _CheckProbe) -> int:
         """Prints the difference. Runs torch's iterator again, to see whether it agrees with itself."""
-        kinds = {torchs.kind if torchs else None, own.kind if own else None}
+        kinds = {torch_event.kind if torch_event else None, own.kind if own else None}
         where = "the end: the main process's random state" if kinds == {"state"} else f"batch {k}"
         try:
             with self._side("torch", quiet=True) as again:
@@ -165,7 +166,7 @@ class _Comparison:
                 if not about["in_order"]:
                     print(f"different at {where}, but {_OUT_OF_ORDER}")
                     return 1
-                if (event[:2] if event else None) != (torchs[:2] if torchs else None):
+                if (event[:2] if event else None) != (torch_event[:2] if torch_event else None):
                     print(f"different at {where}, but torch's iterator differs from itself there as well.\n{_UNSEEDED}")
                     return 1
                 if event is not None and own is not None and event.kind == own.kind == "batch":
@@ -173,12 +174,12 @@ class _Comparison:
                     return 1
         except Unusable as error:
             print(f"rustloader check: torch's iterator could not be run again: {error}", file=sys.stderr)
-        print(f"different at {where}: torch {_did(torchs)}, rustloader {_did(own)}")
+        print(f"different at {where}: torch {_description(torch_event)}, rustloader {_description(own)}")
         return 1
 
 
 def _served(side: _CheckProbe) -> int:
-    """The number of batches that the engine has delivered. Raises ``Unusable`` if it is 0."""
+    """Returns the number of batches that the engine has delivered. Raises ``Unusable`` if it is 0."""
     count: int
     count, line = side.ask("served")
     if count == 0:
@@ -187,7 +188,7 @@ def _served(side: _CheckProbe) -> int:
     return count
 
 
-def _did(event: Event | None) -> str:
+def _description(event: Event | None) -> str:
     if event is None:
         return "has ended before"
     return {"batch": "gives a batch", "error": f"raises {event.text}", "state": "ends the epoch"}[event.kind]

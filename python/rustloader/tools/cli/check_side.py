@@ -86,7 +86,7 @@ class CheckSide(Side):
         return _digest(pickle.dumps(state))
 
     def packed(self) -> bytes | None:
-        """The last batch, pickled; None if it cannot be pickled."""
+        """Returns the last batch, pickled; None if it cannot be pickled."""
         try:
             return pickle.dumps(self._batch)
         except Exception:
@@ -105,12 +105,12 @@ class CheckSide(Side):
             return f"the batches differ; where cannot be said: {failure(error).text}"
 
     def _raised(self, error: BaseException) -> Event:
-        """The event for an error. Raises it again if a worker has died, which ends the comparison."""
+        """Returns the event for an error. Raises it again if a worker has died, which ends the comparison."""
         self.failed(error)
         if self.dead is not None:
             raise error
-        found = failure(error)
-        return Event("error", found.text, str(found), found.details)
+        described = failure(error)
+        return Event("error", described.text, str(described), described.details)
 
 
 def _digest(content: bytes) -> bytes:

@@ -16,7 +16,7 @@ from rustloader.tools.probe.cluster import reach
 Line = tuple[str, str, str]
 
 # Ray's own resources.
-_RAYS = ("CPU", "GPU", "memory", "object_store_memory")
+_RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 def cluster() -> Iterator[Line]:
@@ -51,15 +51,16 @@ def cluster() -> Iterator[Line]:
             ray.shutdown()
 
 
-def _free(there: Mapping[str, float], free: Mapping[str, float]) -> str:
+def _free(total: Mapping[str, float], free: Mapping[str, float]) -> str:
     """Describes the free part of the nodes' resources, with the resources that the user has named."""
-    found = f"{free.get('CPU', 0):g} of {there.get('CPU', 0):g} CPUs free"
-    if there.get("GPU"):
-        found += f", {free.get('GPU', 0):g} of {there['GPU']:g} GPUs"
-    if there.get("memory"):
-        found += f", {size(free.get('memory', 0))} of {size(there['memory'])} memory"
-    own = (name for name in sorted(there) if name not in _RAYS and not name.startswith(("node:", "accelerator_type:")))
-    return found + "".join(f", {free.get(name, 0):g} of {there[name]:g} {name}" for name in own)
+    text = f"{free.get('CPU', 0):g} of {total.get('CPU', 0):g} CPUs free"
+    if total.get("GPU"):
+        text += f", {free.get('GPU', 0):g} of {total['GPU']:g} GPUs"
+    if total.get("memory"):
+        text += f", {size(free.get('memory', 0))} of {size(total['memory'])} memory"
+    prefixes = ("node:", "accelerator_type:")
+    own = (name for name in sorted(total) if name not in _RAY_RESOURCES and not name.startswith(prefixes))
+    return text + "".join(f", {free.get(name, 0):g} of {total[name]:g} {name}" for name in own)
 
 
 def _versions() -> dict[str, str]:
@@ -76,19 +77,19 @@ def _nodes(ray: Any) -> Iterator[Line]:
     # It needs torch, which doctor may have to report as missing.
     from rustloader.remote import handshake
 
-    asked = {}
+    requests = {}
     for node in ray.nodes():
         if node["Alive"]:
             place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": place}
-            asked[f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"] = ray.remote(**options)(_versions).remote()
-    ray.wait([*asked.values()], num_returns=len(asked), timeout=REMOTE_START.get())
-    for name, answer in asked.items():
+            requests[f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"] = ray.remote(**options)(_versions).remote()
+    ray.wait([*requests.values()], num_returns=len(requests), timeout=REMOTE_START.get())
+    for name, answer in requests.items():
         try:
-            theirs = ray.get(answer, timeout=0)
+            installed = ray.get(answer, timeout=0)
         except Exception as error:
             reason = str(error).strip().rpartition("\n")[2] or type(error).__name__
             yield "Ray node", f"{name}: {reason}", "install rustloader there, with the same versions as here"
             continue
-        told = ", ".join(f"{package} {version}" for package, version in theirs.items())
-        yield "Ray node", f"{name}: {told}", handshake.skew(theirs) or ""
+        text = ", ".join(f"{package} {version}" for package, version in installed.items())
+        yield "Ray node", f"{name}: {text}", handshake.skew(installed) or ""

@@ -16,7 +16,7 @@ _ANY_CORE = range(MOST_CORES)
 
 
 def ranks() -> list[tuple[int, Set[int]]]:
-    """The pids of the ranks on this machine, and the cores that each may use.
+    """Returns the pids of the ranks on this machine, and the cores that each may use.
 
     A rank is a process that its launcher has given a number, as its environment says. Its children have the same
     environment. Processes of other users cannot be read.
@@ -30,15 +30,15 @@ def ranks() -> list[tuple[int, Set[int]]]:
             children[parent].append(pid)
         else:
             first.append(pid)
-    found: list[tuple[int, Set[int]]] = []
+    bound: list[tuple[int, Set[int]]] = []
     for pid in first:
         # A shell that starts the program may bind it.
         while not _is_python(pid) and len(children[pid]) == 1:
             (pid,) = children[pid]
         # It may have ended.
         with contextlib.suppress(OSError):
-            found.append((pid, os.sched_getaffinity(pid)))
-    return found
+            bound.append((pid, os.sched_getaffinity(pid)))
+    return bound
 
 
 def _is_python(pid: int) -> bool:
@@ -49,33 +49,35 @@ def _is_python(pid: int) -> bool:
 
 
 def obtainable_cores() -> Set[int]:
-    """The cores that a process can be bound to here: those of the machine, or of a container's or a job's cpuset."""
-    found: Set[int] = os.sched_getaffinity(0)
+    """Returns the cores that a process can be bound to here: those of the machine, or of a container's or a job's
+    cpuset.
+    """
+    cores: Set[int] = os.sched_getaffinity(0)
 
     def ask() -> None:
-        nonlocal found
+        nonlocal cores
         # The kernel keeps those of the cpuset. The affinity of this thread alone changes.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, _ANY_CORE)
-            found = os.sched_getaffinity(0)
+            cores = os.sched_getaffinity(0)
 
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    return found
+    return cores
 
 
 def crowding() -> tuple[str, str] | None:
     """Returns the finding on the ranks' cores, and advice, if there is any; None without several ranks."""
-    found = ranks()
-    count = max(len(found), local_ranks.size() or 1)
+    local = ranks()
+    count = max(len(local), local_ranks.size() or 1)
     if count == 1:
         return None
     users: dict[int, int] = defaultdict(int)
-    for _, cores in found:
+    for _, cores in local:
         for core in cores:
             users[core] += 1
-    crowd = [cores for _, cores in found if any(users[core] > 1 for core in cores)]
+    crowd = [cores for _, cores in local if any(users[core] > 1 for core in cores)]
     if not crowd:
         return f"{count} on this machine, none of them on another's cores", ""
     cores = set().union(*crowd)

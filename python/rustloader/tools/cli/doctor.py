@@ -43,7 +43,7 @@ class Finding:
 
 
 def _finding(subject: str, found: str, advice: str = "", state: str = NOTE) -> Finding:
-    """A finding that is OK unless there is advice."""
+    """Returns a finding that is OK unless there is advice."""
     return Finding(subject, found, state if advice else OK, advice)
 
 
@@ -75,7 +75,7 @@ def main(options: Any) -> int:
         for found, advice in sizes:
             yield _finding("pinned batches", found, advice)
 
-    looks = _LOOKS if sys.platform.startswith("linux") else _LOOKS[:2]  # the others need Linux
+    looks = _CHECKS if sys.platform.startswith("linux") else _CHECKS[:2]  # the others need Linux
     for look in (*looks, _pinned_batches) if options.bench is not None else looks:
         for finding in _safely(look):
             findings.append(finding)
@@ -208,7 +208,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _address_space_left() -> int | None:
-    """Remaining address space in bytes; None without a limit."""
+    """Returns the remaining address space in bytes; None without a limit."""
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space == resource.RLIM_INFINITY:
         return None
@@ -308,9 +308,9 @@ def _trial() -> Iterator[Finding]:
         yield Finding("trial, 2 workers", found, BAD, "see above")
 
 
-_LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_system, _versions, _accelerator, _host_allocator)
-_LOOKS += (_memory_files, _pidfd, _limits, _memory, _shared_memory, _huge_pages, _start_method, _cores, _ranks)
-_LOOKS += (_ray, _trial)
+_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_system, _versions, _accelerator, _host_allocator)
+_CHECKS += (_memory_files, _pidfd, _limits, _memory, _shared_memory, _huge_pages, _start_method, _cores, _ranks)
+_CHECKS += (_ray, _trial)
 
 
 def _reason(error: OSError) -> str:

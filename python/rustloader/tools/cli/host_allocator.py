@@ -22,7 +22,7 @@ _CUDA_SETTINGS = {
 # The version of torch that reads PYTORCH_ALLOC_CONF.
 _SINCE_GENERAL = (2, 9)
 # More than this share of a batch is lost to rounding: advice.
-_LOSS = 0.25
+_MAX_LOSS_SHARE = 0.25
 # Before this version of torch, sizes that are not rounded and are kept could be given out for larger ones.
 _SAFE_THRESHOLD = (2, 15)
 
@@ -39,27 +39,27 @@ _MEANINGS = {
 
 
 def _written(environ: Mapping[str, str], name: str) -> dict[str, str]:
-    """The settings of pinned memory in a variable."""
+    """Returns the settings of pinned memory in a variable."""
     pairs = (entry.partition(":") for entry in environ.get(name, "").replace(" ", "").split(","))
     return {key: value for key, _, value in pairs if key.startswith("pinned_")}
 
 
 def _variable_of(setting: str, environ: Mapping[str, str]) -> str:
-    """The variable that torch reads for a setting; "" if none is set."""
+    """Returns the variable that torch reads for a setting; "" if none is set."""
     names = _CUDA_VARIABLES if setting in _CUDA_SETTINGS else _VARIABLES
     known = [name for name in names if name != _GENERAL or _torch_version() >= _SINCE_GENERAL]
     return next((name for name in known if name in environ), "")
 
 
 def pinned_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings of pinned memory that torch takes."""
-    found = {name: _written(environ, name) for name in _VARIABLES}
-    return {key: found[name][key] for name in found for key in found[name] if _variable_of(key, environ) == name}
+    """Returns the settings of pinned memory that torch takes."""
+    written = {name: _written(environ, name) for name in _VARIABLES}
+    return {key: written[name][key] for name in written for key in written[name] if _variable_of(key, environ) == name}
 
 
 def allocator(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The settings in words, and advice."""
-    texts, advice = [], []
+    """Returns the settings in words, and advice."""
+    parts, advice = [], []
     for name in _VARIABLES:
         taken, ignored = [], []
         for key, value in _written(environ, name).items():
@@ -68,13 +68,13 @@ def allocator(environ: Mapping[str, str]) -> tuple[str, str]:
             else:
                 ignored.append((key, _variable_of(key, environ)))
         if taken:
-            texts.append(f"{name} has {', '.join(taken)}")
+            parts.append(f"{name} has {', '.join(taken)}")
         advice += [f"torch ignores {key} in {name}: set it in {instead or _CUDA}" for key, instead in ignored]
     settings = pinned_settings(environ)
     if _limit(settings, "pinned_max_round_threshold_mb") < _limit(settings, "pinned_max_cached_size_mb"):
         advice += _overflow(settings)
     default = "torch's defaults: sizes are rounded up to a power of two, and all blocks are kept for later batches"
-    return "; ".join(texts) or default, "; ".join(advice)
+    return "; ".join(parts) or default, "; ".join(advice)
 
 
 def _overflow(settings: Mapping[str, str]) -> list[str]:
@@ -109,7 +109,7 @@ def _batch(nbytes: int, settings: Mapping[str, str]) -> tuple[str, str]:
     text = f"{nbytes / _MIB:.4g} MiB as one tensor takes {taken / _MIB:.4g} MiB ({loss:.0%} more)"
     if nbytes > _limit(settings, "pinned_max_cached_size_mb"):
         return f"{text}, made anew for each batch", "raise pinned_max_cached_size_mb above the size of a batch"
-    if loss <= _LOSS:
+    if loss <= _MAX_LOSS_SHARE:
         return text, ""
     advice = f"a batch size up to {taken / nbytes:.3g} times as large takes no more memory"
     if _torch_version() >= _SAFE_THRESHOLD:
@@ -119,20 +119,20 @@ def _batch(nbytes: int, settings: Mapping[str, str]) -> tuple[str, str]:
 
 
 def rounded(nbytes: int, settings: Mapping[str, str]) -> int:
-    """The bytes that torch's allocator takes for a tensor."""
+    """Returns the number of bytes that torch's allocator takes for a tensor."""
     if nbytes > min(_limit(settings, "pinned_max_round_threshold_mb"), _limit(settings, "pinned_max_cached_size_mb")):
         return nbytes
     return 1 << (nbytes - 1).bit_length()
 
 
 def _limit(settings: Mapping[str, str], name: str) -> float:
-    """A setting in bytes; infinite if it is missing or no number."""
+    """Returns a setting in bytes; infinite if it is missing or no number."""
     value = settings.get(name, "")
     return int(value) * _MIB if value.isdigit() else float("inf")
 
 
 def _torch_version() -> tuple[int, int]:
-    """The installed version; without torch the latest that this module knows."""
+    """Returns the installed version; without torch the latest that this module knows."""
     try:
         major, minor = importlib.metadata.version("torch").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:

@@ -15,9 +15,9 @@ from rustloader.settings.options import Option, Options, option_of
 from rustloader.tools.bench.settings import SWEPT
 
 # Upper limit of a duration, in seconds: a year. Clocks and waits of the system overflow after a few hundred years.
-_MOST_SECONDS = 366 * 86400
+_MAX_SECONDS = 366 * 86400
 # Upper limit of workers in a sweep.
-_MOST_WORKERS = 1024
+_MAX_WORKERS = 1024
 _Number = TypeVar("_Number", int, float)
 
 _ABOUT = "A drop-in replacement for torch.utils.data.DataLoader with a Rust engine."
@@ -102,17 +102,17 @@ examples:
 """
 
 
-def script_arguments(given: list[str]) -> tuple[list[str], list[str]]:
+def script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Splits the arguments of `run` or `trace` after the script's name: its own, and those of the script."""
-    valued = _valued_flags() if given[0] == "run" else {"-o", "--output", "--seconds", "--level"}
+    valued = _valued_flags() if arguments[0] == "run" else {"-o", "--output", "--seconds", "--level"}
     k = 1
-    while k < len(given) and given[k].startswith("-"):
-        k += 2 if given[k] in valued else 1
-    return given[: k + 1], given[k + 1 :]
+    while k < len(arguments) and arguments[k].startswith("-"):
+        k += 2 if arguments[k] in valued else 1
+    return arguments[: k + 1], arguments[k + 1 :]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Builds the parser of all commands."""
     prog = "rustloader" if os.path.basename(sys.argv[0]) == "rustloader" else "python -m rustloader"
 
     def texts(about: str, examples: str) -> dict[str, Any]:
@@ -197,30 +197,32 @@ def _add_shared(add: Callable[..., object]) -> None:
 
 
 def seed(text: str) -> int:
-    """An integer that ``torch.manual_seed`` accepts."""
+    """Parses an integer that ``torch.manual_seed`` accepts."""
     return _number(int, text, lambda it: -(2**63) <= it < 2**64, "an integer of 64 bits")
 
 
 def positive_int(text: str) -> int:
-    """An integer of 1 or more."""
+    """Parses an integer of 1 or more."""
     return _number(int, text, lambda it: it >= 1, "a positive integer")
 
 
 def seconds(text: str) -> float:
-    """A duration in seconds, from 0 to a year."""
-    return _number(float, text, lambda it: 0 <= it <= _MOST_SECONDS, "a number of seconds from 0 to a year")
+    """Parses a duration in seconds, from 0 to a year."""
+    return _number(float, text, lambda it: 0 <= it <= _MAX_SECONDS, "a number of seconds from 0 to a year")
 
 
 def positive_seconds(text: str) -> float:
-    """A duration in seconds, greater than 0, up to a year."""
-    return _number(float, text, lambda it: 0 < it <= _MOST_SECONDS, "a positive number of seconds, up to a year")
+    """Parses a duration in seconds, greater than 0, up to a year."""
+    return _number(float, text, lambda it: 0 < it <= _MAX_SECONDS, "a positive number of seconds, up to a year")
 
 
 def counts(text: str) -> list[int]:
-    """A comma-separated list of integers from 0 to 1,024, sorted, without duplicates: ``"4,0,2"`` is ``[0, 2, 4]``."""
-    expected = f"a comma-separated list of integers, each from 0 to {_MOST_WORKERS:,} (such as 0,2,4)"
+    """Parses a comma-separated list of integers from 0 to 1,024, sorted, without duplicates: ``"4,0,2"`` is ``[0, 2,
+    4]``.
+    """
+    expected = f"a comma-separated list of integers, each from 0 to {_MAX_WORKERS:,} (such as 0,2,4)"
     try:
-        return sorted({_number(int, part, lambda it: 0 <= it <= _MOST_WORKERS, "") for part in text.split(",")})
+        return sorted({_number(int, part, lambda it: 0 <= it <= _MAX_WORKERS, "") for part in text.split(",")})
     except argparse.ArgumentTypeError:
         raise _error(expected, text) from None
 
@@ -238,7 +240,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _valued_flags() -> set[str]:
-    """The flags of ``Options`` whose value is the next argument."""
+    """Returns the flags of ``Options`` whose value is the next argument."""
     return {option.flag for option in map(option_of, Options.__dataclass_fields__) if option.metavar}
 
 
@@ -253,7 +255,7 @@ def _parser(kind: Kind) -> Callable[[str], Any]:
 
 
 def _parser_of_list(option: Option) -> Callable[[str], list[Any]]:
-    """The parser of comma-separated values of an option, without duplicates, in their order."""
+    """Returns the parser of comma-separated values of an option, without duplicates, in their order."""
 
     def parse(text: str) -> list[Any]:
         return list(dict.fromkeys(_parser(option.kind)(part.strip()) for part in text.split(",")))

@@ -49,9 +49,9 @@ class _NoScript(Exception):
 
 
 def _setting(options: Any) -> str:
-    """The value of the environment variable for this process and those that it spawns."""
-    given = os.environ.get(INSTALL, "").strip()
-    parts = [given] if "=" in given else []
+    """Returns the value of the environment variable for this process and those that it spawns."""
+    current = os.environ.get(INSTALL, "").strip()
+    parts = [current] if "=" in current else []
     for name in Options.__dataclass_fields__:
         if (value := getattr(options, name)) is not None:
             parts.append(f"{name}={text_of(value)}")

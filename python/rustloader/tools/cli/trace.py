@@ -38,13 +38,13 @@ def _merge(output: str | None, arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rustloader trace merge", allow_abbrev=False)
     parser.add_argument("files", nargs="+", metavar="FILE", help="a trace, of rustloader or of torch.profiler")
     parser.add_argument("-o", "--output", default=output, required=output is None, metavar="FILE", help="the result")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     from rustloader.tracing import files
 
     try:
-        count = files.merge(given.files, given.output)
+        count = files.merge(options.files, options.output)
     except (files.NotATrace, OSError) as error:
         print(f"rustloader trace merge: {error}", file=sys.stderr)
         return 2
-    print(f"{given.output}: {count} events of {len(given.files)} files")
+    print(f"{options.output}: {count} events of {len(options.files)} files")
     return 0

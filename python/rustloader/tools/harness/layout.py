@@ -12,23 +12,23 @@ _OPTION = re.compile(r"(--[a-z]+) ")
 
 
 def listed(items: Sequence[object], last: str = "and") -> str:
-    """Items in a sentence: "1, 2 and 4"."""
+    """Formats items in a sentence: "1, 2 and 4"."""
     *others, end = map(str, items)
     return f"{', '.join(others)} {last} {end}" if others else end
 
 
 def number(value: float) -> str:
-    """A number with three to four digits: "0.123", "4.00", "1,200"."""
+    """Formats a number with three to four digits: "0.123", "4.00", "1,200"."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.{3 if value < 1 else 2 if value < 10 else 1}f}"
 
 
 def times(ratio: float | None) -> str:
-    """A ratio: "1.37x"; "-" for None."""
+    """Formats a ratio: "1.37x"; "-" for None."""
     return "-" if ratio is None else f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1, gap: int = 3) -> str:
-    """Aligned columns, ``gap`` spaces apart: the first ``left`` of them to the left, the others to the right."""
+    """Aligns columns, ``gap`` spaces apart: the first ``left`` of them to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     form = (" " * gap).join(f"{{:{'<' if k < left else '>'}{width}}}" for k, width in enumerate(widths))
     return "\n".join(form.format(*row).rstrip() for row in rows)

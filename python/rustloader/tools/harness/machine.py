@@ -32,7 +32,7 @@ def machine() -> dict[str, Any]:
 
 
 def sentence() -> str:
-    """This machine and its versions in a line."""
+    """Describes this machine and its versions in a line."""
     return (
         "{cpu}, {cores} cores, {memory_gib} GiB; Linux {kernel}, Python {python}, torch {torch}, "
         "rustloader {rustloader}".format(**machine())
@@ -40,8 +40,9 @@ def sentence() -> str:
 
 
 def cpu_seconds(workers: Iterable[int]) -> float:
-    """Processor time of this process, of the children it has reaped, and of running workers, given by process id. A
-    worker that has ended counts as 0."""
+    """Returns the processor time of this process, of the children it has reaped, and of running workers, given by
+    process id. A worker that has ended counts as 0.
+    """
     total = sum(seconds for seconds in map(of_threads, workers) if seconds is not None)
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from rustloader.system.procfs import members, proportional
 
 # Minimum seconds between two samples. At most half of the time is spent on sampling.
-_BETWEEN = 0.02
+_SAMPLE_INTERVAL = 0.02
 
 
 class Peak:
@@ -33,12 +33,13 @@ class Peak:
             self.bytes = max(now, self.bytes or 0)
         self.looks += 1
         end = time.monotonic()
-        self._due = end + max(_BETWEEN, end - begin)
+        self._due = end + max(_SAMPLE_INTERVAL, end - begin)
 
 
 def used(group: int) -> int | None:
-    """Bytes of a process group; None if not readable. Pages that several processes map count once, and so does shared
-    memory that is open but not mapped."""
+    """Returns the memory of a process group in bytes; None if not readable. Pages that several processes map count
+    once, and so does shared memory that is open but not mapped.
+    """
     sizes: list[int] = []
     mapped, files = set(), dict[tuple[int, int], int]()
     for pid in members(group):
@@ -53,7 +54,7 @@ def used(group: int) -> int | None:
 
 
 def _mapped(pid: int) -> Iterator[tuple[int, int]]:
-    """(device, inode) of each shared memory file that a process maps."""
+    """Yields (device, inode) of each shared memory file that a process maps."""
     with open(f"/proc/{pid}/maps") as file:
         for line in file:
             if "/dev/shm/" in line or "/memfd:" in line:
@@ -63,7 +64,7 @@ def _mapped(pid: int) -> Iterator[tuple[int, int]]:
 
 
 def _shared_files(pid: int) -> dict[tuple[int, int], int]:
-    """Bytes of each shared memory file that a process has open, by (device, inode)."""
+    """Returns the size in bytes of each shared memory file that a process has open, by (device, inode)."""
     sizes = {}
     for name in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{name}"

@@ -26,8 +26,8 @@ print(json.dumps(function(*json.loads(sys.argv[4]))))
 def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a function in a new interpreter, which imports its file. Arguments and result go through JSON."""
     file = Path(inspect.getfile(function)).resolve()
-    what = [str(file.parent), file.stem, function.__name__, json.dumps(arguments)]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _CODE, *what], stdout=subprocess.PIPE, text=True)
+    call = [str(file.parent), file.stem, function.__name__, json.dumps(arguments)]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _CODE, *call], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise Failure(f"the process of {function.__name__}{arguments} ended with {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -48,14 +48,14 @@ def forked(body: Callable[[], Any]) -> Any:
             os._exit(status)
     os.close(writer)
     with open(reader) as file:
-        said = file.read()
+        output = file.read()
     if os.waitpid(pid, 0)[1]:
         raise Failure("a forked process failed")
-    return json.loads(said)
+    return json.loads(output)
 
 
 def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> float:
-    """Seconds that forked processes take for their work. Each prepares its own, then all begin together.
+    """Returns the seconds that forked processes take for their work. Each prepares its own, then all begin together.
 
     Args:
         processes: how many.
@@ -93,7 +93,7 @@ def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> f
 
 def _await(descriptor: int, count: int) -> None:
     while count:
-        found = os.read(descriptor, count)
-        if not found:
+        data = os.read(descriptor, count)
+        if not data:
             raise Failure("a process that works beside others failed")
-        count -= len(found)
+        count -= len(data)

@@ -84,7 +84,7 @@ class Program:
             print(report.line([name, f"FAILED: {failure}"]), flush=True)
 
     def interleave(self, sides: dict[str, Callable[[], Any]], label: str, **arguments: Any) -> Rounds:
-        """``rounds.interleave`` with the rounds of the command line."""
+        """Calls ``rounds.interleave`` with the rounds of the command line."""
         return interleave(sides, self.options.rounds, label, **arguments)
 
     def head(self, *cells: str) -> None:
@@ -111,7 +111,7 @@ class Program:
 
 
 def missed(held: bool | None) -> str:
-    """The last cell of a line with a goal."""
+    """Returns the last cell of a line with a goal."""
     return "missed" if held is False else ""
 
 

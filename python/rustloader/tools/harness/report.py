@@ -7,23 +7,23 @@ from pathlib import Path
 
 
 def line(cells: Iterable[object]) -> str:
-    """A line of a table."""
+    """Returns a line of a table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def head(cells: Iterable[object]) -> str:
-    """The first two lines of a table."""
+    """Returns the first two lines of a table."""
     cells = list(cells)
     return f"{line(cells)}\n{'|---' * len(cells)}|"
 
 
 def us(value: float | None) -> str:
-    """Microseconds with a sensible precision; "-" for None."""
+    """Formats microseconds with a sensible precision; "-" for None."""
     return "-" if value is None else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 def around(path: Path, mark: str) -> tuple[str, str]:
-    """The text before and after the two marks of a document.
+    """Returns the text before and after the two marks of a document.
 
     Raises:
         ValueError: it does not have exactly two.

@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 # Target confidence of intervals. It takes 6 values.
 CONFIDENCE = 0.95
 # Maximum ratio of an interval's ends for a narrow interval.
-_NARROW = 1.1
+_NARROW_RATIO = 1.1
 
 
 class Failure(Exception):
@@ -33,7 +33,7 @@ class Interval(NamedTuple):
     @property
     def narrow(self) -> bool:
         """True if more values would add little."""
-        return self.high <= self.low * _NARROW
+        return self.high <= self.low * _NARROW_RATIO
 
     def overlaps(self, other: Interval) -> bool:
         """Returns True if the two intervals intersect."""
@@ -41,7 +41,7 @@ class Interval(NamedTuple):
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """The narrowest distribution-free interval for a median that has a confidence of at least ``CONFIDENCE``.
+    """Returns the narrowest distribution-free interval for a median that has a confidence of at least ``CONFIDENCE``.
 
     Its ends are order statistics, the k-th smallest and the k-th largest value. A value lies below the median with
     probability 1/2, so the interval misses the median with probability 2 P(B < k), where B is binomial with n trials.
@@ -63,13 +63,13 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 
 def spread(values: Sequence[float], form: Callable[[float], str] = number) -> str:
-    """The median and its interval: "2.00 (1.90 to 2.10)"."""
+    """Formats the median and its interval: "2.00 (1.90 to 2.10)"."""
     median, interval = statistics.median(values), median_interval(values)
     return f"{form(median)} ({form(interval.low)} to {form(interval.high)})" if len(values) > 1 else form(median)
 
 
 def in_turn(items: Sequence[Item], number: int) -> list[Item]:
-    """The order of a round. Two items go AB BA BA AB; three go in each of their six orders."""
+    """Returns the order of a round. Two items go AB BA BA AB; three go in each of their six orders."""
     at = number // 2 % len(items)
     order = [*items[at:], *items[:at]]
     return order[::-1] if number % 2 else order
@@ -79,20 +79,20 @@ class Rounds(dict[str, list[Any]]):
     """The measurements of each side in each round: a number, or a dictionary of several figures."""
 
     def of(self, side: str, figure: str | None = None) -> list[float]:
-        """A figure of each round."""
-        return [taken if figure is None else taken[figure] for taken in self[side]]
+        """Returns a figure of each round."""
+        return [measured if figure is None else measured[figure] for measured in self[side]]
 
     def median(self, side: str, figure: str | None = None) -> float:
-        """The median of a figure."""
+        """Returns the median of a figure."""
         return statistics.median(self.of(side, figure))
 
     def ratios(self, one: str, other: str, figure: str | None = None) -> list[float]:
-        """One side over the other in each round."""
+        """Returns the ratio of two sides in each round."""
         pairs = zip(self.of(one, figure), self.of(other, figure), strict=True)
         return [a / b if b else math.inf for a, b in pairs]
 
     def ratio(self, one: str, other: str, figure: str | None = None) -> float:
-        """The median of the rounds' ratios: a machine's speed changes between rounds."""
+        """Returns the median of the rounds' ratios: a machine's speed changes between rounds."""
         return statistics.median(self.ratios(one, other, figure))
 
 
@@ -115,14 +115,14 @@ def interleave(
         show: is called with the name of each measurement before it, and at the end with an empty text.
     """
     beside = beside or {}
-    taken = Rounds({name: [] for name in (*sides, *beside)})
+    measured = Rounds({name: [] for name in (*sides, *beside)})
     for turn in range(rounds):
         for name in in_turn(list(sides), turn):
             show(f"{label}: round {turn + 1} of {rounds}, {name}")
-            taken[name].append(sides[name]())
+            measured[name].append(sides[name]())
         if after is not None:
             after()
         for name, measure in beside.items():
-            taken[name].append(measure())
+            measured[name].append(measure())
     show("")
-    return taken
+    return measured

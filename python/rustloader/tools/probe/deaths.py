@@ -21,15 +21,15 @@ from rustloader.tools.probe.failure import short_path, users
 # Seconds until a worker's death is reported although its iterator has not noticed it. torch checks every 5 s.
 UNNOTICED = 12.0
 # Maximum number of workers whose stacks are read.
-_ASKED = 8
+_MAX_STACKS = 8
 # Seconds for processes to end, and for multiprocessing's resource tracker to clean up after them.
-_CLEANING = 10.0
+_CLEAN_UP_SECONDS = 10.0
 # Pattern of the text with which torch and the engine report a worker's death.
 _DEATH = re.compile(r"DataLoader worker \(pid")
 # Makes a process write its stack. The engine uses SIGRTMIN+13 for its own stall warnings.
 _SIGNAL = signal.SIGRTMIN + 12
 # Seconds for a process to write its stack.
-_WAIT = 1.0
+_STACK_SECONDS = 1.0
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)$')
 
 
@@ -44,7 +44,7 @@ def how(exitcode: int) -> str:
 
 
 def advice(death: str) -> str:
-    """The likely cause of a death, and the way out."""
+    """Returns the likely cause of a death, and the way out."""
     if signal.SIGKILL.name in death:
         return "the system may have been out of memory: use fewer workers or smaller batches"
     if signal.SIGBUS.name in death:
@@ -55,7 +55,8 @@ def advice(death: str) -> str:
 
 
 def death(workers: Sequence[Any], error: BaseException) -> str | None:
-    """The worker whose death caused an error of ``next``, as "worker 1 (pid 7) ended with exit code 3", or None.
+    """Returns the worker whose death caused an error of ``next``, as "worker 1 (pid 7) ended with exit code 3", or
+    None.
 
     ``workers`` are the process objects of the iterator, which has not been shut down.
     """
@@ -69,7 +70,7 @@ def death(workers: Sequence[Any], error: BaseException) -> str | None:
 
 
 def _of_iterator(error: BaseException) -> list[Any]:
-    """The workers that an iterator had started when its ``__init__`` failed, from the traceback."""
+    """Returns the workers that an iterator had started when its ``__init__`` failed, from the traceback."""
     trace = error.__traceback__
     while trace is not None:
         workers = getattr(trace.tb_frame.f_locals.get("self"), "_workers", None)
@@ -80,17 +81,17 @@ def _of_iterator(error: BaseException) -> list[Any]:
 
 
 def _by_text(text: str) -> str:
-    """A death as torch's message describes it, for a worker that is not in the list."""
-    if found := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
-        return f"a worker (pid {found[1]}) {how(int(found[2]))}"
-    if found := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):
-        number = next((number for number in signal.valid_signals() if signal.strsignal(number) == found[2]), None)
-        return f"a worker (pid {found[1]}) " + (f"was killed: {found[2]}" if number is None else how(-number))
+    """Returns a death as torch's message describes it, for a worker that is not in the list."""
+    if match := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
+        return f"a worker (pid {match[1]}) {how(int(match[2]))}"
+    if match := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):
+        number = next((number for number in signal.valid_signals() if signal.strsignal(number) == match[2]), None)
+        return f"a worker (pid {match[1]}) " + (f"was killed: {match[2]}" if number is None else how(-number))
     return text.splitlines()[0]
 
 
 def dead(workers: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Number and exit code of failed workers that have not been reaped. ``workers``: process ids by number."""
+    """Returns the number and exit code of failed workers that are not reaped. ``workers``: process ids by number."""
     return [(number, code) for number, pid in workers.items() if (code := exit_code(pid))]
 
 
@@ -98,32 +99,32 @@ def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> It
     """Describes a process that hangs: dead or stopped workers, and where the main process and the workers are in user
     code. If all are outside user code, library frames are shown. ``install`` returned ``descriptor`` in the process
     ``group``; ``workers`` are process ids by number."""
-    odd = [f"worker {number} (pid {pid}) {problem}" for number, pid in workers.items() if (problem := _odd(pid))]
-    yield from odd[:_ASKED]
+    odd = [f"worker {number} (pid {pid}) {problem}" for number, pid in workers.items() if (problem := _why_stuck(pid))]
+    yield from odd[:_MAX_STACKS]
     if descriptor is None:
         return
     by_owner: dict[bool, list[str]] = {True: [], False: []}
     processes = [("the main process", group), *((f"worker {number}", pid) for number, pid in workers.items())]
-    for name, pid in processes[: 1 + _ASKED]:
-        found, is_users = _place(pid, group, descriptor)
-        if found:
-            by_owner[is_users].append(f"{name} (pid {pid}) is at {found}")
+    for name, pid in processes[: 1 + _MAX_STACKS]:
+        place, is_users = _place(pid, group, descriptor)
+        if place:
+            by_owner[is_users].append(f"{name} (pid {pid}) is at {place}")
     yield from by_owner[bool(by_owner[True] or odd)]
 
 
 def kill(group: int) -> None:
     """Kills a process group, except multiprocessing's resource tracker. Waits until that has cleaned up semaphores and
     shared memory, and has ended by itself."""
-    deadline = time.monotonic() + _CLEANING
-    while (found := list(members(group))) and time.monotonic() < deadline:
-        for pid in found:
+    deadline = time.monotonic() + _CLEAN_UP_SECONDS
+    while (alive := list(members(group))) and time.monotonic() < deadline:
+        for pid in alive:
             with contextlib.suppress(OSError):
                 if "multiprocessing.resource_tracker import" not in (read(f"/proc/{pid}/cmdline") or ""):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _odd(pid: int) -> str:
+def _why_stuck(pid: int) -> str:
     """Returns the reason why a process makes no progress, if its state shows it; else ""."""
     if code := exit_code(pid):
         return how(code)
@@ -149,8 +150,9 @@ def install() -> int | None:
 
 
 def _place(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
-    """The innermost frame of a process in user code, as "file.py:12 in function", and True; or its innermost frame in a
-    library, or "", and False. ``install`` returned ``descriptor`` in the process ``owner``."""
+    """Returns the innermost frame of a process in user code, as "file.py:12 in function", and True; or its innermost
+    frame in a library, or "", and False. ``install`` returned ``descriptor`` in the process ``owner``.
+    """
     try:
         with open(f"/proc/{owner}/fd/{descriptor}", "rb") as file:
             before = file.seek(0, os.SEEK_END)
@@ -170,20 +172,20 @@ def _catches(pid: int) -> bool:
 
 
 def _read(descriptor: int, offset: int) -> str:
-    """The content of a file from an offset on, once it has stopped growing."""
+    """Returns the content of a file from an offset on, once it has stopped growing."""
     text = b""
-    deadline = time.monotonic() + _WAIT
+    deadline = time.monotonic() + _STACK_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        found = os.pread(descriptor, 1 << 16, offset)
-        if found and found == text:
+        content = os.pread(descriptor, 1 << 16, offset)
+        if content and content == text:
             break
-        text = found
+        text = content
     return text.decode(errors="replace")
 
 
 def _innermost(text: str) -> tuple[str, bool]:
-    frames = [found.groups() for line in text.splitlines() if (found := _FRAME.match(line))]
+    frames = [match.groups() for line in text.splitlines() if (match := _FRAME.match(line))]
     chosen = next((frame for frame in frames if users(frame[0])), None)
     if not frames:
         return "", False

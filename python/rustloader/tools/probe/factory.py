@@ -37,7 +37,7 @@ class Unusable(Exception):
         return str(self.args[0])
 
     def message(self, verbose: bool) -> str:
-        """The cause, then the details or how to get them."""
+        """Returns the cause, then the details or how to get them."""
         if not self.details:
             return str(self)
         return f"{self}\n\n{self.details}" if verbose else f"{self}\n  --verbose prints the whole traceback"
@@ -62,22 +62,24 @@ def find(target: str) -> Callable[[], Any]:
     """Imports the function that a target names, or raises ``Unusable``. sys.argv becomes the file or module alone."""
     place, name, is_file = check_target(target)
     sys.argv = [place]
-    found: Any = _file(place) if is_file else _module(place)
+    value: Any = _file(place) if is_file else _module(place)
     for part in name.split("."):
-        if not hasattr(found, part):
-            close = difflib.get_close_matches(part, vars(found) if hasattr(found, "__dict__") else [])
+        if not hasattr(value, part):
+            close = difflib.get_close_matches(part, vars(value) if hasattr(value, "__dict__") else [])
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
             raise Unusable(f"{place} has no {name!r}{hint}")
-        found = getattr(found, part)
-    if not callable(found):
-        kind = type(found).__name__
-        raise Unusable(f"{target} is {_a(kind)}, not a function that returns a DataLoader; write a function for it")
-    if missing := _missing(found):
+        value = getattr(value, part)
+    if not callable(value):
+        kind = type(value).__name__
+        raise Unusable(
+            f"{target} is {_with_article(kind)}, not a function that returns a DataLoader; write a function for it"
+        )
+    if missing := _required_parameters(value):
         raise Unusable(
             f"{target} needs arguments ({', '.join(missing)}), and is called without any; "
             "write a function without arguments that calls it"
         )
-    return found
+    return value
 
 
 def make(factory: Callable[[], Any], target: str, workers: int | None = None, remedy: str = "") -> Any:
@@ -99,7 +101,7 @@ def make(factory: Callable[[], Any], target: str, workers: int | None = None, re
         kind = type(loader).__name__
         if inspect.iscoroutine(loader):
             loader.close()
-        raise Unusable(f"{target} returned {_a(kind)}, not a torch.utils.data.DataLoader{_hint(loader)}")
+        raise Unusable(f"{target} returned {_with_article(kind)}, not a torch.utils.data.DataLoader{_hint(loader)}")
     if workers is None:
         if loader.num_workers == 0:
             raise Unusable(
@@ -116,15 +118,15 @@ def make(factory: Callable[[], Any], target: str, workers: int | None = None, re
 
 
 def _failed(what: str, error: BaseException, advice: str = "") -> Unusable:
-    found = failure(error)
+    cause = failure(error)
     if isinstance(error, SystemExit):
-        found = Failure(f"it called sys.exit({error.code!r})", found.where, "")
-        return Unusable(f"{what}: {found}{advice}")
-    return Unusable(f"{what}: {found}", found.details)
+        cause = Failure(f"it called sys.exit({error.code!r})", cause.where, "")
+        return Unusable(f"{what}: {cause}{advice}")
+    return Unusable(f"{what}: {cause}", cause.details)
 
 
-def _missing(function: Any) -> list[str]:
-    """Names of the required parameters."""
+def _required_parameters(function: Any) -> list[str]:
+    """Returns the names of the required parameters."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -134,32 +136,32 @@ def _missing(function: Any) -> list[str]:
     ]
 
 
-def _a(kind: str) -> str:
-    """A type's name with its article."""
+def _with_article(kind: str) -> str:
+    """Returns a type's name with its article."""
     return "None" if kind == "NoneType" else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
-def _hint(found: Any) -> str:
+def _hint(returned: Any) -> str:
     """Returns a hint at what a factory should return instead of the object that it returned."""
     from torch.utils.data import Dataset
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    if found is None:
+    if returned is None:
         return "; is a `return` missing?"
-    for kinds, remedy in (
+    for types_, remedy in (
         ((tuple, list, dict), "return one of its loaders"),
         (types.GeneratorType, "use `return`, not `yield`"),
         (types.CoroutineType, "write `def`, not `async def`"),
         (_BaseDataLoaderIter, "return the loader, not iter(loader)"),
         (Dataset, "return a DataLoader of it"),
     ):
-        if isinstance(found, kinds):
+        if isinstance(returned, types_):
             return f"; {remedy}"
     for name, instead in _INSTEAD.items():
         # Not hasattr, which runs properties and __getattr__.
-        if inspect.getattr_static(found, name, None) is not None:
+        if inspect.getattr_static(returned, name, None) is not None:
             return f"; {instead}"
-    if "DataLoader" in type(found).__name__ or "CombinedLoader" in type(found).__name__:
+    if "DataLoader" in type(returned).__name__ or "CombinedLoader" in type(returned).__name__:
         return "; return a DataLoader as it is before a framework wraps it"
     return ""
 

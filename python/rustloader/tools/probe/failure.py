@@ -22,7 +22,7 @@ _LIBRARIES = sorted(
     reverse=True,
 )
 # Maximum length of the error in the short form, in characters.
-_LONGEST = 1000
+_MAX_TEXT = 1000
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Failure:
     details: str
 
     def __str__(self) -> str:
-        text = self.text if len(self.text) <= _LONGEST else self.text[:_LONGEST] + " ..."
+        text = self.text if len(self.text) <= _MAX_TEXT else self.text[:_MAX_TEXT] + " ..."
         # Control characters would reach the terminal.
         text = "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
         return f"{text} ({self.where})" if self.where else text
@@ -64,7 +64,7 @@ def users(file: str) -> bool:
 
 
 def short_path(file: str) -> str:
-    """A path relative to the current directory or to the folder of the libraries, if it lies below one of them."""
+    """Returns a path relative to the current directory or the folder of the libraries, if it lies below one."""
     for folder in (os.getcwd() + os.sep, *_LIBRARIES):
         if file.startswith(folder):
             return file.removeprefix(folder)
@@ -72,21 +72,21 @@ def short_path(file: str) -> str:
 
 
 def _of_worker(lines: list[str]) -> Failure:
-    frames = {k: found for k, line in enumerate(lines) if (found := _FRAME.match(line))}
+    frames = {k: match for k, line in enumerate(lines) if (match := _FRAME.match(line))}
     last = max(frames, default=1)
     # The error comes after the last frame and its source lines, which are indented.
     begin = next((k for k in range(last + 1, len(lines)) if lines[k][:1].strip()), len(lines) - 1)
-    where = _innermost((found[1], int(found[2]), found[3]) for found in frames.values())
-    found = _WORKER.search(lines[0])
-    place = "".join(filter(None, found.groups())) if found else ""
+    where = _innermost((match[1], int(match[2]), match[3]) for match in frames.values())
+    match = _WORKER.search(lines[0])
+    place = "".join(filter(None, match.groups())) if match else ""
     text = "\n".join(lines[begin:]).strip()
     return Failure(text, ", ".join(filter(None, (where, place))), "\n".join(lines))
 
 
 def _innermost(frames: Iterator[tuple[str, int, str]]) -> str:
-    """The last frame in user code."""
-    found = [f"{short_path(file)}:{number} in {name}" for file, number, name in frames if users(file)]
-    return found[-1] if found else ""
+    """Returns the last frame in user code."""
+    own = [f"{short_path(file)}:{number} in {name}" for file, number, name in frames if users(file)]
+    return own[-1] if own else ""
 
 
 def _is_machinery(file: str) -> bool:

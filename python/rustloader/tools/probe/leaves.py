@@ -23,7 +23,7 @@ class Leaf(NamedTuple):
 
 
 def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iterator[Leaf]:
-    """The leaves of a batch in order. A container yields a leaf with its type and length before its parts."""
+    """Yields the leaves of a batch in order. A container yields a leaf with its type and length before its parts."""
     if id(value) in above:
         yield Leaf(path, "a reference to what it lies in", None)
         return
@@ -57,14 +57,14 @@ def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iter
 
 
 def summary(batch: Any) -> list[tuple[str, str, bytes]]:
-    """(path, kind, digest) of each leaf. Equal batches have equal summaries."""
+    """Returns (path, kind, digest) of each leaf. Equal batches have equal summaries."""
     return [
         (leaf.path, leaf.kind, hashlib.blake2b(_content(leaf.value), digest_size=16).digest()) for leaf in leaves(batch)
     ]
 
 
 def nbytes(batch: Any) -> int:
-    """Bytes of a batch's tensors, arrays and bytes objects."""
+    """Returns the size in bytes of a batch's tensors, arrays and bytes objects."""
     return sum(_nbytes(leaf.value) for leaf in leaves(batch))
 
 

@@ -26,7 +26,7 @@ serve(*map(int, sys.argv[1:]))
 """
 _STDERR = 2
 # Seconds between two checks of the workers.
-_BETWEEN = 0.5
+_CHECK_INTERVAL = 0.5
 MORE_TIME = "if it is slow and not stuck, pass a larger --timeout"
 
 
@@ -46,12 +46,12 @@ class Probe:
         self._workers: dict[int, int] = {}
         # The process will not end by itself.
         self._stuck = False
-        self._connection, there = multiprocessing.Pipe()
+        self._connection, far_end = multiprocessing.Pipe()
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        with there:
+        with far_end:
             self._process = subprocess.Popen(
-                [sys.executable, *flags, "-c", _CODE, str(there.fileno()), str(os.getpid())],
-                pass_fds=[there.fileno()],
+                [sys.executable, *flags, "-c", _CODE, str(far_end.fileno()), str(os.getpid())],
+                pass_fds=[far_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,  # stdout is for results alone
                 process_group=0,
@@ -89,7 +89,7 @@ class Probe:
             now = time.monotonic()
             if now < due:
                 return
-            due = now + _BETWEEN
+            due = now + _CHECK_INTERVAL
             for number, code in dead(self._workers):
                 if now - unnoticed.setdefault(number, now) >= UNNOTICED:
                     self._stuck = True  # its `next` may never return
@@ -117,16 +117,16 @@ class Probe:
     # --- limits and texts, which a command may override
 
     def limit(self, awaited: str) -> float:
-        """Seconds without progress until a request is given up; "ready" is the start of the process."""
+        """Returns the seconds without progress until a request is given up; "ready" is the start of the process."""
         return self.timeout
 
     def hang(self, awaited: str) -> tuple[str, str]:
-        """The message for a request that hangs, and the way out."""
+        """Returns the message for a request that hangs, and the way out."""
         what = f"{self.target} did not return a loader" if awaited in ("ready", "about") else "no batch came"
         return f"with {self.engine}'s iterator, {what} within {self.timeout:g} s", MORE_TIME
 
     def died(self, worker: str, details: str = "") -> Unusable:
-        """The error for a dead worker, which ``deaths.death`` has described."""
+        """Returns the error for a dead worker, which ``deaths.death`` has described."""
         return Unusable(f"with {self.engine}'s iterator, {worker}\n  {advice(worker)}", details)
 
     def _hang(self) -> Unusable:
@@ -141,7 +141,7 @@ class Probe:
             self._connection.send(message)
 
     def _receive(self, look: Callable[[], object], every: float) -> tuple[str, Any]:
-        """The next message: its name and value. Calls ``look`` every ``every`` seconds."""
+        """Returns the next message: its name and value. Calls ``look`` every ``every`` seconds."""
         while not self._connection.poll(every):
             if self._ended() is not None and not self._connection.poll():
                 raise self._gone()
@@ -188,10 +188,10 @@ class Probe:
     def _gone(self) -> Unusable:
         ended = self._ended()
         if ended is None:
-            found = "closed the connection"
+            how_it_ended = "closed the connection"
         elif ended.si_code == os.CLD_EXITED:
-            found = how(ended.si_status)
+            how_it_ended = how(ended.si_status)
         else:
-            found = how(-ended.si_status)
-            found += " (the system may have been out of memory)" if ended.si_status == signal.SIGKILL else ""
-        return Unusable(f"the process with {self.engine}'s iterator {found}")
+            how_it_ended = how(-ended.si_status)
+            how_it_ended += " (the system may have been out of memory)" if ended.si_status == signal.SIGKILL else ""
+        return Unusable(f"the process with {self.engine}'s iterator {how_it_ended}")

@@ -28,7 +28,7 @@ from rustloader.tools.probe.log import warnings as logged_warnings
 
 _PR_SET_PDEATHSIG = 1
 # Seconds for a process to end after an interrupt. The shutdown of workers takes up to 5.5.
-_SWALLOWED = 15
+_INTERRUPT_SECONDS = 15
 
 
 @contextlib.contextmanager
@@ -91,13 +91,13 @@ class Side:
 
     @contextlib.contextmanager
     def on_engine(self) -> Iterator[None]:
-        """Iterators that are created in the block use the engine."""
+        """Makes iterators that are created in the block use the engine."""
         with ENGINES[self.engine](), logged_warnings() as self._logged:
             self._served_before = rustloader.engine_batches()
             yield
 
     def served(self) -> tuple[int, str]:
-        """Batches that the Rust engine has delivered since ``on_engine``, and the first line of the log."""
+        """Returns the batches that the Rust engine has delivered since ``on_engine``, and the first line of the log."""
         return rustloader.engine_batches() - self._served_before, "".join(self._logged[:1])
 
     def began(self, iterator: Any) -> None:
@@ -177,20 +177,20 @@ def _send_unsent(side: Side, error: BaseException) -> None:
 
 
 def _end(side: Side, error: BaseException) -> tuple[str, Any]:
-    """The note that reports an error."""
+    """Returns the note that reports an error."""
     if isinstance(error, Unusable):
         return "unusable", error
-    found = failure(error)
+    described = failure(error)
     if side.dead is not None:
-        return "died", (side.dead, found.details)
-    return "unusable", Unusable(f"with {side.engine}'s iterator: {found}", found.details)
+        return "died", (side.dead, described.details)
+    return "unusable", Unusable(f"with {side.engine}'s iterator: {described}", described.details)
 
 
 def _interrupt(*_: object) -> None:
     """Raises KeyboardInterrupt once. If user code swallows it, an alarm kills the group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
-    signal.alarm(_SWALLOWED)
+    signal.alarm(_INTERRUPT_SECONDS)
     raise KeyboardInterrupt
 
 

@@ -21,7 +21,7 @@ from rustloader.tools.top.model import Loader, Look, take
 from rustloader.tools.top.view import frame, plain
 
 # Seconds that the verdict of the live view covers.
-_WINDOW = 60.0
+_VERDICT_SECONDS = 60.0
 
 
 def main(options: Any) -> int:
@@ -33,7 +33,7 @@ def main(options: Any) -> int:
         pid = _choose(options.json) if options.pid is None else _main_process(options.pid, waits=not once)
         if pid is None:
             return 2
-        return _once(pid, options) if once else _live(pid, options.interval)
+        return _print_once(pid, options) if once else _live(pid, options.interval)
     except processes.NothingToSee as reason:
         return _refuse(str(reason))
     except KeyboardInterrupt:
@@ -52,17 +52,17 @@ def _has_rich() -> bool:
 
 
 def _choose(as_json: bool) -> int | None:
-    """The only process of this user with loaders at work. Lists them and returns None if there are several."""
-    found = processes.mains()
-    if not found:
+    """Returns the only process of this user with loaders at work. Lists them and returns None if there are several."""
+    mains = processes.mains()
+    if not mains:
         whose = "" if processes.user() == "root" else f" of user {processes.user()}"
         raise processes.NothingToSee(
             f"no process{whose} has a loader at work on rustloader's engine now. Loaders with num_workers=0, and those "
             "that run on torch's own iterator, are not shown"
         )
-    if len(found) == 1:
-        return next(iter(found))
-    listed = [_listed(pid, len(own)) for pid, own in found.items()]
+    if len(mains) == 1:
+        return next(iter(mains))
+    listed = [_listed(pid, len(own)) for pid, own in mains.items()]
     if as_json:
         print(json.dumps({"processes": listed}, indent=2))
     else:
@@ -76,9 +76,11 @@ def _choose(as_json: bool) -> int | None:
 
 
 def _listed(pid: int, count: int) -> dict[str, Any]:
-    """A process with the figures of its busiest loader since that began. Ranks show side by side which one waits."""
+    """Returns a process with the figures of its busiest loader since that began. Ranks show side by side which one
+    waits.
+    """
     rank = local_ranks.number_of(pid)
-    known = {"pid": pid, "local_rank": None if rank is None else rank[1], "loaders": count}
+    identity = {"pid": pid, "local_rank": None if rank is None else rank[1], "loaders": count}
     figures: dict[str, Any] = {"name": "", "batches": 0, "next_share": 0.0, "verdict": "unknown"}
     with contextlib.suppress(processes.NothingToSee):  # it has ended meanwhile
         loaders = [Loader(pid, None, look) for look in take(pid)]
@@ -89,20 +91,21 @@ def _listed(pid: int, count: int) -> dict[str, Any]:
             share = total.next_seconds / loop if loop else 0.0
             kind = busiest.verdict[0].kind
             figures = {"name": total.name, "batches": total.batches, "next_share": share, "verdict": kind}
-    return known | figures | {"command": processes.command(pid)}
+    return identity | figures | {"command": processes.command(pid)}
 
 
 def _main_process(pid: int, waits: bool) -> int:
-    """The process whose loaders to show: the main process if ``pid`` is a worker. ``waits`` also accepts a process
-    without loaders that uses the engine. Raises ``NothingToSee``."""
-    found = processes.loaders(pid)
+    """Returns the process whose loaders to show: the main process if ``pid`` is a worker. ``waits`` also accepts a
+    process without loaders that uses the engine. Raises ``NothingToSee``.
+    """
+    loaders = processes.loaders(pid)
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
     inner = processes.inner_pid(pid)
-    if any(it.figures.pid == inner for it in found):
+    if any(it.figures.pid == inner for it in loaders):
         return pid
-    if found:
-        return _parent_of(pid, inner, found[-1])
+    if loaders:
+        return _parent_of(pid, inner, loaders[-1])
     if not processes.has_extension(pid):
         raise processes.NothingToSee(
             f"process {pid} does not use rustloader's engine. Its loaders, if it has any, run on torch's own iterator: "
@@ -116,12 +119,12 @@ def _main_process(pid: int, waits: bool) -> int:
     return pid
 
 
-def _parent_of(pid: int, inner: int, seen: processes.Seen) -> int:
+def _parent_of(pid: int, inner: int, loader: processes.Seen) -> int:
     outer = processes.outer_pids(pid)
-    main = seen.figures.pid if outer is None else outer.get(seen.figures.pid)
+    main = loader.figures.pid if outer is None else outer.get(loader.figures.pid)
     if main is None or procfs.has_ended(main):
         raise processes.NothingToSee(f"process {pid} is a worker, or another child, of a process that has ended")
-    numbers = [number for number, worker in enumerate(seen.figures.workers) if worker.totals.pid == inner]
+    numbers = [number for number, worker in enumerate(loader.figures.workers) if worker.totals.pid == inner]
     what = f"worker {numbers[0]} of a loader" if numbers else "a child"
     print(f"Process {pid} is {what} of process {main}, which is shown.", file=sys.stderr)
     return int(main)
@@ -139,11 +142,11 @@ class _Watch:
         self._looks.append({it.key: it for it in take(self.pid)})
         now = time.monotonic()
         # The last two in any case: an interval may be longer than the window.
-        young = [look for look in self._looks[:-2] if _age(look, now) <= _WINDOW]
+        young = [look for look in self._looks[:-2] if _age(look, now) <= _VERDICT_SECONDS]
         self._looks = (young + self._looks[-2:])[-1000:]
 
     def loaders(self) -> list[Loader]:
-        """The loaders of the last sample, the oldest first."""
+        """Returns the loaders of the last sample, the oldest first."""
         before = self._looks[-2] if len(self._looks) > 1 else {}
 
         def earliest(key: Any) -> Any:
@@ -156,7 +159,7 @@ def _age(look: dict[Any, Look], now: float) -> float:
     return max((now - seen.figures.now for seen in look.values()), default=0.0)
 
 
-def _once(pid: int, options: Any) -> int:
+def _print_once(pid: int, options: Any) -> int:
     """Prints the result of two samples that are the interval apart."""
     watch = _Watch(pid)
     watch.look()

@@ -19,11 +19,11 @@ from rustloader.tools.top import processes
 from rustloader.tools.top.processes import Seen
 
 # Minimum seconds at one batch, and minimum multiple of the mean time per batch, for a worker that counts as stuck.
-_LONG, _TIMES = 2.0, 10.0
+_LONG_SECONDS, _LONG_MULTIPLE = 2.0, 10.0
 # The same for the first batch and for the start of a worker, in seconds.
 _LONG_AT_FIRST = 30.0
 # Minimum seconds for a verdict that does not depend on chance.
-_SETTLED = 10.0
+_SETTLED_SECONDS = 10.0
 _BUSY = {"fetch": "fetching", "collate": "collating", "pack": "packing", "publish": "sending"}
 
 
@@ -51,20 +51,20 @@ class Look:
 
 def take(pid: int) -> list[Look]:
     """Samples the loaders of a process, the oldest first. Raises ``NothingToSee`` if it is gone or not readable."""
-    found = processes.loaders(pid)
+    loaders = processes.loaders(pid)
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
     inner, outer = processes.inner_pid(pid), processes.outer_pids(pid)
-    return [_look(it, outer) for it in found if it.figures.pid == inner]
+    return [_sample(it, outer) for it in loaders if it.figures.pid == inner]
 
 
-def _look(seen: Seen, outer: dict[int, int] | None) -> Look:
-    totals = [worker.totals for worker in seen.figures.workers]
+def _sample(loader: Seen, outer: dict[int, int] | None) -> Look:
+    totals = [worker.totals for worker in loader.figures.workers]
     inner = [worker.pid for worker in totals]
     pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
     times = (None if pid is None else of_process(pid) for pid in pids)
     work = tuple(of_work(time, worker) for time, worker in zip(times, totals, strict=True))
-    return Look(seen.file, seen.figures, pids, work)
+    return Look(loader.file, loader.figures, pids, work)
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class WorkerView:
         """True if its batch, or its start, takes much longer than usual."""
         if self.state == "starting":
             return self.seconds >= _LONG_AT_FIRST
-        usual = _LONG_AT_FIRST / _TIMES if self.usual_seconds is None else self.usual_seconds
-        return self.is_busy and self.seconds >= max(_LONG, _TIMES * usual)
+        usual = _LONG_AT_FIRST / _LONG_MULTIPLE if self.usual_seconds is None else self.usual_seconds
+        return self.is_busy and self.seconds >= max(_LONG_SECONDS, _LONG_MULTIPLE * usual)
 
     @property
     def is_marked(self) -> bool:
@@ -109,7 +109,7 @@ class WorkerView:
         return self.is_stuck or self.state in ("ended", "stopped")
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the figures for ``--json``."""
         fields = asdict(self)
         return fields | {"usual_batch_seconds": fields.pop("usual_seconds"), "stuck": self.is_stuck}
 
@@ -152,7 +152,7 @@ class Loader:
     def verdict(self) -> tuple[Verdict, float | None]:
         """The verdict, and the number of seconds that it covers; None: since the start."""
         seconds = 0.0 if self._earlier is None else self.figures.now - self._earlier.figures.now
-        if seconds >= _SETTLED:
+        if seconds >= _SETTLED_SECONDS:
             verdict = judged(stats_of(self.pid, self.workers, self._now, self._earlier), self.figures).verdict()
             if verdict.kind not in ("too_few", "unknown"):
                 return verdict, seconds
@@ -232,7 +232,7 @@ class Loader:
         return "stopping" if self.figures.stopping else self.figures.state
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the figures for ``--json``."""
         verdict, seconds = self.verdict
         figures = self.figures
         settings = ("prefetch_factor", "in_order", "persistent", "pinning")
@@ -254,7 +254,7 @@ class Loader:
 
 
 def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look | None = None) -> Stats:
-    """The statistics of an iterator between two samples, or since its creation."""
+    """Returns the statistics of an iterator between two samples, or since its creation."""
     figures = now.figures
     counts = figures.counts.since(since.figures.counts) if since else figures.counts
     return Stats(
@@ -280,7 +280,7 @@ def judged(stats: Stats, figures: Observed) -> Stats:
 
 
 def _spent(view: WorkerView, now: Look, since: Look | None) -> WorkerTotals:
-    """A worker's counters between two samples, or since its start."""
+    """Returns a worker's counters between two samples, or since its start."""
     totals = now.figures.workers[view.id].totals
     return totals.since(since.figures.workers[view.id].totals) if since else totals
 
@@ -288,13 +288,13 @@ def _spent(view: WorkerView, now: Look, since: Look | None) -> WorkerTotals:
 def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStats:
     spent, time = _spent(view, now, since), now.times[view.id]
     if since:
-        time = _between(time, since.times[view.id])
+        time = _difference(time, since.times[view.id])
     alive = view.state not in ("left", "ended")
     return worker_stats(view.id, view.pid or 0, alive, view.memory_bytes or 0, spent, time, view.private_bytes)
 
 
-def _between(now: WorkTime, before: WorkTime) -> WorkTime:
-    """The difference of two processor times; ``NOTHING`` if one is unknown."""
+def _difference(now: WorkTime, before: WorkTime) -> WorkTime:
+    """Returns the difference of two processor times; ``NOTHING`` if one is unknown."""
     if now.cpu is None or before.cpu is None:
         return NOTHING
     queued = None if now.queued is None or before.queued is None else max(0.0, now.queued - before.queued)
@@ -302,7 +302,7 @@ def _between(now: WorkTime, before: WorkTime) -> WorkTime:
 
 
 def _cores(pid: int) -> int:
-    """Cores that a process may use, by its affinity and, if it is in the cgroup of this process, by the CPU quota."""
+    """Returns how many cores a process may use by its affinity and, in the cgroup of this process, the CPU quota."""
     try:
         affinity = len(os.sched_getaffinity(pid))
     except OSError:

@@ -31,31 +31,32 @@ class Seen(NamedTuple):
 
 
 def loaders(pid: int) -> list[Seen]:
-    """The loaders at work whose arenas a process has open or has inherited, the oldest first. Raises ``NothingToSee``
-    if there is no such process, it belongs to another user, or its arenas cannot be read."""
+    """Returns the loaders at work whose arenas a process has open or has inherited, the oldest first. Raises
+    ``NothingToSee`` if there is no such process, it belongs to another user, or its arenas cannot be read.
+    """
     try:
-        found = dict(_open_arenas(pid)) or dict(_mapped_arenas(pid))
+        arenas = dict(_open_arenas(pid)) or dict(_mapped_arenas(pid))
     except PermissionError:
         raise NothingToSee(_forbidden(pid)) from None
     except OSError:
         raise NothingToSee(f"there is no process {pid}") from None
-    seen = (Seen(file, figures) for file, figures in found.items() if figures is not None)
-    return sorted(seen, key=lambda it: it.figures.started)
+    loaders = (Seen(file, figures) for file, figures in arenas.items() if figures is not None)
+    return sorted(loaders, key=lambda it: it.figures.started)
 
 
 def caches(pid: int) -> list[CacheUsage]:
     """Returns the usage of the caches of a process's datasets, in memory and in files; empty if they are not
     accessible."""
-    found: dict[tuple[int, int], CacheUsage] = {}
+    usages: dict[tuple[int, int], CacheUsage] = {}
     with contextlib.suppress(OSError):
         # A cache is a file that is open and mapped to be written to.
         mapped = {line.split(maxsplit=5)[-1] for line in _maps(pid) if " rw-s " in line}
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 path = f"/proc/{pid}/fd/{name}"
-                if os.readlink(path) in mapped and (seen := _cache(path)) is not None:
-                    found.setdefault(*seen)
-    return list(found.values())
+                if os.readlink(path) in mapped and (cache := _cache(path)) is not None:
+                    usages.setdefault(*cache)
+    return list(usages.values())
 
 
 def _cache(path: str) -> tuple[tuple[int, int], CacheUsage] | None:
@@ -71,14 +72,14 @@ def _cache(path: str) -> tuple[tuple[int, int], CacheUsage] | None:
 
 
 def mains() -> dict[int, list[Seen]]:
-    """The processes of this user (for root: of all users) that have loaders of their own at work."""
-    found = {}
+    """Returns the processes of this user (for root: of all users) that have loaders of their own at work."""
+    processes = {}
     for pid in pids():
         with contextlib.suppress(OSError, NothingToSee):
             if os.geteuid() in (0, os.stat(f"/proc/{pid}").st_uid):
                 if own := [it for it in loaders(pid) if it.figures.pid == inner_pid(pid)]:
-                    found[pid] = own
-    return found
+                    processes[pid] = own
+    return processes
 
 
 def _open_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
@@ -91,7 +92,7 @@ def _open_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
 
 
 def _mapped_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
-    """The arenas of a process that has closed their descriptors. Opening them needs root."""
+    """Yields the arenas of a process that has closed their descriptors. Opening them needs root."""
     for line in _maps(pid):
         if line.endswith(_ARENA):
             with contextlib.suppress(FileNotFoundError):
@@ -131,12 +132,12 @@ def has_extension(pid: int) -> bool:
 
 
 def user() -> str:
-    """The name of this process's user."""
+    """Returns the name of this process's user."""
     return _name(os.geteuid())
 
 
 def owner(pid: int) -> str | None:
-    """The name of a process's user; None if there is no such process."""
+    """Returns the name of a process's user; None if there is no such process."""
     try:
         return _name(os.stat(f"/proc/{pid}").st_uid)
     except OSError:
@@ -151,7 +152,7 @@ def _name(uid: int) -> str:
 
 
 def command(pid: int) -> str:
-    """A process's command line, or its name if that is empty."""
+    """Returns a process's command line, or its name if that is empty."""
     text = " ".join((read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").split())
     if text:
         return printable(text)
@@ -160,13 +161,13 @@ def command(pid: int) -> str:
 
 
 def inner_pid(pid: int) -> int:
-    """The id of a process in its own PID namespace, which differs in a container."""
+    """Returns the id of a process in its own PID namespace, which differs in a container."""
     lines = (read(f"/proc/{pid}/status") or "").splitlines()
     return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), pid)
 
 
 def outer_pids(pid: int) -> dict[int, int] | None:
-    """The ids in this PID namespace by the ids in the process's namespace; None if the namespaces are the same."""
+    """Returns the ids in this PID namespace by the ids in the process's namespace; None if both are the same."""
     namespace = _namespace(pid)
     if namespace is None or namespace == _namespace(os.getpid()):
         return None

@@ -35,7 +35,7 @@ _INDENT = 14
 
 
 def plain(lines: Sequence[Line]) -> str:
-    """The lines as text."""
+    """Returns the lines as text."""
     return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
 
 
@@ -47,7 +47,7 @@ def frame(
     height: int | None = None,
     caches: Sequence[CacheUsage] = (),
 ) -> list[Line]:
-    """The lines for a process, its caches and each of its loaders. A height limits the tables."""
+    """Returns the lines for a process, its caches and each of its loaders. A height limits the tables."""
     head = f"process {pid}: "
     lines: list[Line] = [[(head, "bold"), (_cut(command, width - len(head)), "")]]
     lines += [_line("cache", f"{cache_line(usage)}, {size(usage.bytes_left)} left", width) for usage in caches]
@@ -55,9 +55,9 @@ def frame(
         return [*lines, [], [("No loader is running now; the process may be between two epochs.", "dim")]]
     above = _summaries(loaders, width, compact=False)
     below = None if height is None else height - len(lines)
-    if below is not None and _left(above, below) < sum(len(loader.workers) for loader in loaders):
+    if below is not None and _lines_for_rows(above, below) < sum(len(loader.workers) for loader in loaders):
         above = _summaries(loaders, width, compact=True)
-    room = None if below is None else _left(above, below)
+    room = None if below is None else _lines_for_rows(above, below)
     for place, (part, loader) in enumerate(zip(above, loaders, strict=True)):
         share = None if room is None else max(1, room // (len(loaders) - place))
         table = list(_table(loader, width, share))
@@ -70,13 +70,13 @@ def _summaries(loaders: Sequence[Loader], width: int, compact: bool) -> list[lis
     return [list(_summary(number, loader, width, compact)) for number, loader in enumerate(loaders, 1)]
 
 
-def _left(summaries: list[list[Line]], height: int) -> int:
-    """Lines for rows of tables, without the summaries and two lines for each loader."""
+def _lines_for_rows(summaries: list[list[Line]], height: int) -> int:
+    """Returns the number of lines for rows of tables, without the summaries and two lines for each loader."""
     return height - sum(len(part) + 2 for part in summaries)
 
 
 def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator[Line]:
-    """The lines above a loader's table; fewer if the terminal is too low for the table."""
+    """Yields the lines above a loader's table; fewer if the terminal is too low for the table."""
     figures, total = loader.figures, loader.total
     settings = [count_of(len(loader.workers), "worker"), f"prefetch_factor={figures.prefetch_factor}"]
     settings += [] if figures.in_order else ["in_order=False"]
@@ -222,7 +222,7 @@ def _line(name: str, text: str, width: int, style: str = "") -> Line:
 
 
 def _paragraph(name: str, text: str, width: int, compact: bool, style: str = "") -> Iterator[Line]:
-    """A line if compact, else the wrapped text."""
+    """Yields a line if compact, else the wrapped text."""
     first = f"  {name:<11} "
     if compact:
         yield [(_cut(first + text, width), style)]

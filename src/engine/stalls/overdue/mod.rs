@@ -24,11 +24,11 @@ pub enum Killed {
     Yes,
     /// The worker does not descend from this process, which does not signal it.
     No,
-    /// The worker has gone on or ended in the meantime.
+    /// The worker has continued or ended in the meantime.
     WentOn,
 }
 
-/// The work of a worker. The worker has gone on once this differs.
+/// The work of a worker. The worker has continued once this differs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Work {
     /// Nothing that counts.
@@ -74,7 +74,7 @@ struct Watched {
 }
 
 impl Watched {
-    /// The time at which the worker exceeds the limit. `None` if it does nothing that counts, or was reported.
+    /// Returns the time at which the worker exceeds the limit. `None` if it does nothing that counts, or was reported.
     fn due(&self, limit: Duration, watching: Duration) -> Option<Duration> {
         let seen = self.seen.max(watching);
         match self.work {
@@ -95,7 +95,7 @@ pub(in crate::engine) struct Overdue {
     looked: Duration,
     /// Time since which the checks have followed each other without a gap.
     watching: Duration,
-    /// Time at which the first worker will exceed the limit, if it does not go on.
+    /// Time at which the first worker will exceed the limit, if it does not continue.
     due: Duration,
     watched: Box<[Watched]>,
 }
@@ -117,7 +117,7 @@ impl Overdue {
         by_it && self.watched[worker as usize].killed
     }
 
-    /// The longest wait that begins now. A task that is taken during the wait is seen within half of its limit.
+    /// Returns the longest wait that begins now. A task that is taken during the wait is seen within half of its limit.
     #[inline]
     pub(in crate::engine) fn slice(&self, now: Duration) -> Duration {
         match self.limit {
@@ -172,7 +172,7 @@ impl Overdue {
         (self.looked, self.due) = (now.max(self.looked), next);
     }
 
-    /// The report of a worker that exceeds the limit.
+    /// Returns the report of a worker that exceeds the limit.
     pub(in crate::engine) fn stall_of(
         &self,
         worker: u32,
