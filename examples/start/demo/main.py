@@ -74,8 +74,8 @@ def estimate(settings: Settings) -> float:
 def gain(settings: Settings) -> tuple[list[Result], list[str]]:
     """Part 1: returns the results and the errors."""
     print(
-        f"\nPart 1, the gain: batches/s with {text.step(settings)}, persistent workers; median of {settings.rounds} rounds "
-        f"of {settings.seconds:g} s (lowest to highest)"
+        f"\nPart 1, the gain: batches/s with {text.step(settings)}, persistent workers; median of {settings.rounds} "
+        f"rounds of {settings.seconds:g} s (lowest to highest)"
     )
     results, failures = [], []
     for workload in WORKLOADS:

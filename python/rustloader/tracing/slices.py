@@ -145,7 +145,7 @@ class _Source:
             yield self._slice(row, TRACE_KINDS[kind], begin, length, args)
 
     def _begin_epoch(self, task: int, count: int) -> bool:
-        """Returns False for an epoch that is known, or has not begun: each file of a trace begins with the present one."""
+        """Returns False for an epoch that is known or has not begun: a file of a trace begins with the present one."""
         if not self._tasks or task > self._tasks[-1]:
             self._tasks.append(task)
             self._epochs.append(count)
