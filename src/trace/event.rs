@@ -41,6 +41,8 @@ numbered_enum! {
         Stalled = 15 => "stalled",
         /// The loader's state was saved after this number of batches.
         Saved = 16 => "saved",
+        /// `prefetch_to_device` queues the copy of a batch.
+        Copied = 17 => "copy",
     }
 }
 

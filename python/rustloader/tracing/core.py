@@ -8,6 +8,7 @@ import math
 import os
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from rustloader._core import TRACE_KINDS, TRACE_MAIN, Engine
@@ -17,7 +18,7 @@ from rustloader.tracing.spool import Spool
 logger = logging.getLogger("rustloader")
 
 _LEVELS = {"batch": 1, "sample": 2}
-_FETCH, _STEP = TRACE_KINDS.index("fetch"), TRACE_KINDS.index("step")
+_FETCH, _STEP, _COPY = map(TRACE_KINDS.index, ("fetch", "step", "copy"))
 
 
 class Traceable(Protocol):
@@ -172,6 +173,22 @@ def follow(traceable: Traceable) -> None:
     active = current()
     if active is not None:
         active.add(traceable)
+
+
+def follow_copies(key: object, name: str) -> Callable[[int], None] | None:
+    """Returns a function that adds a copy to the present trace, from a time of ``time.monotonic_ns`` to now.
+
+    Returns None if there is no trace.
+
+    Args:
+        key: An object that lives as long as what makes the copies.
+        name: The name of their row.
+    """
+    active = current()
+    source = None if active is None else active.source(key, name, 0)
+    if active is None or source is None:
+        return None
+    return lambda begin: active.put(source, _COPY, begin, time.monotonic_ns())
 
 
 def follow_fetches(iterator: Any, key: object, name: str) -> None:

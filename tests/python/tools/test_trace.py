@@ -8,11 +8,13 @@ import os
 import signal
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
 from pinning_support import pinning
 from sample_data import Numbers
+from standin import StandIn
 from support import DataLoader, run_script, rustloader, start_script
 from torch.utils.data import Dataset, IterableDataset
 
@@ -379,6 +381,23 @@ def test_a_pin_thread_has_a_row(tmp_path):
     rows = check(load(tmp_path / "run.json"))
     expected = [(epoch, batch) for epoch in range(2) for batch in range(4)]
     assert batches_of(named(rows, "pin", "0 Numbers: pin thread")) == expected
+
+
+def test_copies_to_a_device_have_a_row(tmp_path):
+    device = StandIn()
+    loader = DataLoader(Numbers(8), batch_size=2, num_workers=1, name="Numbers")
+    with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: device):
+        batches = rustloader.prefetch_to_device(loader)
+        assert len([None for _ in batches]) == 4
+        with rustloader.trace(tmp_path / "run.json"):
+            assert len([None for _ in batches]) == 4
+    device.run_all()
+    rows = check(load(tmp_path / "run.json"))
+    copies = named(rows, "copy", f"1 to {device.device}: main")
+    assert len(copies) == 4
+    # A batch is queued after the call that took it from the loader.
+    taken = [it["ts"] + it["dur"] for it in named(rows, "next", "0 Numbers: main") if "args" in it]
+    assert all(end <= copy["ts"] for end, copy in zip(taken, copies, strict=True))
 
 
 def written(*records, workers=2):

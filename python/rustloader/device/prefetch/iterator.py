@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -81,7 +82,12 @@ class DeviceIterator:
         lane: Copies its batches.
         position: The batches ahead; it outlives the iterator.
         log_unpinned: Called with the loader and the types that are not pinned, if there are any in the first batch.
+
+    Attributes:
+        note_copy: Called when a copy is queued, with the time at which that began; None if nothing is traced.
     """
+
+    note_copy: Callable[[int], None] | None = None
 
     # For `__del__` after a failed construction.
     _position: Position | None = None
@@ -236,6 +242,7 @@ class DeviceIterator:
     def _copy(self, place: int) -> None:
         ahead = self._ahead
         handled = sys.exception()
+        begin = time.monotonic_ns()
         try:
             copied, move = self._lane.copy(ahead[place], asks_pinned=not self._has_copied)
         except KeyboardInterrupt:
@@ -244,6 +251,8 @@ class DeviceIterator:
             self._failure = raised
         else:
             ahead[place] = copied
+            if self.note_copy is not None:
+                self.note_copy(begin)
             if not self._has_copied:
                 self._has_copied = True
                 if move.unpinned:

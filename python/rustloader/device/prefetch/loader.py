@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -117,6 +118,10 @@ class DeviceLoader:
         # Loops on the CPU have nothing in common, and need not wait for one another.
         lane = HostLane() if isinstance(self._lane, HostLane) else self._lane
         iterator = DeviceIterator(self.loader, lane, position, log_unpinned)
+        # Where there is no core, there are no traces.
+        tracing = sys.modules.get("rustloader.tracing.core")
+        if tracing is not None and lane is self._lane:
+            iterator.note_copy = tracing.follow_copies(self, f"to {self.device}")
         self._iterators.add(iterator)
         self._position = position
         return iterator
