@@ -222,7 +222,7 @@ struct Process {
     held: Option<u64>,
     /// The tasks of this epoch that are bound to the worker and unanswered, oldest first.
     bound: Vec<u64>,
-    /// Those that the present process has not been sent.
+    /// Those that the current process has not been sent.
     unsent: VecDeque<u64>,
     /// The process has died and may be replaced: now, or at this time.
     vacant: bool,

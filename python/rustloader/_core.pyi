@@ -598,7 +598,7 @@ class Port:
         """Waits without the GIL for ``RESUME``, ``LEAVE``, ``UNREADABLE``, or a task to fetch (any other number).
         Returns that code, the task's number, and the index or the exception that unpickling it raised; for ``RESUME``
         the number of the epoch's first task, and the message of ``Engine.begin``. ``EARLY`` and ``REWIND`` are as
-        ``RESUME``: the one comes before the present epoch has ended, precedes its tasks and has no answer; the other
+        ``RESUME``: the one comes before the current epoch has ended, precedes its tasks and has no answer; the other
         comes in place of an epoch that has begun early."""
 
     def at_sample(self, place: int) -> None:
@@ -765,7 +765,7 @@ def call_into(into: list[Any], function: Callable[..., Any], /, *args: Any) -> N
       between the two calls, and the item is gone. Here the value is in ``into`` before a handler runs. ``into`` belongs
       to an object that outlives the error, so that the next attempt finds the value there.
     * To hand the value on is a stretch without a call, such as ``self._kept, self._count = [], count; return value``. A
-      handler finds all of it done, or nothing. The comment "One step to a signal handler" marks such a stretch, from
+      handler finds all of it done, or nothing. The comment "Atomic for signal handlers" marks such a stretch, from
       there to the end of its block, and a test checks that it has no call and no loop.
 
     An error of ``function``, StopIteration included, passes through. ``into`` then stays as it is.

@@ -1,4 +1,4 @@
-//! The next epoch, which begins before the present one has ended.
+//! The next epoch, which begins before the current one has ended.
 
 use super::core::Engine;
 use crate::error::{Error, Result};
@@ -24,12 +24,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(true)
     }
 
-    /// Returns true if the early epoch can become the present one.
+    /// Returns true if the early epoch can become the current one.
     pub fn may_take_up(&self) -> bool {
         !self.delivery.is_broken() && self.scheduler.may_take_up()
     }
 
-    /// Makes the early epoch the present one. Call it if [`Engine::may_take_up`].
+    /// Makes the early epoch the current one. Call it if [`Engine::may_take_up`].
     pub fn take_up(&mut self) -> Result<()> {
         self.times.tick();
         self.scheduler.take_up()?;

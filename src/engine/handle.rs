@@ -123,7 +123,7 @@ impl Handle {
         }
     }
 
-    /// The token of a worker's present process.
+    /// The token of a worker's current process.
     pub(super) fn token_of(&self, worker: u32) -> u64 {
         token(worker, self.generation(worker))
     }

@@ -9,7 +9,7 @@ use crate::sync::lock;
 use crate::sys::event::EventFd;
 use crate::transport::Link;
 
-/// The present connection of each worker. The locks are held for the copy of a pointer alone.
+/// The current connection of each worker. The locks are held for the copy of a pointer alone.
 #[derive(Debug)]
 pub(super) struct Links(Box<[Mutex<Option<Arc<Link>>>]>);
 

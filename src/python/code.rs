@@ -21,7 +21,7 @@ codes! {
     RESUME = 1, // a new epoch begins, with the number of its first task and the message of `Engine.begin`
     LEAVE = 2, // the worker must leave
     UNREADABLE = 3, // a task whose index cannot be unpickled
-    EARLY = 4, // as RESUME, before the present epoch has ended: its tasks follow, and there is no answer
+    EARLY = 4, // as RESUME, before the current epoch has ended: its tasks follow, and there is no answer
     REWIND = 5, // as RESUME, in place of an epoch that has begun early
 }
 

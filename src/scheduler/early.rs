@@ -1,4 +1,4 @@
-//! The early epoch: the next one, whose tasks are sent while results of the present one wait for delivery.
+//! The early epoch: the next one, whose tasks are sent while results of the current one wait for delivery.
 
 use super::reorder::TaskState;
 use super::{DeliveryOrder, Scheduler};
@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::id::TaskId;
 use std::collections::VecDeque;
 
-/// An epoch that has begun before the present one has ended. Its tasks count in the limits of the present one.
+/// An epoch that has begun before the current one has ended. Its tasks count in the limits of the current one.
 #[derive(Debug)]
 pub(super) struct Early {
     /// Its first task.
@@ -19,7 +19,7 @@ pub(super) struct Early {
     pub queue: VecDeque<u32>,
     /// Its sampler has ended.
     pub ended: bool,
-    /// A death has lost tasks of the present epoch since.
+    /// A death has lost tasks of the current epoch since.
     pub loses_present: bool,
 }
 
@@ -51,7 +51,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(first)
     }
 
-    /// Returns true if the early epoch can become the present one: everything else is delivered, and nothing else has
+    /// Returns true if the early epoch can become the current one: everything else is delivered, and nothing else has
     /// died.
     pub fn may_take_up(&self) -> bool {
         self.early.is_some()
@@ -63,10 +63,10 @@ impl<T, R> Scheduler<T, R> {
             && (self.first_dead.is_none() || self.loses_early_alone())
     }
 
-    /// Makes the early epoch the present one. [`Error::Usage`] unless [`Scheduler::may_take_up`].
+    /// Makes the early epoch the current one. [`Error::Usage`] unless [`Scheduler::may_take_up`].
     pub fn take_up(&mut self) -> Result<()> {
         let early = if self.may_take_up() { self.early.take() } else { None };
-        let early = early.ok_or_else(|| Error::usage("no early epoch can become the present one"))?;
+        let early = early.ok_or_else(|| Error::usage("no early epoch can become the current one"))?;
         // A shared queue has no loads.
         let tasks = if self.shared.is_some() { 0 } else { self.next_task.0 - early.first.0 };
         self.workers.take_up(tasks, self.first_dead.is_none());
@@ -85,25 +85,25 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Returns the number of tasks of the present epoch that a living worker will answer.
+    /// Returns the number of tasks of the current epoch that a living worker will answer.
     #[inline]
     pub(super) fn outstanding_now(&self) -> u32 {
         self.outstanding - self.early.as_ref().map_or(0, |early| early.outstanding)
     }
 
-    /// Returns true if the workers that have died had tasks of the early epoch alone: then the present one is not
+    /// Returns true if the workers that have died had tasks of the early epoch alone: then the current one is not
     /// affected.
     pub(super) fn loses_early_alone(&self) -> bool {
         let Some(early) = &self.early else { return false };
         !early.loses_present && self.first_lost.is_some_and(|death| death.lost >= Some(early.first))
     }
 
-    /// Returns the end of the present epoch's task numbers.
+    /// Returns the end of the current epoch's task numbers.
     pub(super) fn end_of_tasks(&self) -> TaskId {
         self.early.as_ref().map_or(self.next_task, |early| early.first)
     }
 
-    /// Counts a submitted task of the early epoch. False: it belongs to the present one.
+    /// Counts a submitted task of the early epoch. False: it belongs to the current one.
     #[inline]
     pub(super) fn submitted_early(&mut self, slot: u32) -> bool {
         let Some(early) = &mut self.early else { return false };
@@ -114,7 +114,7 @@ impl<T, R> Scheduler<T, R> {
         true
     }
 
-    /// Counts a result of the early epoch. False: it belongs to the present one.
+    /// Counts a result of the early epoch. False: it belongs to the current one.
     #[inline]
     pub(super) fn answered_early(&mut self, task: TaskId, slot: u32) -> bool {
         let Some(early) = self.early.as_mut().filter(|early| task >= early.first) else { return false };

@@ -79,7 +79,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Handles the start of a vacant worker's next process. It begins with the present epoch, so it needs no resume
+    /// Handles the start of a vacant worker's next process. It begins with the current epoch, so it needs no resume
     /// message.
     pub(super) fn on_replaced(&mut self, worker: WorkerId) -> Result<()> {
         if self.shut_down {

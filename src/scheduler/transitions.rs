@@ -25,7 +25,7 @@ impl<T, R> Scheduler<T, R> {
             return Ok(());
         }
         let slot = self.take_answered(worker, task)?;
-        // A result of the early epoch says nothing about the present one.
+        // A result of the early epoch says nothing about the current one.
         if task < self.end_of_tasks() {
             self.clock.result_arrived(now);
         }

@@ -161,7 +161,7 @@ pub enum Event<R> {
         /// bind tasks to workers.
         held: Vec<TaskId>,
     },
-    /// A vacant worker has a new process, which begins with the present epoch and has none of its tasks.
+    /// A vacant worker has a new process, which begins with the current epoch and has none of its tasks.
     WorkerReplaced(WorkerId),
     /// A vacant worker is not to be replaced before a time.
     Postponed {

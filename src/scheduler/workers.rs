@@ -1,4 +1,4 @@
-//! The table of workers. [`Workers::pick`] alone is the dispatch policy.
+//! The table of workers. The dispatch policy is [`Workers::pick`] and nothing else.
 
 use super::Dispatch;
 use super::bitmap::Bitmap;
@@ -19,17 +19,17 @@ pub(super) enum Life {
 /// One worker. Small, because events touch the entries in random order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Worker {
-    /// Slot of the oldest outstanding task: the front of the FIFO. With a shared queue, of those that a process which
-    /// died has left.
+    /// Slot of the oldest outstanding task: the front of the FIFO. With a shared queue, the FIFO holds only
+    /// the tasks that a process left when it died.
     pub front: u32,
     /// Slot of the newest outstanding task.
     pub back: u32,
-    /// Slot of the first outstanding task that its present process has not been sent. `NIL`, unless the worker is
-    /// replaced.
+    /// Slot of the first outstanding task that has not been sent to the worker's current process. `NIL` unless an
+    /// earlier process of the worker has died.
     pub unsent: u32,
-    /// Undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window, its unanswered ones.
+    /// Undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a reorder window, its unanswered ones.
     pub load: u32,
-    /// Unanswered resume messages, the first of which was sent. Above 0, everything that the worker sends is stale.
+    /// Number of unanswered resume messages; only the oldest was sent. Above 0, all that the worker sends is stale.
     pub resumes: u8,
     pub life: Life,
     /// Its process has died and may be replaced.
@@ -44,8 +44,8 @@ pub(super) struct Workers {
     table: Vec<Worker>,
     /// The active workers whose load is below `cap`.
     open: Bitmap,
-    /// Workers that have reached `cap` since it last grew. Only these are checked when it grows again, and a submission
-    /// listed each, so the growth costs amortised O(1) per submission.
+    /// Workers that have reached `cap` since it last grew. Only these are checked when it grows again. Each was
+    /// added by a submission, so the checks cost amortised O(1) per submission.
     full: Vec<u32>,
     /// The first candidate of the next `pick`.
     cursor: u32,
@@ -102,8 +102,8 @@ impl Workers {
         self.cursor = index;
     }
 
-    /// Begins an epoch of which a number of tasks have been dispatched in turn. `all_live`: no worker has died, and the
-    /// epoch goes on.
+    /// Begins an epoch, `tasks` tasks of which have already been dispatched in turn. If a worker has died (`all_live`
+    /// is false), only sets the loads.
     pub fn take_up(&mut self, tasks: u64, all_live: bool) {
         if all_live {
             self.begin_epoch();
@@ -135,8 +135,8 @@ impl Workers {
 
     /// Selects the worker of the next task and counts the task. `None` if no worker may take one.
     ///
-    /// Equals torch's walk over `itertools.cycle`, which passes each worker that it checks. A walk without success goes
-    /// round once, so the cursor stays.
+    /// Behaves like torch's walk over `itertools.cycle`, which moves past each worker that it checks. A walk that finds
+    /// none goes all the way round, so the cursor stays.
     #[inline]
     pub fn pick(&mut self) -> Option<u32> {
         let index = self.open.next_cyclic(self.cursor as usize)?;
@@ -164,7 +164,7 @@ impl Workers {
         self.active
     }
 
-    /// Counts the delivery of one of the worker's tasks; with a window, its answer.
+    /// Lowers the worker's load by one task, which was delivered or, with a reorder window, answered.
     #[inline]
     pub fn unload(&mut self, index: u32) {
         let worker = &mut self.table[index as usize];

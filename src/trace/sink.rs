@@ -20,10 +20,10 @@ pub struct Sink {
 
 #[derive(Debug)]
 struct Inner {
-    /// The files with their numbers; the last is the present one.
+    /// The files with their numbers; the last is the current one.
     files: Vec<(usize, File)>,
     buffer: Vec<u8>,
-    /// The time at which the present file got its first event.
+    /// The time at which the current file got its first event.
     since: u64,
     /// The last epoch of each source: each file begins with them.
     epochs: BTreeMap<u32, Event>,
@@ -84,7 +84,7 @@ impl Sink {
         lock(&self.inner).lost += events;
     }
 
-    /// Writes the rest. Returns the number of lost events, and the number and bytes of each file, the present one last.
+    /// Writes the rest. Returns the number of lost events, and the number and bytes of each file, the current one last.
     pub fn end(&self) -> (u64, Vec<(usize, u64)>) {
         let inner = &mut *lock(&self.inner);
         inner.flush();

@@ -47,7 +47,7 @@ impl Source {
         self.on.load(Ordering::Relaxed) != 0 && self.arena.is_ours()
     }
 
-    /// Begins a trace, as source `number`, in the present epoch with this first task and count. An error without memory
+    /// Begins a trace, as source `number`, in the current epoch with this first task and count. An error without memory
     /// for the rings. The iterator uses the arena.
     pub fn begin(&self, sink: Arc<Sink>, number: u32, level: u32, (task, epoch): (u64, u64)) -> Result<()> {
         self.end();

@@ -1,4 +1,4 @@
-//! The receiving direction of a socket: whole parts of frames, over a buffer.
+//! The receiving direction of a socket: reads whole parts of frames through a buffer.
 
 use std::ptr::NonNull;
 
@@ -12,13 +12,13 @@ use crate::sys::socket::{Moved, Socket};
 pub(super) enum Arrived {
     /// The head of a frame.
     Head,
-    /// Less than that.
+    /// Less than a head.
     Nothing,
     /// The end of the connection, between two frames.
     End,
 }
 
-/// Receives parts of a known size.
+/// Buffers what a socket receives, and returns it in parts whose size the caller knows.
 #[derive(Debug)]
 pub(super) struct Inflow {
     buffer: Box<[u8]>,
@@ -60,7 +60,7 @@ impl Inflow {
         if self.has_whole(most)? {
             return Ok(true);
         }
-        // At the end of the connection the thread finds it, too.
+        // The end of the connection is ignored here: the link's thread finds it as well.
         Ok(matches!(self.refill(socket)?, Moved::Bytes(_)) && self.has_whole(most)?)
     }
 
@@ -85,7 +85,7 @@ impl Inflow {
         self.begin
     }
 
-    /// Goes back to the beginning of a frame that was whole.
+    /// Goes back to the start of a frame that is wholly in the buffer, to read it again.
     pub(super) fn rewind(&mut self, begin: usize) {
         self.begin = begin;
     }
@@ -107,7 +107,7 @@ impl Inflow {
         Ok(moved)
     }
 
-    /// Receives exactly `len` bytes to `memory`.
+    /// Receives exactly `len` bytes into `memory`. Calls `rest` whenever nothing has arrived.
     ///
     /// # Safety
     /// The caller owns these bytes.
@@ -124,7 +124,7 @@ impl Inflow {
         self.begin += there;
         let mut done = there;
         while done < len {
-            // The buffer is empty. What follows these bytes goes there in the same call.
+            // The buffer is empty, so the same call receives what follows these bytes into it.
             let (buffer, wanted) = (&mut self.buffer, len - done);
             // SAFETY: the rest of the caller's bytes, and the buffer.
             let receive = || unsafe { socket.receive((memory.add(done), wanted), (buffer.as_mut_ptr(), buffer.len())) };
@@ -136,7 +136,7 @@ impl Inflow {
         Ok(())
     }
 
-    /// Receives exactly `out`.
+    /// Fills `out` completely.
     pub(super) fn fill(
         &mut self,
         socket: &Socket,

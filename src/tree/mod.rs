@@ -1,25 +1,25 @@
-//! The bytes of a batch: a tree of plain values and leaves (tensors, arrays), in prefix order.
+//! The encoding of a batch: a tree of plain values and leaves (tensors, arrays), in pre-order.
 //!
 //! ```text
 //! value  := tag:u8 body
 //! None, False, True  -            Int    i64              Float  f64          Complex f64 f64
 //! Str    varint, UTF-8            Bytes  varint, bytes    Ints   group:u8 varint, i64 ...
 //! List, Tuple        varint, that many values             Dict   varint, that many (key, value)
-//! BytesOutside       varint, place
+//! BytesOutside       varint, place (the bytes lie in a memory leaf)
 //! Tensor, Array      dtype:u8 form:u8 size:varint ... [stride:varint ...] place
-//! form   := number of dimensions (bits 0-4) | strides follow (bit 5) | lies in a leaf (bit 6), or in a
-//!           storage (bit 7), or has no elements and yet an offset (both)
-//! place  := leaf:u32 offset:u64, or the bytes themselves, or storage:varint offset:varint, or offset:varint in
-//!           elements
+//! form   := number of dimensions (bits 0-4) | strides follow (bit 5) | data lies in a memory leaf (bit 6) or in a
+//!           storage (bit 7); both bits: no elements, but an offset
+//! place  := bit 6: leaf:u32 offset:u64; bit 7: storage:varint offset:varint; both: offset:varint in elements;
+//!           neither: the bytes themselves
 //!
 //! Before a value:
-//! Mark     -                      the value is kept; it gets the next number, from 0
+//! Mark     -                      Back can refer to the value; marks are numbered from 0
 //! Storage  form:u8 length:varint  memory that tensors share, numbered from 0; a place follows
-//! In the place of a value:
-//! Back     mark:varint            the object of that mark, which is complete
+//! Instead of a value:
+//! Back     mark:varint            the object with that mark, which must be complete
 //! ```
 //! Numbers are little-endian; strides count elements and are omitted for contiguous tensors; offsets count bytes. The
-//! bytes may be damaged: [`walk`] checks every tag, count, length, size and stride before it uses it.
+//! bytes may be damaged: [`walk`] checks every tag, count, length, size and stride before using it.
 
 mod brief;
 pub mod dtype;

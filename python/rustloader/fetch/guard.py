@@ -117,12 +117,12 @@ class Guard:
         self._handled = sys.exception()
 
     def failures(self) -> list[Failure]:
-        """Returns the failures of the present batch, in the order of its samples."""
+        """Returns the failures of the current batch, in the order of its samples."""
         # Threads find them in any order. The sort keeps the order of those of one place.
         return [failure for _, failure in sorted(self._by_place, key=operator.itemgetter(0))]
 
     def take_failures(self) -> list[Failure]:
-        """Returns the failures of the present batch, and forgets them."""
+        """Returns the failures of the current batch, and forgets them."""
         failures = self.failures() if self._by_place else []
         self._by_place = []
         return failures
@@ -143,11 +143,11 @@ class Guard:
         return None
 
     def has_failures(self) -> bool:
-        """Returns True if a sample of the present batch has failed."""
+        """Returns True if a sample of the current batch has failed."""
         return bool(self._by_place)
 
     def is_poisoned(self) -> bool:
-        """Returns True if a sample of the present batch must not be made."""
+        """Returns True if a sample of the current batch must not be made."""
         return bool(self._poison)
 
     def is_foreign(self, error: Exception) -> bool:

@@ -41,7 +41,7 @@ class Epochs:
 
     @property
     def yielded(self) -> int:
-        """Number of batches of the present epoch before its start."""
+        """Number of batches of the current epoch before its start."""
         return 0
 
     def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
@@ -105,7 +105,7 @@ class Epochs:
         """Completes the job of workers that begin with an engine's first epoch."""
 
     def complete_next(self, job: Job) -> None:
-        """Completes the job of a process that follows a death, in the present epoch."""
+        """Completes the job of a process that follows a death, in the current epoch."""
 
     def start_after(self, it: WorkersIterator, engine: Engine, death: Death) -> WorkerStart | None:
         """Returns the point from which a worker continues after a death. An iterable dataset makes its batches again up

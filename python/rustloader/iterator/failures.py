@@ -38,7 +38,7 @@ class FailureCount:
     Attributes:
         allowed: Number of samples that may fail in an epoch; None if it is unlimited or depends on what was delivered.
         error: Makes the error that ended the epoch, or None.
-        epoch: Number of the present epoch of the iterator.
+        epoch: Number of the current epoch of the iterator.
         next_epoch: Number of the one that begins next. An epoch that failed to begin gives its number to the next.
         next_earlier: Number of its failures before the position that it is resumed from.
     """

@@ -1,4 +1,4 @@
-"""The beginning of a persistent loader's next epoch, foreseen before the present one has ended."""
+"""The beginning of a persistent loader's next epoch, foreseen before the current one has ended."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Foresight:
     def __init__(self, index_sampler: Any, epochs: Epochs) -> None:
         self._sampler, self._epochs = index_sampler, epochs
         self._batches: Iterator[Any] = iter(())
-        # True if the present epoch has asked.
+        # True if the current epoch has asked.
         self._has_asked = False
         self._guess: _Guess | None = None
         # The guess for the epoch that begins, and the state that it finds.
@@ -219,7 +219,7 @@ def _why_not(it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, is_t
     if config.snapshots:
         return "a dataset with a state of its own, or that worker_init_fn may have given one, changes with each batch"
     if config.max_restarts:
-        return "with max_restarts, a worker that is started again begins with the present epoch"
+        return "with max_restarts, a worker that is started again begins with the current epoch"
     if config.window[1] is not None:
         return "with a reorder_window in bytes, batches of the next epoch would change how far the sampler is ahead"
     if is_tuned:

@@ -210,7 +210,7 @@ class _Permutations:
         array = _array(self._drawn[0])
         if ended:
             array = array[: self._sampler.num_samples % self._size]
-        # One step to a signal handler.
+        # Atomic for signal handlers.
         self._whole, self._ended, self._drawn, self._notes = whole, ended, [], False
         return array
 

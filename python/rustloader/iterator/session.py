@@ -189,7 +189,7 @@ class Session:
         return job
 
     def _next_job(self, it: WorkersIterator, death: Death) -> Job:
-        """The job of the process that follows a death, in the engine's present epoch."""
+        """The job of the process that follows a death, in the engine's current epoch."""
         job = self._job(it)
         job.generation, job.first_task, job.answers = death.generation + 1, death.first_task, death.answers
         job.poison = self.supervisor.poison_of(death.worker_id)
@@ -335,7 +335,7 @@ class Session:
                 raise
         code, value = answer
         if code == BATCH:
-            # One step to a signal handler, from the answer's arrival on: see `call_into`.
+            # Atomic for signal handlers, from the answer's arrival on: see `call_into`.
             return value
         if code == ERROR:
             self.epochs.raised += 1

@@ -1,10 +1,10 @@
-"""Finds the attributes of a dataset that workers copy as they read them: large containers of Python objects.
+"""Finds the attributes of a dataset that workers copy merely by reading them: large containers of Python objects.
 
-Python writes a reference count into each object that it looks at, so a forked worker ends up with a copy of each.
-Arrays and tensors are one object each.
+Python updates an object's reference count whenever it reads the object, so copy-on-write gives each forked worker its
+own copy of the memory. An array or tensor is a single object, so its data stays shared.
 
-The sizes are those of Python objects alone, by a few items, and without running code of the dataset. `sharing.sizes`
-also counts the data of arrays, because it measures the bytes that would be sent to another process.
+Sizes count only Python objects, are estimated from a few items, and are found without running code of the dataset.
+`sharing.sizes` also counts the data of arrays, because it measures the bytes that would be sent to another process.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch
 
 from rustloader.metrics.parts import LargeAttribute
 
-# Private memory of a worker in bytes from which attributes are looked for.
+# Attributes are searched once a worker's private memory reaches this many bytes.
 GROWN = 64 << 20
-# Bytes of Python objects from which an attribute is large.
+# An attribute is large from this many bytes of Python objects on.
 LARGE = 16 << 20
-# Attributes that are named.
+# Maximum number of attributes that are reported.
 _MAX_NAMED = 5
-# Limits of the search: seconds of processor time, objects, attributes of attributes.
+# Limits of the search: seconds of CPU time, number of objects, nesting depth.
 _MAX_SECONDS, _MAX_OBJECTS, _MAX_DEPTH = 0.05, 10_000, 8
-# Number of items up to which a container is looked into.
+# Containers of at most this many items are searched item by item. Larger ones are measured.
 _FEW_ITEMS = 64
-# Items that are measured: of a container, of a container in it, and so on.
+# Items sampled from a container, from each container inside it, and so on.
 _SAMPLED = (128, 16, 8)
 _LEAVES = (ModuleType, FunctionType, BuiltinFunctionType, type, torch.Tensor, np.ndarray, str, bytes, int, float)
 
@@ -39,7 +39,7 @@ _LEAVES = (ModuleType, FunctionType, BuiltinFunctionType, type, torch.Tensor, np
 def find(dataset: Any) -> tuple[LargeAttribute, ...]:
     """Returns the large containers of a dataset and of the objects in it, the largest first.
 
-    Runs no code of the dataset, and at most for a short time. Sizes are estimated from a few items.
+    Runs none of the dataset's code and takes little time. Sizes are estimated from a few items.
     """
     containers = []
     end = time.thread_time() + _MAX_SECONDS

@@ -107,7 +107,7 @@ def predict(durations: Sequence[float], now: Scheduler, step: float, least: floa
 
     Args:
         durations: seconds of work on recent batches, in order.
-        now: the present settings.
+        now: the current settings.
         step: seconds that the loop takes between two batches.
         least: seconds of all batches that no settings can go below, such as their processor time divided by the cores.
 

@@ -31,26 +31,26 @@ import torch
 from rustloader._core import __version__
 
 TOKEN_BYTES = 32
-# Raise it with every change of the handshake, of the job, or of the frames that follow (src/transport/frame.rs).
+# Increment this with every change to the handshake, the job, or of the frames that follow (src/transport/frame.rs).
 PROTOCOL = 4
 _MAGIC = b"rustload"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
-# Magic, nonce, worker number, pid, bytes of the versions.
+# Magic number, nonce, worker number, pid, length of the versions.
 _HELLO = struct.Struct(f"<8s{_NONCE_BYTES}sIIH")
 # A flag, set if the sender continues, and the number of bytes that follow.
 _ANSWER = struct.Struct("<?Q")
 _VERSIONS_MAX = 4096
-# Bytes of a job, which may have the state of a dataset.
+# Maximum size of a job in bytes. It is large, because a job may contain the state of a dataset.
 _ANSWER_MAX = 1 << 30
-# Seconds that a connection may take to prove itself. An overloaded machine may need many, and a few silent strangers
-# hold nothing up.
+# Seconds within which a connection must prove itself. Generous, because an overloaded machine is slow, and a few
+# silent strangers do not block the others.
 _HELLO_SECONDS = 30.0
 
 
 class HandshakeError(RuntimeError):
-    """Raised if the other end refuses, or does not send a handshake."""
+    """Raised if the handshake fails: the other end refuses or is not the expected one, or a message is too long."""
 
 
 def new_token() -> bytes:
@@ -82,7 +82,7 @@ def skew(theirs: dict[str, Any]) -> str | None:
 
 
 def listen(address: str) -> socket.socket:
-    """Opens a server at a free port of an IPv4 or IPv6 address. If that is not one of this machine's own (behind NAT,
+    """Opens a server on a free port of an IPv4 or IPv6 address. If this machine does not have the address (behind NAT,
     or in a container), the server listens on all interfaces.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -130,7 +130,7 @@ def send_answer(connection: socket.socket, goes_on: bool, text: bytes, deadline:
 
 
 def receive_answer(connection: socket.socket, deadline: float) -> bytes:
-    """Receives the next part of a handshake. Raises HandshakeError with the reason of the other end."""
+    """Receives the next part of a handshake. Raises HandshakeError with the other end's reason if it refuses."""
     goes_on, length = _ANSWER.unpack(_receive(connection, _ANSWER.size, deadline))
     if length > _ANSWER_MAX:
         raise HandshakeError(f"a handshake of {length} bytes")
@@ -157,7 +157,7 @@ def connect(address: str, port: int, token: bytes, worker_id: int, pid: int, dea
 
 
 def introduce(connection: socket.socket, token: bytes, worker_id: int, pid: int, deadline: float) -> None:
-    """Proves the worker to the main process, and has the main process prove itself."""
+    """Proves to the main process that this worker knows the secret, and checks that the main process knows it, too."""
     challenge = _receive(connection, _CHALLENGE_BYTES, deadline)
     if not challenge.startswith(_MAGIC):
         raise HandshakeError("what listens there is not the main process of a DataLoader")

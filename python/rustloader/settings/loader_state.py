@@ -103,7 +103,7 @@ def has_auto(loader: LoaderLike) -> bool:
 
 
 def forget_auto(loader: LoaderLike) -> None:
-    """Makes the present number of workers of a loader its own."""
+    """Makes the current number of workers of a loader its own."""
     vars(loader).pop(AUTO, None)
 
 

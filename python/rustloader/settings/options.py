@@ -258,7 +258,7 @@ class Options:
     overlap_epochs: bool | None = _field(
         "True lets persistent workers go on with the next epoch while the program uses the last batches of the present "
         "one (map-style datasets and torch's samplers only; default: None, which means False).",
-        "let persistent workers go on with the next epoch before the present one has ended",
+        "let persistent workers go on with the next epoch before the current one has ended",
         unset=(None,),
         kind=Bool(),
         flag="--overlap-epochs",

@@ -75,7 +75,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _iterator: Any = None
     # The loaded state, until the next `iter()`: as it was loaded, and as it was read.
     _loaded: tuple[dict[str, Any], Plan] | None = None
-    # The state that the present iterator has resumed from.
+    # The state that the current iterator has resumed from.
     _resumed_from: tuple[dict[str, Any], Plan] | None = None
     # The state while `iter()` makes an iterator in place of one that was left.
     _interim: dict[str, Any] | None = None

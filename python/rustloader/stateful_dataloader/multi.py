@@ -25,12 +25,12 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
 
     @property
     def origin(self) -> Plan:
-        """The plan that the present epoch started from."""
+        """The plan that the current epoch started from."""
         return self._epochs.origin
 
     @property
     def raised(self) -> int:
-        """Number of answers in the present epoch that were no batch."""
+        """Number of answers in the current epoch that were no batch."""
         return self._epochs.raised
 
     @property
@@ -43,7 +43,7 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
         self._epochs.begin_next_at(self, plan)
 
     def delivered_nothing(self) -> bool:
-        """Returns True if neither a batch nor the end has come out of the present epoch."""
+        """Returns True if neither a batch nor the end has come out of the current epoch."""
         return self._epochs.delivered_nothing(self) and not self.finished
 
     def failed_to_resume(self) -> bool:

@@ -40,7 +40,7 @@ class Positioned:
         dataset: A state's description of the dataset.
 
     Attributes:
-        origin: The plan that the present epoch started from.
+        origin: The plan that the current epoch started from.
         sampling: Its index batches.
         seeding: Its seeds, unless they are torch's.
         raised: Number of answers in this epoch that were no batch.
@@ -98,7 +98,7 @@ class Positioned:
             warnings.warn(text, stacklevel=frames_to_program())
 
     def delivered_nothing(self, it: IteratorLike) -> bool:
-        """Returns True if no batch has come out of the present epoch, nor an error."""
+        """Returns True if no batch has come out of the current epoch, nor an error."""
         return it._num_yielded == self.origin.yielded and not self.raised
 
     def warn_if_empty(self, it: IteratorLike) -> None:
@@ -107,7 +107,7 @@ class Positioned:
             warnings.warn(_EMPTY, stacklevel=frames_to_program())
 
     def state(self, it: IteratorLike, **position: Any) -> dict[str, Any]:
-        """Returns the state of the present epoch at a position: fields of `State` that depend on it."""
+        """Returns the state of the current epoch at a position: fields of `State` that depend on it."""
         seeding = self.seeding
         return State(
             num_workers=it._num_workers,

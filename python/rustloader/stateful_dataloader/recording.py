@@ -159,7 +159,7 @@ class Recorder(Iterator[Any]):
             samples += len(batch)
         if self._every and position % self._every == 0 and self._has_time():
             self._record(self._iterator, position, samples)
-        # One step to a signal handler.
+        # Atomic for signal handlers.
         self._position, self._samples, self._drawn = position, samples, []
         return batch
 
@@ -167,7 +167,7 @@ class Recorder(Iterator[Any]):
         return self._spent < SNAPSHOT_ALLOWANCE + SNAPSHOT_SHARE * (time.monotonic() - self._began)
 
     def _record(self, iterator: Any, position: int, samples: int) -> None:
-        """Keeps the present state. An error is raised when the state is asked for."""
+        """Keeps the current state. An error is raised when the state is asked for."""
         began = time.thread_time()
         try:
             entry = Entry(position, *copied(self._states(iterator, samples)))

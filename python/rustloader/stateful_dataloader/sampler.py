@@ -1,7 +1,7 @@
-"""Samplers with a state, under the names of ``torchdata.stateful_dataloader.sampler``.
+"""Stateful samplers, with the names of ``torchdata.stateful_dataloader.sampler``.
 
-A ``StatefulDataLoader`` resumes torch's own samplers without these. They are for programs that save a sampler by
-itself, or that were written for torchdata's.
+A ``StatefulDataLoader`` resumes torch's own samplers without these. They are for programs that save a
+sampler's state separately, or that were written for torchdata's samplers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class RandomSampler(Sampler[int]):
 
     Args:
         data_source: Dataset whose length is the number of indices.
-        replacement: True draws each index from all of them (default: False).
-        num_samples: Number of indices of an epoch (default: None, the length of the dataset).
-        generator: Source of the order (default: None, a new one that torch's global generator seeds).
+        replacement: True draws with replacement (default: False).
+        num_samples: Number of indices per epoch (default: None, the length of the dataset).
+        generator: Determines the order (default: None, a new generator seeded from torch's global one).
 
     Raises:
-        TypeError: ``replacement`` is no bool.
+        TypeError: ``replacement`` is not a bool.
         ValueError: ``num_samples`` is not a positive integer.
 
     Examples:
@@ -73,7 +73,7 @@ class RandomSampler(Sampler[int]):
 
     @property
     def num_samples(self) -> int:
-        """Number of indices of an epoch."""
+        """Number of indices per epoch."""
         return len(self.data_source) if self._num_samples is None else self._num_samples
 
     def __iter__(self) -> Iterator[int]:
@@ -84,9 +84,9 @@ class RandomSampler(Sampler[int]):
 
 
 class _RandomIterator(Iterator[int]):
-    """An epoch of a RandomSampler. Its state is the generator's state at the start, and the number of indices since."""
+    """An epoch of a RandomSampler. Its state is the generator's initial state and the number of indices yielded."""
 
-    # Indices that are drawn at a time with replacement.
+    # With replacement, this many indices are drawn at a time.
     _CHUNK = 32
 
     def __init__(self, sampler: RandomSampler) -> None:
@@ -95,9 +95,9 @@ class _RandomIterator(Iterator[int]):
         self._count = sampler.num_samples
         self._state: torch.Tensor = sampler.generator.get_state()
         self.yielded = 0
-        # Indices that were drawn and are not in use yet.
+        # The next chunk of indices, drawn but not in use yet: at most one tensor.
         self._next: list[torch.Tensor] = []
-        # The indices in use, and how many were yielded before them.
+        # The chunk in use, and the number of indices yielded before it.
         self._drawn, self._before = self._draw()().tolist(), 0
 
     def _draw(self) -> Callable[[], torch.Tensor]:
@@ -115,9 +115,9 @@ class _RandomIterator(Iterator[int]):
             if not self._next:
                 call_into(self._next, self._draw())
             drawn = self._next[0].tolist()
-            # One step to a signal handler.
+            # Atomic for signal handlers.
             self._drawn, self._before, self._next = drawn, self.yielded, []
-        # One step to a signal handler.
+        # Atomic for signal handlers.
         index = self._drawn[self.yielded - self._before]
         self.yielded += 1
         return index
@@ -138,16 +138,16 @@ class _RandomIterator(Iterator[int]):
 class BatchSampler(torch_sampler.BatchSampler):
     """Yields the indices of another sampler in batches; its iterator has a state.
 
-    The state has those of the sampler and of its iterator, if they have any. A sampler without one is iterated again,
-    and as many indices are left out.
+    The state contains those of the sampler and of its iterator, if they are stateful. If neither is, resuming iterates
+    over the sampler again and skips the indices that were already yielded.
 
     Args:
         sampler: Yields the indices.
         batch_size: Indices per batch.
-        drop_last: True leaves out a last batch that is not full.
+        drop_last: True drops the last batch if it is not full.
 
     Raises:
-        ValueError: As torch's class.
+        ValueError: In the same cases as torch's class.
 
     Examples:
         >>> batches = iter(BatchSampler(range(5), batch_size=2, drop_last=False))
@@ -173,12 +173,12 @@ class _BatchIterator(Iterator[list[int]]):
 
     def __next__(self) -> list[int]:
         batch = self._pending
-        # Not islice, which calls `iter`, where a sampler that is its own iterator may start over.
+        # Not islice: it calls `iter`, and a sampler that is its own iterator may then start over.
         batch.extend(map(next, itertools.repeat(self._indices, self._batch_size - len(batch))))
         count = len(batch)
         if not count or (self._drop_last and count < self._batch_size):
             raise StopIteration
-        # One step to a signal handler.
+        # Atomic for signal handlers.
         self._pending = []
         self.samples_yielded += count
         return batch
@@ -193,7 +193,7 @@ class _BatchIterator(Iterator[list[int]]):
 
 
 def batch_state(samples_yielded: int, sampler: Any, indices: Any) -> dict[str, Any]:
-    """Returns the state of an iterator over batches: of the sampler inside, and of the iterator over it."""
+    """Returns the state of an iterator over batches. It contains those of its sampler and of the sampler's iterator."""
     state: dict[str, Any] = {SAMPLES_YIELDED: samples_yielded}
     if isinstance(sampler, Stateful):
         state[INNER_STATE] = sampler.state_dict()
@@ -203,7 +203,7 @@ def batch_state(samples_yielded: int, sampler: Any, indices: Any) -> dict[str, A
 
 
 def load_batch_state(state: Mapping[str, Any], sampler: Any) -> Iterator[Any]:
-    """Loads what ``batch_state`` has returned; returns the iterator over the indices that are left.
+    """Loads a state from ``batch_state`` and returns an iterator over the remaining indices.
 
     Raises:
         ValueError: The state is of a sampler or an iterator that has one, and this has none.
@@ -220,7 +220,7 @@ def load_batch_state(state: Mapping[str, Any], sampler: Any) -> Iterator[Any]:
 
 
 def as_stateful(sampler: Any) -> Stateful:
-    """Returns the sampler or iterator itself, which a saved state is for.
+    """Returns the sampler or iterator unchanged, typed as stateful, so that a saved state can be loaded into it.
 
     Raises:
         ValueError: It has no state.
@@ -234,22 +234,22 @@ def as_stateful(sampler: Any) -> Stateful:
 
 
 class StatefulDistributedSampler(DistributedSampler[Any]):
-    """torch's DistributedSampler with a state: the number of indices that the present epoch has yielded.
+    """torch's DistributedSampler, made stateful. Its state is the number of indices yielded in the current epoch.
 
     A state that is loaded takes effect at the next ``iter()``. The state has no epoch: call ``set_epoch`` as with
     torch's class. The epoch in a state of a newer torchdata is set.
 
     Args:
-        dataset: Dataset whose length is the number of indices of all ranks.
+        dataset: Dataset whose indices are divided among the ranks.
         num_replicas: Number of ranks (default: None, that of the process group).
-        rank: Number of this rank (default: None, that of this process).
+        rank: Rank of this process (default: None, its rank in the process group).
         shuffle: True shuffles the indices (default: True).
         seed: Seed of the order, the same on all ranks (default: 0).
-        drop_last: True leaves out the tail that does not divide evenly; False repeats indices (default: False).
+        drop_last: True drops the indices that do not divide evenly; False repeats some instead (default: False).
 
     Attributes:
-        yielded: Number of indices that the present epoch has yielded.
-        next_yielded: Number of indices that the next epoch leaves out, or None.
+        yielded: Number of indices that the current epoch has yielded.
+        next_yielded: Number of indices that the next epoch skips, or None.
 
     Raises:
         ValueError: ``rank`` is out of range.
@@ -279,26 +279,26 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         self.next_yielded: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        # At once, so that a state that is taken before the first index is not of the epoch before.
+        # Reset here, so that a state taken before the first index does not count the previous epoch.
         self.yielded = 0
         return self._yield()
 
     def _yield(self) -> Iterator[Any]:
-        # At the first index: loaders make iterators that they do not use.
+        # The loaded state is consumed only at the first index, because loaders create iterators that they never use.
         self.yielded, self.next_yielded = self.next_yielded or 0, None
         for index in itertools.islice(super().__iter__(), self.yielded, None):
             self.yielded += 1
             yield index
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of indices that the present epoch has yielded, or that a loaded state leaves out."""
+        """Returns the number of indices yielded in the current epoch, or that the next one skips after a load."""
         return {self._YIELDED: self.yielded if self.next_yielded is None else self.next_yielded}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Makes the next epoch leave indices out.
+        """Makes the next epoch skip the indices that were already yielded.
 
         Raises:
-            ValueError: The state has no number of indices, or a negative one.
+            ValueError: The state has no ``yielded``, or a negative one.
         """
         if self._YIELDED not in state_dict:
             raise ValueError(f"the state of a distributed sampler must have {self._YIELDED!r}, got {state_dict!r}")

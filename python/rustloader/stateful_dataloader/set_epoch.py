@@ -18,7 +18,7 @@ class EpochRecorder:
         dataset: A dataset whose class notes the calls, see ``recorder_of``. The workers start with it as it is now.
 
     Attributes:
-        in_force: The arguments of the ``set_epoch`` that the present epoch goes by; None: there was none.
+        in_force: The arguments of the ``set_epoch`` that the current epoch goes by; None: there was none.
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -139,12 +139,12 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
                 raise
         # An error of a signal handler in this call leaves the batch to the next one.
         self._count_failures()
-        # One step to a signal handler.
+        # Atomic for signal handlers.
         data, self._kept = self._kept[0], []
         return data
 
     def _count_failures(self) -> None:
-        """Counts the failures of the present batch. Raises beyond ``max_errors``."""
+        """Counts the failures of the current batch. Raises beyond ``max_errors``."""
         assert self._guarded is not None
         guard, count = self._guarded
         error = count.add(guard.take_failures(), self._num_yielded + 1, is_empty=not self._kept)

@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Messages about faults that a log gets within a number of seconds. The rest are counted.
+# At most LOG_LINES messages about faults are logged per LOG_SECONDS. The rest are only counted.
 LOG_LINES = 20
 LOG_SECONDS = 60.0
 
 
 class LimitedLog:
-    """Passes at most ``LOG_LINES`` messages to a logger in ``LOG_SECONDS``, which begin with the first one.
+    """Passes at most ``LOG_LINES`` messages to a logger per ``LOG_SECONDS``, counted from the first of them.
 
-    Further messages are counted. The first message after that time, or ``flush``, logs how many were left out. There is
-    no lock, because a fork could copy it while a thread holds it: with several threads one more may get through.
+    Further messages are only counted; the next message after that time, or ``flush``, logs how many were left out.
+    There is no lock, because a fork could copy it while a thread holds it, so several threads may log a few more.
 
     Args:
         logger: Logger that gets the messages.
@@ -37,7 +37,7 @@ class LimitedLog:
         self.log(logging.WARNING, text, *args)
 
     def info(self, text: str, *args: Any) -> None:
-        """Logs a piece of information, unless the limit is reached."""
+        """Logs an info message, unless the limit is reached."""
         self.log(logging.INFO, text, *args)
 
     def log(self, level: int, text: str, *args: Any) -> None:

@@ -1,7 +1,6 @@
 """The ranks of a distributed program on this machine, from the variables of its launcher (torchrun, Slurm, MPI).
 
-A variable that is missing, empty, or no number in ASCII digits tells nothing. The first one that tells something
-counts.
+A variable that is missing, empty, or not a number in ASCII digits is ignored. The first of the others is used.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import rustloader.system.procfs as procfs
 # By launcher: how many ranks there are, and which of them this process is.
 _SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-# The number of this process among all.
+# The global rank of this process.
 _GLOBAL = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-# For each node, as in "2(x3),1".
+# The number of tasks on each node, as in "2(x3),1".
 _SLURM_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
 
@@ -33,13 +32,13 @@ def size() -> int | None:
 
 
 def rank() -> int | None:
-    """Returns the number of this rank among those of this machine, from 0; None if unknown."""
+    """Returns this process's rank among those on this machine, from 0; None if unknown."""
     variable = _number_in(os.environ)
     return None if variable is None else variable[1]
 
 
 def global_rank() -> int | None:
-    """Returns the number of this rank among those of all machines, from 0; None if unknown."""
+    """Returns this process's rank among those on all machines, from 0; None if unknown."""
     return next((value for name in _GLOBAL if (value := number(name)) is not None), None)
 
 
@@ -55,8 +54,8 @@ def _slurm_size() -> int | None:
 
 
 def are_bound(cores: Iterable[int]) -> bool:
-    """Returns True if the ranks have cores of their own: this one may use ``cores``, and its launcher others. Linux
-    only."""
+    """Returns True if the ranks are bound to cores of their own: the launcher's cores are not ``cores``, this rank's.
+    Linux only."""
     try:
         return os.sched_getaffinity(_launcher()) != set(cores)
     except OSError:
@@ -67,7 +66,8 @@ def are_bound(cores: Iterable[int]) -> bool:
 def _launcher() -> int:
     """Returns the pid of the launcher: the nearest ancestor that did not start with this rank's number.
 
-    Those before it are a rank's own wrappers (a shell, ``uv run``, ``conda run``), which have the rank's cores.
+    The processes between it and this one are the rank's own wrappers (a shell, ``uv run``, ``conda run``), which have
+    the rank's cores.
     """
     pid, own = os.getppid(), _number_in(os.environ)
     while own is not None and number_of(pid) == own and (parent := procfs.parent(pid)):
@@ -76,7 +76,7 @@ def _launcher() -> int:
 
 
 def number_of(pid: int) -> tuple[str, int] | None:
-    """Returns the variable with a rank's number that a process started with, and the number; None if there is none."""
+    """Returns the rank variable that a process was started with, and its value; None if there is none."""
     lines = (procfs.read(f"/proc/{pid}/environ") or "").split("\0")
     return _number_in(dict(line.split("=", 1) for line in lines if "=" in line))
 

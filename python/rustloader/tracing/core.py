@@ -176,7 +176,7 @@ def follow(traceable: Traceable) -> None:
 
 
 def follow_copies(key: object, name: str) -> Callable[[int], None] | None:
-    """Returns a function that adds a copy to the present trace, from a time of ``time.monotonic_ns`` to now.
+    """Returns a function that adds a copy to the current trace, from a time of ``time.monotonic_ns`` to now.
 
     Returns None if there is no trace.
 
@@ -192,7 +192,7 @@ def follow_copies(key: object, name: str) -> Callable[[int], None] | None:
 
 
 def follow_fetches(iterator: Any, key: object, name: str) -> None:
-    """Lets the present trace, if there is one, have the fetches of an iterator without workers.
+    """Lets the current trace, if there is one, have the fetches of an iterator without workers.
 
     Args:
         iterator: The iterator.

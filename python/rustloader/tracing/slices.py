@@ -76,7 +76,7 @@ class _Source:
         # First tasks and numbers of the epochs.
         self._tasks: list[int] = []
         self._epochs: list[int] = []
-        # By row: the pieces of the present batch, or the waits of the present `next`.
+        # By row: the pieces of the current batch, or the waits of the current `next`.
         self._pieces: dict[int, list[_Piece]] = {}
         # The task that was delivered last.
         self._delivered = -1
@@ -145,7 +145,7 @@ class _Source:
             yield self._slice(row, TRACE_KINDS[kind], begin, length, args)
 
     def _begin_epoch(self, task: int, count: int) -> bool:
-        """Returns False for an epoch that is known or has not begun: a file of a trace begins with the present one."""
+        """Returns False for an epoch that is known or has not begun: a file of a trace begins with the current one."""
         if not self._tasks or task > self._tasks[-1]:
             self._tasks.append(task)
             self._epochs.append(count)

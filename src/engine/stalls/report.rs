@@ -52,7 +52,7 @@ pub(in crate::engine) struct Shown {
     pub(in crate::engine) answers: u64,
     /// Time at which its state began.
     pub(in crate::engine) since: Duration,
-    /// Time at which it took its task; in a replay, at which it began the present batch.
+    /// Time at which it took its task; in a replay, at which it began the current batch.
     pub(in crate::engine) task_since: Duration,
 }
 

@@ -1,6 +1,6 @@
-//! The next epoch, whose tasks are sent before the present one has ended. Its index batches are foreseen, and the
-//! beginning of the epoch draws them from the sampler all the same: the tasks that were sent count only if the draws
-//! are the same.
+//! Starts the next epoch early: sends its tasks before the current epoch has ended. The index batches are predicted.
+//! When the epoch begins, they are drawn from the sampler all the same, and the tasks that were sent count only if the
+//! draws equal the prediction.
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -12,16 +12,16 @@ use crate::error::Error;
 use crate::interop::exit_guard::{call, next_item};
 use crate::wire::TaskKind;
 
-/// The draws of the beginning of an epoch so far.
+/// What has been drawn so far at the beginning of an epoch.
 #[derive(Default)]
 pub(super) struct Drawn<'py> {
     /// Number of draws.
     pub(super) draws: usize,
-    /// True if the workers have begun the epoch early, with these index batches.
+    /// True if the early epoch has become the current one, because every draw was as predicted.
     taken_up: bool,
-    /// Index batches as they were foreseen, with their bytes. To be sent again.
+    /// Index batches that were drawn as predicted, with their bytes. Sent again if a later draw differs.
     again: Vec<(Py<PyAny>, Vec<u8>)>,
-    /// The draw after them.
+    /// The first draw that was not as predicted.
     last: Option<PyResult<Option<Bound<'py, PyAny>>>>,
 }
 
@@ -32,7 +32,7 @@ impl Drawn<'_> {
 }
 
 impl<'py> Call<'_, 'py> {
-    /// Sends a task of the next epoch, if that can be foreseen and there is room.
+    /// Sends a task of the next epoch, if it can be predicted and there is room.
     pub(super) fn draw_early(&mut self) -> PyResult<()> {
         let Some(foresight) = self.foresight.filter(|_| self.state.engine.may_be_early()) else {
             return Ok(());
@@ -66,8 +66,8 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Draws the foreseen index batches, and makes the early epoch the present one if the draws are the same. Otherwise
-    /// the draws are left to [`Call::send_drawn`].
+    /// Draws the predicted index batches from the sampler. If all are as predicted, the early epoch becomes the
+    /// current one; otherwise [`Call::send_drawn`] sends what was drawn.
     pub(super) fn draw_foreseen(&mut self, early: Early, message: &[u8], first_worker: u32) -> PyResult<Drawn<'py>> {
         let mut drawn = Drawn::default();
         if early.message != message || first_worker != 0 || !self.state.engine.may_take_up() {
@@ -93,7 +93,7 @@ impl<'py> Call<'_, 'py> {
         codec::encode_indices(index, &mut self.state.payload) && self.state.payload == bytes
     }
 
-    /// Sends the draws of [`Call::draw_foreseen`], if the epoch is not as foreseen.
+    /// Sends what [`Call::draw_foreseen`] drew, if it was not as predicted.
     pub(super) fn send_drawn(&mut self, drawn: Drawn<'py>) -> PyResult<()> {
         for (index, bytes) in drawn.again {
             self.state.payload = bytes;

@@ -1,4 +1,4 @@
-//! The engine's view of the present epoch, as Python objects. `_core.pyi` documents the attributes.
+//! The engine's view of the current epoch, as Python objects. `_core.pyi` documents the attributes.
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;

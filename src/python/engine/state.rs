@@ -1,4 +1,4 @@
-//! The state that exclusive access protects.
+//! The state of the engine, and exclusive access to it.
 
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,24 +15,24 @@ pub(super) struct State {
     pub(super) engine: Engine<Py<PyAny>, Ready, Py<PyBaseException>>,
     pub(super) buffer: Vec<u8>,
     pub(super) payload: Vec<u8>,
-    /// The message of a `begin` that a vacancy has cut off: the workers have got it.
+    /// The message of a `begin` that returned early because a worker became vacant. The workers have already got it.
     pub(super) begun: Option<Vec<u8>>,
     /// The next epoch, if it has begun early.
     pub(super) early: Option<Early>,
 }
 
-/// The messages of an epoch that has begun before the present one has ended.
+/// The messages of an epoch that began before the current one ended.
 pub(super) struct Early {
     /// The message that begins it.
     pub(super) message: Vec<u8>,
-    /// Its tasks: the index batch, and its bytes.
+    /// Its tasks: each index batch, and its encoded bytes.
     pub(super) tasks: Vec<(Py<PyAny>, Vec<u8>)>,
 }
 
 /// Exclusive access to the state, released on drop.
 pub(super) struct Access<'a> {
     pub(super) gate: &'a Gate,
-    /// The workers have ended; this must finish.
+    /// `PyEngine::finish` was called: the engine must be released when this access is dropped.
     pub(super) finish_wanted: &'a AtomicBool,
     pub(super) handle: &'a Handle,
     pub(super) state: Option<MutexGuard<'a, State>>,

@@ -1,4 +1,4 @@
-//! Stories of the epoch that begins before the present one has ended.
+//! Stories of the epoch that begins before the current one has ended.
 
 use super::*;
 
@@ -27,7 +27,7 @@ fn its_tasks_go_round_the_workers_and_are_delivered_in_their_own_epoch() {
     delivered(&mut machine, 1, 1);
     assert_eq!(machine.submit(5), to(5, 1));
     assert_eq!(machine.next(true), batch(1, 1));
-    // A result of the early epoch does not come into the present one.
+    // A result of the early epoch does not come into the current one.
     done(&mut machine, 0, 2);
     done(&mut machine, 0, 4);
     assert_eq!(machine.next(true), Decision::Submit);

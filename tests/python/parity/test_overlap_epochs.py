@@ -1,4 +1,4 @@
-"""`overlap_epochs`: workers go on with the next epoch before the present one has ended, and nothing else changes."""
+"""`overlap_epochs`: workers go on with the next epoch before the current one has ended, and nothing else changes."""
 
 import copy
 import itertools

@@ -151,7 +151,7 @@ class Safe:
         if not self.kept:
             self.take()
         value, count = self.kept[0], max(self.count, 0) + 1
-        # One step to a signal handler.
+        # Atomic for signal handlers.
         self.kept, self.count = [], count
         return value, count
 
@@ -245,7 +245,7 @@ def test_no_error_ends_the_index_batches_in_order():
     assert losses(lambda: stream(batches, iter(batches)), files) == []
 
 
-MARK = "# One step to a signal handler"
+MARK = "# Atomic for signal handlers"
 STEPS = [path for path in PACKAGE.rglob("*.py") if MARK in path.read_text()] if rustloader is not None else []
 OTHER = (ast.Call, ast.For, ast.While, ast.With, ast.comprehension, ast.Yield, ast.YieldFrom, ast.Import, ast.Assert)
 

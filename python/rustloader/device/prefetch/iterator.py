@@ -123,7 +123,7 @@ class DeviceIterator:
             if answer[0] is not None:
                 self._rescued = answer
             raise
-        # One step to a signal handler.
+        # Atomic for signal handlers.
         entry = answer[0]
         if entry is _END:
             raise StopIteration
@@ -188,7 +188,7 @@ class DeviceIterator:
         if isinstance(first, Copied):
             lane.lend(first)
             target = min(self._target + 1, lane.depth + 1)
-            # One step to a signal handler.
+            # Atomic for signal handlers.
             answer[0] = first
             del ahead[0]
             position.taking += 1
@@ -219,7 +219,7 @@ class DeviceIterator:
             if ahead:
                 _note_frames(self._error)
             failed = _Failed(self._error, is_counted=self._is_counted)
-            # One step to a signal handler: the error is in one of both places.
+            # Atomic for signal handlers: the error is in one of both places.
             ahead += (failed,)
             self._error = None
             return
@@ -265,7 +265,7 @@ class DeviceIterator:
         if place:
             _note_frames(self._failure)
         failed = _Failed(self._failure, is_batch=True)
-        # One step to a signal handler, as in `_pull`.
+        # Atomic for signal handlers, as in `_pull`.
         ahead[place] = failed
         self._failure = None
 

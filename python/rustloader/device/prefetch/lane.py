@@ -186,7 +186,7 @@ class Lane:
         if copied.loans is None:
             loans = self._loans(copied.made, stream)
             source = _Source(copied.done, copied.host, (copied.begun, reached, copied.nbytes))
-            # One step to a signal handler.
+            # Atomic for signal handlers.
             self._lent += loans
             self._sources += (source,)
             copied.loans, copied.made, copied.host = loans, {}, None
@@ -238,7 +238,7 @@ class Lane:
             else:
                 kept.append(loan)
         retired_now = [*by_batch.values()]
-        # One step to a signal handler: a storage is in one of the two lists.
+        # Atomic for signal handlers: a storage is in one of the two lists.
         self._retired += retired_now
         self._lent = kept
 

@@ -40,6 +40,6 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """Shows the present activity in one line on stderr, overwritten if it is a terminal. An empty text removes it."""
+    """Shows the current activity in one line on stderr, overwritten if it is a terminal. An empty text removes it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -36,7 +36,7 @@ class Place:
         epoch: Number of the epoch; -1 before the first one.
         expected: Its batches.
         log: (ordinal, batch) of what was delivered, in the order of delivery.
-        first: Length of `log` when the present iterator began.
+        first: Length of `log` when the current iterator began.
         following: The index batches of the next epoch, once this one has ended.
         counts: Samples made at the end of the epoch, a number for each worker; None if not known.
         generator: State of the reference's generator, with the draws of the next epoch if this one has ended.

@@ -71,7 +71,7 @@ class Settings:
 class Program:
     """Settings and steps: (name, argument, ...).
 
-    ("iter",): begins an epoch, whatever the present one has left.
+    ("iter",): begins an epoch, whatever the current one has left.
     ("next", n): takes up to n answers, batches or errors.
     ("end",): takes all that are left, and the end.
     ("save", way, back): takes a state. Ways: "now", "thread" and "handler", both while `next` runs.
