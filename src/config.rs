@@ -73,7 +73,7 @@ pub const SLAB: u64 = 64 * KIB;
 pub const SMALL_MESSAGE: u64 = SLAB;
 /// Allocations between two checks of the low-water marks of idle blocks.
 pub const TRIM_WINDOW: u32 = 64;
-/// Batches after which such a check comes early, if they took at least [`TRIM_AFTER`]: fresh pages cost little then.
+/// Batches after which such a check comes early, if these took at least [`TRIM_AFTER`]: fresh pages cost little then.
 pub const TRIM_BATCHES: u32 = 8;
 /// See [`TRIM_BATCHES`].
 pub const TRIM_AFTER: Duration = Duration::from_secs(1);

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
+import threading
 from typing import Any
 
 import torch
 
-# Bytes of the state of NumPy's MT19937: 624 words and the position among them.
-_WORDS = 625 * 4
+# Bytes of the state of NumPy's MT19937: 624 words, and the position among them.
+_KEY, _WORDS = 624 * 4, 625 * 4
 
 
 class GeneratorStates:
@@ -35,7 +37,7 @@ class _NumpyState:
 
     NumPy takes 30 us to read it and as long to set it. So its usual bit generator is read and set where it lies in
     memory. What is not there is the normal number left over from a pair: a draw of a normal number that leaves the
-    words as they are has taken it.
+    words as they are has taken it. With other threads, which may draw meanwhile, NumPy does all this under its lock.
     """
 
     def __init__(self, numpy_random: Any) -> None:
@@ -43,37 +45,44 @@ class _NumpyState:
         self._bits = generator._bit_generator
         # As a dict, which holds the state of any bit generator; None if the words are all.
         self._whole: dict[str, Any] | None = None
-        address = _address_of(self._bits, numpy_random.MT19937)
-        if address is None:
+        self._address = _address_of(self._bits, numpy_random.MT19937)
+        self._words = b"" if self._address is None else ctypes.string_at(self._address, _WORDS)
+        # Words that are all 0 stay 0, whatever is drawn.
+        if self._address is None or threading.active_count() > 1 or not self._words[:_KEY].strip(b"\0"):
             self._whole = generator.get_state(legacy=False)
             return
-        self._address = address
-        self._words = ctypes.string_at(self._address, _WORDS)
         left_over = self._take_left_over()
         if left_over is not None:
-            self._whole = generator.get_state(legacy=False) | {"has_gauss": 1, "gauss": left_over}
+            self._whole = self._as_dict() | {"has_gauss": 1, "gauss": left_over}
             generator.set_state(self._whole)
 
     def restore(self) -> None:
-        if self._generator._bit_generator is not self._bits:
+        is_same = self._generator._bit_generator is self._bits
+        if not is_same and type(self._generator._bit_generator) is not type(self._bits):
             # What the program has put in its place has a state of its own.
             return
-        if self._whole is not None:
-            self._generator.set_state(self._whole)
-        else:
+        if self._whole is None and is_same and threading.active_count() == 1:
             # Also if the words are as they were: a seed may have led back to them.
             self._take_left_over()
-            ctypes.memmove(self._address, self._words, _WORDS)
+            ctypes.memmove(self._address, self._words, _WORDS)  # type: ignore[arg-type]
+        else:
+            self._generator.set_state(self._whole or self._as_dict())
+
+    def _as_dict(self) -> dict[str, Any]:
+        """Returns the words as NumPy gives them, without a number left over."""
+        *key, pos = struct.unpack("=624Ii", self._words)
+        return {"bit_generator": "MT19937", "state": {"key": key, "pos": pos}, "has_gauss": 0, "gauss": 0.0}
 
     def _take_left_over(self) -> float | None:
         """Takes the normal number left over from a pair. If there is none, the words stay as they are."""
-        words = ctypes.string_at(self._address, _WORDS)
+        address: Any = self._address
+        words = ctypes.string_at(address, _WORDS)
         drawn = float(self._generator.standard_normal())
-        if ctypes.string_at(self._address, _WORDS) == words:
+        if ctypes.string_at(address, _WORDS) == words:
             return drawn
         # The other one of the new pair.
         self._generator.standard_normal()
-        ctypes.memmove(self._address, words, _WORDS)
+        ctypes.memmove(address, words, _WORDS)
         return None
 
 

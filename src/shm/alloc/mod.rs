@@ -5,10 +5,10 @@
 //! need. Free blocks are reused last-in first-out, while their pages are warm.
 //!
 //! Idle pages are released in three cases. A class whose low-water mark of idle blocks stayed above zero through
-//! [`TRIM_PATIENCE`] windows punches the surplus; a window is [`TRIM_WINDOW`] allocations, or fewer if batches are slow. With varying sizes, idle pages beyond
-//! the recent peak and an [`IDLE_SHARE`]th are punched before fresh ones are reserved; a warm block of a slightly
-//! larger class is reused first. An idle worker keeps only what the batches under way need, and nothing if it is ahead
-//! of the loop.
+//! [`TRIM_PATIENCE`] windows punches the surplus; a window is [`TRIM_WINDOW`] allocations, or fewer if batches are
+//! slow. With varying sizes, idle pages beyond the recent peak and an [`IDLE_SHARE`]th are punched before fresh ones are
+//! reserved; a warm block of a slightly larger class is reused first. An idle worker keeps only what the batches under
+//! way need, and nothing if it is ahead of the loop.
 //!
 //! Once there is no room behind the last block, a request that no idle block of its class serves is cut from a larger
 //! one, or from idle neighbours that are joined: see `join`.
@@ -112,9 +112,9 @@ pub struct Allocator {
     sent: HashSet<u32>,
     /// Allocations left in this window.
     window: u32,
-    /// Batches of this window, and when it began.
+    /// Batches of this window, and the time of the last [`TRIM_BATCHES`]th of them, or of its beginning.
     batches: u32,
-    began: Duration,
+    since: Duration,
     /// Bytes that may be reserved before the next headroom check.
     credit: u64,
     /// Bytes of pages in the region.
@@ -165,7 +165,7 @@ impl Allocator {
             sent: HashSet::new(),
             window: TRIM_WINDOW,
             batches: 0,
-            began: sys::clock::monotonic(),
+            since: sys::clock::monotonic(),
             credit: 0,
             warm,
             idle,
@@ -234,8 +234,12 @@ impl Allocator {
     /// Counts a batch. Ends the window if its batches are slow: the next [`TRIM_WINDOW`] allocations may take minutes.
     pub fn count_batch(&mut self, now: impl FnOnce() -> Duration) -> Result<()> {
         self.batches += 1;
-        if self.batches.is_multiple_of(TRIM_BATCHES) && now().saturating_sub(self.began) >= TRIM_AFTER {
-            self.end_window()?;
+        if self.batches.is_multiple_of(TRIM_BATCHES) {
+            let (now, since) = (now(), self.since);
+            self.since = now;
+            if now.saturating_sub(since) >= TRIM_AFTER {
+                self.end_window()?;
+            }
         }
         Ok(())
     }
@@ -492,7 +496,7 @@ impl Allocator {
     }
 
     fn end_window(&mut self) -> Result<()> {
-        (self.window, self.batches, self.began) = (TRIM_WINDOW, 0, sys::clock::monotonic());
+        (self.window, self.batches, self.since) = (TRIM_WINDOW, 0, sys::clock::monotonic());
         self.peak = [0, self.peak[0]];
         // In a worker only this notices the end of children that the dataset has forked.
         forks::reap();

@@ -1,6 +1,8 @@
 """The states of the global generators are read and set exactly."""
 
 import random
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -91,11 +93,16 @@ def test_the_usual_bit_generator_is_read_in_memory_and_others_by_numpy(monkeypat
         np.random.rand()
         saved.restore()
         assert np.random.get_bit_generator().state["state"] == expected
-        # One that takes its place in between is left alone.
+        # One of another kind that takes its place in between is left alone.
         np.random.set_bit_generator(usual)
         words = usual.state["state"]["key"].tolist()
         saved.restore()
         assert usual.state["state"]["key"].tolist() == words
+        # One of the same kind gets the state.
+        before, saved = states(), GeneratorStates()
+        np.random.set_bit_generator(np.random.MT19937(7))
+        saved.restore()
+        assert states() == before
     finally:
         np.random.set_bit_generator(usual)
 
@@ -109,3 +116,47 @@ def test_a_state_that_lies_elsewhere_is_read_by_numpy(monkeypatch):
     np.random.normal()
     saved.restore()
     assert states() == before
+
+
+def test_other_threads_lose_and_repeat_no_draw():
+    drawn, has_ended = [], threading.Event()
+
+    def draw():
+        while not has_ended.is_set():
+            drawn.append(np.random.random())
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=draw)
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        while len(drawn) < 20_000:
+            GeneratorStates()
+    finally:
+        has_ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_thread_that_comes_in_between_is_no_matter():
+    before = states()
+    saved = GeneratorStates()
+    np.random.normal()
+    waits = threading.Event()
+    thread = threading.Thread(target=waits.wait)
+    thread.start()
+    try:
+        saved.restore()
+        assert states() == before
+    finally:
+        waits.set()
+        thread.join()
+
+
+def test_words_that_are_all_zero():
+    np.random.set_state(("MT19937", np.zeros(624, np.uint32), 624))
+    saved = GeneratorStates()
+    np.random.seed(1)
+    saved.restore()
+    assert np.random.random() == 0
