@@ -43,7 +43,7 @@ fn the_states_of_a_worker_have_their_numbers() {
     assert!(states.iter().all(|state| Kind::of_state(*state).unwrap() as u32 == *state as u32));
     assert_eq!(Kind::of_state(State::Left), None);
     let names = Kind::names();
-    assert_eq!((names[Kind::Fetch as usize], names.last()), ("fetch", Some(&"saved")));
+    assert_eq!((names[Kind::Fetch as usize], names.last()), ("fetch", Some(&"copy")));
 }
 
 #[test]
