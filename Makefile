@@ -191,8 +191,9 @@ dist: $(VENV)/.made-with ## Build and check a release in dist/: this machine's w
 	$(BIN)/python scripts/split_symbols.py dist/*.whl
 	$(BIN)/python scripts/pure_wheel.py dist/*.whl
 	$(BIN)/maturin sdist --out dist
-	$(BIN)/python -m venv target/twine && target/twine/bin/pip install --quiet twine
+	$(BIN)/python -m venv target/twine && target/twine/bin/pip install --quiet twine abi3audit
 	target/twine/bin/twine check --strict dist/*.whl dist/*.tar.gz
+	target/twine/bin/abi3audit --strict dist/*-abi3-*.whl
 
 # Built from sources alone: an environment of its own, without torch.
 DOCS := target/docs
