@@ -130,13 +130,13 @@ def test_other_threads_lose_and_repeat_no_draw():
     sys.setswitchinterval(1e-5)
     thread.start()
     try:
-        while len(drawn) < 20_000:
+        for _ in range(3000):
             GeneratorStates()
     finally:
         has_ended.set()
         thread.join()
         sys.setswitchinterval(interval)
-    assert len(set(drawn)) == len(drawn)
+    assert len(set(drawn)) == len(drawn) > 0
 
 
 def test_a_thread_that_comes_in_between_is_no_matter():
