@@ -101,13 +101,15 @@ def _is_sampler_error(events, k):
 def _forget_views(described):
     """Takes out of a batch, as describe.value() gives it, which tensors and arrays are views."""
     if isinstance(described, list):
-        is_array = described[:1] == ["numpy.ndarray"] and len(described) > IS_VIEW
+        is_array = described[:1] in ARRAYS and len(described) > IS_VIEW
         if is_array or (len(described) > IS_VIEW + 2 and isinstance(described[IS_VIEW + 2], dict)):
             described[IS_VIEW] = "a view or not"
         for part in described:
             _forget_views(part)
 
 
+# Classes of arrays, as describe.value() begins with them.
+ARRAYS = (["numpy.ndarray"], ["differential.samples.Array"])
 # Where a tensor or an array, as describe.value() gives it, says whether it has memory of its own.
 IS_VIEW = 6
 # Where recorder.about() has the class of the dataset.

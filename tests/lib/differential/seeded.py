@@ -15,15 +15,17 @@ def runs(program):
     ``seed_by`` decides what it draws, rustloader's runs it without workers, as it is, and with others."""
     if not program.is_seeded:
         return [("torch", program), ("ours", program)]
-    plain = dict.fromkeys(("prefetch_factor", "dispatch", "reorder_window"))
+    plain = dict.fromkeys(("prefetch_factor", "dispatch", "reorder_window", "overlap_epochs"))
     without = dataclasses.replace(
         program, num_workers=0, persistent=False, timeout=0, context="none", init="none", **plain
     )
+    persists = not program.persistent and may_persist(program)
     others = dict(
         num_workers=1 if program.num_workers == 2 else 2,
         dispatch=None if program.dispatch else "shared_queue",
         reorder_window=None if program.reorder_window else 5,
-        persistent=not program.persistent and may_persist(program),
+        persistent=persists,
+        overlap_epochs=program.overlap_epochs if persists else None,
     )
     return [("ours", p) for p in (without, program, dataclasses.replace(program, **others))]
 
