@@ -19,7 +19,7 @@ from demo import proof, readme, text
 from demo.measure import Failure, Result, measure, record
 from demo.settings import Settings
 from demo.workloads import WORKLOADS, write_files
-from rustloader.tools.cli.parser import positive_int, positive_seconds
+from rustloader.tools.cli.parser import positive_int, positive_seconds, seconds
 from rustloader.tools.harness.machine import machine
 from rustloader.tools.harness.progress import Progress
 
@@ -111,14 +111,14 @@ def parse(arguments: list[str] | None) -> Settings:
     add("--seconds", type=positive_seconds, default=default.seconds, help="per measured pass (default: %(default)g)")
     add("--rounds", type=positive_int, default=default.rounds, help="passes per loader (default: %(default)s)")
     add("--workers", type=positive_int, default=default.workers, help="per loader (default: %(default)s)")
-    add("--step", type=float, default=default.step, metavar="SECONDS", help="training step (default: %(default)g)")
+    add("--step", type=seconds, default=default.step, metavar="SECONDS", help="training step (default: %(default)g)")
     add("--epochs", type=positive_int, default=default.epochs, help="of the training (default: %(default)s)")
     add("--data", type=Path, default=default.data, metavar="FOLDER", help="for images (default: examples/start/data)")
     add("--plot", type=Path, default=default.plot, metavar="FILE", help="the picture (default: %(default)s)")
     add("--readme", action="store_true", help="write the table into README.md, between its two marks")
     settings = Settings(**vars(parser.parse_args(arguments)))
-    if not 0 <= settings.step < 60:
-        parser.error(f"--step must be between 0 and 60 seconds, got {settings.step:g}")
+    if settings.step >= 60:
+        parser.error(f"--step must be less than 60 seconds, got {settings.step:g}")
     if settings.plot.suffix not in FORMATS:
         parser.error(f"--plot must end in {', '.join(FORMATS)}, got {settings.plot}")
     if settings.plot.is_dir() or not os.access(settings.plot.absolute().parent, os.W_OK):

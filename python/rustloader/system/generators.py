@@ -57,11 +57,11 @@ class _NumpyState:
             generator.set_state(self._whole)
 
     def restore(self) -> None:
-        is_same = self._generator._bit_generator is self._bits
-        if not is_same and type(self._generator._bit_generator) is not type(self._bits):
+        bits = self._generator._bit_generator
+        if type(bits) is not type(self._bits):
             # What the program has put in its place has a state of its own.
             return
-        if self._whole is None and is_same and threading.active_count() == 1:
+        if self._whole is None and bits is self._bits and threading.active_count() == 1:
             # Also if the words are as they were: a seed may have led back to them.
             self._take_left_over()
             ctypes.memmove(self._address, self._words, _WORDS)  # type: ignore[arg-type]

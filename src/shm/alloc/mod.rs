@@ -235,11 +235,11 @@ impl Allocator {
     pub fn count_batch(&mut self, now: impl FnOnce() -> Duration) -> Result<()> {
         self.batches += 1;
         if self.batches.is_multiple_of(TRIM_BATCHES) {
-            let (now, since) = (now(), self.since);
-            self.since = now;
-            if now.saturating_sub(since) >= TRIM_AFTER {
-                self.end_window()?;
+            let now = now();
+            if now.saturating_sub(self.since) >= TRIM_AFTER {
+                return self.end_window();
             }
+            self.since = now;
         }
         Ok(())
     }

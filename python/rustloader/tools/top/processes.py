@@ -40,8 +40,8 @@ def loaders(pid: int) -> list[Seen]:
         raise NothingToSee(_forbidden(pid)) from None
     except OSError:
         raise NothingToSee(f"there is no process {pid}") from None
-    loaders = (Seen(file, figures) for file, figures in arenas.items() if figures is not None)
-    return sorted(loaders, key=lambda it: it.figures.started)
+    seen = (Seen(file, figures) for file, figures in arenas.items() if figures is not None)
+    return sorted(seen, key=lambda it: it.figures.started)
 
 
 def caches(pid: int) -> list[CacheUsage]:
