@@ -142,6 +142,7 @@ lint: build ## Run formatters, linters and type checkers for Rust and Python
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python tests/mutants/run.py --check
 	$(BIN)/python -m mypy.stubtest rustloader._core --allowlist tests/stubtest-allowlist.txt --ignore-unused-allowlist --mypy-config-file pyproject.toml
 
 failpoints: target/failpoints/.built ## Build the extension with failpoints, for tests that refuse system calls (not installed)

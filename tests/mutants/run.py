@@ -257,6 +257,7 @@ def main() -> int:
     parser.add_argument(
         "--list", action="store_true", help="each mutant as a diff, and what became of it; runs nothing"
     )
+    parser.add_argument("--check", action="store_true", help="check that each mutant applies to the code; runs nothing")
     parser.add_argument("--python-only", action="store_true", help="only mutants in Python")
     parser.add_argument(
         "--named", action="store_true", help="only the tests named beside each mutant, for a quick look"
@@ -275,9 +276,13 @@ def main() -> int:
         if unknown:
             parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
         mutants = [m for m in mutants if m.name in chosen.only]
+    broken = {m.name: why for m in mutants if (why := m.why_not())}
+    if chosen.check:
+        for name, why in broken.items():
+            print(f"error: the mutant {name} does not apply: {why}")
+        return bool(broken)
     bench.prepare(chosen.jobs)
     product = bench.product_digest()
-    broken = {m.name: why for m in mutants if (why := m.why_not())}
     if chosen.list:
         return report(mutants, broken, product, diffs=True)
     # Where a shell has started this in the background, SIGINT would be ignored here and in every test.

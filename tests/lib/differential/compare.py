@@ -136,7 +136,7 @@ def workers(program, theirs, ours):
     for name in names:
         a, b = (record["workers"].get(name, []) for record in (theirs, ours))
         if left_early:
-            least = required(program, theirs["main"], name, max(a, b, key=len))
+            least = required(program, theirs["main"], name, names, max(a, b, key=len))
             if min(len(a), len(b)) < least and program.is_ordered:
                 found.append(f"worker {name}: {least} calls are behind the batches; torch {len(a)}, ours {len(b)}")
             # In another order of batches it is timing how much a persistent worker does before it is reset; with a
@@ -165,15 +165,15 @@ def union(theirs, ours):
     return [] if a == b else [f"calls of all workers together: torch {short(a)}\n  ours {short(b)}"]
 
 
-def required(program, main_events, name, events):
-    """How many of a worker's calls are behind the batches that main has received of it: known for its first pass, where
-    each batch has as many samples."""
+def required(program, main_events, name, names, events):
+    """The number of a worker's calls that the batches received from it needed: known for its first pass, if each batch
+    has as many samples and the program has not set `num_workers` since."""
     sizes = {"list of batches": None, "batch sampler": 3, "array of batches": 2}
     size = sizes.get(program.sampler, program.batch_size or 1)
     if size is None or program.error_in == "sampler" or not program.num_workers:
         return 0
     generation, worker = map(int, name.split("-"))
-    if worker >= program.num_workers:  # the program has asked for more
+    if sum(other.startswith(f"{generation}-") for other in names) > program.num_workers:
         return 0
     number = next((e[1] for e in main_events if e[0] == "opened" and e[2] == generation), None)
     received, is_open = 0, False
@@ -193,12 +193,11 @@ def walk(events, tasks, size):
             at += 1
         for _ in range(size):
             if at >= len(events) or events[at][0] != "get":
+                at += at < len(events) and events[at][0] == "stop"
                 break
             at += 1
             if events[at - 1][1][2]:
                 break
-        if at < len(events) and events[at][0] == "stop":
-            at += 1
         if at < len(events) and "collate" in events[at][0]:
             at += 1
     return at

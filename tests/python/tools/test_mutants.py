@@ -1,6 +1,5 @@
-"""The mutants of tests/mutants: each applies to the current code, and still applies after renames and reformats."""
+"""The mutants of tests/mutants still apply after renames and reformats. `make lint` checks that each applies now."""
 
-import ast
 import os
 import re
 import shutil
@@ -56,15 +55,6 @@ def with_its_own_locals(dialect: sources.Dialect, code: str, rename: Callable[[s
 def first_line(change: syntax.Change) -> tuple[str, int]:
     pairs = zip(change.before.splitlines(), change.after.splitlines(), strict=False)
     return change.path, next(number for number, (before, after) in enumerate(pairs, 1) if before != after)
-
-
-@pytest.mark.parametrize("dialect", LANGUAGES, ids=lambda d: d.folder)
-def test_each_mutant_applies_and_leaves_code(dialect):
-    broken = {m.name: why for m in only(dialect) if (why := m.why_not())}
-    assert not broken
-    if dialect is PYTHON:
-        for mutant in only(dialect):
-            ast.parse(mutant.change.after, mutant.name)
 
 
 @pytest.mark.parametrize("dialect", LANGUAGES, ids=lambda d: d.folder)
