@@ -167,7 +167,7 @@ def test_two_ranks_of_one_machine(bound):
 def test_a_core_that_the_process_may_not_use():
     text = (
         f"worker_affinity gives core 99999 to worker 1, but this process may use only {procfs.core_ranges(MINE)}; "
-        "name some of these, or start the program with more (taskset, Slurm, the container's cpuset)"
+        "choose from these, or allow the program more cores (taskset, Slurm, the container's cpuset)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         cores(worker_affinity=[MINE[0], [MINE[0], 99999]])
