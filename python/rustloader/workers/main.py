@@ -20,7 +20,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind, _utils
 
 from rustloader._core import EARLY, LEAVE, RESUME, REWIND, UNREADABLE, Port, WorkerStopped, seed_words
-from rustloader.fetch import tables, torchs
+from rustloader.fetch import tables, torch_fetcher
 from rustloader.fetch.failures import EmptyBatch, Failure, put_note
 from rustloader.fetch.guard import Guard
 from rustloader.fetch.seeds import MAX_SEED, Seeds
@@ -153,7 +153,7 @@ class _Worker:
         if job.seeding is not None:
             number = worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0
             seeds = Seeds(job.seeding, number, job.first_task)
-        if not config.raises and torchs.is_own(job.dataset_kind):
+        if not config.raises and torch_fetcher.is_original(job.dataset_kind):
             guard = self.make_guard(worker_id)
         has_threads = config.worker_threads > 1
         # Several threads make the samples in no fixed order.
@@ -166,7 +166,7 @@ class _Worker:
             guard,
             make_pool=self.make_pool if has_threads else None,
             # A shutdown ends the fetch between two samples.
-            marked=functools.partial(self.port.stoppable, shows_places=places, traces=not has_threads),
+            wrap_indices=functools.partial(self.port.stoppable, shows_places=places, traces=not has_threads),
         )
 
     def make_guard(self, worker_id: int) -> Guard:
@@ -194,7 +194,7 @@ class _Worker:
             set_epoch_call: Arguments of the dataset's ``set_epoch``, or None.
         """
         job, step = self.job, self.step
-        is_torchs_own = torchs.is_own(job.dataset_kind)
+        is_torchs_own = torch_fetcher.is_original(job.dataset_kind)
         self.converts = is_torchs_own and job.numpy_arena and converting.is_torchs_own(job.collate_fn)
         collate_fn = converting.converter(self.port) if self.converts else job.collate_fn
         collate_fn = step.collating(collate_fn)
@@ -267,7 +267,7 @@ class _Worker:
                 if step.guard is not None:
                     if self.converts and step.guard.has_failures():
                         data = converting.tensors_of(data)
-                    data = step.guard.reported(data)
+                    data = step.guard.with_failures(data)
             except Exception as error:
                 failures = None if step.guard is None else step.guard.why_empty(error, self.job.dataset_kind)
                 if failures is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import _DatasetKind
 
-from rustloader.fetch import torchs
+from rustloader.fetch import torch_fetcher
 from rustloader.fetch.inline import StepFetcher
 from rustloader.workers.snapshots import WorkerStart, is_stateful
 
@@ -78,7 +78,7 @@ def replay(fetcher: Any, batches: Iterable[Any], kind: int, fetch: Callable[[Any
 @contextlib.contextmanager
 def _without_collating(fetcher: Any, kind: int) -> Iterator[None]:
     """Disables the ``collate_fn`` of a fetcher whose ``fetch`` is torch's. Other fetchers may need its result."""
-    if not torchs.is_own(kind):
+    if not torch_fetcher.is_original(kind):
         yield
         return
     collate_fn = fetcher.collate_fn
