@@ -97,17 +97,17 @@ def test_the_file_of_another_dataset_is_refused(filled, given, text):
 def test_files_that_are_no_caches_are_left_alone(path, tmp_path):
     with open(path, "w") as file:
         file.write("precious " * 2000)
-    with pytest.raises(ValueError, match="is no cache of rustloader: give another path, or remove the file"):
+    with pytest.raises(ValueError, match="is not a cache of rustloader: give another path, or remove the file"):
         cached(path)
     with open(path) as file:
         assert file.read() == "precious " * 2000
     with open(path, "wb") as file:
         file.write(bytes(1000) + b"my data" * 100)
-    with pytest.raises(ValueError, match="is no cache of rustloader"):
+    with pytest.raises(ValueError, match="is not a cache of rustloader"):
         cached(path)
     assert os.path.getsize(path) == 1700
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ValueError, match="is no regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         cached(str(tmp_path / "fifo"))
     with pytest.raises(IsADirectoryError):
         cached(str(tmp_path))
@@ -213,7 +213,7 @@ def test_a_larger_limit_enlarges_a_file(path):
 def test_more_than_the_disk_has_is_refused(path):
     system = os.statvfs(os.path.dirname(path))
     left = system.f_bavail * system.f_frsize
-    with pytest.raises(ValueError, match=r"memory=\d+ bytes is too large: \d+ bytes are left for the file"):
+    with pytest.raises(ValueError, match=r"memory=\d+ bytes is too large: \d+ bytes are available for the file"):
         cached(path, memory=left * 4)
 
 
