@@ -50,7 +50,7 @@ def ignore_captures_elsewhere() -> None:
 
 
 class Pinner:
-    """The pin thread's means to pin the batches of one iterator."""
+    """The functions with which the pin thread pins the batches of one iterator."""
 
     def __init__(self, device: str | None) -> None:
         self.device = device
