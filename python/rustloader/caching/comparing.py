@@ -62,7 +62,7 @@ def are_equal(sample: Any, again: Any) -> bool:
 
 def first_difference(table: CacheTable, dataset: Any) -> int | None:
     """Makes some samples of the table again and returns a row where the sample differs, or None. Restores the
-    generators afterwards. Ignores errors of the dataset, which a later use raises.
+    generators afterwards. Ignores errors of the dataset, which a later access raises.
     """
     generators = GeneratorStates()
     try:

@@ -59,8 +59,8 @@ def cache(
             available space there. Memory is used only as samples are added.
         then: A function of one argument that is applied to each sample after the cache.
         key: A name for this cache among the ranks of this machine, such as "train". All ranks share the cache of the
-            first rank. All ranks must pass the same dataset, and make their calls with a key in the same order. The
-            ranks are those that ``torchrun``, Slurm or MPI define.
+            first rank. They must pass the same dataset, and make their calls with a key in the same order. The ranks
+            are those that ``torchrun``, Slurm or MPI define.
         path: A file for the samples, which later runs reuse, on a local disk or in /dev/shm. Several programs may use
             it at the same time. After a crash its undamaged part is used.
         version: A version of everything that the samples in the file depend on, such as the preprocessing. A file with

@@ -14,7 +14,7 @@ from rustloader.sharing.ranks import meet_on_machine
 
 
 class Origin(NamedTuple):
-    """The arguments of a cache, from which another machine makes a cache of its own."""
+    """The arguments of a cache, from which another machine makes a separate cache."""
 
     memory: int | None
     key: str | None

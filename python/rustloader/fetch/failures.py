@@ -24,7 +24,7 @@ class Failure:
     Attributes:
         index: Index of the sample; a text if it is not an integer. None for an iterable dataset, which has no indices.
         error_text: Type and message of the exception.
-        action: "skipped" or "replaced": what happened to the sample instead of raising the exception.
+        action: "skipped" or "replaced": what was done with the sample instead of raising the exception.
         worker_id: Number of the worker, from 0; None with ``num_workers=0``.
 
     Examples:
@@ -79,7 +79,8 @@ def index_text(index: Any) -> str:
 
 
 def put_note(wrapper: Any, worker_id: int, batch: int, index: Any, error: BaseException) -> None:
-    """Attaches a note to a wrapped error, which says where a worker raised it. :func:`add_note` shows the note.
+    """Attaches a note to the wrapper of an error. The note says where a worker raised the error; :func:`add_note` shows
+    it.
 
     Args:
         wrapper: torch's ``ExceptionWrapper`` of the error.

@@ -23,7 +23,7 @@ MAX_ATTEMPTS = 10
 # Maximum number of consecutive failures of an iterable dataset before its error is raised.
 MAX_CONSECUTIVE_FAILURES = 1000
 _U64 = (1 << 64) - 1
-# The word for a worker's number in the choice of replacements. No sample's seed has this word.
+# Takes the place of a worker's number among the words that choose replacements. No sample's seed has the same words.
 _REPLACEMENT_WORD = _U64
 # Stands for a sample that is left out.
 LEFT_OUT = object()
@@ -45,11 +45,11 @@ class Guard:
         epoch: Number of the epoch.
         worker_id: Number of the worker, or None.
         limit: Maximum number of failures in the epoch, if it is known.
-        poison: The poison samples: for each task, a dict from place in the index batch to the text of the error that
+        poison: The poison samples: for each task number and place in its index batch, the text of the error that
             replaces the sample.
         check: Called between samples that fail; raises an error if the worker has to stop.
         at_sample: Called with the place of a sample that is made alone, so that a death can be attributed to it. If
-            torch's fetcher iterates over the index batch, that reports the places itself.
+            torch's fetcher iterates over the index batch, the batch reports the places itself.
         is_foreign: Returns True if an error has nothing to do with the sample. The second argument is the error that
             was being handled when the batch began, or None.
 
@@ -132,9 +132,9 @@ class Guard:
         return Reported(batch, self.failures()) if self._by_place else batch
 
     def why_empty(self, error: Exception, kind: int) -> list[Failure] | None:
-        """Returns the failures because of which the fetcher raised ``error``, or None if it is another error.
+        """Returns the failures that made the fetcher raise ``error``, or None if the error has another cause.
 
-        If an iterable dataset ends after failures, its end is reported next time: the fetcher is called again.
+        If an iterable dataset ends after failures, the next call of the fetcher reports the end.
         """
         if isinstance(error, EmptyBatchError):
             return error.failures
@@ -154,7 +154,7 @@ class Guard:
         """Returns True if an error has nothing to do with the sample, because a signal handler raised it."""
         return self._is_foreign(error, self._handled)
 
-    def empty(self) -> EmptyBatchError:
+    def empty_batch_error(self) -> EmptyBatchError:
         """Returns the error that replaces a batch without samples."""
         return EmptyBatchError(self.failures())
 
@@ -169,9 +169,9 @@ class Guard:
                 raise WorkerDiedError(text)
             return fetch(index)
         except Exception as error:
-            return self.in_place_of(place, index, error, fetch)
+            return self.handle_failure(place, index, error, fetch)
 
-    def in_place_of(self, place: int, index: Any, error: Exception, fetch: Callable[[Any], Any]) -> Any:
+    def handle_failure(self, place: int, index: Any, error: Exception, fetch: Callable[[Any], Any]) -> Any:
         """Returns the replacement of a failed sample, or ``LEFT_OUT``. Raises an error if the batch has to fail."""
         if self.is_foreign(error):
             _raise(error)
@@ -180,10 +180,10 @@ class Guard:
             self._record(place, index, error, "skipped")
             return LEFT_OUT
         if self._policy == "replace":
-            return self._replaced(place, index, error, fetch)
+            return self._replacement_sample(place, index, error, fetch)
         return self._substitute(place, index, error)
 
-    def in_place_of_next(self, error: Exception) -> Any:
+    def handle_iterator_failure(self, error: Exception) -> Any:
         """Returns the replacement of a sample after an error of an iterable dataset's iterator, or ``LEFT_OUT``. Raises
         an error if the batch has to fail."""
         if self.is_foreign(error):
@@ -198,14 +198,14 @@ class Guard:
         self._record(0, None, error, "skipped")
         if self._limit is not None and len(self._by_place) > self._limit:
             # The main process ends the epoch.
-            raise self.empty() from None
+            raise self.empty_batch_error() from None
         return LEFT_OUT
 
     def _record(self, place: int, index: Any, error: Exception, action: str) -> None:
         self._by_place.append((place, failure_of(index, error, action, self._worker_id)))
 
     def _substitute(self, place: int, index: Any, error: Exception) -> Any:
-        """Returns the sample that the program's on_error function returns in place of a failed one."""
+        """Calls the program's on_error function, and returns its sample in place of the failed one."""
         assert callable(self._policy)
         try:
             sample = self._policy(index, error)
@@ -215,7 +215,7 @@ class Guard:
         self._record(place, index, error, "replaced")
         return sample
 
-    def _replaced(self, place: int, index: Any, error: Exception, fetch: Callable[[Any], Any]) -> Any:
+    def _replacement_sample(self, place: int, index: Any, error: Exception, fetch: Callable[[Any], Any]) -> Any:
         """Returns another sample of the dataset. Raises the original error if all attempts fail."""
         failed_index, length = self._index_and_length(index, error)
         first = error
@@ -278,7 +278,7 @@ class GuardedIterator:
                 self._advance = functools.partial(next, iter(()))
                 raise
             except Exception as error:
-                sample = guard.in_place_of_next(error)
+                sample = guard.handle_iterator_failure(error)
                 if sample is not LEFT_OUT:
                     return sample
             else:
@@ -304,7 +304,7 @@ class GuardedDataset:
         """Returns the only sample of a loader without batches."""
         sample = self._guard.sample(0, index, self._item)
         if sample is LEFT_OUT:
-            raise self._guard.empty()
+            raise self._guard.empty_batch_error()
         return sample
 
     def __getitems__(self, indices: Any) -> Any:
@@ -321,7 +321,7 @@ class GuardedDataset:
             return samples
         samples = [sample for sample in samples if sample is not LEFT_OUT]
         if not samples:
-            raise guard.empty()
+            raise guard.empty_batch_error()
         return samples
 
     def _item(self, index: Any) -> Any:
@@ -340,10 +340,10 @@ class GuardedDataset:
             except Exception as error:
                 if place < len(samples):  # an error of the index batch
                     raise
-                samples.append(self._guard.in_place_of(place, index, error, self._item))
+                samples.append(self._guard.handle_failure(place, index, error, self._item))
 
     def _as_batch(self, indices: Any) -> Any:
-        """Makes a batch with the dataset's ``__getitems__``. If the batch fails, calls that for each sample alone."""
+        """Makes a batch with the dataset's ``__getitems__``. If the batch fails, calls it for each sample alone."""
         guard = self._guard
         if not guard.is_poisoned():
             try:

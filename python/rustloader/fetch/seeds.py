@@ -56,7 +56,7 @@ def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
 
 
 class SampleAccess(Enum):
-    """The way in which the samples of a batch are made, which decides where they can be seeded."""
+    """The kinds of access to the samples of a batch, which decide where the generators can be seeded."""
 
     TOGETHER = 0  # the dataset makes the batch in one call
     ONE = 1  # the batch is a single sample, or threads make its samples at the same time
@@ -71,12 +71,12 @@ _current = _Current()
 
 
 def sample_seed() -> int:
-    """Returns the seed of the sample that this thread makes now.
+    """Returns the seed of the sample that this thread is making.
 
     For code that uses its own random number generators in the dataset or the ``collate_fn`` of a loader with
-    ``seed_by="sample"`` or ``seed_by="batch"``. With ``"sample"`` each sample has its own seed, and ``collate_fn``
+    ``seed_by="sample"`` or ``seed_by="batch"``. With ``"sample"`` each sample has its own seed, and ``collate_fn`` has
     another one. With ``"batch"`` all samples of a batch and its ``collate_fn`` have the same seed.
-    docs/reproducibility.md describes the function that computes seeds; it does not change in later versions.
+    docs/reproducibility.md describes the function that computes seeds; later versions do not change it.
 
     Returns:
         An integer from 0 to 2**63 - 1.

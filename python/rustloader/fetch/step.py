@@ -94,7 +94,7 @@ class Step:
         return self.fetcher.fetch(self._prepare(number, index))
 
     def _prepare(self, number: int, index: Any) -> Any:
-        """Returns an index batch in the form for the fetcher. If torch's fetcher only iterates over it, each sample can
+        """Returns an index batch as the fetcher receives it. If torch's fetcher only iterates over it, each sample can
         have its own seed and ``wrap_indices`` applies.
         """
         access = SampleAccess.ONE

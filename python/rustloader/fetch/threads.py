@@ -50,7 +50,7 @@ class Pool:
         self._batches: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
 
     def fetch(self, batch: _Batch) -> list[Any]:
-        """Returns a batch's samples in order, or raises the error of the first sample that failed in that order."""
+        """Returns a batch's samples in order, or raises the error of the first failed sample in that order."""
         self._start(batch.size)
         # No thread works on another batch: `fetch` has waited for the last one.
         batch.threads = self._started
@@ -129,13 +129,14 @@ class _Batch:
         return True
 
     def _keep_if_first(self, place: int, error: BaseException) -> None:
-        """Keeps an error if no error has a lower place."""
+        """Keeps an error unless the kept one has a lower place."""
         with self._lock:
             if self._error is None or place < self._error[0]:
                 self._error = place, error
 
     def take(self) -> list[Any]:
-        """Returns the samples of a finished batch and drops them here, or raises the error with the lowest place."""
+        """Returns the samples of a finished batch and drops its references to them, or raises the error with the lowest
+        place."""
         samples, self._samples = self._samples, []
         error, self._error = self._error, None
         if error is None:

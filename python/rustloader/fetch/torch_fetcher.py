@@ -22,7 +22,7 @@ def is_original(dataset_kind: int) -> bool:
     )
 
 
-class Samples:
+class WithoutGetitems:
     """A dataset without its ``__getitems__``, so that torch's fetcher asks it for one sample after another."""
 
     def __init__(self, dataset: Any) -> None:
@@ -33,13 +33,13 @@ class Samples:
 
 
 def by_sample(dataset: Any) -> Any:
-    """Returns the dataset, or a ``Samples`` of it if its only ``__getitems__`` is that of torch's ``Subset``, which
-    asks for one sample after another, too.
+    """Returns the dataset, or a `WithoutGetitems` if its only ``__getitems__`` is that of torch's ``Subset``, which
+    also asks for one sample after another.
     """
     inner = dataset
     while type(inner) is Subset and "__getitems__" not in vars(inner) and is_torchs(Subset.__getitems__, torch_dataset):
         inner = inner.dataset
-    return dataset if inner is dataset or getattr(inner, "__getitems__", None) else Samples(dataset)
+    return dataset if inner is dataset or getattr(inner, "__getitems__", None) else WithoutGetitems(dataset)
 
 
 def takes_batches(dataset_kind: int, dataset: Any, auto_collation: bool) -> bool:

@@ -32,23 +32,24 @@ _UNKNOWN = (
     "forkserver import the main script again: a script that starts such workers must put the code that it runs under "
     "`if __name__ == '__main__':`."
 )
-_reached = threading.local()
+_current = threading.local()
 
 
-def reach(name: str | None) -> None:
+def set_current(name: str | None) -> None:
     """Records the argument that this thread pickles or unpickles next. None: no further argument follows."""
-    _reached.name = name
+    _current.name = name
 
 
 class Mark:
-    """A mark before an argument in a pickle. Pickling or unpickling it calls ``reach`` with the argument's name."""
+    """A mark before an argument in a pickle. Pickling and unpickling it call ``set_current`` with the argument's
+    name."""
 
     def __init__(self, name: str | None) -> None:
         self._name = name
 
     def __reduce__(self) -> Any:
-        reach(self._name)
-        return reach, (self._name,)
+        set_current(self._name)
+        return set_current, (self._name,)
 
 
 def marked(dataset: Any, job: Any, last: Any) -> tuple[Any, ...]:
@@ -66,23 +67,23 @@ def unmarked(contents: tuple[Any, ...]) -> tuple[Any, Any]:
     return contents[1], contents[-1]
 
 
-def present() -> str | None:
+def current() -> str | None:
     """Returns the name of the argument that this thread pickles or unpickles, or None."""
-    return getattr(_reached, "name", None)
+    return getattr(_current, "name", None)
 
 
 @contextlib.contextmanager
-def naming() -> Iterator[None]:
-    """Adds a note to an error that the body raises in pickling an argument. The note names the argument."""
-    reach(None)
+def naming_argument() -> Iterator[None]:
+    """If the body raises an error, adds a note that names the argument whose pickling failed."""
+    set_current(None)
     try:
         yield
     except Exception as error:
-        if (name := present()) is not None:
+        if (name := current()) is not None:
             error.add_note(_UNPICKLABLE.format(name))
         raise
     finally:
-        reach(None)
+        set_current(None)
 
 
 class Reports:
@@ -91,7 +92,7 @@ class Reports:
 
     # `__del__` may run after the names of this module have become None.
     _close, _fstat = staticmethod(os.close), staticmethod(os.fstat)
-    # -1 without a file: its creation fails if too many files are open.
+    # -1 if there is no file. Its creation fails if too many files are open.
     _fd = -1
     _file: tuple[int, int] | None = None
 
@@ -145,7 +146,7 @@ def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
         yield
     except Exception as error:
         if fd is not None:
-            subject = present() or "settings and the state that it starts from"
+            subject = current() or "settings and the state that it starts from"
             text = f"It could not load its {subject}. Caught {type(error).__name__} in DataLoader worker process "
             text += f"{worker_id}.\nOriginal {''.join(traceback.format_exception(error))[-_MAX_TRACEBACK:]}"
             line = json.dumps({"pid": os.getpid(), "text": text})
@@ -158,6 +159,6 @@ def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
             os.close(fd)
 
 
-def way_out(report: str | None) -> str:
+def remedy(report: str | None) -> str:
     """Returns a note with the remedy for a worker that failed to start, with or without a report."""
     return _UNKNOWN if report is None else _UNLOADABLE

@@ -57,8 +57,8 @@ class Connection:
 
 
 def _guarded(port: Port, parent: tuple[int, int]) -> Port:
-    """Makes this process end with the main process, and offers its stack for stall warnings. Comes before any user
-    code."""
+    """Makes this process end when the main process ends, and offers its stack for stall warnings. Must run before any
+    user code."""
     port.watch(parent)
     port.offer_stack()
     return port
@@ -98,8 +98,8 @@ class Job:
     max_errors: int | None = None
     # Number of the epoch that the worker starts in, counted by the iterator.
     epoch: int = 0
-    # The poison samples: a dict from task number to a dict from place in the index batch to the text of the error that
-    # replaces the sample. None: dead workers are not replaced.
+    # The poison samples: for each task number and place in its index batch, the text of the error that replaces the
+    # sample. None: dead workers are not replaced.
     poison: dict[int, dict[int, str]] | None = None
     # Arguments of the last known call of the dataset's `set_epoch`, for a process that replaces a dead one. None: no
     # call is known.

@@ -19,8 +19,8 @@ from typing import Any
 
 from rustloader.system.weak_table import WeakTable
 
-# Objects that this process has sent or received by value. Both ends have the same key for an object. A `WeakTable` goes
-# by identity: a metaclass may make classes that are not hashable, or that compare by value.
+# Objects that this process has sent or received by value. Both ends have the same key for an object. A `WeakTable`
+# compares by identity: a metaclass may make classes that are not hashable, or that compare by value.
 _by_key: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _keys: WeakTable[str] = WeakTable()
 
@@ -52,7 +52,7 @@ def pickler(*args: Any, **kwargs: Any) -> pickle.Pickler:
 
 
 def key_of(obj: Any) -> str:
-    """Returns the key of a class or function that is sent by value. The key is valid as long as the object lives."""
+    """Returns the key of a class or function that is sent by value. The key is valid while the object lives."""
     key = _keys.find(obj)
     if key is None:
         key = _keys.keep(obj, os.urandom(16).hex())

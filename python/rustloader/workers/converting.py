@@ -20,7 +20,7 @@ _UNCHANGED = frozenset((bool, int, float, complex, str, bytes, type(None), torch
 
 
 def is_torchs_own(collate_fn: Any) -> bool:
-    """Returns True if a ``collate_fn`` is torch's default_convert and the program has not changed that."""
+    """Returns True if a ``collate_fn`` is torch's own default_convert, unchanged by the program."""
     return (
         collate_fn is _default_convert
         and collate.default_convert is _default_convert
@@ -74,6 +74,6 @@ def tensors_of(batch: Any) -> Any:
 
 
 def kind_of(batch: Any) -> type:
-    """Returns the type that a batch of :func:`converter` has with default_convert."""
+    """Returns the type that a batch of :func:`converter` has after :func:`tensors_of`."""
     kind = type(batch)
     return torch.Tensor if kind is ArrayTensor else kind

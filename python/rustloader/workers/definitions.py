@@ -44,7 +44,7 @@ MISSING = (
 _NOT_BY_VALUE = "It cannot be sent by value either: {}: {}"
 _REFERENCED = (
     "Workers cannot import the definitions of this `__main__`. Its classes and functions are sent by value, with "
-    "everything that they refer to, and part of that cannot be pickled."
+    "everything that they refer to, but part of that cannot be pickled."
 )
 
 
@@ -162,7 +162,7 @@ class Pickling:
                 if not is_available():
                     error.add_note(MISSING)
                     raise
-                self._refusal, self._refused_argument = error.with_traceback(None), arguments.present()
+                self._refusal, self._refused_argument = error.with_traceback(None), arguments.current()
             file.seek(start)
             file.truncate()
             del descriptors[descriptors_before:]
@@ -174,7 +174,7 @@ class Pickling:
             if isinstance(self._refusal, _NamesMain):
                 error.add_note(_REFERENCED)
                 raise
-            arguments.reach(self._refused_argument)
+            arguments.set_current(self._refused_argument)
             # The frames in the error's traceback must not refer to the error.
             refusal, self._refusal = self._refusal, None
             refusal.add_note(_NOT_BY_VALUE.format(type(error).__name__, error))

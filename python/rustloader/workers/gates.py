@@ -44,7 +44,7 @@ class Gate:
 
 
 def _inherited(fd: int) -> int:
-    """Passes a descriptor to the process that is being spawned, and returns its number there, which is the same."""
+    """Passes a descriptor to the process that is being spawned, under the same number, which it returns."""
     popen: Any = get_spawning_popen()
     number: int = popen.duplicate_for_child(fd)
     return number

@@ -151,8 +151,8 @@ class WorkerGroup:
             self.processes[worker.worker_id : worker.worker_id + 1] = [worker]
 
     def was_out_of_memory(self, death: Death, exitcode: int | None) -> bool:
-        """Returns True if a worker died because its memory cgroup was out of memory. The result for a death stays the
-        same."""
+        """Returns True if a worker died because its memory cgroup was out of memory. Repeated calls for one death
+        return the same result."""
         generation, was_out_of_memory = self._out_of_memory.get(death.worker_id, (-1, False))
         if generation != death.generation:
             was_killed = exitcode == -signal.SIGKILL and not death.stalled
@@ -206,7 +206,7 @@ class WorkerGroup:
                     adding_calls: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
                     if has_calls:
                         adding_calls = calling_first(worker, payload.first_calls)
-                    with arguments.naming(), adding_calls:
+                    with arguments.naming_argument(), adding_calls:
                         process.start(worker, f"worker {worker_id} of a DataLoader with {job.config.num_workers}")
                 finally:
                     payload.close()
@@ -233,7 +233,7 @@ class WorkerGroup:
         if report is None and not failed:
             return None, ()
         missing = () if report is None or definitions.is_available() else (definitions.MISSING,)
-        return report, (arguments.way_out(report), *missing)
+        return report, (arguments.remedy(report), *missing)
 
     def end(self, grace: float) -> None:
         """Ends the workers. They have ``grace`` seconds to exit, then receive SIGTERM, and SIGKILL ``KILL_AFTER``

@@ -111,8 +111,8 @@ class _Worker:
         self.announced: tuple[int, bytes] | None = None
         # States of the random generators before the early epoch began.
         self.before_early: GeneratorStates | None = None
-        # The garbage collector runs when garbage keeps blocks alive. It now skips existing objects, so their pages stay
-        # shared with the main process until one side writes to them.
+        # The garbage collector runs when garbage keeps blocks alive. From now on it skips existing objects, so their
+        # pages stay shared with the main process until one side writes to them.
         gc.freeze()
 
         torch.multiprocessing._set_thread_name("pt_data_worker")

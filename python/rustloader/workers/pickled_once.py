@@ -1,4 +1,4 @@
-"""Pickles the common arguments of workers once, if no program can notice that there is not one pickle for each worker.
+"""Pickles the common arguments of workers once, if no program can notice the difference from one pickle per worker.
 
 torch pickles the dataset for each worker. A class's own ``__getstate__`` or reducer may count its calls or return a
 different value each time, and descriptors, locks, queues and tensors in shared memory belong to one worker's pickle. A

@@ -67,9 +67,9 @@ class RemoteProcess:
     @property
     def end(self) -> str | None:
         """The reason why the worker ended, as far as this machine knows; None if it ended in order, or is alive."""
-        return None if self._link.reason is None else self._reason_known()
+        return None if self._link.reason is None else self._known_reason()
 
-    def _reason_known(self) -> str | None:
+    def _known_reason(self) -> str | None:
         return self._reason_before_kill or self._started.failure() or self._link.reason
 
     def why_died(self) -> str | None:
@@ -83,7 +83,7 @@ class RemoteProcess:
     def kill(self) -> None:
         """Kills the worker."""
         if not self.is_alive():
-            self._reason_before_kill = self._reason_known()
+            self._reason_before_kill = self._known_reason()
         self._started.kill()
 
     terminate = kill
@@ -101,15 +101,15 @@ class Blob:
     def __init__(self, context: RemoteContext, dataset: Any, job: Job) -> None:
         shared = {name: getattr(job, name) for name in _SHARED}
         self.context = context
-        with arguments.naming(), packing():
+        with arguments.naming_argument(), packing():
             pickled = context.dumps(arguments.marked(dataset, job, shared))
         self.reference = context.put(pickled)
 
     def job_of(self, job: Job, worker_id: int) -> bytes:
         """Returns the job of one worker, without the parts that are in the blob."""
-        without: dict[str, Any] = dict.fromkeys(_SHARED)
-        own = dataclasses.replace(job.of_worker(worker_id), **without, unblock=[], sigterm_seconds=None)
-        return self.context.dumps(own)
+        removed: dict[str, Any] = dict.fromkeys(_SHARED)
+        remaining = dataclasses.replace(job.of_worker(worker_id), **removed, unblock=[], sigterm_seconds=None)
+        return self.context.dumps(remaining)
 
 
 class _Starting:
@@ -202,15 +202,16 @@ def start(engine: Engine, blob: Blob, worker_ids: Sequence[int], job: Job) -> li
     try:
         for worker_id in worker_ids:
             starting.append(_Starting(blob, worker_id, job.generation))
-        _await(starting, {it.worker_id: sizes + blob.job_of(job, it.worker_id) for it in starting}, deadline)
-        for it in starting:
-            assert it.connection is not None
-            it.connection.settimeout(None)
-            link = engine.attached(it.worker_id, it.connection.detach(), it.pid)
-            ready.append(RemoteProcess(it.worker_id, it.pid, it.started, link))
+        jobs = {worker_id: sizes + blob.job_of(job, worker_id) for worker_id in worker_ids}
+        _await(starting, jobs, deadline)
+        for worker in starting:
+            assert worker.connection is not None
+            worker.connection.settimeout(None)
+            link = engine.attached(worker.worker_id, worker.connection.detach(), worker.pid)
+            ready.append(RemoteProcess(worker.worker_id, worker.pid, worker.started, link))
     except BaseException:
-        for it in starting:
-            quietly(it.abandon)
+        for worker in starting:
+            quietly(worker.abandon)
         raise
     return ready
 
@@ -227,56 +228,56 @@ def _await(starting: list[_Starting], jobs: dict[int, bytes], deadline: float) -
 
     with wake_reader, wake_writer:
         while waiting:
-            listeners = {it.listener: it for it in waiting if len(it.pending) < _AT_ONCE}
+            listeners = {worker.listener: worker for worker in waiting if len(worker.pending) < _AT_ONCE}
             for ready in wait([*listeners, wake_reader], REMOTE_CHECK):
                 if ready is wake_reader:
                     wake_reader.recv(1)
                     _settle(*reports.get(), waiting)
-                elif (it := listeners[ready]) in waiting:  # type: ignore[index]
-                    it.accept(jobs[it.worker_id], deadline, report)
+                elif (worker := listeners[ready]) in waiting:  # type: ignore[index]
+                    worker.accept(jobs[worker.worker_id], deadline, report)
             _check(waiting, deadline)
 
 
 def _settle(
-    it: _Starting, connection: socket.socket, outcome: int | Exception | None, waiting: list[_Starting]
+    worker: _Starting, connection: socket.socket, outcome: int | Exception | None, waiting: list[_Starting]
 ) -> None:
     """Handles the report of a thread that has checked a connection."""
-    thread = it.pending.pop(connection, None)
+    thread = worker.pending.pop(connection, None)
     if thread is None:
         return  # another connection is the worker's
     thread.join()
     if isinstance(outcome, int):
-        it.settle(connection, outcome)
-        waiting.remove(it)
+        worker.settle(connection, outcome)
+        waiting.remove(worker)
         return
     connection.close()
     if isinstance(outcome, handshake.HandshakeError):
-        raise RuntimeError(_refusal(it, str(outcome))) from None
+        raise RuntimeError(_refusal(worker, str(outcome))) from None
     # At the deadline, `_check` raises.
     if isinstance(outcome, OSError) and not isinstance(outcome, TimeoutError):
-        raise StartError(_refusal(it, it.started.failure() or str(outcome))) from None
+        raise StartError(_refusal(worker, worker.started.failure() or str(outcome))) from None
     if outcome is not None and not isinstance(outcome, OSError):
         raise outcome
 
 
-def _refusal(it: _Starting, reason: str) -> str:
-    return f"worker {it.worker_id} of a DataLoader cannot start on another machine: {reason}"
+def _refusal(worker: _Starting, reason: str) -> str:
+    return f"worker {worker.worker_id} of a DataLoader cannot start on another machine: {reason}"
 
 
 def _check(waiting: list[_Starting], deadline: float) -> None:
     """Raises an error if a worker has ended, or the deadline has passed."""
     late = time.monotonic() >= deadline
-    for it in waiting:
-        reason = it.started.failure()
+    for worker in waiting:
+        reason = worker.started.failure()
         if reason is not None:
-            raise StartError(_refusal(it, reason))
+            raise StartError(_refusal(worker, reason))
         if late:
-            if it.is_authenticated:
+            if worker.is_authenticated:
                 reason = "it has connected, but has not read the dataset within the time limit of its start"
             else:
-                reason = f"it has not connected within the time limit of its start; {it.started.waits_for()}"
+                reason = f"it has not connected within the time limit of its start; {worker.started.waits_for()}"
             reason += ". A slow start needs a larger RUSTLOADER_REMOTE_START_SECONDS"
-            raise RuntimeError(_refusal(it, reason))
+            raise RuntimeError(_refusal(worker, reason))
 
 
 def serve(read: Callable[[], bytes], call: Call, seconds: float) -> None:
@@ -292,12 +293,12 @@ def serve(read: Callable[[], bytes], call: Call, seconds: float) -> None:
     connection = handshake.connect(call.address, call.port, call.token, call.worker_id, os.getpid(), deadline)
     with contextlib.ExitStack() as stack:
         stack.callback(connection.close)
-        framed = handshake.receive_answer(connection, deadline)
+        message = handshake.receive_answer(connection, deadline)
         try:
-            job: Job = pickle.loads(framed[_SIZES.size :])
+            job: Job = pickle.loads(message[_SIZES.size :])
             dataset, shared = arguments.unmarked(pickle.loads(read()))
         except Exception:
-            where = f", at its argument {name}" if (name := arguments.present()) else ""
+            where = f", at its argument {name}" if (name := arguments.current()) else ""
             text = f"it cannot read the dataset or its functions{where}:\n{traceback.format_exc()}"
             handshake.send_answer(connection, False, text.encode(), deadline)
             raise
@@ -305,8 +306,8 @@ def serve(read: Callable[[], bytes], call: Call, seconds: float) -> None:
         handshake.send_answer(connection, True, b"", deadline)
         connection.settimeout(None)
         stack.pop_all()
-    ring_slots, region_len = _SIZES.unpack_from(framed)
-    del framed
+    ring_slots, region_len = _SIZES.unpack_from(message)
+    del message
     by_name.use()
     port = Port.remote(connection.detach(), ring_slots, region_len, pickle.loads)
     try:

@@ -34,7 +34,7 @@ def load_iterator(fetcher: Any, start: WorkerStart) -> None:
 
 
 def load_counters(seeds: Any, start: WorkerStart) -> None:
-    """Sets the counters of ``Seeds`` to those of the start. Does nothing if ``seeds`` is None."""
+    """Sets the counters of ``Seeds`` to those in ``start``. Does nothing if ``seeds`` is None."""
     if seeds is not None:
         seeds.batches, seeds.samples = start.batches, start.samples
 

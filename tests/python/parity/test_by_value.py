@@ -522,7 +522,7 @@ def test_which_mains_a_worker_has(spec, file, there, monkeypatch):
 
 def test_the_argument_that_was_refused_is_named():
     refused = textwrap.dedent
-    with pytest.raises(TypeError) as caught, arguments.naming():
+    with pytest.raises(TypeError) as caught, arguments.naming_argument():
         reduction.dump([arguments.Mark("collate_fn"), refused, (i for i in ())], File())
     assert "argument collate_fn cannot be pickled" in caught.value.__notes__[0]
 

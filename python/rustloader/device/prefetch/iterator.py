@@ -24,7 +24,7 @@ class _Failed:
 
     Attributes:
         is_batch: True if the loader delivered the batch and its copy failed.
-        is_counted: True if the loader raised the error and its position is after it.
+        is_counted: True if the loader raised the error and counts it in its position.
     """
 
     __slots__ = ("error", "is_batch", "is_counted")
@@ -85,7 +85,8 @@ class DeviceIterator:
         log_unpinned: Called with the loader and the types of objects that are not pinned, if the first batch has any.
 
     Attributes:
-        note_copy: Called after a copy is queued, with the start time of that in nanoseconds; None without tracing.
+        note_copy: Called after a copy is queued, with the time in nanoseconds at which that began; None without
+            tracing.
     """
 
     note_copy: Callable[[int], None] | None = None
@@ -309,7 +310,7 @@ def _error_count(inner: Any) -> int:
 def _note_frames(error: BaseException) -> None:
     """Replaces the traceback of an error with a note.
 
-    Without this, an error that a later call raises would keep the variables of its frames' callers alive: batches of
+    Without this, the frames of an error that a later call raises would keep their callers' variables alive: batches of
     the program, and the iterator itself, which would not be freed when the program leaves the loop.
     """
     text = "".join(traceback.format_exception(error)).rstrip()

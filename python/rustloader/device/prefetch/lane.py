@@ -47,8 +47,10 @@ class Copied:
 
     Attributes:
         batch: The batch on the device.
+        nbytes: Its size on the device in bytes.
         made: Its memory on the device, as in `Move`.
         host: The objects on the host that the device may still read.
+        started: The event before the copy.
         done: The event after the copy.
         loans: Its memory on the device after its delivery.
     """

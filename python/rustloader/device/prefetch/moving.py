@@ -78,7 +78,7 @@ class Move:
         read: list[torch.Tensor] = []
         try:
             if type(value) is torch.Tensor and value.layout is torch.strided:
-                # Some containers make their items at each access, and do not keep them.
+                # Some containers make their items at each access and do not keep them, so they are kept here.
                 read.append(value)
                 moved = self._streams.copy(value)
                 if moved is not value:
