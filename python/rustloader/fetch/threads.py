@@ -41,11 +41,11 @@ class Pool:
     Args:
         size: Number of threads.
         check: Raises an error if the worker has to stop; called every 0.1 s while threads make samples.
-        begin: Called in each thread before its first sample.
+        on_thread_start: Called in each thread before its first sample.
     """
 
-    def __init__(self, size: int, check: Callable[[], object], begin: Callable[[], object]) -> None:
-        self._size, self._check, self._begin = size, check, begin
+    def __init__(self, size: int, check: Callable[[], object], on_thread_start: Callable[[], object]) -> None:
+        self._size, self._check, self._on_thread_start = size, check, on_thread_start
         self._started = 0
         self._batches: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
 
@@ -65,7 +65,8 @@ class Pool:
         while self._started < min(self._size, max(samples, 1)):
             name = f"rustloader-sample-{self._started}"
             try:
-                threading.Thread(target=_serve, args=(self._batches, self._begin), name=name, daemon=True).start()
+                arguments = self._batches, self._on_thread_start
+                threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
             except RuntimeError as error:
                 if not self._started:
                     raise
@@ -75,8 +76,8 @@ class Pool:
                 self._started += 1
 
 
-def _serve(batches: queue.SimpleQueue[_Batch], begin: Callable[[], object]) -> None:
-    begin()
+def _serve(batches: queue.SimpleQueue[_Batch], on_thread_start: Callable[[], object]) -> None:
+    on_thread_start()
     while True:
         # The batch is not bound to a name, because an idle thread must not keep its samples.
         batches.get().work()

@@ -23,8 +23,8 @@ def _outline(x: Any) -> tuple[Any, ...] | None:
         return "an array", str(x.dtype), x.shape
     if isinstance(x, torch.Tensor):
         return "a tensor", str(x.dtype), tuple(x.shape)
-    for name, kinds in (("list", (list, SharedList)), ("tuple", (tuple, SharedTuple)), ("dict", (dict, SharedDict))):
-        if isinstance(x, kinds):
+    for name, types in (("list", (list, SharedList)), ("tuple", (tuple, SharedTuple)), ("dict", (dict, SharedDict))):
+        if isinstance(x, types):
             return f"a {name}", len(x)
     return None
 

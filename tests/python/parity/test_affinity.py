@@ -135,9 +135,9 @@ def test_ranks_with_the_cores_of_their_launcher_divide_them(rank, ranks, part, m
     monkeypatch.setattr(local_ranks, "are_bound", lambda cores: False)
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert list(affinity.own_part(range(4))) == part
+    assert list(affinity.cores_of_rank(range(4))) == part
     monkeypatch.setattr(local_ranks, "are_bound", lambda cores: True)
-    assert list(affinity.own_part(range(4))) == [0, 1, 2, 3]
+    assert list(affinity.cores_of_rank(range(4))) == [0, 1, 2, 3]
 
 
 @needs_two

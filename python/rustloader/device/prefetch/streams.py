@@ -68,11 +68,11 @@ class Streams:
         """Waits in the calling thread until the event is done."""
         event.synchronize()
 
-    def seconds(self, begin: Any, end: Any) -> float:
+    def seconds(self, start: Any, end: Any) -> float:
         """Returns the seconds from one event to another, or 0 if the device does not measure time. Both events must be
         timed and done."""
         try:
-            return float(begin.elapsed_time(end)) / 1e3
+            return float(start.elapsed_time(end)) / 1e3
         except RuntimeError:
             return 0.0
 
@@ -134,7 +134,7 @@ class NoStreams(Streams):
     def synchronize(self, event: Any) -> None:
         pass
 
-    def seconds(self, begin: Any, end: Any) -> float:
+    def seconds(self, start: Any, end: Any) -> float:
         return 0.0
 
     def is_capturing(self) -> bool:
