@@ -112,7 +112,7 @@ def _compare(path: str, head: tuple[int, int, bytes], rows: int, meta: dict[str,
     if stored_rows != rows:
         differences.insert(0, ("length", stored_rows, rows))
     if differences:
-        text = ", and ".join(f"{name} {there!r} where this one has {here!r}" for name, there, here in differences)
+        text = ", and ".join(f"{name} {there!r} instead of {here!r}" for name, there, here in differences)
         raise ValueError(
             f"{path} is the cache of another dataset: it has {text}; give another path, or remove the file"
         )

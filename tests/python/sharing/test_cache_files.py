@@ -78,12 +78,12 @@ def test_a_run_of_its_own_uses_it(path):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"data": Rows(201)}, r"another dataset: it has length 200 where this one has 201"),
-        ({"data": Others()}, r"it has dataset 'Rows' where this one has 'Others'"),
-        ({"version": "2"}, r"it has version '1' where this one has '2'"),
+        ({"data": Rows(201)}, r"another dataset: it has length 200 instead of 201"),
+        ({"data": Others()}, r"it has dataset 'Rows' instead of 'Others'"),
+        ({"version": "2"}, r"it has version '1' instead of '2'"),
         (
             {"data": Others(3), "version": "2"},
-            r"length 200 where this one has 3, and dataset 'Rows' where this one has 'Others', and version '1'",
+            r"length 200 instead of 3, and dataset 'Rows' instead of 'Others', and version '1'",
         ),
     ],
 )
