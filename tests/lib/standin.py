@@ -98,11 +98,11 @@ class StandIn(Streams):
         finally:
             self.thread.stream = before
 
-    def place(self):
+    def save(self):
         return self.current()
 
-    def restore(self, place):
-        self.thread.stream = place
+    def restore(self, saved):
+        self.thread.stream = saved
 
     def record(self, stream, timed=False):
         self.before_call("record")
@@ -141,8 +141,8 @@ class StandIn(Streams):
     def is_capturing(self):
         return self.capturing
 
-    def hand_over(self, tensor, stream):
-        self.before_call("hand_over")
+    def record_stream(self, tensor, stream):
+        self.before_call("record_stream")
         self.handed_over += 1
         block = self.block(tensor)
         if stream not in block.recorded:

@@ -1,4 +1,4 @@
-"""Comparison of two samples, and of the samples in a file with those of a dataset."""
+"""Compares two samples, and the samples in a file with those of a dataset."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rustloader._core import CacheTable
 from rustloader.sharing.pickling import dumps
 from rustloader.system.generators import GeneratorStates
 
-# Samples of a file that are made again when it is opened.
+# Number of samples of a file that are made again, for comparison, when the file is opened.
 _SAMPLES_COMPARED = 2
 _MISSING = object()
 
 
-class _Content(pickle.Pickler):
-    """Pickles tensors by their elements: torch's pickles of storages hold addresses."""
+class _ContentPickler(pickle.Pickler):
+    """A pickler that pickles tensors by their elements, because torch's pickles of storages contain addresses."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
@@ -27,22 +27,22 @@ class _Content(pickle.Pickler):
             dense = dense.to_dense() if dense.layout != torch.strided else dense
             dense = dense.int_repr() if dense.is_quantized else dense
             numbers = dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-            return _described, (type(obj).__name__, str(obj.dtype), tuple(obj.shape), numbers.numpy().tobytes())
+            return _stand_in, (type(obj).__name__, str(obj.dtype), tuple(obj.shape), numbers.numpy().tobytes())
         if isinstance(obj, (torch.UntypedStorage, torch.storage.TypedStorage)):
-            return _described, ("storage", bytes(obj.tolist()))
+            return _stand_in, ("storage", bytes(obj.tolist()))
         if type(obj) is np.ndarray and obj.dtype != object:
-            return _described, ("array", obj.dtype.str, obj.shape, obj.tobytes())
+            return _stand_in, ("array", obj.dtype.str, obj.shape, obj.tobytes())
         return NotImplemented
 
 
-def _described(*parts: Any) -> Any:
-    """Returns the parts that stand for a tensor in a pickle that is only compared."""
+def _stand_in(*parts: Any) -> Any:
+    """Returns the parts that stand for a tensor or array in a pickle. Such pickles are only compared."""
     return parts
 
 
 def _content(sample: Any) -> bytes:
     out = io.BytesIO()
-    _Content(out, protocol=5).dump(sample)
+    _ContentPickler(out, protocol=5).dump(sample)
     return out.getvalue()
 
 
@@ -53,16 +53,16 @@ def are_equal(sample: Any, again: Any) -> bool:
     try:
         if _content(sample) == _content(again):
             return True
-        # Pickles of equal objects can differ in which parts are the same object. Those of their copies do not.
-        first, other, second = (_content(pickle.loads(dumps(it))) for it in (sample, sample, again))
-        return first == second or first != other
+        # Pickles of equal objects can differ in which of their parts are one object. Pickles of their copies do not.
+        first, repeated, second = (_content(pickle.loads(dumps(obj))) for obj in (sample, sample, again))
+        return first == second or first != repeated
     except Exception:
         return True
 
 
 def first_difference(table: CacheTable, dataset: Any) -> int | None:
-    """Returns a row whose sample in the table is not the one that the dataset makes; None if those that are compared
-    are equal. Making them leaves the generators as they were, and an error is left for later.
+    """Makes some samples of the table again and returns a row where the sample differs, or None. Restores the
+    generators afterwards. Ignores errors of the dataset, which a later access raises.
     """
     generators = GeneratorStates()
     try:

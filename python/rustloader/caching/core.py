@@ -1,4 +1,4 @@
-"""``rustloader.cache``."""
+"""The function ``rustloader.cache``."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ def cache(
 ) -> CachedDataset:
     """Keeps the samples of a map-style dataset in memory that all workers of this machine share.
 
-    ``cached[i]`` is ``then(dataset[i])``. ``dataset[i]`` is made once and then read from memory, in later epochs and
-    in every worker. ``then`` is called each time. So what is slow and always the same belongs in the dataset
-    (reading, decoding, resizing), and what is random belongs in ``then`` (cropping, flipping, noise).
+    ``cached[i]`` is ``then(dataset[i])``. ``dataset[i]`` is made once and then read from memory, in later epochs and in
+    every worker. ``then`` is called each time. So slow steps with a constant result belong in the dataset (reading,
+    decoding, resizing), and random steps belong in ``then`` (cropping, flipping, noise).
 
-    No process waits for another: one that misses a sample makes it, even if another makes the same one. A process that
-    is killed leaves no part of a sample behind. At its limit the cache takes no more samples and goes on serving
-    those that it has. It takes none, either, once the machine or a memory cgroup is nearly out of memory; the log
-    says so.
+    No process waits for another: a process that misses a sample makes it, even if another process is making the same
+    sample. A process that is killed leaves no part of a sample in the cache. At its limit the cache accepts no more
+    samples and continues to serve those that it has. It also accepts no more samples when the machine or a memory
+    cgroup is nearly out of memory; the log reports this.
 
-    Samples may be anything that can be pickled. Trees of tensors, arrays, numbers, strings and bytes are not pickled
-    and are faster. A sample that comes out is a new object, which may be changed in place. One that cannot be pickled
-    is made each time, as without a cache.
+    Samples may be any objects that can be pickled. Trees of tensors, arrays, numbers, strings and bytes are not pickled
+    and are faster. A sample read from the cache is a new object, which may be changed in place. A sample that cannot be
+    pickled is made each time, as without a cache.
 
-    A few samples of the first epoch are made twice and compared. If two differ, a warning names the index, for the
-    dataset is random: its first result would be all that is ever seen. With ``then``, making a sample leaves the
-    random number generators of Python, NumPy and torch as they were, so that ``then`` draws the same numbers whether
-    a sample was made or read (not in the threads of ``worker_threads``, which share the generators).
+    A few samples of the first epoch are made twice and compared. If two differ, a warning names the index: the dataset
+    is random, and every epoch would see its first result. With ``then``, making a sample does not change the random
+    number generators of Python, NumPy and torch, so that ``then`` draws the same numbers whether a sample is made or
+    read. (This does not hold in the threads of ``worker_threads``, which share the generators.)
 
-    Attributes and methods of the dataset can be reached through the cached one; ``cached.dataset`` is the dataset
-    itself. Workers share the cache under every start method. Workers on Ray have one for each machine. The memory
-    goes with the last process that uses it.
+    The cached dataset has the attributes and methods of the dataset; ``cached.dataset`` is the dataset itself. Workers
+    share the cache under every start method. Workers on Ray share one cache per machine. The memory is freed when the
+    last process that uses it ends.
 
     Args:
-        dataset: A dataset with ``__getitem__`` and ``__len__``. The cache is for the indices from 0 to ``len(dataset) -
-            1`` at this moment; for others the dataset is asked each time.
-        memory: The most bytes that the cache takes, as a number or a text such as "8GiB". Default: half of the memory
-            that is left, divided by the ranks of this machine unless they share it; with ``path``, half of the space
-            that is left there. Memory is used as samples come, not before.
+        dataset: A dataset with ``__getitem__`` and ``__len__``. The cache covers the indices from 0 to ``len(dataset) -
+            1`` at the time of this call; the samples at other indices are made each time.
+        memory: Maximum size of the cache in bytes, as a number or a text such as "8GiB". Default: half of the available
+            memory, divided by the ranks of this machine unless they share the cache; with ``path``, half of the
+            available space there. Memory is used only as samples are added.
         then: A function of one argument that is applied to each sample after the cache.
-        key: A name for this cache among the ranks of this machine, such as "train": they all share the first one's. All
-            ranks must give the same dataset, and use a key in the same order. ``torchrun``, Slurm and MPI say which
-            ranks there are.
-        path: A file for the samples, which later runs use again, on a local disk or in /dev/shm. Programs may use it at
-            the same time. After a crash it is used as far as it is whole.
-        version: A version of all that the samples in the file depend on, such as the preprocessing: a file of another
-            ``version`` is refused.
+        key: A name for this cache among the ranks of this machine, such as "train". All ranks share the cache of the
+            first rank. They must pass the same dataset, and make their calls with a key in the same order. The ranks
+            are those that ``torchrun``, Slurm or MPI define.
+        path: A file for the samples, which later runs reuse, on a local disk or in /dev/shm. Several programs may use
+            it at the same time. After a crash its undamaged part is used.
+        version: A version of everything that the samples in the file depend on, such as the preprocessing. A file with
+            another ``version`` is refused.
 
     Returns:
         The cached dataset.
@@ -72,8 +72,8 @@ def cache(
     Raises:
         OSError: The file cannot be opened or mapped.
         TypeError: The dataset is iterable, or lacks ``__getitem__`` or ``__len__``.
-        ValueError: ``memory`` is more than is left, or too little for the index, 8 bytes for each sample. Or the file
-            belongs to another dataset, another ``version`` or another rustloader. The text says what differs.
+        ValueError: ``memory`` is more than is available, or too little for the index of 8 bytes per sample. Or the file
+            belongs to another dataset, ``version`` or version of rustloader; the text says what differs.
 
     Examples:
         >>> images = torch.utils.data.TensorDataset(torch.zeros(100, 3, 8, 8))
@@ -95,17 +95,17 @@ def cache(
 
 def _table(dataset: Any, rows: int, origin: Origin) -> CacheTable:
     if origin.path is not None:
-        return files.opened(origin.path, dataset, rows, origin.memory, origin.version)
+        return files.open_table(origin.path, dataset, rows, origin.memory, origin.version)
 
-    def made() -> CacheTable:
+    def create() -> CacheTable:
         return CacheTable.create(rows, limits.of_memory(rows, origin.memory, is_shared=origin.key is not None))
 
     if origin.key is None:
-        return made()
-    table = meet(origin.key, made, math.inf, CacheTable, "cache")
+        return create()
+    table = meet(origin.key, create, math.inf, CacheTable, "cache")
     if table.rows != rows:
         raise ValueError(
-            f"cache(key={origin.key!r}): this rank's dataset has {rows} samples, and that of the first rank "
-            f"has {table.rows}: with a key all ranks give the same dataset, and use the key in the same order"
+            f"cache(key={origin.key!r}): this rank's dataset has {rows} samples, but that of the first rank "
+            f"has {table.rows}: all ranks must make the same calls with a key, in the same order"
         )
     return table

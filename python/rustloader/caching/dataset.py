@@ -1,4 +1,4 @@
-"""A dataset whose samples are kept."""
+"""The cached dataset, which keeps the samples of another dataset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rustloader.system.generators import GeneratorStates
 logger = logging.getLogger("rustloader")
 
 _MISSING = object()
-# Bits of the events that are reported: each one once, over all processes.
+# Bits of the events that are logged. Each is logged once, by one of the processes that use the cache.
 _FULL, RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
 
 
@@ -34,7 +34,7 @@ def usage_of(table: CacheTable) -> CacheUsage:
 
 
 def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> CachedDataset:
-    """Returns the cached dataset: one with ``__getitems__`` if the dataset makes batches itself."""
+    """Returns the cached dataset, with ``__getitems__`` if the dataset makes batches itself."""
     inner = dataset
     # A Subset makes batches only if its dataset does.
     while type(inner) is Subset:
@@ -44,12 +44,12 @@ def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None
 
 
 class CachedDataset(Wrapper):
-    """A dataset with a cache; ``rustloader.cache`` makes it.
+    """A dataset with a cache, made by ``rustloader.cache``.
 
     Attributes:
         dataset: The dataset whose samples are kept.
-        then: The function that is applied to each sample after the cache; None for none.
-        table: The samples that were made.
+        then: The function that is applied to each sample after the cache, or None.
+        table: The table of the samples in the cache.
 
     Examples:
         >>> dataset = torch.utils.data.TensorDataset(torch.arange(3))
@@ -64,8 +64,8 @@ class CachedDataset(Wrapper):
     def __getitem__(self, index: Any) -> Any:
         sample = self.table.get(index, _MISSING)
         if sample is _MISSING:
-            # An int is not looked up again: that would count a second miss.
-            sample = self._make_sample(index) if type(index) is int else self._by_other(index)
+            # An int is not looked up again, because that would count a second miss.
+            sample = self._make_sample(index) if type(index) is int else self._by_other_index(index)
         return sample if self.then is None else self.then(sample)
 
     def __repr__(self) -> str:
@@ -77,20 +77,20 @@ class CachedDataset(Wrapper):
             name = nodes.name_of(self.table)
             return _on_node, (self.dataset, self.then, self._origin, self.table.rows, name)
         raise TypeError(
-            "a cached dataset cannot be pickled: only processes of this program reach the memory of its samples. "
-            "Pickle its dataset (`cached.dataset`), and call rustloader.cache() where that is loaded"
+            "a cached dataset cannot be pickled: only processes of this program can access the memory of its samples. "
+            "Pickle its dataset (`cached.dataset`), and call rustloader.cache() after unpickling it"
         )
 
     def __copy__(self) -> CachedDataset:
         return type(self)(self.dataset, self.table, self.then, self._origin)
 
     def __deepcopy__(self, memo: Any) -> CachedDataset:
-        # The samples are the same: both have one cache.
+        # The samples are the same, so both datasets share one cache.
         dataset, then = copy.deepcopy((self.dataset, self.then), memo)
         return type(self)(dataset, self.table, then, self._origin)
 
     def usage(self) -> CacheUsage:
-        """Returns the content and the counters of the cache.
+        """Returns the sizes and counters of the cache.
 
         Examples:
             >>> cached = rustloader.cache(torch.utils.data.TensorDataset(torch.zeros(3, 5)), memory="1MiB")
@@ -103,7 +103,7 @@ class CachedDataset(Wrapper):
     # Reading and keeping
 
     def _row(self, index: Any) -> int | None:
-        """Returns the row of an index; None if the cache has none for it."""
+        """Returns the row of an index, or None if the cache has none for it."""
         try:
             row = operator.index(index)
         except TypeError:
@@ -114,8 +114,8 @@ class CachedDataset(Wrapper):
         row = self._row(index)
         return _MISSING if row is None else self.table.get(row, _MISSING)
 
-    def _by_other(self, index: Any) -> Any:
-        """Returns the sample of an index that is no int."""
+    def _by_other_index(self, index: Any) -> Any:
+        """Returns the sample at an index that is not an int."""
         sample = self._cached_sample(index)
         return self._make_sample(index) if sample is _MISSING else sample
 
@@ -145,11 +145,11 @@ class CachedDataset(Wrapper):
         try:
             full = table.put(row, sample, dumps)
         except MemoryError:
-            # The sample itself is there.
+            # The sample itself has been made.
             return
         except OSError as error:
             if table.is_news(_FAILED):
-                logger.warning("cache(): samples can no longer be written, and the cache takes no more: %s", error)
+                logger.warning("cache(): samples can no longer be written; the cache accepts no more: %s", error)
             return
         except Exception as error:
             table.never(row)
@@ -169,17 +169,17 @@ class CachedDataset(Wrapper):
         kept = usage.samples_bytes
         if why == "full":
             text = (
-                "cache(): the limit of %d bytes is reached: %d bytes of samples are kept, and others are made each time"
+                "cache(): the limit of %d bytes is reached: %d bytes of samples are kept; the others are made each time"
             )
             logger.info(text, usage.limit, kept)
         else:
             text = (
-                "cache(): there is no room for more samples: %d bytes of them are kept, and others are made each time"
+                "cache(): there is no room for more samples: %d bytes of them are kept; the others are made each time"
             )
             logger.warning(text, kept)
 
     def _probe(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
-        """Makes a sample a second time. If another one comes out, the dataset is random."""
+        """Makes a sample a second time, and warns if it differs: the dataset is random."""
         generators = GeneratorStates()
         try:
             again = make_again()
@@ -190,15 +190,15 @@ class CachedDataset(Wrapper):
             generators.restore()
         if not are_equal(sample, again) and self.table.is_news(RANDOM):
             logger.warning(
-                "cache(): sample %d of %s differs when it is made again: a cache keeps what is made first, so all "
-                "epochs see the same. Move what is random into a function of the sample, and give that as then=",
+                "cache(): sample %d of %s differs when it is made again: the cache keeps the first result, so all "
+                "epochs see the same sample. Move random steps into a function of the sample, and pass that as then=",
                 row,
                 type(self.dataset).__name__,
             )
 
 
 class _CachedBatches(CachedDataset):
-    """A cached dataset with ``__getitems__``: the samples of a batch that are missing are made in one call."""
+    """A cached dataset with ``__getitems__``, which makes the missing samples of a batch in one call."""
 
     def __getitems__(self, indices: Any) -> Any:
         indices = list(indices)
@@ -220,7 +220,8 @@ class _CachedBatches(CachedDataset):
         return samples if self.then is None else [self.then(sample) for sample in samples]
 
     def _whole_batch(self, indices: list[Any], batch: Any) -> Any:
-        """Returns the batch of a dataset that makes no list of samples: it has nothing that a cache could keep."""
+        """Returns the batch of a dataset whose ``__getitems__`` returns no list of samples. The cache keeps none of
+        it."""
         if self.then is not None:
             raise TypeError(
                 f"then= needs samples, and __getitems__ of {type(self.dataset).__name__} does not return a list with "
@@ -232,7 +233,7 @@ class _CachedBatches(CachedDataset):
         return self.dataset.__getitems__([index])[0]
 
 
-# For other processes of this machine (ForkingPickler)
+# Pickling for other processes of this machine, with ForkingPickler
 
 
 def _reduce_table(table: CacheTable) -> tuple[Any, ...]:
@@ -249,5 +250,5 @@ register(_CachedBatches, _reduce_cached)
 
 
 def _on_node(dataset: Any, then: Any, origin: Origin, rows: int, name: str) -> CachedDataset:
-    """Returns the cached dataset on another machine, where all workers share one cache of their own."""
+    """Returns the cached dataset on another machine, whose workers share a separate cache."""
     return cached_of(dataset, nodes.table_of(name, dataset, rows, origin), then, origin)

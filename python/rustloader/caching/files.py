@@ -1,4 +1,4 @@
-"""Caches in files."""
+"""Opens and creates the files of caches."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ logger = logging.getLogger("rustloader")
 
 # The first bytes of a file.
 _MAGIC = b"RLCACHE1"
-# Longest texts in a file's header, in characters, of which each may take 4 bytes or an escape of 6.
+# Maximum length of each text in a file's header, in characters. A character may take 4 bytes or an escape of 6.
 _MAX_TEXT = 400
 
 
-def opened(path: str, dataset: Any, rows: int, memory: int | None, version: str) -> CacheTable:
-    """Opens the file of a cache, or makes it. Programs that open it at the same time wait for each other for a moment.
+def open_table(path: str, dataset: Any, rows: int, memory: int | None, version: str) -> CacheTable:
+    """Opens the file of a cache, or creates it. Programs that open it at the same time wait for one another briefly.
 
     Raises:
         OSError: The file cannot be opened, enlarged or mapped.
-        ValueError: It is no cache, or that of another dataset or version, or there is no space for it.
+        ValueError: The file is not a cache, or a cache of another dataset or version, or there is no space for it.
     """
     meta = {"dataset": type(dataset).__qualname__[:_MAX_TEXT], "version": version}
     if len(version) > _MAX_TEXT:
@@ -35,15 +35,15 @@ def opened(path: str, dataset: Any, rows: int, memory: int | None, version: str)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError(f"{path} is no regular file: give another path")
+            raise ValueError(f"{path} is not a regular file: give another path")
         _lock(fd, path)
         table, is_new = _table(fd, path, rows, memory, meta)
     except OSError as error:
-        # Calls on a descriptor do not know the file's name.
+        # Errors of calls on a descriptor lack the file's name.
         error.filename = error.filename or path
         raise
     finally:
-        # The mapping's own descriptor shares the lock.
+        # Unlocks explicitly: the mapping's own descriptor shares the lock.
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
     if not is_new and (row := first_difference(table, dataset)) is not None:
@@ -54,72 +54,73 @@ def opened(path: str, dataset: Any, rows: int, memory: int | None, version: str)
 
 
 def _lock(fd: int, path: str) -> None:
-    """Locks the file while it is opened. The kernel releases the lock with the process."""
+    """Locks the file while it is being opened. The kernel releases the lock if the process ends."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        logger.info("cache(path=%r): another program opens or locks the file; waiting for it", path)
+        logger.info("cache(path=%r): waiting for another program that is opening the file or has locked it", path)
         fcntl.flock(fd, fcntl.LOCK_EX)
 
 
 def _table(fd: int, path: str, rows: int, memory: int | None, meta: dict[str, str]) -> tuple[CacheTable, bool]:
-    """Returns the table of a file, and whether it is new."""
+    """Returns the table of a file, and True if it is new."""
     system, status = os.fstatvfs(fd), os.fstat(fd)
-    left, present = system.f_bavail * system.f_frsize, status.st_blocks * 512
+    available, present = system.f_bavail * system.f_frsize, status.st_blocks * 512
     in_memory = _is_in_memory(path)
     head = CacheTable.head(fd)
     if head is None:
         if status.st_size and not _is_unfinished(fd, status.st_size):
-            raise ValueError(f"{path} is no cache of rustloader: give another path, or remove the file")
-        limit = limits.of_file(rows, memory, left, present)
+            raise ValueError(f"{path} is not a cache of rustloader: give another path, or remove the file")
+        limit = limits.of_file(rows, memory, available, present)
         os.ftruncate(fd, 0)
         os.ftruncate(fd, limit)
-        # A mapped page that the disk has no room for is a SIGBUS. The samples are written by calls.
+        # Access to a mapped page for which the disk has no room is a SIGBUS. Samples are written by system calls
+        # instead.
         os.posix_fallocate(fd, 0, CacheTable.overhead(rows))
         CacheTable.format(fd, rows, limit, json.dumps(meta).encode())
         return CacheTable.open_file(fd, in_memory, limit), True
-    layout, its_rows, its_limit, its_meta = head
-    _compare(path, (layout, its_rows, its_meta), rows, meta)
-    if status.st_size < its_limit:
-        # It was cut off.
-        os.ftruncate(fd, its_limit)
+    layout, stored_rows, stored_limit, stored_meta = head
+    _compare(path, (layout, stored_rows, stored_meta), rows, meta)
+    if status.st_size < stored_limit:
+        # The file was truncated.
+        os.ftruncate(fd, stored_limit)
         os.posix_fallocate(fd, 0, CacheTable.overhead(rows))
     table = CacheTable.open_file(fd, in_memory, status.st_size)
     table.reopen()
-    if memory is not None and memory > its_limit:
-        limit = limits.of_file(rows, memory, left, present)
+    if memory is not None and memory > stored_limit:
+        limit = limits.of_file(rows, memory, available, present)
         os.ftruncate(fd, limit)
         table.grow(limit)
         table = CacheTable.open_file(fd, in_memory, limit)
     return table, False
 
 
-def _compare(path: str, its: tuple[int, int, bytes], rows: int, meta: dict[str, str]) -> None:
-    layout, its_rows, its_meta = its
+def _compare(path: str, head: tuple[int, int, bytes], rows: int, meta: dict[str, str]) -> None:
+    layout, stored_rows, stored_meta = head
     if layout != CACHE_VERSION:
         raise ValueError(
-            f"{path} has version {layout} of the cache's format, and this rustloader reads {CACHE_VERSION}: give "
+            f"{path} has version {layout} of the cache's format, but this rustloader reads {CACHE_VERSION}: give "
             "another path, or remove the file"
         )
     try:
-        stored = json.loads(its_meta)
+        stored = json.loads(stored_meta)
     except ValueError:
         stored = {}
     differences: list[tuple[str, Any, Any]] = [
         (name, stored.get(name), value) for name, value in meta.items() if stored.get(name) != value
     ]
-    if its_rows != rows:
-        differences.insert(0, ("length", its_rows, rows))
+    if stored_rows != rows:
+        differences.insert(0, ("length", stored_rows, rows))
     if differences:
-        words = ", and ".join(f"{name} {theirs!r} where this one has {ours!r}" for name, theirs, ours in differences)
+        text = ", and ".join(f"{name} {there!r} instead of {here!r}" for name, there, here in differences)
         raise ValueError(
-            f"{path} is the cache of another dataset: it has {words}; give another path, or remove the file"
+            f"{path} is the cache of another dataset: it has {text}; give another path, or remove the file"
         )
 
 
 def _is_unfinished(fd: int, length: int) -> bool:
-    """Returns True if the maker of a file was killed before it was a table, or if hardly a header is left of the
-    file."""
+    """Returns True if the process that created a file was killed before the file became a table, or if the file is
+    shorter than a header."""
     head = os.pread(fd, CACHE_HEADER, 0)
     if head.startswith(_MAGIC):
         return length < CACHE_HEADER
@@ -128,13 +129,13 @@ def _is_unfinished(fd: int, length: int) -> bool:
 
 
 def _is_in_memory(path: str) -> bool:
-    """Returns True if a file's pages are memory, as those of a tmpfs are."""
+    """Returns True if a file's pages are memory, as in a tmpfs."""
     path, best = os.path.realpath(path), ("", "")
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
-            before, _, behind = line.partition(" - ")
-            point = before.split(" ")[4].encode("latin-1", "surrogateescape").decode("unicode_escape")
+            mount, _, file_system = line.partition(" - ")
+            point = mount.split(" ")[4].encode("latin-1", "surrogateescape").decode("unicode_escape")
             inside = path == point or path.startswith(point.rstrip("/") + "/")
             if inside and len(point) >= len(best[0]):
-                best = point, behind.split(" ")[0]
+                best = point, file_system.split(" ")[0]
     return best[1] in ("tmpfs", "ramfs", "rootfs")

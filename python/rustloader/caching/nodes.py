@@ -1,4 +1,4 @@
-"""Caches on other machines: each machine that gets a cached dataset has one for all of its workers."""
+"""Caches on other machines. Each machine that receives a cached dataset has one cache for all of its workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rustloader.sharing.ranks import meet_on_machine
 
 
 class Origin(NamedTuple):
-    """The request for a cache, from which another machine makes its own."""
+    """The arguments of a cache, from which another machine makes a separate cache."""
 
     memory: int | None
     key: str | None
@@ -22,32 +22,32 @@ class Origin(NamedTuple):
     version: str
 
 
-# The names of tables, and on other machines the tables by name: a process opens each once.
+# The names of tables. On other machines also the tables by name, because a process opens each only once.
 _names: weakref.WeakKeyDictionary[CacheTable, str] = weakref.WeakKeyDictionary()
 _tables: weakref.WeakValueDictionary[str, CacheTable] = weakref.WeakValueDictionary()
 
 
 def name_of(table: CacheTable) -> str:
-    """Makes a name that no other cache has."""
+    """Returns the name of a table, which no other cache has."""
     return _names.setdefault(table, secrets.token_hex(16))
 
 
 def table_of(name: str, dataset: Any, rows: int, origin: Origin) -> CacheTable:
-    """Returns the table of a name on this machine: that of a worker that came before, or a new one."""
+    """Returns the table with a name on this machine: that of an earlier worker, or a new one."""
     table = _tables.get(name)
     if table is None:
-        table = _opened(name, dataset, rows, origin)
+        table = _open(name, dataset, rows, origin)
         _tables[name] = table
         _names[table] = name
     return table
 
 
-def _opened(name: str, dataset: Any, rows: int, origin: Origin) -> CacheTable:
+def _open(name: str, dataset: Any, rows: int, origin: Origin) -> CacheTable:
     if origin.path is not None:
         os.makedirs(os.path.dirname(origin.path) or ".", exist_ok=True)
-        return files.opened(origin.path, dataset, rows, origin.memory, origin.version)
+        return files.open_table(origin.path, dataset, rows, origin.memory, origin.version)
 
-    def made() -> CacheTable:
+    def create() -> CacheTable:
         return CacheTable.create(rows, limits.of_memory(rows, origin.memory, is_shared=True))
 
-    return meet_on_machine(name, made, CacheTable, "cache")
+    return meet_on_machine(name, create, CacheTable, "cache")

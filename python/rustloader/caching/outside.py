@@ -1,4 +1,4 @@
-"""Reads the content and the counters of another process's cache, from its file alone. Nothing is mapped or written."""
+"""Reads the sizes and counters of another process's cache, from its file alone, without mapping or writing it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from rustloader.caching.usage import CacheUsage
 
 
 def usage_of(descriptor: int) -> CacheUsage | None:
-    """Returns the content and the counters of the cache in a file; None if the file is no cache of this version."""
+    """Returns the sizes and counters of the cache in a file, or None if the file is not a cache of this version."""
     usage = CacheTable.usage_of_header(os.pread(descriptor, CACHE_HEADER, 0))
     return None if usage is None else CacheUsage(**usage)

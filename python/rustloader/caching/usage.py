@@ -1,22 +1,22 @@
-"""Content and counters of a cache."""
+"""Sizes and counters of a cache."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class CacheUsage:
-    """Holds the content and the counters of a cache, over all processes that use it.
+    """Sizes and counters of a cache, over all processes that use it.
 
     Attributes:
-        hits: Samples that were read from the cache.
-        misses: Samples that the dataset had to make.
-        samples_bytes: Bytes of the samples that it has.
-        bytes_left: Bytes that it may still take.
-        bytes_unused: Bytes that are lost to it: of processes that were killed while they wrote, and of samples that two
-            processes made at the same time.
-        refused: Samples that it cannot keep, because they cannot be pickled.
-        damaged: Samples in a file that were damaged and are made again.
-        limit: The most bytes that it takes, with its index.
+        hits: Number of samples that were read from the cache.
+        misses: Number of samples that the dataset had to make.
+        samples_bytes: Bytes of the samples in the cache.
+        bytes_left: Bytes that the cache may still take.
+        bytes_unused: Bytes that the cache has lost to processes that were killed while they wrote, and to samples that
+            two processes made at the same time.
+        refused: Number of samples that the cache cannot keep, because they cannot be pickled.
+        damaged: Number of samples in a file that were damaged and are made again.
+        limit: Maximum size of the cache in bytes, including its index.
 
     Examples:
         >>> cached = rustloader.cache(torch.utils.data.TensorDataset(torch.zeros(3, 5)), memory="1MiB")

@@ -1,4 +1,4 @@
-"""A dataset around another one, and the arguments of ``cache``."""
+"""A dataset that wraps another one, and the checks of the arguments of ``cache``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-# All other attributes are those of the dataset.
+# The wrapper's own attributes. All others are attributes of the wrapped dataset.
 _OWN_ATTRIBUTES = ("dataset", "then", "table", "_origin")
 
 
 class Wrapper(Dataset[Any]):
-    """A dataset with the length and the attributes of another one.
+    """A dataset with the length and the attributes of the dataset that it wraps.
 
     Attributes:
-        dataset: The other dataset.
-        then: The function applied to each sample; None for none.
+        dataset: The wrapped dataset.
+        then: The function that is applied to each sample, or None.
     """
 
     dataset: Any
@@ -29,7 +29,7 @@ class Wrapper(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        # Also asked for while it is unpickled, when it has no dataset yet.
+        # Unpickling asks for attributes before there is a dataset.
         if name.startswith("__") or "dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.dataset, name)
@@ -46,11 +46,11 @@ def check(dataset: Any, then: Any, key: Any, path: Any, version: Any) -> None:
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__getitem__"):
         raise TypeError(
-            f"cache() takes a map-style dataset, whose samples have indices, and {name} has none: cache a dataset of "
-            "the files that it reads, or write its samples into one (a list, or a file for each)"
+            f"cache() needs a map-style dataset, whose samples have indices, but {name} is not one: cache a map-style "
+            "dataset of the files that it reads, or write its samples into such a dataset (a list, or a file for each)"
         )
     if not hasattr(type(dataset), "__len__"):
-        raise TypeError(f"cache() needs the number of samples, and {name} has no __len__: add one")
+        raise TypeError(f"cache() needs the number of samples, but {name} has no __len__: add one")
     if then is not None and not callable(then):
         raise TypeError(f"then must be a function of a sample, got {then!r}")
     if not isinstance(version, str):
@@ -58,4 +58,6 @@ def check(dataset: Any, then: Any, key: Any, path: Any, version: Any) -> None:
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key must be a str, got {key!r}")
     if key is not None and path is not None:
-        raise ValueError("cache() takes a key or a path: ranks that give the same path share the file already")
+        raise ValueError(
+            "cache() takes a key or a path, not both: ranks that give the same path already share the file"
+        )

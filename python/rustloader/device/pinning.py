@@ -1,4 +1,4 @@
-"""Callbacks of the pin thread: torch's pinned allocator, its rules and its error texts."""
+"""Callbacks of the pin thread, with torch's allocator of pinned memory, its rules and its error texts."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if not is_torchs(_pin_memory, _utils.pin_memory):
     _pin_memory = None
 _tensor_pin_memory: Any = None if "pin_memory" in vars(torch.Tensor) else torch.Tensor.pin_memory
 
-# torch 2.6 turns tuples into lists; 2.15 keeps them.
+# torch 2.6 converts tuples to lists; torch 2.15 keeps tuples.
 _TUPLES_BECOME_LISTS = _pin_memory is not None and isinstance(_pin_memory(()), list)
 
-# CU_STREAM_CAPTURE_MODE_THREAD_LOCAL in cuda.h: only captures of the calling thread count.
+# CU_STREAM_CAPTURE_MODE_THREAD_LOCAL in cuda.h: only captures in the calling thread matter.
 _CAPTURE_MODE_THREAD_LOCAL = 1
 
 
 def allocate(nbytes: int) -> torch.Tensor:
     """Allocates an uninitialized ``uint8`` tensor of shape ``(nbytes,)`` in pinned memory.
 
-    The memory is from torch's caching host allocator, which knows which streams still read it.
+    The memory comes from torch's caching host allocator, which tracks the streams that still read it.
     """
-    # The default device of tensors may be another one.
+    # The device is explicit because the default device may be another one.
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def ignore_captures_elsewhere() -> None:
-    """Lets this thread make pinned memory while another thread captures a CUDA graph.
+    """Lets this thread allocate pinned memory while another thread captures a CUDA graph.
 
-    In ``"global"``, the default mode of ``torch.cuda.graph``, CUDA otherwise refuses the allocation here, and the
-    capture there fails. torch has no function for this, so the driver's is called.
+    In ``"global"``, the default mode of ``torch.cuda.graph``, CUDA would otherwise refuse this thread's allocation, and
+    the other thread's capture would fail. torch has no function for this, so the driver's function is called.
     """
     if torch.version.cuda is None or not torch.cuda.is_initialized():
         return
@@ -50,26 +50,27 @@ def ignore_captures_elsewhere() -> None:
 
 
 class Pinner:
-    """Pins the batches of one iterator, on its pin thread."""
+    """The functions with which the pin thread pins the batches of one iterator."""
 
     def __init__(self, device: str | None) -> None:
         self.device = device
-        # Each thread has its own current device, which defaults to the first one: wrong for most ranks.
+        # Each thread has its own current device. Its default, the first device, is wrong for most ranks.
         self.device_index = torch.accelerator.current_device_index()
-        # Initializes the allocator here. In the thread, its initialization would hold locks of the C library, and a
-        # process forked at that moment could not exit. Each batch raises an error of the allocator again.
+        # The allocator is initialized here: if the thread did so, it would hold locks of the C library, and a process
+        # forked at that moment could not exit. An error is ignored here, because each batch raises it again.
         with contextlib.suppress(Exception):
             allocate(1)
 
     def begin(self) -> None:
-        # A copy would otherwise use all cores.
+        """Prepares the pin thread, which calls this first."""
+        # With the default number of threads, a copy would use all cores.
         torch.set_num_threads(1)
         torch.accelerator.set_device_index(self.device_index)
         ignore_captures_elsewhere()
 
     def plain(self) -> tuple[Callable[[int], torch.Tensor], bool] | None:
-        """Returns the allocator for batches of plain containers and tensors, and whether tuples become lists. None if a
-        program has replaced torch's function or method: these must then be called.
+        """Returns the allocator for batches of plain containers and tensors, and True if tuples become lists. Returns
+        None if a program has replaced torch's function or method, which must then be called.
         """
         if _utils.pin_memory.pin_memory is _pin_memory and torch.Tensor.pin_memory is _tensor_pin_memory:
             return allocate, _TUPLES_BECOME_LISTS
@@ -80,13 +81,13 @@ class Pinner:
         return _utils.pin_memory.pin_memory(data, self.device)
 
     def failure(self, error: Exception) -> ExceptionWrapper:
-        """Wraps the error that is delivered instead of a batch that could not be pinned."""
+        """Wraps an error, to be delivered in place of a batch that could not be pinned."""
         where = f"in pin memory thread for device {self.device_index}"
         return ExceptionWrapper((type(error), error, error.__traceback__), where=where)
 
 
 class Thread:
-    """Stands in for torch's ``_pin_memory_thread``."""
+    """A stand-in for torch's ``_pin_memory_thread``."""
 
     name = "rl_pin"
     daemon = True
@@ -102,7 +103,7 @@ class Thread:
 
 
 class DoneEvent:
-    """Stands in for torch's ``_pin_memory_thread_done_event``."""
+    """A stand-in for torch's ``_pin_memory_thread_done_event``."""
 
     def __init__(self, core: Engine) -> None:
         self._core = core

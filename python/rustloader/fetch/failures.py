@@ -1,4 +1,4 @@
-"""Failed samples: their description, and the way it travels from a worker to the main process."""
+"""Descriptions of failed samples, and their transport from a worker to the main process."""
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rustloader.settings.limits import INDEX_SHOWN
 from rustloader.system.package import FOLDER
 
-# Characters of an error's text that are kept.
+# Maximum number of characters of an error's text in a description.
 _MAX_TEXT = 1000
 
 
@@ -22,9 +22,9 @@ class Failure:
     """Describes a sample that failed under ``on_error``.
 
     Attributes:
-        index: Index of the sample; as text if it is no integer. None for an iterable dataset, which has no indices.
+        index: Index of the sample; a text if it is not an integer. None for an iterable dataset, which has no indices.
         error_text: Type and message of the exception.
-        action: "skipped" or "replaced": what was done instead of raising the exception.
+        action: "skipped" or "replaced": what was done with the sample instead of raising the exception.
         worker_id: Number of the worker, from 0; None with ``num_workers=0``.
 
     Examples:
@@ -56,11 +56,11 @@ Failure.__module__ = "rustloader"
 def failure_of(index: Any, error: BaseException, action: str, worker_id: int | None) -> Failure:
     """Describes the failure of the sample at an index."""
     text = "".join(traceback.format_exception_only(error)).strip()
-    return Failure(_plain(index), text[:_MAX_TEXT], action, worker_id)
+    return Failure(_storable(index), text[:_MAX_TEXT], action, worker_id)
 
 
-def _plain(index: Any) -> int | str | None:
-    """Returns an index in a form that can be kept and written as JSON."""
+def _storable(index: Any) -> int | str | None:
+    """Returns an index in a form that can be stored and written as JSON."""
     if index is None or type(index) is str:
         return index
     try:
@@ -70,7 +70,7 @@ def _plain(index: Any) -> int | str | None:
 
 
 def index_text(index: Any) -> str:
-    """Returns the text of an index batch, shortened."""
+    """Returns an index batch as a text of limited length."""
     try:
         text = repr(index)
     except Exception as error:  # the user's __repr__ must not replace the death or the warning
@@ -79,16 +79,17 @@ def index_text(index: Any) -> str:
 
 
 def put_note(wrapper: Any, worker_id: int, batch: int, index: Any, error: BaseException) -> None:
-    """Notes beside a worker's error where it was raised, as :func:`add_note` shows it.
+    """Attaches a note to the wrapper of an error. The note says where a worker raised the error; :func:`add_note` shows
+    it.
 
     Args:
         wrapper: torch's ``ExceptionWrapper`` of the error.
         worker_id: Number of the worker.
         batch: Number of the batch in its epoch, from 0.
-        index: Its index batch; of an iterable dataset without indices.
+        index: Its index batch; for an iterable dataset, one without indices.
         error: The error.
     """
-    text = f"Worker {worker_id} was to fetch batch {batch}"
+    text = f"Worker {worker_id} was fetching batch {batch}"
     if index is not None and not (isinstance(index, list) and index[:1] == [None]):
         text += f" of index {index_text(index)}"
         sample = _sample_of(error.__traceback__, index)
@@ -98,15 +99,15 @@ def put_note(wrapper: Any, worker_id: int, batch: int, index: Any, error: BaseEx
 
 def add_note(error: BaseException, wrapper: Any) -> None:
     """Adds the note of :func:`put_note` to the error that a wrapper has raised."""
-    # Programs may raise wrappers of their own, and errors whose notes are no list.
+    # Programs may use their own wrappers, and raise errors whose notes are not a list.
     if note := getattr(wrapper, "note", None):
         with contextlib.suppress(TypeError):
             error.add_note(note)
 
 
 def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
-    """Returns the index of the sample that the dataset was making, from the frame that torch's fetcher called; None if
-    that frame does not show it.
+    """Returns the index of the sample that the dataset was making, read from the frame that torch's fetcher called, or
+    None if that frame does not show it.
     """
     in_fetcher = False
     while trace is not None:
@@ -117,8 +118,8 @@ def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
             if code.co_name != "__getitem__" or code.co_argcount < 2 or _assigns(code, code.co_varnames[1]):
                 return None
             index = trace.tb_frame.f_locals.get(code.co_varnames[1])
-            is_one = type(index) is int and isinstance(batch, list) and index in batch
-            return index if is_one else None
+            is_sample = type(index) is int and isinstance(batch, list) and index in batch
+            return index if is_sample else None
         trace = trace.tb_next
     return None
 
@@ -127,15 +128,15 @@ def _assigns(code: CodeType, name: str) -> bool:
     """Returns True if a function assigns to one of its parameters."""
     stores = ("STORE_FAST", "STORE_DEREF", "DELETE_FAST", "DELETE_DEREF")
     # Python 3.13 joins two stores into one instruction.
-    names = (step.argval for step in dis.get_instructions(code) if step.opname.startswith(stores))
-    return any(name in it if isinstance(it, tuple) else name == it for it in names)
+    targets = (step.argval for step in dis.get_instructions(code) if step.opname.startswith(stores))
+    return any(name in target if isinstance(target, tuple) else name == target for target in targets)
 
 
 class EmptyBatchError(Exception):
-    """Raised in place of a batch that has no samples left.
+    """Raised in place of a batch whose samples have all failed.
 
     Attributes:
-        failures: The reasons.
+        failures: The failures of its samples.
     """
 
     def __init__(self, failures: list[Failure]) -> None:
@@ -144,7 +145,7 @@ class EmptyBatchError(Exception):
 
 
 class EmptyBatch:
-    """The answer of a worker in place of a batch that has no samples left. It is sent as errors are."""
+    """A worker's result in place of a batch whose samples have all failed. It is sent like an error."""
 
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = failures
@@ -161,8 +162,8 @@ class Reported:
         self.batch, self.failures = batch, failures
 
     def pin_memory(self, device: Any = None) -> "Reported":
-        """Pins the batch; called by torch's function."""
-        # Here: statistics need this module, and not torch.
+        """Pins the batch. torch's ``pin_memory`` calls this."""
+        # Imported here: statistics need this module, but not torch.
         from torch.utils.data import _utils
 
         return Reported(_utils.pin_memory.pin_memory(self.batch, device), self.failures)

@@ -1,4 +1,4 @@
-"""``on_error``: samples that fail are left out or replaced where torch's fetcher asks for them."""
+"""The option ``on_error``: leaves out or replaces samples that fail, where torch's fetcher asks for them."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from rustloader._core import seed_words
 from rustloader.errors import WorkerDiedError
-from rustloader.fetch import torchs
+from rustloader.fetch import torch_fetcher
 from rustloader.fetch.failures import EmptyBatchError, Failure, Reported, failure_of
 from rustloader.fetch.tables import TableFetcher
 
-# Replacements that are tried for a sample, before its error is raised.
-ATTEMPTS = 10
-# Failures of an iterable dataset without a sample in between, after which the error is raised.
-IN_A_ROW = 1000
+# Maximum number of replacements that are tried for a sample before its error is raised.
+MAX_ATTEMPTS = 10
+# Maximum number of consecutive failures of an iterable dataset before its error is raised.
+MAX_CONSECUTIVE_FAILURES = 1000
 _U64 = (1 << 64) - 1
-# In the place of a worker's number: no seed of a sample has the same words.
-_REPLACEMENTS = _U64
-# A sample that is left out.
-NOTHING = object()
+# Takes the place of a worker's number among the words that choose replacements. No sample's seed has the same words.
+_REPLACEMENT_WORD = _U64
+# Stands for a sample that is left out.
+LEFT_OUT = object()
 
 
 def replacement(base_seed: int, epoch: int, index: int, attempt: int, length: int) -> int:
-    """Returns another index of a dataset of this length, at least 2, to replace a failed one. ``attempt`` counts from
-    0.
-    """
-    other = seed_words(base_seed & _U64, attempt, index & _U64, _REPLACEMENTS, epoch)[0] % (length - 1)
+    """Returns an index to replace a failed one, in a dataset with a length of at least 2. ``attempt`` counts from 0."""
+    other = seed_words(base_seed & _U64, attempt, index & _U64, _REPLACEMENT_WORD, epoch)[0] % (length - 1)
     return other + (other >= index % length)
 
 
 class Guard:
-    """Decides about the samples that fail, and keeps their failures until the batch is sent.
+    """Decides what happens to samples that fail, and keeps their failures until the batch is sent.
 
     Args:
         policy: "skip", "replace" or a function of (index, exception).
         dataset: The dataset, for its length.
-        base_seed: Part of the choice of replacements, with ``epoch``.
-        epoch: The same.
+        base_seed: Determines the replacements, together with ``epoch``.
+        epoch: Number of the epoch.
         worker_id: Number of the worker, or None.
-        limit: Number of failures that the epoch may have, if it is known.
-        poison: By task, the texts of the errors that some places in its index batch have instead of a sample.
-        check: Called between samples that fail; raises if the worker has to leave.
-        at_sample: Called with the place of a sample that is made alone, so that a death can be put down to it. Where
-            torch's fetcher walks through the index batch, the batch shows the places itself.
-        is_foreign: Whether an error has nothing to do with the sample, given the error that was handled before.
+        limit: Maximum number of failures in the epoch, if it is known.
+        poison: The poison samples: for each task number and place in its index batch, the text of the error that
+            replaces the sample.
+        check: Called between samples that fail; raises an error if the worker has to stop.
+        at_sample: Called with the place of a sample that is made alone, so that a death can be attributed to it. If
+            torch's fetcher iterates over the index batch, the batch reports the places itself.
+        is_foreign: Returns True if an error has nothing to do with the sample. The second argument is the error that
+            was being handled when the batch began, or None.
 
     Attributes:
         epoch: Number of the epoch.
-        in_a_row: Failures of an iterable dataset since its last sample.
+        consecutive_failures: Number of failures of an iterable dataset since its last sample.
     """
 
     def __init__(
@@ -79,46 +79,46 @@ class Guard:
         self.check = check
         self.at_sample = at_sample
         self._is_foreign = is_foreign
-        # Failures of the batch that is made now, each with its place. Threads add to them.
+        # Failures in the current batch, each with its place. Threads add to them.
         self._by_place: list[tuple[int, Failure]] = []
         self._poison: Mapping[int, str] = {}
         self._handled: BaseException | None = None
-        self.in_a_row = 0
+        self.consecutive_failures = 0
 
-    def attach(self, fetcher: Any, kind: int, several: Callable[[Any], Any] | None = None) -> Any:
-        """Guards a new fetcher, whose class is torch's.
+    def attach(self, fetcher: Any, kind: int, parallel: Callable[[Any], Any] | None = None) -> Any:
+        """Guards a new fetcher whose class is torch's.
 
         Args:
             fetcher: The fetcher.
             kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
-            several: Makes a dataset of (place, index) into one that makes several samples at the same time.
+            parallel: Turns a dataset of (place, index) pairs into one that makes several samples at the same time.
 
         Returns:
             The dataset that makes the samples.
         """
         if kind == _DatasetKind.Iterable:
-            self.in_a_row = 0
+            self.consecutive_failures = 0
             fetcher.dataset_iter = GuardedIterator(fetcher.dataset_iter, self)
             return fetcher.dataset
         if isinstance(fetcher, TableFetcher):
-            # Keeps its attributes, which programs can reach without workers.
+            # The object stays the same: without workers, programs can reach its attributes.
             table: Any = fetcher
             table.__class__ = _GuardedTable
             table.guard = self
             return table.dataset
-        source = torchs.by_sample(fetcher.dataset)
-        fetcher.dataset = GuardedDataset(source, self, several)
+        source = torch_fetcher.by_sample(fetcher.dataset)
+        fetcher.dataset = GuardedDataset(source, self, parallel)
         return source
 
     def begin(self, task: int = 0) -> None:
-        """Begins a batch: forgets the failures of the last one."""
+        """Begins a batch, and forgets the failures of the last one."""
         self._by_place = []
         self._poison = self._all_poison.get(task, {})
         self._handled = sys.exception()
 
     def failures(self) -> list[Failure]:
         """Returns the failures of the current batch, in the order of its samples."""
-        # Threads find them in any order. The sort keeps the order of those of one place.
+        # Threads find failures in any order. The sort keeps the order of failures at the same place.
         return [failure for _, failure in sorted(self._by_place, key=operator.itemgetter(0))]
 
     def take_failures(self) -> list[Failure]:
@@ -127,14 +127,14 @@ class Guard:
         self._by_place = []
         return failures
 
-    def reported(self, batch: Any) -> Any:
-        """Returns the batch, with the failures of its samples if there are any."""
+    def with_failures(self, batch: Any) -> Any:
+        """Returns the batch, wrapped with the failures of its samples if there are any."""
         return Reported(batch, self.failures()) if self._by_place else batch
 
     def why_empty(self, error: Exception, kind: int) -> list[Failure] | None:
-        """Returns the failures that ``error`` of the fetcher stands for; None: it stands for itself.
+        """Returns the failures that made the fetcher raise ``error``, or None if the error has another cause.
 
-        The end of an iterable dataset comes after them: the fetcher is asked again.
+        If an iterable dataset ends after failures, the next call of the fetcher reports the end.
         """
         if isinstance(error, EmptyBatchError):
             return error.failures
@@ -151,16 +151,16 @@ class Guard:
         return bool(self._poison)
 
     def is_foreign(self, error: Exception) -> bool:
-        """Returns True if an error has nothing to do with the sample: a signal handler has raised it."""
+        """Returns True if an error has nothing to do with the sample, because a signal handler raised it."""
         return self._is_foreign(error, self._handled)
 
-    def empty(self) -> EmptyBatchError:
-        """Returns the error in place of a batch without samples."""
+    def empty_batch_error(self) -> EmptyBatchError:
+        """Returns the error that replaces a batch without samples."""
         return EmptyBatchError(self.failures())
 
     def sample(self, place: int, index: Any, fetch: Callable[[Any], Any]) -> Any:
-        """Makes a sample, or decides about its replacement. Raises if the batch has to fail."""
-        # Also for a sample that is passed over: what takes its place may kill, too.
+        """Makes a sample, or its replacement. Raises an error if the batch has to fail."""
+        # Also called before a poison sample, because its replacement may kill the worker, too.
         if self.at_sample is not None:
             self.at_sample(place)
         text = self._poison.get(place)
@@ -169,84 +169,85 @@ class Guard:
                 raise WorkerDiedError(text)
             return fetch(index)
         except Exception as error:
-            return self.instead_of(place, index, error, fetch)
+            return self.handle_failure(place, index, error, fetch)
 
-    def instead_of(self, place: int, index: Any, error: Exception, fetch: Callable[[Any], Any]) -> Any:
-        """Decides about the replacement of a sample that has failed. Raises if the batch has to fail."""
+    def handle_failure(self, place: int, index: Any, error: Exception, fetch: Callable[[Any], Any]) -> Any:
+        """Returns the replacement of a failed sample, or ``LEFT_OUT``. Raises an error if the batch has to fail."""
         if self.is_foreign(error):
             _raise(error)
         self.check()
         if self._policy == "skip":
-            self._note(place, index, error, "skipped")
-            return NOTHING
+            self._record(place, index, error, "skipped")
+            return LEFT_OUT
         if self._policy == "replace":
-            return self._replaced(place, index, error, fetch)
+            return self._replacement_sample(place, index, error, fetch)
         return self._substitute(place, index, error)
 
-    def instead_of_next(self, error: Exception) -> Any:
-        """Decides about an error of an iterable dataset's iterator. Raises if the batch has to fail."""
+    def handle_iterator_failure(self, error: Exception) -> Any:
+        """Returns the replacement of a sample after an error of an iterable dataset's iterator, or ``LEFT_OUT``. Raises
+        an error if the batch has to fail."""
         if self.is_foreign(error):
             _raise(error)
         self.check()
-        self.in_a_row += 1
-        if self.in_a_row > IN_A_ROW:
-            self.in_a_row = 0
+        self.consecutive_failures += 1
+        if self.consecutive_failures > MAX_CONSECUTIVE_FAILURES:
+            self.consecutive_failures = 0
             _raise(error)
         if callable(self._policy):
             return self._substitute(0, None, error)
-        self._note(0, None, error, "skipped")
+        self._record(0, None, error, "skipped")
         if self._limit is not None and len(self._by_place) > self._limit:
             # The main process ends the epoch.
-            raise self.empty() from None
-        return NOTHING
+            raise self.empty_batch_error() from None
+        return LEFT_OUT
 
-    def _note(self, place: int, index: Any, error: Exception, action: str) -> None:
+    def _record(self, place: int, index: Any, error: Exception, action: str) -> None:
         self._by_place.append((place, failure_of(index, error, action, self._worker_id)))
 
     def _substitute(self, place: int, index: Any, error: Exception) -> Any:
-        """Returns the sample that the program's function gives in place of a failed one."""
+        """Calls the program's on_error function, and returns its sample in place of the failed one."""
         assert callable(self._policy)
         try:
             sample = self._policy(index, error)
         except StopIteration as stop:
-            # It would end the epoch.
-            raise RuntimeError("the on_error function raised StopIteration") from stop
-        self._note(place, index, error, "replaced")
+            # StopIteration would end the epoch.
+            raise RuntimeError("the on_error callback raised StopIteration") from stop
+        self._record(place, index, error, "replaced")
         return sample
 
-    def _replaced(self, place: int, index: Any, error: Exception, fetch: Callable[[Any], Any]) -> Any:
-        """Returns another sample of the dataset. Raises the sample's own error if all that were tried fail."""
-        number, length = self._number(index, error)
+    def _replacement_sample(self, place: int, index: Any, error: Exception, fetch: Callable[[Any], Any]) -> Any:
+        """Returns another sample of the dataset. Raises the original error if all attempts fail."""
+        failed_index, length = self._index_and_length(index, error)
         first = error
         try:
-            for attempt in range(ATTEMPTS if length > 1 else 0):
-                self._note(place, index, error, "replaced")
-                index = replacement(self._base_seed, self.epoch, number, attempt, length)
+            for attempt in range(MAX_ATTEMPTS if length > 1 else 0):
+                self._record(place, index, error, "replaced")
+                index = replacement(self._base_seed, self.epoch, failed_index, attempt, length)
                 try:
                     return fetch(index)
-                except Exception as again:
-                    if self.is_foreign(again):
+                except Exception as new_error:
+                    if self.is_foreign(new_error):
                         raise
                     self.check()
-                    error = again
+                    error = new_error
             _raise(first)
         finally:
-            # A frame that keeps its error is a cycle.
+            # A frame that refers to its error forms a reference cycle.
             del first, error
 
-    def _number(self, index: Any, error: Exception) -> tuple[int, int]:
-        """Returns a failed sample's index, and the length of the dataset."""
+    def _index_and_length(self, index: Any, error: Exception) -> tuple[int, int]:
+        """Returns a failed sample's index as an integer, and the length of the dataset."""
         try:
             return operator.index(index), len(self._dataset)
         except (TypeError, NotImplementedError):
             raise TypeError(
-                'on_error="replace" needs indices that are integers and a dataset with a length, got the index '
+                'on_error="replace" needs integer indices and a dataset with a length, got index '
                 f'{reprlib.repr(index)} of a {type(self._dataset).__qualname__}; use "skip" or a function'
             ) from error
 
 
 def _raise(error: BaseException) -> NoReturn:
-    """Raises an error again, without a frame that keeps it."""
+    """Raises an error again, without a frame that refers to it."""
     try:
         raise error
     finally:
@@ -273,43 +274,43 @@ class GuardedIterator:
             try:
                 sample = self._advance()
             except StopIteration:
-                # A fetcher may ask once more, for the failures before the end.
+                # A fetcher may call this once more, for the failures before the end.
                 self._advance = functools.partial(next, iter(()))
                 raise
             except Exception as error:
-                sample = guard.instead_of_next(error)
-                if sample is not NOTHING:
+                sample = guard.handle_iterator_failure(error)
+                if sample is not LEFT_OUT:
                     return sample
             else:
-                guard.in_a_row = 0
+                guard.consecutive_failures = 0
                 return sample
 
 
 class GuardedDataset:
-    """A map-style dataset without the samples that fail. torch's fetcher asks it for whole batches.
+    """A map-style dataset whose failed samples are left out or replaced. torch's fetcher asks it for whole batches.
 
     Args:
         source: The dataset.
-        guard: Decides about errors.
-        several: As for ``Guard.attach``.
+        guard: Decides what happens to samples that fail.
+        parallel: As for ``Guard.attach``.
     """
 
-    def __init__(self, source: Any, guard: Guard, several: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, source: Any, guard: Guard, parallel: Callable[[Any], Any] | None = None) -> None:
         self.source, self._guard = source, guard
         # Makes the samples of (place, index) pairs at the same time.
-        self._several = None if several is None else several(_Placed(source, guard))
+        self._parallel = None if parallel is None else parallel(_PlacedSamples(source, guard))
 
     def __getitem__(self, index: Any) -> Any:
         """Returns the only sample of a loader without batches."""
         sample = self._guard.sample(0, index, self._item)
-        if sample is NOTHING:
-            raise self._guard.empty()
+        if sample is LEFT_OUT:
+            raise self._guard.empty_batch_error()
         return sample
 
     def __getitems__(self, indices: Any) -> Any:
         guard = self._guard
-        if self._several is not None:
-            samples = self._several.__getitems__(_Places(indices))
+        if self._parallel is not None:
+            samples = self._parallel.__getitems__(_PlacedIndices(indices))
         elif getattr(self.source, "__getitems__", None):
             samples = self._as_batch(indices)
         elif guard.is_poisoned():
@@ -318,31 +319,31 @@ class GuardedDataset:
             samples = self._by_sample(indices)
         if not guard.has_failures():
             return samples
-        samples = [sample for sample in samples if sample is not NOTHING]
+        samples = [sample for sample in samples if sample is not LEFT_OUT]
         if not samples:
-            raise guard.empty()
+            raise guard.empty_batch_error()
         return samples
 
     def _item(self, index: Any) -> Any:
         return self.source[index]
 
     def _by_sample(self, indices: Any) -> list[Any]:
-        """Makes the batch of torch's fetcher from an index batch, at the same speed while nothing fails."""
+        """Makes the samples of a batch one at a time, as fast as torch's fetcher while none fails."""
         source, samples = self.source, []
-        left = enumerate(indices)
+        remaining = enumerate(indices)
         place, index = -1, None
         while True:
             try:
-                for place, index in left:  # noqa: B007
+                for place, index in remaining:  # noqa: B007
                     samples.append(source[index])
                 return samples
             except Exception as error:
                 if place < len(samples):  # an error of the index batch
                     raise
-                samples.append(self._guard.instead_of(place, index, error, self._item))
+                samples.append(self._guard.handle_failure(place, index, error, self._item))
 
     def _as_batch(self, indices: Any) -> Any:
-        """Makes a batch by ``__getitems__`` of the dataset; if it fails, it is called for each sample alone."""
+        """Makes a batch with the dataset's ``__getitems__``. If the batch fails, calls it for each sample alone."""
         guard = self._guard
         if not guard.is_poisoned():
             try:
@@ -353,31 +354,31 @@ class GuardedDataset:
         samples: list[Any] = []
         for place, index in enumerate(indices):
             guard.check()
-            sample = guard.sample(place, index, self._one_sample)
-            if type(sample) is not _Alone:
+            sample = guard.sample(place, index, self._single)
+            if type(sample) is not _SingleResult:
                 samples.append(sample)
             elif isinstance(sample.samples, list | tuple):
                 samples.extend(sample.samples)
             else:
                 raise TypeError(
-                    "on_error asks for the samples of a failed batch one by one: __getitems__ of "
+                    "on_error fetches the samples of a failed batch one at a time: __getitems__ of "
                     f"{type(self.source).__qualname__} must return a list of samples, got "
                     f"{type(sample.samples).__qualname__}"
                 )
         return samples
 
-    def _one_sample(self, index: Any) -> Any:
-        return _Alone(self.source.__getitems__([index]))
+    def _single(self, index: Any) -> Any:
+        return _SingleResult(self.source.__getitems__([index]))
 
 
-class _Alone:
+class _SingleResult:
     """The result of ``__getitems__`` for one index."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
 
 
-class _Places:
+class _PlacedIndices:
     """An index batch as (place, index) pairs."""
 
     def __init__(self, indices: Any) -> None:
@@ -390,7 +391,7 @@ class _Places:
         return operator.length_hint(self._indices, sys.maxsize)
 
 
-class _Placed:
+class _PlacedSamples:
     """A guarded dataset of (place, index) pairs, for threads."""
 
     def __init__(self, source: Any, guard: Guard) -> None:
@@ -401,7 +402,7 @@ class _Placed:
 
 
 class _GuardedTable(TableFetcher):
-    """A table's fetcher that leaves a batch that fails to the guard."""
+    """A table's fetcher that makes a failed batch again with a guard."""
 
     guard: Guard
 
@@ -411,13 +412,13 @@ class _GuardedTable(TableFetcher):
         except Exception as error:
             if self.guard.is_foreign(error):
                 raise
-        # By sample: the parts of a batch that the gather has read are read again.
-        table = GuardedDataset(torchs.by_sample(self.dataset), self.guard)
+        # One sample at a time: parts of the batch that the gather has read are read again.
+        table = GuardedDataset(torch_fetcher.by_sample(self.dataset), self.guard)
         return _MapDatasetFetcher(table, self.auto_collation, self.collate_fn, self.drop_last).fetch(
             possibly_batched_index
         )
 
 
 def unguarded(source: Any) -> Any:
-    """Returns the dataset or iterator that a guard stands in for; anything else as it is."""
+    """Returns the dataset or iterator behind a guarded one. Returns any other object unchanged."""
     return source.source if isinstance(source, GuardedDataset | GuardedIterator) else source

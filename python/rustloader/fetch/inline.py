@@ -12,45 +12,46 @@ from rustloader.system.generators import GeneratorStates
 
 
 class StepFetcher:
-    """Takes a step for each batch, in place of torch's fetcher. Seeds leave the program's generators as they were.
+    """A stand-in for torch's fetcher, which takes a step for each batch. Seeding does not change the program's
+    generators.
 
     Args:
-        step: The step, which takes the fetcher.
+        step: The step, which uses the fetcher.
         fetcher: torch's fetcher.
-        gathers: As in `Step.use`.
+        use_gather: As for ``Step.use``.
 
     Attributes:
         inner: torch's fetcher.
-        seeds: The seeds, with their counters; None: torch's.
-        number: Number of the next batch among those that are made for this epoch.
+        seeds: The seeds, with their counters; None leaves seeding to torch.
+        number: Number of the next batch, among those that this process makes in the epoch.
     """
 
-    def __init__(self, step: Step, fetcher: Any, gathers: Callable[[], Any] | None = None) -> None:
+    def __init__(self, step: Step, fetcher: Any, use_gather: Callable[[], Any] | None = None) -> None:
         self._step, self.inner, self.seeds = step, fetcher, step.seeds
         if step.seeds is not None:
             fetcher.collate_fn = step.collating(fetcher.collate_fn)
-        step.use(fetcher, gathers)
+        step.use(fetcher, use_gather)
         self.number = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "inner"), name)
 
     def fetch(self, index: Any) -> Any:
-        """Makes a batch, as torch's fetcher does."""
+        """Makes a batch from an index batch, like torch's method."""
         number = self.number
         self.number += 1
-        with contextlib.nullcontext() if self.seeds is None else _streams_kept():
+        with contextlib.nullcontext() if self.seeds is None else _keeping_generators():
             return self._step.fetch(number, index)
 
     def go_back(self, batches: int) -> None:
-        """Rewinds, so that the last batches come next: with a map-style dataset they get the seeds that they
-        had."""
+        """Rewinds, so that the last ``batches`` batches come next. With a map-style dataset they get the same seeds
+        again."""
         self.number -= batches
 
 
 @contextlib.contextmanager
-def _streams_kept() -> Iterator[None]:
-    """Restores the generators that seeds are set in, and the seed of an outer loader's sample."""
+def _keeping_generators() -> Iterator[None]:
+    """Restores, after the body, the generators that it seeds, and the seed of an outer loader's sample."""
     outer = seeds.current()
     states = GeneratorStates()
     try:

@@ -1,4 +1,5 @@
-"""``seed_by``: random numbers that depend on the place of a batch or a sample, and not on the worker that makes it."""
+"""The option ``seed_by``: random numbers that depend on the place of a batch or sample, not on the worker that makes
+it."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ import torch
 
 from rustloader._core import seed_words
 
-# A seed fits into a signed 64-bit integer, so that a tensor can hold it.
+# A seed fits in a signed 64-bit integer, so that a tensor can hold it.
 MAX_SEED = (1 << 63) - 1
 _NUMPY_SEED = (1 << 32) - 1
-# The place of a batch itself; that of its sample k is k + 1. Collating has the batch's place.
+# The place of a batch itself; its sample k has place k + 1. Collating uses the batch's place.
 _BATCH = 0
 _FIRST_SAMPLE = 1
-# The place of an iterable dataset's iterator, whose samples all have the first one.
+# The place of an iterable dataset's iterator. Its samples all have `_FIRST_SAMPLE`.
 _ITERATOR = 2
 
 
@@ -30,11 +31,11 @@ class Seeding:
     """The seeds of an epoch.
 
     Attributes:
-        by_sample: True seeds before each sample and before collating, False before each batch.
-        base_seed: torch's draw for the first iterator of the loader.
-        epoch: Number of epochs that the loader began before.
-        first_ordinal: Number of the first batch, in the epoch that an iterator resumes.
-        ahead: Numbers of later batches that were delivered before, and are not made again.
+        by_sample: True: seed before each sample and before collating. False: seed before each batch.
+        base_seed: The base seed that torch drew for the first iterator of the loader.
+        epoch: Number of epochs that the loader began before this one.
+        first_ordinal: Ordinal of the first batch, in the epoch that an iterator resumes.
+        ahead: Ordinals of later batches that were already delivered and are not made again.
     """
 
     by_sample: bool
@@ -45,8 +46,8 @@ class Seeding:
 
 
 def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
-    """Returns the ordinal of the batch that a resumed epoch makes as its ``number``-th, from 0: the ordinals from
-    ``first_ordinal`` on, without those in ``ahead``. Negative numbers are those of the batches just before."""
+    """Returns the ordinal of the batch with this number, from 0, in a resumed epoch. Its ordinals start at
+    ``first_ordinal`` and leave out those in ``ahead``. Negative numbers stand for the batches just before the first."""
     ordinal = first_ordinal + number
     for delivered in sorted(ahead):
         if first_ordinal <= delivered <= ordinal:
@@ -54,12 +55,12 @@ def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
     return ordinal
 
 
-class Apart(Enum):
-    """The degree to which the samples of a batch can be told apart before they are made."""
+class SampleAccess(Enum):
+    """The kinds of access to the samples of a batch, which decide where the generators can be seeded."""
 
-    NO = 0  # the dataset makes the batch in one call
-    ONE = 1  # the batch is one sample, or threads make its samples at the same time
-    EACH = 2  # torch's fetcher takes them from the index batch, one after the other
+    TOGETHER = 0  # the dataset makes the batch in one call
+    ONE = 1  # the batch is a single sample, or threads make its samples at the same time
+    EACH = 2  # torch's fetcher makes one sample after another from the index batch
 
 
 class _Current(threading.local):
@@ -70,18 +71,18 @@ _current = _Current()
 
 
 def sample_seed() -> int:
-    """Returns the seed of the sample that this thread makes now.
+    """Returns the seed of the sample that this thread is making.
 
-    For code with random number generators of its own, in the dataset and in ``collate_fn`` of a loader with
-    ``seed_by="sample"`` or ``seed_by="batch"``. With ``"sample"`` each sample has its own seed, and ``collate_fn``
-    another one. With ``"batch"`` all samples of a batch and its ``collate_fn`` have the same. docs/reproducibility.md
-    has the function that seeds come from; no later version changes it.
+    For code that uses its own random number generators in the dataset or the ``collate_fn`` of a loader with
+    ``seed_by="sample"`` or ``seed_by="batch"``. With ``"sample"`` each sample has its own seed, and ``collate_fn`` has
+    another one. With ``"batch"`` all samples of a batch and its ``collate_fn`` have the same seed.
+    docs/reproducibility.md describes the function that computes seeds; later versions do not change it.
 
     Returns:
         An integer from 0 to 2**63 - 1.
 
     Raises:
-        RuntimeError: This thread makes no sample of a loader with ``seed_by="sample"`` or ``"batch"``.
+        RuntimeError: This thread is not making a sample of a loader with ``seed_by="sample"`` or ``"batch"``.
 
     Examples:
         >>> class Noise(rustloader.Dataset):
@@ -108,7 +109,7 @@ def current() -> int | None:
 
 
 def set_current(seed: int | None) -> None:
-    """Sets the seed of this thread's sample, and leaves the generators alone."""
+    """Sets the seed of this thread's sample, without seeding the generators."""
     _current.seed = seed
 
 
@@ -122,8 +123,8 @@ class Seeds:
         first_task: Number of the first epoch's first task.
 
     Attributes:
-        batches: Number of batches that were begun in this epoch. For an iterable dataset it is the next one's place.
-        samples: The same for samples, which only an iterable dataset counts.
+        batches: Number of batches begun in this epoch. For an iterable dataset it is the ordinal of the next batch.
+        samples: Number of samples begun in this epoch, counted only for an iterable dataset.
     """
 
     def __init__(self, seeding: Seeding, worker: int, first_task: int = 0) -> None:
@@ -131,26 +132,28 @@ class Seeds:
         self._epoch, self._first_task = seeding.epoch, first_task
         self._first_ordinal, self._ahead = seeding.first_ordinal, seeding.ahead
         self.batches = self.samples = 0
-        # The number of the batch that is being made.
+        # The ordinal of the current batch.
         self._ordinal = 0
-        self._collating_apart = False
+        self._seeds_collating = False
 
     def begin_epoch(self, epoch: int, first_task: int) -> None:
-        """Begins an epoch at its first batch. Its batches are the tasks from ``first_task``."""
+        """Begins an epoch at its first batch. Its batches are the tasks from ``first_task`` on."""
         self._epoch, self._first_task = epoch, first_task
         self._first_ordinal, self._ahead = 0, ()
         self.batches = self.samples = 0
         set_current(None)
 
     def begin_iterator(self) -> None:
-        """Seeds for ``iter(dataset)`` in a later epoch of persistent workers, so that a worker that is restarted in it
-        draws the same numbers as the dead one. In the first epoch both have torch's seeds of the worker."""
+        """Seeds the generators for ``iter(dataset)`` in a later epoch of persistent workers, so that a worker that is
+        restarted in that epoch draws the same numbers as the dead one. In the first epoch both have torch's seeds of
+        the worker."""
         if self._worker and self._first_task:
             self._seed(_ITERATOR, 0)
             set_current(None)
 
-    def begin_batch(self, task: int, index: Any, apart: Apart) -> Any:
-        """Seeds for a batch. Returns the index batch; where samples are apart, iterating over it seeds for each."""
+    def begin_batch(self, task: int, index: Any, access: SampleAccess) -> Any:
+        """Seeds the generators for a batch, and returns its index batch. With ``SampleAccess.EACH`` and seeds by
+        sample, iterating over the index batch seeds the generators for each sample."""
         if self._worker:
             self._ordinal = self.batches
         elif self._ahead:
@@ -158,30 +161,31 @@ class Seeds:
         else:
             self._ordinal = self._first_ordinal + task - self._first_task
         self.batches += 1
-        self._collating_apart = self._by_sample and apart is not Apart.NO
-        if not self._collating_apart:
+        self._seeds_collating = self._by_sample and access is not SampleAccess.TOGETHER
+        if not self._seeds_collating:
             self._seed(_BATCH, self._ordinal)
-        elif apart is Apart.ONE:
+        elif access is SampleAccess.ONE:
             self._seed_sample(0)
         else:
             return _SeededIndices(index, self._seed_sample)
         return index
 
     def for_collating(self, collate_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``collate_fn``, which seeds first if the samples had seeds of their own."""
+        """Returns a ``collate_fn`` that first seeds the generators if each sample had its own seed."""
         if not self._by_sample:
             return collate_fn
 
         @functools.wraps(collate_fn)
         def collate(samples: Any) -> Any:
-            if self._collating_apart:
+            if self._seeds_collating:
                 self._seed(_BATCH, self._ordinal)
             return collate_fn(samples)
 
         return collate
 
     def mark_sample(self, number: int) -> None:
-        """Makes sample ``number`` of the batch this thread's, and leaves the generators alone, which threads share."""
+        """Sets the seed of this thread's sample to that of the batch's sample ``number``. Does not seed the generators,
+        which threads share."""
         place = _FIRST_SAMPLE + number if self._by_sample else _BATCH
         _current.seed = self._words(place, self._ordinal)[0] & MAX_SEED
 
@@ -194,7 +198,7 @@ class Seeds:
 
     def _seed(self, place: int, ordinal: int) -> None:
         first, second, third, _ = self._words(place, ordinal)
-        # Different words: torch and NumPy make the same stream of the same 32 bits.
+        # Each generator gets a different word: torch and NumPy would make the same stream from the same 32 bits.
         _current.seed = first & MAX_SEED
         # torch.manual_seed would also seed the GPUs, which takes 200 us.
         torch.default_generator.manual_seed(_current.seed)
@@ -208,8 +212,8 @@ class Seeds:
 
 
 class _SeededIndices:
-    """An index batch that seeds just before it gives out each index. torch's fetcher only iterates over it and takes
-    its length."""
+    """An index batch that seeds the generators just before it yields each index. torch's fetcher only iterates over it
+    and takes its length."""
 
     def __init__(self, indices: Any, seed: Callable[[int], None]) -> None:
         self._indices, self._seed = indices, seed

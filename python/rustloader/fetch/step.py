@@ -1,4 +1,5 @@
-"""Makes the batches of a process: torch's fetcher, with the seeds, guards, threads and gathers that options ask for."""
+"""Makes the batches of a process with torch's fetcher, and the seeds, guards, threads and gathers that options ask
+for."""
 
 from __future__ import annotations
 
@@ -7,23 +8,23 @@ from typing import Any
 
 from torch.utils.data import _DatasetKind
 
-from rustloader.fetch import torchs
+from rustloader.fetch import torch_fetcher
 from rustloader.fetch.guard import Guard
-from rustloader.fetch.seeds import Apart, Seeds
+from rustloader.fetch.seeds import SampleAccess, Seeds
 from rustloader.fetch.threads import Pool, ThreadedDataset
 
 
 class Step:
-    """One step of a loader: from an index batch to a batch. Workers take it, and iterators without workers.
+    """The step of a loader from an index batch to a batch, in workers and in iterators without workers.
 
     Args:
         dataset: The dataset.
         kind: Its kind, a value of torch's ``_DatasetKind``.
-        auto_collation: Whether the fetcher makes samples and collates them.
+        auto_collation: Whether the fetcher makes a batch by collating samples.
         seeds: Seeds batches or samples; None leaves that to torch.
-        guard: Decides about samples that fail; None lets them raise.
-        make_pool: Makes the threads for the samples of a batch; None: one is made after the other.
-        marked: Wraps an index batch, to act before each of its samples; None leaves it as it is.
+        guard: Decides what happens to samples that fail; None lets their errors through.
+        make_pool: Creates the threads that make the samples of a batch; None makes one sample after another.
+        wrap_indices: Wraps an index batch to act before each of its samples; None leaves it unchanged.
 
     Attributes:
         fetcher: torch's fetcher, from `use` on.
@@ -37,38 +38,38 @@ class Step:
         seeds: Seeds | None = None,
         guard: Guard | None = None,
         make_pool: Callable[[], Pool] | None = None,
-        marked: Callable[[Any], Any] | None = None,
+        wrap_indices: Callable[[Any], Any] | None = None,
     ) -> None:
         self.kind, self.seeds, self.guard = kind, seeds, guard
         self._dataset, self._auto_collation = dataset, auto_collation
-        self._make_pool, self._marked = make_pool, marked
+        self._make_pool, self._wrap_indices = make_pool, wrap_indices
         self._pool: Pool | None = None
         self.fetcher: Any = None
-        # The source of the fetcher's samples: the dataset, or a stand-in.
+        # The source of the fetcher's samples: the dataset, or an object in its place.
         self._source: Any = dataset
-        # The fetcher's `fetch`, if it is torch's own.
-        self._torchs_fetch: Any = None
+        # torch's `fetch`, if the fetcher has it.
+        self._torch_fetch: Any = None
 
     def collating(self, collate_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the ``collate_fn`` for the fetcher: it draws from the stream of its batch."""
+        """Returns a ``collate_fn`` for the fetcher that draws its random numbers from the stream of its batch."""
         return collate_fn if self.seeds is None else self.seeds.for_collating(collate_fn)
 
-    def use(self, fetcher: Any, gathers: Callable[[], Any] | None = None) -> None:
-        """Takes a new fetcher of torch.
+    def use(self, fetcher: Any, use_gather: Callable[[], Any] | None = None) -> None:
+        """Uses a new fetcher of torch from now on.
 
         Args:
             fetcher: The fetcher.
-            gathers: Lets the fetcher gather the rows of a table, where it makes nothing but torch's own batches.
+            use_gather: Makes the fetcher gather the rows of a table; called only if its batches are exactly torch's.
         """
-        is_own = torchs.is_own(self.kind)
+        is_original = torch_fetcher.is_original(self.kind)
         self.fetcher, self._source = fetcher, self._dataset
-        self._torchs_fetch = type(fetcher).fetch if is_own else None
+        self._torch_fetch = type(fetcher).fetch if is_original else None
         has_threads = False
         if self.seeds is None and self._make_pool is None:
-            if gathers is not None:
-                gathers()
-        elif is_own and self.kind == _DatasetKind.Map:
-            fetcher.dataset = self._source = torchs.by_sample(self._dataset)
+            if use_gather is not None:
+                use_gather()
+        elif is_original and self.kind == _DatasetKind.Map:
+            fetcher.dataset = self._source = torch_fetcher.by_sample(self._dataset)
             has_threads = self._make_pool is not None and not getattr(self._source, "__getitems__", None)
         if self.guard is not None:
             self._source = self.guard.attach(fetcher, self.kind, self._threaded if has_threads else None)
@@ -76,36 +77,36 @@ class Step:
             fetcher.dataset = self._threaded(self._source)
 
     def _threaded(self, source: Any) -> ThreadedDataset:
-        """Returns a dataset whose samples threads make, by way of ``__getitems__``, which torch's fetcher prefers."""
+        """Returns a dataset whose samples are made by threads, in ``__getitems__``, which torch's fetcher prefers."""
         if self._pool is None:
             assert self._make_pool is not None
             self._pool = self._make_pool()
-        before = None if self.seeds is None else self.seeds.mark_sample
-        return ThreadedDataset(source, self._pool, before)
+        before_sample = None if self.seeds is None else self.seeds.mark_sample
+        return ThreadedDataset(source, self._pool, before_sample)
 
     def fetch(self, number: int, index: Any) -> Any:
-        """Makes the batch of an index batch.
+        """Makes a batch from an index batch.
 
         Args:
-            number: Number of the batch among those of the epoch that this run makes.
+            number: Number of the batch, among those that this run makes in the epoch.
             index: The index batch.
         """
-        return self.fetcher.fetch(self._prepared(number, index))
+        return self.fetcher.fetch(self._prepare(number, index))
 
-    def _prepared(self, number: int, index: Any) -> Any:
-        """Returns an index batch as the fetcher gets it. Where torch's fetcher only iterates over it, each sample can
-        have its own seed and mark.
+    def _prepare(self, number: int, index: Any) -> Any:
+        """Returns an index batch as the fetcher receives it. If torch's fetcher only iterates over it, each sample can
+        have its own seed and ``wrap_indices`` applies.
         """
-        apart = Apart.ONE
+        access = SampleAccess.ONE
         if self.guard is not None:
             self.guard.begin(number)
-        if type(self.fetcher).fetch is not self._torchs_fetch:
-            apart = Apart.NO
+        if type(self.fetcher).fetch is not self._torch_fetch:
+            access = SampleAccess.TOGETHER
         elif self._auto_collation:
             if self.kind == _DatasetKind.Map and getattr(self._source, "__getitems__", None):
-                apart = Apart.NO
+                access = SampleAccess.TOGETHER
             else:
-                apart = Apart.EACH if self._pool is None else Apart.ONE
-                if self._marked is not None:
-                    index = self._marked(index)
-        return index if self.seeds is None else self.seeds.begin_batch(number, index, apart)
+                access = SampleAccess.EACH if self._pool is None else SampleAccess.ONE
+                if self._wrap_indices is not None:
+                    index = self._wrap_indices(index)
+        return index if self.seeds is None else self.seeds.begin_batch(number, index, access)

@@ -1,5 +1,4 @@
-"""Makes a batch of a TensorDataset, or of cached samples, by a gather, instead of a sample at a time and a stack of
-them."""
+"""Makes batches of a TensorDataset, or of cached samples, by a gather, instead of making samples and stacking them."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from rustloader.sharing.arrays import SharedTensor
 from rustloader.sharing.sequences import SharedList, SharedTuple
 from rustloader.system.torch_side import known_code
 
-# Gathers rows of tensors, or of a cache's table: the batch, or None if torch has to make it.
+# Gathers rows of tensors or of a cache's table. Returns the batch, or None if torch has to make it.
 _Gather = Callable[[Any, list[Any]], Any]
 
 _default_collate: Any = collate.default_collate
@@ -27,8 +26,8 @@ _row: Any = torch.Tensor.__getitem__
 _fetch: Any = _MapDatasetFetcher.fetch
 _getitem: Any = TensorDataset.__getitem__
 _getitems: Any = Subset.__getitems__
-# True if torch's code is what a gather stands for.
-_is_known = all(
+# True if torch's code is the code that a gather replaces.
+_torch_is_known = all(
     (
         # A program may have replaced these before this import.
         type(_stack) is BuiltinFunctionType,
@@ -40,26 +39,26 @@ _is_known = all(
     )
 )
 
-# Functions of default_collate's table that make torch's batches of tensors and numbers.
+# Functions for default_collate's table that make the same batches of tensors and numbers as torch.
 standard_functions: list[Any] = [collate.collate_tensor_fn, collate.collate_float_fn, collate.collate_int_fn]
 
 
 def use(fetcher: Any, collate_fn: Any, gather: _Gather, gather_cached: _Gather | None = None) -> None:
-    """Makes a fetcher gather its batches, if it can, and if ``collate_fn``, which it calls, is torch's default_collate.
+    """Makes a fetcher gather its batches, if possible and if ``collate_fn`` is torch's default_collate.
 
     Args:
         fetcher: torch's fetcher.
-        collate_fn: The function that it calls.
+        collate_fn: The program's function, which the fetcher calls, possibly wrapped.
         gather: Gathers the rows of a table.
         gather_cached: Gathers cached samples; None leaves them to torch.
     """
     kind: Any = type(fetcher)
-    if kind is _MapDatasetFetcher and _is_known and fetcher.auto_collation and collate_fn is _default_collate:
+    if kind is _MapDatasetFetcher and _torch_is_known and fetcher.auto_collation and collate_fn is _default_collate:
         table = fetcher.dataset
         while type(table) is Subset:
             table = table.dataset
         if type(table) is TensorDataset:
-            # Keeps its attributes, which programs can reach without workers.
+            # The object stays the same: without workers, programs can reach its attributes.
             fetcher.__class__ = TableFetcher
             fetcher._begin(gather)
         elif gather_cached is not None and isinstance(table, CachedDataset) and table.then is None:
@@ -67,25 +66,25 @@ def use(fetcher: Any, collate_fn: Any, gather: _Gather, gather_cached: _Gather |
             fetcher._begin(gather_cached)
 
 
-# Sequences of indices whose access runs no code of the program.
-_INDICES = (list, tuple, range, SharedList, SharedTuple)
+# Types of sequences of indices whose access runs no code of the program.
+_INDEX_TYPES = (list, tuple, range, SharedList, SharedTuple)
 
 
 class TableFetcher(_MapDatasetFetcher):
-    """torch's fetcher of a table. A batch that a gather would not make as torch does takes torch's way."""
+    """torch's fetcher for a table. torch's own method makes the batches for which a gather would differ from it."""
 
-    # The types that are collated, and instances of samples, for which a program may have functions of its own.
-    _collated: tuple[type, ...] = (torch.Tensor,)
-    _samples: tuple[Any, ...] = ((),)
+    # The types that are collated, and examples of samples. A program may have registered other functions for these.
+    _collated_types: tuple[type, ...] = (torch.Tensor,)
+    _sample_examples: tuple[Any, ...] = ((),)
 
     def _begin(self, gather: _Gather) -> None:
         self._gather = gather
         self._collate_fn = self.collate_fn
         functions = collate.default_collate_fn_map
-        self._kinds = set(functions)
-        self._functions = [functions.get(kind) for kind in self._collated]
+        self._registered_types = set(functions)
+        self._functions = [functions.get(kind) for kind in self._collated_types]
         self._is_standard = all(function in standard_functions for function in self._functions) and not any(
-            isinstance(sample, kind) for sample in self._samples for kind in functions
+            isinstance(sample, kind) for sample in self._sample_examples for kind in functions
         )
 
     def fetch(self, possibly_batched_index: Any) -> Any:
@@ -93,13 +92,13 @@ class TableFetcher(_MapDatasetFetcher):
         return _MapDatasetFetcher.fetch(self, possibly_batched_index) if batch is None else batch
 
     def _is_untouched(self) -> bool:
-        """Returns True if torch would still make a batch with the functions that a gather stands for."""
+        """Returns True if torch would still make a batch with the functions that a gather replaces."""
         functions = collate.default_collate_fn_map
         return (
             self._is_standard
             and self.collate_fn is self._collate_fn
-            and [functions.get(kind) for kind in self._collated] == self._functions
-            and functions.keys() == self._kinds
+            and [functions.get(kind) for kind in self._collated_types] == self._functions
+            and functions.keys() == self._registered_types
             and collate.collate is _collate
             and _default_collate.__globals__["collate"] is _collate
             and torch.stack is _stack
@@ -110,13 +109,14 @@ class TableFetcher(_MapDatasetFetcher):
         )
 
     def _table(self, index: Any) -> tuple[Any, list[Any] | None]:
-        """Returns the dataset below torch's Subsets, and the indices there; None for others than ints in range."""
+        """Returns the dataset below torch's Subsets, and the indices in it, or None if they are not all ints in
+        range."""
         table = self.dataset
         if type(index) is not list or not self.auto_collation:
             return table, None
         while type(table) is Subset:
-            # Other sequences may run code, which torch's way would run again.
-            if type(table.indices) not in _INDICES or "__getitems__" in vars(table):
+            # Other sequences may run code of the program, which torch's own method would run again.
+            if type(table.indices) not in _INDEX_TYPES or "__getitems__" in vars(table):
                 return table, None
             index = _items_at(table.indices, index)
             table = table.dataset
@@ -133,10 +133,11 @@ class TableFetcher(_MapDatasetFetcher):
 
 
 class CachedFetcher(TableFetcher):
-    """torch's fetcher of cached samples. A batch that has none of them, or only some, takes torch's way."""
+    """torch's fetcher for cached samples. torch's own method makes the batches whose samples are not all in the
+    cache."""
 
-    _collated: tuple[type, ...] = (torch.Tensor, float, int)
-    _samples: tuple[Any, ...] = ((), [], {})
+    _collated_types: tuple[type, ...] = (torch.Tensor, float, int)
+    _sample_examples: tuple[Any, ...] = ((), [], {})
 
     def _rows(self, index: Any) -> Any:
         cached, index = self._table(index)
@@ -146,7 +147,7 @@ class CachedFetcher(TableFetcher):
 
 
 def _items_at(indices: Any, index: list[Any] | None) -> list[Any] | None:
-    """Returns the items of a sequence; None if an index is not an int in range."""
+    """Returns the items of a sequence at some indices, or None if an index is not an int in range."""
     try:
         return None if index is None else [indices[place] for place in index]
     except (IndexError, TypeError):

@@ -1,4 +1,4 @@
-"""``worker_threads``: the samples of a batch are fetched by several threads of the worker."""
+"""The option ``worker_threads``: several threads of a worker make the samples of a batch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from typing import Any
 
 logger = logging.getLogger("rustloader")
 
-# Seconds between checks for a shutdown while threads make samples: a stuck thread delays a shutdown by no more.
+# Seconds between checks for a shutdown while threads make samples. A stuck thread delays a shutdown by no more than
+# this.
 _STOP_CHECK = 0.1
 
 
 class ThreadedDataset:
-    """A dataset whose samples are fetched by threads. torch's fetcher asks it for whole batches.
+    """A dataset whose samples are made by threads. torch's fetcher asks it for whole batches.
 
     Args:
         dataset: Map-style dataset.
         pool: The threads.
-        before: Called in the thread before each sample, with its place in the batch; or None.
+        before_sample: Called in the thread before each sample, with its place in the batch; or None.
     """
 
-    def __init__(self, dataset: Any, pool: Pool, before: Callable[[int], None] | None) -> None:
-        self._dataset, self._pool, self._before = dataset, pool, before
+    def __init__(self, dataset: Any, pool: Pool, before_sample: Callable[[int], None] | None) -> None:
+        self._dataset, self._pool, self._before_sample = dataset, pool, before_sample
 
     def __getitems__(self, indices: Any) -> list[Any]:
-        return self._pool.fetch(_Batch(self._dataset, indices, self._before))
+        return self._pool.fetch(_Batch(self._dataset, indices, self._before_sample))
 
 
 class Pool:
@@ -39,19 +40,19 @@ class Pool:
 
     Args:
         size: Number of threads.
-        check: Raises if the worker has to leave; called every 0.1 s while threads make samples.
-        begin: Called in each thread before its first sample.
+        check: Raises an error if the worker has to stop; called every 0.1 s while threads make samples.
+        on_thread_start: Called in each thread before its first sample.
     """
 
-    def __init__(self, size: int, check: Callable[[], object], begin: Callable[[], object]) -> None:
-        self._size, self._check, self._begin = size, check, begin
+    def __init__(self, size: int, check: Callable[[], object], on_thread_start: Callable[[], object]) -> None:
+        self._size, self._check, self._on_thread_start = size, check, on_thread_start
         self._started = 0
         self._batches: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
 
     def fetch(self, batch: _Batch) -> list[Any]:
-        """Returns a batch's samples in order, or raises the first error, in the order of samples."""
+        """Returns a batch's samples in order, or raises the error of the first failed sample in that order."""
         self._start(batch.size)
-        # No thread works on another batch: the last one was awaited.
+        # No thread works on another batch: `fetch` has waited for the last one.
         batch.threads = self._started
         for _ in range(self._started):
             self._batches.put(batch)
@@ -60,39 +61,40 @@ class Pool:
         return batch.take()
 
     def _start(self, samples: int) -> None:
-        """Starts threads, no more than a batch has samples."""
+        """Starts the pool's threads, but no more than there are samples."""
         while self._started < min(self._size, max(samples, 1)):
             name = f"rustloader-sample-{self._started}"
             try:
-                threading.Thread(target=_serve, args=(self._batches, self._begin), name=name, daemon=True).start()
+                arguments = self._batches, self._on_thread_start
+                threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
             except RuntimeError as error:
                 if not self._started:
                     raise
-                logger.warning("worker_threads=%d: a worker has %d, because %s", self._size, self._started, error)
+                logger.warning("worker_threads=%d: a worker uses only %d, because %s", self._size, self._started, error)
                 self._size = self._started
             else:
                 self._started += 1
 
 
-def _serve(batches: queue.SimpleQueue[_Batch], begin: Callable[[], object]) -> None:
-    begin()
+def _serve(batches: queue.SimpleQueue[_Batch], on_thread_start: Callable[[], object]) -> None:
+    on_thread_start()
     while True:
-        # No name for the batch: an idle thread must not keep its samples.
+        # The batch is not bound to a name, because an idle thread must not keep its samples.
         batches.get().work()
 
 
 class _Batch:
-    """A batch whose samples threads take one after the other."""
+    """A batch whose samples are taken by threads one after another."""
 
-    def __init__(self, dataset: Any, indices: Iterable[Any], before: Callable[[int], None] | None) -> None:
-        self._dataset, self._before = dataset, before
+    def __init__(self, dataset: Any, indices: Iterable[Any], before_sample: Callable[[int], None] | None) -> None:
+        self._dataset, self._before_sample = dataset, before_sample
         self.size = operator.length_hint(indices, sys.maxsize)
         self._indices = iter(indices)
         self._lock = threading.Lock()
         self._samples: list[Any] = []
-        # The first error by place. Samples behind one are not begun.
+        # The error with the lowest place. No samples are begun after an error.
         self._error: tuple[int, BaseException] | None = None
-        # Threads that are not done with the batch.
+        # Number of threads that are not done with the batch.
         self.threads = 0
         self.finished = threading.Event()
 
@@ -111,7 +113,7 @@ class _Batch:
             if self._error is not None:
                 return False
             try:
-                # Ends with an error when the loader shuts down.
+                # Raises an error when the loader shuts down.
                 index = next(self._indices)
             except StopIteration:
                 return False
@@ -120,21 +122,22 @@ class _Batch:
                 return False
             self._samples.append(None)
         try:
-            if self._before is not None:
-                self._before(place)
+            if self._before_sample is not None:
+                self._before_sample(place)
             self._samples[place] = self._dataset[index]
         except BaseException as error:
-            self._note(place, error)
+            self._keep_if_first(place, error)
         return True
 
-    def _note(self, place: int, error: BaseException) -> None:
-        """Keeps an error if it is the first by place."""
+    def _keep_if_first(self, place: int, error: BaseException) -> None:
+        """Keeps an error unless the kept one has a lower place."""
         with self._lock:
             if self._error is None or place < self._error[0]:
                 self._error = place, error
 
     def take(self) -> list[Any]:
-        """Returns the samples of a finished batch, which it does not keep. Raises the error that comes first."""
+        """Returns the samples of a finished batch and drops its references to them, or raises the error with the lowest
+        place."""
         samples, self._samples = self._samples, []
         error, self._error = self._error, None
         if error is None:
@@ -142,5 +145,5 @@ class _Batch:
         try:
             raise error[1]
         finally:
-            # A frame that keeps its error is a cycle.
+            # A frame that refers to its error forms a reference cycle.
             del error, samples

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, _DatasetKind
 
-from rustloader.fetch import torchs
+from rustloader.fetch import torch_fetcher
 from rustloader.fetch.seeds import Seeding
 from rustloader.metrics.parts import SchedulingStats
 from rustloader.remote.context import is_remote
@@ -27,7 +27,7 @@ def adapted(loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
         changed["worker_threads"] = 1
     if config.seed_by == "sample" and (reason := _not_apart(loader)) is not None:
         _log_once(loader, f'seed_by="sample" seeds each batch, not each sample: {reason}')
-    if not config.raises and not torchs.is_own(loader._dataset_kind):
+    if not config.raises and not torch_fetcher.is_original(loader._dataset_kind):
         _log_once(loader, "on_error has no effect: torch's fetcher was replaced", logging.WARNING)
         changed["on_error"] = "raise"
     return config.changed(**changed) if changed else config
@@ -94,9 +94,9 @@ def note_begun(loader: LoaderLike, seeding: Seeding) -> None:
 
 def _not_apart(loader: LoaderLike) -> str | None:
     """Returns the reason why the samples of a batch cannot be told apart, or None."""
-    if torchs.takes_batches(loader._dataset_kind, loader.dataset, loader._auto_collation):
+    if torch_fetcher.takes_batches(loader._dataset_kind, loader.dataset, loader._auto_collation):
         return f"the __getitems__ of {type(loader.dataset).__qualname__} makes a whole batch"
-    if not torchs.is_own(loader._dataset_kind):
+    if not torch_fetcher.is_original(loader._dataset_kind):
         return "torch's fetcher was replaced"
     return None
 

@@ -1,1 +1,1 @@
-"""Objects that the processes of a machine share."""
+"""Implements ``rustloader.share``: objects that all processes of a machine share."""

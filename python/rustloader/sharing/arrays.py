@@ -13,7 +13,7 @@ from rustloader._core import ShareBuilder, SharedStore
 from rustloader.sharing import pickling
 from rustloader.sharing.sequences import ARRAY, TENSOR
 
-# Bytes of an array that is not contiguous that are copied at a time.
+# Number of bytes of a non-contiguous array that are copied at a time.
 _PIECE = 16 << 20
 
 
@@ -26,8 +26,8 @@ def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
             yield from _pieces(part)
     else:
         step = max(1, _PIECE * len(array) // array.nbytes)
-        for at in range(0, len(array), step):
-            yield np.ascontiguousarray(array[at : at + step])
+        for start in range(0, len(array), step):
+            yield np.ascontiguousarray(array[start : start + step])
 
 
 def _build(array: np.ndarray, kind: int, meta: Any) -> SharedStore:
@@ -50,17 +50,17 @@ def share_array(array: np.ndarray) -> np.ndarray:
 
 
 def array_of(store: SharedStore) -> np.ndarray:
-    """Returns the array of an image."""
+    """Returns the array over an image."""
     dtype, shape, is_fortran = pickle.loads(store.meta)
-    # From now on ForkingPickler sends shared arrays as descriptors.
+    # From the first array on, ForkingPickler sends shared arrays as descriptors.
     pickling.register(np.ndarray, pickling.reduce_array)
     return np.ndarray(shape, dtype, store.data(), order="F" if is_fortran else "C")
 
 
 class SharedTensor(torch.Tensor):
-    """A tensor in shared memory; ``rustloader.share`` makes it. What is computed from it is a plain tensor."""
+    """A tensor in shared memory, made by ``rustloader.share``. Results of computations with it are plain tensors."""
 
-    # As for torch.nn.Parameter.
+    # As in torch.nn.Parameter.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     store: SharedStore
@@ -81,21 +81,21 @@ def share_tensor(tensor: torch.Tensor) -> SharedTensor:
     """Returns a tensor with the elements of ``tensor`` in shared memory."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         raise TypeError(
-            f"only dense tensors in the CPU's memory are shared, and this one is {tensor.layout} on {tensor.device}: "
-            "share(tensor.cpu().to_dense())"
+            f"only dense tensors in CPU memory can be shared, but this tensor is {tensor.layout} on {tensor.device}: "
+            "use share(tensor.cpu().to_dense())"
         )
     if tensor.requires_grad:
-        raise TypeError("a tensor that requires grad is not shared: share(tensor.detach())")
+        raise TypeError("a tensor that requires grad is not shared: use share(tensor.detach())")
     plain = tensor.resolve_conj().resolve_neg()
-    # NumPy has no bfloat16 and others: their bytes.
+    # NumPy lacks bfloat16 and other types, so an integer type of the same size stands for them.
     size = plain.element_size()
-    numbers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
-    array = (plain.view(numbers) if numbers is not None else plain).numpy()
+    integer_type = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
+    array = (plain.view(integer_type) if integer_type is not None else plain).numpy()
     return tensor_of(_build(array, TENSOR, (tensor.dtype, tuple(tensor.shape))))
 
 
 def tensor_of(store: SharedStore) -> SharedTensor:
-    """Returns the tensor of an image."""
+    """Returns the tensor over an image."""
     dtype, shape = pickle.loads(store.meta)
     numel = torch.Size(shape).numel()
     if numel == 0:

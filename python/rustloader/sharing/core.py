@@ -1,4 +1,4 @@
-"""``rustloader.share``."""
+"""The function ``rustloader.share``."""
 
 from __future__ import annotations
 
@@ -20,53 +20,54 @@ _OPENERS = {LIST: SharedList, TUPLE: SharedTuple, DICT: SharedDict, ARRAY: array
 
 
 def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: float = 1800.0) -> Any:
-    """Copies an object into shared memory, which the workers of all loaders read without a copy of their own.
+    """Copies an object into shared memory, which the workers of all loaders read without copying it.
 
-    Workers that read a plain list or dict copy it bit by bit: Python writes a reference count into each object that
-    it looks at, and a forked process copies each page that is written to. A shared object has no such counts. Its
-    memory is one sealed file without a name, which nothing can change. It counts once for all processes, and goes with
-    the last of them.
+    Workers that read a plain list or dict copy it bit by bit: Python writes a reference count into each object that it
+    accesses, and a forked process copies each page that is written to. A shared object has no such counts. Its memory
+    is one sealed file without a name, which nothing can change. It is counted once for all processes, and freed when
+    the last of them ends.
 
-    Items are made again at each access: they have the type and value that the original had, but changes to them are
-    lost, and ``is`` does not hold between two accesses.
+    Each access makes a new item with the type and value of the original: changes to items are lost, and two accesses
+    return different objects.
 
-    A list, or any other iterable of items, becomes a read-only sequence like a list; it is read once, and never held in
-    memory as a whole. ``to_list()`` makes a list of it. A tuple becomes a read-only sequence like a tuple, a dict or
-    another mapping a read-only mapping in the same order (``to_dict()``), a NumPy array without Python objects a
-    read-only array. A dense CPU tensor becomes a tensor: torch knows no read-only tensors, and only the process that
-    writes to it sees the changes.
+    A list, or any other iterable of items, becomes a read-only sequence like a list; the iterable is read once and
+    never held in memory as a whole. ``to_list()`` converts the sequence to a list. A tuple becomes a read-only sequence
+    like a tuple, a dict or another mapping becomes a read-only mapping in the same order (``to_dict()``), and a NumPy
+    array without Python objects becomes a read-only array. A dense CPU tensor becomes a tensor: torch has no read-only
+    tensors, and only the process that writes to it sees the changes.
 
-    A dataset becomes a shallow copy, in which the large lists, tuples, dicts, arrays and tensors among its attributes
-    are shared ones, and so are those of datasets in it (``Subset``, ``ConcatDataset``, wrappers). The dataset itself
-    stays as it is. The log says at INFO what was shared, and as a warning what could not be, or that nothing was large.
+    A dataset becomes a shallow copy in which the large lists, tuples, dicts, arrays and tensors among its attributes,
+    and among those of the datasets in it (``Subset``, ``ConcatDataset``, wrappers), are shared. The dataset itself does
+    not change. The log lists at level INFO what was shared, and as a warning what could not be shared, or that nothing
+    was large.
 
-    Items and values may be anything that can be pickled. Plain ones (str, bytes, numbers, None, arrays, tensors, and
+    Items and values may be any objects that can be pickled. Plain ones (str, bytes, numbers, None, arrays, tensors, and
     lists, tuples and dicts of these) are not pickled, and are faster.
 
-    With a ``key`` the ranks of a run on this machine have one copy: the first one that makes the call shares ``x``, and
-    the others receive the same memory. All of them must give the same object, and use a key in the same order. If the
-    rank that builds dies, another one builds. ``torchrun``, Slurm and MPI say which ranks there are; without them the
-    key does nothing.
+    With a ``key``, the ranks of a run on this machine have one copy: the first rank that makes the call shares ``x``,
+    and the others receive the same memory. All ranks must give the same object, and make their calls with a key in the
+    same order. If the rank that builds the copy dies, another one builds it. The ranks are those that ``torchrun``,
+    Slurm or MPI define; without them, the key has no effect.
 
     Args:
         x: A list or another iterable, a tuple, a dict, an array, a tensor, a dataset, or a function without arguments
-            that makes one of these but a dataset. With a key only the first rank calls it.
-        threshold: Attributes of a dataset that take about this many bytes or more as Python objects are shared.
+            that returns any of these except a dataset. With a key, only the first rank calls the function.
+        threshold: Minimum size of a dataset's attributes that are shared, in bytes, as estimated for Python objects.
             Default: 1 MiB.
         key: A name for this object among the ranks of this machine, such as "train-index".
-        timeout: Seconds that a rank waits for the one that builds, and that this one keeps the object for later ranks.
-            Default: half an hour. ``math.inf``: without a limit.
+        timeout: Seconds that a rank waits for the rank that builds the object, and that the latter keeps it available
+            for later ranks. Default: half an hour. ``math.inf``: no limit.
 
     Returns:
-        The shared object; ``x`` itself if it is shared already, or a dataset with nothing to share. It compares equal
-        to the original. Workers get it as a descriptor under every start method, with torch's loader too. ``pickle``
-        and ``torch.save`` save its content, and loading makes a new shared object; arrays and tensors are saved as
-        plain ones.
+        The shared object, or ``x`` itself if it is already shared or is a dataset with nothing to share. It compares
+        equal to the original. Workers receive it as a descriptor under every start method, also with torch's loader.
+        ``pickle`` and ``torch.save`` save its content, and loading makes a new shared object; arrays and tensors are
+        saved as plain ones.
 
     Raises:
-        MemoryError: A memory cgroup, the machine or a limit has too little memory. The text has the sizes.
+        MemoryError: A memory cgroup, the machine or a limit has too little memory. The text gives the sizes.
         PermissionError: A process of another user holds the key's name.
-        TimeoutError: The rank that builds the object of this key has not finished within ``timeout``.
+        TimeoutError: The rank that builds the object for this key did not finish within ``timeout``.
         TypeError: The object cannot be shared. The text names the remedy.
         ValueError: Ranks give different objects for the same key, or ``timeout`` is negative or NaN.
 
@@ -88,45 +89,46 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
     if not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
     if is_dataset(x):
-        return Sharing(threshold, lambda value, name: _shared(value, key and f"{key}/{name}", timeout)).run(x)
-    return _shared(x, key, timeout)
+        return Sharing(threshold, lambda value, name: _share(value, key and f"{key}/{name}", timeout)).run(x)
+    return _share(x, key, timeout)
 
 
-def _shared(x: Any, key: str | None, timeout: float) -> Any:
+def _share(x: Any, key: str | None, timeout: float) -> Any:
     if key is None:
-        return _copied(x)
-    shared = opened(meet(key, lambda: store_of(_copied(x)), timeout, SharedStore))
+        return _share_copy(x)
+    shared = open_store(meet(key, lambda: store_of(_share_copy(x)), timeout, SharedStore))
     check(key, x, shared)
     return shared
 
 
-def _copied(x: Any) -> Any:
-    """Returns the shared object of anything but a dataset."""
+def _share_copy(x: Any) -> Any:
+    """Returns the shared object for any object except a dataset."""
     if isinstance(x, (SharedList, SharedTuple, SharedDict, SharedTensor)):
         return x
     if isinstance(x, np.ndarray):
         if type(x) is not np.ndarray:
-            raise TypeError(f"a {type(x).__name__} would become a plain array: share(np.asarray(x)) if that is meant")
+            raise TypeError(f"a {type(x).__name__} would become a plain array: use share(np.asarray(x)) to accept that")
         return x if data_of(x) is not None else share_array(x)
     if isinstance(x, torch.Tensor):
         if type(x) is not torch.Tensor:
-            raise TypeError(f"a {type(x).__name__} would become a plain tensor: share(x.detach()) if that is meant")
+            raise TypeError(f"a {type(x).__name__} would become a plain tensor: use share(x.detach()) to accept that")
         return share_tensor(x)
     if callable(x) and not isinstance(x, Iterable):
-        made = x()
-        if is_dataset(made):
+        result = x()
+        if is_dataset(result):
             raise TypeError(
-                f"the function makes a dataset, a {type(made).__name__}: share(function()) shares its large attributes"
+                f"the function returns a dataset, a {type(result).__name__}: use share(function()) to share its large "
+                "attributes"
             )
-        return _copied(made)
-    return opened(build(x))
+        return _share_copy(result)
+    return open_store(build(x))
 
 
 def store_of(shared: Any) -> SharedStore:
     """Returns the image of a shared object."""
     if isinstance(shared, np.ndarray):
         data = data_of(shared)
-        # A view of a shared array has the image of the whole.
+        # A view of a shared array refers to the image of the whole array.
         if data is None or not _is_whole(shared, data):
             data = data_of(share_array(np.array(shared)))
         assert data is not None
@@ -137,15 +139,17 @@ def store_of(shared: Any) -> SharedStore:
 
 def _is_whole(view: np.ndarray, data: SharedData) -> bool:
     whole = array_of(data.store)
-    same = (view.dtype, view.shape, view.strides) == (whole.dtype, whole.shape, whole.strides)
-    return same and view.__array_interface__["data"][0] == data.address
+    has_same_layout = (view.dtype, view.shape, view.strides) == (whole.dtype, whole.shape, whole.strides)
+    return has_same_layout and view.__array_interface__["data"][0] == data.address
 
 
-def opened(store: SharedStore) -> Any:
-    """Returns the object of an image. Raises ValueError for an unknown kind."""
+def open_store(store: SharedStore) -> Any:
+    """Returns the shared object over an image. Raises ValueError if its kind is unknown."""
     opener = _OPENERS.get(store.kind)
     if opener is None:
-        raise ValueError(f"a shared object of kind {store.kind} is unknown here: use the rustloader that has made it")
+        raise ValueError(
+            f"shared objects of kind {store.kind} are unknown here: use the version of rustloader that made this one"
+        )
     return opener(store)
 
 
@@ -156,13 +160,15 @@ def build(x: Any) -> SharedStore:
         builder.update(x.items(), dumps)
         return builder.finish(DICT, b"")
     if isinstance(x, tuple) and type(x) is not tuple:
-        raise TypeError(f"a {type(x).__name__} would lose its class: share(tuple(x)) or share(list(x))")
+        raise TypeError(f"a {type(x).__name__} would lose its class: use share(tuple(x)) or share(list(x))")
     if hasattr(type(x), "__dataframe__") or hasattr(type(x), "__arrow_c_stream__"):
-        raise TypeError(f"a {type(x).__name__} is not shared as a whole: share(x[column].to_numpy()) for each column")
+        raise TypeError(
+            f"a {type(x).__name__} is not shared as a whole: use share(x[column].to_numpy()) for each column"
+        )
     if isinstance(x, (str, bytes, bytearray)) or not isinstance(x, Iterable):
         raise TypeError(
             f"share() takes a list, a tuple, a dict, an array, a tensor, an iterable of items or a dataset, not a "
-            f"{type(x).__name__}: share the containers that hold the data"
+            f"{type(x).__name__}: share the containers of the data"
         )
     builder.extend(x, dumps)
     return builder.finish(TUPLE if isinstance(x, tuple) else LIST, b"")

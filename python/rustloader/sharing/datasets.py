@@ -18,16 +18,16 @@ from rustloader.sharing.sizes import check_items, is_shared, sampled, size_of
 
 logger = logging.getLogger("rustloader")
 
-# Items of a list, a tuple or a dict up to which they are shared one by one if one of them is large: each takes a
-# descriptor.
+# Maximum length of a list, tuple or dict whose items are shared one by one if one of them is large. Each shared item
+# takes a descriptor.
 _FEW_ITEMS = 64
 _CONTAINERS = (list, tuple, dict)
 _ARRAYS = (np.ndarray, torch.Tensor)
 
 
 def is_dataset(x: Any) -> bool:
-    """Returns True if an object is a dataset: one of torch's class, or one with items and attributes that is no
-    container."""
+    """Returns True if an object is a dataset: an instance of torch's class, or an object with items and attributes that
+    is not a container."""
     if isinstance(x, Dataset):
         return True
     kind = type(x)
@@ -36,12 +36,12 @@ def is_dataset(x: Any) -> bool:
 
 
 class _Node:
-    """A dataset, or a container or a method of one, that may have to be made again."""
+    """A dataset, or a container or a method of one, that may have to be rebuilt."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self.changes = False
-        # Those that hold this one, and change with it.
+        # The nodes that hold this one, and change with it.
         self.holders: list[_Node] = []
 
     def change(self) -> None:
@@ -55,29 +55,31 @@ class _Node:
 
 
 class Sharing:
-    """One call of ``share(dataset)``: finds what is large, shares it, and recreates the datasets that hold it."""
+    """One call of ``share(dataset)``: finds the large attributes, shares them, and rebuilds the datasets that hold
+    them."""
 
     def __init__(self, threshold: int, share: Callable[[Any, str], Any]) -> None:
         self._threshold = threshold
         self._share = share
-        # By the original's id; the nodes keep the originals, so that ids stay theirs.
+        # These dicts are keyed by the id of the original. The nodes, and `_kept`, keep the originals, so that no id is
+        # reused.
         self._nodes: dict[int, _Node] = {}
         self._kept: list[Any] = []
         self._shared: dict[int, Any] = {}
-        self._new: dict[int, Any] = {}
+        self._rebuilt: dict[int, Any] = {}
         self._largest = (0, "")
         self._has_shared = False
 
     def run(self, dataset: Any) -> Any:
-        """Returns a copy of a dataset with shared attributes; the dataset itself if nothing in it is large."""
+        """Returns a copy of a dataset with shared attributes, or the dataset itself if nothing in it is large."""
         self._visit(dataset, type(dataset).__name__, None)
         if not self._nodes[id(dataset)].changes:
             self._log_nothing_shared(type(dataset).__name__)
-        return self._rebuilt(dataset)
+        return self._rebuild(dataset)
 
     def _log_nothing_shared(self, name: str) -> None:
         if self._has_shared:
-            logger.info("share(dataset): what is large in %s is shared already", name)
+            logger.info("share(dataset): everything large in %s is already shared", name)
             return
         size, largest = self._largest
         logger.warning(
@@ -88,10 +90,10 @@ class Sharing:
             f"; the largest is {largest}, with about {size} bytes" if largest else "",
         )
 
-    # Finding what is large, and sharing it
+    # Finding and sharing the large attributes
 
     def _visit(self, value: Any, name: str, holder: _Node | None) -> None:
-        """Shares the large parts of a value, and notes in its holders that they change."""
+        """Shares the large parts of a value, and marks the nodes that hold them as changed."""
         waiting = [(value, name, holder)]
         while waiting:
             value, name, holder = waiting.pop()
@@ -111,8 +113,8 @@ class Sharing:
                 holder.change()
 
     def _parts(self, value: Any, name: str) -> list[tuple[Any, str]] | None:
-        """Returns the parts of a value that is looked into, with their names; None for one that is shared whole or
-        stays.
+        """Returns the parts of a value that is searched, with their names, or None for a value that is shared as a
+        whole or stays unchanged.
         """
         if is_dataset(value):
             return [(part, f"{name}.{key}") for key, part in list(getattr(value, "__dict__", {}).items())]
@@ -121,11 +123,11 @@ class Sharing:
         if type(value) not in _CONTAINERS:
             return None
         items = sampled(value)
-        if any(map(is_dataset, items)) or (len(value) <= _FEW_ITEMS and any(map(self._is_looked_into, items))):
+        if any(map(is_dataset, items)) or (len(value) <= _FEW_ITEMS and any(map(self._is_worth_searching, items))):
             return list(_named(value, name))
         return None
 
-    def _is_looked_into(self, part: Any) -> bool:
+    def _is_worth_searching(self, part: Any) -> bool:
         return type(part) is MethodType or size_of(part) >= self._threshold
 
     def _share_leaf(self, value: Any, name: str) -> None:
@@ -140,7 +142,7 @@ class Sharing:
             return
         if type(value) not in (*_CONTAINERS, np.ndarray, torch.Tensor):
             if isinstance(value, (*_CONTAINERS, *_ARRAYS, set, frozenset)):
-                logger.info(_STAYS_TEXT, name, type(value).__name__, size / 1e6, "its class would be lost")
+                logger.info(_NOT_SHARED_TEXT, name, type(value).__name__, size / 1e6, "its class would be lost")
             return
         try:
             if type(value) in _CONTAINERS:
@@ -150,47 +152,47 @@ class Sharing:
             error.add_note(f"rustloader.share() failed at {name}")
             raise
         except Exception as error:
-            logger.warning(_STAYS_TEXT, name, type(value).__name__, size / 1e6, f"{type(error).__name__}: {error}")
+            logger.warning(_NOT_SHARED_TEXT, name, type(value).__name__, size / 1e6, f"{type(error).__name__}: {error}")
             return
         logger.info(_SHARED_TEXT, name, type(value).__name__, size / 1e6, shared.nbytes / 1e6)
         self._kept.append(value)
         self._shared[id(value)] = shared
 
-    # Recreation of the holders
+    # Rebuilding the holders
 
-    def _rebuilt(self, value: Any) -> Any:
-        """Returns a value with the shared objects in it; the value itself if it has none."""
+    def _rebuild(self, value: Any) -> Any:
+        """Returns a copy of a value with the shared objects in it, or the value itself if it has none."""
         if id(value) in self._shared:
             return self._shared[id(value)]
         node = self._nodes.get(id(value))
         if node is None or node.value is not value or not node.changes:
             return value
-        if id(value) not in self._new:
-            self._make(value)
-        return self._new[id(value)]
+        if id(value) not in self._rebuilt:
+            self._make_copy(value)
+        return self._rebuilt[id(value)]
 
-    def _make(self, value: Any) -> None:
+    def _make_copy(self, value: Any) -> None:
         if type(value) is MethodType:
-            self._new[id(value)] = MethodType(value.__func__, self._rebuilt(value.__self__))
+            self._rebuilt[id(value)] = MethodType(value.__func__, self._rebuild(value.__self__))
         elif type(value) is tuple:
-            self._new[id(value)] = tuple(map(self._rebuilt, value))
+            self._rebuilt[id(value)] = tuple(map(self._rebuild, value))
         elif type(value) is list:
             items: list[Any] = []
-            # Before its items, which may hold it.
-            self._new[id(value)] = items
-            items.extend(map(self._rebuilt, value))
+            # Stored before its items are rebuilt, because they may hold it.
+            self._rebuilt[id(value)] = items
+            items.extend(map(self._rebuild, value))
         elif type(value) is dict:
             pairs: dict[Any, Any] = {}
-            self._new[id(value)] = pairs
-            pairs.update((key, self._rebuilt(part)) for key, part in value.items())
+            self._rebuilt[id(value)] = pairs
+            pairs.update((key, self._rebuild(part)) for key, part in value.items())
         else:
-            self._new[id(value)] = dataset = _copied(value)
+            self._rebuilt[id(value)] = dataset = _shallow_copy(value)
             state = vars(dataset)
-            # Not by setattr, which a frozen dataclass or a property refuses.
-            state.update({name: self._rebuilt(part) for name, part in state.items()})
+            # setattr would fail for a frozen dataclass or a property.
+            state.update({name: self._rebuild(part) for name, part in state.items()})
 
 
-_STAYS_TEXT = "share(dataset): %s, a %s of about %.1f MB, stays as it is: %s"
+_NOT_SHARED_TEXT = "share(dataset): %s, a %s of about %.1f MB, is not shared: %s"
 _SHARED_TEXT = "share(dataset): %s, a %s of about %.1f MB, is now %.1f MB in shared memory"
 
 
@@ -199,18 +201,19 @@ def _named(container: Any, name: str) -> Iterator[tuple[Any, str]]:
     return ((part, f"{name}[{key!r}]") for key, part in pairs)
 
 
-def _copied(dataset: Any) -> Any:
-    """Makes a shallow copy."""
+def _shallow_copy(dataset: Any) -> Any:
+    """Returns a shallow copy of a dataset."""
     kind = type(dataset)
     if hasattr(kind, "__del__"):
         raise TypeError(
-            f"a {kind.__name__} has a __del__, which would end what its copy still uses: share its large attributes in "
-            "its __init__, self.paths = rustloader.share(paths)"
+            f"a {kind.__name__} has a __del__, which would release resources that its copy still uses: share its large "
+            "attributes in its __init__, as in self.paths = rustloader.share(paths)"
         )
     if any(vars(base).get("__slots__") for base in kind.__mro__) or hasattr(kind, "__copy__"):
         return copy.copy(dataset)
     try:
-        # Not copy.copy, which calls __getstate__: what that leaves out for another process is still of use in this one.
+        # copy.copy would call __getstate__, which may leave out attributes that other processes cannot use but this one
+        # needs.
         copied = object.__new__(kind)
     except TypeError:
         return copy.copy(dataset)

@@ -1,4 +1,4 @@
-"""Description of the run by a launcher (torchrun, Slurm, MPI): its name, and its ranks."""
+"""Reads the name and the ranks of the run from the variables of its launcher (torchrun, Slurm, MPI)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch.distributed
 
 import rustloader.system.local_ranks as local
 
-# Variables that name a run, as its launcher sets them for every rank. Those that are missing count as empty.
-_RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE")
-# Variables that tell apart runs of the same name.
-_PART = ("TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "SLURM_STEP_ID")
+# Variables with which the launcher names a run, the same in each rank. Missing variables count as empty.
+_NAME_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE")
+# Variables that distinguish runs with the same name.
+_PART_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "SLURM_STEP_ID")
 
 
 class Ranks(NamedTuple):
     """The ranks of a run on this machine."""
 
-    # Their number; None if it is unknown.
+    # Number of ranks; None if it is unknown.
     size: int | None
-    # The value that distinguishes this rank from the others.
+    # A text that distinguishes this rank from the others.
     own: str
 
 
@@ -33,7 +33,7 @@ def _has_others() -> bool:
 
 
 def local_ranks() -> Ranks | None:
-    """Returns the ranks of this machine; None if this process is alone, or if they are unknown."""
+    """Returns the ranks of this machine, or None if this process is the only one or the ranks are unknown."""
     size, rank = local.size(), local.rank()
     if size == 1 or (size is None and not _has_others()):
         return None
@@ -41,6 +41,6 @@ def local_ranks() -> Ranks | None:
 
 
 def run_name() -> tuple[str, ...] | None:
-    """Returns the name of the run, the same in all its ranks; None if nothing names it."""
-    named = [os.environ.get(name, "") for name in _RUN]
-    return (*named, *(os.environ.get(name, "") for name in _PART)) if any(named) else None
+    """Returns the name of the run, the same in all its ranks, or None if no variable names it."""
+    named = [os.environ.get(name, "") for name in _NAME_VARIABLES]
+    return (*named, *(os.environ.get(name, "") for name in _PART_VARIABLES)) if any(named) else None

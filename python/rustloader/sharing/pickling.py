@@ -1,7 +1,7 @@
-"""Pickling of shared objects and their items.
+"""Pickles shared objects and their items.
 
-For another process of this machine (ForkingPickler) a shared object is a descriptor. For everything else (``pickle``,
-``torch.save``) it is its content.
+For another process of this machine (ForkingPickler) a shared object is pickled as a descriptor, and for any other
+purpose (``pickle``, ``torch.save``) as its content.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import torch
 from rustloader._core import ShareBuilder, SharedData, SharedStore
 
 _PROTOCOL = 5
-# Descriptors of the arguments of a process under forkserver. Python's limit is 252, and a loader needs some, too.
+# Maximum number of descriptors in the arguments of a process under forkserver. Python's limit is 252, and a loader
+# needs some, too.
 _MAX_DESCRIPTORS = 240
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Reduces a view of a larger storage to its own elements: torch would pickle the whole storage with each item."""
+    """Reduces a tensor. A view of a larger storage is reduced to its own elements: torch would pickle the whole storage
+    with each item."""
     if tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized:
         if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
             return tensor.detach().clone().requires_grad_(tensor.requires_grad).__reduce_ex__(_PROTOCOL)
@@ -33,7 +35,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def dumps(item: Any) -> bytes:
-    """Pickles an item that is no plain tree."""
+    """Pickles an item that is not a plain tree."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=_PROTOCOL)
     pickler.dispatch_table = {torch.Tensor: _reduce_tensor, **copyreg.dispatch_table}
@@ -41,7 +43,7 @@ def dumps(item: Any) -> bytes:
     return out.getvalue()
 
 
-# Shared objects of lists, tuples and dicts
+# Shared lists, tuples and dicts
 
 
 def reduce_by_value(shared: Any, protocol: int) -> tuple[Any, ...]:
@@ -51,21 +53,21 @@ def reduce_by_value(shared: Any, protocol: int) -> tuple[Any, ...]:
 
 
 def from_image(kind: type, image: Any) -> Any:
-    """Makes a shared object of an image.
+    """Returns a shared object with a copy of an image.
 
     Raises:
-        ValueError: The image is damaged, or one of another version.
+        ValueError: The image is damaged, or is of another version.
     """
-    return kind(_copied(memoryview(image).cast("B")))
+    return kind(_store_with(memoryview(image).cast("B")))
 
 
-def _copied(image: memoryview) -> SharedStore:
+def _store_with(image: memoryview) -> SharedStore:
     ShareBuilder().expect(len(image))
     fd = os.memfd_create("rustloader-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        at = 0
-        while at < len(image):
-            at += os.pwrite(fd, image[at : at + (1 << 24)], at)
+        offset = 0
+        while offset < len(image):
+            offset += os.pwrite(fd, image[offset : offset + (1 << 24)], offset)
         return SharedStore.sealed(fd)
     except BaseException:
         os.close(fd)
@@ -83,27 +85,28 @@ def is_spawning() -> bool:
 
 
 def register(kind: type, reducer: Callable[[Any], Any]) -> None:
-    """Registers how ForkingPickler sends a class."""
+    """Registers ForkingPickler's reducer for a class."""
     reduction.register(kind, reducer)
 
 
-# Stores, as descriptors. Several objects and views of one store need one: a process cannot be given the same one twice.
+# Stores, sent as descriptors. Several objects and views over one store share a descriptor, because a process cannot
+# receive the same one twice.
 
 
 def descriptor_of(store: Any, kind: Callable[[int], Any]) -> tuple[Any, ...]:
-    """Reduces an object that has a descriptor, and is made of one, for another process of this machine."""
+    """Reduces an object that has a descriptor, and can be made from one, for another process of this machine."""
     popen = context.get_spawning_popen()
     count = len(popen._fds) if isinstance(popen, popen_forkserver.Popen) else 0  # type: ignore[attr-defined]
     if count >= _MAX_DESCRIPTORS:
         raise ValueError(
-            "forkserver hands a process about 250 descriptors, and each shared object of a dataset needs one: share "
-            "one list of many objects in place of many objects, or use the start method 'fork' or 'spawn'"
+            "forkserver passes at most about 250 descriptors to a process, and each shared object of a dataset needs "
+            "one: share one list of many objects instead of many objects, or use the start method 'fork' or 'spawn'"
         )
-    return _received, (reduction.DupFd(store.fileno()), kind)
+    return _from_descriptor, (reduction.DupFd(store.fileno()), kind)
 
 
-def _received(duplicate: Any, kind: Callable[[int], Any]) -> Any:
-    """Makes an object from a descriptor that another process has sent."""
+def _from_descriptor(duplicate: Any, kind: Callable[[int], Any]) -> Any:
+    """Returns the object for a descriptor that another process sent."""
     fd = duplicate.detach()
     os.set_inheritable(fd, False)
     return kind(fd)
@@ -114,10 +117,10 @@ def _reduce_store(store: SharedStore) -> tuple[Any, ...]:
 
 
 def _reduce_data(data: SharedData) -> tuple[Any, ...]:
-    return _data, (data.store,)
+    return _data_of_store, (data.store,)
 
 
-def _data(store: SharedStore) -> SharedData:
+def _data_of_store(store: SharedStore) -> SharedData:
     return store.data()
 
 
@@ -129,7 +132,7 @@ register(SharedData, _reduce_data)
 
 
 def data_of(array: Any) -> SharedData | None:
-    """Returns the shared data that an array lies in, as a whole or as a view; None for other arrays."""
+    """Returns the shared data that contains an array, whole or as a view, or None for other arrays."""
     base = array.base
     while isinstance(base, np.ndarray):
         base = base.base
@@ -139,10 +142,10 @@ def data_of(array: Any) -> SharedData | None:
 
 
 def reduce_array(array: np.ndarray) -> Any:
-    """Reduces a shared array to a descriptor if it is an argument of a new process, and to its elements otherwise."""
+    """Reduces a shared array: to a descriptor in the arguments of a new process, otherwise to its elements."""
     data = data_of(array) if is_spawning() else None
     if data is None:
-        # ForkingPickler prefers this reducer to one that a program has put into copyreg's table.
+        # ForkingPickler would prefer this reducer to a reducer that the program has added to copyreg's table.
         reduce = copyreg.dispatch_table.get(np.ndarray)
         return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL) if reduce is None else reduce(array)
     view = array.__array_interface__["data"][0] - data.address, array.shape, array.strides

@@ -1,11 +1,11 @@
-"""One shared object for all ranks of a machine: the first one builds it, the others receive its descriptor.
+"""Shares one object among all ranks of a machine: the first rank builds it, the others receive its descriptor.
 
-The meeting point is an abstract Unix socket, which the kernel removes with the process that has bound it. Binding is
-the lock: the rank that succeeds builds, and the others connect, say who they are, and wait for the descriptor. If the
-builder dies or fails, they see the end of their connection, and the next one binds. There is no file.
+The meeting point is an abstract Unix socket, which the kernel removes with the process that bound it. Binding is the
+lock: the rank that succeeds builds the object, and the others connect, identify themselves, and wait for the
+descriptor. If the builder dies or fails, their connections end, and the next rank binds the socket. There is no file.
 
-A builder does not wait for the others. Those that have connected get the descriptor at once; for those that are still
-to come, a thread keeps the name, until all have come, the timeout is over, or the process ends.
+A builder does not wait for the others. Ranks that have already connected receive the descriptor at once. For later
+ranks, a thread keeps the socket until all have connected, the timeout has passed, or the process ends.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ from rustloader.system.forks import at_fork
 
 logger = logging.getLogger("rustloader")
 
-# Seconds between two attempts to connect to a rank that is between binding and listening, or has just left.
+# Seconds between two attempts to connect to a rank that has bound its socket but does not listen yet, or that has just
+# ended.
 _RETRY_SECONDS = 0.02
-# Seconds of the longest single wait: sockets count milliseconds in 31 bits.
+# Maximum number of seconds of a single wait: sockets count milliseconds in 31 bits.
 _MAX_WAIT = 1e6
-# Number of connections that wait at a listening socket, and of those that have not identified themselves yet.
+# Maximum number of connections that wait at a listening socket, and of accepted connections that have not identified
+# themselves.
 _MAX_WAITING = 256
 _CREDENTIALS = struct.Struct("3i")
-# The prefix of a rank's name in its greeting, and the longest such greeting in bytes.
+# Prefix of the greeting with which a rank identifies itself, and maximum length of a greeting in bytes.
 _HELLO = b"rustloader share "
-_LONGEST = 128
+_MAX_GREETING = 128
 
-# Number of times that this process has used a key: the n-th call of each rank belongs to the n-th of the others.
+# Number of times that this process has used each key. The n-th call of one rank matches the n-th call of the others.
 _uses: dict[str, int] = {}
-# Held while a socket comes into being, so that no fork falls between the call and `_own`. A signal handler may fork.
+# Held while a socket is created, so that no fork happens between its creation and its entry in `_own`. Reentrant,
+# because a signal handler may fork.
 _lock = threading.RLock()
-# Sockets that only this process may keep open: a forked child would hold the name after this process's death.
+# Sockets that only this process may keep open. A forked child would keep the name bound after this process has died.
 _own: set[socket.socket] = set()
 _servers: set[_Server] = set()
 
@@ -54,7 +57,7 @@ def _in_child() -> None:
     for sock in _own:
         sock.close()
     _own.clear()
-    # Their threads are the parent's.
+    # The threads of the servers exist only in the parent.
     _servers.clear()
     _lock = threading.RLock()
 
@@ -77,7 +80,7 @@ atexit.register(_at_exit)
 
 
 def _close(sock: socket.socket) -> None:
-    # A fork in between would give the child a socket that it does not know.
+    # A fork between the two steps would leave the child with a socket that it does not know.
     with _lock:
         _own.discard(sock)
         sock.close()
@@ -86,23 +89,23 @@ def _close(sock: socket.socket) -> None:
 def _address(key: str, run: tuple[str, ...]) -> bytes:
     with _lock:
         use = _uses[key] = _uses.get(key, 0) + 1
-    return _hashed([str(os.geteuid()), *run, key, str(use)])
+    return _socket_name([str(os.geteuid()), *run, key, str(use)])
 
 
-def _hashed(parts: list[str]) -> bytes:
-    # Lengths, so that no two lists of parts are the same bytes.
+def _socket_name(parts: list[str]) -> bytes:
+    # Lengths ensure that different lists of parts result in different bytes.
     name = "".join(f"{len(part)}:{part}" for part in parts)
     return b"\0rustloader-share-" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:40].encode()
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:
-    """Returns the process and the user at the other end."""
+    """Returns the IDs of the process and the user at the other end."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 
 class _Store(Protocol):
-    """An object in a file that other processes can open by a descriptor."""
+    """An object in a file, which other processes can open through a descriptor."""
 
     def fileno(self) -> int: ...
 
@@ -110,41 +113,42 @@ class _Store(Protocol):
 _S = TypeVar("_S", bound=_Store)
 
 
-def meet(key: str, build: Callable[[], _S], timeout: float, opened: Callable[[int], _S], call: str = "share") -> _S:
-    """Returns the store of a key: built by the first rank of this machine, received by the others.
+def meet(key: str, build: Callable[[], _S], timeout: float, open_store: Callable[[int], _S], call: str = "share") -> _S:
+    """Returns the store for a key. The first rank of this machine builds it, and the others receive it.
 
     Args:
-        key: The key, which each function has for itself.
-        build: Makes the store.
-        timeout: Seconds that a rank waits for the one that builds.
-        opened: Makes the store of a descriptor that was received.
-        call: The function that the program has called.
+        key: The key. Each function has separate keys.
+        build: Builds the store.
+        timeout: Seconds that a rank waits for the rank that builds the store.
+        open_store: Opens the store through a descriptor that was received.
+        call: Name of the function that the program called.
 
     Raises:
         OSError: The descriptor could not be received.
         PermissionError: A process of another user holds the name.
-        TimeoutError: The rank that builds has not finished within ``timeout`` seconds.
+        TimeoutError: The rank that builds the store did not finish within ``timeout`` seconds.
     """
     ranks = local_ranks()
     if ranks is None:
         return build()
     run = run_name()
-    named = f"{call}(key={key!r})"
+    label = f"{call}(key={key!r})"
     if run is None:
         text = "%s: nothing in the environment names the run, so each rank has its own copy: set MASTER_PORT"
-        logger.warning(text, named)
+        logger.warning(text, label)
         return build()
-    return _meet_at(_address(key if call == "share" else f"{call}/{key}", run), named, ranks, build, timeout, opened)
+    address = _address(key if call == "share" else f"{call}/{key}", run)
+    return _meet_at(address, label, ranks, build, timeout, open_store)
 
 
-def meet_on_machine(name: str, build: Callable[[], _S], opened: Callable[[int], _S], call: str) -> _S:
-    """Does the same as `meet` for processes of this machine whose number is unknown. No other store has the name."""
+def meet_on_machine(name: str, build: Callable[[], _S], open_store: Callable[[int], _S], call: str) -> _S:
+    """Works like `meet` for an unknown number of processes of this machine. No other store may have the name."""
     ranks = Ranks(None, f"pid {os.getpid()}")
-    return _meet_at(_hashed([str(os.geteuid()), call, name]), call, ranks, build, math.inf, opened)
+    return _meet_at(_socket_name([str(os.geteuid()), call, name]), call, ranks, build, math.inf, open_store)
 
 
 def _meet_at(
-    address: bytes, named: str, ranks: Ranks, build: Callable[[], _S], timeout: float, opened: Callable[[int], _S]
+    address: bytes, label: str, ranks: Ranks, build: Callable[[], _S], timeout: float, open_store: Callable[[int], _S]
 ) -> _S:
     deadline = time.monotonic() + timeout
     while True:
@@ -152,23 +156,24 @@ def _meet_at(
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             _own.add(sock)
         try:
-            if _is_bound(sock, address):
+            if _bind(sock, address):
                 sock.listen(_MAX_WAITING)
                 store = build()
-                server = _Server(sock, store, named, ranks, timeout)
-                # It closes the socket from now on.
+                server = _Server(sock, store, label, ranks, timeout)
+                # From now on the server closes the socket.
                 sock = None  # type: ignore[assignment]
                 server.begin()
                 return store
-            received = _received(sock, address, named, ranks, deadline, timeout)
+            received = _receive_descriptor(sock, address, label, ranks, deadline, timeout)
             if received is not None:
-                return opened(received)
+                return open_store(received)
         finally:
             if sock is not None:
                 _close(sock)
 
 
-def _is_bound(sock: socket.socket, address: bytes) -> bool:
+def _bind(sock: socket.socket, address: bytes) -> bool:
+    """Binds a socket. Returns False if another socket has the address."""
     try:
         sock.bind(address)
     except OSError as error:
@@ -178,61 +183,62 @@ def _is_bound(sock: socket.socket, address: bytes) -> bool:
     return True
 
 
-def _received(
-    sock: socket.socket, address: bytes, named: str, ranks: Ranks, deadline: float, timeout: float
+def _receive_descriptor(
+    sock: socket.socket, address: bytes, label: str, ranks: Ranks, deadline: float, timeout: float
 ) -> int | None:
-    """Waits for the descriptor; None if the rank that builds has gone, or does not listen yet."""
+    """Waits for the descriptor and returns it, or None if the rank that builds the store has ended or does not listen
+    yet."""
     late = TimeoutError(
-        f"{named}: the rank of this machine that builds the object has not finished within {timeout:.0f} s; "
-        "give a larger timeout, or look at what that rank does"
+        f"{label}: the rank of this machine that builds the object has not finished within {timeout:.0f} s; "
+        "use a larger timeout, or find out why that rank is slow"
     )
-    left = deadline - time.monotonic()
-    if left <= 0:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
         raise late
     pid = 0
-    sock.settimeout(min(left, _MAX_WAIT))
+    sock.settimeout(min(remaining, _MAX_WAIT))
     try:
         sock.connect(address)
         pid, uid = _peer(sock)
         if uid != os.geteuid():
             raise PermissionError(
-                errno.EPERM, f"{named}: the name belongs to process {pid} of user {uid}; use another key"
+                errno.EPERM, f"{label}: the name belongs to process {pid} of user {uid}; use another key"
             )
-        sock.sendall(_HELLO + ranks.own.encode()[: _LONGEST - len(_HELLO)])
-        word, fds, flags, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        sock.sendall(_HELLO + ranks.own.encode()[: _MAX_GREETING - len(_HELLO)])
+        reply, fds, flags, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
-        if left > _MAX_WAIT:
+        if remaining > _MAX_WAIT:
             return None
         raise late from None
     except (ConnectionError, BlockingIOError):
-        word, fds, flags = b"", [], 0
+        reply, fds, flags = b"", [], 0
     if fds:
         descriptor: int = fds[0]
         return descriptor
-    if word:
+    if reply:
         hint = "raise the limit of open files (`ulimit -n`)" if flags & socket.MSG_CTRUNC else "use another key"
         raise OSError(
             errno.EMFILE if flags & socket.MSG_CTRUNC else errno.EPROTO,
-            f"{named}: process {pid} has sent no descriptor that could be opened: {hint}",
+            f"{label}: process {pid} sent no descriptor that could be opened: {hint}",
         )
     time.sleep(_RETRY_SECONDS)
     return None
 
 
 class _Server:
-    """Hands a descriptor to each other rank once."""
+    """A server that sends a descriptor to each other rank once."""
 
-    def __init__(self, listener: socket.socket, store: _Store, named: str, ranks: Ranks, timeout: float) -> None:
-        self._listener, self._store, self._named, self._ranks = listener, store, named, ranks
+    def __init__(self, listener: socket.socket, store: _Store, label: str, ranks: Ranks, timeout: float) -> None:
+        self._listener, self._store, self._label, self._ranks = listener, store, label, ranks
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._served: set[bytes] = set()
-        # Connections that have not identified themselves yet.
+        # Accepted connections that have not identified themselves, by descriptor.
         self._waiting: dict[int, socket.socket] = {}
         self._ended = False
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Serves the ranks that wait, and the later ones in a thread."""
+        """Serves the ranks that are waiting, and starts a thread for later ranks."""
         self._listener.setblocking(False)
         try:
             while not self._is_complete() and self._step(0.0):
@@ -249,13 +255,13 @@ class _Server:
                 self._close()
 
     def end(self) -> None:
-        """Ends the thread, at the end of the process."""
+        """Ends the thread when the process ends."""
         self._ended = True
         try:
-            # Wakes it.
+            # Wakes the thread.
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
-            logger.debug("%s: the thread has ended already", self._named)
+            logger.debug("%s: the thread has already ended", self._label)
         if self._thread is not None:
             self._thread.join()
 
@@ -265,18 +271,18 @@ class _Server:
     def _run(self) -> None:
         try:
             while not (self._ended or self._is_complete()):
-                left = self._deadline - time.monotonic()
-                if left <= 0:
+                remaining = self._deadline - time.monotonic()
+                if remaining <= 0:
                     self._warn_of_missing_ranks()
                     break
-                self._step(left)
+                self._step(remaining)
         finally:
             self._close()
 
     def _warn_of_missing_ranks(self) -> None:
         if self._ranks.size is not None:
-            text = "%s: %d of %d ranks of this machine have come within %.0f s; later ones build a copy"
-            logger.warning(text, self._named, len(self._served) + 1, self._ranks.size, self._timeout)
+            text = "%s: %d of %d ranks of this machine have connected within %.0f s; later ranks build their own copies"
+            logger.warning(text, self._label, len(self._served) + 1, self._ranks.size, self._timeout)
 
     def _close(self) -> None:
         _servers.discard(self)
@@ -284,7 +290,7 @@ class _Server:
             _close(sock)
 
     def _step(self, seconds: float) -> bool:
-        """Waits for a rank, and serves those that have come. Returns whether there was one."""
+        """Waits for connections, and serves those that are ready. Returns True if there were any."""
         poll = select.poll()
         for sock in (self._listener, *self._waiting.values()):
             poll.register(sock, select.POLLIN)
@@ -293,9 +299,9 @@ class _Server:
             if number == self._listener.fileno():
                 self._accept()
             else:
-                # `_accept` may just have closed it for a newer one.
+                # `_accept` may just have closed this connection in favour of a newer one.
                 if number in self._waiting:
-                    self._answer(self._waiting.pop(number))
+                    self._serve(self._waiting.pop(number))
         return bool(ready)
 
     def _accept(self) -> None:
@@ -304,8 +310,8 @@ class _Server:
                 sock, _ = self._listener.accept()
                 _own.add(sock)
         except OSError as error:
-            # It has gone again, or there is no descriptor for it yet.
-            logger.debug("%s: %s", self._named, error)
+            # The rank has already disconnected, or no descriptor is free for the connection.
+            logger.debug("%s: %s", self._label, error)
             if not self._ended:
                 time.sleep(_RETRY_SECONDS)
             return
@@ -317,14 +323,14 @@ class _Server:
         sock.setblocking(False)
         self._waiting[sock.fileno()] = sock
 
-    def _answer(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket) -> None:
         try:
-            word = sock.recv(_LONGEST)
-            if word.startswith(_HELLO):
+            greeting = sock.recv(_MAX_GREETING)
+            if greeting.startswith(_HELLO):
                 socket.send_fds(sock, [b"1"], [self._store.fileno()])
-                self._served.add(word)
+                self._served.add(greeting)
         except OSError as error:
-            # It has died, and comes back or not.
-            logger.debug("%s: %s", self._named, error)
+            # The rank has died. If it is restarted, it connects again.
+            logger.debug("%s: %s", self._label, error)
         finally:
             _close(sock)

@@ -1,4 +1,4 @@
-"""Shared lists and tuples."""
+"""Shared lists, tuples and dicts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rustloader.sharing import pickling
 
 # The kinds of images.
 LIST, TUPLE, DICT, ARRAY, TENSOR = range(1, 6)
-# Items that a repr shows.
+# Number of items that a repr shows.
 _SHOWN = 3
 
 
 def checked(store: SharedStore, kind: int) -> SharedStore:
-    """Returns the store. Raises ValueError if its image is of another kind."""
+    """Returns the store, or raises ValueError if its image is of another kind."""
     if store.kind != kind:
-        raise ValueError(f"the image of a shared object has kind {store.kind}, and {kind} is expected")
+        raise ValueError(f"the image of a shared object has kind {store.kind}, but {kind} is expected")
     return store
 
 
 def forbid(kind: type, names: Iterable[str], remedy: str) -> None:
-    """Adds methods to a class that raise a TypeError with the remedy instead of changing the object."""
+    """Adds methods to a class that raise a TypeError, with a remedy, instead of changing the object."""
     for name in names:
 
         def method(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> NoReturn:
@@ -39,39 +39,39 @@ class _Sequence(SharedItems):
     """The common base of a shared list and a shared tuple."""
 
     __slots__ = ()
-    # Types whose objects compare with this one's.
-    _like: ClassVar[Any] = ()
+    # Types whose objects can be compared with this object.
+    _comparable_types: ClassVar[Any] = ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return pickling.reduce_by_value(self, protocol)
 
-    def _compared(self, other: Any, test: Callable[[Any, Any], Any]) -> Any:
-        """Compares as lists and tuples do: the first items that differ decide, then the lengths."""
-        if not isinstance(other, self._like):
+    def _compare(self, other: Any, test: Callable[[Any, Any], Any]) -> Any:
+        """Compares like lists and tuples: the first differing items decide, then the lengths."""
+        if not isinstance(other, self._comparable_types):
             return NotImplemented
-        for mine, its in zip(self, other, strict=False):
-            # Not `!=`, which a type may define otherwise.
-            if not (mine == its):
-                return test(mine, its)
+        for own_item, other_item in zip(self, other, strict=False):
+            # A type may define `!=` differently.
+            if not (own_item == other_item):
+                return test(own_item, other_item)
         return test(len(self), len(other))
 
     def __lt__(self, other: Any) -> Any:
-        return self._compared(other, operator.lt)
+        return self._compare(other, operator.lt)
 
     def __le__(self, other: Any) -> Any:
-        return self._compared(other, operator.le)
+        return self._compare(other, operator.le)
 
     def __gt__(self, other: Any) -> Any:
-        return self._compared(other, operator.gt)
+        return self._compare(other, operator.gt)
 
     def __ge__(self, other: Any) -> Any:
-        return self._compared(other, operator.ge)
+        return self._compare(other, operator.ge)
 
     def __copy__(self) -> Any:
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:
-        # Nothing can change it.
+        # No copy is needed, because nothing can change it.
         return self
 
     @property
@@ -93,7 +93,7 @@ class _Sequence(SharedItems):
 
 
 class SharedList(_Sequence):
-    """A list in shared memory; ``rustloader.share`` makes it."""
+    """A list in shared memory, made by ``rustloader.share``."""
 
     __slots__ = ()
 
@@ -101,7 +101,7 @@ class SharedList(_Sequence):
         return super().__new__(cls, checked(store, LIST), False)
 
     def __eq__(self, other: object) -> bool:
-        return self.equals(other) if isinstance(other, self._like) else NotImplemented
+        return self.equals(other) if isinstance(other, self._comparable_types) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # as a list's
 
@@ -122,7 +122,7 @@ class SharedList(_Sequence):
 
 
 class SharedTuple(_Sequence):
-    """A tuple in shared memory; ``rustloader.share`` makes it."""
+    """A tuple in shared memory, made by ``rustloader.share``."""
 
     __slots__ = ()
 
@@ -130,7 +130,7 @@ class SharedTuple(_Sequence):
         return super().__new__(cls, checked(store, TUPLE), True)
 
     def __eq__(self, other: object) -> bool:
-        return self.equals(other) if isinstance(other, self._like) else NotImplemented
+        return self.equals(other) if isinstance(other, self._comparable_types) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.to_tuple())
@@ -159,7 +159,7 @@ class _Values(collections.abc.ValuesView[Any]):
         return self._mapping.iterate_values(True)
 
     def __contains__(self, value: object) -> bool:
-        return any(it is value or it == value for it in self)
+        return any(item is value or item == value for item in self)
 
 
 class _Items(collections.abc.ItemsView[Any, Any]):
@@ -184,7 +184,7 @@ class _Keys(collections.abc.KeysView[Any]):
 
 
 class SharedDict(SharedPairs):
-    """A dict in shared memory; ``rustloader.share`` makes it."""
+    """A dict in shared memory, made by ``rustloader.share``."""
 
     __slots__ = ()
 
@@ -198,7 +198,7 @@ class SharedDict(SharedPairs):
         return self
 
     def __deepcopy__(self, memo: Any) -> SharedDict:
-        # Nothing can change it.
+        # No copy is needed, because nothing can change it.
         return self
 
     @property
@@ -233,7 +233,7 @@ class SharedDict(SharedPairs):
             return False
         missing = object()
         pairs = ((other.get(key, missing), value) for key, value in self.items())
-        return all(its is not missing and its == mine for its, mine in pairs)
+        return all(other_value is not missing and other_value == value for other_value, value in pairs)
 
     __hash__ = None  # type: ignore[assignment]  # as a dict's
 
@@ -251,13 +251,13 @@ class SharedDict(SharedPairs):
         return f"<SharedDict of {len(self)} items, {self.nbytes} bytes: {{{', '.join(shown)}{dots}}}>"
 
 
-_SETTING = ("__setitem__", "__delitem__", "clear", "pop")
-_OF_LISTS = ("append", "extend", "insert", "remove", "sort", "reverse", "__iadd__", "__imul__")
-forbid(SharedList, (*_SETTING, *_OF_LISTS), "to_list()")
-forbid(SharedTuple, _SETTING[:2], "to_list()")
-forbid(SharedDict, (*_SETTING, "popitem", "setdefault", "update", "__ior__"), "to_dict()")
+_CHANGING = ("__setitem__", "__delitem__", "clear", "pop")
+_CHANGING_LISTS = ("append", "extend", "insert", "remove", "sort", "reverse", "__iadd__", "__imul__")
+forbid(SharedList, (*_CHANGING, *_CHANGING_LISTS), "to_list()")
+forbid(SharedTuple, _CHANGING[:2], "to_list()")
+forbid(SharedDict, (*_CHANGING, "popitem", "setdefault", "update", "__ior__"), "to_dict()")
 
-SharedList._like, SharedTuple._like = (list, SharedList), (tuple, SharedTuple)
+SharedList._comparable_types, SharedTuple._comparable_types = (list, SharedList), (tuple, SharedTuple)
 for _kind in (SharedList, SharedTuple, SharedDict):
     pickling.register(_kind, pickling.reduce_to_store)
 collections.abc.Sequence.register(SharedList)

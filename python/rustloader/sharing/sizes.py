@@ -1,6 +1,6 @@
-"""Estimates the memory of a dataset's attributes, with the data of arrays and tensors unless it is shared.
+"""Estimates the memory of a dataset's attributes, including the data of arrays and tensors unless that is shared.
 
-`metrics.copied` looks for less, the Python objects that a forked worker copies as it reads them, and has less time.
+`metrics.copied` counts only the Python objects that a forked worker copies as it reads them, and has less time.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from rustloader.sharing.arrays import SharedTensor
 from rustloader.sharing.pickling import data_of
 from rustloader.sharing.sequences import SharedDict, SharedList, SharedTuple
 
-# Items of a container that are measured: of the outermost one, of those in it, and so on.
-_SAMPLED = (200, 32, 8, 2)
-# Number of items that are pickled to find their common parts, and bytes of pickles above which these are not sought.
-_PICKLED = 8
-_LARGEST_PICKLE = 16 << 20
-# Bytes of pickles that the names of classes may take.
-_NAMES = 4096
+# Maximum number of items of a container that are measured, by level: the outermost container, containers in it, and so
+# on.
+_ITEMS_BY_LEVEL = (200, 32, 8, 2)
+# Number of items that are pickled to find common parts, and size in bytes above which a pickle is given up.
+_ITEMS_PICKLED = 8
+_MAX_PICKLE = 16 << 20
+# Allowance in bytes for the names of classes in pickles.
+_NAMES_ALLOWANCE = 4096
 
 
-def sampled(container: Any, most: int = _SAMPLED[0]) -> list[Any]:
-    """Returns up to ``most`` items of a container, of a dict as many keys and values."""
+def sampled(container: Any, limit: int = _ITEMS_BY_LEVEL[0]) -> list[Any]:
+    """Returns up to ``limit`` items of a container, or for a dict up to ``limit`` keys and their values."""
     if isinstance(container, dict):
-        return list(chain.from_iterable(islice(container.items(), most)))
+        return list(chain.from_iterable(islice(container.items(), limit)))
     if isinstance(container, (set, frozenset)):
-        return list(islice(container, most))
-    if len(container) <= most:
+        return list(islice(container, limit))
+    if len(container) <= limit:
         return list(container)
-    return [container[place * len(container) // most] for place in range(most)]
+    return [container[place * len(container) // limit] for place in range(limit)]
 
 
 def size_of(value: Any, level: int = 0) -> int:
-    """Estimates the bytes that only copies give to another process: of a large container, a few items are
+    """Estimates the bytes of a value that another process gets only as a copy. In a large container, a few items are
     measured.
     """
     if isinstance(value, (np.ndarray, torch.Tensor)):
@@ -49,18 +50,19 @@ def size_of(value: Any, level: int = 0) -> int:
     if isinstance(value, (SharedList, SharedTuple, SharedDict)):
         return 0
     own = sys.getsizeof(value, 64)
-    if level == len(_SAMPLED):
+    if level == len(_ITEMS_BY_LEVEL):
         return own
     if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
-        items: Iterable[Any] = sampled(value, _SAMPLED[level])
-        few = min(len(value), _SAMPLED[level])
-        return own + sum(size_of(item, level + 1) for item in items) * len(value) // max(few, 1)
+        items: Iterable[Any] = sampled(value, _ITEMS_BY_LEVEL[level])
+        measured = min(len(value), _ITEMS_BY_LEVEL[level])
+        return own + sum(size_of(item, level + 1) for item in items) * len(value) // max(measured, 1)
     state = getattr(value, "__dict__", None)
     return own if type(state) is not dict or isinstance(value, type) else own + size_of(state, level + 1)
 
 
 def is_shared(value: np.ndarray | torch.Tensor) -> bool:
-    """Returns True if the memory of an array or a tensor is one for all processes already: shared, or a file's."""
+    """Returns True if all processes already share the memory of an array or tensor: it is shared memory, or that of a
+    file."""
     if isinstance(value, SharedTensor):
         return True
     if isinstance(value, torch.Tensor):
@@ -79,12 +81,12 @@ class _Counter:
 
     def write(self, data: Any) -> int:
         self.nbytes += len(memoryview(data))
-        if self.nbytes > _LARGEST_PICKLE:
-            raise OverflowError(f"an item takes more than {_LARGEST_PICKLE} bytes as a pickle")
+        if self.nbytes > _MAX_PICKLE:
+            raise OverflowError(f"an item takes more than {_MAX_PICKLE} bytes as a pickle")
         return len(data)
 
 
-def _pickled(value: Any) -> int:
+def _pickled_size(value: Any) -> int:
     counter = _Counter()
     pickle.Pickler(counter, protocol=5).dump(value)
     return counter.nbytes
@@ -94,9 +96,9 @@ def check_items(container: Any) -> None:
     """Checks that the items of a container can be pickled one by one.
 
     Raises:
-        ValueError: They hold common objects, of which each item would get a copy.
+        ValueError: The items refer to common objects, and each item would get a copy of these.
     """
     plain = (str, bytes, int, float, np.ndarray, torch.Tensor)
-    items = [item for item in sampled(container, _PICKLED) if not isinstance(item, plain)]
-    if sum(map(_pickled, items)) > 2 * _pickled(items) + _NAMES:
-        raise ValueError("its items hold common objects, and each item would get a copy of them")
+    items = [item for item in sampled(container, _ITEMS_PICKLED) if not isinstance(item, plain)]
+    if sum(map(_pickled_size, items)) > 2 * _pickled_size(items) + _NAMES_ALLOWANCE:
+        raise ValueError("its items refer to common objects, and each item would get a copy of them")

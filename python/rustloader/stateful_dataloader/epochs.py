@@ -154,7 +154,7 @@ class StatefulEpochs(Positioned, Epochs):
 
     def complete_next(self, job: Job) -> None:
         # The program may have set another epoch in its dataset since this one began.
-        job.told = None if self._epoch_recorder is None else self._epoch_recorder.in_force
+        job.set_epoch_call = None if self._epoch_recorder is None else self._epoch_recorder.in_force
 
     def _starts(self, it: WorkersIterator, plan: Plan) -> list[WorkerStart | None]:
         """Returns the start of each worker. For a map-style dataset this takes the index batches that they fetch

@@ -10,43 +10,44 @@ from rustloader.system.procfs import core_ranges
 
 
 def of_workers(affinity: str | Sequence[int | Collection[int]] | None, workers: int) -> list[list[int]] | None:
-    """Returns the cores of each worker, or None if they have those of the main process.
+    """Returns the cores of each worker, or None if all workers use the cores of the main process.
 
     Raises:
-        ValueError: There are fewer entries than workers, or this process may not use a core.
+        ValueError: There are fewer entries than workers, or this process may not use one of the cores.
     """
     if affinity is None:
         return None
     usable = sorted(os.sched_getaffinity(0))
     if isinstance(affinity, str):
-        return spread(own_part(usable), workers)
+        return spread(cores_of_rank(usable), workers)
     if len(affinity) < workers:
         raise ValueError(
             f"worker_affinity has cores for {len(affinity)} of {workers} workers; give it one entry for each worker, "
             "or 'spread'"
         )
     cores = [[entry] if isinstance(entry, int) else sorted(entry) for entry in affinity[:workers]]
-    for worker, of_worker in enumerate(cores):
-        for core in of_worker:
+    for worker, worker_cores in enumerate(cores):
+        for core in worker_cores:
             if core not in usable:
                 raise ValueError(
                     f"worker_affinity gives core {core} to worker {worker}, but this process may use only "
-                    f"{core_ranges(usable)}; name some of these, or start the program with more (taskset, Slurm, the "
+                    f"{core_ranges(usable)}; choose from these, or allow the program more cores (taskset, Slurm, the "
                     "container's cpuset)"
                 )
     return cores
 
 
 def spread(cores: Sequence[int], workers: int) -> list[list[int]]:
-    """Deals cores to workers: neighbouring cores to each, or one core to several workers if there are too few."""
+    """Divides cores among workers. Each worker gets neighbouring cores, or shares one core if there are too few."""
     count = len(cores)
     if workers >= count:
         return [[cores[worker % count]] for worker in range(workers)]
     return [list(cores[worker * count // workers : (worker + 1) * count // workers]) for worker in range(workers)]
 
 
-def own_part(cores: Sequence[int]) -> Sequence[int]:
-    """Returns the cores of this rank. Ranks that their launcher has not bound to cores share those of the launcher."""
+def cores_of_rank(cores: Sequence[int]) -> Sequence[int]:
+    """Returns the cores of this rank. If the launcher has not bound its ranks to cores, they divide its cores among
+    them."""
     rank, ranks = local_ranks.rank(), local_ranks.size()
     if rank is None or ranks is None or rank >= ranks or local_ranks.are_bound(cores):
         return cores

@@ -1,6 +1,6 @@
-"""Names the argument of a loader that a worker's pickle cannot hold or a worker cannot load.
+"""Names the DataLoader argument that cannot be pickled for a worker or that a worker cannot unpickle.
 
-The pickle has a mark before each argument. Both ends take what they meet in order, so the last mark names the argument.
+The pickle has a mark before each argument. Both ends process the pickle in order, so the last mark names the argument.
 """
 
 from __future__ import annotations
@@ -15,43 +15,45 @@ from collections.abc import Iterator
 from multiprocessing import reduction
 from typing import Any
 
-# Characters of a traceback in a report, at most.
+# Maximum number of characters of a traceback in a report.
 _MAX_TRACEBACK = 1 << 16
 _UNPICKLABLE = (
-    "The DataLoader's argument {} cannot be pickled. Workers by spawn, by forkserver or on another machine get a "
-    "pickle of it: define its classes and functions at the top of a module and open files in the workers, or use "
-    "multiprocessing_context='fork'."
+    "The DataLoader's argument {} cannot be pickled. Workers that start by spawn or forkserver, or on another machine, "
+    "receive a pickle of it: define its classes and functions at the top level of a module and open files in the "
+    "workers, or use multiprocessing_context='fork'."
 )
 _UNLOADABLE = (
-    "Workers by spawn and forkserver import the classes and functions of their arguments. What the body of "
-    "`if __name__ == '__main__':` defines, or a prompt after a script, is not there: put it into a module, or use "
-    "multiprocessing_context='fork'."
+    "Workers that start by spawn or forkserver import the classes and functions of their arguments. They cannot import "
+    "definitions from the body of `if __name__ == '__main__':` or from a prompt after a script: move these into a "
+    "module, or use multiprocessing_context='fork'."
 )
 _UNKNOWN = (
-    "The worker ended before it could load its arguments; stderr has its own error. Workers by spawn and forkserver "
-    "import the main script again: a script that makes them needs `if __name__ == '__main__':` around what it runs."
+    "The worker ended before it could load its arguments; its own error is on stderr. Workers that start by spawn or "
+    "forkserver import the main script again: a script that starts such workers must put the code that it runs under "
+    "`if __name__ == '__main__':`."
 )
-_reached = threading.local()
+_current = threading.local()
 
 
-def reach(name: str | None) -> None:
-    """Notes that this thread has come to an argument in pickling or unpickling. None: to none any more."""
-    _reached.name = name
+def set_current(name: str | None) -> None:
+    """Records the argument that this thread pickles or unpickles next. None: no further argument follows."""
+    _current.name = name
 
 
 class Mark:
-    """Notes that pickling, or unpickling, has come to an argument. None: to none any more."""
+    """A mark before an argument in a pickle. Pickling and unpickling it call ``set_current`` with the argument's
+    name."""
 
     def __init__(self, name: str | None) -> None:
         self._name = name
 
     def __reduce__(self) -> Any:
-        reach(self._name)
-        return reach, (self._name,)
+        set_current(self._name)
+        return set_current, (self._name,)
 
 
 def marked(dataset: Any, job: Any, last: Any) -> tuple[Any, ...]:
-    """Returns the arguments of a worker, with marks: the dataset first, ``last`` at the end. They may share objects
+    """Returns the arguments of a worker, with marks: the dataset first, ``last`` at the end. Both may share objects
     with the arguments in between."""
     values = {"collate_fn": job.collate_fn, "worker_init_fn": job.init_fn, "on_error": job.config.on_error}
     marks: list[Any] = [Mark("dataset"), dataset]
@@ -61,48 +63,48 @@ def marked(dataset: Any, job: Any, last: Any) -> tuple[Any, ...]:
 
 
 def unmarked(contents: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Returns the dataset and ``last``, as they arrived."""
+    """Returns the dataset and ``last`` from the unpickled result of ``marked``."""
     return contents[1], contents[-1]
 
 
-def present() -> str | None:
-    """Returns the argument that pickling or unpickling has come to in this thread."""
-    return getattr(_reached, "name", None)
+def current() -> str | None:
+    """Returns the name of the argument that this thread pickles or unpickles, or None."""
+    return getattr(_current, "name", None)
 
 
 @contextlib.contextmanager
-def naming() -> Iterator[None]:
-    """Names the argument in a note of an error that its pickling raises."""
-    reach(None)
+def naming_argument() -> Iterator[None]:
+    """If the body raises an error, adds a note that names the argument whose pickling failed."""
+    set_current(None)
     try:
         yield
     except Exception as error:
-        if (name := present()) is not None:
+        if (name := current()) is not None:
             error.add_note(_UNPICKLABLE.format(name))
         raise
     finally:
-        reach(None)
+        set_current(None)
 
 
 class Reports:
-    """A file that all workers of a group share. A worker that cannot load its arguments writes the reason to it, and
-    ends."""
+    """A file that all workers of a group share. A worker that cannot load its arguments writes the reason to it and
+    exits."""
 
-    # `__del__` may come when the names of this module are None.
+    # `__del__` may run after the names of this module have become None.
     _close, _fstat = staticmethod(os.close), staticmethod(os.fstat)
-    # Without a file, if there are too many open ones.
+    # -1 if there is no file. Its creation fails if too many files are open.
     _fd = -1
     _file: tuple[int, int] | None = None
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("rustloader-reports", os.MFD_CLOEXEC)
-        # Workers may write at the same time.
+        # Workers may write at the same time; appending keeps their reports apart.
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
         self._file = self._identity()
 
     def _identity(self) -> tuple[int, int] | None:
-        """Returns the identity of the descriptor's file. The program may have closed it, and have another one by its
-        number."""
+        """Returns the device and inode of the descriptor's file, or None if it is closed. The program may close the
+        descriptor and open another file with its number."""
         try:
             status = self._fstat(self._fd)
         except OSError:
@@ -110,11 +112,11 @@ class Reports:
         return status.st_dev, status.st_ino
 
     def for_child(self) -> Any:
-        """Returns the descriptor, in a form that the pickle of a process takes."""
+        """Returns the descriptor in a form that can be pickled for a child process."""
         return reduction.DupFd(self._fd)
 
     def of(self, pid: int) -> str | None:
-        """Returns the report of a process that could not load an argument, with the reason; None without one."""
+        """Returns the reason why a process could not load an argument, or None if it reported none."""
         if self._fd < 0 or self._identity() != self._file:
             return None
         data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
@@ -137,17 +139,18 @@ class Reports:
 
 @contextlib.contextmanager
 def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
-    """Reports an error of the body, in a worker. ``duplicate`` is the result of ``Reports.for_child``, or None."""
+    """Reports an error that the body raises in a worker. ``duplicate`` is the result of ``Reports.for_child``, or
+    None."""
     fd = None if duplicate is None else duplicate.detach()
     try:
         yield
     except Exception as error:
         if fd is not None:
-            what = present() or "settings and the state that it begins with"
-            text = f"It could not load its {what}. Caught {type(error).__name__} in DataLoader worker process "
+            subject = current() or "settings and the state that it starts from"
+            text = f"It could not load its {subject}. Caught {type(error).__name__} in DataLoader worker process "
             text += f"{worker_id}.\nOriginal {''.join(traceback.format_exception(error))[-_MAX_TRACEBACK:]}"
             line = json.dumps({"pid": os.getpid(), "text": text})
-            # The error itself is the one to be raised.
+            # An error of this write must not replace the original error.
             with contextlib.suppress(OSError):
                 os.write(fd, f"{line}\n".encode())
         raise
@@ -156,6 +159,6 @@ def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
             os.close(fd)
 
 
-def way_out(report: str | None) -> str:
-    """Returns the note of the error of a worker that could not begin, with or without a report."""
+def remedy(report: str | None) -> str:
+    """Returns a note with the remedy for a worker that failed to start, with or without a report."""
     return _UNKNOWN if report is None else _UNLOADABLE

@@ -25,7 +25,7 @@ from rustloader.workers.snapshots import SnapshotPolicy, WorkerStart
 class Connection:
     """The descriptors and numbers with which a worker opens its port.
 
-    Under fork the worker inherits the engine with its mapping. Under spawn and forkserver the descriptors travel with
+    Under fork the worker inherits the engine with its mapping. Under spawn and forkserver the descriptors are sent with
     the pickle. Unpickling opens the port at once, because unpickling the dataset afterwards may be slow or hang.
     """
 
@@ -49,7 +49,7 @@ class Connection:
         self._port = _guarded(Port(memfd, doorbell, geometry, worker_id, pickle.loads), parent)
 
     def open(self) -> Port:
-        """Opens the port in the worker, unless unpickling has done so."""
+        """Opens the port in the worker, unless unpickling has already opened it, and returns it."""
         if self._port is None:
             *_, parent = self._shipment
             self._port = _guarded(Port.inherit(self._engine, self._worker_id, pickle.loads), parent)
@@ -57,7 +57,8 @@ class Connection:
 
 
 def _guarded(port: Port, parent: tuple[int, int]) -> Port:
-    """Ends this process with the main process and offers its stack for stall warnings, before any user code runs."""
+    """Makes this process end when the main process ends, and offers its stack for stall warnings. Must run before any
+    user code."""
     port.watch(parent)
     port.offer_stack()
     return port
@@ -74,39 +75,40 @@ class Job:
     base_seed: int
     init_fn: Any
     config: LoaderConfig
-    # None: torch's seeds of workers.
+    # None: workers have torch's seeds.
     seeding: Seeding | None = None
-    # True if NumPy's arrays lie in the worker's region.
+    # True if NumPy allocates its arrays in the worker's region.
     numpy_arena: bool = True
-    # Set if the main process handles SIGTERM. Workers then ignore one that the whole process group receives. A SIGTERM
-    # that no other worker has received after this many seconds ends the worker.
+    # Set if the main process handles SIGTERM. Workers then ignore a SIGTERM that the whole process group receives. A
+    # worker ends if no other worker receives its SIGTERM within this many seconds.
     sigterm_seconds: float | None = None
     # Signals that are blocked during the start. The worker unblocks them once it can handle them.
     unblock: list[int] = field(default_factory=list)
     # Set if workers send snapshots of their datasets.
     snapshots: SnapshotPolicy | None = None
-    # The point from which each worker begins, in a resumed epoch, or after a restart.
+    # The starting point of each worker, in a resumed epoch or after a restart.
     starts: list[WorkerStart | None] | None = None
-    # Processes that the worker had before this one.
+    # Number of earlier processes in the worker's slot.
     generation: int = 0
     # Number of the first task of the epoch.
     first_task: int = 0
-    # Answers of the worker's earlier processes in this epoch.
+    # Number of answers from the worker's earlier processes in this epoch.
     answers: int = 0
-    # Number of samples that may fail in the epoch, if it is known.
+    # Maximum number of samples that may fail in the epoch, if it is known.
     max_errors: int | None = None
-    # Number of the iterator's epoch that the worker starts in.
+    # Number of the epoch that the worker starts in, counted by the iterator.
     epoch: int = 0
-    # Task number: place in its index batch: text of the error that the sample there has instead of being made. None:
-    # workers that die are not started again.
+    # The poison samples: for each task number and place in its index batch, the text of the error that replaces the
+    # sample. None: dead workers are not replaced.
     poison: dict[int, dict[int, str]] | None = None
-    # Arguments of the dataset's `set_epoch`, for a process that starts after a death. None: no call is known.
-    told: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    # The cores of each worker. None: those of the main process.
+    # Arguments of the last known call of the dataset's `set_epoch`, for a process that replaces a dead one. None: no
+    # call is known.
+    set_epoch_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    # The cores of each worker. None: workers use those of the main process.
     cores: list[list[int]] | None = None
 
     def of_worker(self, worker_id: int) -> Job:
-        """The job without the starts of other workers, which may be large."""
+        """Returns the job without the starting points of other workers, which may be large."""
         if self.starts is None:
             return self
         own: list[WorkerStart | None] = [None] * self.config.num_workers
@@ -114,7 +116,7 @@ class Job:
         return dataclasses.replace(self, starts=own)
 
     def take_start(self, worker_id: int) -> WorkerStart | None:
-        """Returns where a worker begins, and drops the reference."""
+        """Returns the starting point of a worker, and drops all references to starting points."""
         start = None if self.starts is None else self.starts[worker_id]
         self.starts = None
         return start
@@ -123,13 +125,13 @@ class Job:
 class Payload:
     """The argument of a worker process: its connection, the dataset, its job and its number.
 
-    It travels to a fresh interpreter in a memfd. multiprocessing would write it into a pipe, which holds 64 KiB: with a
-    larger dataset each start would wait until the interpreter has imported torch, one worker after the other.
+    A fresh interpreter receives it in a memfd. multiprocessing would write it to a pipe, which holds 64 KiB: with a
+    larger dataset each start would wait until the interpreter has imported torch, one worker after another.
 
     Args:
         common: The dataset and the job, pickled once for all workers; None if each worker gets its own pickle.
         gate: Makes a spawned worker wait for its turn to import torch.
-        reports: The file to which a worker that cannot load the dataset or the job reports it.
+        reports: The file in which a worker reports that it cannot load the dataset or the job.
         pickling: Pickles the dataset and the job.
     """
 
@@ -146,7 +148,7 @@ class Payload:
     ) -> None:
         self.connection, self.job, self.worker_id = connection, job, worker_id
         self._dataset = [dataset]
-        # Cores that a forked worker moves to. Another one has done so before it has imported anything.
+        # Cores that a forked worker moves to. A worker that is not forked moves before its first import.
         self.cores = None if job.cores is None else job.cores[worker_id]
         self._common, self._gate, self._reports = common, gate, reports
         self._pickling = pickling
@@ -163,41 +165,41 @@ class Payload:
             pickling.dump(arguments.marked(self._dataset[0], job, job), self._file)
         self._file.flush()
         own, common = reduction.DupFd(self._file.fileno()), self._common and self._common.for_child()
-        held = self._gate.for_child() if self._gate else []
+        gate_fds = self._gate.for_child() if self._gate else []
         reports = self._reports and self._reports.for_child()
-        return _receive, (own, common, held, self.worker_id, reports)
+        return _receive, (own, common, gate_fds, self.worker_id, reports)
 
     @property
     def has_first_calls(self) -> bool:
-        """True if ``first_calls`` has any."""
+        """True if ``first_calls`` returns any calls."""
         return self.cores is not None or self._gate is not None or bool(definitions.first_calls())
 
     def first_calls(self) -> list[Call]:
-        """Returns the calls that a worker that is not forked makes before it imports anything."""
+        """Returns the calls that a worker makes before its first import, if it is not forked."""
         calls = definitions.first_calls()
         if self.cores is not None:
             calls.append(Call(os.sched_setaffinity, 0, self.cores))
         return calls if self._gate is None else [*calls, *self._gate.calls()]
 
     def close(self) -> None:
-        """Closes the file. The start needs it open."""
+        """Closes the file, after the start of the worker, which needs it open."""
         if self._file is not None:
-            # A failed write has raised before.
+            # A failed write has already raised its error.
             with contextlib.suppress(OSError):
                 self._file.close()
 
     def take_dataset(self) -> Any:
-        """Returns the dataset, once, and drops the reference: only the worker may keep it alive."""
+        """Returns the dataset and drops the reference to it, because only the worker may keep it alive. Works once."""
         return self._dataset.pop()
 
 
-def _receive(duplicate: Any, common: Any, held: list[int], worker_id: int, reports: Any) -> Payload:
+def _receive(duplicate: Any, common: Any, gate_fds: list[int], worker_id: int, reports: Any) -> Payload:
     """Reads the payload in a fresh interpreter."""
     with os.fdopen(duplicate.detach(), "rb") as file:
         file.seek(0)
         connection = pickle.load(file)
-        # Everything is imported. The next worker's turn must not depend on what the dataset does.
-        for fd in held:
+        # All imports are done. The next worker must not wait for code of the dataset.
+        for fd in gate_fds:
             os.close(fd)
         with arguments.reporting(reports, worker_id):
             contents = pickle.load(file) if common is None else pickled_once.load(common)

@@ -1,8 +1,8 @@
-"""Pickles the results of a worker that got classes and functions by value.
+"""Pickles the results of a worker that received classes and functions by value.
 
-The main process has them under their names, and must get its own back: with a copy, ``except`` and ``isinstance`` would
-not know them. cloudpickle brings them to workers on other machines. On this machine ``definitions`` does, and they
-have a key in addition, because a local class has no name that could be looked up.
+The results refer to them by name, because the main process must get its own objects back: ``except`` and ``isinstance``
+would not recognize a copy. cloudpickle sends them to workers on other machines. On this machine ``definitions`` sends
+them, with a key in addition to the name, because a local class has no name that can be looked up.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 from rustloader.system.weak_table import WeakTable
 
-# Objects that this process has sent by value, or received. Both ends have the same key for each. A metaclass may make
-# classes that are not hashable, or that compare by value.
+# Objects that this process has sent or received by value. Both ends have the same key for an object. A `WeakTable`
+# compares by identity: a metaclass may make classes that are not hashable, or that compare by value.
 _by_key: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _keys: WeakTable[str] = WeakTable()
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that sends by name what cannot be imported here."""
+    """A pickler that sends classes and functions by name even if this process cannot import them."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, (type, FunctionType)) or type(obj) in self.dispatch_table:
@@ -40,7 +40,8 @@ _pickler: type[pickle.Pickler] = pickle.Pickler
 
 
 def use() -> None:
-    """Makes ``pickler`` use names from now on. It is called by workers that do not have the main process's modules."""
+    """Makes ``pickler`` send classes and functions by name from now on. Workers that lack definitions of the main
+    process call it."""
     global _pickler
     _pickler = _Pickler
 
@@ -51,7 +52,7 @@ def pickler(*args: Any, **kwargs: Any) -> pickle.Pickler:
 
 
 def key_of(obj: Any) -> str:
-    """Returns the key of a class or function that is sent by value. It lives as long as the object."""
+    """Returns the key of a class or function that is sent by value. The key is valid while the object lives."""
     key = _keys.find(obj)
     if key is None:
         key = _keys.keep(obj, os.urandom(16).hex())
@@ -60,13 +61,13 @@ def key_of(obj: Any) -> str:
 
 
 def define(key: str, name: str | None, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Makes a class or function that has come by value.
+    """Makes a class or function that was sent by value, and returns it.
 
     Args:
         key: Its key in the main process.
-        name: Its name in the program's ``__main__``, where it has one. It gets the same name in the ``__main__`` of
-            this process, so that pickles of other code find it.
-        make: Returns it.
+        name: Its name in the program's ``__main__``, or None. The object gets the same name in the ``__main__`` of this
+            process, so that pickles of other code find it.
+        make: Returns the object.
         args: Arguments of ``make``.
     """
     obj = make(*args)
@@ -79,8 +80,8 @@ def define(key: str, name: str | None, make: Callable[..., Any], args: tuple[Any
 
 
 def find_own(key: str, module: str, name: str) -> Any:
-    """Returns the object that this process has sent or received by value under a key; without one, that of a module
-    under the name."""
+    """Returns the object that this process has sent or received by value under a key. If there is none, returns the
+    object that a module has under the name."""
     obj = _by_key.get(key)
     return find(module, name) if obj is None else obj
 
@@ -90,12 +91,12 @@ def find(module: str, name: str) -> Any:
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (AttributeError, ImportError) as error:
-        error.add_note(f"A worker that got {name!r} of {module!r} by value has sent an object that needs it.")
+        error.add_note(f"A worker received {name!r} of {module!r} by value, and sent back an object that needs it.")
         raise
 
 
 def _is_by_value(obj: Any) -> bool:
-    """Returns True if a class or function came here by value. Pickle itself handles the objects of modules
+    """Returns True if this process received a class or function by value. pickle itself handles the objects of modules
     that both ends have."""
     module = obj.__module__
     if module is None or "<locals>" in obj.__qualname__ or (module in sys.modules and module != "__main__"):

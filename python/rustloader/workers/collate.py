@@ -14,11 +14,11 @@ from rustloader.system.patches import Patch
 
 
 def use_arena(port: Port) -> Callable[[], None]:
-    """Makes default_collate of this process allocate in ``port``'s region. Returns a function that undoes this.
+    """Makes default_collate in this process allocate in ``port``'s region. Returns a function that undoes this.
 
     torch's function, copies of its table and PyG's collater all allocate with ``UntypedStorage._new_shared``. Where the
-    table still has torch's functions for tensors, floats and ints, Rust collates plain ones. The others go to torch's
-    function, with its errors and quirks.
+    table still has torch's functions for tensors, floats and ints, Rust collates plain values of these types. All other
+    values go to torch's functions, with their errors and quirks.
     """
     torch_new_shared = torch.UntypedStorage._new_shared
     patch = Patch("torch.UntypedStorage._new_shared", torch.UntypedStorage)
@@ -26,7 +26,7 @@ def use_arena(port: Port) -> Callable[[], None]:
     def new_shared(cls: type[torch.UntypedStorage], size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
         if torch.device(device).type != "cpu":
             return torch_new_shared(size, device=device)
-        # Neither can be resized, like torch's shared storages.
+        # Neither of these storages can be resized, as with torch's shared storages.
         return port.storage(size) or heap_storage(size)
 
     patch.put_in(classmethod(new_shared))

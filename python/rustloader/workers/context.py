@@ -1,7 +1,7 @@
 """The process-wide state that a worker replaces.
 
-It is why workers are processes and not threads of the main process: ``get_worker_info()``, the seeds of ``random``,
-NumPy and torch, and the port that torch's shared memory and NumPy's arrays come from exist once per process.
+It is the reason why workers are processes and not threads: ``get_worker_info()``, the seeds of ``random``, NumPy and
+torch, and the port that allocates torch's shared memory and NumPy's arrays exist once per process.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ class WorkerContext:
         moved_storages.watch()
 
     def restore(self) -> None:
-        """Undoes ``install``. Does nothing without one, and the second time."""
+        """Undoes ``install``. Does nothing if that was not called or is already undone."""
         self._undo.close()

@@ -1,4 +1,4 @@
-"""torch's default_convert for arrays in shared memory, of which no tensors are made: those would hide the arrays."""
+"""A default_convert that makes no tensors from arrays in shared memory, because a tensor would hide its array."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rustloader.system.torch_side import is_torchs
 
 _default_convert: Any = collate.default_convert
 _as_tensor: Any = torch.as_tensor
-# Types of values that it returns as they are.
+# Types whose values default_convert returns unchanged.
 _UNCHANGED = frozenset((bool, int, float, complex, str, bytes, type(None), torch.Tensor))
 
 
 def is_torchs_own(collate_fn: Any) -> bool:
-    """Returns True if a ``collate_fn`` is torch's default_convert, which a program has not changed."""
+    """Returns True if a ``collate_fn`` is torch's own default_convert, unchanged by the program."""
     return (
         collate_fn is _default_convert
         and collate.default_convert is _default_convert
@@ -30,8 +30,8 @@ def is_torchs_own(collate_fn: Any) -> bool:
 
 
 def converter(port: Port) -> Callable[[Any], Any]:
-    """Returns a function that does what default_convert does, with an ``ArrayTensor`` in place of a tensor over an
-    array in ``port``'s region. :func:`tensors_of` makes the tensors.
+    """Returns a function that works like default_convert, but returns an ``ArrayTensor`` in place of a tensor over an
+    array in ``port``'s region. :func:`tensors_of` makes the tensors from these.
     """
 
     def convert(data: Any) -> Any:
@@ -52,14 +52,15 @@ def converter(port: Port) -> Callable[[Any], Any]:
             return convert(data)
         except Exception:
             pass
-        # The same error, with torch's frames.
+        # Raises the same error, with torch's frames in its traceback.
         return _default_convert(data)
 
     return convert_or_raise_as_torch
 
 
 def tensors_of(batch: Any) -> Any:
-    """Returns a batch of :func:`converter` as default_convert returns it: the same object if it has all tensors."""
+    """Returns a batch of :func:`converter` with a tensor for each ``ArrayTensor``, or the same object if it has
+    none."""
     kind = type(batch)
     if kind is ArrayTensor:
         return batch.tensor()
@@ -73,6 +74,6 @@ def tensors_of(batch: Any) -> Any:
 
 
 def kind_of(batch: Any) -> type:
-    """Returns the type of a batch, as default_convert returns it."""
+    """Returns the type that a batch of :func:`converter` has after :func:`tensors_of`."""
     kind = type(batch)
     return torch.Tensor if kind is ArrayTensor else kind

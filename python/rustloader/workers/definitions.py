@@ -1,11 +1,12 @@
-"""Pickles the arguments of a loader for workers that do not inherit them, with the definitions that workers lack.
+"""Pickles the arguments of a loader for workers that do not inherit them, including the definitions that workers lack.
 
-The standard pickle has classes and functions by name. It refuses lambdas and local ones, and a worker by spawn or
-forkserver does not find what a notebook, a REPL, ``python -c`` or stdin has defined in ``__main__``. These go by value,
-with cloudpickle, if it is installed. The standard pickle is tried first, and kept if it works.
+The standard pickle refers to classes and functions by name. It refuses lambdas and local definitions, and a worker that
+starts by spawn or forkserver cannot find definitions that a notebook, a REPL, ``python -c`` or stdin made in
+``__main__``. These are sent by value with cloudpickle, if it is installed. The standard pickle is tried first, and kept
+if it works.
 
-A function that goes by value has the globals of its module in the worker, like functions that go by name. Those that
-its code names get the values that they have in the main process, as after a fork.
+In the worker, a function that is sent by value uses the globals of its module, like functions that are sent by name.
+Globals that its code names get the values that they have in the main process, as after a fork.
 """
 
 from __future__ import annotations
@@ -29,36 +30,37 @@ from rustloader.workers import arguments, by_name
 from rustloader.workers.preparation import Call
 
 _Reducers = dict[type, Callable[[Any], Any]]
-# What `functools.cache` and `lru_cache` make. The standard pickle has it by name.
-_Cached: type = type(functools.cache(len))
+# The type of functions with `functools.cache` or `lru_cache`. The standard pickle refers to them by name.
+_CachedFunction: type = type(functools.cache(len))
 
-# The text that a pickle of protocol 4 or later has where it names something of `__main__`.
-_OF_MAIN = b"\x8c\x08__main__"
-# Types that cloudpickle would turn into something else, or the standard pickle takes.
-_LEFT_OUT = (io.TextIOWrapper, memoryview, logging.Logger, logging.RootLogger)
+# The bytes with which a pickle of protocol 4 or later names an object of `__main__`.
+_MAIN_IN_PICKLE = b"\x8c\x08__main__"
+# Types that cloudpickle would convert to another type, or that the standard pickle supports.
+_NOT_FOR_CLOUDPICKLE = (io.TextIOWrapper, memoryview, logging.Logger, logging.RootLogger)
 MISSING = (
-    "With cloudpickle installed (`pip install 'rustloader[notebook]'` or `pip install cloudpickle`), lambdas, local "
-    "functions and classes, and those of a notebook or `python -c`, reach such workers."
+    "With cloudpickle installed (`pip install 'rustloader[notebook]'` or `pip install cloudpickle`), such workers can "
+    "receive lambdas, local functions and classes, and definitions of a notebook or `python -c`."
 )
-_NEITHER = "Nor can it go by value: {}: {}"
-_REFERRED = (
-    "Workers cannot import what this `__main__` defines. Its classes and functions go by value, with all that they "
-    "refer to, and something of that cannot be pickled."
+_NOT_BY_VALUE = "It cannot be sent by value either: {}: {}"
+_REFERENCED = (
+    "Workers cannot import the definitions of this `__main__`. Its classes and functions are sent by value, with "
+    "everything that they refer to, but part of that cannot be pickled."
 )
 
 
 class _NamesMain(Exception):
-    """Raised if the standard pickle needs a definition of a ``__main__`` that workers do not have."""
+    """Raised if a standard pickle names a definition of a ``__main__`` that workers do not have."""
 
 
-class _Watched:
-    """A file that refuses a pickle that needs ``__main__``. Names are never cut by two calls of ``write``."""
+class _FileRefusingMain:
+    """A file that refuses a pickle that names an object of ``__main__``. No name is split over two calls of
+    ``write``."""
 
     def __init__(self, file: Any) -> None:
         self._write = file.write
 
     def write(self, data: Any) -> Any:
-        if isinstance(data, bytes) and _OF_MAIN in data:
+        if isinstance(data, bytes) and _MAIN_IN_PICKLE in data:
             raise _NamesMain
         return self._write(data)
 
@@ -69,7 +71,7 @@ def is_available() -> bool:
 
 
 def _main_file() -> str | None:
-    """Returns the file that multiprocessing has a worker run for its ``__main__``, if the program's has one."""
+    """Returns the file that multiprocessing runs as a worker's ``__main__``, or None if the program's has no file."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         return None
@@ -77,9 +79,9 @@ def _main_file() -> str | None:
 
 
 def workers_have_main() -> bool:
-    """Returns True if a worker by spawn or forkserver has the definitions of the program's ``__main__``.
+    """Returns True if a worker that starts by spawn or forkserver has the definitions of the program's ``__main__``.
 
-    ``multiprocessing.spawn`` decides in the same way, except that it fails where the file is no file.
+    ``multiprocessing.spawn`` decides in the same way, except that it fails if the path is not a file.
     """
     name = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", None)
     if name is not None:
@@ -91,21 +93,22 @@ def workers_have_main() -> bool:
 
 
 def main_is_missing() -> bool:
-    """Returns True if the file that processes would run for their ``__main__`` does not exist, as that of stdin."""
+    """Returns True if the file that workers would run as their ``__main__`` does not exist, as for a program from
+    stdin."""
     file = _main_file()
     return getattr(sys.modules["__main__"], "__spec__", None) is None and file is not None and not os.path.exists(file)
 
 
 def first_calls() -> list[Call]:
-    """Returns the first calls of a worker that would run a missing file: they set the ``__file__`` of its ``__main__``,
-    as if it had come from there."""
+    """Returns the first calls of a worker that would run a missing file. They set the ``__file__`` of its ``__main__``,
+    so that multiprocessing assumes that the file has been run."""
     if not main_is_missing():
         return []
     return [Call(setattr, Call(importlib.import_module, "__main__"), "__file__", _main_file())]
 
 
 class _Namespace:
-    """The globals of a module, in the worker those of its own module of that name."""
+    """A reference to the globals of a module. A worker unpickles it to the globals of its own module with that name."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -117,11 +120,11 @@ class _Namespace:
 def _namespace(module: str) -> dict[str, Any]:
     names = vars(importlib.import_module(module))
     if module == "__main__":
-        # A worker runs the script in a namespace of its own. Its `__main__` has a copy.
+        # A worker runs the script in a separate namespace. Its `__main__` has a copy.
         for value in [*names.values()]:
-            for it in (value, *(vars(value).values() if isinstance(value, type) else ())):
-                if isinstance(it, FunctionType) and it.__module__ == "__mp_main__":
-                    return it.__globals__
+            for function in (value, *(vars(value).values() if isinstance(value, type) else ())):
+                if isinstance(function, FunctionType) and function.__module__ == "__mp_main__":
+                    return function.__globals__
     return names
 
 
@@ -130,51 +133,51 @@ class Pickling:
 
     def __init__(self) -> None:
         self._has_main = workers_have_main()
-        # The reason why the standard pickle does not do, and the argument at which it failed.
+        # The error of the standard pickle, if it has failed, and the argument at which it failed.
         self._refusal: Exception | None = None
-        self._refused: str | None = None
+        self._refused_argument: str | None = None
 
     def dump(self, value: Any, file: Any, table: Callable[[], _Reducers] | None = None) -> None:
         """Pickles a value into a file.
 
         Args:
-            value: The value.
-            file: A file that can be rewound. After an error it has parts of a pickle.
-            table: Makes the reducers of types, which may give up with errors of their own; None: those of
+            value: The value to pickle.
+            file: A seekable file. After an error it may contain part of a pickle.
+            table: Returns the reducers by type, which may raise any error to give up. None: those of
                 ``ForkingPickler``.
 
         Raises:
-            Exception: The standard pickle's error, if what goes by value does not make up for it. With a table any
-                error may come.
+            Exception: The standard pickle's error, if pickling by value fails, too. With a table, any error may be
+                raised.
         """
         if self._refusal is None:
             start, descriptors = file.tell(), _descriptors()
-            taken = len(descriptors)
+            descriptors_before = len(descriptors)
             try:
                 self._by_reference(value, file, table)
                 return
             except (AttributeError, pickle.PicklingError, _NamesMain) as error:
-                if not isinstance(error, _NamesMain) and not _is_of_pickle(error):
+                if not isinstance(error, _NamesMain) and not _is_raised_by_pickle(error):
                     raise
                 if not is_available():
                     error.add_note(MISSING)
                     raise
-                self._refusal, self._refused = error.with_traceback(None), arguments.present()
+                self._refusal, self._refused_argument = error.with_traceback(None), arguments.current()
             file.seek(start)
             file.truncate()
-            del descriptors[taken:]
+            del descriptors[descriptors_before:]
         try:
             self._by_value(value, file, table)
         except Exception as error:
             if table is not None:
                 raise
             if isinstance(self._refusal, _NamesMain):
-                error.add_note(_REFERRED)
+                error.add_note(_REFERENCED)
                 raise
-            arguments.reach(self._refused)
-            # The frames of its traceback must not refer to it.
+            arguments.set_current(self._refused_argument)
+            # The frames in the error's traceback must not refer to the error.
             refusal, self._refusal = self._refusal, None
-            refusal.add_note(_NEITHER.format(type(error).__name__, error))
+            refusal.add_note(_NOT_BY_VALUE.format(type(error).__name__, error))
             try:
                 raise refusal from None
             finally:
@@ -182,7 +185,7 @@ class Pickling:
 
     def _by_reference(self, value: Any, file: Any, table: Callable[[], _Reducers] | None) -> None:
         if not self._has_main and is_available():
-            file = _Watched(file)
+            file = _FileRefusingMain(file)
         if table is None:
             reduction.dump(value, file)
         else:
@@ -192,25 +195,26 @@ class Pickling:
 
     def _by_value(self, value: Any, file: Any, table: Callable[[], _Reducers] | None) -> None:
         cloudpickle = importlib.import_module("cloudpickle")
-        more = {kind: it for kind, it in cloudpickle.Pickler.dispatch_table.items() if kind not in _LEFT_OUT}
+        available = cloudpickle.Pickler.dispatch_table.items()
+        added = {kind: reducer for kind, reducer in available if kind not in _NOT_FOR_CLOUDPICKLE}
         if table is None:
             extra: _Reducers = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-            reducers = {**more, **copyreg.dispatch_table, **extra}
+            reducers = {**added, **copyreg.dispatch_table, **extra}
         else:
             reducers = table()
-            reducers.update({kind: it for kind, it in more.items() if kind not in copyreg.dispatch_table})
+            reducers.update({kind: added[kind] for kind in added if kind not in copyreg.dispatch_table})
         reducers.setdefault(functools.cached_property, _reduce_property)
         _pickler_of(cloudpickle, reducers, self._has_main)(file, protocol=pickle.DEFAULT_PROTOCOL).dump(value)
 
 
 def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) -> Any:
-    """Makes a class of picklers that pickle by value the definitions that workers lack."""
+    """Returns a pickler class that sends the definitions that workers lack by value."""
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined,misc]
         dispatch_table = reducers
 
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, _Cached):
+            if isinstance(obj, _CachedFunction):
                 return NotImplemented if _is_found_by_name(obj, has_main) else _reduce_cached(obj)
             if not isinstance(obj, (type, FunctionType)) or type(obj) in reducers:
                 return NotImplemented
@@ -220,39 +224,41 @@ def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) ->
             if isinstance(obj, FunctionType) and (module := _module_of(obj)) is not None:
                 self.globals_ref.setdefault(id(obj.__globals__), _Namespace(module))
             reduced = super().reducer_override(obj)
-            # A short reduction is that of a builtin type.
+            # Builtin types have a reduction of fewer than three items.
             if reduced is NotImplemented or len(reduced) < 3:
                 return reduced
-            make, args, *rest = reduced
-            plain = name if name is not None and "." not in name else None
-            return (by_name.define, (by_name.key_of(obj), plain, make, args), *rest)
+            make, args, *state = reduced
+            top_level = name if name is not None and "." not in name else None
+            return (by_name.define, (by_name.key_of(obj), top_level, make, args), *state)
 
     return Pickler
 
 
 def _is_found_by_name(cached: Any, has_main: bool) -> bool:
-    """Returns True if workers find a function with a cache under its name."""
+    """Returns True if workers can import a cached function by its name."""
     module = getattr(cached, "__module__", None)
     return (module != "__main__" or has_main) and _lookup(module, cached) is cached
 
 
 def _reduce_cached(cached: Any) -> Any:
-    """Returns the function and its settings. The cache is empty, as in a process that imports it."""
-    return _cached, (cached.__wrapped__, cached.cache_parameters())
+    """Reduces a cached function to the function and the cache's settings. The copy's cache is empty, as after an
+    import."""
+    return _rebuild_cached, (cached.__wrapped__, cached.cache_parameters())
 
 
-def _cached(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
+def _rebuild_cached(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
     return functools.lru_cache(**settings)(function)
 
 
-def _reduce_property(it: functools.cached_property[Any]) -> Any:
-    """Reduces a property without the lock that it has before Python 3.12."""
-    state = {name: value for name, value in vars(it).items() if name not in ("func", "lock")}
-    return functools.cached_property, (it.func,), state
+def _reduce_property(cached: functools.cached_property[Any]) -> Any:
+    """Reduces a cached property, without the lock that it has before Python 3.12."""
+    state = {name: value for name, value in vars(cached).items() if name not in ("func", "lock")}
+    return functools.cached_property, (cached.func,), state
 
 
 def _module_of(function: FunctionType) -> str | None:
-    """Returns the module whose globals a function has, if workers have it as well. Their ``__main__`` may be empty."""
+    """Returns the name of the module whose globals a function uses, if workers have that module, too. Their
+    ``__main__`` may be empty."""
     name = function.__globals__.get("__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
     if module is None or vars(module) is not function.__globals__:
@@ -261,22 +267,23 @@ def _module_of(function: FunctionType) -> str | None:
 
 
 def _name_in_main(obj: Any) -> str | None:
-    """Returns the qualified name under which the program's ``__main__`` has a class or function."""
+    """Returns the qualified name of a class or function if the program's ``__main__`` has it under that name, else
+    None."""
     if obj.__module__ != "__main__":
         return None
     return obj.__qualname__ if _lookup("__main__", obj) is obj else None
 
 
 def _lookup(module: str | None, obj: Any) -> Any:
-    """Returns the value that a module has under the qualified name of an object; None without one."""
+    """Returns the value that a module has under an object's qualified name, or None."""
     value = sys.modules.get(module or "")
     for part in getattr(obj, "__qualname__", "").split("."):
         value = getattr(value, part, None)
     return value
 
 
-def _is_of_pickle(error: Exception) -> bool:
-    """Returns True if pickle has raised an error itself, rather than code that it has called."""
+def _is_raised_by_pickle(error: Exception) -> bool:
+    """Returns True if pickle raised an error itself, and not code that it called."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
@@ -284,6 +291,6 @@ def _is_of_pickle(error: Exception) -> bool:
 
 
 def _descriptors() -> list[int]:
-    """Returns the descriptors that the process being spawned gets, as far as it has been pickled."""
+    """Returns the descriptors that pickling has collected so far for the process that is being spawned."""
     descriptors: list[int] = getattr(get_spawning_popen(), "_fds", [])
     return descriptors

@@ -1,7 +1,7 @@
-"""Starts multiprocessing's fork server with the modules of a worker imported.
+"""Starts multiprocessing's fork server with the workers' modules preloaded.
 
-A worker of a server that has imported nothing imports torch, which takes seconds of processor time. A program that has
-called ``set_forkserver_preload``, or whose server runs already, keeps its choice.
+Without preloading, each worker imports torch, which takes seconds of CPU time. A program that has called
+``set_forkserver_preload``, or whose server is already running, keeps its list of modules.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from rustloader.workers import definitions
 
 _server: Any = forkserver._forkserver
 
-# Python's own list.
-_PYTHONS = ["__main__"]
-_OURS = "rustloader.workers.preloaded"
+# Python's default list of modules to preload.
+_DEFAULT_MODULES = ["__main__"]
+_PRELOADED = "rustloader.workers.preloaded"
 
 
 class _Exit:
-    """Ends the process that unpickles it."""
+    """An object that ends the process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return os._exit, (0,)
 
 
 def ensure_running() -> None:
-    """Starts the server if it does not run, and waits until it has imported its modules.
+    """Starts the server if it is not running, and waits until it has imported its modules.
 
-    The wait ends with the error of a signal handler. The start of the first worker, which waits as well, defers
-    signals.
+    A signal handler can interrupt this wait with an error. The start of the first worker would also wait for the
+    server, but with signals deferred.
     """
     pid = getattr(_server, "_forkserver_pid", None)
     with _preload():
@@ -48,31 +48,31 @@ def ensure_running() -> None:
         try:
             _await_server()
         except (OSError, EOFError):
-            # It has ended while it imported. Python starts another one, by the program's own list.
+            # The server has ended during its imports. Python starts another one, with the program's own list.
             _await_end(started)
             forkserver.ensure_running()
 
 
 @contextlib.contextmanager
 def _preload() -> Iterator[None]:
-    """Adds this package's module to the list of the program's server, while that starts."""
-    before = getattr(_server, "_preload_modules", None)
-    if before != _PYTHONS or not FORKSERVER_PRELOAD.get() or _is_shadowed():
+    """Adds this package's module to the server's list of modules while the body starts the server."""
+    modules = getattr(_server, "_preload_modules", None)
+    if modules != _DEFAULT_MODULES or not FORKSERVER_PRELOAD.get() or _is_shadowed():
         yield
         return
     patch = Patch("multiprocessing.forkserver._forkserver._preload_modules", _server)
     try:
-        # Some Pythons have the server run the file of `__main__`, and end with it where that is no file.
-        patch.put_in([_OURS] if definitions.main_is_missing() else [*before, _OURS])
+        # In some versions of Python the server runs the file of `__main__`, and ends if that is not a file.
+        patch.put_in([_PRELOADED] if definitions.main_is_missing() else [*modules, _PRELOADED])
         yield
     finally:
-        # Not if another thread of the program has set its own list.
+        # Keeps a list that another thread of the program has set meanwhile.
         patch.take_out()
 
 
 def _is_shadowed() -> bool:
-    """Returns True if the server may find another package of the same name in the working directory, where it looks
-    first."""
+    """Returns True if the server may import another package of the same name from the working directory, which comes
+    first on its path."""
     if sys.flags.safe_path:
         return False
     try:
@@ -84,16 +84,16 @@ def _is_shadowed() -> bool:
 
 
 def _await_server() -> None:
-    """Lets the server start a process that exits at once.
+    """Waits until the server has started a process, which exits at once.
 
-    That also makes the server single-threaded: OpenBLAS has started threads when NumPy was imported. It ends them
-    before a fork, and starts them again where they are used.
+    This also makes the server single-threaded: OpenBLAS started threads when NumPy was imported. OpenBLAS ends them
+    before a fork, and starts them again only when they are needed.
     """
     status, data = forkserver.connect_to_new_process([])
     try:
         os.write(data, pickle.dumps(_Exit()))
         forkserver.read_signed(status)
-        # The server writes the exit code as well.
+        # After the pid, the server writes the exit code.
         forkserver.read_signed(status)
     finally:
         os.close(data)

@@ -1,10 +1,11 @@
 """Lets spawned workers import torch in turn, as many at a time as the rank has cores.
 
-The import takes seconds of processor time. If all workers import at the same time on fewer cores, the first batch comes
-when nearly all are done. In turn, worker 0 is done after one import, and the last worker no later than before.
+The import takes seconds of CPU time. If all workers import at the same time on fewer cores, the first batch arrives
+when nearly all imports are done. In turn, worker 0 is ready after one import, and the last worker no later than without
+turns.
 
-Each worker holds the write end of a pipe until it has imported everything. The worker that follows on the same core
-waits for the end of that file, which also comes if the first one dies.
+Each worker holds the write end of a pipe until its imports are done. The next worker on the same core waits for
+end-of-file on that pipe, which also arrives if the first worker dies.
 """
 
 from __future__ import annotations
@@ -20,37 +21,37 @@ from rustloader.settings.limits import GATE_SECONDS
 from rustloader.system.cores import own_cores
 from rustloader.workers.preparation import Call
 
-# Descriptors that select() takes.
+# select() accepts only descriptors below this number.
 _SELECTABLE = 1024
 
 
 class Gate:
-    """The gate of one worker: the pipe that it waits for, and the one that it holds."""
+    """The gate of one worker: the pipe that the worker waits for, and the pipe that it holds."""
 
     def __init__(self, waits_for: int | None, holds: int) -> None:
         self._waits_for, self._holds = waits_for, holds
 
     def calls(self) -> list[Call]:
-        """Returns the calls that the worker makes before it imports anything: it waits for the end of the file."""
+        """Returns the calls that the worker makes before its first import: they wait for end-of-file on the pipe."""
         if self._waits_for is None:
             return []
         return [Call(select.select, [_inherited(self._waits_for)], [], [], GATE_SECONDS)]
 
     def for_child(self) -> list[int]:
-        """Returns the descriptors that the worker closes when it has imported everything."""
+        """Returns the descriptors that the worker closes after its imports."""
         held = [_inherited(self._holds)]
         return held if self._waits_for is None else [*held, self._waits_for]
 
 
 def _inherited(fd: int) -> int:
-    """Hands a descriptor to the process that is being spawned, where it has the same number."""
+    """Passes a descriptor to the process that is being spawned, under the same number, which it returns."""
     popen: Any = get_spawning_popen()
     number: int = popen.duplicate_for_child(fd)
     return number
 
 
 class Gates:
-    """The gates of workers that are spawned together, if they are more than the cores."""
+    """The gates of workers that are spawned together. They are used only if there are more workers than cores."""
 
     def __init__(self, workers: int) -> None:
         self._cores = own_cores()
@@ -60,7 +61,7 @@ class Gates:
 
     @contextlib.contextmanager
     def next(self) -> Iterator[Gate | None]:
-        """Provides the gate of the next worker, for the time of its start, or None."""
+        """Yields the gate of the next worker, or None. The body starts the worker."""
         pipe = self._pipe() if self._are_needed else None
         if pipe is None:
             self._are_needed = False
@@ -68,11 +69,11 @@ class Gates:
             return
         read, write = pipe
         self._ends.append(read)
-        before = len(self._ends) - 1 - self._cores
+        predecessor = len(self._ends) - 1 - self._cores
         try:
-            yield Gate(self._ends[before] if before >= 0 else None, write)
+            yield Gate(self._ends[predecessor] if predecessor >= 0 else None, write)
         finally:
-            # The worker alone holds it now.
+            # From now on, only the worker holds the write end.
             os.close(write)
 
     def _pipe(self) -> tuple[int, int] | None:

@@ -55,18 +55,18 @@ _DEFERRED = (
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """Lets the handlers of signals wait while workers start; gives the signals that a new process unblocks.
+    """Defers signal handlers while workers start. Yields the signals that a new process has to unblock.
 
-    A worker must not be interrupted before it can catch the error, at-fork hooks lose the error of a handler, and one
-    that raises just after a fork would leave a process that is not known yet.
+    A worker must not be interrupted before it can catch the error. Errors that handlers raise in at-fork hooks are
+    lost. A handler that raises just after a fork would leave a process running that is not registered yet.
     """
-    with DeferredSignals([it for it in _DEFERRED if callable(signal.getsignal(it))]) as blocked:
+    with DeferredSignals([number for number in _DEFERRED if callable(signal.getsignal(number))]) as blocked:
         yield blocked
 
 
 def _survives_sigterm() -> bool:
-    """Returns True if the program handles SIGTERM itself. Ray's handler, which `ray.init` installs, only ends the
-    process."""
+    """Returns True if the program handles SIGTERM itself. Ray's handler, which `ray.init` installs, does not count: it
+    only ends the process."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler in (signal.SIG_DFL, signal.SIG_IGN):
         return False
@@ -81,7 +81,7 @@ class WorkerGroup:
         processes: List to append the processes to. Programs can reach and change it.
         context: The multiprocessing context.
         dataset: The dataset.
-        on_exit: Function to call when the interpreter's exit has ended the workers.
+        on_exit: Function to call after the workers have been ended at the interpreter's exit.
     """
 
     def __init__(
@@ -97,22 +97,23 @@ class WorkerGroup:
         self.context = context
         self.dataset = dataset
         self._on_exit = on_exit
-        # The dataset of workers on other machines.
+        # The pickled arguments of workers on other machines.
         self._blob: remote.Blob | None = None
-        # Reports of workers that are not forked on arguments that they could not load.
+        # Reports about arguments that workers could not load. Forked workers load none.
         self._reports: Reports | None = None
         # Set when the workers start.
         self._oom_kills: OomKills | None = None
-        # The last death of each worker, by generation, and whether its memory cgroup was out of memory.
+        # For each worker, the generation that died last, and whether its memory cgroup was out of memory.
         self._out_of_memory: dict[int, tuple[int, bool]] = {}
         _live.add(self)
 
     def start(self, job: Job, counts_oom_kills: bool = False) -> None:
-        """Starts all workers. After an error some may run; the caller must end them.
+        """Starts all workers. After an error some of them may be running; the caller must end them.
 
         Args:
             job: The settings that the workers share.
-            counts_oom_kills: Whether ``was_out_of_memory`` is to know. This reads files of the memory cgroups.
+            counts_oom_kills: Whether to count OOM kills for ``was_out_of_memory``. This reads files of the memory
+                cgroups.
         """
         if counts_oom_kills:
             self._oom_kills = OomKills()
@@ -125,8 +126,9 @@ class WorkerGroup:
             self._start(range(job.config.num_workers), job, unblock)
 
     def replace(self, worker_id: int, job: Job, unblock: list[int]) -> int:
-        """Starts a process in place of a dead one, and returns its pid. After an error the worker is still vacant, or
-        its new process has been killed. The caller defers signals; ``unblock`` is what ``deferred_signals`` gave it."""
+        """Starts a process in place of a dead one, and returns its pid. After an error the slot is still vacant, or its
+        new process has been killed. The caller defers signals; ``unblock`` is the list that ``deferred_signals``
+        yields."""
         self.engine.vacate(worker_id)
         # Programs can reach this list and may have emptied it.
         if worker_id < len(self.processes):
@@ -139,26 +141,27 @@ class WorkerGroup:
         return pid
 
     def _start_remote(self, worker_ids: Sequence[int], blob: remote.Blob, job: Job) -> None:
-        """Starts workers on other machines, at the same time."""
-        # First: a worker that is stopped keeps the resources that the cluster has reserved for it.
+        """Starts workers on other machines, all at the same time."""
+        # Earlier processes are killed first: a stopped process keeps the resources that the cluster has reserved for
+        # it.
         for worker_id in worker_ids:
-            for before in self.processes[worker_id : worker_id + 1]:
-                quietly(before.kill)
+            for predecessor in self.processes[worker_id : worker_id + 1]:
+                quietly(predecessor.kill)
         for worker in remote.start(self.engine, blob, worker_ids, job):
             self.processes[worker.worker_id : worker.worker_id + 1] = [worker]
 
     def was_out_of_memory(self, death: Death, exitcode: int | None) -> bool:
-        """Returns True if a worker died because its memory cgroup was out of memory. Answers the same for the same
-        death."""
-        generation, answer = self._out_of_memory.get(death.worker_id, (-1, False))
+        """Returns True if a worker died because its memory cgroup was out of memory. Repeated calls for one death
+        return the same result."""
+        generation, was_out_of_memory = self._out_of_memory.get(death.worker_id, (-1, False))
         if generation != death.generation:
             was_killed = exitcode == -signal.SIGKILL and not death.stalled
-            answer = was_killed and self._oom_kills is not None and self._oom_kills.grew()
-            self._out_of_memory[death.worker_id] = death.generation, answer
-        return answer
+            was_out_of_memory = was_killed and self._oom_kills is not None and self._oom_kills.grew()
+            self._out_of_memory[death.worker_id] = death.generation, was_out_of_memory
+        return was_out_of_memory
 
     def _start(self, worker_ids: Sequence[int], job: Job, unblock: list[int]) -> list[int]:
-        """Starts processes, while signals are deferred."""
+        """Starts processes on this machine, and returns their pids. The caller defers signals."""
         job.numpy_arena = NUMPY_ARENA.get()
         job.sigterm_seconds = SIGTERM.get() if _survives_sigterm() else None
         job.unblock = unblock
@@ -166,7 +169,7 @@ class WorkerGroup:
         with contextlib.ExitStack() as stack:
             common, gates, pickling = None, None, None
             if method != "fork" and self._reports is None:
-                # Without it, a worker that cannot load its dataset says so on stderr alone.
+                # Without this file, the error of a worker that cannot load its dataset appears only on stderr.
                 with contextlib.suppress(OSError):
                     self._reports = Reports()
             if method != "fork":
@@ -200,8 +203,10 @@ class WorkerGroup:
                 try:
                     is_forked = process.start_method(self.context) == "fork"
                     has_calls = not is_forked and payload.has_first_calls
-                    first = calling_first(worker, payload.first_calls) if has_calls else contextlib.nullcontext()
-                    with arguments.naming(), first:
+                    adding_calls: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+                    if has_calls:
+                        adding_calls = calling_first(worker, payload.first_calls)
+                    with arguments.naming_argument(), adding_calls:
                         process.start(worker, f"worker {worker_id} of a DataLoader with {job.config.num_workers}")
                 finally:
                     payload.close()
@@ -210,15 +215,16 @@ class WorkerGroup:
                 pid: int = worker.pid
                 return pid
             except BaseException as error:
-                # A signal handler may raise once the process runs. Until the engine knows it, `end` does not reach it.
+                # A signal handler may raise as soon as the process runs. `end` does not reach a process that the engine
+                # does not know yet.
                 clean_up_after(error, lambda: process.kill(worker))
                 raise
 
     def notes_of_start(self, death: Death, exitcode: int | None) -> tuple[str | None, tuple[str, ...]]:
-        """Returns the report of a dead worker on an argument that it could not load, and the notes on its start, if an
-        error ended the start."""
+        """Returns a dead worker's report about an argument that it could not load, and notes on its start. Returns None
+        and no notes if the worker did not fail to start."""
         report = None if self._reports is None else self._reports.of(death.pid)
-        # Python's own end by an error gives this. Errors of `worker_init_fn` come later, and are answers.
+        # Python exits with 1 after an uncaught error. Errors of `worker_init_fn` occur later, and are sent as results.
         failed = (
             exitcode == 1
             and self._reports is not None
@@ -227,11 +233,12 @@ class WorkerGroup:
         if report is None and not failed:
             return None, ()
         missing = () if report is None or definitions.is_available() else (definitions.MISSING,)
-        return report, (arguments.way_out(report), *missing)
+        return report, (arguments.remedy(report), *missing)
 
     def end(self, grace: float) -> None:
-        """Ends the workers. They have ``grace`` seconds to exit, then get SIGTERM, and SIGKILL ``KILL_AFTER`` seconds
-        later. An interrupt skips to SIGKILL and is raised again. Workers on other machines have about a second."""
+        """Ends the workers. They have ``grace`` seconds to exit, then receive SIGTERM, and SIGKILL ``KILL_AFTER``
+        seconds later. After an interrupt they receive SIGKILL at once, and the interrupt is raised again. Workers on
+        other machines have about a second."""
         if self._blob is None:
             _end([self], grace, KILL_AFTER)
         else:
@@ -239,8 +246,8 @@ class WorkerGroup:
 
     @staticmethod
     def exiting() -> bool:
-        """Returns True while the interpreter exits. torch then sets the flag; names of modules that are already gone
-        are None, so this is a method."""
+        """Returns True while the interpreter exits, when torch has set its flag. This is a method because the names of
+        modules that are already cleared are None."""
         return _utils is None or _utils.python_exit_status is True or _utils.python_exit_status is None
 
     def exit(self) -> None:
@@ -254,22 +261,22 @@ _live: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
 
 
 def interrupt_again() -> None:
-    """Repeats a Ctrl-C that a destructor caught, a moment later, when the object is gone. Python drops errors that
-    destructors raise, and those of the weak reference callbacks that follow."""
+    """Repeats a Ctrl-C that a destructor caught, but only a moment later, when the object is gone: Python drops the
+    errors that destructors and the weak reference callbacks after them raise."""
 
     def interrupt() -> None:
         time.sleep(INTERRUPT_AFTER)
         _thread.interrupt_main()
 
-    # `threading` has locks that this thread may hold.
+    # `threading` takes locks that this thread may already hold.
     _thread.start_new_thread(interrupt, ())
 
 
 def _end(groups: list[WorkerGroup], grace: float, kill_after: float) -> None:
     """Ends the workers of all groups within one deadline, as ``WorkerGroup.end`` does."""
     engines = [group.engine for group in groups]
-    # A restart in another thread fills the list with the next group's processes.
-    ending = [(group, list(group.processes)) for group in groups]
+    # The lists are copied: a restart in another thread may fill one with the processes of the next group.
+    group_processes = [(group, list(group.processes)) for group in groups]
     start = time.monotonic()
     try:
         for engine in engines:
@@ -287,7 +294,7 @@ def _end(groups: list[WorkerGroup], grace: float, kill_after: float) -> None:
         for engine in engines:
             engine.signal_all(signal.SIGKILL)
         quietly(_gone, engines, KILLED_AFTER)
-        for group, processes in ending:
+        for group, processes in group_processes:
             all_ended = group.engine.alive() == 0
             for worker in processes:
                 if isinstance(worker, remote.RemoteProcess):
@@ -301,7 +308,7 @@ def _end(groups: list[WorkerGroup], grace: float, kill_after: float) -> None:
 
 
 def _gone(engines: list[Engine], seconds: float) -> bool:
-    """Waits for all workers to end. Returns False after ``seconds``."""
+    """Waits until all workers have ended. Returns False if some have not after ``seconds``."""
     deadline = time.monotonic() + seconds
     for engine in engines:
         while not engine.wait_gone(deadline - time.monotonic()):
@@ -312,16 +319,16 @@ def _gone(engines: list[Engine], seconds: float) -> bool:
 
 def _end_all() -> None:
     """Ends all workers at exit: before torch's hook, which disables ``__del__``, and before multiprocessing's, which
-    joins daemonic processes without limit. Groups that a daemon thread is ending get the shorter deadline of the exit,
-    too."""
-    here = [group for group in list(_live) if group.engine.is_ours]
-    for group in here:
+    joins daemonic processes without a time limit. Groups that a daemon thread is ending get the shorter deadline of the
+    exit, too."""
+    own_groups = [group for group in list(_live) if group.engine.is_ours]
+    for group in own_groups:
         # A daemon thread in `next` must not wake up to an error that it can only print.
         group.engine.close(exiting=True)
-    # A second Ctrl-C has only sped up the end. Python would print it as an error of this hook.
+    # A second Ctrl-C only speeds up the end. Python would print it as an error of this hook.
     with contextlib.suppress(KeyboardInterrupt):
-        _end(here, EXIT_GRACE, EXIT_KILL_AFTER)
-    for group in here:
+        _end(own_groups, EXIT_GRACE, EXIT_KILL_AFTER)
+    for group in own_groups:
         group.exit()
 
 
@@ -333,6 +340,7 @@ def _forget_in_child() -> None:
 
 atexit.register(_end_all)
 at_fork("workers", after_in_child=_forget_in_child)
-# Python 3.13 counts the threads after these hooks, to warn of forks with threads: there the next iterator does it.
+# Python 3.13 counts the threads after these hooks, to warn about forks with threads. There, the next iterator makes
+# this call.
 if sys.version_info[:2] != (3, 13):
     at_fork("pages", after_in_parent=tend_pages)

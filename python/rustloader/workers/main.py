@@ -20,7 +20,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind, _utils
 
 from rustloader._core import EARLY, LEAVE, RESUME, REWIND, UNREADABLE, Port, WorkerStopped, seed_words
-from rustloader.fetch import tables, torchs
+from rustloader.fetch import tables, torch_fetcher
 from rustloader.fetch.failures import EmptyBatch, Failure, put_note
 from rustloader.fetch.guard import Guard
 from rustloader.fetch.seeds import MAX_SEED, Seeds
@@ -35,6 +35,7 @@ from rustloader.workers.snapshots import Publisher, Snapshots, WorkerStart
 
 
 def run(payload: Payload) -> None:
+    """Runs a worker in a process that the main process has started on this machine."""
     connection, job = payload.connection, payload.job
     if payload.cores is not None:
         os.sched_setaffinity(0, payload.cores)
@@ -47,20 +48,20 @@ def run(payload: Payload) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, job.unblock)
         _Worker(port, context, payload.take_dataset(), job, payload.worker_id).loop()
     except (KeyboardInterrupt, WorkerStopped):
-        # The main process gets the Ctrl-C as well and raises it.
+        # The main process also receives the Ctrl-C, and raises it.
         pass
     finally:
-        # This comes first: a Ctrl-C has no effect after it.
+        # This must come first: a Ctrl-C has no effect after it.
         port.leave()
         context.restore()
 
 
 def serve(port: Port, dataset: Any, job: Job, worker_id: int) -> None:
-    """Runs a worker over a connection from another machine, in a process that belongs to other code."""
+    """Runs a worker for a main process on another machine, in a process that belongs to other code."""
     context = WorkerContext()
     try:
         worker = _Worker(port, context, dataset, job, worker_id)
-        # Only the worker may keep it alive.
+        # Only the worker may keep the dataset alive.
         del dataset
         port.ready()
         worker.loop()
@@ -72,11 +73,11 @@ def serve(port: Port, dataset: Any, job: Job, worker_id: int) -> None:
 
 
 def _seeds_of(job: Job, worker_id: int, start: WorkerStart | None) -> tuple[int, list[int]]:
-    """The seed of torch and Python, and NumPy's.
+    """Returns the seed for torch and Python, and the seed for NumPy.
 
-    They are those of torch's worker, for a process that makes its batches from the first one on. After a restart that
-    is an iterable dataset without a state. Other replacements get other seeds, because they make other batches, unless
-    each batch or sample has its own seed.
+    A process that makes the worker's batches from the first one on gets the seeds of torch's worker. After a restart,
+    this applies to an iterable dataset without a state. Other replacement processes get other seeds, because they make
+    other batches, unless each batch or sample has its own seed.
     """
     from_first = job.answers == 0 or (job.dataset_kind == _DatasetKind.Iterable and not (start and start.has_state))
     if job.generation == 0 or job.seeding is not None or (job.first_task == 0 and from_first):
@@ -94,33 +95,33 @@ class _Worker:
         self.job = job
         self.worker_id = worker_id
         self.where = f"in DataLoader worker process {worker_id}"
-        # The task that is batch 0 of the epoch.
+        # Number of the task that is batch 0 of the epoch.
         self.first_task = job.first_task - (0 if job.snapshots is None else job.snapshots.first_ordinal)
-        # An error of worker_init_fn or iter(dataset). It replaces every batch of this worker.
+        # An error from worker_init_fn or iter(dataset). It replaces every batch of this worker.
         self.broken: ExceptionWrapper | None = None
         self.init_failed = False
         self.exhausted = False
-        # True if batches may have arrays in the place of tensors.
+        # True if batches may have an `ArrayTensor` in place of a tensor.
         self.converts = False
         # Sends snapshots of the dataset's state, if the loader can resume.
         self.publisher: Publisher | None = None
         # Number of batches of an iterable dataset to fetch and drop before the first task.
         self.replay = 0
-        # The message of an epoch that begins early, with its first task, until that comes.
-        self.coming: tuple[int, bytes] | None = None
-        # The generators before an epoch that has begun early.
+        # First task and message of an announced early epoch, until that task arrives.
+        self.announced: tuple[int, bytes] | None = None
+        # States of the random generators before the early epoch began.
         self.before_early: GeneratorStates | None = None
-        # The collector runs when garbage keeps blocks alive. Existing objects are no garbage, and their pages stay
-        # shared with the main process until one side writes to them.
+        # The garbage collector runs when garbage keeps blocks alive. From now on it skips existing objects, so their
+        # pages stay shared with the main process until one side writes to them.
         gc.freeze()
 
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
         start = job.take_start(worker_id)
-        seed, numpys = _seeds_of(job, worker_id, start)
+        seed, numpy_seed = _seeds_of(job, worker_id, start)
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(numpys)
+        np.random.seed(numpy_seed)
         info = _utils.worker.WorkerInfo(id=worker_id, num_workers=job.config.num_workers, seed=seed, dataset=dataset)
         context.install(port, info)
         self.step = Step(dataset, job.dataset_kind, job.auto_collation)
@@ -131,16 +132,16 @@ class _Worker:
             self.broken = ExceptionWrapper(where=self.where)
             self.init_failed = True
         else:
-            # After the program's function, which may have put a fetcher of its own in place of torch's.
+            # This follows worker_init_fn, which may replace torch's fetcher with another one.
             self.step = self.make_step(worker_id)
-            self.make_fetcher(start, job.told)
+            self.make_fetcher(start, job.set_epoch_call)
         policy = job.snapshots
         if policy is not None:
             snapshots = Snapshots(policy, job.config.num_workers, job.dataset_kind, self.step.seeds)
             offset = policy.first_ordinal - job.first_task
             self.publisher = Publisher(port, snapshots, offset, self.where, job.answers)
             self.publisher.first(self.broken, self.step.fetcher, dataset)
-        # The objects that the program has made so far are kept for long, and it may have chosen where arrays lie.
+        # This comes last: objects that exist by now live long, and the program may have set a memory handler of NumPy.
         if job.numpy_arena:
             self.port.use_numpy_arena()
         if start is not None and self.broken is None:
@@ -152,10 +153,10 @@ class _Worker:
         if job.seeding is not None:
             number = worker_id + 1 if job.dataset_kind == _DatasetKind.Iterable else 0
             seeds = Seeds(job.seeding, number, job.first_task)
-        if not config.raises and torchs.is_own(job.dataset_kind):
+        if not config.raises and torch_fetcher.is_original(job.dataset_kind):
             guard = self.make_guard(worker_id)
         has_threads = config.worker_threads > 1
-        # Several threads come to the samples in no order.
+        # Several threads make the samples in no fixed order.
         places = job.poison is not None and job.dataset_kind == _DatasetKind.Map and not has_threads
         return Step(
             self.dataset,
@@ -165,11 +166,11 @@ class _Worker:
             guard,
             make_pool=self.make_pool if has_threads else None,
             # A shutdown ends the fetch between two samples.
-            marked=functools.partial(self.port.stoppable, shows_places=places, traces=not has_threads),
+            wrap_indices=functools.partial(self.port.stoppable, shows_places=places, traces=not has_threads),
         )
 
     def make_guard(self, worker_id: int) -> Guard:
-        """Creates the guard, which decides about the samples that fail."""
+        """Creates the guard, which decides what to do about samples that fail."""
         job, seeding = self.job, self.job.seeding
         base_seed, epoch = (job.base_seed, job.epoch) if seeding is None else (seeding.base_seed, seeding.epoch)
         return Guard(
@@ -181,27 +182,27 @@ class _Worker:
             limit=job.max_errors,
             poison=job.poison,
             check=self.check_stop,
-            # Threads make samples of several places at the same time.
+            # Several threads make samples at several places at the same time.
             at_sample=None if job.poison is None or job.config.worker_threads > 1 else self.port.at_sample,
         )
 
-    def make_fetcher(self, start: WorkerStart | None = None, told: Any = None) -> None:
-        """Makes torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset.
+    def make_fetcher(self, start: WorkerStart | None = None, set_epoch_call: Any = None) -> None:
+        """Creates torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset.
 
         Args:
-            start: The start of a resumed epoch.
-            told: Arguments of the dataset's ``set_epoch``, or None.
+            start: The starting point in a resumed epoch, or None.
+            set_epoch_call: Arguments of the dataset's ``set_epoch``, or None.
         """
         job, step = self.job, self.step
-        is_torchs_own = torchs.is_own(job.dataset_kind)
+        is_torchs_own = torch_fetcher.is_original(job.dataset_kind)
         self.converts = is_torchs_own and job.numpy_arena and converting.is_torchs_own(job.collate_fn)
         collate_fn = converting.converter(self.port) if self.converts else job.collate_fn
         collate_fn = step.collating(collate_fn)
         if is_torchs_own:
             collate_fn = self.port.timed(collate_fn)
         try:
-            if told is not None:
-                args, kwargs = told
+            if set_epoch_call is not None:
+                args, kwargs = set_epoch_call
                 self.dataset.set_epoch(*args, **kwargs)
             if start is not None:
                 resuming.load_dataset(self.dataset, start)
@@ -219,7 +220,7 @@ class _Worker:
             self.broken = ExceptionWrapper(where=self.where)
 
     def make_pool(self) -> Pool:
-        """The threads for the samples of a batch."""
+        """Creates the threads that make the samples of a batch."""
         return Pool(self.job.config.worker_threads, self.check_stop, self.port.enter_thread)
 
     def check_stop(self) -> None:
@@ -228,7 +229,7 @@ class _Worker:
             pass
 
     def loop(self) -> None:
-        """Answers tasks until the main process ends the worker or is gone."""
+        """Processes tasks until the main process ends the worker or is gone."""
         port, step = self.port, self.step
         while True:
             code, task, index = port.receive()
@@ -239,10 +240,10 @@ class _Worker:
                 self.begin_epoch(task, index)
                 continue
             if code == EARLY:
-                self.coming = task, index
+                self.announced = task, index
                 continue
-            if self.coming is not None and task >= self.coming[0]:
-                self.begin_early(*self.coming)
+            if self.announced is not None and task >= self.announced[0]:
+                self.begin_early(*self.announced)
             if self.exhausted:
                 continue
             if self.broken is not None:
@@ -250,7 +251,7 @@ class _Worker:
                 continue
             if code == UNREADABLE:
                 error = index
-                error.add_note("The worker could not load an index that the sampler or batch_sampler has yielded.")
+                error.add_note("The worker could not load an index that the sampler or batch_sampler yielded.")
                 self.send_error(task, ExceptionWrapper((type(error), error, error.__traceback__), where=self.where))
                 del error, index
                 continue
@@ -259,14 +260,14 @@ class _Worker:
                     self.end_replay(index)
                 data = step.fetch(task, index)
                 if type(data) is ExceptionWrapper:
-                    # The dataset has caught and wrapped an error itself. torch raises that, too.
+                    # The dataset itself caught and wrapped an error. torch raises such an error, too.
                     self.send_error(task, data)
                     del data, index
                     continue
                 if step.guard is not None:
                     if self.converts and step.guard.has_failures():
                         data = converting.tensors_of(data)
-                    data = step.guard.reported(data)
+                    data = step.guard.with_failures(data)
             except Exception as error:
                 failures = None if step.guard is None else step.guard.why_empty(error, self.job.dataset_kind)
                 if failures is not None:
@@ -283,37 +284,39 @@ class _Worker:
             else:
                 if self.publisher is not None:
                     self.publisher.after(task, self.step.fetcher, self.dataset)
-                # The batch's only reference: tensors without further references in the worker are sent without a copy.
+                # The list has the only reference to the batch: tensors without other references in the worker are sent
+                # without a copy.
                 batch = [data]
                 del data
                 self.send(task, batch)
-                # The main process alone then decides when the blocks are free.
+                # From now on, only the main process decides when the blocks are free.
                 del batch
             del index
 
     def explained(self, error: Exception) -> tuple[type[Exception], Exception, Any]:
-        """The error of a fetch, as ``sys.exc_info`` gives it. If it is NumPy's, because the memory for an array was
-        refused, a MemoryError that names the limit: NumPy's class cannot be raised from a text."""
+        """Returns the error of a fetch in the form of ``sys.exc_info``. If NumPy raised it because the memory for an
+        array was refused, returns a MemoryError that names the limit: NumPy's class cannot be raised from a text."""
         refusal = self.port.take_refusal() if isinstance(error, MemoryError) else None
-        # A plain one with a text is the dataset's own.
+        # A plain MemoryError with a text comes from the dataset itself.
         if refusal is None or (type(error) is MemoryError and error.args):
             return type(error), error, error.__traceback__
         refusal.__cause__ = error
         return MemoryError, refusal, None
 
     def begin_early(self, first_task: int, pickled: bytes) -> None:
-        """Begins an epoch that the main process may yet take back."""
-        self.coming, self.before_early = None, GeneratorStates()
+        """Begins an early epoch, which the main process may still cancel."""
+        self.announced, self.before_early = None, GeneratorStates()
         self.begin_epoch(first_task, pickled, is_early=True)
 
-    def rewind(self, takes_back: bool) -> None:
-        """Ends what has begun early, as if it had not begun if it is taken back."""
-        if takes_back and self.coming is None and self.before_early is not None:
+    def rewind(self, is_canceled: bool) -> None:
+        """Forgets an early epoch. If it is canceled, restores the random generators, as if it had not begun."""
+        if is_canceled and self.announced is None and self.before_early is not None:
             self.before_early.restore()
-        self.coming = self.before_early = None
+        self.announced = self.before_early = None
 
     def begin_epoch(self, first_task: int, pickled: bytes, is_early: bool = False) -> None:
-        """Begins another epoch of a persistent loader. The main process waits for the answer, unless it is early."""
+        """Begins another epoch of a persistent loader. The main process waits for the reply, unless the epoch is
+        early."""
         message: dict[str, Any] = pickle.loads(pickled) if pickled else {}
         if not is_early:
             self.port.resumed()
@@ -325,14 +328,14 @@ class _Worker:
         if self.step.guard is not None:
             self.step.guard.epoch = message["epoch"]
         if not self.init_failed:
-            self.make_fetcher(told=message.get("set_epoch"))
+            self.make_fetcher(set_epoch_call=message.get("set_epoch"))
         if self.publisher is not None:
             self.publisher.begin_epoch(first_task)
             self.publisher.first(self.broken, self.step.fetcher, self.dataset)
 
     def begin_replay(self, batches: int | list[Any], worker_id: int) -> None:
-        """Fetches again what a map-style dataset made after its state. An iterable one waits for the first task, which
-        says how large a batch is."""
+        """Fetches again the batches that a map-style dataset made after its state. For an iterable dataset this is
+        postponed to the first task, which says how large a batch is."""
         if isinstance(batches, int):
             self.replay = batches
         else:
@@ -341,12 +344,13 @@ class _Worker:
             self.fetch_again(zip(tasks, batches, strict=True))
 
     def end_replay(self, index: Any) -> None:
-        """Fetches again what an iterable dataset made after its state. Its index batches are all alike."""
+        """Fetches again the batches that an iterable dataset made after its state. Its index batches are all alike."""
         batches, self.replay = self.replay, 0
         self.fetch_again(itertools.repeat((0, index), batches))
 
     def fetch_again(self, batches: Iterable[tuple[int, Any]]) -> None:
-        """Fetches tasks and drops them. A shutdown ends this between two samples. ``stall_timeout`` applies to each."""
+        """Fetches batches and drops them. A shutdown ends this between two samples. ``stall_timeout`` applies to each
+        batch."""
 
         def fetch(batch: tuple[int, Any]) -> object:
             self.check_stop()
@@ -357,7 +361,7 @@ class _Worker:
         self.port.progress(ends=True)
 
     def send(self, task: int, batch: list[Any]) -> None:
-        """Sends the one item of a list, or the error that prevents it. May empty the list."""
+        """Sends the batch in a list of one item, or the error that prevents it. May empty the list."""
         kind = converting.kind_of(batch[0])
         try:
             if not self.send_plain(task, batch):
@@ -367,7 +371,8 @@ class _Worker:
             self.port.send_error(task, serialize.dumps_error(ExceptionWrapper(where=where)))
 
     def send_plain(self, task: int, batch: list[Any]) -> bool:
-        """Sends the one item of a list if it is a plain tree, or leaves it there, ready to be pickled."""
+        """Sends the batch in a list of one item and returns True if it is a plain tree. Otherwise leaves it in the
+        list, ready to be pickled."""
         leaves_are_ours = serialize.leaves_are_ours()
         if self.port.send(task, batch, leaves_are_ours):
             return True
@@ -378,29 +383,31 @@ class _Worker:
         return self.port.send(task, batch, leaves_are_ours)
 
     def send_pickle(self, task: int, batch: Any) -> None:
+        """Sends a batch that is not a plain tree."""
         if not self.port.send_pickle(task, *self.portable(*serialize.dumps(batch))):
             # Tensors share memory at offsets that views cannot express.
             if not self.port.send_pickle(task, *self.portable(*serialize.dumps(batch, views=False))):
-                raise RuntimeError("a batch whose storages cannot be sent")
+                raise RuntimeError("the storages of this batch cannot be sent")
 
     def portable(self, pickled: bytes, objects: list[Any], tied: bool) -> tuple[bytes, list[Any], bool]:
-        """A pickled batch, if it can be opened where it goes."""
+        """Returns a pickled batch unchanged, or raises an error if the receiver cannot unpickle it."""
         if tied and self.port.is_remote:
             raise RuntimeError(
-                "it has an object that only processes of the same machine can share (a descriptor, a connection, "
-                "memory of a device, or one with a reducer of its own in multiprocessing); return tensors, arrays or "
+                "it has an object that only processes on the same machine can share (a descriptor, a connection, "
+                "device memory, or an object with a custom reducer in multiprocessing); return tensors, arrays or "
                 "plain objects"
             )
         return pickled, objects, tied
 
     def send_empty(self, task: int, failures: list[Failure]) -> None:
-        """Answers a task whose samples have all failed. As an error, the answer counts and is no batch."""
+        """Sends the result of a task whose samples all failed. It is sent as an error, so that it counts as an answer
+        but not as a batch."""
         if self.publisher is not None:
             self.publisher.after(task, self.step.fetcher, self.dataset)
         self.port.send_error(task, serialize.dumps_alone(EmptyBatch(failures)))
 
     def send_error(self, task: int, error: ExceptionWrapper) -> None:
-        """Answers a task with an error."""
+        """Sends an error as the result of a task."""
         if self.publisher is not None:
             self.publisher.after(task, self.step.fetcher, self.dataset)
         self.port.send_error(task, serialize.dumps_error(error))

@@ -1,7 +1,8 @@
 """Detects that the kernel has killed processes because a memory cgroup was out of memory.
 
-A cgroup counts the processes in it that the OOM killer has ended: in version 2 in memory.events, which includes the
-cgroups below it, and in memory.events.local, which does not; in version 1 in memory.oom_control.
+A cgroup counts those of its processes that the OOM killer has ended. In version 2 the counts are in memory.events,
+which includes the cgroups below it, and in memory.events.local, which does not; in version 1 they are in
+memory.oom_control.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ from __future__ import annotations
 import os
 from pathlib import PurePosixPath
 
-# The end of a death's text if an OOM kill explains the death.
+# Appended to the text of a death that an OOM kill explains.
 OUT_OF_MEMORY = " Its memory cgroup was out of memory."
 
 
 class OomKills:
-    """The counters of OOM kills of this process's memory cgroups. A new object has read them.
+    """The counters of OOM kills of this process's memory cgroups, read when the object is made.
 
-    Workers begin in the cgroups of the main process. Those above it count as well, with the processes in them alone:
-    other containers of the machine may be below them.
+    Workers start in the cgroups of the main process. The cgroups above these are also read, but only for kills of their
+    own processes: other containers of the machine may be below them.
 
     Args:
-        proc: The root of procfs; tests have their own.
+        proc: The root of procfs; tests replace it.
         cgroup: The folder in which cgroups are mounted.
     """
 
@@ -31,12 +32,12 @@ class OomKills:
 
     def grew(self) -> bool:
         """Returns True if a counter has grown since the last call, or since the object was made. A cgroup that is new
-        since then has no growth, and one that was made again starts over."""
+        since then counts as unchanged, and a cgroup that was recreated starts over."""
         before, self._counts = self._counts, self._read()
         return any(count > before.get(file, count) for file, count in self._counts.items())
 
     def _read(self) -> dict[str, int]:
-        """Returns the counters that can be read, by their file."""
+        """Returns the counters that can be read, by file."""
         counts: dict[str, int] = {}
         for line in _text(f"{self._proc}/self/cgroup").splitlines():
             _, _, membership = line.partition(":")
@@ -61,21 +62,21 @@ class OomKills:
 
 
 def _levels(base: str, path: str) -> list[str]:
-    """Returns the folders of a cgroup and those above it, from the root down."""
-    # "/../x" lies above the root of the mount, which is then the container's own level.
+    """Returns the folders of a cgroup and of the cgroups above it, from the root down."""
+    # "/../x" is above the root of the mount, which is then the container's own level.
     names = [name for name in PurePosixPath(path).parts if name not in ("/", "..")]
     return ["/".join([base, *names[:depth]]) for depth in range(len(names) + 1)]
 
 
 def _read_counters(base: str, path: str, name: str) -> dict[str, int]:
-    """Returns the counters in the files of one name at each level."""
+    """Returns the counters in the files with one name at all levels."""
     files = [f"{folder}/{name}" for folder in _levels(base, path)]
     counts = {file: _count(file) for file in files}
     return {file: count for file, count in counts.items() if count is not None}
 
 
 def _count(file: str) -> int | None:
-    """Returns the number behind "oom_kill" in a file, or None."""
+    """Returns the number after "oom_kill" in a file, or None."""
     for line in _text(file).splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.isdecimal():

@@ -1,8 +1,8 @@
-"""Pickles the common arguments of workers once, if no program can distinguish that from one pickle for each worker.
+"""Pickles the common arguments of workers once, if no program can notice the difference from one pickle per worker.
 
-torch pickles the dataset for each worker. A class's own ``__getstate__`` or reducer may count its calls or answer
-differently each time, and descriptors, locks, queues and tensors in shared memory belong to one worker's pickle. With
-any of these in it, the dataset is pickled for each worker here, too.
+torch pickles the dataset for each worker. A class's own ``__getstate__`` or reducer may count its calls or return a
+different value each time, and descriptors, locks, queues and tensors in shared memory belong to one worker's pickle. A
+dataset that contains any of these is pickled for each worker here, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 from rustloader.workers.arguments import Mark
 from rustloader.workers.definitions import Pickling
 
-# Objects of other packages may be tied to one process, or their code may show how often it runs.
+# Packages whose objects can be pickled once. Objects of others may be tied to one process, or their code may show how
+# often it runs.
 _PLAIN = (sys.stdlib_module_names | {"numpy", "pandas", "torch"}) - {"multiprocessing", "_multiprocessing"}
 # Methods of an object's class that pickling calls.
 _HOOKS = (
@@ -33,9 +34,9 @@ _HOOKS = (
     "__getattribute__",
     "__getattr__",
 )
-# The same for lists and dicts.
+# Methods that pickling also calls for subclasses of list and dict.
 _ITEMS = ("__iter__", "items")
-# multiprocessing's own reducers of methods and partial functions, whose results name no process.
+# multiprocessing's own reducers of methods and partial functions, whose results refer to no process.
 _PLAIN_REDUCERS = {
     reduction._reduce_method,  # type: ignore[attr-defined]
     reduction._reduce_method_descriptor,  # type: ignore[attr-defined]
@@ -44,7 +45,7 @@ _PLAIN_REDUCERS = {
 
 
 class _NotPlain(Exception):
-    """Raised if the value has an object in it that must be pickled for each worker."""
+    """Raised if the value contains an object that must be pickled for each worker."""
 
 
 def _is_plain(module: Any) -> bool:
@@ -52,11 +53,12 @@ def _is_plain(module: Any) -> bool:
 
 
 def _is_plain_class(kind: type) -> bool:
-    """Returns True if pickling an object of a class runs no code but that of known packages."""
+    """Returns True if pickling an object of a class runs only code of known packages."""
     for name in _HOOKS + (_ITEMS if issubclass(kind, list | dict) else ()):
         for base in kind.__mro__:
             if name in vars(base):
-                # Methods that the standard library has added to a class, as for named tuples, name its own module.
+                # A method that the standard library adds to a class, as to a named tuple, names a module of that
+                # library.
                 module = getattr(vars(base)[name], "__module__", None) or base.__module__
                 if not _is_plain(module):
                     return False
@@ -65,7 +67,7 @@ def _is_plain_class(kind: type) -> bool:
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """The reducers of types. The first object of a type adds it, or ends the pickling."""
+    """The reducers by type. The first object of a type adds the type's reducer, or ends the pickling with an error."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
         registered = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
@@ -79,49 +81,49 @@ class _Table(dict[type, Callable[[Any], Any]]):
                 raise _NotPlain
             return self.setdefault(kind, reducer)
         if issubclass(kind, type):
-            # Classes travel by name.
+            # Classes are pickled by name.
             raise KeyError(kind)
         if kind is not Mark and not _is_plain_class(kind):
             raise _NotPlain
         return self.setdefault(kind, _reduce)
 
 
-# The pickler's own reduction of types that are not in its table.
+# Reduces an object as the pickler does if its type is not in the table.
 _reduce: Callable[[Any], Any] = operator.methodcaller("__reduce_ex__", pickle.DEFAULT_PROTOCOL)
 
 
 class PickledOnce:
-    """A pickle in a memfd, which workers map. It is in memory once, however many workers read it."""
+    """A pickle in a memfd, which workers map. It is in memory only once, for any number of workers."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     @classmethod
     def of(cls, value: Any, pickling: Pickling | None = None) -> PickledOnce | None:
-        """Pickles a value. None if it has to be pickled for each worker, or cannot be pickled at all."""
+        """Pickles a value. Returns None if it must be pickled for each worker, or cannot be pickled at all."""
         file = None
         try:
             file = os.fdopen(os.memfd_create("rustloader-start", os.MFD_CLOEXEC), "wb")
             (pickling or Pickling()).dump(value, file, _Table)
             file.flush()
         except Exception:
-            # The pickle for the first worker raises the error, if it is one.
+            # If this is a genuine error, pickling for the first worker raises it.
             if file is not None:
                 _close(file)
             return None
         return cls(file)
 
     def for_child(self) -> Any:
-        """Returns the descriptor, in a form that the pickle of a process takes."""
+        """Returns the descriptor in a form that can be pickled for a child process."""
         return reduction.DupFd(self._file.fileno())
 
     def close(self) -> None:
-        """Closes the file. Each start needs it open."""
+        """Closes the file, after the start of all workers, which need it open."""
         _close(self._file)
 
 
 def _close(file: Any) -> None:
-    # A failed write has raised before.
+    # A failed write has already raised its error.
     with contextlib.suppress(OSError):
         file.close()
 
@@ -130,7 +132,7 @@ def load(duplicate: Any) -> Any:
     """Unpickles the value in a worker."""
     fd = duplicate.detach()
     try:
-        # Workers that were spawned share the position in the file.
+        # The file is mapped and not read, because spawned workers share its position.
         contents = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
     finally:
         os.close(fd)

@@ -1,8 +1,7 @@
 """Imports the modules that each worker needs in multiprocessing's fork server, so that no worker has to import them.
 
-The server is a fresh interpreter. Its path is not that of the program, in Python versions that hand the program's path
-to the server and do not use it there. This module imports the modules that a worker of the program would
-import, or nothing.
+The server is a fresh interpreter. In some versions of Python it receives the program's ``sys.path`` but does not use
+it. This module imports what a worker of the program would import with that path, or nothing if the path is unknown.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MODULES = ("faulthandler", "numpy", "numpy.random", "torch", "torch.utils.data"
 
 
 def _path_of_program() -> list[str] | None:
-    """Returns the program's ``sys.path``, which the server's main function got; None in any other process."""
+    """Returns the program's ``sys.path``, which the server's main function received; None in any other process."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not forkserver.main.__code__:
         frame = frame.f_back
@@ -27,21 +26,21 @@ def _path_of_program() -> list[str] | None:
 
 
 def _import_all(path: list[str]) -> None:
-    own, sys.path = sys.path, list(path)
+    server_path, sys.path = sys.path, list(path)
     try:
         for name in _MODULES:
-            # A worker repeats an import that fails, and shows its error.
+            # A worker repeats a failed import and shows its error.
             try:
                 importlib.import_module(name)
             except Exception:
                 return
     finally:
-        sys.path = own
+        sys.path = server_path
 
 
 def _seed_workers(server: int) -> None:
-    """Gives processes of the server a NumPy generator of their own, as in a fresh interpreter. Python's generator does
-    that by itself, and torch's starts from the same seed everywhere."""
+    """Reseeds NumPy's generator in each process that the server forks, as in a fresh interpreter. Python's generator is
+    reseeded by Python itself, and torch's starts from the same seed everywhere."""
 
     def after_fork() -> None:
         if os.getppid() == server:

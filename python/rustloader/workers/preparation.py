@@ -1,7 +1,8 @@
-"""Calls that a process of spawn or forkserver makes before it imports anything.
+"""Calls that a process makes before its first import, if it starts by spawn or forkserver.
 
-multiprocessing sends preparation data first, which are unpickled before the program's main module is imported. The name
-of the process is part of them. Only functions that Python has loaded by then are of use.
+multiprocessing first sends preparation data, which is unpickled before the program's main module is imported. The name
+of the process is part of that data, and its pickle contains the calls. They are limited to functions that Python has
+loaded by then.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 
 class Call:
-    """Calls a function when it is unpickled."""
+    """A call of a function, made when this object is unpickled."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._reduced = function, args
@@ -23,7 +24,7 @@ class Call:
 
 
 class _Name(str):
-    """The name of a process that arrives as a plain string, after the calls."""
+    """The name of a process. Unpickling it makes the calls first and results in a plain string."""
 
     __slots__ = ("_calls",)
 
@@ -43,11 +44,11 @@ class _Name(str):
 
 @contextlib.contextmanager
 def calling_first(process: Any, calls: Callable[[], Sequence[Call]]) -> Iterator[None]:
-    """Makes a process that is started in the body make some calls first.
+    """Adds calls to a process that the body starts. The process makes them first.
 
     Args:
-        process: The process.
-        calls: Gives the calls, while multiprocessing pickles for this start.
+        process: The process, which has not started yet.
+        calls: Returns the calls. It is called while multiprocessing pickles the preparation data.
     """
     name = process._name
     process._name = _Name(name, calls)

@@ -20,10 +20,10 @@ from rustloader.workers import fork_server
 # The children that multiprocessing ends and joins at the interpreter's exit.
 _mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
 
-# Remedies where the system refuses to start another process.
+# Remedies, by error number, if the system refuses to start another process.
 _REFUSED_STARTS = {
     errno.EAGAIN: "raise `ulimit -u` (RLIMIT_NPROC), or the cgroup's pids.max, or use a smaller num_workers",
-    errno.ENOMEM: "the machine or the address space (`ulimit -v`, RLIMIT_AS) has no memory left for one more process",
+    errno.ENOMEM: "the machine or the address space (`ulimit -v`, RLIMIT_AS) has no memory left for another process",
     errno.EMFILE: "raise `ulimit -n` (RLIMIT_NOFILE), or close files that are no longer needed",
     errno.ENFILE: "raise the sysctl fs.file-max",
 }
@@ -37,7 +37,7 @@ _PICKLE_WARNING = (
 
 
 def process_class(context: Any) -> Any:
-    """The class of a context's processes, or a function that makes them, or None."""
+    """Returns the class of a context's processes, a function that makes them, or None."""
     kind = getattr(context, "Process", None)
     while isinstance(kind, functools.partial):
         kind = kind.func
@@ -47,16 +47,16 @@ def process_class(context: Any) -> Any:
 def start_method(context: Any) -> str:
     """Returns the method by which a context starts processes: "fork", "forkserver" or "spawn"."""
     if is_remote(context):
-        own: str = context.get_start_method()
-        return own
-    # Contexts need not know their method. The class does, as for multiprocessing itself.
+        remote_method: str = context.get_start_method()
+        return remote_method
+    # A context may not know its start method. The class of its processes does, as in multiprocessing itself.
     method: str = process_class(context)._start_method or multiprocessing.get_start_method()
     return method
 
 
 def start_helpers(context: Any) -> None:
-    """Starts multiprocessing's helper processes, which outlive the loader, before SIGINT is blocked: every process that
-    the program starts later inherits their signal mask."""
+    """Starts multiprocessing's helper processes, which outlive the loader. This must come before SIGINT is blocked:
+    every process that the program starts later inherits the helpers' signal mask."""
     method = start_method(context)
     if method == "forkserver":
         fork_server.ensure_running()
@@ -78,13 +78,12 @@ def start(process: Any, worker: str) -> None:
 
 
 def is_refused(error: OSError) -> bool:
-    """Returns True if the system refuses to start another process, for now."""
+    """Returns True if an error means that the system currently refuses to start another process."""
     return error.errno in _REFUSED_STARTS
 
 
 def kill(process: Any) -> None:
-    """Kills a process that torch's iterator started. Leaves threads alone, and processes that do not descend from this
-    one."""
+    """Kills a worker. Does nothing to a thread, or to a process that does not descend from this one."""
     if isinstance(process, multiprocessing.process.BaseProcess) and descends(process.pid or 0):
         process.kill()
         process.join()
@@ -97,7 +96,7 @@ def note_end(process: Any, has_ended: bool) -> None:
     with contextlib.suppress(ValueError):
         if has_ended and process.exitcode is None:
             process.join(STATUS_AFTER)
-    # multiprocessing would list a process that other code has reaped as alive forever.
+    # Without this, multiprocessing would list a process that other code has reaped as alive forever.
     _mp_children.discard(process)
 
 

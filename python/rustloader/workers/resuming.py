@@ -1,4 +1,5 @@
-"""Resuming: states of the dataset and its iterator are loaded, and batches after them are fetched again and dropped."""
+"""Resumes a worker: loads the states of the dataset and its iterator, then fetches the next batches again and drops
+them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import _DatasetKind
 
-from rustloader.fetch import torchs
+from rustloader.fetch import torch_fetcher
 from rustloader.fetch.inline import StepFetcher
 from rustloader.workers.snapshots import WorkerStart, is_stateful
 
@@ -20,41 +21,42 @@ def load_dataset(dataset: Any, start: WorkerStart) -> None:
 
 
 def load_iterator(fetcher: Any, start: WorkerStart) -> None:
-    """Loads the state of the iterator that a new fetcher of torch has."""
+    """Loads the state of the dataset's iterator, which a new torch fetcher has made."""
     iterator: Any = getattr(fetcher, "dataset_iter", None)
     if start.iterator_state is not None and is_stateful(iterator):
         iterator.load_state_dict(start.iterator_state)
     if start.ended:
-        # A generator takes note of its loaded place at its first step. Without that, the next epoch would begin there.
+        # A generator uses its loaded position only in its first step. Without that step, the next epoch would begin
+        # there.
         with contextlib.suppress(Exception):
             next(iterator)
         fetcher.ended = True
 
 
 def load_counters(seeds: Any, start: WorkerStart) -> None:
-    """Continues the counters of ``Seeds``; None has none."""
+    """Sets the counters of ``Seeds`` to those in ``start``. Does nothing if ``seeds`` is None."""
     if seeds is not None:
         seeds.batches, seeds.samples = start.batches, start.samples
 
 
 def earlier_tasks(count: int, worker_id: int, num_workers: int, first_ordinal: int) -> list[int]:
-    """Returns the last tasks of a worker before a resumed epoch, which begins with task 0. With round robin a worker
-    has every ``num_workers``-th of an epoch. None is before the epoch's first, even if a program changed the state's
-    position.
+    """Returns the numbers of a worker's last ``count`` tasks before a resumed epoch, which begins with task 0. With
+    round robin a worker has every ``num_workers``-th task of an epoch. No number is below that of the epoch's first
+    task, even if a program changed the position in the state.
     """
     last = (worker_id - first_ordinal) % num_workers - num_workers
-    return [max(last - num_workers * later, -first_ordinal) for later in reversed(range(count))]
+    return [max(last - num_workers * turns_back, -first_ordinal) for turns_back in reversed(range(count))]
 
 
 def replay(fetcher: Any, batches: Iterable[Any], kind: int, fetch: Callable[[Any], object] | None = None) -> None:
-    """Fetches batches again, as in the first run, and drops them. Their errors were raised there. An iterable dataset
-    that ends is not asked again.
+    """Fetches batches again, as in the first run, and drops them with their errors, which the first run raised. After
+    an iterable dataset has ended, nothing more is fetched from it.
 
     Args:
         fetcher: The fetcher.
         batches: Index batches, or other arguments of ``fetch``.
         kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
-        fetch: Fetches a batch; by default the fetcher does.
+        fetch: Fetches a batch; by default the fetcher's own method.
     """
     inner = fetcher
     if isinstance(fetcher, StepFetcher):
@@ -75,8 +77,8 @@ def replay(fetcher: Any, batches: Iterable[Any], kind: int, fetch: Callable[[Any
 
 @contextlib.contextmanager
 def _without_collating(fetcher: Any, kind: int) -> Iterator[None]:
-    """Takes ``collate_fn`` from a fetcher whose ``fetch`` is torch's. Others may need the result."""
-    if not torchs.is_own(kind):
+    """Disables the ``collate_fn`` of a fetcher whose ``fetch`` is torch's. Other fetchers may need its result."""
+    if not torch_fetcher.is_original(kind):
         yield
         return
     collate_fn = fetcher.collate_fn

@@ -1,9 +1,10 @@
 """Pickles values that are not plain trees of tensors, arrays and numbers.
 
-The dispatch table is ForkingPickler's, with the reducers that torch and programs registered there. This module replaces
-only those of plain CPU tensors, plain arrays and CPU storages. A batch's pickle holds tokens for these; the objects
-travel out of band (protocol 5) through the codec, which knows what memory they share and which part of their storages
-they use. torch's reducers of other tensors end in a storage, which travels as a tensor of its bytes.
+The dispatch table is ForkingPickler's, with the reducers that torch and programs have registered there. This module
+replaces only the reducers of plain CPU tensors, plain arrays and CPU storages. A batch's pickle has tokens for these
+objects. They travel out of band (protocol 5) through the codec, which knows what memory they share and which part of
+their storages they use. torch's reducers of other tensors reduce them to a storage, which travels as a tensor of its
+bytes.
 """
 
 from __future__ import annotations
@@ -40,37 +41,37 @@ def _reducers(storage: Any, tensor: Any, array: Any) -> _Reducers:
 
 
 # The reducers (None: no reducer) that this module replaces. It keeps all others.
-_TORCHS = _reducers(reductions.reduce_storage, reductions.reduce_tensor, None)
+_TORCH_REDUCERS = _reducers(reductions.reduce_storage, reductions.reduce_tensor, None)
 
-# Results of these packages' reducers lie in the pickle, out of band, or with the resource sharer.
+# Results of these packages' reducers are in the pickle, out of band, or with the resource sharer.
 _SELF_CONTAINED = ("torch", "multiprocessing")
 
 _sharer: Any = resource_sharer._resource_sharer  # type: ignore[attr-defined]
 
-# For `leaves_are_ours`, which runs per batch.
+# Short names for `leaves_are_ours`, which runs once per batch.
 _Tensor, _UntypedStorage, _ndarray = torch.Tensor, torch.UntypedStorage, np.ndarray
 _reducer_of = _extra_reducers.get
-_reduce_tensor_of_torchs, _reduce_storage_of_torchs = _TORCHS[_Tensor], _TORCHS[_UntypedStorage]
+_torch_reduce_tensor, _torch_reduce_storage = _TORCH_REDUCERS[_Tensor], _TORCH_REDUCERS[_UntypedStorage]
 
 
 def leaves_are_ours() -> bool:
     """Returns True if a plain batch needs no pickle: no program has registered reducers for tensors or arrays."""
     return (
-        _reducer_of(_Tensor) is _reduce_tensor_of_torchs
-        and _reducer_of(_UntypedStorage) is _reduce_storage_of_torchs
+        _reducer_of(_Tensor) is _torch_reduce_tensor
+        and _reducer_of(_UntypedStorage) is _torch_reduce_storage
         and _reducer_of(_ndarray) in (None, reduce_shared_array)
         and _ndarray not in copyreg.dispatch_table
     )
 
 
 def _is_foreign(reducer: Callable[[Any], Any]) -> bool:
-    """Returns True if results of a reducer may depend on its process being alive."""
+    """Returns True if the results of a reducer may be readable only while its process is alive."""
     package = str(getattr(reducer, "__module__", None)).partition(".")[0]
     return package not in _SELF_CONTAINED or getattr(reducer, "__name__", "").endswith("reduce_event")
 
 
-# Reducers that are known not to be foreign.
-_known = {kind: reducer for kind, reducer in _extra_reducers.items() if not _is_foreign(reducer)}
+# Registered reducers that are not foreign, as of the import of this module.
+_known_reducers = {kind: reducer for kind, reducer in _extra_reducers.items() if not _is_foreign(reducer)}
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -78,7 +79,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    # torch's reducer drops both bits, and the values would arrive wrong.
+    # torch's reducer drops the conjugate and negative bits, so the values would arrive wrong.
     if tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg()) and tensor.is_leaf:
         return _rebuild_leaf, (type(tensor), tensor.detach().resolve_conj().resolve_neg(), tensor.requires_grad)
     if tensor.is_quantized:
@@ -93,10 +94,10 @@ def _rebuild_times(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _reduce_array(array: np.ndarray) -> Any:
     if array.nbytes < INLINE_LIMIT:
-        # Protocol 5 would make it a view of a buffer. With torch's loader it owns its memory.
+        # Protocol 5 would make it a view of a buffer. With torch's loader an array owns its memory.
         return array.__reduce_ex__(4)
-    # With torch's loader arrays arrive in C or F order, in native byte order, and writable. A buffer would keep
-    # what the array has.
+    # With torch's loader arrays arrive in C or F order, in native byte order, and writable. A buffer would keep the
+    # order and flags of the array.
     dtype = array.dtype
     native = dtype if dtype.isnative or dtype.names else dtype.newbyteorder("=")
     if native is not dtype or not (array.flags.writeable and array.flags.forc):
@@ -119,17 +120,17 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
     return _rebuild_storage, (pickle.PickleBuffer(_bytes_of(storage).numpy()),)  # type: ignore[arg-type]
 
 
-# Everything goes into the pickle itself.
+# Reducers that put everything into the pickle itself.
 _ALONE = _reducers(_reduce_storage, _reduce_tensor, _reduce_array)
 
 
-def _beside(obj: Any) -> Any:
+def _rebuild_object(obj: Any) -> Any:
     return obj
 
 
-def _storage_beside(content: torch.Tensor) -> torch.UntypedStorage:
+def _rebuild_storage_of(content: torch.Tensor) -> torch.UntypedStorage:
     storage = content.untyped_storage()
-    if storage.nbytes() != content.numel():  # it arrived inside a larger one
+    if storage.nbytes() != content.numel():  # it arrived inside a larger storage
         storage = content.clone().untyped_storage()
     return storage
 
@@ -140,29 +141,30 @@ def _rebuild_leaf(cls: type, tensor: torch.Tensor, requires_grad: bool) -> torch
     return tensor.requires_grad_(requires_grad)
 
 
-def _rebuild_view(content: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _rebuild_view(content: torch.Tensor, *other_args: Any) -> torch.Tensor:
     layout = content._typed_storage(), content.storage_offset(), content.size(), content.stride()
-    return torch._utils._rebuild_tensor_v2(*layout, *rest)
+    return torch._utils._rebuild_tensor_v2(*layout, *other_args)
 
 
 def _reduce_subclass(tensor: torch.Tensor) -> Any:
-    """Returns torch's reduction of a subclass's instance, with the tensor's view in place of the whole storage."""
+    """Returns torch's reduction of an instance of a subclass, with a view of the tensor in place of its whole
+    storage."""
     reduced = tensor.__reduce_ex__(_PROTOCOL)
     match reduced:
-        case (torch._tensor._rebuild_from_type_v2, (torch._utils._rebuild_tensor_v2, cls, (storage, *rest), state)):
-            content = torch._utils._rebuild_tensor(storage, *rest[:3])
+        case (torch._tensor._rebuild_from_type_v2, (torch._utils._rebuild_tensor_v2, cls, (storage, *args), state)):
+            content = torch._utils._rebuild_tensor(storage, *args[:3])
             if is_plain_leaf(content):
-                return reduced[0], (_rebuild_view, cls, (content, *rest[3:]), state)
+                return reduced[0], (_rebuild_view, cls, (content, *args[3:]), state)
     return reduced
 
 
-# The pickler's own reduction of types that are not in its table.
+# Reduces an object as the pickler does if its type is not in the table.
 _reduce_by_itself: Callable[[Any], Any] = operator.methodcaller("__reduce_ex__", _PROTOCOL)
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """The reducers of types. The first instance of a type adds it: subclasses of tensors with their reducer, other
-    types to spare later instances a call."""
+    """The reducers by type. The first instance of a type adds an entry: ``_reduce_subclass`` for a subclass of tensors,
+    and for other types the default, which saves later instances a call."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
         if issubclass(kind, type):
@@ -171,24 +173,25 @@ class _Table(dict[type, Callable[[Any], Any]]):
         return self.setdefault(kind, _reduce_subclass if is_subclass else _reduce_by_itself)
 
 
-class _Beside:
+class _OutOfBand:
     """The out-of-band objects of a pickle, in the order of their tokens.
 
-    A token is a writable buffer of one byte. ``pickle.loads`` replaces it with the object that it is given.
+    A token is a writable buffer of one byte. ``pickle.loads`` is given the objects and replaces the tokens with them,
+    in order.
     """
 
     def __init__(self, views: bool) -> None:
         self.objects: list[Any] = []
-        # True if unpickling needs this process, for a descriptor or memory of a device.
+        # True if unpickling needs this process, for a descriptor or device memory.
         self.tied = False
-        self._waiting: dict[int, Any] = {}
+        self._by_token: dict[int, Any] = {}
         self._views = views
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Takes a buffer, as the pickler's callback. Returns False for a buffer that travels out of band."""
+        """Handles a buffer as the pickler's ``buffer_callback``. Returns False if the buffer travels out of band."""
         token = id(buffer)
-        if token in self._waiting:
-            self.objects.append(self._waiting.pop(token))
+        if token in self._by_token:
+            self.objects.append(self._by_token.pop(token))
             return False
         try:
             raw = buffer.raw()
@@ -200,8 +203,8 @@ class _Beside:
         self.objects.append([np.frombuffer(raw, np.uint8)])
         return False
 
-    def noted(self, reducer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wraps a foreign reducer to record its use."""
+    def recording_use(self, reducer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wraps a foreign reducer so that its use sets ``tied``."""
 
         def reduce(obj: Any) -> Any:
             self.tied = True
@@ -211,19 +214,19 @@ class _Beside:
 
     def _token(self, rebuild: Callable[..., Any], obj: Any) -> Any:
         token = pickle.PickleBuffer(bytearray(1))
-        self._waiting[id(token)] = obj
+        self._by_token[id(token)] = obj
         return rebuild, (token,)
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu":
             return reductions.reduce_storage(storage)
-        return self._token(_storage_beside, _bytes_of(storage))
+        return self._token(_rebuild_storage_of, _bytes_of(storage))
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if self._views:
             if is_plain_leaf(tensor):
-                return self._token(_beside, tensor)
-            # torch's reducer keeps only the class and this bit of such a tensor.
+                return self._token(_rebuild_object, tensor)
+            # Of such a tensor, torch's reducer keeps only the class and this flag.
             needs_grad = tensor.requires_grad and tensor.is_leaf
             if needs_grad or type(tensor) is torch.nn.Parameter:
                 content = tensor.detach()
@@ -235,17 +238,18 @@ class _Beside:
         return _reduce_tensor(tensor)
 
     def _reduce_array(self, array: np.ndarray) -> Any:
-        return self._token(_beside, array) if is_plain_leaf(array) else _reduce_array(array)
+        return self._token(_rebuild_object, array) if is_plain_leaf(array) else _reduce_array(array)
 
 
 def _registered() -> _Reducers:
-    """Returns the reducers of torch and of programs. In a batch an array in shared memory is like any other."""
+    """Returns the reducers of torch and of programs. In a batch, an array in shared memory is pickled like any
+    other."""
     return {kind: reducer for kind, reducer in _extra_reducers.items() if reducer is not reduce_shared_array}
 
 
 def _table(reducers: _Reducers) -> _Reducers:
     table = {**copyreg.dispatch_table, **_registered()}
-    replacing = {kind: reducer for kind, reducer in reducers.items() if table.get(kind) is _TORCHS[kind]}
+    replacing = {kind: reducer for kind, reducer in reducers.items() if table.get(kind) is _TORCH_REDUCERS[kind]}
     if torch.UntypedStorage not in replacing:
         # torch's reducer of tensors calls the program's reducer of storages.
         replacing.pop(torch.Tensor, None)
@@ -265,19 +269,19 @@ def _pickle(value: Any, table: _Reducers, callback: Callable[[pickle.PickleBuffe
 def dumps(value: Any, *, views: bool = True) -> tuple[bytes, list[Any], bool]:
     """Pickles a batch. With ``views=False`` tensors travel as whole storages, which always works.
 
-    Returns the pickle, its out-of-band objects, and whether unpickling needs this process to be alive.
+    Returns the pickle, its out-of-band objects, and True if unpickling needs this process to be alive.
     """
-    beside = _Beside(views)
-    table = _table(_reducers(beside._reduce_storage, beside._reduce_tensor, beside._reduce_array))
-    if views and table.get(torch.Tensor) == beside._reduce_tensor:
+    out_of_band = _OutOfBand(views)
+    table = _table(_reducers(out_of_band._reduce_storage, out_of_band._reduce_tensor, out_of_band._reduce_array))
+    if views and table.get(torch.Tensor) == out_of_band._reduce_tensor:
         table = _Table(table)
-    if _extra_reducers != _known:
+    if _extra_reducers != _known_reducers:
         for kind, reducer in _registered().items():
-            if _known.get(kind) is not reducer and kind in table and _is_foreign(reducer):
-                table[kind] = beside.noted(reducer)
+            if _known_reducers.get(kind) is not reducer and kind in table and _is_foreign(reducer):
+                table[kind] = out_of_band.recording_use(reducer)
     shared = _sharer._key
-    payload = _pickle(value, table, beside.take)
-    return payload, beside.objects, beside.tied or _sharer._key != shared
+    payload = _pickle(value, table, out_of_band.take)
+    return payload, out_of_band.objects, out_of_band.tied or _sharer._key != shared
 
 
 def loads(payload: bytes, objects: Sequence[Any]) -> Any:
@@ -291,11 +295,11 @@ def dumps_alone(value: Any) -> bytes:
 
 
 def dumps_index(index: Any) -> bytes:
-    """Pickles an index batch; an error names where it comes from."""
+    """Pickles an index batch. A note on an error names the sampler as the source of the batch."""
     try:
         return dumps_alone(index)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
-        error.add_note("The DataLoader's sampler or batch_sampler has yielded an index that cannot be pickled.")
+        error.add_note("The DataLoader's sampler or batch_sampler yielded an index that cannot be pickled.")
         raise
 
 

@@ -1,6 +1,6 @@
 """Snapshots of a dataset's state: their schedule, their content, and their transport.
 
-``read`` reads one: the start of a worker that goes on after it.
+``read`` turns a snapshot into the starting point of a worker that continues from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rustloader.fetch.seeds import Seeds
 from rustloader.settings.limits import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.workers import by_value, serialize
 
-# The source of the errors of states, as opposed to those of a worker's start.
+# The prefix of `where` in errors of states. It distinguishes them from errors of a worker's start.
 OF_STATE = "in the state of the dataset"
 
 
@@ -31,7 +31,8 @@ class SnapshotPolicy:
     """The schedule of snapshots.
 
     Attributes:
-        every: Batches of the loader from one snapshot to the next; 0: only at the start and the end of an epoch.
+        every: Number of the loader's batches from one snapshot to the next; 0: only at the start and the end of an
+            epoch.
         first_ordinal: Number of the epoch's first batch.
     """
 
@@ -41,15 +42,15 @@ class SnapshotPolicy:
 
 @dataclass
 class WorkerStart:
-    """The start of a worker in a resumed epoch; also the content of a snapshot.
+    """The starting point of a worker in a resumed epoch; also the content of a snapshot.
 
     Attributes:
-        dataset_state: For ``load_state_dict`` of the dataset, or None.
-        iterator_state: For ``load_state_dict`` of its iterator, or None.
-        ended: Whether the iterable dataset had ended. It is not asked again.
-        replay: Batches to fetch and drop: their number for an iterable dataset, or their index batches.
-        batches: The counter of ``Seeds`` at the snapshot.
-        samples: The same for samples.
+        dataset_state: Argument of the dataset's ``load_state_dict``, or None.
+        iterator_state: Argument of its iterator's ``load_state_dict``, or None.
+        ended: Whether the iterable dataset had ended. Nothing more is fetched from it then.
+        replay: Batches to fetch and drop: their number for an iterable dataset, else a list of index batches.
+        batches: Number of batches that ``Seeds`` had counted at the snapshot.
+        samples: Number of samples that ``Seeds`` had counted at the snapshot.
         delivered: Number of the worker's answers before the position.
         frozen: Whether the state of an iterable dataset stays the same while batches are made.
     """
@@ -74,7 +75,7 @@ class WorkerStart:
         return self.replay if isinstance(self.replay, int) else len(self.replay)
 
     def resumed(self) -> WorkerStart:
-        """Returns this start, which has ended only if no batches follow its snapshot."""
+        """Returns a copy in which ``ended`` is set only if no batches follow the snapshot."""
         return replace(self, ended=self.ended and self.replayed == 0)
 
     def __reduce__(self) -> Any:
@@ -87,28 +88,28 @@ def _start_of(fields: bytes) -> WorkerStart:
 
 
 def is_stateful(obj: Any) -> bool:
-    """Returns True if an object can save and load its state, as torchdata's ``Stateful`` says."""
+    """Returns True if an object can save and load its state, with the methods of torchdata's ``Stateful``."""
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
 def read(snapshot: bytes) -> WorkerStart:
-    """Reads what ``Snapshots`` made."""
-    states, *more = pickle.loads(snapshot)
+    """Reads a snapshot that ``Snapshots`` made."""
+    states, *other_fields = pickle.loads(snapshot)
     iterator_state, dataset_state = pickle.loads(states)
-    return WorkerStart(dataset_state, iterator_state, *more)
+    return WorkerStart(dataset_state, iterator_state, *other_fields)
 
 
 class Snapshots:
-    """Decides when a snapshot is made, and makes it.
+    """Decides when snapshots are due, and makes them.
 
     Args:
         policy: The schedule in the first epoch.
         num_workers: Number of workers that take turns.
         kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
-        seeds: Seeds of the worker; in the main process the fetcher has them.
+        seeds: Seeds of the worker; None in the main process, where the fetcher has them.
 
     Attributes:
-        has_state: Whether the dataset or its iterator has a state, once ``first`` was called.
+        has_state: Whether the dataset or its iterator has a state. ``first`` sets this.
     """
 
     has_state = False
@@ -117,17 +118,18 @@ class Snapshots:
         self._policy_every, self._turns = policy.every, max(num_workers, 1)
         self._is_iterable = kind == _DatasetKind.Iterable
         self._seeds = seeds
-        # 0: no snapshot is due any more.
+        # 0: no more snapshots are due in this epoch.
         self._every = 0
         self._began = self._not_before = 0.0
         self._spent = 0.0
-        # Number of the last batch, and the state that was pickled last for comparison, after which batch.
+        # Number of the last batch, and of the batch after which states were last compared.
         self._ordinal = self._compared_at = -1
+        # Pickle of the states at that comparison.
         self._compared = b""
         self._is_frozen = False
 
     def first(self, fetcher: Any, dataset: Any) -> bytes:
-        """Begins an epoch with the snapshot of its start."""
+        """Begins an epoch, and returns the snapshot of its start."""
         self.stop()
         self._began = self._not_before = monotonic()
         self._spent = 0.0
@@ -140,8 +142,8 @@ class Snapshots:
         return payload
 
     def after(self, ordinal: int, fetcher: Any, dataset: Any) -> bytes | None:
-        """Returns the snapshot after the batch with this number. None: it is not due, or a state cannot be made or
-        pickled; then this epoch has no more.
+        """Returns the snapshot after the batch with this number, or None if none is due. Also returns None if a state
+        cannot be made or pickled; in that case no more snapshots are due in this epoch.
         """
         if not self.is_due(ordinal):
             return None
@@ -153,20 +155,21 @@ class Snapshots:
                 return None
 
     def is_due(self, ordinal: int) -> bool:
-        """Returns True if the policy asks for a snapshot after the batch with this number, and the last one's cost
-        leaves CPU time for it. As in torchdata, each worker makes one during the last turn before a multiple of
-        ``every``."""
+        """Returns True if the policy asks for a snapshot after the batch with this number, and the cost of earlier
+        snapshots leaves CPU time for it. As in torchdata, each worker makes a snapshot during the last turn before a
+        multiple of ``every``."""
         self._ordinal = ordinal
         every = self._every
         return every > 0 and ordinal % every + self._turns >= every and monotonic() >= self._not_before
 
     def stop(self) -> None:
-        """Makes no snapshot due until the next epoch."""
+        """Stops snapshots until the next epoch."""
         self._every = 0
 
     @contextlib.contextmanager
     def charged(self) -> Iterator[None]:
-        """Counts the CPU time of the body as that of a snapshot, and puts off the next until it can cost as much."""
+        """Counts the CPU time of the body as a snapshot's, and postpones the next snapshot until it may cost as
+        much."""
         before = thread_time()
         try:
             yield
@@ -176,8 +179,8 @@ class Snapshots:
             self._not_before = self._began + (self._spent + cost - SNAPSHOT_ALLOWANCE) / SNAPSHOT_SHARE
 
     def make(self, fetcher: Any, dataset: Any) -> bytes:
-        """Makes a snapshot now. Raises what ``state_dict`` or pickling raises."""
-        # The states apart: their bytes are compared.
+        """Makes a snapshot now. Raises the errors of ``state_dict`` and of pickling."""
+        # The states have a separate pickle, because its bytes are compared.
         states = by_value.dumps(self._states(fetcher, dataset))
         if self._is_iterable and self.has_state:
             self._compare(states)
@@ -197,13 +200,14 @@ class Snapshots:
         return not self._compared or self._ordinal - self._compared_at >= FROZEN_AFTER * self._turns
 
     def _compare(self, states: bytes) -> None:
-        """Notes a state that stays the same while batches are made: the position is not in it."""
+        """Records whether the state stays the same while batches are made. Such a state does not contain the
+        position."""
         if self._is_compared_now():
             self._is_frozen = self._compared == states
             self._compared, self._compared_at = states, self._ordinal
 
     def _sources(self, fetcher: Any, dataset: Any) -> tuple[Any, Any]:
-        """Returns the iterator and the dataset, as far as each has a state of its own."""
+        """Returns the iterator and the dataset, with None in place of one without a separate state."""
         if not self._is_iterable:
             return None, dataset
         iterator = unguarded(getattr(fetcher, "dataset_iter", None))
@@ -218,47 +222,48 @@ class Snapshots:
 
 
 class Publisher:
-    """Sends the snapshots of a worker, and counts the answers that they name.
+    """Sends the snapshots of a worker, and counts the answers that identify them.
 
     Args:
         port: The worker's port.
         snapshots: Makes the snapshots.
-        offset: The difference from a task's number to the number of its batch, in the first epoch.
-        where: The place that errors name.
-        answers: Answers of the worker's earlier processes in this epoch.
+        offset: Number to add to a task's number to get that of its batch, in the first epoch.
+        where: The place that errors name as their source.
+        answers: Number of answers from the worker's earlier processes in this epoch.
     """
 
     def __init__(self, port: Port, snapshots: Snapshots, offset: int, where: str, answers: int = 0) -> None:
         self._port, self._snapshots, self._where = port, snapshots, where
         self._offset = offset
         self._answers = answers
-        # True if this epoch's error was sent. There is one at most.
+        # True if an error was sent in this epoch. At most one is sent.
         self._failed = False
 
     def begin_epoch(self, first_task: int) -> None:
-        """Begins another epoch, whose batches are the tasks from ``first_task``. ``first`` has to follow."""
+        """Begins another epoch, whose batches are the tasks from ``first_task`` on. A call of ``first`` must follow."""
         self._offset, self._answers, self._failed = -first_task, 0, False
 
     def first(self, error: ExceptionWrapper | None, fetcher: Any, dataset: Any) -> None:
-        """Sends the snapshot of the epoch's start, or the error that the worker has in its place. A process that goes
-        on in the middle of an epoch sends neither: the main process has the snapshot that it starts from."""
+        """Sends the snapshot of the epoch's start, or the worker's error in its place. A process that continues in the
+        middle of an epoch sends neither: the main process has the snapshot from which that process starts."""
         if error is None:
             self._send(self._snapshots.first, self._answers, fetcher, dataset, is_wanted=not self._answers)
         elif not self._answers:
             self._fail(error, self._answers)
 
     def after(self, task: int, fetcher: Any, dataset: Any) -> None:
-        """Counts an answer, and sends the snapshot after it if one is due. Comes before the answer itself: when the
-        main process has that, it has the snapshot, too."""
+        """Counts an answer, and sends the snapshot after it if one is due. This must precede the answer itself: when
+        the main process has the answer, it has the snapshot, too."""
         self._answers += 1
         if self._snapshots.is_due(task + self._offset):
             with self._snapshots.charged():
                 self._send(self._snapshots.make, self._answers, fetcher, dataset)
 
     def at_end(self, fetcher: Any, dataset: Any) -> None:
-        """Sends the snapshot of an iterable dataset that has ended, without regard to its cost. It counts one answer
-        more: the state of a position before the end does not depend on whether the worker has found the end yet."""
-        # torch's fetcher notes this only where it makes batches.
+        """Sends the snapshot of an iterable dataset that has ended, regardless of its cost. It is sent for one answer
+        more, so that the state at a position before the end does not depend on whether the worker has reached the
+        end."""
+        # torch's fetcher sets this only when it collates samples into batches.
         fetcher.ended = True
         if not self._failed:
             self._send(self._snapshots.make, self._answers + 1, fetcher, dataset)

@@ -199,7 +199,7 @@ def error(e):
     if isinstance(e, RecursionError):  # how many frames there were depends on who calls
         text, shown = (t.splitlines()[:1] for t in (text, shown))
     # Where a worker's error was raised, which torch does not say.
-    notes = [normal(n) for n in getattr(e, "__notes__", []) if not re.match(r"Worker \d+ was to fetch batch \d+", n)]
+    notes = [normal(n) for n in getattr(e, "__notes__", []) if not re.match(r"Worker \d+ was fetching batch \d+", n)]
     found = [name_of(torchs_type(e)), text, shown, notes]
     for link in (e.__cause__, None if e.__suppress_context__ else e.__context__):
         found.append(None if link is None else [name_of(torchs_type(link)), normal(link)])

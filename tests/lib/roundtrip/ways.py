@@ -143,7 +143,7 @@ def _packed(description, options):
         plain, back = _roundtrip(serialize.dumps(value, views=views)[:2], **options)
         if plain:
             return serialize.loads(*back)
-    raise RuntimeError("a batch whose storages cannot be sent")
+    raise RuntimeError("the storages of this batch cannot be sent")
 
 
 def packed_by_torch(description):

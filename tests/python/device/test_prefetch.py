@@ -197,14 +197,14 @@ def test_the_module_of_the_device_is_called_as_torch_documents_it():
     # The last one's device is the thread's current one.
     assert module.set_stream.mock_calls == [mock.call("of the device"), mock.call("of the thread")]
     module.current_stream.side_effect = lambda *device: ("stream of", *device)
-    assert streams.place() == (("stream of", torch.device("cuda", 1)), ("stream of",))
+    assert streams.save() == (("stream of", torch.device("cuda", 1)), ("stream of",))
     module.current_stream.side_effect = None
     event.query.return_value, event.elapsed_time.return_value = False, 1500.0
     assert streams.is_done(event) is False and streams.seconds(event, "end") == 1.5
     streams.synchronize(event)
     event.synchronize.assert_called_once_with()
     tensor = mock.Mock()
-    streams.hand_over(tensor, stream)
+    streams.record_stream(tensor, stream)
     tensor.record_stream.assert_called_once_with(stream)
     assert streams.is_capturing() is False
     module.is_current_stream_capturing = lambda: True
@@ -407,7 +407,7 @@ def test_what_a_handler_raises_at_any_call_loses_no_batch(device):
             device.read(batch, got.append)
             device.run_all()
         assert got == [[0] * 4, [1] * 4, [2] * 4, "error", [3] * 4, [4] * 4], where[-1]
-        assert iterator._position.taking == 0
+        assert iterator._position.returning == 0
         rounds += interrupts
         if not interrupts:
             break

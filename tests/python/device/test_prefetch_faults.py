@@ -88,7 +88,7 @@ def program(device, failing, leaves):
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-@pytest.mark.parametrize("name", ["record", "wait", "is_done", "synchronize", "hand_over"])
+@pytest.mark.parametrize("name", ["record", "wait", "is_done", "synchronize", "record_stream"])
 def test_a_call_that_fails_costs_at_most_the_batch_that_it_copies(name, leaves):
     for at in range(1, 200):
         device = StandIn()

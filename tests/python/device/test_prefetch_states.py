@@ -232,7 +232,7 @@ def test_pageable_batches_are_told_once_per_loader(device, caplog):
                 pass
     lines = [it.getMessage() for it in caplog.records if "prefetch_to_device" in it.getMessage()]
     assert lines == [
-        "prefetch_to_device: batches are copied from pageable memory, which holds up the program: set pin_memory=True "
+        "prefetch_to_device: batches are copied from pageable memory, which delays the program: set pin_memory=True "
         "in the loader"
     ]
 

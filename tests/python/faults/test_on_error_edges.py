@@ -247,9 +247,7 @@ class Words(Broken):
 @WORKERS
 def test_indices_that_are_no_integers(workers):
     settings = dict(sampler=["a", "b", "c"], num_workers=workers, collate_fn=as_list)
-    with pytest.raises(
-        TypeError, match=r"""on_error="replace" needs indices that are integers .* index 'b' of a Words"""
-    ):
+    with pytest.raises(TypeError, match=r"""on_error="replace" needs integer indices .* index 'b' of a Words"""):
         list(DataLoader(Words(), on_error="replace", **settings))
     loader = DataLoader(Words(), on_error="skip", **settings)
     assert list(loader) == [["a"], ["c"]] and failed(rustloader.stats(loader)) == [("b", "skipped")]
@@ -272,7 +270,7 @@ def test_an_iterator_that_fails_without_end_is_given_up(samples, workers):
     iterator = iter(loader)
     for _ in range(samples // 4):
         next(iterator)
-    with pytest.raises(ValueError, match=f"bad {samples + guards.IN_A_ROW}"):
+    with pytest.raises(ValueError, match=f"bad {samples + guards.MAX_CONSECUTIVE_FAILURES}"):
         next(iterator)
     iterator = iter(DataLoader(Endless(), batch_size=300, num_workers=workers, on_error=lambda index, error: 0))
     with pytest.raises(ValueError, match="bad 1000"):

@@ -72,7 +72,7 @@ def test_the_error_of_a_sample_has_a_note(method, options):
     next(iterator), next(iterator)
     error = raised_by(next, iterator, kind=ValueError)
     assert str(error).startswith("Caught ValueError in DataLoader worker process 0.\nOriginal Traceback")
-    assert error.__notes__ == ["Worker 0 was to fetch batch 2 of index [4, 5], and was at sample 5."]
+    assert error.__notes__ == ["Worker 0 was fetching batch 2 of index [4, 5], and was at sample 5."]
     assert next(iterator).tolist() == [6, 7]
 
 
@@ -94,7 +94,7 @@ def test_a_note_names_no_sample_that_it_is_not_sure_of(dataset, arguments, note)
     iterator = iter(DataLoader(dataset(), num_workers=1, **arguments))
     with pytest.raises(ValueError) as caught:
         list(iterator)
-    assert caught.value.__notes__ == [f"Worker 0 was to fetch {note}"]
+    assert caught.value.__notes__ == [f"Worker 0 was fetching {note}"]
 
 
 def test_the_batches_of_a_note_count_from_the_begin_of_their_epoch():
@@ -103,7 +103,7 @@ def test_the_batches_of_a_note_count_from_the_begin_of_their_epoch():
         iterator = iter(loader)
         next(iterator), next(iterator)
         error = raised_by(next, iterator, kind=ValueError)
-        assert error.__notes__ == ["Worker 0 was to fetch batch 2 of index [4, 5], and was at sample 5."]
+        assert error.__notes__ == ["Worker 0 was fetching batch 2 of index [4, 5], and was at sample 5."]
 
 
 def test_the_death_of_an_idle_worker_has_no_index(rustloader):

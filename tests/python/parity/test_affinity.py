@@ -135,9 +135,9 @@ def test_ranks_with_the_cores_of_their_launcher_divide_them(rank, ranks, part, m
     monkeypatch.setattr(local_ranks, "are_bound", lambda cores: False)
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert list(affinity.own_part(range(4))) == part
+    assert list(affinity.cores_of_rank(range(4))) == part
     monkeypatch.setattr(local_ranks, "are_bound", lambda cores: True)
-    assert list(affinity.own_part(range(4))) == [0, 1, 2, 3]
+    assert list(affinity.cores_of_rank(range(4))) == [0, 1, 2, 3]
 
 
 @needs_two
@@ -167,7 +167,7 @@ def test_two_ranks_of_one_machine(bound):
 def test_a_core_that_the_process_may_not_use():
     text = (
         f"worker_affinity gives core 99999 to worker 1, but this process may use only {procfs.core_ranges(MINE)}; "
-        "name some of these, or start the program with more (taskset, Slurm, the container's cpuset)"
+        "choose from these, or allow the program more cores (taskset, Slurm, the container's cpuset)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         cores(worker_affinity=[MINE[0], [MINE[0], 99999]])

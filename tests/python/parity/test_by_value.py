@@ -261,7 +261,7 @@ def test_functions_and_properties_with_caches(method, imported, tmp_path):
     first, second, *notes = out.splitlines()
     assert first == "[[55, 0, 0], [89, 1, 3], [144, 4, 6]]" and second == "[2, 3] 5"
     # A script's class goes by name.
-    assert imported or (notes[0].startswith("Workers cannot import what") and "argument dataset" in notes[1])
+    assert imported or (notes[0].startswith("Workers cannot import the definitions") and "argument dataset" in notes[1])
 
 
 class Shares:
@@ -314,7 +314,7 @@ def test_what_neither_way_can_send_is_the_standard_error(method, workers):
     with pytest.raises((AttributeError, pickle.PicklingError), match=LAMBDA) as caught:
         iter(DataLoader(dataset, num_workers=workers, multiprocessing_context=method))
     first, second = caught.value.__notes__
-    assert first.startswith("Nor can it go by value: TypeError: cannot pickle '_thread.lock' object")
+    assert first.startswith("It cannot be sent by value either: TypeError: cannot pickle '_thread.lock' object")
     assert second.startswith("The DataLoader's argument dataset cannot be pickled.")
     # A lambda that takes a generator along.
     with pytest.raises((AttributeError, pickle.PicklingError), match=LAMBDA) as caught:
@@ -439,7 +439,7 @@ def test_what_cloudpickle_would_turn_into_something_else_is_refused(pickling):
         for value in (file, memoryview(b"abc")):
             with pytest.raises((AttributeError, pickle.PicklingError), match=LAMBDA) as caught:
                 pickling().dump([lambda: 0, value], File())
-            assert "Nor can it go by value: TypeError: cannot pickle" in caught.value.__notes__[0]
+            assert "It cannot be sent by value either: TypeError: cannot pickle" in caught.value.__notes__[0]
 
 
 def test_descriptors_of_the_first_pickle_are_not_sent(pickling, monkeypatch):
@@ -522,7 +522,7 @@ def test_which_mains_a_worker_has(spec, file, there, monkeypatch):
 
 def test_the_argument_that_was_refused_is_named():
     refused = textwrap.dedent
-    with pytest.raises(TypeError) as caught, arguments.naming():
+    with pytest.raises(TypeError) as caught, arguments.naming_argument():
         reduction.dump([arguments.Mark("collate_fn"), refused, (i for i in ())], File())
     assert "argument collate_fn cannot be pickled" in caught.value.__notes__[0]
 
@@ -533,4 +533,4 @@ def test_an_index_that_cannot_be_sent_or_loaded_names_the_sampler(method):
     loader.multiprocessing_context = method
     with pytest.raises(TypeError, match="cannot pickle 'generator'") as caught:
         iter(loader)
-    assert "sampler or batch_sampler has yielded an index that cannot be pickled" in caught.value.__notes__[-1]
+    assert "sampler or batch_sampler yielded an index that cannot be pickled" in caught.value.__notes__[-1]

@@ -162,7 +162,7 @@ def test_what_fails_in_the_server_fails_no_start(tmp_path, how):
     lines = script(
         """
 from rustloader.workers import fork_server
-fork_server._OURS = "failing"
+fork_server._PRELOADED = "failing"
 sys.stderr = open(os.devnull, "w")
 os.dup2(sys.stderr.fileno(), 2)
 print(is_preloaded(), forkserver._forkserver._preload_modules)
@@ -178,7 +178,7 @@ def test_ctrl_c_ends_the_wait_for_the_server(tmp_path):
     lines = script(
         """
 from rustloader.workers import fork_server
-ours, fork_server._OURS = fork_server._OURS, "slow"
+ours, fork_server._PRELOADED = fork_server._PRELOADED, "slow"
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 def interrupt():
     while server() is None:
@@ -192,7 +192,7 @@ except KeyboardInterrupt:
     print("interrupted")
 os.kill(server(), signal.SIGKILL)
 os.waitid(os.P_PID, server(), os.WEXITED | os.WNOWAIT)
-fork_server._OURS = ours
+fork_server._PRELOADED = ours
 print(is_preloaded())
 """,
         tmp_path,

@@ -20,7 +20,7 @@ from torch.utils.data._utils import fetch
 
 from rustloader.fetch import inline
 from rustloader.fetch.inline import StepFetcher
-from rustloader.fetch.seeds import Apart, Seeding, Seeds, ordinal_of
+from rustloader.fetch.seeds import SampleAccess, Seeding, Seeds, ordinal_of
 from rustloader.fetch.step import Step
 
 pytestmark = pytest.mark.ours
@@ -525,13 +525,13 @@ def test_the_ordinals_of_a_resumed_epoch():
 
 @pytest.fixture
 def streams_kept():
-    with inline._streams_kept():
+    with inline._keeping_generators():
         yield
 
 
 def begun(it, task):
     """The seed that a batch gets."""
-    assert it.begin_batch(task, "index", Apart.NO) == "index"
+    assert it.begin_batch(task, "index", SampleAccess.TOGETHER) == "index"
     return rustloader.sample_seed()
 
 
@@ -553,7 +553,7 @@ def test_the_counters_of_a_stream_can_be_set(streams_kept):
     it = Seeds(Seeding(True, BASE, 0, 5, (6,)), 3)
     it.batches, it.samples = 4, 11
     assert begun(it, 0) == seed_of(4, worker=3)
-    assert list(it.begin_batch(1, [None] * 2, Apart.EACH)) == [None] * 2
+    assert list(it.begin_batch(1, [None] * 2, SampleAccess.EACH)) == [None] * 2
     assert rustloader.sample_seed() == philox(BASE, 1, 12, 3, 0)[0] % 2**63
     assert (it.batches, it.samples) == (6, 13)
     it.begin_epoch(0, 9)

@@ -81,7 +81,7 @@ def test_a_script_without_a_guard_is_the_error_of_multiprocessing_and_nothing_is
     assert (status, out) == (1, "")
     assert "An attempt has been made to start a new process before the" in err
     assert DEATH.search(err.replace("\n", " ")), err
-    assert TORCH_MODE or "The worker ended before it could load its arguments; stderr has its own error." in err
+    assert TORCH_MODE or "The worker ended before it could load its arguments; its own error is on stderr." in err
     assert wait_until(lambda: not in_session(process.pid))
     # Under fork there is nothing to be guarded.
     assert run_script(source % "fork", file=tmp_path / "other.py") == (0, f"{BATCHES}\n", "")

@@ -615,8 +615,8 @@ def test_no_sample_is_read_one_by_one(workers):
 
 
 def test_unknown_code_takes_the_ordinary_way(table, gathered, monkeypatch):
-    assert tables._is_known
-    monkeypatch.setattr(tables, "_is_known", False)
+    assert tables._torch_is_known
+    monkeypatch.setattr(tables, "_torch_is_known", False)
     ordinary(gathered, table)
 
 

@@ -503,6 +503,6 @@ def test_a_worker_that_may_start_few_threads_uses_those(monkeypatch, caplog, poo
     for _ in range(2):
         assert values(dataset.__getitems__(range(9))) == list(range(9))
     (text,) = [it.getMessage() for it in caplog.records if it.levelno == logging.WARNING]
-    assert text == "worker_threads=4: a worker has 2, because can't start new thread"
+    assert text == "worker_threads=4: a worker uses only 2, because can't start new thread"
     with pytest.raises(RuntimeError, match="can't start"):
         ThreadedDataset(Numbers(9), pool(4), None).__getitems__(range(9))

@@ -254,7 +254,7 @@ def test_an_epoch_is_resumed_by_workers_here_and_there(tmp_path, dataset, worker
 
 
 def test_an_object_of_one_machine_is_an_error_in_its_place(tmp_path):
-    with pytest.raises(RuntimeError, match="only processes of the same machine can share"):
+    with pytest.raises(RuntimeError, match="only processes on the same machine can share"):
         epochs(Odd("pipe"), LoopbackContext(tmp_path), collate_fn=list)
 
 
@@ -642,7 +642,7 @@ def test_a_stranger_is_no_worker(tmp_path):
         (fails, "its process ended with exit code 3", 60.0),
         (other_version, "the versions differ: rustloader 9.9.9 there and", 60.0),
         (other_protocol, f"versions differ: protocol {PROTOCOL + 98} there and {PROTOCOL} here", 60.0),
-        (silent, "it has not connected within the limit of its start; it may be slow", 1.0),
+        (silent, "it has not connected within the time limit of its start; it may be slow", 1.0),
     ],
 )
 def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path, serve, text, seconds):

@@ -78,12 +78,12 @@ def test_a_run_of_its_own_uses_it(path):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"data": Rows(201)}, r"another dataset: it has length 200 where this one has 201"),
-        ({"data": Others()}, r"it has dataset 'Rows' where this one has 'Others'"),
-        ({"version": "2"}, r"it has version '1' where this one has '2'"),
+        ({"data": Rows(201)}, r"another dataset: it has length 200 instead of 201"),
+        ({"data": Others()}, r"it has dataset 'Rows' instead of 'Others'"),
+        ({"version": "2"}, r"it has version '1' instead of '2'"),
         (
             {"data": Others(3), "version": "2"},
-            r"length 200 where this one has 3, and dataset 'Rows' where this one has 'Others', and version '1'",
+            r"length 200 instead of 3, and dataset 'Rows' instead of 'Others', and version '1'",
         ),
     ],
 )
@@ -97,17 +97,17 @@ def test_the_file_of_another_dataset_is_refused(filled, given, text):
 def test_files_that_are_no_caches_are_left_alone(path, tmp_path):
     with open(path, "w") as file:
         file.write("precious " * 2000)
-    with pytest.raises(ValueError, match="is no cache of rustloader: give another path, or remove the file"):
+    with pytest.raises(ValueError, match="is not a cache of rustloader: give another path, or remove the file"):
         cached(path)
     with open(path) as file:
         assert file.read() == "precious " * 2000
     with open(path, "wb") as file:
         file.write(bytes(1000) + b"my data" * 100)
-    with pytest.raises(ValueError, match="is no cache of rustloader"):
+    with pytest.raises(ValueError, match="is not a cache of rustloader"):
         cached(path)
     assert os.path.getsize(path) == 1700
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ValueError, match="is no regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         cached(str(tmp_path / "fifo"))
     with pytest.raises(IsADirectoryError):
         cached(str(tmp_path))
@@ -213,7 +213,7 @@ def test_a_larger_limit_enlarges_a_file(path):
 def test_more_than_the_disk_has_is_refused(path):
     system = os.statvfs(os.path.dirname(path))
     left = system.f_bavail * system.f_frsize
-    with pytest.raises(ValueError, match=r"memory=\d+ bytes is too large: \d+ bytes are left for the file"):
+    with pytest.raises(ValueError, match=r"memory=\d+ bytes is too large: \d+ bytes are available for the file"):
         cached(path, memory=left * 4)
 
 

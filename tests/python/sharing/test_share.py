@@ -408,7 +408,7 @@ def test_what_cannot_be_shared_says_why():
         share(torch.zeros(2, requires_grad=True))
     with pytest.raises(TypeError, match="only dense tensors"):
         share(torch.zeros(2).to_sparse())
-    with pytest.raises(TypeError, match=r"a DataFrame is not shared as a whole: share\(x\[column\].to_numpy\(\)\)"):
+    with pytest.raises(TypeError, match=r"a DataFrame is not shared as a whole: use share\(x\[column\].to_numpy\(\)\)"):
         share(type("DataFrame", (list,), {"__dataframe__": None})())
     with pytest.raises((pickle.PicklingError, AttributeError)) as raised:
         share(["a", lambda: 0])
@@ -528,7 +528,7 @@ def test_a_damaged_pickle_is_an_error():
     for damaged in (image[:-1], image[:100], b"x" * 5000, b"", b"\0" + image[1:]):
         with pytest.raises(ValueError, match="no shared object that rustloader"):
             kind(type(share([])), damaged)
-    with pytest.raises(ValueError, match="kind 1, and 3 is expected"):
+    with pytest.raises(ValueError, match="kind 1, but 3 is expected"):
         kind(type(share({})), image)
     gc.collect()
     assert open_files().keys() == before.keys()

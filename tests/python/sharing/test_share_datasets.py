@@ -76,7 +76,7 @@ def test_large_attributes_are_shared_on_a_copy(caplog):
     # Once more: there is nothing left to do.
     caplog.clear()
     assert share(shared) is shared
-    assert lines(caplog) == ["share(dataset): what is large in Images is shared already"]
+    assert lines(caplog) == ["share(dataset): everything large in Images is already shared"]
     assert not lines(caplog, logging.WARNING)
 
 
@@ -285,13 +285,11 @@ def test_what_cannot_be_shared_stays_and_is_named(caplog, tmp_path):
     told = lines(caplog, logging.WARNING)
     for name, reason in (
         ("functions", "pickle"),
-        ("common", "its items hold common objects, and each item would get a copy of them"),
+        ("common", "its items refer to common objects, and each item would get a copy of them"),
         ("objects", "dtype object holds Python objects"),
         ("grad", "requires grad is not shared"),
     ):
-        assert any(f"Images.{name}, a " in line and "stays as it is: " in line and reason in line for line in told), (
-            told
-        )
+        assert any(f"Images.{name}, a " in line and "is not shared: " in line and reason in line for line in told), told
     assert len(told) == 4
     assert any("Images.ordered, a Own of about" in line and "its class would be lost" in line for line in lines(caplog))
 

@@ -51,7 +51,7 @@ def end():
 def build():
     note("builds")
     return [f"item {n} of {rank}" for n in range(1000)]
-at("_is_bound", after=lambda bound: bound or note("meets"))
+at("_bind", after=lambda bound: bound or note("meets"))
 at("recv_fds", before=lambda: note("waits"), owner=ranks.socket)
 """
 KILLED = -signal.SIGKILL
@@ -148,7 +148,7 @@ def test_keys_in_different_orders_and_a_rank_that_goes_first(run):
 
 
 STAGES = {
-    "bound": 'at("_is_bound", after=lambda bound: bound and stop("meets"))',
+    "bound": 'at("_bind", after=lambda bound: bound and stop("meets"))',
     "building": 'real = build\ndef build():\n    stop("waits")\n    return real()',
     "built": 'at("_Server", before=lambda: stop("waits"))',
     "answering": 'at("send_fds", before=lambda: stop("waits"), owner=ranks.socket)',
@@ -445,7 +445,7 @@ def test_many_silent_peers_are_dropped_oldest_first(two, monkeypatch):
 def test_ranks_that_do_not_come_are_told(two, caplog):
     share(["a"], key="x", timeout=0.05)
     assert wait_until(lambda: threads() == 0)
-    text = "share(key='x'): 1 of 2 ranks of this machine have come within 0 s; later ones build a copy"
+    text = "share(key='x'): 1 of 2 ranks of this machine have connected within 0 s; later ranks build their own copies"
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [text]
 
 
@@ -519,7 +519,7 @@ def test_answers_that_are_no_shared_object(two, monkeypatch):
             share(["a"], key="x")
         thread.join()
     thread = answering(address("x"), lambda client: client.sendall(b"HTTP/1.0 400"))
-    with pytest.raises(OSError, match=f"process {os.getpid()} has sent no descriptor .*: use another key"):
+    with pytest.raises(OSError, match=f"process {os.getpid()} sent no descriptor .*: use another key"):
         share(["a"], key="x")
     thread.join()
     # It leaves without an answer, and the name is free.
@@ -564,9 +564,7 @@ def test_no_free_descriptor_is_an_error_with_a_remedy(two):
 
 def test_different_objects_for_a_key_are_an_error():
     def differ(mine, shared):
-        with pytest.raises(
-            ValueError, match=r"share\(key='k'\): this rank gives .* with a key all ranks share the same"
-        ):
+        with pytest.raises(ValueError, match=r"share\(key='k'\): this rank gives .* must make the same calls"):
             agreement.check("k", mine, shared)
 
     names = [str(number) for number in range(100)]
@@ -633,7 +631,7 @@ def test_without_a_launcher_a_key_does_nothing(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert share(lambda: ["a"], key="x") == ["a"] == share(["a"], key="x")
     assert threads() == 0
-    with pytest.raises(TypeError, match="the function makes a dataset, a TensorDataset"):
+    with pytest.raises(TypeError, match="the function returns a dataset, a TensorDataset"):
         share(lambda: torch.utils.data.TensorDataset(torch.zeros(2)), key="x")
 
 

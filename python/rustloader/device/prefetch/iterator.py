@@ -1,7 +1,7 @@
-"""The iterator of a prefetcher: batches that were taken from the loader, in order, and their delivery.
+"""The iterator of a prefetcher: it takes batches from the loader in order, and delivers them.
 
-An error of a signal handler in ``next`` loses no batch: it is in one of two places at any time, `Position.ahead` or the
-answer of a call. It moves from one to the other as `_core.call_into` says.
+An error that a signal handler raises in ``next`` loses no batch. At any time a batch is in one of two places:
+`Position.ahead` or the answer of a call. It moves from the first to the second by the rules of `_core.call_into`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class _Failed:
     """An error in place of a batch.
 
     Attributes:
-        is_batch: The loader gave the batch, and its copy failed.
-        is_counted: The loader raised it, and its position is behind it.
+        is_batch: True if the loader delivered the batch and its copy failed.
+        is_counted: True if the loader raised the error and counts it in its position.
     """
 
     __slots__ = ("error", "is_batch", "is_counted")
@@ -34,42 +34,43 @@ class _Failed:
 
 
 class _End:
-    """The end of the loader."""
+    """Stands for the end of the loader."""
 
 
-class _Left:
-    """A batch that was taken from the loader and not delivered before its iterator ended."""
+class _Abandoned:
+    """Stands for a batch that was taken from the loader but not delivered before its iterator ended."""
 
 
-_END, _LEFT = _End(), _Left()
+_END, _ABANDONED = _End(), _Abandoned()
 
 
 class Position:
-    """The batches that an iterator has taken from the loader and not delivered.
+    """The batches that an iterator has taken from the loader but not delivered.
 
     Attributes:
-        ahead: Batches as the loader gave them, `Copied` ones, `_Failed` and at last `_END`.
-        taking: Number of batches that calls of ``next`` are about to return.
+        ahead: In order: batches from the loader, before or after their copy (`Copied`), errors (`_Failed`), and at the
+            end `_END`.
+        returning: Number of batches that calls of ``next`` are about to return.
         has_ended: Whether ``next`` has raised StopIteration.
     """
 
     def __init__(self) -> None:
         self.ahead: list[Any] = []
-        self.taking = 0
+        self.returning = 0
         self.has_ended = False
 
     def ahead_count(self) -> int:
-        """Returns the number of batches that the loader counts as delivered and the program has not got."""
+        """Returns the number of batches that the loader counts as delivered but the program has not received."""
         ahead = self.ahead.copy()
-        return sum(it.is_batch if isinstance(it, _Failed) else it is not _END for it in ahead) + self.taking
+        return sum(item.is_batch if isinstance(item, _Failed) else item is not _END for item in ahead) + self.returning
 
     def has_unseen_end(self) -> bool:
-        """Returns True if the loader has ended and the program has not seen the end."""
+        """Returns True if the loader has ended but the program has not seen the end."""
         ahead = self.ahead.copy()
         return bool(ahead) and ahead[-1] is _END and not self.has_ended
 
     def has_unseen_error(self) -> bool:
-        """Returns True if the loader's position is behind an error that the program has not seen."""
+        """Returns True if the loader's position is after an error that the program has not seen."""
         ahead = self.ahead.copy()
         return bool(ahead) and isinstance(ahead[-1], _Failed) and ahead[-1].is_counted
 
@@ -80,27 +81,28 @@ class DeviceIterator:
     Args:
         loader: The loader.
         lane: Copies its batches.
-        position: The batches ahead; it outlives the iterator.
-        log_unpinned: Called with the loader and the types that are not pinned, if there are any in the first batch.
+        position: The batches ahead, in an object that outlives the iterator.
+        log_unpinned: Called with the loader and the types of objects that are not pinned, if the first batch has any.
 
     Attributes:
-        note_copy: Called when a copy is queued, with the time at which that began; None if nothing is traced.
+        note_copy: Called after a copy is queued, with the time in nanoseconds at which that began; None without
+            tracing.
     """
 
     note_copy: Callable[[int], None] | None = None
 
     # For `__del__` after a failed construction.
     _position: Position | None = None
-    # A batch that a signal handler kept from the caller.
+    # A batch that did not reach the caller because a signal handler raised an error.
     _rescued: list[Any] | None = None
-    # An error of the loader that has no place yet, and whether the loader's position is behind it.
+    # An error of the loader that is not in `ahead` yet, and whether the loader's position is after it.
     _error: BaseException | None = None
     _is_counted = False
-    # An error of a copy, until it has the place of its batch.
+    # An error of a copy that has not replaced its batch in `ahead` yet.
     _failure: BaseException | None = None
     _is_closed = False
-    # Number of batches to have ahead before the next one is delivered. It grows by one per call, so that the first
-    # batch waits for no other.
+    # Number of batches to take ahead before the next delivery. It grows by one per call, so that the first batch does
+    # not wait for others.
     _target = 1
     _has_copied = False
 
@@ -133,14 +135,14 @@ class DeviceIterator:
             try:
                 raise error
             finally:
-                # Its traceback has this frame and the caller's: in a cycle both would keep batches until the collector
-                # runs.
+                # The error's traceback has this frame and the caller's. In a reference cycle, both would keep batches
+                # until the garbage collector runs.
                 error = None
-        self._position.taking -= 1  # type: ignore[union-attr]
+        self._position.returning -= 1  # type: ignore[union-attr]
         try:
             return entry.batch
         finally:
-            # This frame may live on in the traceback of an error that was taken ahead.
+            # The traceback of an error that was raised ahead may keep this frame alive.
             entry.batch = entry.loans = None
 
     def _answer(self, answer: list[Any]) -> None:
@@ -160,7 +162,7 @@ class DeviceIterator:
                 finally:
                     lane.is_busy = False
         finally:
-            # Those that `close` was called for in the meantime.
+            # Ends the loops for which `close` was called in the meantime.
             lane.close_waiting()
 
     def _take(self, answer: list[Any]) -> None:
@@ -175,7 +177,7 @@ class DeviceIterator:
         if rescued is not None:
             taken = rescued[0]
             if isinstance(taken, Copied):
-                # The caller's stream may be another one now.
+                # The caller's stream may have changed since then.
                 lane.lend(taken)
             answer[0] = taken
             self._rescued = None
@@ -191,7 +193,7 @@ class DeviceIterator:
             # Atomic for signal handlers.
             answer[0] = first
             del ahead[0]
-            position.taking += 1
+            position.returning += 1
             self._target = target
             return
         lane.settle()
@@ -202,13 +204,13 @@ class DeviceIterator:
             del ahead[0]
 
     def _fill(self) -> None:
-        """Takes batches from the loader, and copies them."""
+        """Takes batches from the loader until enough are ahead, and queues their copies."""
         ahead = self._ahead
         while True:
             for place in range(len(ahead)):
                 if not isinstance(ahead[place], (Copied, _Failed, _End)):
                     self._copy(place)
-            # The loader is asked again once the program has got the error.
+            # The loader is asked again after the program has received the error.
             if len(ahead) >= self._target or (ahead and isinstance(ahead[-1], (_Failed, _End))):
                 return
             self._pull()
@@ -219,12 +221,12 @@ class DeviceIterator:
             if ahead:
                 _note_frames(self._error)
             failed = _Failed(self._error, is_counted=self._is_counted)
-            # Atomic for signal handlers: the error is in one of both places.
+            # Atomic for signal handlers: the error is in one of the two places.
             ahead += (failed,)
             self._error = None
             return
         count, handled = len(ahead), sys.exception()
-        raised = _errors_of(self._inner)
+        error_count = _error_count(self._inner)
         try:
             call_into(ahead, next, self._inner)
         except StopIteration:
@@ -233,18 +235,18 @@ class DeviceIterator:
             raise
         except BaseException as error:
             self._error = error
-            self._is_counted = _errors_of(self._inner) != raised
+            self._is_counted = _error_count(self._inner) != error_count
         if self._error is not None:
-            # If a batch is there, a handler has raised after the call.
+            # If a batch has arrived, a handler raised the error after the call.
             if len(ahead) > count or is_interrupt(self._error, handled):
                 _raise(self, "_error")
 
     def _copy(self, place: int) -> None:
         ahead = self._ahead
         handled = sys.exception()
-        begin = time.monotonic_ns()
+        start = time.monotonic_ns()
         try:
-            copied, move = self._lane.copy(ahead[place], asks_pinned=not self._has_copied)
+            copied, move = self._lane.copy(ahead[place], checks_pinning=not self._has_copied)
         except KeyboardInterrupt:
             raise
         except BaseException as raised:
@@ -252,7 +254,7 @@ class DeviceIterator:
         else:
             ahead[place] = copied
             if self.note_copy is not None:
-                self.note_copy(begin)
+                self.note_copy(start)
             if not self._has_copied:
                 self._has_copied = True
                 if move.unpinned:
@@ -260,7 +262,7 @@ class DeviceIterator:
             return
         assert self._failure is not None
         if is_interrupt(self._failure, handled):
-            # The batch is still in its place, and is copied again.
+            # The batch is still in its place and will be copied again.
             _raise(self, "_failure")
         if place:
             _note_frames(self._failure)
@@ -270,7 +272,7 @@ class DeviceIterator:
         self._failure = None
 
     def close(self) -> None:
-        """Ends the loop and frees its batches. If a call of ``next`` of any loop is under way, that call does it."""
+        """Ends the loop and frees its batches. If ``next`` of any loop is running, that call does this when it ends."""
         self._is_closed = True
         if self._lane.is_usable:
             self._lane.close(self._leave)
@@ -281,7 +283,7 @@ class DeviceIterator:
             if isinstance(item, Copied):
                 copied.append(item)
             if not isinstance(item, (_Failed, _End)):
-                ahead[place] = _LEFT
+                ahead[place] = _ABANDONED
         if self._rescued is not None and isinstance(self._rescued[0], Copied):
             copied.append(self._rescued[0])
             self._rescued = None
@@ -294,33 +296,34 @@ class DeviceIterator:
         if self._lane.is_forked:
             self._lane.leak(self._ahead, self._rescued)
         elif self._lane.is_usable:
-            # A device that has failed fails again.
+            # A device that has failed may fail again.
             with contextlib.suppress(Exception):
                 self._leave()
 
 
-def _errors_of(inner: Any) -> int:
-    """Returns the number of errors that count in the position of an iterator with a state."""
+def _error_count(inner: Any) -> int:
+    """Returns the number of errors that an iterator with a state counts in its position."""
     count: int = getattr(inner, "raised", 0)
     return count
 
 
 def _note_frames(error: BaseException) -> None:
-    """Turns the traceback of an error into a note.
+    """Replaces the traceback of an error with a note.
 
-    The frames of an error that is raised by a later call would keep their callers' variables: batches of the program,
-    and the iterator itself, which a loop that is left could not free.
+    Without this, the frames of an error that a later call raises would keep their callers' variables alive: batches of
+    the program, and the iterator itself, which would not be freed when the program leaves the loop.
     """
     text = "".join(traceback.format_exception(error)).rstrip()
     forget_frames(error)
-    error.add_note(f"It was raised while its batch was prefetched:\n{text}")
+    error.add_note(f"This error was raised while its batch was prefetched:\n{text}")
 
 
 def _raise(iterator: DeviceIterator, name: str) -> None:
-    """Raises the error of a signal handler, from an attribute.
+    """Raises a signal handler's error, which is in an attribute.
 
-    `is_interrupt` looks into the frames of the traceback, and Python 3.11 and 3.12 then keep their variables. So no
-    variable of these frames holds the error: the cycle would keep the program's batches until the collector runs.
+    `is_interrupt` inspects the frames of the traceback, and Python 3.11 and 3.12 then keep their variables. So no
+    variable of these frames refers to the error: such a cycle would keep the program's batches until the garbage
+    collector runs.
     """
     error = getattr(iterator, name)
     setattr(iterator, name, None)

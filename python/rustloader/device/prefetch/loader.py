@@ -1,4 +1,4 @@
-"""``rustloader.prefetch_to_device()``: a loader whose batches arrive on the device."""
+"""The function ``rustloader.prefetch_to_device``, and the loader that it returns."""
 
 from __future__ import annotations
 
@@ -29,26 +29,28 @@ def prefetch_to_device(
 ) -> DeviceLoader:
     """Copies the batches of a loader to a device while the program computes.
 
-    The copies run on a stream of their own, ``depth`` batches ahead. ``next`` makes the calling thread's current stream
-    wait for the batch, not the thread. The memory of a batch is used again once the device has done what the program
-    had queued when it dropped the batch. Up to ``2 * depth + 1`` batches lie on the device, besides those that the
-    program keeps. Copies overlap with computation if the batches are pinned (``pin_memory=True``).
+    The copies run on a separate stream, ``depth`` batches ahead. ``next`` makes the calling thread's current stream,
+    and not the thread itself, wait for the batch. The memory of a batch is reused after the device has finished the
+    work that the program had queued when it dropped the batch. Up to ``2 * depth + 1`` batches are on the device, in
+    addition to those that the program keeps. Copies overlap with computation if the batches are pinned
+    (``pin_memory=True``).
 
-    Tensors in dicts, lists, tuples, named tuples, dataclasses, other mappings and sequences are copied, and objects
-    with a method ``to(device, non_blocking=...)``. All else stays as it is: numbers, strings, NumPy arrays.
+    Tensors in dicts, lists, tuples, named tuples, dataclasses, and other mappings and sequences are copied, as are
+    objects with a method ``to(device, non_blocking=...)``. All other objects stay unchanged: numbers, strings, NumPy
+    arrays.
 
     Args:
         loader: A loader of rustloader or torch, or any iterable of batches.
         device: The device of the batches (default: None, the accelerator of this process; the CPU if there is none).
-            Without an index it is the calling thread's current device. On the CPU batches are handed on as they are.
+            Without an index it is the calling thread's current device. On the CPU batches are delivered unchanged.
         depth: Number of batches that are copied ahead (default: 2).
 
     Returns:
-        An iterable for any number of epochs.
+        An iterable that can be used for any number of epochs.
 
     Raises:
         TypeError: ``loader`` is not iterable.
-        ValueError: ``depth`` is not a positive integer, or more than 8 over a ``StatefulDataLoader``.
+        ValueError: ``depth`` is not a positive integer, or is more than 8 over a ``StatefulDataLoader``.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2, pin_memory=torch.cuda.is_available())
@@ -62,14 +64,14 @@ def prefetch_to_device(
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise TypeError(f"prefetch_to_device() takes an iterable of batches, not an object of type {type(loader)!r}")
     if hasattr(loader, "_state_before_end"):
-        # Not at the top: the core is on Linux alone, as these loaders are.
+        # Not imported at the top: the core, like these loaders, exists only on Linux.
         from rustloader._core import BACK_BATCHES
 
-        # One batch may be ahead in a call of `next` that is under way.
+        # One more batch may be ahead in a call of `next` that has not returned.
         if depth >= BACK_BATCHES:
-            most = BACK_BATCHES - 1
+            maximum = BACK_BATCHES - 1
             raise ValueError(
-                f"depth must be {most} or less over a StatefulDataLoader, got {depth}: its states go back so far"
+                f"depth must be {maximum} or less over a StatefulDataLoader, got {depth}: its states go back no further"
             )
     streams = streams_of(device)
     kind = StatefulDeviceLoader if hasattr(loader, "state_dict") else DeviceLoader
@@ -77,14 +79,14 @@ def prefetch_to_device(
 
 
 class DeviceLoader:
-    """Iterates over a loader and gives its batches on a device; made by ``prefetch_to_device``.
+    """A loader that delivers the batches of another loader on a device, made by ``prefetch_to_device``.
 
-    It has the length and the attributes of the loader. Over a ``StatefulDataLoader`` it has ``state_dict`` and
-    ``load_state_dict``, too, and its state counts the batches that the program got. In a ``with`` statement the end of
-    the body closes it.
+    It has the length and the attributes of that loader. Over a ``StatefulDataLoader`` it also has ``state_dict`` and
+    ``load_state_dict``, and its state counts the batches that the program has received. At the end of a ``with``
+    statement it is closed.
 
     Raises:
-        RuntimeError: ``next`` is called while a graph is captured, in a forked child, or after ``close``.
+        RuntimeError: ``next`` is called while a graph is being captured, in a forked child, or after ``close``.
 
     Examples:
         >>> batches = rustloader.prefetch_to_device([torch.ones(2), torch.zeros(2)], "cpu")
@@ -100,7 +102,7 @@ class DeviceLoader:
         self._lane = lane
         self._position = Position()
         self._iterators: weakref.WeakSet[DeviceIterator] = weakref.WeakSet()
-        # `stats` finds them by the loader and by this object.
+        # `stats` finds the counters by the loader and by this object.
         counters = transfers.keep(self, transfers.of(loader_in(loader, lambda _: False)))
         if isinstance(lane, HostLane):
             counters.note_host()
@@ -115,10 +117,10 @@ class DeviceLoader:
     def __iter__(self) -> Iterator[Any]:
         position = Position()
         log_unpinned = functools.partial(_log_once, self._lane.transfers)
-        # Loops on the CPU have nothing in common, and need not wait for one another.
+        # Loops on the CPU share nothing and need not wait for one another.
         lane = HostLane() if isinstance(self._lane, HostLane) else self._lane
         iterator = DeviceIterator(self.loader, lane, position, log_unpinned)
-        # Where there is no core, there are no traces.
+        # Tracing exists only if the core does.
         tracing = sys.modules.get("rustloader.tracing.core")
         if tracing is not None and lane is self._lane:
             iterator.note_copy = tracing.follow_copies(self, f"to {self.device}")
@@ -130,17 +132,17 @@ class DeviceLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        # The loader itself is missing while a copy is being made.
+        # The attribute `loader` is missing while this object is being copied.
         if name.startswith("__") or "loader" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.loader, name)
 
     def __reduce__(self) -> Any:
-        # A copy starts over, with a stream of its own.
+        # A copy starts over, with a separate stream.
         return prefetch_to_device, (self.loader, self.device, self._depth)
 
     def close(self) -> None:
-        """Ends all loops over this loader and frees their batches. Waits for the copies that are under way.
+        """Ends all loops over this loader and frees their batches. Waits for the copies in progress.
 
         A later ``iter()`` starts over.
 
@@ -168,7 +170,8 @@ class DeviceLoader:
 class StatefulDeviceLoader(DeviceLoader):
     """A `DeviceLoader` over a loader with a state.
 
-    A class of its own: frameworks ask for the methods by ``hasattr``, or by a protocol, which looks into the class.
+    It is a separate class because frameworks look for the methods with ``hasattr``, or with a protocol, which inspects
+    the class.
     """
 
     def state_dict(self, back: int = 0) -> Any:
@@ -191,28 +194,28 @@ class StatefulDeviceLoader(DeviceLoader):
         return method(back=ahead + back)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Loads a state. The next ``iter()`` resumes from there."""
+        """Loads a state. The next ``iter()`` resumes from it."""
         self.loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
-        # From here on the state is that of the loader itself.
+        # From now on the state is that of the loader itself.
         self._position = Position()
 
 
-# Pickles and messages name the module that users import from.
+# Pickles and messages name the module from which users import it.
 DeviceLoader.__module__ = "rustloader"
 
 
 def _log_once(transfers: Transfers, loader: LoaderLike, unpinned: set[type]) -> None:
-    """Logs once per loader that copies are from pageable memory, and why."""
+    """Logs, once per loader, that copies come from pageable memory, and the reason."""
     why = why_pageable(loader, unpinned)
     if transfers.note_pageable(why):
         logger.info("prefetch_to_device: %s", why)
 
 
 def why_pageable(loader: LoaderLike, unpinned: set[type]) -> str:
-    """Returns the reason why batches are not pinned, with the remedy."""
+    """Returns the reason why batches are not pinned, and the remedy."""
     names = ", ".join(sorted(kind.__qualname__ for kind in unpinned if not hasattr(kind, "pin_memory")))
     if getattr(loader, "pin_memory", False) and names:
-        return f"a batch of type {names} is not pinned: it has no pin_memory(). Give it one that returns it pinned"
+        return f"a batch of type {names} is not pinned: it has no pin_memory(). Add a method that returns a pinned copy"
     if getattr(loader, "pin_memory", None) is False:
-        return "batches are copied from pageable memory, which holds up the program: set pin_memory=True in the loader"
-    return "batches are copied from pageable memory, which holds up the program: call pin_memory() on their tensors"
+        return "batches are copied from pageable memory, which delays the program: set pin_memory=True in the loader"
+    return "batches are copied from pageable memory, which delays the program: call pin_memory() on their tensors"

@@ -1,4 +1,4 @@
-"""Moves a batch to a device: decides which of its parts are copied, and rebuilds their containers."""
+"""Moves a batch to a device: decides which parts to copy, and rebuilds their containers."""
 
 from __future__ import annotations
 
@@ -14,44 +14,47 @@ import torch
 from rustloader.device.prefetch.streams import Streams, parts
 
 _UNMOVED_TYPES = (str, bytes, bytearray, memoryview, range, int, float, complex, type, type(None))
-# Types, and whether their method `to` takes `non_blocking`.
+# By type, whether its method `to` takes `non_blocking`.
 _takes_non_blocking: dict[type, bool] = {}
 
 
 class Move:
-    """Moves one batch. Containers without anything to move stay the same objects.
+    """The move of one batch. Containers with nothing to move stay the same objects.
 
     Args:
-        streams: Of the device. The copies are queued in the calling thread's stream.
-        asks_pinned: Whether the types of objects that are not pinned are collected.
+        streams: The streams of the device. Copies are queued in the calling thread's stream.
+        checks_pinning: Whether to collect the types of objects that are not pinned.
 
     Attributes:
-        made: The memory on the device that was made: an alias of a tensor by the address of its storage.
-        read: The tensors of the host that were copied. The device may still read them.
+        made: The new memory on the device, as a dict from the address of a storage to an alias of a tensor over it.
+        read: The tensors on the host that are being copied. The device may still read them.
         nbytes: Bytes of ``made``.
-        unpinned: The types of objects in pageable memory: the outermost one that torch does not pin, or ``Tensor``.
+        unpinned: The types of the objects in pageable memory. A part of a dataclass that torch does not pin counts as
+            the outermost such dataclass.
     """
 
-    def __init__(self, streams: Streams, asks_pinned: bool = False) -> None:
+    def __init__(self, streams: Streams, checks_pinning: bool = False) -> None:
         self.made: dict[int, torch.Tensor] = {}
         self.read: list[torch.Tensor] = []
         self.nbytes = 0
         self.unpinned: set[type] = set()
         self._streams = streams
-        self._asks_pinned = asks_pinned
-        # Keeps the identity of tensors that a batch has twice. Both are kept: an id is reused after an object's end.
+        self._checks_pinning = checks_pinning
+        # Each object and its copy by the object's id, so that an object that a batch has twice is copied once. The
+        # object is kept because an id is reused after its object ends.
         self._moved: dict[int, tuple[Any, Any]] = {}
-        # The outermost type that torch's pin_memory leaves alone.
+        # The outermost dataclass around the current value that torch's pin_memory does not pin.
         self._owner: type | None = None
 
     def __call__(self, value: Any) -> Any:
-        """Queues the copies of a value to the device, and returns it there; itself if there is nothing to copy."""
+        """Queues the copies of a value to the device, and returns the value there, or the value itself if there is
+        nothing to copy."""
         if isinstance(value, torch.Tensor):
             return self._move_once(value)
         if isinstance(value, _UNMOVED_TYPES):
             return value
         is_mapping = isinstance(value, Mapping)
-        # A mapping may give its items as attributes.
+        # A mapping may expose its items as attributes.
         if callable(getattr(type(value) if is_mapping else value, "to", None)):
             return self._move_once(value)
         if is_mapping:
@@ -75,7 +78,7 @@ class Move:
         read: list[torch.Tensor] = []
         try:
             if type(value) is torch.Tensor and value.layout is torch.strided:
-                # Some containers make their items at each access, and do not keep them.
+                # Some containers make their items at each access and do not keep them, so they are kept here.
                 read.append(value)
                 moved = self._streams.copy(value)
                 if moved is not value:
@@ -83,14 +86,14 @@ class Move:
             else:
                 moved = self._streams.traced(lambda: _call_to(value, self._streams), on_device, read)
         finally:
-            # Also of a call that fails: some objects change themselves, and keep what they have moved.
-            self._note(on_device, read)
-        if self._asks_pinned and not all(self._streams.is_pinned(tensor) for tensor in read):
+            # Also after a call that failed: some objects change themselves, and keep the parts that they have moved.
+            self._record_memory(on_device, read)
+        if self._checks_pinning and not all(self._streams.is_pinned(tensor) for tensor in read):
             self.unpinned.add(self._owner or (torch.Tensor if isinstance(value, torch.Tensor) else type(value)))
-        # Some types change themselves and return nothing.
+        # Some types change the object itself and return nothing.
         return value if moved is None else moved
 
-    def _note(self, on_device: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+    def _record_memory(self, on_device: list[torch.Tensor], read: list[torch.Tensor]) -> None:
         self.read += read
         for part in itertools.chain.from_iterable(map(parts, on_device)):
             storage = part.untyped_storage()
@@ -99,7 +102,7 @@ class Move:
                 self.nbytes += storage.nbytes()
 
     def _mapping(self, value: Mapping[Any, Any]) -> Any:
-        # Some make their items at each access.
+        # Some mappings make their items at each access.
         items = list(value.items())
         moved = {key: self(item) for key, item in items}
         if all(moved[key] is item for key, item in items):
@@ -162,7 +165,7 @@ class Move:
 
 
 def _are_same_objects(moved: list[Any], value: Sequence[Any]) -> bool:
-    return all(one is other for one, other in zip(moved, value, strict=True))
+    return all(item is original for item, original in zip(moved, value, strict=True))
 
 
 def _call_to(value: Any, streams: Streams) -> Any:
@@ -184,4 +187,5 @@ def _has_parameter(method: Any) -> bool:
         parameters = inspect.signature(method).parameters
     except (TypeError, ValueError):
         return False
-    return "non_blocking" in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "non_blocking" in parameters or takes_any

@@ -12,13 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class Streams:
-    """Streams of a device, by torch's module for its kind: ``torch.cuda``, ``torch.xpu`` or a backend's own.
+    """Streams of a device, through torch's module for its type: ``torch.cuda``, ``torch.xpu`` or a backend's own
+    module.
 
     Args:
         device: The device, with an index.
     """
 
-    # True if objects are asked to queue their copies.
+    # The argument `non_blocking` of copies: True if they are queued.
     non_blocking = True
 
     def __init__(self, device: torch.device) -> None:
@@ -34,29 +35,30 @@ class Streams:
         return self._module.current_stream(self.device)
 
     def using(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        """Makes a stream the calling thread's for the body of a ``with`` statement."""
+        """Makes a stream the calling thread's current stream in the body of a ``with`` statement."""
         guard = getattr(self._module, "device", None)
-        # A backend's module may have imported torch's class, which is no guard.
+        # A backend's module may have imported `torch.device`, which is not a context manager of devices.
         device = contextlib.nullcontext() if guard in (None, torch.device) else guard(self.device)
         return _device_and_stream(device, self._module.stream(stream))
 
-    def place(self) -> Any:
-        """Returns the calling thread's streams, of this device and of its current one, for `restore`."""
+    def save(self) -> Any:
+        """Returns the calling thread's streams for `restore`: that of this device and that of the thread's current
+        device."""
         return self._module.current_stream(self.device), self._module.current_stream()
 
-    def restore(self, place: Any) -> None:
-        """Makes streams the calling thread's again, and with them its current device."""
-        for stream in place:
+    def restore(self, saved: Any) -> None:
+        """Restores the calling thread's streams, and with them its current device."""
+        for stream in saved:
             self._module.set_stream(stream)
 
     def record(self, stream: Any, timed: bool = False) -> Any:
-        """Records an event, which is done when all work that the stream has so far is done."""
+        """Records an event, which is done when all work queued in the stream so far is done."""
         event = self._module.Event(enable_timing=timed)
         event.record(stream)
         return event
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Lets later work of the stream begin after the event. The calling thread does not wait."""
+        """Makes later work of the stream begin only after the event. The calling thread does not wait."""
         stream.wait_event(event)
 
     def is_done(self, event: Any) -> bool:
@@ -66,29 +68,30 @@ class Streams:
         """Waits in the calling thread until the event is done."""
         event.synchronize()
 
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Returns the time from one event to another; both are timed and done. 0 if the device does not measure it."""
+    def seconds(self, start: Any, end: Any) -> float:
+        """Returns the seconds from one event to another, or 0 if the device does not measure time. Both events must be
+        timed and done."""
         try:
-            return float(begin.elapsed_time(end)) / 1e3
+            return float(start.elapsed_time(end)) / 1e3
         except RuntimeError:
             return 0.0
 
     def is_capturing(self) -> bool:
-        """Returns True if the calling thread's stream is captured into a graph."""
+        """Returns True if the calling thread's stream is being captured into a graph."""
         query = getattr(self._module, "is_current_stream_capturing", None)
         return query is not None and bool(query())
 
-    def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Lets torch's allocator wait for the stream when the tensor's memory is freed."""
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Makes torch's allocator wait for the stream before it reuses the tensor's memory."""
         tensor.record_stream(stream)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Queues a copy in the calling thread's stream, and returns it; the tensor itself if it is on the device."""
+        """Queues a copy in the calling thread's stream and returns it, or the tensor itself if it is on the device."""
         return tensor.to(self.device, non_blocking=self.non_blocking)
 
     def traced(self, call: Callable[[], Any], on_device: list[torch.Tensor], on_host: list[torch.Tensor]) -> Any:
-        """Returns the result of a call. Adds the tensors on the device that it made, and those of the host that it
-        read, also if it fails."""
+        """Returns the result of a call. Adds to the lists the tensors that it made on the device and those that it read
+        on the host, even if it fails."""
         with _Trace(self.device, on_device, on_host):
             return call()
 
@@ -97,9 +100,9 @@ class Streams:
 
 
 class NoStreams(Streams):
-    """A device without streams, such as Apple's: each copy is a part of its one queue.
+    """A device without streams, such as Apple's, which has a single queue for all work.
 
-    The thread waits for the copies, because no event says when the device has read the host's memory.
+    The calling thread waits for copies, because no event tells when the device has read the host's memory.
     """
 
     non_blocking = False
@@ -113,10 +116,10 @@ class NoStreams(Streams):
     def using(self, stream: Any) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def place(self) -> Any:
+    def save(self) -> Any:
         return None
 
-    def restore(self, place: Any) -> None:
+    def restore(self, saved: Any) -> None:
         pass
 
     def record(self, stream: Any, timed: bool = False) -> Any:
@@ -131,34 +134,34 @@ class NoStreams(Streams):
     def synchronize(self, event: Any) -> None:
         pass
 
-    def seconds(self, begin: Any, end: Any) -> float:
+    def seconds(self, start: Any, end: Any) -> float:
         return 0.0
 
     def is_capturing(self) -> bool:
         return False
 
-    def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         pass
 
 
 class _Trace(TorchDispatchMode):
-    """Notes what torch's operators read on the host and make on a device."""
+    """Collects the tensors that torch's operators read on the host and make on a device."""
 
     def __init__(self, device: torch.device, on_device: list[torch.Tensor], on_host: list[torch.Tensor]) -> None:
         super().__init__()
-        self._device, self._made, self._read = device, on_device, on_host
+        self._device, self._on_device, self._on_host = device, on_device, on_host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._read += [it for it in tree_leaves((args, kwargs)) if _is_on(it, "cpu")]
-        self._made += [it for it in tree_leaves(result) if _is_on(it, self._device.type)]
+        self._on_host += [leaf for leaf in tree_leaves((args, kwargs)) if _is_on(leaf, "cpu")]
+        self._on_device += [leaf for leaf in tree_leaves(result) if _is_on(leaf, self._device.type)]
         return result
 
 
 @contextlib.contextmanager
 def _device_and_stream(device: Any, stream: Any) -> Iterator[None]:
-    """Enters the device before its stream: leaving a stream of another device makes torch set the thread's previous
-    stream, which creates a context on the current device."""
+    """Enters the device before its stream. Otherwise, on leaving a stream of another device, torch sets the thread's
+    previous stream, which creates a context on the current device."""
     with device, stream:
         yield
 
@@ -168,7 +171,8 @@ def _is_on(value: object, kind: str) -> bool:
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors with their own memory that a tensor consists of: of a sparse one its indices and values."""
+    """Returns the tensors with separate memory of which a tensor consists, such as the indices and values of a sparse
+    tensor."""
     anything: Any = tensor
     if is_traceable_wrapper_subclass(anything):
         names, _ = anything.__tensor_flatten__()
@@ -187,7 +191,7 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def streams_of(device: torch.device | str | int | None) -> Streams | None:
-    """Returns the streams of a device; None: it is the CPU.
+    """Returns the streams of a device, or None for the CPU.
 
     Args:
         device: The device, or None for the accelerator of this process. Without an index it is the calling thread's
@@ -211,6 +215,6 @@ def streams_of(device: torch.device | str | int | None) -> Streams | None:
         current = getattr(module, "current_device", None)
         device = torch.device(device.type, 0 if current is None else current())
     names = ("Stream", "Event", "current_stream", "set_stream", "stream")
-    # torch.mps has these names and takes other arguments.
+    # torch.mps has these names but takes other arguments.
     has_streams = device.type != "mps" and all(hasattr(module, name) for name in names)
     return Streams(device) if has_streams else NoStreams(device)

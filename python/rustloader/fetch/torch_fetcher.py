@@ -11,8 +11,8 @@ from torch.utils.data import dataset as torch_dataset
 from rustloader.system.torch_side import is_torchs
 
 
-def is_own(dataset_kind: int) -> bool:
-    """Returns True if the fetcher's class and its ``fetch`` will be torch's. Libraries replace them."""
+def is_original(dataset_kind: int) -> bool:
+    """Returns True if the fetcher's class and its ``fetch`` will be torch's own. Some libraries replace them."""
     fetch = _utils.fetch
     kind = fetch._MapDatasetFetcher if dataset_kind == _DatasetKind.Map else fetch._IterableDatasetFetcher
     return (
@@ -22,8 +22,8 @@ def is_own(dataset_kind: int) -> bool:
     )
 
 
-class Samples:
-    """A dataset without its ``__getitems__``: torch's fetcher asks it for one sample after the other."""
+class WithoutGetitems:
+    """A dataset without its ``__getitems__``, so that torch's fetcher asks it for one sample after another."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -33,13 +33,13 @@ class Samples:
 
 
 def by_sample(dataset: Any) -> Any:
-    """Returns the dataset, or a stand-in where only torch's ``Subset`` turns samples into batches: its ``__getitems__``
-    asks for them one after the other, too.
+    """Returns the dataset, or a `WithoutGetitems` if its only ``__getitems__`` is that of torch's ``Subset``, which
+    also asks for one sample after another.
     """
     inner = dataset
     while type(inner) is Subset and "__getitems__" not in vars(inner) and is_torchs(Subset.__getitems__, torch_dataset):
         inner = inner.dataset
-    return dataset if inner is dataset or getattr(inner, "__getitems__", None) else Samples(dataset)
+    return dataset if inner is dataset or getattr(inner, "__getitems__", None) else WithoutGetitems(dataset)
 
 
 def takes_batches(dataset_kind: int, dataset: Any, auto_collation: bool) -> bool:
