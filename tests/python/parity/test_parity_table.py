@@ -331,6 +331,26 @@ def test_p14_seeds_of_the_workers_are_torchs(DataLoader, workers, persistent, sh
     yield from seen
 
 
+class DrawsOfInit(Numbers):
+    """Sample i is (i, what worker_init_fn drew)."""
+
+    drawn = None
+
+    def __getitem__(self, i):
+        return i, self.drawn
+
+
+def draw_in_init(worker_id):
+    dataset = get_worker_info().dataset
+    dataset.drawn = (worker_id, torch.initial_seed(), torch.rand(()).item(), random.random(), float(np.random.rand()))
+
+
+@rows(workers=[1, 2], persistent=BOOLS)
+def test_p14_worker_init_fn_draws_torchs_numbers(DataLoader, workers, persistent):
+    settings = dict(num_workers=workers, persistent_workers=persistent, worker_init_fn=draw_in_init)
+    yield from epochs(DataLoader(DrawsOfInit(5), batch_size=None, **settings), 2)
+
+
 @rows(seed=[1, 2])
 def test_p14_the_base_seed_comes_from_the_loaders_generator_and_is_kept_by_the_iterator(DataLoader, seed):
     generator = torch.Generator().manual_seed(seed)
