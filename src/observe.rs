@@ -48,7 +48,7 @@ pub struct Observed {
     pub remote: bool,
     /// Delivered batches of this epoch.
     pub epoch_batches: u64,
-    /// By the number of the [`Count`], including the current state.
+    /// The counters, by the number of the [`Count`], including the time in the current state.
     pub counts: [u64; Count::LEN],
     /// By the worker's number.
     pub workers: Vec<ObservedWorker>,
@@ -63,7 +63,8 @@ pub struct ObservedWorker {
     pub state: WorkerState,
     /// Nanoseconds in the state.
     pub in_state_ns: u64,
-    /// Its totals, including the current state. The process id is that of the worker's own pid namespace.
+    /// Its totals, including the time in the current state. The process id is the one in the worker's own pid
+    /// namespace.
     pub totals: WorkerTotals,
     /// The current or last batch, by its number in the epoch. `None` before the first.
     pub batch: Option<u64>,
@@ -79,8 +80,8 @@ pub struct ObservedWorker {
     pub warm: u64,
 }
 
-/// Observes an arena. `None` while no iterator uses it. [`Error::Layout`] for another version, [`Error::Corrupt`] for a
-/// file that is not an arena.
+/// Returns a snapshot of the iterator that uses an arena, or `None` while no iterator uses it. Fails with
+/// [`Error::Layout`] for an arena of another version, and with [`Error::Corrupt`] for a file that is not an arena.
 pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     let file = File { fd, len: sys::proc_fd::len(fd) as u64 };
     let header: Header = file.read(0)?;
@@ -146,7 +147,7 @@ fn word(word: &AtomicU64) -> u64 {
     word.load(Ordering::Relaxed)
 }
 
-/// Returns the sizes in an arena's header, if they fit each other and the file.
+/// Returns the sizes in an arena's header, if they are consistent with each other and with the size of the file.
 fn geometry_of(header: &Header, len: u64) -> Result<Geometry> {
     let word = |word: &AtomicU32| word.load(Ordering::Relaxed);
     let (workers, ring_slots) = (word(&header.workers), word(&header.ring_slots));
@@ -169,7 +170,8 @@ fn worker_key(page: &StatusPage) -> (u32, u64, u64, u64) {
     (page.state.load(Ordering::Relaxed), word(&page.since_ns), word(&page.task), word(&page.index_task))
 }
 
-/// Returns the counters plus the time of the current state, which they lack until the end of a `next` or wait.
+/// Returns the counters plus the time in the current state. The page adds that time only at the end of a `next` or
+/// wait.
 fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> [u64; Count::LEN] {
     let mut counts = std::array::from_fn(|count| main.counts[count].load(Ordering::Relaxed));
     // A `next` may ask the sampler before it waits.
@@ -256,14 +258,14 @@ impl File<'_> {
         Ok(last)
     }
 
-    /// Entries that wait in the shared queue.
+    /// Returns the number of entries that wait in the shared queue.
     fn waiting(&self, geometry: &Geometry) -> Result<u32> {
         let slots = self.bytes(geometry.queue(), geometry.queue_slots() as usize * size_of::<QueueSlot>())?;
         let slots = slots.chunks_exact(size_of::<QueueSlot>());
         Ok(slots.filter(|slot| is_waiting(word(&struct_of::<QueueSlot>(slot).state))).count() as u32)
     }
 
-    /// Entries of a completion ring without the snapshots among them.
+    /// Returns the number of entries in a completion ring, not counting snapshots.
     fn results(&self, geometry: &Geometry, worker: u32, ring: &RingControl) -> Result<u32> {
         let count = ring.waiting().min(geometry.ring_slots);
         if count == 0 {
@@ -280,7 +282,7 @@ impl File<'_> {
         Ok((0..count).filter(is_result).count() as u32)
     }
 
-    /// Adds the memory of a region.
+    /// Adds the memory of a region to `usage`.
     fn add_region(&self, geometry: &Geometry, region: u32, usage: &mut Usage) -> Result<()> {
         let head: RegionHead = self.read(geometry.region_head(region))?;
         let blocks = head.blocks.load(Ordering::Relaxed).min(geometry.table_len);
@@ -295,7 +297,7 @@ impl File<'_> {
     }
 }
 
-/// Returns a copy of a struct of the layout.
+/// Returns a copy of a struct of the arena's layout.
 fn struct_of<T: Shared>(bytes: &[u8]) -> T {
     assert_eq!(bytes.len(), size_of::<T>());
     // SAFETY: the length fits, and any bytes are a valid `T` ([`Shared`]).

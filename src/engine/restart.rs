@@ -15,13 +15,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.restarts()
     }
 
-    /// Empties a vacant worker's slot for its next process, see [`Engine::started`]. Its published results count, its
-    /// leases stay valid, and the blocks of tasks that it had not taken are released. May be repeated until `started`,
-    /// once the process that used the slot meanwhile has ended.
+    /// Empties a vacant worker's slot for its next process, see [`Engine::started`]. The results that it published
+    /// count, the leases on its blocks stay valid, and the blocks of tasks that it did not take are released. The call
+    /// may be repeated until `started`, after a process that used the slot in the meantime has ended.
     ///
     /// Errors: [`Error::Usage`] if the worker is not vacant.
     pub fn vacate(&mut self, worker: u32) -> Result<()> {
-        // A worker is vacant after its process has left the poll set and its ring has been drained.
+        // A worker becomes vacant after its process has been removed from the poll set and its ring has been drained.
         if !self.scheduler.is_vacant(WorkerId(worker)) {
             return Err(Error::usage(format!("worker {worker} is not vacant")));
         }
@@ -35,8 +35,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// Returns true if the tied result could not be opened because its worker ends, and may be replaced: then it is
-    /// made again. Call it before [`Engine::opened`] with an error.
+    /// Returns true if the tied result could not be opened because its worker is ending and may be replaced. The next
+    /// process then makes the result again. Call it before [`Engine::opened`] if the attempt to open the result failed.
     pub fn lost_tied(&mut self) -> Result<bool> {
         let worker = self.delivery.tied_worker().filter(|_| self.liveness.restarts());
         let Some(worker) = worker.filter(|worker| self.handle.exits(*worker, TIED_EXIT)) else {
@@ -48,7 +48,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(true)
     }
 
-    /// Lets [`Step::Vacant`](super::Step::Vacant) name a vacant worker again after this time.
+    /// Makes [`Step::Vacant`](super::Step::Vacant) name a vacant worker again after this time.
     pub fn postpone(&mut self, worker: u32, time: Duration) -> Result<()> {
         self.times.tick();
         let until = self.times.now().saturating_add(time);
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_of_an_earlier_process_says_nothing_about_the_present_one() {
+    fn an_event_of_an_earlier_process_does_not_concern_the_present_one() {
         let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
         let settings = Settings { restarts: true, ..Settings::torch(1, 4, true) };
         let mut engine = Engine::<u64>::over(arena, settings).unwrap();
@@ -116,19 +116,19 @@ mod tests {
         engine.wait(None).unwrap();
         let stale = engine.inbox.take_ready();
         assert_eq!(stale.len(), 1);
-        engine.inbox.noticed(stale.clone());
+        engine.inbox.put_ready(stale.clone());
         engine.after_wait().unwrap();
         engine.vacate(0).unwrap();
         let mut second = start();
         engine.started(0, second.id() as i32).unwrap();
-        engine.inbox.noticed(stale);
-        engine.take_notice().unwrap();
+        engine.inbox.put_ready(stale);
+        engine.handle_ready().unwrap();
         assert!(!engine.inbox.is_blind() && engine.handle.alive() == 1);
         // Its own end is still seen.
         kill(&mut second);
         assert_eq!(engine.inbox.sleep(Duration::from_secs(20)).unwrap(), Some(WaitOutcome::Ready));
-        engine.take_notice().unwrap();
-        assert!(engine.inbox.look(Duration::MAX).unwrap());
+        engine.handle_ready().unwrap();
+        assert!(engine.inbox.poll_if_due(Duration::MAX).unwrap());
         assert!(engine.inbox.take_ready().is_empty());
     }
 }

@@ -10,17 +10,18 @@ use crate::id::WorkerId;
 use crate::trace::Kind;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Sets the limits of the phases (`None`: never stuck), and the [`Stall::patience`].
+    /// Sets the limits of the phases (`None` means never stuck), and the [`Stall::patience`].
     pub fn name_stalls(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
         self.liveness.stalls.set_limits(limits, patience);
     }
 
-    /// Sets the time in one batch after which a worker is a stall to be killed; `None`: never.
+    /// Sets the time in one batch after which a worker counts as stuck and is to be killed; `None` means never.
     pub fn kill_stalls(&mut self, limit: Option<Duration>) {
         self.liveness.overdue.set_limit(limit);
     }
 
-    /// Returns a stuck worker that has not been reported. Call after each [`Engine::after_wait`] until there is none.
+    /// Returns a stuck worker that has not been reported yet. Call it after each [`Engine::after_wait`] until it
+    /// returns `None`.
     pub fn stalled(&mut self) -> Option<Stall> {
         let stall = self.find_stalled()?;
         self.handle.trace.mark(Kind::Stalled, stall.worker, stall.task.map_or(0, |task| task.0), 0);
@@ -28,12 +29,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     fn find_stalled(&mut self) -> Option<Stall> {
-        let now = self.inbox.looked();
+        let now = self.inbox.last_poll();
         if let Some(stall) = self.overdue(now) {
             return Some(stall);
         }
-        // The waiting event may be the result.
-        if !self.liveness.stalls.begins_check(now) || self.inbox.has_news() {
+        // The event that has arrived may be the worker's result.
+        if !self.liveness.stalls.begins_check(now) || self.inbox.has_arrivals() {
             return None;
         }
         let workers = 0..self.arena().geometry().workers;
@@ -66,7 +67,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         None
     }
 
-    /// Reads a worker's status page; `None` if the worker has nothing to do that anything waits for.
+    /// Reads a worker's status page. Returns `None` if nothing waits for the worker.
     fn shown_by(&self, worker: u32) -> Option<Shown> {
         let oldest = self.oldest_task_of(worker).map(|(task, _)| task);
         if oldest.is_none() && !self.scheduler.is_waited_for(WorkerId(worker)) {

@@ -1,4 +1,4 @@
-//! Detection of workers that are stuck in their start or at one batch. [`overdue`] kills some of them.
+//! Detection of workers that are stuck in their start or in one batch. [`overdue`] finds those that are to be killed.
 //!
 //! While the main process waits for results it checks the status pages a few times per second, without a thread or any
 //! cost per batch.
@@ -17,7 +17,7 @@ use crate::shm::layout::WorkerState;
 /// One worker's state at the last check.
 #[derive(Clone, Copy, Debug, Default)]
 struct WatchedWorker {
-    /// The oldest task.
+    /// The worker's oldest task.
     task: Option<TaskId>,
     /// Time of the first check with that task.
     seen: Duration,
@@ -33,14 +33,14 @@ pub(super) struct Stalls {
     /// See [`Stall::patience`].
     patience: Option<Duration>,
     /// Time of the last check.
-    looked: Duration,
+    last_check: Duration,
     watched: Box<[WatchedWorker]>,
 }
 
 impl Stalls {
     pub(super) fn new(workers: u32) -> Self {
         let watched = vec![WatchedWorker::default(); workers as usize].into();
-        Self { limits: [None; 2], patience: None, looked: Duration::ZERO, watched }
+        Self { limits: [None; 2], patience: None, last_check: Duration::ZERO, watched }
     }
 
     /// Resets a worker's state for its next process.
@@ -48,7 +48,7 @@ impl Stalls {
         self.watched[worker as usize] = WatchedWorker::default();
     }
 
-    /// Sets the limits of the phases (`None`: never stuck), and the [`Stall::patience`].
+    /// Sets the limits of the phases (`None` means never stuck), and the [`Stall::patience`].
     pub(super) fn set_limits(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
         (self.limits, self.patience) = (limits, patience);
     }
@@ -60,15 +60,15 @@ impl Stalls {
 
     /// Returns true if the workers are to be checked now.
     pub(super) fn begins_check(&self, now: Duration) -> bool {
-        now.saturating_sub(self.looked) >= STALL_CHECK
+        now.saturating_sub(self.last_check) >= STALL_CHECK
     }
 
-    /// Notes that a check has found no other stall.
+    /// Notes that a check has found no further stall.
     pub(super) fn checked(&mut self, now: Duration) {
-        self.looked = now;
+        self.last_check = now;
     }
 
-    /// Returns the report of a worker that is stuck, once for each task.
+    /// Returns the report of a worker if it is stuck, once for each task.
     pub(super) fn stall_of(&mut self, worker: u32, shown: &Shown, now: Duration) -> Option<Stall> {
         let Shown { process, oldest, state, task, .. } = shown;
         let (oldest, waits) = (*oldest, shown.is_waited_for());
@@ -84,10 +84,10 @@ impl Stalls {
             _ if waits => (Phase::Item, oldest, watched.seen),
             _ => (Phase::Item, Some(*task), shown.task_since),
         };
-        // At most the age of the process, because the page may be damaged.
+        // The time is at most the age of the process, because the page may be damaged.
         let time = now.saturating_sub(since.max(process.started));
         let limit = self.limits[phase as usize]?;
-        // A task that waited for its worker, and one that the worker is stuck at later, are two reports.
+        // A task that its worker does not take, and the same task that the worker does not finish, are two reports.
         if time < limit || watched.reported == Some((phase, task, waits)) || process.has_exited() {
             return None;
         }

@@ -120,7 +120,7 @@ impl<'py> Call<'_, 'py> {
     /// Waits until each worker has sent its first snapshot, or will not. False: the deadline has passed before.
     pub(super) fn wait_started(&mut self, deadline: Option<Duration>) -> PyResult<bool> {
         loop {
-            while let Some((incoming, ready)) = self.state.engine.take_news()? {
+            while let Some((incoming, ready)) = self.state.engine.process_outside_next()? {
                 self.open(&incoming, ready)?;
             }
             if !self.state.engine.is_starting() {
@@ -201,7 +201,7 @@ impl<'py> Call<'_, 'py> {
         // Before the log, whose handlers may raise.
         let exceeds = match stall.exceeds.map(|limit| (limit.as_secs_f64(), engine.kill(stall))) {
             None => None,
-            Some((_, Killed::WentOn)) => return Ok(()),
+            Some((_, Killed::Continued)) => return Ok(()),
             Some((limit, killed)) => Some((limit, killed == Killed::Yes)),
         };
         let index = stall.task.and_then(|task| engine.tag_at(stall.worker, task));
