@@ -292,9 +292,9 @@ pub fn read_message(message: &[u8]) -> Result<(Vec<Leaf>, usize)> {
 pub fn checksum(bytes: &[u8]) -> u64 {
     const MULTIPLIER: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut sum = bytes.len() as u64 ^ MULTIPLIER;
-    let (chunks, rest) = bytes.as_chunks();
+    let (chunks, tail) = bytes.as_chunks();
     let mut last = [0; 8];
-    last[..rest.len()].copy_from_slice(rest);
+    last[..tail.len()].copy_from_slice(tail);
     for chunk in chunks {
         sum = (sum ^ u64::from_le_bytes(*chunk)).wrapping_mul(MULTIPLIER).rotate_left(29);
     }

@@ -17,7 +17,7 @@ pyo3::create_exception!(
     "Ends a fetch between two samples when the loader shuts down."
 );
 
-/// The index, in a trace, of a sample whose index is no number.
+/// The index, in a trace, of a sample whose index is not a number.
 const NO_INDEX: u64 = u64::MAX;
 
 /// An index batch whose iteration ends with `WorkerStopped`. torch's fetcher only iterates over it and takes its
@@ -26,9 +26,9 @@ const NO_INDEX: u64 = u64::MAX;
 pub struct StoppableIndices {
     pub port: Arc<Port>,
     pub index: Py<PyAny>,
-    /// True if the status page shows the place of each index that the iteration comes to.
+    /// True if the status page shows the place of each index that the iteration reaches.
     pub shows_places: bool,
-    /// True if the time from one index to the next is that of a sample, for a trace.
+    /// True if the time from one index to the next is recorded in a trace, as that of a sample.
     pub traces: bool,
 }
 
@@ -79,12 +79,13 @@ impl StoppableIterator {
     }
 }
 
-/// Runs `work`, which shows the worker's activity: without the GIL if that sends a message to another machine.
+/// Runs `work`, which shows the worker's activity. Releases the GIL meanwhile if this sends a message to another
+/// machine.
 pub fn shown<R: Send>(py: Python<'_>, port: &Port, work: impl FnOnce() -> R + Send) -> R {
     if port.remote().is_some() { py.detach(work) } else { work() }
 }
 
-/// A collate function that shows on the status page while it runs.
+/// A collate function during which the status page shows that the worker collates.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct TimedCollate {
     pub port: Arc<Port>,

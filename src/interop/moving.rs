@@ -2,11 +2,9 @@
 //!
 //! torch copies such a storage into new memory, exchanges the two, and frees the old memory. An array or a DLPack view
 //! of the tensor keeps the storage alive, not its old memory. And an encoder that copies without the GIL would read
-//! freed memory.
-//!
-//! So a move runs within [`Move`]. The deleter that it runs into, on the same thread, hands the memory over instead of
-//! freeing it ([`caught`]), and the storage keeps it until its own end. Moves and [`Reading`]s exclude each other. Both
-//! begin and end with the GIL, so plain counters are enough.
+//! freed memory. So a move runs within a [`Move`]. torch calls the deleter of the old memory on the same thread, where
+//! [`caught`] passes the memory to the [`Move`] instead of freeing it. The storage then keeps that memory until its own
+//! end. Moves and [`Reading`]s exclude each other. Both begin and end with the GIL, so plain counters are enough.
 //!
 //! Outside a move the cost is one load of an atomic per freed tensor, and two counts per batch that is encoded.
 
@@ -18,11 +16,11 @@ use std::time::Duration;
 
 use crate::sys::fork;
 
-/// A count that is 0 in a forked child: the threads that it counts are not there.
+/// A count that is 0 in a forked child, because the threads that it counts do not exist there.
 #[derive(Debug)]
 struct Count(AtomicU64);
 
-/// The part of [`Count`] that counts; the fork generation lies above.
+/// The bits of a [`Count`] that hold the number; the fork generation is in the bits above.
 const COUNT_BITS: u32 = 32;
 
 impl Count {
@@ -59,10 +57,10 @@ thread_local! {
     static OWN_READINGS: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Time between two looks at a count.
+/// The time between two checks of a count.
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// The end of a block: [`Self::free`] or a drop frees it.
+/// A block whose deleter was called during a move. Dropping the value frees the block.
 #[derive(Debug)]
 pub struct Freed {
     block: *mut c_void,
@@ -81,6 +79,7 @@ impl Drop for Freed {
     }
 }
 
+/// A move that waits for the deleter of its storage's old memory.
 struct Watch {
     address: *const u8,
     caught: Option<Freed>,
@@ -90,7 +89,7 @@ struct Watch {
 /// A move of the storage at an address, by this thread. No encoder reads without the GIL meanwhile.
 pub struct Move {
     watch: Box<Watch>,
-    /// It belongs to its thread.
+    /// Keeps the value on its thread.
     _thread: PhantomData<*mut ()>,
 }
 
@@ -107,7 +106,7 @@ impl Move {
         Self { watch, _thread: PhantomData }
     }
 
-    /// Returns the memory that the storage had before, if it was this crate's.
+    /// Returns the memory that the storage had before, if that was this crate's memory.
     pub fn end(mut self) -> Option<Freed> {
         self.watch.caught.take()
     }
@@ -120,10 +119,11 @@ impl Drop for Move {
     }
 }
 
-/// Returns true if a move of this thread takes over the block over `data`, which its deleter would free.
+/// Passes the block over `data`, which its deleter is about to free, to a move of this thread. Returns false if there
+/// is no such move.
 ///
 /// # Safety
-/// If this is true, the caller no longer uses `block`, which `free` may free on any thread.
+/// If it returns true, the caller no longer uses `block`, which `free` may free on any thread.
 #[inline]
 pub unsafe fn caught(data: *const u8, block: *mut c_void, free: unsafe fn(*mut c_void)) -> bool {
     if MOVES.is_zero() {
@@ -141,10 +141,10 @@ pub unsafe fn caught(data: *const u8, block: *mut c_void, free: unsafe fn(*mut c
     false
 }
 
-/// Addresses of tensors that this thread reads without the GIL. No storage is moved meanwhile.
+/// A period in which this thread reads the memory of tensors without the GIL. No storage is moved during it.
 #[derive(Debug)]
 pub struct Reading {
-    /// It belongs to its thread.
+    /// Keeps the value on its thread.
     _thread: PhantomData<*mut ()>,
 }
 

@@ -18,8 +18,8 @@ pub(super) struct Bitmap {
 /// Returns the lowest bit of `word` at or above position `from`; `from` may be 64.
 #[inline]
 fn lowest_from(word: u64, from: usize) -> Option<usize> {
-    let rest = if from < 64 { word & (u64::MAX << from) } else { 0 };
-    if rest == 0 { None } else { Some(rest.trailing_zeros() as usize) }
+    let remaining = if from < 64 { word & (u64::MAX << from) } else { 0 };
+    if remaining == 0 { None } else { Some(remaining.trailing_zeros() as usize) }
 }
 
 impl Bitmap {
@@ -55,12 +55,12 @@ impl Bitmap {
         }
     }
 
-    /// Returns the first member at or after `from`, else the smallest one.
+    /// Returns the first member at or after `from`, or if there is none, the smallest member.
     #[inline]
     pub fn next_cyclic(&self, from: usize) -> Option<usize> {
         match self.next_from(from) {
             None if from > 0 => self.next_from(0),
-            found => found,
+            member => member,
         }
     }
 

@@ -66,9 +66,9 @@ pub struct DLManagedTensorVersioned {
     pub dl_tensor: DLTensor,
 }
 
-/// Fills a structure with the description of a tensor object; 0 for success.
+/// Fills a structure with the description of a tensor object. Returns 0 on success.
 pub type ReadTensor = unsafe extern "C" fn(*mut c_void, *mut DLTensor) -> c_int;
-/// Creates a tensor object, which owns the structure on success (0).
+/// Creates a tensor object, which owns the structure on success. Returns 0 on success.
 pub type MakeTensor = unsafe extern "C" fn(*mut DLManagedTensorVersioned, *mut *mut c_void) -> c_int;
 
 /// `DLPackExchangeAPIHeader`.
@@ -92,7 +92,7 @@ struct ExchangeTable {
 }
 
 /// Returns the functions of the first table in the chain with major version 1. `None` if there is no such table, or it
-/// lacks one.
+/// lacks one of the functions.
 ///
 /// # Safety
 /// `header` is null or begins a table of its version, and so does the older one that it points to.
