@@ -139,7 +139,7 @@ pub const TIED_EXIT: Duration = Duration::from_millis(50);
 pub const LONG_NEXT: Duration = Duration::from_micros(50);
 /// Descriptors up to which ppoll is used: it is faster for few, and needs no extra descriptor.
 pub const POLL_MAX: usize = 32;
-/// Events per epoll_wait; the next call returns the rest.
+/// Events per epoll_wait; the next call returns the others.
 pub const EPOLL_EVENTS: usize = 64;
 /// Bytes of the pin thread's stack: as many as Python's threads have on most systems, because it runs user code.
 pub const PIN_STACK: usize = 8 << 20;
@@ -177,7 +177,7 @@ pub const COLLECT_FROM: u64 = 32 * MIB;
 pub const COLLECT_BATCHES: u64 = 4;
 /// Bytes that a worker's objects may hold after a collection; above this limit, its tensors use the heap.
 pub const RETAINED_MAX: u64 = GIB;
-/// Bytes from which an array that NumPy makes in a worker lies in its region.
+/// Bytes from which an array that NumPy makes in a worker is allocated in the worker's region.
 pub const ARRAY_MIN: usize = 64 << 10;
 /// Bytes that such arrays may occupy together. Arrays that a dataset keeps for long count, too, and are better off in
 /// ordinary memory.

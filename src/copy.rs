@@ -102,7 +102,7 @@ mod tests {
                 [(0, 0, 20_000), (3, 1, 4096), (1, 63, 9999), (0, 64, 4351), (5, 5, 0), (9, 2, 77)]
             {
                 let mut to = vec![255u8; 20_200];
-                // SAFETY: both vectors are larger than what is copied.
+                // SAFETY: both vectors are larger than the copied range.
                 unsafe { copy(from.as_ptr().add(skip), to.as_mut_ptr().add(offset), len, streaming) };
                 assert_eq!(to[offset..offset + len], from[skip..skip + len]);
                 assert!(to[..offset].iter().chain(&to[offset + len..]).all(|&byte| byte == 255));

@@ -184,13 +184,13 @@ fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], size: Size) {
 /// A snapshot of all counters.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
-    /// By the number of the [`Count`].
+    /// The counters, by the number of the [`Count`].
     pub counts: [u64; Count::LEN],
     /// The waits of all calls of `next` except the first of each epoch.
     pub waits: Waits,
-    /// By the worker's number.
+    /// The workers' totals, by the worker's number.
     pub workers: Vec<WorkerTotals>,
-    /// The slowest first.
+    /// The slowest tasks, the slowest one first.
     pub slowest: Vec<SlowTask>,
     /// The tasks that blocked later ones, those that blocked for longest first.
     pub blocking: Vec<SlowTask>,
@@ -200,7 +200,7 @@ pub struct Totals {
     pub usage: Usage,
     /// Largest size of an arena's pages, in bytes.
     pub high_water: u64,
-    /// Running pin threads.
+    /// Number of running pin threads.
     pub pin_threads: u32,
     /// Entries that wait in the completion rings.
     pub ready: u64,

@@ -34,23 +34,23 @@ pub struct Observed {
     pub in_state_ns: u64,
     /// Nanoseconds since the iterator was created.
     pub age_ns: u64,
-    /// The workers have been asked to leave.
+    /// True if the workers have been asked to leave.
     pub stopping: bool,
     /// The iterator's `prefetch_factor`.
     pub prefetch_factor: u32,
-    /// Batches are delivered in order.
+    /// True if batches are delivered in order.
     pub in_order: bool,
-    /// The workers survive epochs.
+    /// True if the workers survive epochs.
     pub persistent: bool,
-    /// There is a pin thread.
+    /// True if there is a pin thread.
     pub pinning: bool,
-    /// The workers run on other machines.
+    /// True if the workers run on other machines.
     pub remote: bool,
-    /// Delivered batches of this epoch.
+    /// Number of delivered batches of this epoch.
     pub epoch_batches: u64,
     /// The counters, by the number of the [`Count`], including the time in the current state.
     pub counts: [u64; Count::LEN],
-    /// By the worker's number.
+    /// The workers, by number.
     pub workers: Vec<ObservedWorker>,
     /// Its shared memory.
     pub usage: Usage,
@@ -72,9 +72,9 @@ pub struct ObservedWorker {
     pub at_batch_ns: u64,
     /// The indices of that batch, as a short text.
     pub index: Option<String>,
-    /// Batches in its submission ring, or in the queue that it shares with the others.
+    /// Number of batches in its submission ring, or in the shared queue.
     pub queued: u32,
-    /// Batches in its completion ring.
+    /// Number of batches in its completion ring.
     pub ready: u32,
     /// Bytes of its region that have pages.
     pub warm: u64,

@@ -160,11 +160,11 @@ pub fn read_epoch(payload: &[u8]) -> Result<(u64, &[u8])> {
 /// Durations of the parts of a task, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Timings {
-    /// In the dataset.
+    /// Time in the dataset.
     pub fetch_us: u32,
-    /// In `collate_fn`.
+    /// Time in `collate_fn`.
     pub collate_us: u32,
-    /// Encoding the batch into the arena.
+    /// Time of encoding the batch into the arena.
     pub pack_us: u32,
 }
 

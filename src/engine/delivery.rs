@@ -53,11 +53,11 @@ pub enum Event<T, B, E> {
     NextBegan,
     /// A [`Step::Submit`] is done: the index is sent, or the sampler is exhausted.
     IndexDrawn,
-    /// A signal handler raised before the draw, or the sampler raised a `BaseException` that is no `Exception`.
+    /// A signal handler raised before the draw, or the sampler raised a `BaseException` that is not an `Exception`.
     DrawInterrupted,
     /// There was no memory for an index batch, or its pickling was interrupted. Another event of the draw follows.
     IndexUnsent(T),
-    /// The sampler failed, or the submission of its index.
+    /// The sampler failed, or the submission of its index batch failed.
     DrawFailed(E),
     /// A signal handler interrupted the decoding of a delivered result.
     DecodeInterrupted(B),

@@ -109,7 +109,7 @@ impl Liveness {
         }
     }
 
-    /// Forgets what the checks have found about a worker, for its next process.
+    /// Forgets the results of the checks of a worker, for its next process.
     pub(super) fn forget(&mut self, worker: u32) {
         self.stalls.forget(worker);
         self.overdue.forget(worker);

@@ -4,9 +4,9 @@
 //! doorbell and the workers' pidfds in one call. With pinning a thread owns the consumer's ends
 //! ([`completions::Completions`]) and passes prepared batches to `next` (`pin.rs`).
 //!
-//! [`Engine`] (`core.rs`) delegates to its parts, each with private fields and a file of its own: [`delivery`], the
-//! state of `next`; `outbox`, messages to the workers; `inbox`, arrivals from them; `liveness`, stuck and dead workers;
-//! `times`, the clock and the status page. `intake`, `wait`, `stall_checks`, `deaths`, `early`, `restart`, `first_snapshots`,
+//! [`Engine`] (`core.rs`) delegates to its parts, each with private fields and its own file: [`delivery`], the state of
+//! `next`; `outbox`, messages to the workers; `inbox`, arrivals from them; `liveness`, stuck and dead workers; `times`,
+//! the clock and the status page. `intake`, `wait`, `stall_checks`, `deaths`, `early`, `restart`, `first_snapshots`,
 //! `statistics` and `shutdown` are further blocks of `impl Engine`, which move events between the parts. A file uses
 //! only files of a lower layer (`tests/layers.rs`). From the top, the layers are these blocks, the core, the parts,
 //! [`Handle`], and the types.

@@ -1,6 +1,8 @@
-//! The position of an epoch: which tasks have been delivered, now and a few answers ago. An *answer* is a batch that
-//! the engine has returned to the caller of `next`, or the error in its place. [`Positions`] keeps the last few
-//! answers, so that it can also return earlier positions. Ordinals count the tasks of the epoch from 0.
+//! The position of an epoch: which tasks have been delivered, now and a few answers ago.
+//!
+//! An *answer* is a batch that the engine has returned to the caller of `next`, or the error in its place.
+//! [`Positions`] keeps the last few answers, so that it can also return earlier positions. Ordinals count the tasks of
+//! the epoch from 0.
 
 use std::collections::{BTreeSet, VecDeque};
 

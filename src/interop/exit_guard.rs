@@ -34,7 +34,7 @@ type UnwindingRelease = unsafe extern "C-unwind" fn(Object);
 pub fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
     // SAFETY: the types differ only in that unwinding is allowed.
     let call = black_box(unsafe { transmute::<Call, UnwindingCall>(ffi::PyObject_Call) });
-    // SAFETY: the GIL is held; both are live objects, the second one a tuple; null stands for no keywords.
+    // SAFETY: the GIL is held; both are live objects, the second one a tuple; null means no keywords.
     let result = guarded(|| unsafe { call(function.as_ptr(), args.as_ptr(), std::ptr::null_mut()) });
     // SAFETY: a new reference, or null with an exception set.
     let result = unsafe { Bound::from_owned_ptr_or_err(function.py(), result) };

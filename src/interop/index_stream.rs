@@ -1,7 +1,9 @@
 //! The index stream, which yields the same index batches as torch's samplers, from an array with 8 bytes per index
-//! instead of a list. Python draws the permutations (`iterator/indices.py`), and this iterator cuts them into batches.
-//! Nothing between two draws runs Python code, so neither a signal handler nor another thread can come between taking
-//! indices and returning them.
+//! instead of a list.
+//!
+//! Python draws the permutations (`iterator/indices.py`), and this iterator cuts them into batches. Nothing between two
+//! draws runs Python code, so neither a signal handler nor another thread can come between taking indices and returning
+//! them.
 
 use std::sync::{Mutex, MutexGuard};
 

@@ -22,7 +22,7 @@ pub struct Heap {
     len: usize,
 }
 
-// SAFETY: the memory belongs to the value alone.
+// SAFETY: only this value owns the memory.
 unsafe impl Send for Heap {}
 
 impl Heap {

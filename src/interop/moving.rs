@@ -2,9 +2,11 @@
 //!
 //! torch copies such a storage into new memory, exchanges the two, and frees the old memory. An array or a DLPack view
 //! of the tensor keeps the storage alive, not its old memory. And an encoder that copies without the GIL would read
-//! freed memory. So a move runs within a [`Move`]. torch calls the deleter of the old memory on the same thread, where
-//! [`caught`] passes the memory to the [`Move`] instead of freeing it. The storage then keeps that memory until its own
-//! end. Moves and [`Reading`]s exclude each other. Both begin and end with the GIL, so plain counters are enough.
+//! freed memory.
+//!
+//! So a move runs within a [`Move`]. torch calls the deleter of the old memory on the same thread, where [`caught`]
+//! passes the memory to the [`Move`] instead of freeing it. The storage then keeps that memory until its own end. Moves
+//! and [`Reading`]s exclude each other. Both begin and end with the GIL, so plain counters are enough.
 //!
 //! Outside a move the cost is one load of an atomic per freed tensor, and two counts per batch that is encoded.
 
@@ -52,7 +54,7 @@ static READINGS: Count = Count::new();
 
 thread_local! {
     /// The innermost move of this thread.
-    static INNERMOST: Cell<*mut Watch> = const { Cell::new(std::ptr::null_mut()) };
+    static INNERMOST: Cell<*mut PendingMove> = const { Cell::new(std::ptr::null_mut()) };
     /// The readings of this thread.
     static OWN_READINGS: Cell<u32> = const { Cell::new(0) };
 }
@@ -80,15 +82,15 @@ impl Drop for Freed {
 }
 
 /// A move that waits for the deleter of its storage's old memory.
-struct Watch {
+struct PendingMove {
     address: *const u8,
     caught: Option<Freed>,
-    outer: *mut Watch,
+    outer: *mut PendingMove,
 }
 
 /// A move of the storage at an address, by this thread. No encoder reads without the GIL meanwhile.
 pub struct Move {
-    watch: Box<Watch>,
+    watch: Box<PendingMove>,
     /// Keeps the value on its thread.
     _thread: PhantomData<*mut ()>,
 }
@@ -101,7 +103,7 @@ impl Move {
         while OWN_READINGS.get() == 0 && !READINGS.is_zero() {
             pause(PAUSE);
         }
-        let mut watch = Box::new(Watch { address, caught: None, outer: INNERMOST.get() });
+        let mut watch = Box::new(PendingMove { address, caught: None, outer: INNERMOST.get() });
         INNERMOST.set(&raw mut *watch);
         Self { watch, _thread: PhantomData }
     }
@@ -174,7 +176,7 @@ mod tests {
 
     use super::*;
 
-    /// The counts are the process's.
+    /// Serializes these tests, because the counts are global to the process.
     static ALONE: Mutex<()> = Mutex::new(());
 
     unsafe fn set(flag: *mut c_void) {

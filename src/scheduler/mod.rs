@@ -202,6 +202,7 @@ impl<T, R> Scheduler<T, R> {
     }
 
     /// Processes an event at the monotonic time `now`. An error changes nothing.
+    ///
     /// Errors: [`Error::Corrupt`] for a result that its worker cannot have sent, because workers answer in the order of
     /// dispatch, or because the task is not an unanswered one of the shared queue. [`Error::Usage`] for an unknown
     /// worker or an invalid reset.
@@ -246,10 +247,12 @@ impl<T, R> Scheduler<T, R> {
         self.effects.pop_front()
     }
 
-    /// Decides what a call of `next` does now. Because torch advances the sampler before it returns a batch, `Deliver`
-    /// and `Raise` follow the `Submit` that replaces their task or, with a window, each `Submit` that fills it. If the
-    /// sampler raises an error then, the next call delivers the batch. `may_ask` is false while an error of the sampler
-    /// waits to be raised: a window then asks for no index batch.
+    /// Decides what a call of `next` does now.
+    ///
+    /// Because torch advances the sampler before it returns a batch, `Deliver` and `Raise` follow the `Submit` that
+    /// replaces their task or, with a window, each `Submit` that fills it. If the sampler raises an error then, the
+    /// next call delivers the batch. `may_ask` is false while an error of the sampler waits to be raised: a window then
+    /// asks for no index batch.
     // Not an iterator: most decisions are not batches.
     #[allow(clippy::should_implement_trait)]
     #[inline]

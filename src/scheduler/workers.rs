@@ -1,4 +1,4 @@
-//! The table of workers. [`Workers::pick`] alone is the dispatch policy.
+//! The table of workers. Only [`Workers::pick`] implements the dispatch policy.
 
 use super::Dispatch;
 use super::bitmap::Bitmap;

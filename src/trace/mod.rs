@@ -4,8 +4,10 @@
 //! ([`Recorder`]). The main process empties the rings in `next` ([`Source`]) and adds its own events. A [`Sink`] writes
 //! all of them to a file that Python turns into slices (`python/rustloader/tracing`). An event's entry is published by
 //! one Release store (`shm::ring`), so a killed worker never leaves half an event. All times are those of
-//! CLOCK_MONOTONIC. While no trace is on, each change of state costs a worker one read of a word in the arena's header,
-//! and the main process one read of a word of its own.
+//! CLOCK_MONOTONIC.
+//!
+//! While no trace is on, each change of state costs a worker one read of a word in the arena's header, and the main
+//! process one read of an atomic flag.
 
 mod event;
 mod recorder;

@@ -54,7 +54,7 @@ impl Source {
         self.arena.populate_traces()?;
         let rings = (0..self.workers()).map(|worker| Consumer::new(self.arena.trace_ring(worker)));
         let mut rings: Vec<_> = rings.collect();
-        // Drop what an earlier trace has left.
+        // Drop the entries that an earlier trace has left.
         rings.iter_mut().for_each(|ring| while let Ok(Some(_)) = ring.pop() {});
         let lost = self.lost();
         *lock(&self.traced) = Some(Traced { sink, number, rings, emptied: Duration::ZERO, lost });

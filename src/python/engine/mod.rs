@@ -392,9 +392,11 @@ impl PyEngine {
     }
 
     /// Visits the deferred errors of the sampler: each refers to the iterator by its traceback, and the iterator to
-    /// this engine. The collector and all threads that take the lock hold the GIL. A call in progress may keep the lock
-    /// while it waits without the GIL; then the engine is in use, and nothing needs to be visited. There is no
-    /// `__clear__`: each cycle has a traceback, which the collector clears.
+    /// this engine.
+    ///
+    /// The collector and all threads that take the lock hold the GIL. A call in progress may keep the lock while it
+    /// waits without the GIL; then the engine is in use, and nothing needs to be visited. There is no `__clear__`: each
+    /// cycle has a traceback, which the collector clears.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         match self.state.try_lock() {
             Ok(mut state) => state.engine.delivery().errors().iter().try_for_each(|error| visit.call(error)),

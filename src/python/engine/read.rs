@@ -101,9 +101,11 @@ impl<'py> Call<'_, 'py> {
     }
 
     /// Unpickles a result. The inner error takes the batch's place. The outer error comes from a signal handler, and
-    /// the batch is intact. Unpickling runs the user's code. Signals are not deferred meanwhile, because code that
-    /// hangs here must stay interruptible. The code runs once, unless a handler interrupts it: then the caller keeps
-    /// the message, and the next call runs the code again.
+    /// the batch is intact.
+    ///
+    /// Unpickling runs the user's code. Signals are not deferred meanwhile, because code that hangs here must stay
+    /// interruptible. The code runs once, unless a handler interrupts it: then the caller keeps the message, and the
+    /// next call runs the code again.
     fn load(&self, pickle: &Pickled) -> PyResult<PyResult<Py<PyAny>>> {
         let loads = || {
             let arguments = (&pickle.payload, &pickle.objects).into_pyobject(self.py)?;

@@ -1,7 +1,8 @@
-//! Workers that spend more time on one batch than a limit (`stall_timeout`). They are killed, and count as dead. The
-//! time of a batch runs from the moment at which the worker took its task; that of a replayed batch, from the moment at
-//! which the worker began it. The worker's start does not count. For an idle worker, the time runs only while a task
-//! waits for it, from the first check that finds the task waiting.
+//! Workers that spend more time on one batch than a limit (`stall_timeout`). They are killed, and count as dead.
+//!
+//! The time of a batch runs from the moment at which the worker took its task; that of a replayed batch, from the
+//! moment at which the worker began it. The worker's start does not count. For an idle worker, the time runs only while
+//! a task waits for it, from the first check that finds the task waiting.
 //!
 //! A worker is killed only if the main process has watched it in that batch for half of the limit. A job may be
 //! suspended and continued as a whole; its workers then have that much time to finish. For the same reason a gap
@@ -89,7 +90,7 @@ impl Watched {
 /// The limit, and the results of the checks.
 #[derive(Debug)]
 pub(in crate::engine) struct Overdue {
-    /// `None`: no worker is killed.
+    /// The limit, or `None` if no worker is to be killed.
     limit: Option<Duration>,
     /// Time of the last check.
     last_check: Duration,
