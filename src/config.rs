@@ -16,9 +16,9 @@ pub const WORKERS_MAX: u32 = 1 << 16;
 pub const TASKS_MAX: u32 = 1 << 24;
 /// Tasks by which a shared queue may run ahead of its oldest unanswered task: this bounds the scheduler's table.
 pub const QUEUE_SPAN: usize = 1 << 10;
-/// Maximum of that span in tasks: it grows with the window from [`QUEUE_SPAN`] up to this number.
+/// Maximum of that span, in tasks: it grows with the window from [`QUEUE_SPAN`] up to this number.
 pub const QUEUE_SPAN_MAX: usize = 1 << 16;
-/// Seconds from which a timeout (30 years) counts as no timeout: clocks would overflow.
+/// Timeouts of this many seconds (30 years) or more count as none: clocks would overflow.
 pub const TIMEOUT_MAX: f64 = 1e9;
 
 // --- Traces ---

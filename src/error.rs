@@ -59,14 +59,14 @@ pub enum Error {
         size: u64,
         /// Bytes of the region that are idle.
         idle: u64,
-        /// Bytes of the longest idle part in one piece.
+        /// Bytes of the longest contiguous idle part.
         longest: u64,
     },
     /// The machine, or the memory cgroup, has no memory for a shared object.
     ShareMemory {
         /// Bytes that the next write needed.
         wanted: u64,
-        /// Bytes of the object that had been written.
+        /// Bytes of the object that had been written before.
         written: u64,
         /// The limit that prevents it, in words.
         limit: String,
@@ -134,8 +134,8 @@ impl fmt::Display for Error {
             Self::Connection { what } => write!(f, "the connection broke: {what}"),
             Self::Layout { found, expected } => write!(
                 f,
-                "the shared memory has layout version {found}, and this rustloader ({}) reads version {expected}: use the \
-                 rustloader of that process's environment",
+                "the shared memory has layout version {found}, and this rustloader ({}) reads version {expected}: use \
+                 the rustloader of that process's environment",
                 env!("CARGO_PKG_VERSION")
             ),
             Self::NoMemory { wanted, limit, headroom, .. } => {
@@ -149,15 +149,15 @@ impl fmt::Display for Error {
             Self::RegionFull { wanted, size, idle, longest } => {
                 let used = size.saturating_sub(*idle);
                 let limit = format_args!(
-                    "each worker's region of the shared memory has {size} bytes, in this one {used} bytes are in use and \
-                     {idle} bytes are idle, at most {longest} of them in one piece"
+                    "each worker's region of the shared memory has {size} bytes, in this one {used} bytes are in use \
+                     and {idle} bytes are idle, at most {longest} of them in one piece"
                 );
                 no_memory(f, *wanted, limit)
             }
             Self::ShareMemory { wanted, written, limit, headroom } => write!(
                 f,
-                "cannot share this object: {wanted} bytes were requested after {written} bytes, {limit}, and {headroom} bytes \
-                 are left; share less, free memory, or raise the limit"
+                "cannot share this object: {wanted} bytes were requested after {written} bytes, {limit}, and {headroom} \
+                 bytes are left; share less, free memory, or raise the limit"
             ),
             Self::Foreign { what } => {
                 write!(f, "rustloader {} cannot read this as a shared object: {what}", env!("CARGO_PKG_VERSION"))

@@ -511,13 +511,13 @@ mod tests {
         all.note_wait(Duration::ZERO);
         let mut together = one.totals();
         together.add(&all.totals());
-        let found = |first, last| {
+        let expected = |first, last| {
             let mut waits = [0; 19];
             (waits[0], waits[1], waits[17], waits[18]) = (first, last, last / 2, last);
             waits
         };
-        assert_eq!(all.totals().waits, found(3, 2));
-        assert_eq!(together.waits, found(5, 4));
+        assert_eq!(all.totals().waits, expected(3, 2));
+        assert_eq!(together.waits, expected(5, 4));
     }
 
     #[test]

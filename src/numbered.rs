@@ -26,7 +26,7 @@ macro_rules! numbered_enum {
         numbered_enum! { $(#[$meta])* pub enum $enum { $($(#[$doc])* $variant = $number,)* } }
 
         impl $enum {
-            /// Returns the name in reports.
+            /// Returns the name that reports use.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name,)* }
             }

@@ -1,7 +1,8 @@
-//! Observes another process's iterator through its arena, without its cooperation.
+//! Observation of another process's iterator through its arena, without its cooperation.
 //!
-//! Uses `pread` on a read-only descriptor and maps nothing, so it neither allocates nor changes pages of the arena.
-//! Data may be torn or garbage: every number that is used to find more data is validated, all others are only shown.
+//! This module uses `pread` on a read-only descriptor and maps nothing, so it neither allocates nor changes pages of
+//! the arena. Data may be torn or garbage: every number that is used to find more data is validated, all others are
+//! only shown.
 
 use std::os::fd::BorrowedFd;
 

@@ -64,7 +64,7 @@ mod tests {
         assert_eq!(philox(counter, key), pi);
     }
 
-    /// These must never change.
+    /// The results must never change.
     #[test]
     fn each_part_of_a_place_has_its_own_word() {
         let at = Place { place: 3, ordinal: 5, worker: 7, epoch: 11 };

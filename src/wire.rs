@@ -72,7 +72,7 @@ impl ResultKind {
         matches!(self, Self::Snapshot | Self::FailedSnapshot)
     }
 
-    /// Returns true if an entry of this kind may have a message, or with `has_block` false may have none.
+    /// Returns true if an entry of this kind may have a message (`has_block`), or otherwise may lack one.
     fn fits(self, has_block: bool) -> bool {
         match self {
             Self::Exhausted | Self::Resumed => !has_block,

@@ -1,4 +1,4 @@
-//! Deaths of workers: notifies the scheduler of each, and collects the details for its report.
+//! Deaths of workers: their reports to the scheduler, and the details for the report to Python.
 
 use super::core::Engine;
 use super::types::DeathReport;
@@ -14,8 +14,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.keep_remains(worker);
         self.event(Event::WorkerDied { worker: WorkerId(worker), held })?;
         if self.outbox.queue().is_some() {
-            // The worker may have been woken for a task that it did not take, and which now waits while the others
-            // sleep.
+            // The worker may have been woken for a task that it did not take. That task waits now, and the other
+            // workers may sleep.
             self.handle.wake(worker)?;
         }
         self.effects()

@@ -1,7 +1,8 @@
 //! The state of a call of `next()`: owed draws, deferred errors and interrupted work.
 //!
-//! A state machine without Python, thread or clock, between the scheduler and the bindings, which ask the sampler,
-//! unpickle and convert. `T` is an index batch, `B` a result that the bindings hold, `E` an error of the sampler.
+//! It is a state machine without Python, thread or clock, between the scheduler and the bindings. The bindings ask the
+//! sampler, unpickle and convert. `T` is an index batch, `B` a result that the bindings hold, `E` an error of the
+//! sampler.
 //!
 //! # Precedence
 //! Only [`Delivery::answer`] ranks answers. The first row that applies is the answer:

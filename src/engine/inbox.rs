@@ -1,4 +1,4 @@
-//! Arrivals from the workers: results from the rings or the pin thread, rings of the doorbell, and the ends of
+//! Arrivals from the workers: results from the rings or the pin thread, wake-ups by the doorbell, and ends of
 //! processes.
 
 use std::os::fd::AsRawFd;
@@ -54,7 +54,7 @@ impl<B: Send + 'static> Inbox<B> {
         })
     }
 
-    /// Starts the pin thread, which owns the rings from then on: [`pin::start`].
+    /// Starts the pin thread, which owns the rings from then on; see [`pin::start`].
     pub(super) fn start_pinning<P: pin::Prepare<Ready = B>>(
         &mut self,
         prepare: P,
@@ -114,8 +114,8 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Adds a worker's process to those whose end the next sleeps wait for. With `may_be_blind`, a process that the
-    /// poll set refuses is checked in each slice instead.
+    /// Makes later sleeps also wait for the end of a worker's process. With `may_be_blind`, a process that the poll set
+    /// refuses is checked in each slice instead.
     pub(super) fn watch(&mut self, worker: u32, process: &Process, token: u64, may_be_blind: bool) -> Result<()> {
         match process.end_fd() {
             Some(end) => match self.poll.add(end.as_raw_fd(), token) {
@@ -191,7 +191,7 @@ impl<B: Send + 'static> Inbox<B> {
         self.last_poll = now;
     }
 
-    /// Takes the list of tokens that the last poll returned, for [`Inbox::ended_by`]. Give the list back with
+    /// Takes the list of tokens that the last poll returned, for [`Inbox::ended_by`]. Return the list with
     /// [`Inbox::put_ready`].
     pub(super) fn take_ready(&mut self) -> Vec<u64> {
         std::mem::take(&mut self.ready)

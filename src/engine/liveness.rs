@@ -26,7 +26,7 @@ pub(super) struct Remains {
     pub(super) stalled: bool,
 }
 
-/// Watches the workers' processes.
+/// The monitor of the workers' processes.
 #[derive(Debug)]
 pub(super) struct Liveness {
     handle: Arc<Handle>,

@@ -1,4 +1,4 @@
-//! The engine: performs the scheduler's actions, and reports events to it.
+//! The engine, which performs the scheduler's actions and reports events to it.
 //!
 //! Without pinning the engine has no thread in the main process: `next` drains the completion rings, and waits on the
 //! doorbell and the workers' pidfds in one call. With pinning a thread owns the consumer's ends

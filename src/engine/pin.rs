@@ -1,4 +1,4 @@
-//! The pin thread: takes finished batches from the rings, prepares them ([`Prepare`]) and sends them to `next`.
+//! The pin thread, which takes finished batches from the rings, prepares them ([`Prepare`]) and sends them to `next`.
 //!
 //! ```text
 //! worker --ring, doorbell--> pin thread --channel, pickup bell--> next()

@@ -217,7 +217,7 @@ mod tests {
         let positions = in_order(2, &[true, false, true, false, false]);
         assert_eq!(positions.at(5, 0), position(5, &[], &[3, 2], Some(0)));
         assert_eq!(positions.at(4, 0), position(4, &[], &[2, 2], Some(1)));
-        // Back to before the last batch, with the errors after it.
+        // The position before the last batch, which leaves out the errors after it, too.
         assert_eq!(positions.at(5, 1), position(2, &[], &[1, 1], Some(1)));
         assert_eq!(positions.at(5, 2), position(0, &[], &[0, 0], None));
         assert_eq!(positions.at(5, 3), Err("2 batches of this epoch can be taken back, not 3".into()));
@@ -279,7 +279,7 @@ mod tests {
 
     #[test]
     fn tasks_that_were_left_out_leave_no_gap() {
-        // Worker 0 ends at task 2, and answers neither that one nor task 4.
+        // Worker 0 ends at task 2, and answers neither task 2 nor task 4.
         let mut positions = in_order(2, &[true; 2]);
         positions.left_out(2);
         positions.left_out(4);

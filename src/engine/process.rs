@@ -62,7 +62,7 @@ impl Process {
             return link.has_ended();
         }
         match &self.pidfd {
-            // Another file may have taken its number, and be readable like the pidfd of an ended process.
+            // Another file may have taken the pidfd's number, and be readable like the pidfd of an ended process.
             Some(pidfd) if !pidfd.is_intact() => self.has_exited_by_number(),
             Some(pidfd) => pidfd.has_exited().unwrap_or_else(|_| self.has_exited_by_number()),
             None => self.was_gone || self.has_exited_by_number(),

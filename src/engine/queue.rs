@@ -1,9 +1,9 @@
 //! The engine's side of the shared queue, which knows which worker holds each task.
 //!
-//! The workers sleep on one futex. A task wakes one of them; a control message, which travels in a worker's own ring,
-//! and the end wake all. A worker that is killed while it sleeps stays counted as a sleeper, which costs needless
-//! wakes. One that is killed after its wake-up does not strand a task: its death wakes the others, and each of them
-//! polls once per [`IDLE_SLICE`](crate::config::IDLE_SLICE).
+//! The workers sleep on one futex. A task wakes one of them. A control message, which travels in a worker's own ring,
+//! wakes all of them, and so does the end of the iterator. A worker that is killed while it sleeps stays counted as a
+//! sleeper, which costs needless wakes. One that is killed after its wake-up does not strand a task: its death wakes
+//! the others, and each of them polls once per [`IDLE_SLICE`](crate::config::IDLE_SLICE).
 
 use std::sync::Arc;
 

@@ -15,9 +15,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.restarts()
     }
 
-    /// Empties a vacant worker's slot for its next process, see [`Engine::started`]. The results that it published
-    /// count, the leases on its blocks stay valid, and the blocks of tasks that it did not take are released. The call
-    /// may be repeated until `started`, after a process that used the slot in the meantime has ended.
+    /// Empties a vacant worker's slot for its next process; see [`Engine::started`]. The results that the last process
+    /// published count, the leases on its blocks stay valid, and the blocks of tasks that the process did not take are
+    /// released. The call may be repeated until `started`, after a process that used the slot in the meantime has
+    /// ended.
     ///
     /// Errors: [`Error::Usage`] if the worker is not vacant.
     pub fn vacate(&mut self, worker: u32) -> Result<()> {
@@ -70,12 +71,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.sticky(result)
     }
 
-    /// Returns the tag of the task to send again: [`Step::Resend`](super::Step::Resend).
+    /// Returns the tag of the task to send again; see [`Step::Resend`](super::Step::Resend).
     pub fn unsent(&self) -> Option<&T> {
         self.scheduler.unsent().map(|(_, _, tag)| tag)
     }
 
-    /// Sends the task of [`Engine::unsent`] to its worker. Does not wait for memory, see [`Engine::submit`].
+    /// Sends the task of [`Engine::unsent`] to its worker. Does not wait for memory; see [`Engine::submit`].
     pub fn resend(&mut self, kind: TaskKind, payload: &[u8]) -> Result<()> {
         self.handle.check_ours()?;
         let Some((worker, task)) = self.scheduler.unsent().map(|(worker, task, _)| (worker, task)) else {
@@ -124,7 +125,7 @@ mod tests {
         engine.inbox.put_ready(stale);
         engine.handle_ready().unwrap();
         assert!(!engine.inbox.is_blind() && engine.handle.alive() == 1);
-        // Its own end is still seen.
+        // The end of the second process is still seen.
         kill(&mut second);
         assert_eq!(engine.inbox.sleep(Duration::from_secs(20)).unwrap(), Some(WaitOutcome::Ready));
         engine.handle_ready().unwrap();

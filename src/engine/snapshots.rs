@@ -167,8 +167,8 @@ mod tests {
                 snapshots.keep(0, count, Some(snapshot), settled);
                 for answers in settled..=count + 1 {
                     let expected = all.iter().rfind(|(count, _)| *count <= answers);
-                    let found = snapshots.at(0, answers);
-                    prop_assert_eq!(found, expected.map(|(count, snapshot)| (*count, snapshot)));
+                    let actual = snapshots.at(0, answers);
+                    prop_assert_eq!(actual, expected.map(|(count, snapshot)| (*count, snapshot)));
                 }
                 // At most one is older than the settled answers, and each is kept or dropped.
                 let kept = all.iter().filter(|(_, snapshot)| Rc::strong_count(snapshot) == 2);

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::core::Engine;
 use super::liveness::Liveness;
 use super::stalls::overdue::Killed;
-use super::stalls::report::{Shown, Stall};
+use super::stalls::report::{Observation, Stall};
 use crate::id::WorkerId;
 use crate::trace::Kind;
 
@@ -39,8 +39,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
         let workers = 0..self.arena().geometry().workers;
         let stall = workers.into_iter().find_map(|worker| {
-            let shown = self.shown_by(worker)?;
-            self.liveness.stalls.stall_of(worker, &shown, now)
+            let observed = self.observation_of(worker)?;
+            self.liveness.stalls.stall_of(worker, &observed, now)
         });
         if stall.is_none() {
             self.liveness.stalls.checked(now);
@@ -55,12 +55,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
         let mut next = Duration::MAX;
         for worker in 0..self.arena().geometry().workers {
-            let shown = self.shown_by(worker);
+            let observed = self.observation_of(worker);
             let Liveness { stalls, overdue, .. } = &mut self.liveness;
-            if overdue.exceeds(worker, shown.as_ref(), now, &mut next)
-                && let Some(shown) = shown.filter(|shown| !shown.process.has_exited())
+            if overdue.exceeds(worker, observed.as_ref(), now, &mut next)
+                && let Some(observed) = observed.filter(|observed| !observed.process.has_exited())
             {
-                return Some(overdue.stall_of(worker, &shown, now, stalls.patience()));
+                return Some(overdue.stall_of(worker, &observed, now, stalls.patience()));
             }
         }
         self.liveness.overdue.checked(now, next);
@@ -68,18 +68,18 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Reads a worker's status page. Returns `None` if nothing waits for the worker.
-    fn shown_by(&self, worker: u32) -> Option<Shown> {
+    fn observation_of(&self, worker: u32) -> Option<Observation> {
         let oldest = self.oldest_task_of(worker).map(|(task, _)| task);
         if oldest.is_none() && !self.scheduler.is_waited_for(WorkerId(worker)) {
             return None;
         }
-        Some(Shown::of(&self.handle.arena, worker, self.handle.process(worker)?, oldest))
+        Some(Observation::of(&self.handle.arena, worker, self.handle.process(worker)?, oldest))
     }
 
     /// Kills a worker that has exceeded the limit, unless it has continued or ended in the meantime. Only a worker that
     /// descends from this process is killed.
     pub fn kill(&mut self, stall: &Stall) -> Killed {
-        let shown = self.shown_by(stall.worker);
-        self.liveness.overdue.kill(stall.worker, shown)
+        let observed = self.observation_of(stall.worker);
+        self.liveness.overdue.kill(stall.worker, observed)
     }
 }

@@ -1,4 +1,4 @@
-//! Arrays that travel as tensors.
+//! Arrays that are sent as tensors.
 
 use pyo3::intern;
 use pyo3::prelude::*;

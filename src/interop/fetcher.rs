@@ -73,16 +73,16 @@ impl StoppableIterator {
         if let (Some(place), true) = (&self.place, item.is_some()) {
             let now = place.load(Ordering::Relaxed);
             place.store(now + 1, Ordering::Relaxed);
-            shown(py, &self.port, || self.port.at_sample(now));
+            show_activity(py, &self.port, || self.port.at_sample(now));
         }
         Ok(item.map(Bound::unbind))
     }
 }
 
-/// Runs `work`, which shows the worker's activity. Releases the GIL meanwhile if this sends a message to another
+/// Shows the worker's activity by a call of `show`. Releases the GIL meanwhile if this sends a message to another
 /// machine.
-pub fn shown<R: Send>(py: Python<'_>, port: &Port, work: impl FnOnce() -> R + Send) -> R {
-    if port.remote().is_some() { py.detach(work) } else { work() }
+pub fn show_activity<R: Send>(py: Python<'_>, port: &Port, show: impl FnOnce() -> R + Send) -> R {
+    if port.remote().is_some() { py.detach(show) } else { show() }
 }
 
 /// A collate function during which the status page shows that the worker collates.
@@ -96,7 +96,7 @@ pub struct TimedCollate {
 #[pymethods]
 impl TimedCollate {
     fn __call__(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        shown(py, &self.port, || self.stopwatch.end_fetch(&self.port, WorkerState::Collate));
+        show_activity(py, &self.port, || self.stopwatch.end_fetch(&self.port, WorkerState::Collate));
         let collated = self.collate_fn.bind(py).call1((batch,));
         self.stopwatch.end_collate(&self.port);
         collated.map(Bound::unbind)

@@ -53,7 +53,7 @@ fn borrowed(fd: &i32) -> PyResult<BorrowedFd<'_>> {
 
 #[pymethods]
 impl PyCache {
-    /// Maps the table in memory that another process has made, and takes ownership of its descriptor.
+    /// Maps a table in memory that another process made, and takes ownership of its descriptor.
     #[new]
     fn new(py: Python<'_>, fd: i32) -> PyResult<Self> {
         borrowed(&fd)?;

@@ -13,7 +13,7 @@ codes! {
     BATCH = 0, // the batch
     ERROR = 1, // the wrapper of an error in a batch's place
     DEAD = 2, // the `Death` of a worker
-    END = 3, // of `next`, the epoch has ended: None; of `begin`, it has begun: None, or True if it is as predicted, else False
+    END = 3, // None: the epoch has ended; of `begin`, it has begun: None, or True if it was predicted correctly
     TIMED_OUT = 4, // None
     NO_PIN_THREAD = 5, // the reason why the pin thread ended
     VACANT = 6, // the `Death` of a worker that may be replaced

@@ -104,7 +104,7 @@ impl PyPort {
 
     /// Waits for a task without the GIL. Returns `None` if the worker must leave.
     fn wait(&self, py: Python<'_>) -> PyResult<Option<TaskEntry>> {
-        fetcher::shown(py, &self.port, || self.port.enter(WorkerState::Idle));
+        fetcher::show_activity(py, &self.port, || self.port.enter(WorkerState::Idle));
         loop {
             match py.detach(|| self.port.receive())? {
                 Received::Task(entry) => return Ok(Some(entry)),
@@ -263,7 +263,7 @@ impl PyPort {
     }
 
     fn at_sample(&self, py: Python<'_>, place: u64) {
-        fetcher::shown(py, &self.port, || self.port.at_sample(place));
+        fetcher::show_activity(py, &self.port, || self.port.at_sample(place));
     }
 
     fn send(&self, task: u64, batch: Bound<'_, PyList>, leaves_are_ours: bool) -> PyResult<bool> {

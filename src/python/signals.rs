@@ -30,7 +30,7 @@ pub fn call_into<'py>(
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct DeferredSignals {
     signals: Vec<i32>,
-    /// While entered: the deferred signals, and this thread's earlier mask.
+    /// While the context is entered, the deferred signals and this thread's earlier mask.
     entered: Mutex<Option<(Deferred, Mask)>>,
 }
 

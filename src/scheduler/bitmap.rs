@@ -96,7 +96,7 @@ mod tests {
             for _ in 0..2_000 {
                 seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 let member = (seed >> 33) as usize % bound;
-                // Sparse and dense phases, so that whole words become empty and are found to be.
+                // Alternate between sparse and dense phases, so that whole words become empty and must be skipped.
                 if seed >> 63 == 0 || model.len() > 40 {
                     bitmap.remove(member);
                     model.remove(&member);

@@ -1,6 +1,6 @@
-//! Decides which worker gets each task and what `next` returns.
+//! The scheduler, which decides which worker gets each task and what `next` returns.
 //!
-//! A state machine without thread, clock, channel or shared memory. The caller reports events
+//! It is a state machine without thread, clock, channel or shared memory. The caller reports events
 //! ([`Scheduler::on_event`]), performs effects ([`Scheduler::poll`]), submits index batches ([`Scheduler::submit`]) and
 //! asks for the next batch ([`Scheduler::next`]). Every call costs O(1). `README.md` in this folder describes the
 //! settings, the states and the relation to torch's algorithm, and shows why no task is lost and no wait is endless.

@@ -12,7 +12,7 @@ pub enum Dispatch {
     /// The next active worker in cyclic order below its fair share, `max_tasks / active workers`: a slow worker cannot
     /// hold all tasks.
     FairShare,
-    /// The task waits in a queue that all workers share, until one takes it. Only for map-style datasets.
+    /// The task waits in the shared queue until a worker takes it. Only for map-style datasets.
     SharedQueue,
 }
 
@@ -36,7 +36,7 @@ pub enum DeliveryOrder {
     AsCompleted,
 }
 
-/// How far submissions may run ahead of deliveries: the limits of outstanding and ready tasks together.
+/// The limits of outstanding and ready tasks together, and so of the lead of submissions over deliveries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
     /// Number of tasks, at least 1.

@@ -96,8 +96,8 @@ impl Event {
         Some(Self { kind, who, begin, length, number, extra })
     }
 
-    /// Encodes the event as a record of the file: little-endian words, the first of `source` (32 bits), who (24) and
-    /// kind (8).
+    /// Encodes the event as a record of the file: little-endian words, the first of which holds `source` (32 bits),
+    /// `who` (24) and `kind` (8).
     pub(super) fn to_bytes(self, source: u32) -> [u8; Self::LEN] {
         let first = u64::from(source) << 32 | u64::from(self.who) << 8 | u64::from(self.kind as u32);
         let mut bytes = [0; Self::LEN];

@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::sync::lock;
 use crate::sys;
 
-/// Writes the events of all loaders of a process. Two files take turns: after `turn` nanoseconds the older one is
-/// emptied and becomes the current one. So together they have at least the events of the last `turn` nanoseconds.
+/// The writer of the events of all loaders of a process. Two files take turns: after `turn` nanoseconds the older one
+/// is emptied and becomes the current one. So together they have at least the events of the last `turn` nanoseconds.
 #[derive(Debug)]
 pub struct Sink {
     turn: u64,

@@ -13,7 +13,8 @@ use crate::shm::ring::Consumer;
 use crate::sync::{AtomicU32, Ordering, lock};
 use crate::sys;
 
-/// Passes the events of an iterator's workers and of its loop to a [`Sink`]. Does nothing in a forked child.
+/// The source of an iterator's events, which passes those of its workers and of its loop to a [`Sink`]. It does nothing
+/// in a forked child.
 #[derive(Debug)]
 pub struct Source {
     arena: Arc<Arena>,

@@ -23,8 +23,8 @@ fn records(file: &mut File, len: u64) -> Vec<Read5> {
     let mut bytes = Vec::new();
     file.rewind().unwrap();
     file.take(len).read_to_end(&mut bytes).unwrap();
-    let (words, rest) = bytes.as_chunks::<8>();
-    assert!(rest.is_empty() && words.len().is_multiple_of(5));
+    let (words, tail) = bytes.as_chunks::<8>();
+    assert!(tail.is_empty() && words.len().is_multiple_of(5));
     words.chunks(5).map(|words| std::array::from_fn(|at| u64::from_le_bytes(words[at]))).collect()
 }
 
@@ -75,12 +75,12 @@ fn workers_record_only_while_a_trace_is_on() {
     assert_eq!((lost, files.len()), (0, 1));
     let recorded = records(&mut read, files[0].1);
     assert_eq!((recorded[0][0], &recorded[0][3..]), (first(3, MAIN, Kind::Epoch), &[100, 2][..]));
-    let rest = [
+    let expected = [
         [first(3, MAIN, Kind::Step), 5, 4, 0, 0],
         [first(3, 1, Kind::Fetch), 1000, 20, 101, 0],
         [first(3, 1, Kind::Replay), 1020, 1, 101, 0],
     ];
-    assert_eq!(recorded[1..], rest);
+    assert_eq!(recorded[1..], expected);
 }
 
 #[test]

@@ -9,12 +9,12 @@ mod stack;
 
 use std::time::Duration;
 
-use self::report::{Phase, Shown, Stall};
+use self::report::{Observation, Phase, Stall};
 use crate::config::STALL_CHECK;
 use crate::id::TaskId;
 use crate::shm::layout::WorkerState;
 
-/// One worker's state at the last check.
+/// The state of a worker at the last check.
 #[derive(Clone, Copy, Debug, Default)]
 struct WatchedWorker {
     /// The worker's oldest task.
@@ -28,7 +28,7 @@ struct WatchedWorker {
 /// The limits, and the results of the checks.
 #[derive(Debug)]
 pub(super) struct Stalls {
-    /// Time in a phase after which a worker is stuck; `None` for never.
+    /// Time in a phase after which a worker counts as stuck; `None` means never.
     limits: [Option<Duration>; 2],
     /// See [`Stall::patience`].
     patience: Option<Duration>,
@@ -69,20 +69,20 @@ impl Stalls {
     }
 
     /// Returns the report of a worker if it is stuck, once for each task.
-    pub(super) fn stall_of(&mut self, worker: u32, shown: &Shown, now: Duration) -> Option<Stall> {
-        let Shown { process, oldest, state, task, .. } = shown;
-        let (oldest, waits) = (*oldest, shown.is_waited_for());
+    pub(super) fn stall_of(&mut self, worker: u32, observed: &Observation, now: Duration) -> Option<Stall> {
+        let Observation { process, oldest, state, task, .. } = observed;
+        let (oldest, waits) = (*oldest, observed.is_waited_for());
         let watched = &mut self.watched[worker as usize];
         if watched.task != oldest || watched.seen.is_zero() {
             (watched.task, watched.seen) = (oldest, now);
         }
         let (phase, task, since) = match *state {
             WorkerState::Left => return None,
-            WorkerState::Starting if shown.answers == 0 => (Phase::Start, oldest, process.started),
-            WorkerState::Starting => (Phase::Start, oldest, shown.since),
-            _ if shown.is_answered() => return None,
+            WorkerState::Starting if observed.answers == 0 => (Phase::Start, oldest, process.started),
+            WorkerState::Starting => (Phase::Start, oldest, observed.since),
+            _ if observed.is_answered() => return None,
             _ if waits => (Phase::Item, oldest, watched.seen),
-            _ => (Phase::Item, Some(*task), shown.task_since),
+            _ => (Phase::Item, Some(*task), observed.task_since),
         };
         // The time is at most the age of the process, because the page may be damaged.
         let time = now.saturating_sub(since.max(process.started));

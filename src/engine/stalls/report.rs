@@ -1,4 +1,4 @@
-//! Workers that are stuck in their start or at one batch: their status, and the report.
+//! Workers that are stuck in their start or in one batch: their status, and the report.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::sync::{AtomicU64, Ordering};
 pub enum Phase {
     /// Before its first batch of an epoch.
     Start,
-    /// At a batch.
+    /// In a batch.
     Item,
 }
 
@@ -35,13 +35,13 @@ pub struct Stall {
     pub time: Duration,
     /// The longest wait for its stack dump; `None` for no dump.
     pub patience: Option<Duration>,
-    /// The limit of [`Engine::kill_stalls`](crate::engine::Engine::kill_stalls), if the worker has exceeded it:
-    /// [`Engine::kill`](crate::engine::Engine::kill) it.
+    /// The limit of [`Engine::kill_stalls`](crate::engine::Engine::kill_stalls), if the worker has exceeded it. Then
+    /// call [`Engine::kill`](crate::engine::Engine::kill).
     pub exceeds: Option<Duration>,
 }
 
 /// The status page of a worker that is waited for, as read at a check.
-pub(in crate::engine) struct Shown {
+pub(in crate::engine) struct Observation {
     pub(in crate::engine) process: Arc<Process>,
     /// Its first unanswered task.
     pub(in crate::engine) oldest: Option<TaskId>,
@@ -56,7 +56,7 @@ pub(in crate::engine) struct Shown {
     pub(in crate::engine) task_since: Duration,
 }
 
-impl Shown {
+impl Observation {
     /// Reads a worker's status page.
     pub(in crate::engine) fn of(arena: &Arena, worker: u32, process: Arc<Process>, oldest: Option<TaskId>) -> Self {
         let page = &arena.control(worker).status;

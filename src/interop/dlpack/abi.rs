@@ -136,17 +136,17 @@ mod tests {
     #[test]
     fn the_table_of_major_version_1_is_found() {
         // SAFETY: null, or a table on this stack that begins with its header.
-        let found = |header: *const ExchangeHeader| unsafe { exchange_functions(header) };
+        let functions_of = |header: *const ExchangeHeader| unsafe { exchange_functions(header) };
         let first = table(1, std::ptr::null(), Some(make));
         let newer = table(2, &first.header, None);
         for header in [&raw const first, &raw const newer] {
-            let (_, make) = found(header.cast()).unwrap();
+            let (_, make) = functions_of(header.cast()).unwrap();
             // SAFETY: the function of this test, which reads nothing.
             assert_eq!(unsafe { make(std::ptr::null_mut(), std::ptr::null_mut()) }, 2);
         }
-        assert!(found(std::ptr::null()).is_none());
+        assert!(functions_of(std::ptr::null()).is_none());
         let (other, half) = (table(0, std::ptr::null(), Some(make)), table(1, std::ptr::null(), None));
-        assert!(found((&raw const other).cast()).is_none());
-        assert!(found((&raw const half).cast()).is_none());
+        assert!(functions_of((&raw const other).cast()).is_none());
+        assert!(functions_of((&raw const half).cast()).is_none());
     }
 }

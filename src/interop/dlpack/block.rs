@@ -67,7 +67,7 @@ impl<M: Memory> Block<M> {
     fn allocate(lease: Option<M>, form: Form<'_>, data_len: usize) -> Option<(Self, *mut u8)> {
         let Form { dtype, shape, strides } = form;
         let (code, bits, lanes) = dtype.dl()?;
-        // torch aligns to 64 bytes; for little data the allocator makes that too expensive.
+        // torch aligns to 64 bytes. For small data, an allocation with that alignment is too expensive.
         let data_align = if data_len < 1024 { 16 } else { 64 };
         let (layout, dims_at) = Layout::new::<Header<M>>().extend(Layout::array::<i64>(shape.len() * 2).ok()?).ok()?;
         let (layout, data_at) = layout.extend(Layout::from_size_align(data_len, data_align).ok()?).ok()?;

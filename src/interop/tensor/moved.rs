@@ -1,4 +1,4 @@
-//! Calls of torch that give a storage other memory, and the memory that it had before.
+//! Calls of torch that exchange the memory of a storage, and the memory that the storage had before.
 
 use pyo3::intern;
 use pyo3::prelude::*;

@@ -61,7 +61,7 @@ impl Bridge {
 }
 
 impl SharedStorage {
-    /// Returns the storage of a byte tensor, whose first byte is that of the storage.
+    /// Returns the storage of a byte tensor that begins at the first byte of its storage.
     pub fn of(py: Python<'_>, bytes: &Bound<'_, PyAny>, len: usize, address: usize) -> PyResult<Self> {
         let storage = bytes.call_method0(intern!(py, "untyped_storage"))?.unbind();
         Ok(Self { storage, len, address })

@@ -376,10 +376,10 @@ impl PyEngine {
 
     /// Releases everything. While a `next` has exclusive access, that `next` does so when it returns.
     ///
-    /// The GIL is held here, and in `Access::drop` until the gate is released, for two reasons. The holder checks for
-    /// the request and then releases the gate: without the GIL a request between the two would find the gate closed and
-    /// be lost. And Python never forks while a thread holds the handle's lock or the meter's. Threads that wait at the
-    /// gate take its lock without the GIL, so a forked child must not touch that lock.
+    /// The GIL is held here, and in `Access::drop` until the gate is released, for two reasons. First, the holder
+    /// checks for the request and then releases the gate: without the GIL, a request between the two would find the
+    /// gate closed and be lost. Second, Python then never forks while a thread holds the handle's lock or the meter's.
+    /// Threads that wait at the gate take its lock without the GIL, so a forked child must not touch that lock.
     fn finish(&self) {
         if !self.handle.is_ours() {
             return;

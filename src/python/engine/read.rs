@@ -28,7 +28,8 @@ enum Read {
 }
 
 impl<'py> Call<'_, 'py> {
-    /// Answers with a result. An error that this returns comes from a signal handler, and the next call tries again.
+    /// Answers with a result. An error that this method returns comes from a signal handler; then the next call tries
+    /// again.
     #[inline]
     pub(super) fn read(&mut self, incoming: &Incoming) -> PyResult<()> {
         match self.read_message(incoming) {

@@ -1,4 +1,4 @@
-//! Building an image from Python objects.
+//! The builder of images from Python objects.
 
 use std::sync::Mutex;
 

@@ -53,8 +53,8 @@ impl SharedItems {
         let py = key.py();
         let Ok(slice) = key.cast::<PySlice>() else {
             let kind = key.get_type();
-            let (name, found) = (self.name(), kind.name()?);
-            let text = format!("{name} indices must be integers or slices, not {found}");
+            let (name, other) = (self.name(), kind.name()?);
+            let text = format!("{name} indices must be integers or slices, not {other}");
             return Err(PyTypeError::new_err(text));
         };
         let slice = slice.indices(self.len() as isize)?;

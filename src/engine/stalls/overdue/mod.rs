@@ -10,7 +10,7 @@
 
 use std::time::Duration;
 
-use super::report::{Phase, Shown, Stall};
+use super::report::{Observation, Phase, Stall};
 use crate::config::{KILLED_STACK, STALL_CHECK, STALL_PAUSE, WAIT_SLICE};
 use crate::id::TaskId;
 use crate::shm::layout::WorkerState;
@@ -41,16 +41,16 @@ enum Work {
 }
 
 impl Work {
-    fn of(shown: &Shown) -> Self {
-        match shown.state {
+    fn of(observed: &Observation) -> Self {
+        match observed.state {
             WorkerState::Left => Self::Nothing,
             // During the start, only a replay has batches.
-            WorkerState::Starting if shown.task_since <= shown.since => Self::Nothing,
-            WorkerState::Starting => Self::Batch(None, shown.task_since),
-            _ if shown.is_answered() => Self::Nothing,
-            _ if shown.is_waited_for() => Self::Late(shown.oldest),
+            WorkerState::Starting if observed.task_since <= observed.since => Self::Nothing,
+            WorkerState::Starting => Self::Batch(None, observed.task_since),
+            _ if observed.is_answered() => Self::Nothing,
+            _ if observed.is_waited_for() => Self::Late(observed.oldest),
             // The time is at most the age of the process, because the page may be damaged.
-            _ => Self::Batch(Some(shown.task), shown.task_since.max(shown.process.started)),
+            _ => Self::Batch(Some(observed.task), observed.task_since.max(observed.process.started)),
         }
     }
 
@@ -150,12 +150,12 @@ impl Overdue {
     pub(in crate::engine) fn exceeds(
         &mut self,
         worker: u32,
-        shown: Option<&Shown>,
+        observed: Option<&Observation>,
         now: Duration,
         next: &mut Duration,
     ) -> bool {
         let Some(limit) = self.limit else { return false };
-        let work = shown.map_or(Work::Nothing, Work::of);
+        let work = observed.map_or(Work::Nothing, Work::of);
         let watched = &mut self.watched[worker as usize];
         if watched.work != work {
             *watched = Watched { work, seen: now, reported: false, killed: watched.killed };
@@ -178,7 +178,7 @@ impl Overdue {
     pub(in crate::engine) fn stall_of(
         &self,
         worker: u32,
-        shown: &Shown,
+        observed: &Observation,
         now: Duration,
         patience: Option<Duration>,
     ) -> Stall {
@@ -186,9 +186,9 @@ impl Overdue {
         let since = if let Work::Batch(_, since) = work { since } else { seen };
         Stall {
             worker,
-            pid: shown.process.pid,
+            pid: observed.process.pid,
             phase: Phase::Item,
-            state: shown.state,
+            state: observed.state,
             task: work.task(),
             time: now.saturating_sub(since),
             patience: patience.map(|patience| patience.min(KILLED_STACK)),
@@ -196,18 +196,18 @@ impl Overdue {
         }
     }
 
-    /// Kills a worker that exceeds the limit, unless its present status `shown` says that it has continued.
-    pub(in crate::engine) fn kill(&mut self, worker: u32, shown: Option<Shown>) -> Killed {
+    /// Kills a worker that exceeds the limit, unless its present status `observed` says that it has continued.
+    pub(in crate::engine) fn kill(&mut self, worker: u32, observed: Option<Observation>) -> Killed {
         // The stack dump took some time, during which nothing was checked.
         self.last_check = self.last_check.max(sys::clock::monotonic());
         let watched = &mut self.watched[worker as usize];
-        let same = |shown: &Shown| Work::of(shown) == watched.work && !shown.process.has_exited();
-        let Some(shown) = shown.filter(same) else { return Killed::Continued };
-        if !shown.process.descends && shown.process.link.is_none() {
+        let same = |observed: &Observation| Work::of(observed) == watched.work && !observed.process.has_exited();
+        let Some(observed) = observed.filter(same) else { return Killed::Continued };
+        if !observed.process.descends && observed.process.link.is_none() {
             return Killed::No;
         }
         watched.killed = true;
-        shown.process.signal(libc::SIGKILL);
+        observed.process.signal(libc::SIGKILL);
         Killed::Yes
     }
 }
