@@ -149,15 +149,15 @@ impl fmt::Display for Error {
             Self::RegionFull { wanted, size, idle, longest } => {
                 let used = size.saturating_sub(*idle);
                 let limit = format_args!(
-                    "each worker's region of the shared memory has {size} bytes, in this one {used} bytes are in use \
+                    "each worker's region of the shared memory has {size} bytes; in this one, {used} bytes are in use \
                      and {idle} bytes are idle, at most {longest} of them in one piece"
                 );
                 no_memory(f, *wanted, limit)
             }
             Self::ShareMemory { wanted, written, limit, headroom } => write!(
                 f,
-                "cannot share this object: {wanted} bytes were requested after {written} bytes, {limit}, and {headroom} \
-                 bytes are left; share less, free memory, or raise the limit"
+                "cannot share this object: {wanted} bytes were requested after {written} bytes, {limit}, and \
+                 {headroom} bytes are left; share less, free memory, or raise the limit"
             ),
             Self::Foreign { what } => {
                 write!(f, "rustloader {} cannot read this as a shared object: {what}", env!("CARGO_PKG_VERSION"))
