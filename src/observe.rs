@@ -177,14 +177,14 @@ fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> 
     let mut counts = std::array::from_fn(|count| main.counts[count].load(Ordering::Relaxed));
     // A `next` may ask the sampler before it waits.
     let wait_ns = now_ns.saturating_sub(main.wait_since_ns.load(Ordering::Relaxed)).min(in_state_ns);
-    let lasting: &[(Count, u64)] = match state {
+    let current: &[(Count, u64)] = match state {
         MainState::Next => &[(Count::Next, in_state_ns)],
         MainState::First => &[(Count::Next, in_state_ns), (Count::First, wait_ns)],
         MainState::Waiting => &[(Count::Next, in_state_ns), (Count::Waited, wait_ns)],
         MainState::Step => &[(Count::Step, in_state_ns)],
         MainState::Unused | MainState::Starting | MainState::Between => &[],
     };
-    for &(count, ns) in lasting {
+    for &(count, ns) in current {
         let sum: &mut u64 = &mut counts[count as usize];
         *sum = sum.saturating_add(ns);
     }

@@ -129,7 +129,7 @@ impl Handle {
     }
 
     /// Returns true if a worker's process has ended, or ends within `limit`.
-    pub(super) fn exits(&self, worker: u32, limit: Duration) -> bool {
+    pub(super) fn exits_within(&self, worker: u32, limit: Duration) -> bool {
         let Some(process) = self.process(worker) else { return true };
         let deadline = sys::clock::monotonic() + limit;
         loop {
@@ -169,7 +169,7 @@ impl Handle {
     }
 
     /// Creates the control of the pin thread.
-    pub(super) fn control_of_pinning(&self) -> Result<Arc<PinControl>> {
+    pub(super) fn new_pin_control(&self) -> Result<Arc<PinControl>> {
         let control = Arc::new(PinControl::new()?);
         let placed = self.pinning.set(control.clone());
         placed.map_err(|_| Error::usage("an iterator has only one pin thread"))?;

@@ -91,7 +91,7 @@ pub fn start<P: Prepare>(
     restarts: bool,
     around: impl FnOnce(Body<P>) -> std::result::Result<(), String> + Send + 'static,
 ) -> Result<PinLink<P::Ready>> {
-    let control = handle.control_of_pinning()?;
+    let control = handle.new_pin_control()?;
     let arena = handle.arena.clone();
     let workers = arena.geometry().workers as usize;
     // The channel also has room for the other events: exhausted, resumed and drained workers, and the last event.
@@ -250,7 +250,7 @@ impl<P: Prepare> Body<P> {
     fn is_lost(&mut self, incoming: &Incoming, limit: Duration) -> bool {
         let (worker, is_tied) = (incoming.worker, incoming.entry.kind == ResultKind::Tied);
         let Some(lost) = &mut self.lost else { return false };
-        if is_tied && self.handle.exits(worker, limit) {
+        if is_tied && self.handle.exits_within(worker, limit) {
             lost.insert(worker);
         }
         lost.contains(&worker)

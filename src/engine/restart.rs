@@ -40,7 +40,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// process then makes the result again. Call it before [`Engine::opened`] if the attempt to open the result failed.
     pub fn lost_tied(&mut self) -> Result<bool> {
         let worker = self.delivery.tied_worker().filter(|_| self.liveness.restarts());
-        let Some(worker) = worker.filter(|worker| self.handle.exits(*worker, TIED_EXIT)) else {
+        let Some(worker) = worker.filter(|worker| self.handle.exits_within(*worker, TIED_EXIT)) else {
             return Ok(false);
         };
         self.inbox.unwatch(worker)?;

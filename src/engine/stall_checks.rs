@@ -11,12 +11,12 @@ use crate::trace::Kind;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Sets the limits of the phases (`None` means never stuck), and the [`Stall::patience`].
-    pub fn name_stalls(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
+    pub fn set_stall_limits(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
         self.liveness.stalls.set_limits(limits, patience);
     }
 
     /// Sets the time in one batch after which a worker counts as stuck and is to be killed; `None` means never.
-    pub fn kill_stalls(&mut self, limit: Option<Duration>) {
+    pub fn set_stall_timeout(&mut self, limit: Option<Duration>) {
         self.liveness.overdue.set_limit(limit);
     }
 
@@ -34,7 +34,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return Some(stall);
         }
         // The event that has arrived may be the worker's result.
-        if !self.liveness.stalls.begins_check(now) || self.inbox.has_arrivals() {
+        if !self.liveness.stalls.is_check_due(now) || self.inbox.has_arrivals() {
             return None;
         }
         let workers = 0..self.arena().geometry().workers;
@@ -48,9 +48,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         stall
     }
 
-    /// Returns a worker that has exceeded the limit of [`Engine::kill_stalls`], once for each batch.
+    /// Returns a worker that has exceeded the limit of [`Engine::set_stall_timeout`], once for each batch.
     pub(super) fn overdue(&mut self, now: Duration) -> Option<Stall> {
-        if !self.liveness.overdue.begins_check(now) {
+        if !self.liveness.overdue.is_check_due(now) {
             return None;
         }
         let mut next = Duration::MAX;

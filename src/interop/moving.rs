@@ -4,7 +4,7 @@
 //! of the tensor keeps the storage alive, not its old memory. And an encoder that copies without the GIL would read
 //! freed memory.
 //!
-//! So a move runs within a [`Move`]. torch calls the deleter of the old memory on the same thread, where [`caught`]
+//! So a move runs within a [`Move`]. torch calls the deleter of the old memory on the same thread, where [`catch`]
 //! passes the memory to the [`Move`] instead of freeing it. The storage then keeps that memory until its own end. Moves
 //! and [`Reading`]s exclude each other. Both begin and end with the GIL, so plain counters are enough.
 //!
@@ -76,7 +76,7 @@ unsafe impl Sync for Freed {}
 
 impl Drop for Freed {
     fn drop(&mut self) {
-        // SAFETY: `caught` took the block over from its only deleter.
+        // SAFETY: `catch` took the block over from its only deleter.
         unsafe { (self.free)(self.block) }
     }
 }
@@ -127,7 +127,7 @@ impl Drop for Move {
 /// # Safety
 /// If it returns true, the caller no longer uses `block`, which `free` may free on any thread.
 #[inline]
-pub unsafe fn caught(data: *const u8, block: *mut c_void, free: unsafe fn(*mut c_void)) -> bool {
+pub unsafe fn catch(data: *const u8, block: *mut c_void, free: unsafe fn(*mut c_void)) -> bool {
     if MOVES.is_zero() {
         return false;
     }
@@ -186,7 +186,7 @@ mod tests {
 
     fn is_caught(data: *const u8, flag: &AtomicBool) -> bool {
         // SAFETY: `set` takes the flag.
-        unsafe { caught(data, std::ptr::from_ref(flag).cast_mut().cast(), set) }
+        unsafe { catch(data, std::ptr::from_ref(flag).cast_mut().cast(), set) }
     }
 
     #[test]

@@ -20,7 +20,7 @@ pub(super) struct Early {
     /// True once its sampler has ended.
     pub ended: bool,
     /// True if a death has lost tasks of the current epoch since this one began.
-    pub loses_present: bool,
+    pub loses_current: bool,
 }
 
 impl<T, R> Scheduler<T, R> {
@@ -47,7 +47,7 @@ impl<T, R> Scheduler<T, R> {
         }
         let first = self.next_task;
         self.early =
-            Some(Early { first, outstanding: 0, ready: 0, queue: VecDeque::new(), ended: false, loses_present: false });
+            Some(Early { first, outstanding: 0, ready: 0, queue: VecDeque::new(), ended: false, loses_current: false });
         Ok(first)
     }
 
@@ -96,7 +96,7 @@ impl<T, R> Scheduler<T, R> {
     /// affected.
     pub(super) fn loses_only_early(&self) -> bool {
         let Some(early) = &self.early else { return false };
-        !early.loses_present && self.first_lost.is_some_and(|death| death.lost >= Some(early.first))
+        !early.loses_current && self.first_lost.is_some_and(|death| death.lost >= Some(early.first))
     }
 
     /// Returns the first task number after those of the current epoch.
@@ -132,7 +132,7 @@ impl<T, R> Scheduler<T, R> {
         self.outstanding -= 1;
         match &mut self.early {
             Some(early) if task >= early.first => early.outstanding -= 1,
-            Some(early) => early.loses_present = true,
+            Some(early) => early.loses_current = true,
             None => {}
         }
     }

@@ -80,7 +80,7 @@ impl Sink {
     }
 
     /// Counts events that were lost before they reached the sink.
-    pub fn lose(&self, events: u64) {
+    pub fn count_lost(&self, events: u64) {
         lock(&self.inner).lost += events;
     }
 

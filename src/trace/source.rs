@@ -74,7 +74,7 @@ impl Source {
         self.on.store(0, Ordering::Relaxed);
         self.arena.header().trace.0.store(0, Ordering::Relaxed);
         traced.empty();
-        traced.sink.lose(self.lost().wrapping_sub(traced.lost));
+        traced.sink.count_lost(self.lost().wrapping_sub(traced.lost));
     }
 
     fn workers(&self) -> u32 {

@@ -167,6 +167,6 @@ fn two_files_take_turns_and_each_knows_the_epoch() {
 fn events_that_cannot_be_written_are_counted() {
     let sink = Sink::new(vec![OwnedFd::from(File::open("/proc/self/exe").unwrap())], 0);
     (0..3).for_each(|at| sink.put(0, event(Kind::Next, at, at)));
-    sink.lose(4);
+    sink.count_lost(4);
     assert_eq!(sink.end(), (7, vec![(0, 0)]));
 }

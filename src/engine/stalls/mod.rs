@@ -59,7 +59,7 @@ impl Stalls {
     }
 
     /// Returns true if the workers are to be checked now.
-    pub(super) fn begins_check(&self, now: Duration) -> bool {
+    pub(super) fn is_check_due(&self, now: Duration) -> bool {
         now.saturating_sub(self.last_check) >= STALL_CHECK
     }
 

@@ -35,7 +35,7 @@ pub struct Stall {
     pub time: Duration,
     /// The longest wait for its stack dump; `None` for no dump.
     pub patience: Option<Duration>,
-    /// The limit of [`Engine::kill_stalls`](crate::engine::Engine::kill_stalls), if the worker has exceeded it. Then
+    /// The limit of [`Engine::set_stall_timeout`](crate::engine::Engine::set_stall_timeout), if the worker has exceeded it. Then
     /// call [`Engine::kill`](crate::engine::Engine::kill).
     pub exceeds: Option<Duration>,
 }

@@ -170,7 +170,7 @@ unsafe fn delete<M: Memory>(context: *mut std::ffi::c_void) {
             return;
         }
         let data = (*header.as_ptr()).legacy.dl_tensor.data.cast::<u8>();
-        if !moving::caught(data, context, free_caught::<M>) {
+        if !moving::catch(data, context, free_caught::<M>) {
             free(header);
         }
     }

@@ -190,7 +190,7 @@ impl Bridge {
     pub fn tensor<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, form: Form<'_>) -> Made {
         form.check(&lease, offset).map_err(PyValueError::new_err)?;
         let block = Block::leased(lease, offset, form);
-        self.importer.import(py, block.ok_or_else(|| unmade(form.dtype))?)
+        self.importer.import(py, block.ok_or_else(|| creation_error(form.dtype))?)
     }
 
     /// Creates a tensor that owns a copy of `bytes`, which are its extent.
@@ -199,7 +199,7 @@ impl Bridge {
             return Err(PyValueError::new_err("the bytes of a tensor do not fit its sizes and strides"));
         }
         let block = Block::<Heap>::copied(bytes, form);
-        self.importer.import(py, block.ok_or_else(|| unmade(form.dtype))?)
+        self.importer.import(py, block.ok_or_else(|| creation_error(form.dtype))?)
     }
 
     /// Calls `torch.stack(batch, 0, out=out)`. The result is `out`, unless the program has replaced the function.
@@ -237,7 +237,7 @@ pub fn items<'py>(batch: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
 }
 
 #[cold]
-fn unmade(dtype: Dtype) -> PyErr {
+fn creation_error(dtype: Dtype) -> PyErr {
     match dtype.dl() {
         Some(_) => PyMemoryError::new_err("no memory for a tensor"),
         None => PyValueError::new_err("torch has no such dtype"),

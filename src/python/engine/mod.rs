@@ -130,8 +130,8 @@ impl PyEngine {
         let mut engine = py.detach(|| Engine::new(settings, snapshots))?;
         engine.show_name(&name);
         let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
-        engine.name_stalls(limits, seconds(stalls.stack_seconds));
-        engine.kill_stalls(stall_timeout.and_then(seconds));
+        engine.set_stall_limits(limits, seconds(stalls.stack_seconds));
+        engine.set_stall_timeout(stall_timeout.and_then(seconds));
         Ok(Self {
             handle: engine.handle().clone(),
             state: Mutex::new(State { engine, buffer: Vec::new(), payload: Vec::new(), begun: None, early: None }),

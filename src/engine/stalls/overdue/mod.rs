@@ -129,7 +129,7 @@ impl Overdue {
     }
 
     /// Returns true if the workers are to be checked now.
-    pub(in crate::engine) fn begins_check(&mut self, now: Duration) -> bool {
+    pub(in crate::engine) fn is_check_due(&mut self, now: Duration) -> bool {
         if self.limit.is_none() {
             return false;
         }

@@ -31,7 +31,7 @@ impl Rig {
         let shared_queue = settings.dispatch == Dispatch::SharedQueue;
         let needs = Needs { workers: 2, outstanding: 8, shared_queue, snapshots: false };
         let mut engine = Engine::over(Arena::create_for(1 << 30, needs).unwrap(), settings).unwrap();
-        engine.kill_stalls(Some(LIMIT));
+        engine.set_stall_timeout(Some(LIMIT));
         let start = |_| Command::new("sleep").arg("1000").spawn().unwrap();
         let processes: Vec<Child> = (0..2).map(start).collect();
         for (worker, process) in (0..).zip(&processes) {
@@ -116,7 +116,7 @@ fn a_worker_is_overdue_at_its_limit_and_is_named_once() {
 fn without_a_limit_nothing_is_overdue() {
     let mut rig = Rig::with_tasks();
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero), LIMIT / 2);
-    rig.engine.kill_stalls(None);
+    rig.engine.set_stall_timeout(None);
     rig.show(0, WorkerState::Fetch, 0, ms(0));
     assert!(rig.find(ms(0), ms(60_000)).is_none());
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero), Duration::MAX);
@@ -205,7 +205,7 @@ fn a_gap_between_checks_restarts_the_watch() {
 #[test]
 fn a_wait_ends_in_time_for_a_check() {
     let mut rig = Rig::with_tasks();
-    rig.engine.kill_stalls(Some(ms(20)));
+    rig.engine.set_stall_timeout(Some(ms(20)));
     let (waits, began) = (20, sys::clock::monotonic());
     for _ in 0..waits {
         rig.engine.wait(None).unwrap();
@@ -216,7 +216,7 @@ fn a_wait_ends_in_time_for_a_check() {
 #[test]
 fn checks_are_rare_until_one_is_due() {
     let mut rig = Rig::with_tasks();
-    rig.engine.kill_stalls(Some(ms(130)));
+    rig.engine.set_stall_timeout(Some(ms(130)));
     rig.show(0, WorkerState::Fetch, 0, ms(0));
     assert!(rig.check(ms(1)).is_none());
     // Not seen, because the last check was just before.
@@ -333,7 +333,7 @@ fn the_time_of_a_damaged_page_is_at_most_the_age_of_the_process() {
 fn the_stack_of_a_worker_that_is_killed_is_awaited_for_a_short_time() {
     for (patience, awaited) in [(ms(1000), ms(200)), (ms(50), ms(50))] {
         let mut rig = Rig::with_tasks();
-        rig.engine.name_stalls([None; 2], Some(patience));
+        rig.engine.set_stall_limits([None; 2], Some(patience));
         rig.show(0, WorkerState::Fetch, 0, ms(0));
         assert_eq!(rig.find(ms(0), ms(60_000)).unwrap().1.patience, Some(awaited));
     }
