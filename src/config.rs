@@ -1,5 +1,5 @@
-//! Limits, sizes and intervals of the core, with units and reasons. Constants of a single algorithm or layout are next
-//! to it. `python/mod.rs` exports those that the Python side needs.
+//! Limits, sizes and intervals of the core, with units and reasons. A constant that belongs to one algorithm or layout
+//! is defined next to it. `python/mod.rs` exports those that the Python side needs.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -10,15 +10,15 @@ const GIB: u64 = 1 << 30;
 
 // --- Workers and batches ---
 
-/// Workers of one iterator: their numbers fit into 16 bits.
+/// Maximum number of workers of one iterator: their numbers fit into 16 bits.
 pub const WORKERS_MAX: u32 = 1 << 16;
-/// Batches of one iterator in flight: each ring has room for all of them.
+/// Maximum number of outstanding batches of one iterator: each ring has room for all of them.
 pub const TASKS_MAX: u32 = 1 << 24;
-/// Tasks by which a shared queue may run ahead of its oldest unanswered one: they bound the scheduler's table.
+/// Tasks by which a shared queue may run ahead of its oldest unanswered task: this bounds the scheduler's table.
 pub const QUEUE_SPAN: usize = 1 << 10;
-/// The most tasks of that span: it grows with the window from [`QUEUE_SPAN`] up to this number.
+/// Maximum of that span, in tasks: it grows with the window from [`QUEUE_SPAN`] up to this number.
 pub const QUEUE_SPAN_MAX: usize = 1 << 16;
-/// Seconds from which a timeout counts as none (30 years): clocks would overflow.
+/// Timeouts of this many seconds (30 years) or more count as none: clocks would overflow.
 pub const TIMEOUT_MAX: f64 = 1e9;
 
 // --- Traces ---
@@ -33,8 +33,8 @@ pub const TRACE_BUFFER: usize = 256 << 10;
 
 // --- Positions ---
 
-/// Batches before the last answer to which a position can go back: 8 that a wrapper has ahead, and the one that a call
-/// of its `next` is about to return.
+/// Batches by which a position can go back from the last answer: 8 that a wrapper prefetches, and the one that its
+/// `next` is about to return.
 pub const BACK_BATCHES: usize = 9;
 /// Answers that are kept for such positions: these batches, and the errors between them.
 pub const BACK_ANSWERS: usize = 1 << 10;
@@ -43,7 +43,7 @@ pub const BACK_ANSWERS: usize = 1 << 10;
 
 /// Bytes of the smallest arena: below this a loader falls back to torch's iterator.
 pub const ARENA_MIN: u64 = GIB;
-/// Bytes of an arena on a small machine, if the system allows it: untouched pages cost nothing.
+/// Bytes of an arena on a small machine, if the system allows that many: untouched pages cost nothing.
 pub const ARENA_USUAL: u64 = 64 * GIB;
 /// Bytes of the largest arena: the allocator's size classes end there.
 pub const ARENA_MAX: u64 = 1 << 40;
@@ -59,8 +59,8 @@ pub const TABLE_MAX: u64 = 1 << 20;
 pub const POOL_ARENAS: usize = 4;
 /// The pool's idle pages take at most the machine's memory divided by this.
 pub const POOL_SHARE: u64 = 16;
-/// The time that an unused arena stays in the pool: longer than the usual pause between two epochs. Workers that had no
-/// task for as long return their idle pages, too.
+/// The time that an unused arena stays in the pool: longer than the usual pause between two epochs. Workers that have
+/// no task for this time also return their idle pages.
 pub const POOL_IDLE: Duration = Duration::from_secs(10);
 /// Bytes of the stack of the thread that releases unused arenas: it runs no Python code.
 pub const CARETAKER_STACK: usize = 128 << 10;
@@ -73,39 +73,40 @@ pub const SLAB: u64 = 64 * KIB;
 pub const SMALL_MESSAGE: u64 = SLAB;
 /// Allocations between two checks of the low-water marks of idle blocks.
 pub const TRIM_WINDOW: u32 = 64;
-/// Batches after which such a check comes early, if these took at least [`TRIM_AFTER`]: fresh pages cost little then.
+/// Batches after which such a check comes early, if they took at least [`TRIM_AFTER`]: then the cost of fresh pages is
+/// small in comparison.
 pub const TRIM_BATCHES: u32 = 8;
 /// See [`TRIM_BATCHES`].
 pub const TRIM_AFTER: Duration = Duration::from_secs(1);
-/// Windows after which idle blocks lose their pages: a single one may be unusual.
+/// Windows of [`TRIM_WINDOW`] allocations after which idle blocks lose their pages: a single window may be unusual.
 pub const TRIM_PATIENCE: u8 = 2;
 /// Bytes from which a block is large: its pages cost more than a wake-up.
 pub const LARGE: u64 = MIB;
-/// The longest wait of a worker for the return of a large block that the loop holds, per [`LARGE`] bytes of it: a
+/// The longest time that a worker waits for a large block that the loop holds, per [`LARGE`] bytes of the block: a
 /// fraction of the cost of fresh pages.
 pub const RETURN_WAIT: Duration = Duration::from_micros(200);
 /// Size classes by which a warm block may exceed the requested size (up to 75 % larger).
 pub const REUSE_CLASSES: usize = 3;
 /// With varying sizes, idle pages may exceed the recent peak by the peak divided by this.
 pub const IDLE_SHARE: u64 = 4;
-/// Batches whose largest determines the pages that an idle worker keeps.
+/// Number of recent batches, the largest of which determines the pages that an idle worker keeps.
 pub const RECENT_BATCHES: u64 = 16;
 /// Bytes of fresh pages between two checks of available memory: a check reads files of /proc.
 pub const HEADROOM_CHECK: u64 = 8 * MIB;
 /// Bytes that a reservation leaves to other processes: its own size, within these limits.
 pub const HEADROOM_MARGIN: RangeInclusive<u64> = MIB..=32 * MIB;
-/// The longest wait of a reservation for those of other workers if their sum is too large.
+/// The longest time that a reservation waits for other workers' reservations if the sum of all is too large.
 pub const RESERVATION_WAIT: Duration = Duration::from_secs(2);
 
 // --- Messages and copies ---
 
 /// Bytes from which a leaf has its own block. Smaller leaves are part of the message and are copied at delivery.
 pub const INLINE_LIMIT: usize = 16 << 10;
-/// A text or bytes object of this many bytes or more that comes again in a batch is sent once.
+/// Bytes from which a string or bytes object that occurs repeatedly in a batch is sent only once.
 pub const ONCE_FROM: usize = 1 << 10;
-/// Levels of nested containers; deeper batches are pickled.
+/// Maximum depth of nested containers; deeper batches are pickled.
 pub const MAX_DEPTH: usize = 64;
-/// Dimensions of a tensor; those with more are pickled.
+/// Maximum number of dimensions of a tensor; tensors with more are pickled.
 pub const MAX_DIMS: usize = 16;
 /// Bytes from which a copy uses streaming stores: smaller data stay in the cache.
 pub const STREAM_FROM: usize = 2 << 20;
@@ -113,7 +114,7 @@ pub const STREAM_FROM: usize = 2 << 20;
 pub const DETACH_FROM: usize = 256 << 10;
 /// Bytes of the largest buffer that is kept for the next message.
 pub const BUFFER_KEPT: usize = 4 << 20;
-/// Steps of the search for an element that tensors with overlapping extents share.
+/// Maximum number of steps in the search for an element that tensors with overlapping extents share.
 pub const OVERLAP_STEPS: u32 = 1 << 15;
 /// Tensors that share no element are copied separately if one block for all would exceed their size by this factor.
 pub const STORAGE_WASTE: usize = 2;
@@ -129,18 +130,18 @@ pub const BLIND_SLICE: Duration = Duration::from_millis(20);
 pub const YIELD_FOR: Duration = Duration::from_micros(20);
 /// Interval between two checks for dead workers by a `next` that never blocks.
 pub const DEATH_CHECK: Duration = Duration::from_millis(100);
-/// Interval between two checks of a shutdown for the end of a worker without a pidfd.
+/// Interval between two checks, during a shutdown, for the exit of a worker without a pidfd.
 pub const EXIT_CHECK: Duration = Duration::from_millis(2);
-/// The longest wait for the end of a worker whose tied result cannot be opened: its sockets close before its process is
-/// gone.
+/// The longest wait for the exit of a worker whose tied result cannot be opened: its sockets close before its process
+/// is gone.
 pub const TIED_EXIT: Duration = Duration::from_millis(50);
-/// Work of a `next` above which the next call times its sampler: a thousand times the cost of a clock read.
+/// Time that a `next` must work for the next call to time its sampler: a thousand times the cost of a clock read.
 pub const LONG_NEXT: Duration = Duration::from_micros(50);
 /// Descriptors up to which ppoll is used: it is faster for few, and needs no extra descriptor.
 pub const POLL_MAX: usize = 32;
-/// Events per epoll_wait; the next call returns the rest.
+/// Events per epoll_wait; the next call returns the others.
 pub const EPOLL_EVENTS: usize = 64;
-/// Bytes of the pin thread's stack: as Python's threads on most systems, because it runs user code.
+/// Bytes of the pin thread's stack: as many as Python's threads have on most systems, because it runs user code.
 pub const PIN_STACK: usize = 8 << 20;
 
 // --- Stuck workers ---
@@ -150,7 +151,7 @@ pub const STALL_CHECK: Duration = Duration::from_millis(100);
 /// Longest interval between two of these checks beyond [`WAIT_SLICE`]. After a longer one the main process may have
 /// been stopped, together with its workers.
 pub const STALL_PAUSE: Duration = Duration::from_secs(1);
-/// Limit of the wait for the stack of a worker that is then killed.
+/// The longest wait for the stack dump of a worker that is killed afterwards.
 pub const KILLED_STACK: Duration = Duration::from_millis(200);
 /// The signal for a stack dump, counted from SIGRTMIN: programs use the first and last ones.
 pub const STACK_SIGNAL: i32 = 13;
@@ -172,27 +173,27 @@ pub const IDLE_SLICE: Duration = Duration::from_secs(1);
 pub const AHEAD: Duration = Duration::from_millis(20);
 /// Bytes held by a worker's objects from which it calls Python's garbage collector, which does not see their size.
 pub const COLLECT_FROM: u64 = 32 * MIB;
-/// The same threshold in batches of the largest size so far; the higher of both applies.
+/// The same threshold in batches of the largest size so far; the higher of the two applies.
 pub const COLLECT_BATCHES: u64 = 4;
-/// Bytes that a worker's objects may hold after that; above it, its tensors use the heap.
+/// Bytes that a worker's objects may hold after a collection; above this limit, its tensors use the heap.
 pub const RETAINED_MAX: u64 = GIB;
-/// Bytes from which an array that NumPy makes in a worker lies in its region.
+/// Bytes from which an array that NumPy makes in a worker is allocated in the worker's region.
 pub const ARRAY_MIN: usize = 64 << 10;
-/// Bytes that such arrays may have together. What a dataset keeps for long counts, too, and is better off in ordinary
-/// memory.
+/// Bytes that such arrays may occupy together. Arrays that a dataset keeps for long count, too, and are better off in
+/// ordinary memory.
 pub const ARRAYS_FROM: u64 = 64 * MIB;
-/// The same limit in batches of the largest recent size; the higher of both applies.
+/// The same limit in batches of the largest recent size; the higher of the two applies.
 pub const ARRAYS_BATCHES: u64 = 4;
 /// The longest wait of a fork in a worker for the child's private copies of these arrays: the time of a memory copy,
 /// unless the child is stopped.
 pub const PRIVATE_WAIT: Duration = Duration::from_secs(10);
-/// Interval between two checks by a worker without a pidfd that the main process runs.
+/// Interval between two checks, by a worker without a pidfd, that the main process still runs.
 pub const PARENT_CHECK: Duration = Duration::from_millis(200);
-/// Time for the current item once the main process is gone.
+/// The time that a worker has to finish its current item after the main process is gone.
 pub const ORPHAN_GRACE: Duration = Duration::from_millis(300);
 /// Bytes of the watchdog thread's stack: it runs no Python code.
 pub const WATCHDOG_STACK: usize = 64 << 10;
-/// Interval from a SIGTERM to the first check which other workers received one, and between checks.
+/// Interval from a SIGTERM to the first check for other workers that received one, and between these checks.
 pub const SIGTERM_CHECK: Duration = Duration::from_millis(100);
 /// The time for which workers continue after a SIGTERM to the group, while the main process saves its checkpoint.
 pub const SIGTERM_SERVE: Duration = Duration::from_secs(30);
@@ -201,56 +202,55 @@ pub const SIGTERM_ALONE: Duration = Duration::from_secs(2);
 
 // --- Statistics and texts ---
 
-/// The slowest batches that statistics keep, and the batches that blocked others for longest.
+/// Number of slowest batches that statistics keep, and of batches that blocked others for longest.
 pub const SLOWEST: usize = 8;
 /// Recent batches whose durations statistics keep, to predict the gain of other settings.
 pub const RECENT_WORK: usize = 256;
-/// Upper bounds in microseconds of the classes that waits of `next` are counted in; longer ones have a class of their
-/// own.
+/// Upper bounds, in microseconds, of the histogram buckets for waits of `next`; longer waits have a separate bucket.
 pub const WAIT_BOUNDS_US: [u64; 18] = [
     100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 2_500_000,
     5_000_000, 10_000_000, 30_000_000, 60_000_000,
 ];
-/// Mean nanoseconds of a fetch from which the CPU time of each one is measured. That takes four system calls, about 1.2
-/// us.
+/// Mean nanoseconds of a fetch from which the CPU time of every fetch is measured. That takes four system calls, about
+/// 1.2 us.
 pub const FETCH_MEASURED_FROM_NS: u64 = 400_000;
-/// Of shorter fetches, one in this number is measured.
+/// One in this many shorter fetches is measured.
 pub const FETCH_SAMPLE: u64 = 8;
-/// Indices of a batch that texts show.
+/// Maximum number of indices of a batch that a text shows.
 pub const INDICES_SHOWN: usize = 16;
-/// Characters of a key that statistics show.
+/// Maximum number of characters of a key that statistics show.
 pub const KEY_SHOWN: usize = 60;
-/// Bytes of a key that a status page shows.
+/// Maximum number of bytes of a key that a status page shows.
 pub const KEY_BYTES_SHOWN: usize = 30;
-/// Limit of reads of a status page that changes while it is read; then the last one counts.
+/// Maximum number of reads of a status page that changes while it is read; then the last read counts.
 pub const PAGE_READS: usize = 4;
 /// Entries of a block table that `top` reads at a time.
 pub const TABLE_READ: u32 = 1024;
 
 // --- Workers on other machines ---
 
-/// Bytes that a connection's end receives beyond what it waits for: shorter frames take no system call of their own,
-/// and a consumer that waits receives these alone.
+/// Bytes that either end of a connection reads ahead: shorter frames need no separate system call, and a waiting
+/// consumer receives only such frames itself.
 pub const LINK_BUFFER: usize = 16 << 10;
 /// Bytes of the largest result that the worker's thread sends itself: waking another thread would take longer.
 pub const LINK_AT_ONCE: u64 = 16 << 10;
-/// Results that a consumer receives itself one after the other before the connection's thread goes off duty.
+/// Consecutive results that a consumer receives itself before the connection's thread goes off duty.
 pub const LINK_STREAK: u32 = 8;
 /// Interval between two checks, by a thread that is off duty, that the consumer still receives.
 pub const LINK_OFF_DUTY: Duration = Duration::from_millis(2);
-/// Interval between two checks of the socket by a worker's receiving thread while a batch is made: deaths and shutdowns
-/// are seen that late.
+/// Interval between two checks of the socket by a worker's receiving thread while a batch is made: a death or shutdown
+/// is noticed at most this much later.
 pub const LINK_TICK: Duration = Duration::from_millis(20);
-/// Leaves of one batch: a longer table is damage.
+/// Maximum number of leaves of one batch: a longer table counts as damage.
 pub const LINK_LEAVES: u32 = 1 << 20;
 /// Tasks of a shared queue that a worker holds at a time: the next one travels while it makes a batch.
 pub const LINK_CREDIT: usize = 2;
 /// Shortest interval between two reports of a replay to the main process, in nanoseconds: `stall_timeout` may fire this
-/// much early.
+/// much too early.
 pub const REPLAY_NOTICE_NS: u64 = 10_000_000;
-/// The longest time of a connection without an acknowledgement before it counts as broken.
+/// The longest time without an acknowledgement before a connection counts as broken.
 pub const LINK_SILENCE: Duration = Duration::from_secs(15);
-/// The longest wait of a received batch for memory before its worker is given up.
+/// The longest time that a received batch waits for memory before its worker is given up.
 pub const LINK_MEMORY_WAIT: Duration = Duration::from_secs(10);
 /// Interval between two attempts to get memory for a received batch.
 pub const LINK_MEMORY_CHECK: Duration = Duration::from_millis(5);

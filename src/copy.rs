@@ -1,8 +1,9 @@
 //! Copies into the arena that exceed a cache.
 //!
-//! An ordinary copy first reads the lines that it overwrites. Streaming stores do not: in the measurement (2 cores,
-//! AVX-512) two concurrent workers copied 13 to 15 GB/s each with them, 8.5 to 10 without, and the caches keep the
-//! dataset's data. For copies that fit into a cache, the reader would lose as much time as the writer gains.
+//! An ordinary copy first reads the lines that it overwrites. Streaming stores do not: in a measurement (2 cores,
+//! AVX-512), two concurrent workers copied 13 to 15 GB/s each with them and 8.5 to 10 without. In addition, the
+//! dataset's data stay in the caches. For copies that fit into a cache, the reader would lose as much time as the
+//! writer gains.
 
 /// Copies `len` bytes, with streaming stores if `streaming` and the processor supports them.
 ///
@@ -36,15 +37,15 @@ mod x86 {
     /// Bytes per iteration: a multiple of both vector lengths.
     const STEP: usize = 256;
 
-    /// Copies the bytes before the first 64-byte boundary and after the last whole step by ordinary means; returns the
-    /// bounds of the rest.
+    /// Copies the bytes before the first 64-byte boundary and after the last whole step with ordinary stores; returns
+    /// the bounds of the bytes in between.
     ///
     /// # Safety
     /// As for [`super::copy`].
     unsafe fn edges(from: *const u8, to: *mut u8, len: usize) -> (usize, usize) {
         let head = to.align_offset(64).min(len);
         let end = head + (len - head) / STEP * STEP;
-        // SAFETY: both pieces lie inside the caller's ranges.
+        // SAFETY: both pieces are inside the caller's ranges.
         unsafe {
             to.copy_from_nonoverlapping(from, head);
             to.add(end).copy_from_nonoverlapping(from.add(end), len - end);
@@ -101,7 +102,7 @@ mod tests {
                 [(0, 0, 20_000), (3, 1, 4096), (1, 63, 9999), (0, 64, 4351), (5, 5, 0), (9, 2, 77)]
             {
                 let mut to = vec![255u8; 20_200];
-                // SAFETY: both vectors are larger than what is copied.
+                // SAFETY: both vectors are larger than the copied range.
                 unsafe { copy(from.as_ptr().add(skip), to.as_mut_ptr().add(offset), len, streaming) };
                 assert_eq!(to[offset..offset + len], from[skip..skip + len]);
                 assert!(to[..offset].iter().chain(&to[offset + len..]).all(|&byte| byte == 255));

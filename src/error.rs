@@ -1,4 +1,4 @@
-//! The one error type of the core. `src/python/errors.rs` alone turns it into Python exceptions.
+//! The only error type of the core. Only `src/interop/errors.rs` turns it into Python exceptions.
 
 use std::fmt;
 
@@ -14,17 +14,17 @@ pub enum Error {
         /// The purpose and the remedy; may be empty.
         hint: String,
     },
-    /// A value in shared memory failed its check: a broken worker has overwritten it.
+    /// A value in shared memory failed its check because a broken worker overwrote it.
     Corrupt {
         /// The value, and the expected one.
         what: String,
     },
-    /// The connection to a worker on another machine was closed inside a frame, or carries a damaged one.
+    /// The connection to a worker on another machine was closed inside a frame, or a frame is damaged.
     Connection {
         /// The event, in words.
         what: String,
     },
-    /// Shared memory of another version of this library.
+    /// The shared memory belongs to another version of this library.
     Layout {
         /// Its layout version.
         found: u32,
@@ -51,29 +51,29 @@ pub enum Error {
         /// The limit that they exceed.
         limit: String,
     },
-    /// A worker's region of the shared memory has no room for a batch; ordinary memory may have.
+    /// A worker's region of the shared memory has no room for a batch; ordinary memory may have room.
     RegionFull {
         /// Bytes requested.
         wanted: u64,
         /// Bytes of the region.
         size: u64,
-        /// Bytes of it that nothing holds.
+        /// Bytes of the region that are idle.
         idle: u64,
-        /// Bytes of the longest part of it that nothing holds.
+        /// Bytes of the longest contiguous idle part.
         longest: u64,
     },
     /// The machine, or the memory cgroup, has no memory for a shared object.
     ShareMemory {
-        /// Bytes that were to be written next.
+        /// Bytes that the next write needed.
         wanted: u64,
-        /// Bytes of the object that were written before.
+        /// Bytes of the object that had been written before.
         written: u64,
         /// The limit that prevents it, in words.
         limit: String,
         /// Bytes of it still available.
         headroom: u64,
     },
-    /// A descriptor or an image from elsewhere holds no shared object that can be read.
+    /// A descriptor or an image that the caller passed does not hold a readable shared object.
     Foreign {
         /// The fault, in words.
         what: String,
@@ -83,7 +83,7 @@ pub enum Error {
         /// The object and the remedy.
         what: &'static str,
     },
-    /// The caller broke a rule of the interface: a bug in rustloader, not of its user.
+    /// The caller broke a rule of the interface: a bug in rustloader, not in the user's program.
     Usage {
         /// The rule.
         what: String,
@@ -104,7 +104,7 @@ impl Error {
         Self::Connection { what: what.into() }
     }
 
-    /// Returns the error for a damaged value that has come over a connection.
+    /// Turns [`Error::Corrupt`] into [`Error::Connection`], for a value that came over a connection.
     pub fn received(self) -> Self {
         match self {
             Self::Corrupt { what } => Self::Connection { what },
@@ -134,8 +134,8 @@ impl fmt::Display for Error {
             Self::Connection { what } => write!(f, "the connection broke: {what}"),
             Self::Layout { found, expected } => write!(
                 f,
-                "the shared memory has layout version {found}, and this rustloader ({}) reads version {expected}: use the \
-                 rustloader of that process's environment",
+                "the shared memory has layout version {found}, and this rustloader ({}) reads version {expected}: use \
+                 the rustloader of that process's environment",
                 env!("CARGO_PKG_VERSION")
             ),
             Self::NoMemory { wanted, limit, headroom, .. } => {
@@ -149,22 +149,22 @@ impl fmt::Display for Error {
             Self::RegionFull { wanted, size, idle, longest } => {
                 let used = size.saturating_sub(*idle);
                 let limit = format_args!(
-                    "each worker's region of the shared memory has {size} bytes, in this one {used} bytes are in use and \
-                     {idle} bytes are idle, at most {longest} of them in one piece"
+                    "each worker's region of the shared memory has {size} bytes; in this one, {used} bytes are in use \
+                     and {idle} bytes are idle, at most {longest} of them in one piece"
                 );
                 no_memory(f, *wanted, limit)
             }
             Self::ShareMemory { wanted, written, limit, headroom } => write!(
                 f,
-                "cannot share this object: {wanted} bytes were wanted after {written} bytes, {limit}, and {headroom} bytes \
-                 are left; share less, free memory, or raise the limit"
+                "cannot share this object: {wanted} bytes were requested after {written} bytes, {limit}, and \
+                 {headroom} bytes are left; share less, free memory, or raise the limit"
             ),
             Self::Foreign { what } => {
-                write!(f, "this is no shared object that rustloader {} can read: {what}", env!("CARGO_PKG_VERSION"))
+                write!(f, "rustloader {} cannot read this as a shared object: {what}", env!("CARGO_PKG_VERSION"))
             }
             Self::Child { what } => f.write_str(what),
             Self::Usage { what } => {
-                write!(f, "rustloader was used wrongly by itself (please report this): {what}")
+                write!(f, "internal error in rustloader (please report this): {what}")
             }
         }
     }

@@ -1,17 +1,17 @@
 //! Newtypes for the numbers that cross layers.
 
-/// The position of a worker in its iterator: 0 to `num_workers - 1`.
+/// The number of a worker in its iterator: 0 to `num_workers - 1`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct WorkerId(pub u32);
 
 impl WorkerId {
-    /// Returns the worker's position as an index into a table.
+    /// Returns the worker's number as an index into a table.
     #[inline]
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// The sequence number of a task. Unique across all epochs of an iterator, so that stale results are recognized.
+/// The sequence number of a task. It is unique across all epochs of an iterator, so that stale results are recognized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TaskId(pub u64);

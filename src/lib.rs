@@ -3,8 +3,8 @@
 //! A module uses only modules in the lines below its own; `tests/layers.rs` checks this table.
 //!
 //! ```text
-//! python                   Python classes over the rest (feature `python`)
-//! codec                    conversion between batches, and bytes with leaves
+//! python                   Python classes over the other modules (feature `python`)
+//! codec                    conversion of batches to bytes and leaves, and back
 //! interop                  tensors, arrays, DLPack, calls of Python
 //! engine, observe, worker  the main process's end, an observer in another process, a worker's end
 //! transport                tasks and batches over a connection to another machine

@@ -21,7 +21,7 @@ pub enum Count {
     Epochs,
     /// Delivered batches.
     Batches,
-    /// Bytes of their messages and leaves.
+    /// Bytes of the delivered messages and leaves.
     Bytes,
     /// Leaves that workers copied into the arena.
     Copies,
@@ -35,15 +35,15 @@ pub enum Count {
     Waited,
     /// Time that `next` waited for first batches of epochs.
     First,
-    /// Part of `Waited` with later batches ready.
+    /// Part of `Waited` during which later batches were ready.
     Blocked,
-    /// Time of the sampler and of submissions; measured only after a `next` that worked for long.
+    /// Time in the sampler and in submissions; measured only after a `next` that worked for long.
     Sampler,
-    /// Time between two calls of `next` of one epoch.
+    /// Time between two calls of `next` in one epoch.
     Step,
     /// Batches that the pin thread prepared.
     Pinned,
-    /// Time of their preparation.
+    /// Time that the pin thread spent on them.
     Pinning,
 }
 
@@ -79,9 +79,9 @@ pub struct WorkerTotals {
     pub alive: bool,
     /// Batches and errors sent.
     pub tasks: u64,
-    /// Leaves sent from where they lay, without a copy.
+    /// Leaves that were sent without a copy, because they were in the arena already.
     pub adopted: u64,
-    /// Bytes of these.
+    /// Bytes of these leaves.
     pub adopted_bytes: u64,
     /// Nanoseconds in each state, by the state's number.
     pub spent_ns: [u64; WorkerState::COUNT],
@@ -96,10 +96,11 @@ pub struct WorkerTotals {
 }
 
 impl WorkerTotals {
-    /// Reads a status page at the monotonic time `now`, in nanoseconds. The caller knows the process before the page
-    /// does.
+    /// Reads a status page at the monotonic time `now`, in nanoseconds. The pid comes from the caller, who knows a new
+    /// process before its page does.
     pub fn of(page: &StatusPage, (pid, alive): (u32, bool), now: u64) -> Self {
-        // The sums before `since_ns`: a change between the two reads omits an interval, and counts none twice.
+        // Read the sums before `since_ns`: a change of state between the two reads then omits an interval, and counts
+        // none twice.
         // SYNC: time-spent (pairs with the Release in `StatusPage::change`).
         let mut spent_ns = std::array::from_fn(|state| page.spent_ns[state].load(Ordering::Acquire));
         let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
@@ -124,7 +125,7 @@ impl WorkerTotals {
         }
     }
 
-    /// Adds the totals of a later worker of the same number.
+    /// Adds the totals of a later worker with the same number.
     fn add(&mut self, later: &Self) {
         self.tasks = self.tasks.wrapping_add(later.tasks);
         self.adopted = self.adopted.wrapping_add(later.adopted);
@@ -155,16 +156,17 @@ pub struct SlowTask {
     pub index: String,
 }
 
-/// Numbers of waits, by the first of the [`WAIT_BOUNDS_US`] that is not below them; the last one counts longer ones.
+/// A histogram of waits: each wait counts at the first of the [`WAIT_BOUNDS_US`] that is not below it, or, if it is
+/// longer than all bounds, in the last bucket.
 pub type Waits = [u64; WAIT_BOUNDS_US.len() + 1];
 
-/// The order of a list of tasks: the largest number first.
+/// The number by which a list of tasks is ordered, the largest first.
 type Size = fn(&SlowTask) -> u64;
 
 const WORK: Size = |task| task.timings.total_us();
 const BLOCKED: Size = |task| task.blocked_us;
 
-/// Inserts a task into an ordered list. Returns the number above which the next task finds a place.
+/// Inserts a task into an ordered list. Returns the number that another task must exceed to enter the list.
 fn insert(list: &mut Vec<SlowTask>, task: SlowTask, size: Size) -> u64 {
     let place = list.partition_point(|other| size(other) >= size(&task));
     list.insert(place, task);
@@ -172,7 +174,7 @@ fn insert(list: &mut Vec<SlowTask>, task: SlowTask, size: Size) -> u64 {
     list.get(SLOWEST - 1).map_or(0, size)
 }
 
-/// Adds an ordered list to another one.
+/// Merges an ordered list into another one.
 fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], size: Size) {
     list.extend_from_slice(more);
     list.sort_by_key(|task| std::cmp::Reverse(size(task)));
@@ -182,15 +184,15 @@ fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], size: Size) {
 /// A snapshot of all counters.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
-    /// By the number of the [`Count`].
+    /// The counters, by the number of the [`Count`].
     pub counts: [u64; Count::LEN],
-    /// The waits of all `next` but the first ones of epochs.
+    /// The waits of all calls of `next` except the first of each epoch.
     pub waits: Waits,
-    /// By the worker's number.
+    /// The workers' totals, by the worker's number.
     pub workers: Vec<WorkerTotals>,
-    /// The slowest first.
+    /// The slowest tasks, the slowest one first.
     pub slowest: Vec<SlowTask>,
-    /// Those that blocked later ones for longest first.
+    /// The tasks that blocked later ones, those that blocked for longest first.
     pub blocking: Vec<SlowTask>,
     /// Microseconds of work on recent batches, the latest last.
     pub recent_us: Vec<u32>,
@@ -198,9 +200,9 @@ pub struct Totals {
     pub usage: Usage,
     /// Largest size of an arena's pages, in bytes.
     pub high_water: u64,
-    /// Running pin threads.
+    /// Number of running pin threads.
     pub pin_threads: u32,
-    /// Entries of the completion rings in use.
+    /// Entries that wait in the completion rings.
     pub ready: u64,
 }
 
@@ -259,10 +261,10 @@ pub struct Meter {
     blocking_from: AtomicU64,
     /// Microseconds of work on recent batches: of batch `n` at `n % RECENT_WORK`.
     recent_us: [AtomicU32; RECENT_WORK],
-    /// Batches noted there so far.
+    /// Number of batches noted in `recent_us` so far.
     noted: AtomicU64,
     /// Totals of ended workers and iterators, and the slowest tasks. Its `counts` are not used.
-    rest: Mutex<Totals>,
+    kept: Mutex<Totals>,
 }
 
 impl Default for Meter {
@@ -275,30 +277,30 @@ impl Default for Meter {
             blocking_from: AtomicU64::default(),
             recent_us: [const { AtomicU32::new(0) }; RECENT_WORK],
             noted: AtomicU64::default(),
-            rest: Mutex::default(),
+            kept: Mutex::default(),
         }
     }
 }
 
 impl Meter {
-    /// Adds to a counter; only for its writer.
+    /// Adds to a counter. Only the counter's writer calls it.
     #[inline]
     pub fn add(&self, count: Count, more: u64) {
         let word = &self.counts[count as usize];
         word.store(word.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
     }
 
-    /// Adds a time to a counter; only for its writer.
+    /// Adds a time to a counter. Only the counter's writer calls it.
     #[inline]
     pub fn add_time(&self, count: Count, time: Duration) {
         self.add(count, time.as_nanos() as u64);
     }
 
-    /// Counts a `next` that has waited for this time; only for the counters' writer.
+    /// Counts a `next` that waited for this time. Only the counters' writer calls it.
     #[inline]
     pub fn note_wait(&self, time: Duration) {
         let us = time.as_micros() as u64;
-        // Most of them do not wait.
+        // Most calls do not wait.
         let class = if us <= WAIT_BOUNDS_US[0] { 0 } else { WAIT_BOUNDS_US.partition_point(|&bound| bound < us) };
         let word = &self.waits[class];
         word.store(word.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
@@ -319,19 +321,19 @@ impl Meter {
     }
 
     /// Locks the totals. `None` in a child that was forked while another thread held the lock.
-    fn rest(&self) -> Option<MutexGuard<'_, Totals>> {
+    fn kept(&self) -> Option<MutexGuard<'_, Totals>> {
         if self.generation == sys::fork::generation() {
-            return Some(self.rest.lock().unwrap_or_else(PoisonError::into_inner));
+            return Some(self.kept.lock().unwrap_or_else(PoisonError::into_inner));
         }
-        match self.rest.try_lock() {
-            Ok(rest) => Some(rest),
+        match self.kept.try_lock() {
+            Ok(kept) => Some(kept),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         }
     }
 
-    /// Notes the work on a batch; only for the counters' writer. Returns whether the batch, for which `next` waited
-    /// `blocked_us` microseconds with later ones ready, belongs into a list: see [`Meter::note_slow`].
+    /// Notes the work on a batch, for which `next` waited `blocked_us` microseconds while later batches were ready.
+    /// Returns true if the batch belongs in a list: see [`Meter::note_slow`]. Only the counters' writer calls it.
     #[inline]
     pub fn note_work(&self, timings: &Timings, blocked_us: u64) -> bool {
         let (noted, work) = (self.noted.load(Ordering::Relaxed), timings.total_us());
@@ -351,18 +353,17 @@ impl Meter {
 
     /// Adds a task to the slowest, and to those that blocked later ones for longest, if it belongs there.
     pub fn note_slow(&self, task: SlowTask) {
-        let Some(mut rest) = self.rest() else { return };
+        let Some(mut kept) = self.kept() else { return };
         if self.is_blocking(BLOCKED(&task)) {
-            let from = insert(&mut rest.blocking, task.clone(), BLOCKED);
+            let from = insert(&mut kept.blocking, task.clone(), BLOCKED);
             self.blocking_from.store(from, Ordering::Relaxed);
         }
         if self.is_slow(WORK(&task)) {
-            self.slow_from.store(insert(&mut rest.slowest, task, WORK), Ordering::Relaxed);
+            self.slow_from.store(insert(&mut kept.slowest, task, WORK), Ordering::Relaxed);
         }
     }
 
-    /// Returns the work on recent batches, the latest last. A batch that is noted meanwhile may be in the place of the
-    /// oldest.
+    /// Returns the work on recent batches, the latest last. A batch that is noted meanwhile may replace the oldest one.
     fn recent_us(&self) -> Vec<u32> {
         let noted = self.noted.load(Ordering::Relaxed);
         let first = noted.saturating_sub(RECENT_WORK as u64);
@@ -371,27 +372,27 @@ impl Meter {
 
     /// Keeps the totals of an arena's workers, which have ended, before another iterator uses the arena.
     pub fn keep(&self, arena: &Arena, pid: impl Fn(u32) -> u32) {
-        let Some(mut rest) = self.rest() else { return };
-        rest.add_arena(arena, |worker| (pid(worker), false));
-        (rest.usage, rest.ready) = (Usage::default(), 0);
+        let Some(mut kept) = self.kept() else { return };
+        kept.add_arena(arena, |worker| (pid(worker), false));
+        (kept.usage, kept.ready) = (Usage::default(), 0);
     }
 
     /// Keeps the totals of a worker that has died, before its next process uses its status page.
     pub fn keep_worker(&self, arena: &Arena, worker: u32, pid: u32) {
-        let Some(mut rest) = self.rest() else { return };
+        let Some(mut kept) = self.kept() else { return };
         let mut workers = vec![WorkerTotals::default(); worker as usize];
         workers.push(WorkerTotals::of(&arena.control(worker).status, (pid, false), 0));
-        rest.add_workers(&workers);
+        kept.add_workers(&workers);
     }
 
-    /// Adds the totals of an ended iterator; only the counters if a forked child cannot lock the rest.
+    /// Adds the totals of an ended iterator. A forked child that cannot take the lock adds only the counters.
     pub fn absorb(&self, ended: &Totals) {
         let counts = self.counts.iter().zip(ended.counts);
         for (word, more) in counts.chain(self.waits.iter().zip(ended.waits)) {
             word.store(word.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
         }
-        let Some(mut rest) = self.rest() else { return };
-        rest.add(&Totals {
+        let Some(mut kept) = self.kept() else { return };
+        kept.add(&Totals {
             counts: [0; Count::LEN],
             waits: Waits::default(),
             usage: Usage::default(),
@@ -399,12 +400,13 @@ impl Meter {
             ready: 0,
             ..ended.clone()
         });
-        rest.workers.iter_mut().for_each(|worker| worker.alive = false);
+        kept.workers.iter_mut().for_each(|worker| worker.alive = false);
     }
 
-    /// Returns the totals without the arena; only the counters if a forked child cannot lock the rest.
+    /// Returns the totals, without those of the current arena. A forked child that cannot take the lock gets only the
+    /// counters.
     pub fn totals(&self) -> Totals {
-        let mut totals = self.rest().map(|rest| rest.clone()).unwrap_or_default();
+        let mut totals = self.kept().map(|kept| kept.clone()).unwrap_or_default();
         let counts = std::array::from_fn(|n| self.counts[n].load(Ordering::Relaxed));
         let waits = std::array::from_fn(|n| self.waits[n].load(Ordering::Relaxed));
         totals.add(&Totals { counts, waits, recent_us: self.recent_us(), ..Totals::default() });
@@ -437,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn names_stand_at_their_counters() {
+    fn each_counter_is_listed_at_its_number() {
         for (number, (count, _)) in Count::ALL.iter().enumerate() {
             assert_eq!(*count as usize, number);
         }
@@ -487,7 +489,7 @@ mod tests {
         assert_eq!(first.totals().recent_us, Vec::from_iter(44..300));
         note(&second, 300..400);
         assert_eq!(second.totals().recent_us, Vec::from_iter(300..400));
-        // Those of a later iterator come last.
+        // The batches of a later iterator come last.
         all.absorb(&first.totals());
         all.absorb(&second.totals());
         assert_eq!(all.totals().recent_us, Vec::from_iter(144..400));
@@ -509,23 +511,23 @@ mod tests {
         all.note_wait(Duration::ZERO);
         let mut together = one.totals();
         together.add(&all.totals());
-        let found = |first, last| {
+        let expected = |first, last| {
             let mut waits = [0; 19];
             (waits[0], waits[1], waits[17], waits[18]) = (first, last, last / 2, last);
             waits
         };
-        assert_eq!(all.totals().waits, found(3, 2));
-        assert_eq!(together.waits, found(5, 4));
+        assert_eq!(all.totals().waits, expected(3, 2));
+        assert_eq!(together.waits, expected(5, 4));
     }
 
     #[test]
-    fn a_child_does_not_wait_for_a_lock_that_a_thread_of_its_parent_has() {
+    fn a_child_does_not_wait_for_a_lock_that_a_thread_of_its_parent_holds() {
         let (meter, ended) = (Meter::default(), Meter::default());
         ended.add(Count::Batches, 3);
         ended.note_slow(task(5));
         let totals = ended.totals();
-        let held = meter.rest();
-        // SAFETY: the child touches the meters and ends; the alarm ends it where it waits.
+        let held = meter.kept();
+        // SAFETY: the child only uses the meters and exits; the alarm ends it if it waits.
         let child = unsafe { libc::fork() };
         if child == 0 {
             // SAFETY: plain calls.
@@ -550,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ended_iterator_is_taken_in_whole() {
+    fn all_totals_of_an_ended_iterator_are_absorbed() {
         let (first, second, all) = (Meter::default(), Meter::default(), Meter::default());
         for (meter, batches, us) in [(&first, 3, 10), (&second, 4, 20)] {
             meter.add(Count::Batches, batches);

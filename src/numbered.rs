@@ -1,6 +1,7 @@
 //! Enums whose numbers are stored in shared memory.
 
-/// Defines an enum and its conversion from a number. With names, for reports and statistics, `name` returns them.
+/// Defines an enum and its conversion from a number. If the variants have names, for reports and statistics, `name`
+/// returns them.
 macro_rules! numbered_enum {
     ($(#[$meta:meta])* pub enum $enum:ident { $($(#[$doc:meta])* $variant:ident = $number:literal,)* }) => {
         $(#[$meta])*
@@ -9,7 +10,7 @@ macro_rules! numbered_enum {
         pub enum $enum { $($(#[$doc])* $variant = $number,)* }
 
         impl $enum {
-            /// Returns the value of a number; `None` if no value has it.
+            /// Returns the value with this number, or `None`.
             #[inline]
             pub const fn of_number(number: u32) -> Option<Self> {
                 match number {
@@ -25,7 +26,7 @@ macro_rules! numbered_enum {
         numbered_enum! { $(#[$meta])* pub enum $enum { $($(#[$doc])* $variant = $number,)* } }
 
         impl $enum {
-            /// Returns the name in reports.
+            /// Returns the name that reports use.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name,)* }
             }

@@ -1,7 +1,8 @@
-//! Observes another process's iterator through its arena, without its cooperation.
+//! Observation of another process's iterator through its arena, without its cooperation.
 //!
-//! Uses `pread` on a read-only descriptor and maps nothing, so it neither allocates nor changes pages of the arena.
-//! Data may be torn or garbage: every number that is used to find more data is validated, all others are only shown.
+//! This module uses `pread` on a read-only descriptor and maps nothing, so it neither allocates nor changes pages of
+//! the arena. Data may be torn or garbage: every number that is used to find more data is validated, all others are
+//! only shown.
 
 use std::os::fd::BorrowedFd;
 
@@ -34,23 +35,23 @@ pub struct Observed {
     pub in_state_ns: u64,
     /// Nanoseconds since the iterator was created.
     pub age_ns: u64,
-    /// The workers have been asked to leave.
+    /// True if the workers have been asked to leave.
     pub stopping: bool,
     /// The iterator's `prefetch_factor`.
     pub prefetch_factor: u32,
-    /// Batches are delivered in order.
+    /// True if batches are delivered in order.
     pub in_order: bool,
-    /// The workers survive epochs.
+    /// True if the workers survive epochs.
     pub persistent: bool,
-    /// There is a pin thread.
+    /// True if there is a pin thread.
     pub pinning: bool,
-    /// The workers run on other machines.
+    /// True if the workers run on other machines.
     pub remote: bool,
-    /// Delivered batches of this epoch.
+    /// Number of delivered batches of this epoch.
     pub epoch_batches: u64,
-    /// By the number of the [`Count`], including the current state.
+    /// The counters, by the number of the [`Count`], including the time in the current state.
     pub counts: [u64; Count::LEN],
-    /// By the worker's number.
+    /// The workers, by number.
     pub workers: Vec<ObservedWorker>,
     /// Its shared memory.
     pub usage: Usage,
@@ -63,7 +64,8 @@ pub struct ObservedWorker {
     pub state: WorkerState,
     /// Nanoseconds in the state.
     pub in_state_ns: u64,
-    /// Its totals, including the current state. The process id is that of the worker's own pid namespace.
+    /// Its totals, including the time in the current state. The process id is the one in the worker's own pid
+    /// namespace.
     pub totals: WorkerTotals,
     /// The current or last batch, by its number in the epoch. `None` before the first.
     pub batch: Option<u64>,
@@ -71,16 +73,16 @@ pub struct ObservedWorker {
     pub at_batch_ns: u64,
     /// The indices of that batch, as a short text.
     pub index: Option<String>,
-    /// Batches in its submission ring, or in the queue that it shares with the others.
+    /// Number of batches in its submission ring, or in the shared queue.
     pub queued: u32,
-    /// Batches in its completion ring.
+    /// Number of batches in its completion ring.
     pub ready: u32,
     /// Bytes of its region that have pages.
     pub warm: u64,
 }
 
-/// Observes an arena. `None` while no iterator uses it. [`Error::Layout`] for another version, [`Error::Corrupt`] for a
-/// file that is not an arena.
+/// Returns a snapshot of the iterator that uses an arena, or `None` while no iterator uses it. Fails with
+/// [`Error::Layout`] for an arena of another version, and with [`Error::Corrupt`] for a file that is not an arena.
 pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     let file = File { fd, len: sys::proc_fd::len(fd) as u64 };
     let header: Header = file.read(0)?;
@@ -146,7 +148,7 @@ fn word(word: &AtomicU64) -> u64 {
     word.load(Ordering::Relaxed)
 }
 
-/// Returns the sizes in an arena's header, if they fit each other and the file.
+/// Returns the sizes in an arena's header, if they are consistent with each other and with the size of the file.
 fn geometry_of(header: &Header, len: u64) -> Result<Geometry> {
     let word = |word: &AtomicU32| word.load(Ordering::Relaxed);
     let (workers, ring_slots) = (word(&header.workers), word(&header.ring_slots));
@@ -169,19 +171,20 @@ fn worker_key(page: &StatusPage) -> (u32, u64, u64, u64) {
     (page.state.load(Ordering::Relaxed), word(&page.since_ns), word(&page.task), word(&page.index_task))
 }
 
-/// Returns the counters plus the time of the current state, which they lack until the end of a `next` or wait.
+/// Returns the counters plus the time in the current state. The page adds that time only at the end of a `next` or
+/// wait.
 fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> [u64; Count::LEN] {
     let mut counts = std::array::from_fn(|count| main.counts[count].load(Ordering::Relaxed));
     // A `next` may ask the sampler before it waits.
     let wait_ns = now_ns.saturating_sub(main.wait_since_ns.load(Ordering::Relaxed)).min(in_state_ns);
-    let lasting: &[(Count, u64)] = match state {
+    let current: &[(Count, u64)] = match state {
         MainState::Next => &[(Count::Next, in_state_ns)],
         MainState::First => &[(Count::Next, in_state_ns), (Count::First, wait_ns)],
         MainState::Waiting => &[(Count::Next, in_state_ns), (Count::Waited, wait_ns)],
         MainState::Step => &[(Count::Step, in_state_ns)],
         MainState::Unused | MainState::Starting | MainState::Between => &[],
     };
-    for &(count, ns) in lasting {
+    for &(count, ns) in current {
         let sum: &mut u64 = &mut counts[count as usize];
         *sum = sum.saturating_add(ns);
     }
@@ -256,14 +259,14 @@ impl File<'_> {
         Ok(last)
     }
 
-    /// Entries that wait in the shared queue.
+    /// Returns the number of entries that wait in the shared queue.
     fn waiting(&self, geometry: &Geometry) -> Result<u32> {
         let slots = self.bytes(geometry.queue(), geometry.queue_slots() as usize * size_of::<QueueSlot>())?;
         let slots = slots.chunks_exact(size_of::<QueueSlot>());
         Ok(slots.filter(|slot| is_waiting(word(&struct_of::<QueueSlot>(slot).state))).count() as u32)
     }
 
-    /// Entries of a completion ring without the snapshots among them.
+    /// Returns the number of entries in a completion ring, not counting snapshots.
     fn results(&self, geometry: &Geometry, worker: u32, ring: &RingControl) -> Result<u32> {
         let count = ring.waiting().min(geometry.ring_slots);
         if count == 0 {
@@ -280,7 +283,7 @@ impl File<'_> {
         Ok((0..count).filter(is_result).count() as u32)
     }
 
-    /// Adds the memory of a region.
+    /// Adds the memory of a region to `usage`.
     fn add_region(&self, geometry: &Geometry, region: u32, usage: &mut Usage) -> Result<()> {
         let head: RegionHead = self.read(geometry.region_head(region))?;
         let blocks = head.blocks.load(Ordering::Relaxed).min(geometry.table_len);
@@ -295,7 +298,7 @@ impl File<'_> {
     }
 }
 
-/// Returns a copy of a struct of the layout.
+/// Returns a copy of a struct of the arena's layout.
 fn struct_of<T: Shared>(bytes: &[u8]) -> T {
     assert_eq!(bytes.len(), size_of::<T>());
     // SAFETY: the length fits, and any bytes are a valid `T` ([`Shared`]).

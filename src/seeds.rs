@@ -1,26 +1,26 @@
-//! The random numbers of `seed_by`: a counter-based generator, so that they depend on a batch's place and on nothing
-//! before it.
+//! The random numbers of `seed_by`: a counter-based generator, so that they depend on a batch's place alone, and not on
+//! earlier batches.
 //!
 //! Philox4x64-10 of J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw: "Parallel random numbers: as easy as 1, 2, 3",
 //! SC 2011. `numpy.random.Philox` is the same function.
 //!
-//! The results of this module must never change: programs repeat a run from saved numbers with a later version.
+//! The results of this module must never change: a program may repeat a run from saved numbers with a later version.
 
 /// Constants of the paper: the multipliers of a round, and the increments of the key after each round.
 const MULTIPLIERS: [u64; 2] = [0xd2e7_470e_e14c_6c93, 0xca5a_8263_9512_1157];
 const WEYL: [u64; 2] = [0x9e37_79b9_7f4a_7c15, 0xbb67_ae85_84ca_a73b];
 const ROUNDS: usize = 10;
 
-/// The place of a batch, or of a sample, in all batches that a loader makes.
+/// The place of a batch, or of a sample, among all batches that a loader makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// 0 for the batch itself and its collating, k + 1 for its sample k.
     pub place: u64,
-    /// Number in the epoch: of the batch, or with an iterable dataset of what its worker makes.
+    /// The number of the batch in the epoch; with an iterable dataset, among the batches of its worker.
     pub ordinal: u64,
     /// 0 for a map-style dataset, the worker's number + 1 for an iterable one.
     pub worker: u64,
-    /// Number of epochs that the loader began before.
+    /// The number of epochs that the loader began before this one.
     pub epoch: u64,
 }
 
@@ -64,7 +64,7 @@ mod tests {
         assert_eq!(philox(counter, key), pi);
     }
 
-    /// These must never change.
+    /// The results must never change.
     #[test]
     fn each_part_of_a_place_has_its_own_word() {
         let at = Place { place: 3, ordinal: 5, worker: 7, epoch: 11 };

@@ -1,4 +1,4 @@
-//! Atomics: the standard library's, or loom's when the models run (`--cfg loom`). And a lock that outlives panics.
+//! Atomics, from the standard library or, for the models (`--cfg loom`), from loom; and locks that ignore poisoning.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
@@ -8,12 +8,12 @@ pub use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-/// Locks a mutex, also if a thread has panicked while it held it: the data are consistent after each step.
+/// Locks a mutex, even if a thread panicked while it held the lock: the data are consistent after each step.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// As [`lock`]; `None` while another thread has it.
+/// Like [`lock`], but returns `None` while another thread holds the lock.
 pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Some(guard),

@@ -15,7 +15,7 @@ use crate::shm::ring::Entry;
 
 /// Bytes of an index batch that fit into a task entry.
 pub const INLINE_BYTES: usize = 32;
-/// The block number for none.
+/// The block number that stands for no block.
 const NO_BLOCK: u32 = u32::MAX;
 /// Bytes of a leaf's row in a message.
 const LEAF_ROW: usize = 16;
@@ -36,7 +36,7 @@ numbered_enum! {
         /// The next epoch begins early: its tasks follow, and there is no answer. The payload is that of
         /// [`epoch_payload`].
         Early = 5,
-        /// As [`Self::Resume`], in place of the epoch that has begun early: that one is taken back.
+        /// Like [`Self::Resume`], but the epoch replaces the one that began early, which is withdrawn.
         Rewind = 6,
     }
 }
@@ -54,13 +54,13 @@ numbered_enum! {
         Exhausted = 4,
         /// The answer to [`TaskKind::Resume`].
         Resumed = 5,
-        /// As [`Self::Pickle`], but unpickling requests something from the worker (a descriptor): unpickled on receipt,
-        /// before the worker may leave.
+        /// Like [`Self::Pickle`], but unpickling requests something from the worker (a descriptor), so the batch is
+        /// unpickled on receipt, before the worker may leave.
         Tied = 6,
-        /// No answer: a snapshot of the worker's state. The entry's task is the number of the worker's answers in the
-        /// epoch at which it was made. Without a block it was left out for want of memory.
+        /// A snapshot of the worker's state, which answers no task. The entry's task is the number of answers that the
+        /// worker had sent in the epoch. An entry without a block means that there was no memory for the snapshot.
         Snapshot = 7,
-        /// As [`Self::Snapshot`], but the error that prevents it.
+        /// The error in the place of a [`Self::Snapshot`], with the same task.
         FailedSnapshot = 8,
     }
 }
@@ -72,7 +72,7 @@ impl ResultKind {
         matches!(self, Self::Snapshot | Self::FailedSnapshot)
     }
 
-    /// Returns true if an entry of this kind may have a message, or lack one.
+    /// Returns true if an entry of this kind may have a message (`has_block`), or otherwise may lack one.
     fn fits(self, has_block: bool) -> bool {
         match self {
             Self::Exhausted | Self::Resumed => !has_block,
@@ -82,14 +82,14 @@ impl ResultKind {
     }
 }
 
-/// A task entry, read.
+/// A decoded task entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TaskEntry {
     /// The task's number.
     pub task: u64,
     /// The kind of the task.
     pub kind: TaskKind,
-    /// The payload's block in the main process's region, unless it is inline.
+    /// The payload's block in the main process's region, unless the payload is inline.
     pub block: Option<u32>,
     /// Bytes of the payload.
     pub len: u64,
@@ -160,11 +160,11 @@ pub fn read_epoch(payload: &[u8]) -> Result<(u64, &[u8])> {
 /// Durations of the parts of a task, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Timings {
-    /// In the dataset.
+    /// Time in the dataset.
     pub fetch_us: u32,
-    /// In `collate_fn`.
+    /// Time in `collate_fn`.
     pub collate_us: u32,
-    /// Encoding the batch into the arena.
+    /// Time of encoding the batch into the arena.
     pub pack_us: u32,
 }
 
@@ -176,21 +176,21 @@ impl Timings {
     }
 }
 
-/// The size of a result, for statistics and the byte limit of a window: nothing is read or allocated by it.
+/// The size of a result, for statistics and the byte limit of a window. No read or allocation depends on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
     /// Bytes of the message and of its leaves.
     pub bytes: u64,
-    /// Leaves copied into the arena, because they were made elsewhere.
+    /// Leaves copied into the arena, because they were made outside it.
     pub copies: u32,
-    /// Bytes of these.
+    /// Bytes of these leaves.
     pub copied_bytes: u64,
 }
 
-/// A result entry, read.
+/// A decoded result entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ResultEntry {
-    /// The task that it answers; of a snapshot, the number of answers before it.
+    /// The task that it answers; for a snapshot, the number of answers before it.
     pub task: u64,
     /// The kind of answer.
     pub kind: ResultKind,
@@ -248,15 +248,15 @@ pub fn message_len(leaves: usize, payload: usize) -> u64 {
     (MESSAGE_HEAD + leaves * LEAF_ROW + payload) as u64
 }
 
-/// Returns the number of bytes before the payload in a message of `len` bytes, by its first [`MESSAGE_HEAD`] bytes.
-/// [`Error::Corrupt`] if the message is too short for them.
+/// Returns the offset of the payload in a message of `len` bytes, computed from the first [`MESSAGE_HEAD`] bytes. Fails
+/// with [`Error::Corrupt`] if the message is too short.
 pub fn payload_start(first: &[u8], len: u64) -> Result<u64> {
     let count = word(first, 0).filter(|count| *count <= len / LEAF_ROW as u64);
     let start = count.map(|count| message_len(count as usize, 0)).filter(|start| *start <= len);
     start.ok_or_else(|| Error::corrupt(format!("the leaf table of a message of {len} bytes")))
 }
 
-/// Replaces `out` by the head of a message: all before its payload.
+/// Replaces the contents of `out` with the head of a message: all that comes before its payload.
 pub fn message_head<'a>(leaves: impl ExactSizeIterator<Item = &'a Leaf>, out: &mut Vec<u8>) {
     out.clear();
     out.extend_from_slice(&(leaves.len() as u64).to_le_bytes());
@@ -270,7 +270,7 @@ fn word(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(bytes.get(at..at.checked_add(8)?)?.try_into().ok()?))
 }
 
-/// Returns the leaves of a message, and where its payload begins.
+/// Returns the leaves of a message, and the offset of its payload.
 pub fn read_message(message: &[u8]) -> Result<(Vec<Leaf>, usize)> {
     let bad = || Error::corrupt(format!("the leaf table of a message of {} bytes", message.len()));
     let count = word(message, 0).ok_or_else(bad)?;
@@ -292,9 +292,9 @@ pub fn read_message(message: &[u8]) -> Result<(Vec<Leaf>, usize)> {
 pub fn checksum(bytes: &[u8]) -> u64 {
     const MULTIPLIER: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut sum = bytes.len() as u64 ^ MULTIPLIER;
-    let (chunks, rest) = bytes.as_chunks();
+    let (chunks, tail) = bytes.as_chunks();
     let mut last = [0; 8];
-    last[..rest.len()].copy_from_slice(rest);
+    last[..tail.len()].copy_from_slice(tail);
     for chunk in chunks {
         sum = (sum ^ u64::from_le_bytes(*chunk)).wrapping_mul(MULTIPLIER).rotate_left(29);
     }
@@ -308,7 +308,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn entries_come_back_as_they_went() {
+    fn entries_are_decoded_as_they_were_encoded() {
         let inline = TaskEntry::inline(7, TaskKind::Plain, b"abc").unwrap();
         assert_eq!(TaskEntry::from_words(&inline.to_words()).unwrap(), inline);
         assert!(TaskEntry::inline(7, TaskKind::Plain, &[0; INLINE_BYTES + 1]).is_none());
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn the_beginning_of_an_epoch_comes_back_and_a_cut_one_is_an_error() {
+    fn the_payload_of_an_epoch_is_read_back_and_a_truncated_one_is_an_error() {
         let payload = epoch_payload(1 << 40, b"message");
         assert_eq!(read_epoch(&payload).unwrap(), (1 << 40, &b"message"[..]));
         assert_eq!(read_epoch(&epoch_payload(7, b"")).unwrap(), (7, &b""[..]));
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_comes_back_and_a_cut_one_is_an_error() {
+    fn a_message_is_read_back_and_a_truncated_one_is_an_error() {
         let leaves = [Leaf { block: 1, len: 2 }, Leaf { block: 3, len: 1 << 40 }];
         let mut message = Vec::new();
         message_head(leaves.iter(), &mut message);
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn the_checksum_sees_each_bit() {
+    fn the_checksum_depends_on_each_bit() {
         let bytes: Vec<u8> = (0..100).collect();
         let sum = checksum(&bytes);
         for bit in 0..800 {

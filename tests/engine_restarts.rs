@@ -363,7 +363,7 @@ fn a_worker_that_dies_before_it_has_resumed_begins_the_epoch_with_its_next_proce
         // Its snapshots are this epoch's.
         rig.ports[1].send_snapshot(0, b"new", false).unwrap();
         assert!(!rig.engine.resuming());
-        rig.engine.take_news().unwrap();
+        rig.engine.process_outside_next().unwrap();
         assert!((0..2).all(|worker| rig.ports[worker].take_up().unwrap().is_none()), "they get no message");
         assert_eq!(rig.engine.handle().snapshot(1, 0).unwrap().map(|it| it.payload), Some(b"new".to_vec()));
         let first = rig.next;

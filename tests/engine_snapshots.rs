@@ -119,8 +119,8 @@ impl Rig {
     }
 
     /// Takes in everything that has come, and opens what is tied.
-    fn take_news(&mut self) {
-        while let Some((incoming, _)) = self.engine.take_news().unwrap() {
+    fn process_outside_next(&mut self) {
+        while let Some((incoming, _)) = self.engine.process_outside_next().unwrap() {
             drop(Message::open(&self.arena, &incoming, Vec::new()).unwrap());
             self.engine.opened(()).unwrap();
         }
@@ -185,14 +185,14 @@ fn a_snapshot_comes_before_its_result_and_is_no_result() {
     rig.answer(0, ResultKind::Error);
     rig.answer(1, ResultKind::Plain);
     let before = rig.engine.progress();
-    rig.take_news();
+    rig.process_outside_next();
     assert_eq!(rig.engine.progress().outstanding, before.outstanding - 2);
     assert_eq!((rig.deliver(), rig.deliver()), (1, 2));
     assert_eq!(rig.found(0, 1), Some((0, false, b"first".to_vec())));
     assert_eq!(rig.found(0, 2), Some((2, false, b"second".to_vec())));
     assert_eq!(done(&rig), (2, 2));
     assert!(rig.ports[0].send_snapshot(2, b"why not", true).unwrap());
-    rig.take_news();
+    rig.process_outside_next();
     assert_eq!(rig.found(0, 2), Some((2, true, b"why not".to_vec())));
     assert_eq!(rig.found(7, 2), None);
 }
@@ -242,23 +242,23 @@ fn a_new_epoch_releases_the_snapshots_and_drops_those_of_the_old_one() {
     // These still belong to the old epoch.
     rig.snapshot(0, 2, b"old");
     rig.answer(0, ResultKind::Plain);
-    rig.take_news();
+    rig.process_outside_next();
     assert_eq!((held(&rig.arena), rig.found(0, 9)), (0, None));
     assert!(rig.engine.is_starting());
     rig.answer(0, ResultKind::Plain);
     assert_eq!(rig.take(0), 0, "the message has no task");
     rig.ports[0].answer(0, ResultKind::Resumed).unwrap();
     rig.snapshot(0, 0, b"new");
-    rig.take_news();
+    rig.process_outside_next();
     assert_eq!(rig.found(0, 9), Some((0, false, b"new".to_vec())));
     assert!(rig.engine.is_starting(), "worker 1 has not resumed");
     (0..2).for_each(|_| rig.answer(1, ResultKind::Plain));
     assert_eq!(rig.take(1), 0);
     rig.ports[1].answer(0, ResultKind::Resumed).unwrap();
-    rig.take_news();
+    rig.process_outside_next();
     assert!(rig.engine.is_starting() && !rig.engine.resuming());
     rig.snapshot(1, 0, b"new");
-    rig.take_news();
+    rig.process_outside_next();
     assert!(!rig.engine.is_starting());
 }
 
@@ -272,7 +272,7 @@ fn the_end_releases_the_snapshots_before_another_iterator_gets_the_arena() {
     rig.leave();
     assert_eq!(held(&rig.arena), 2);
     let Ending::Pool(arena) = rig.engine.finish() else { panic!("a clean end") };
-    assert!(rig.engine.take_news().unwrap().is_none());
+    assert!(rig.engine.process_outside_next().unwrap().is_none());
     assert_eq!((held(&arena), rig.found(0, 9)), (0, None));
     let position = rig.engine.handle().answers().positions.at(1, 0).unwrap();
     assert_eq!((position.low, position.per_worker), (1, vec![1, 0]), "what is outstanding is not delivered");
@@ -283,7 +283,7 @@ fn the_end_releases_the_snapshots_before_another_iterator_gets_the_arena() {
 fn an_engine_that_is_dropped_releases_the_snapshots() {
     let mut rig = Rig::persistent(1);
     rig.snapshot(0, 0, b"state");
-    rig.take_news();
+    rig.process_outside_next();
     assert_eq!(held(&rig.arena), 1);
     let handle = rig.engine.handle().clone();
     rig.engine = Engine::new(Settings::torch(1, 1, true), true).unwrap();
@@ -295,7 +295,7 @@ fn snapshots_survive_their_worker_and_a_death_ends_the_wait_for_the_first_one() 
     let mut rig = Rig::new(Settings::torch(2, 2, true));
     assert!(rig.engine.is_starting());
     rig.snapshot(0, 0, b"state");
-    rig.take_news();
+    rig.process_outside_next();
     assert!(rig.engine.is_starting());
     rig.snapshot(0, 1, b"published before the death");
     rig.kill(0);
@@ -305,7 +305,7 @@ fn snapshots_survive_their_worker_and_a_death_ends_the_wait_for_the_first_one() 
         assert!(start.elapsed() < LIMIT, "the death is not seen");
         rig.engine.wait(None).unwrap();
         rig.engine.after_wait().unwrap();
-        rig.take_news();
+        rig.process_outside_next();
     }
     assert_eq!((rig.count(0, 0), rig.count(0, 1), rig.count(1, 9)), (Some(0), Some(1), None));
     rig.engine.finish().carry_out();
@@ -318,7 +318,7 @@ fn nothing_is_awaited_of_an_iterator_that_is_closed_or_has_no_snapshots() {
     rig.snapshot(0, 0, b"state");
     rig.engine.handle().close();
     assert!(!rig.engine.is_starting());
-    assert!(rig.engine.take_news().unwrap().is_none());
+    assert!(rig.engine.process_outside_next().unwrap().is_none());
     assert_eq!(rig.found(0, 0), None, "a closed iterator takes in nothing");
     let plain = Engine::<u64>::new(Settings::torch(1, 2, true), false).unwrap();
     assert!(!plain.is_starting());
@@ -331,9 +331,9 @@ fn a_tied_result_does_not_hide_the_first_snapshot_behind_it() {
     rig.answer(0, ResultKind::Tied);
     rig.answer(0, ResultKind::Tied);
     rig.snapshot(1, 0, b"state");
-    assert!(rig.engine.take_news().unwrap().is_some());
+    assert!(rig.engine.process_outside_next().unwrap().is_some());
     assert!(rig.engine.is_starting());
-    rig.take_news();
+    rig.process_outside_next();
     assert!(!rig.engine.is_starting());
     assert_eq!(rig.deliver(), 0);
 }
@@ -377,7 +377,7 @@ fn the_ring_has_room_for_all_snapshots_while_nobody_takes_them() {
             rig.take(0);
             rig.ports[0].answer(0, ResultKind::Resumed).unwrap();
             rig.snapshot(0, 0, b"first");
-            rig.take_news();
+            rig.process_outside_next();
             assert_eq!(rig.count(0, 99), Some(0));
         }
     }
@@ -422,7 +422,7 @@ fn is_damaged<R>(result: Result<R, Error>) -> bool {
 fn what_a_broken_worker_wrote_is_an_error_and_leads_nowhere() {
     let mut rig = Rig::new(Settings::torch(2, 2, false));
     rig.snapshot(0, 0, b"state");
-    rig.take_news();
+    rig.process_outside_next();
     // Each bit of the payload, and of the head before it.
     let block = (0..rig.arena.block_count(0))
         .find(|id| rig.arena.table(0)[*id as usize].state.load(Ordering::SeqCst) & CONSUMER != 0);
@@ -453,7 +453,7 @@ fn what_a_broken_worker_wrote_is_an_error_and_leads_nowhere() {
         ResultEntry { task: u64::MAX, len: 12, ..sound },
     ] {
         forge(&rig, &entry);
-        rig.take_news();
+        rig.process_outside_next();
         assert!(is_damaged(rig.engine.handle().snapshot(0, u64::MAX)), "{entry:?}");
     }
     // Results are delivered all the same.

@@ -1,34 +1,34 @@
-//! The answers of this epoch, from which a position for a resume is computed. Any thread may ask at any time.
+//! The answers of this epoch, from which the position of a resume is computed. Any thread may read them at any time.
 
 use std::sync::Arc;
 
-use super::completions::{Incoming, Parcel};
+use super::completions::{Incoming, SnapshotMessage};
 use super::position::Positions;
 use super::snapshots::Snapshots;
 use crate::error::Result;
 use crate::shm::arena::Arena;
 
-/// A worker's state, as it has sent it.
+/// A snapshot as a worker sent it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Answers of the worker before it.
+    /// Number of the worker's answers before the snapshot.
     pub answers: u64,
     /// True if the payload is the error of an attempt to make a snapshot.
     pub is_error: bool,
-    /// The pickled state, or error.
+    /// The pickled state, or the pickled error.
     pub payload: Vec<u8>,
 }
 
 /// The answers of the current epoch, and the workers' snapshots.
 #[derive(Debug)]
 pub struct Answers {
-    /// The tasks that have been delivered.
+    /// The record of delivered tasks.
     pub positions: Positions,
-    snapshots: Snapshots<Parcel>,
+    snapshots: Snapshots<SnapshotMessage>,
 }
 
 impl Answers {
-    /// Returns the state at the beginning of an iterator.
+    /// Creates the record of a new iterator, which has no answers.
     pub(super) fn new(workers: u32) -> Self {
         Self { positions: Positions::new(workers as usize), snapshots: Snapshots::new(workers as usize) }
     }
@@ -56,14 +56,14 @@ impl Answers {
 
     /// See [`Handle::snapshot`](crate::engine::Handle::snapshot).
     pub(super) fn snapshot(&self, worker: u32, answers: u64) -> Result<Option<Snapshot>> {
-        let Some((answers, parcel)) = self.snapshots.at(worker, answers) else { return Ok(None) };
-        Ok(Some(Snapshot { answers, is_error: parcel.is_error(), payload: parcel.read()? }))
+        let Some((answers, message)) = self.snapshots.at(worker, answers) else { return Ok(None) };
+        Ok(Some(Snapshot { answers, is_error: message.is_error(), payload: message.read()? }))
     }
 
     /// Keeps a snapshot that has arrived.
     pub(super) fn keep(&mut self, arena: &Arc<Arena>, incoming: Incoming) {
         let settled = self.positions.settled(incoming.worker);
-        let parcel = Parcel::new(arena, incoming);
-        self.snapshots.keep(incoming.worker, incoming.entry.task, parcel, settled);
+        let message = SnapshotMessage::new(arena, incoming);
+        self.snapshots.keep(incoming.worker, incoming.entry.task, message, settled);
     }
 }

@@ -20,7 +20,7 @@ pub struct Incoming {
     pub entry: ResultEntry,
 }
 
-/// A result with its batch, if that is prepared already.
+/// A result, with its batch if that has been prepared.
 #[derive(Debug)]
 pub struct Arrival<B> {
     /// The result.
@@ -40,7 +40,7 @@ impl Incoming {
         self.is_batch() || self.entry.kind == ResultKind::Error
     }
 
-    /// Counts a batch: its bytes, the workers' copies, whether it was pickled.
+    /// Counts the bytes of a batch, the workers' copies, and whether it was pickled.
     #[inline]
     pub fn count(&self, meter: &Meter) {
         let load = &self.entry.load;
@@ -63,7 +63,7 @@ pub struct Completions {
     rings: Vec<Consumer<ArenaRing>>,
     /// The current word of the bitmap.
     word: usize,
-    /// Marks of that word whose rings are not drained yet.
+    /// The marks of that word whose rings are not drained yet.
     marks: u64,
 }
 
@@ -84,7 +84,7 @@ impl Completions {
     #[inline]
     pub fn next(&mut self, arena: &Arena) -> Result<Option<(u32, Incoming)>> {
         let bitmap = arena.bitmap();
-        let mut looked = 0;
+        let mut words_checked = 0;
         loop {
             while self.marks != 0 {
                 let worker = self.word as u32 * 64 + self.marks.trailing_zeros();
@@ -97,10 +97,10 @@ impl Completions {
                 }
                 self.marks &= self.marks - 1;
             }
-            if looked > bitmap.len() {
+            if words_checked > bitmap.len() {
                 return Ok(None);
             }
-            looked += 1;
+            words_checked += 1;
             self.word = (self.word + 1) % bitmap.len();
             self.marks = doorbell::take(&bitmap[self.word]);
         }
@@ -114,14 +114,14 @@ impl Completions {
     }
 }
 
-/// A snapshot's message, which stays in shared memory. Dropping it releases its block.
+/// The message of a snapshot, which stays in shared memory. Dropping it releases its block.
 #[derive(Debug)]
-pub struct Parcel {
+pub struct SnapshotMessage {
     arena: Arc<Arena>,
     incoming: Incoming,
 }
 
-impl Parcel {
+impl SnapshotMessage {
     /// Takes over the block of a snapshot; `None` if it has none.
     pub fn new(arena: &Arc<Arena>, incoming: Incoming) -> Option<Self> {
         incoming.entry.block.map(|_| Self { arena: arena.clone(), incoming })
@@ -147,7 +147,7 @@ impl Parcel {
     }
 }
 
-impl Drop for Parcel {
+impl Drop for SnapshotMessage {
     fn drop(&mut self) {
         if let Some(block) = self.incoming.entry.block {
             let_go(&self.arena, self.incoming.worker, block);
@@ -157,7 +157,8 @@ impl Drop for Parcel {
 
 /// Releases the blocks of an unopened result.
 pub fn discard(arena: &Arc<Arena>, incoming: &Incoming) {
-    // Opening releases the message's block, dropping its leaves. A damaged message keeps its leaves.
+    // Opening releases the message's block, and dropping releases its leaves. The leaves of a damaged message stay
+    // allocated.
     drop(Message::open(arena, incoming, Vec::new()));
 }
 
@@ -218,7 +219,7 @@ impl Leaves {
         self.rows.len()
     }
 
-    /// Returns true without leaves.
+    /// Returns true if there are no leaves.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
@@ -226,7 +227,7 @@ impl Leaves {
     /// Takes the lease on a leaf; possible once per leaf.
     pub fn take(&mut self, index: usize) -> Result<Lease> {
         let leaf = self.rows.get_mut(index).and_then(Option::take);
-        let leaf = leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} of a message is not there")))?;
+        let leaf = leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} of a message is missing")))?;
         Lease::new(&self.arena, self.worker, leaf.block, leaf.len)
     }
 }

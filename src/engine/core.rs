@@ -34,13 +34,14 @@ pub struct Engine<T, B: Send + 'static = (), E = ()> {
     pub(super) inbox: Inbox<B>,
     pub(super) liveness: Liveness,
     pub(super) times: Times,
-    /// Each worker begins an epoch with a snapshot.
+    /// True if each worker begins an epoch with a snapshot.
     pub(super) snapshots: bool,
     pub(super) finished: bool,
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// An engine over an arena from the pool, without workers yet. `snapshots`: they send snapshots, too.
+    /// Creates an engine over an arena from the pool, without workers. With `snapshots`, its workers also send
+    /// snapshots.
     pub fn new(settings: Settings, snapshots: bool) -> Result<Self> {
         let outstanding = settings.max_tasks();
         let limit = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
@@ -52,10 +53,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(engine)
     }
 
-    /// An engine over a given arena.
+    /// Creates an engine over a given arena.
     pub fn over(arena: Arc<Arena>, settings: Settings) -> Result<Self> {
         if arena.geometry().shared_queue != (settings.dispatch == Dispatch::SharedQueue) {
-            return Err(Error::usage("a shared queue needs an arena with one, and no other dispatch does"));
+            return Err(Error::usage("an arena needs a shared queue for that dispatch, and for no other"));
         }
         let handle = Arc::new(Handle::new(arena.clone())?);
         page::open(&arena, &settings);
@@ -72,12 +73,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         })
     }
 
-    /// The part that needs no exclusive access.
+    /// Returns the part that needs no exclusive access.
     pub fn handle(&self) -> &Arc<Handle> {
         &self.handle
     }
 
-    /// The arena.
+    /// Returns the arena.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.handle.arena
     }
@@ -87,24 +88,26 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.handle.arena.header().main.set_name(name);
     }
 
-    /// Limit of outstanding tasks.
+    /// Returns the limit of outstanding tasks.
     pub fn max_tasks(&self) -> usize {
         self.scheduler.max_tasks()
     }
 
-    /// Lets the cycle of this epoch begin with a worker, before the epoch's first task: [`Scheduler::begin_with`].
+    /// Makes the round-robin cycle of this epoch begin with a worker; see [`Scheduler::begin_with`]. Call it before the
+    /// epoch's first task.
     pub fn begin_with(&mut self, worker: u32) -> Result<()> {
         self.mark_epoch();
         self.scheduler.begin_with(WorkerId(worker))
     }
 
-    /// Tells a trace that the epoch begins.
+    /// Records in a trace that the epoch begins.
     pub(super) fn mark_epoch(&self) {
         let (task, epoch) = (self.scheduler.first_task().0, self.handle.meter.get(Count::Epochs));
         self.handle.trace.mark(Kind::Epoch, MAIN, task, epoch);
     }
 
-    /// Returns true if the start of an epoch submits one more index after it has asked the sampler for `asked`.
+    /// Returns true if the start of an epoch submits one more index batch after it has asked the sampler for `asked` of
+    /// them.
     pub fn primes(&self, asked: usize) -> bool {
         self.scheduler.primes(asked)
     }
@@ -126,7 +129,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// The progress of the epoch.
+    /// Returns the progress of the epoch.
     pub fn progress(&self) -> Progress {
         let scheduler = &self.scheduler;
         let first = scheduler.first_task().0;
@@ -153,8 +156,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         (0..self.arena().geometry().workers).map(|worker| self.scheduler.is_active(WorkerId(worker))).collect()
     }
 
-    /// A worker's first unanswered task. Of a shared queue, the oldest task that it holds, or else the oldest that
-    /// waits.
+    /// Returns a worker's first unanswered task. With a shared queue, that is the oldest task that the worker holds, or
+    /// if it holds none, the oldest task in the queue.
     pub fn oldest_task_of(&self, worker: u32) -> Option<(TaskId, &T)> {
         let Some(queue) = self.outbox.queue() else { return self.scheduler.oldest_task_of(WorkerId(worker)) };
         let tagged = |task| self.scheduler.tag_of(task).map(|tag| (task, tag));
@@ -163,20 +166,22 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         held.or_else(bound).or_else(|| queue.oldest_waiting().and_then(tagged))
     }
 
-    /// The tag of an unanswered task that a worker is at. It may have answered older ones, which the pin thread holds.
+    /// Returns the tag of the unanswered task that a worker is processing. The worker may have answered older tasks,
+    /// whose results the pin thread still holds.
     pub fn tag_at(&self, worker: u32, task: TaskId) -> Option<&T> {
         let bound = || self.scheduler.tasks_of(WorkerId(worker)).find(|(bound, _)| *bound == task);
         self.scheduler.tag_of(task).or_else(|| bound().map(|(_, tag)| tag))
     }
 
-    /// Registers a newly started worker. If it takes the place of one that has died, its tasks are sent again.
+    /// Registers a newly started worker. If it replaces a worker that has died, the tasks of that worker are sent
+    /// again.
     pub fn started(&mut self, worker: u32, pid: i32) -> Result<()> {
         let (process, token) = self.handle.started(worker, pid)?;
         self.registered(worker, &process, token)
     }
 
-    /// Registers a worker on another machine by the connection to it, where `pid` is its process there; otherwise as
-    /// [`Engine::started`].
+    /// Registers a worker on another machine by the connection to it. `pid` is its process on that machine. Otherwise
+    /// like [`Engine::started`].
     pub fn attached(&mut self, worker: u32, socket: OwnedFd, pid: i32) -> Result<()> {
         let (process, token) = self.handle.attached(worker, socket, pid)?;
         self.times.show_option(REMOTE);
@@ -185,20 +190,20 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     fn registered(&mut self, worker: u32, process: &Process, token: u64) -> Result<()> {
         let is_vacant = self.scheduler.is_vacant(WorkerId(worker));
-        // A loader with a vacancy goes on, and finds the process's end without the poll set.
+        // A loader that replaces a worker continues if the poll set refuses the process, and finds its end by checks.
         self.inbox.watch(worker, process, token, is_vacant)?;
         if is_vacant { self.replaced(worker) } else { Ok(()) }
     }
 
-    /// Sends an encoded index batch to the next worker. `None` if no worker takes tasks: drops the tag, as torch does.
-    /// Does not wait for memory, see [`settle`](crate::shm::alloc::settle).
+    /// Sends an encoded index batch to the next worker. If no worker takes tasks, drops the tag, as torch does, and
+    /// returns `None`. Does not wait for memory; see [`settle`](crate::shm::alloc::settle).
     pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
         // A sampler or a signal handler may have forked during `next`.
         self.handle.check_ours()?;
         if self.finished {
             return Err(Error::usage("an iterator that has ended takes no tasks"));
         }
-        // The block first: nothing may fail after the scheduler has counted the task.
+        // Allocate the block first: nothing may fail after the scheduler has counted the task.
         let mut entry = self.outbox.entry(kind, payload)?;
         let Ok((task, placement)) = self.scheduler.submit(tag) else {
             self.outbox.release_payload(&entry);
@@ -232,13 +237,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.sticky(result)
     }
 
-    /// The state of `next`, which takes the caller's events.
+    /// Returns the state of `next`, to which the caller reports events.
     #[inline]
     pub fn delivery(&mut self) -> &mut Delivery<T, B, E> {
         &mut self.delivery
     }
 
-    /// The death that [`Engine::step`] raises, now or later.
+    /// Returns the death that [`Engine::step`] raises, now or later.
     pub fn death(&self) -> Option<Death> {
         self.scheduler.death()
     }
@@ -253,14 +258,14 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.scheduler.on_event(self.times.now(), event)
     }
 
-    /// Processes new events, and returns the next step: [`Delivery::answer`].
+    /// Processes new events, and returns the next step, as [`Delivery::answer`] ranks it.
     pub fn step(&mut self) -> Result<Step<T, B, E>> {
         self.handle.check_ours()?;
-        // After the end the rings may belong to another iterator.
+        // After the end of this iterator, the rings may belong to another one.
         let closed = self.handle.closing();
         // No event changes a staged result.
         if !closed && !self.scheduler.is_staged() && !self.delivery.is_broken() {
-            self.look()?;
+            self.process_events()?;
         }
         let scheduler = &mut self.scheduler;
         let step = self.delivery.answer(closed, |may_ask| scheduler.next(may_ask))?;
@@ -278,10 +283,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     /// Processes new events. [`Delivery::answer`] returns errors found here.
     #[inline]
-    pub(super) fn look(&mut self) -> Result<()> {
+    pub(super) fn process_events(&mut self) -> Result<()> {
         self.times.tick_if_stale();
-        let looked = self.inbox.look(self.times.now())?;
-        let result = if looked { self.take_notice() } else { Ok(()) };
+        let polled = self.inbox.poll_if_due(self.times.now())?;
+        let result = if polled { self.handle_ready() } else { Ok(()) };
         let result = result.and_then(|()| self.take_in());
         if self.sticky(result).is_ok() && !self.delivery.is_tied() {
             self.event(Event::Time)?;
@@ -308,8 +313,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
                     completions::discard(&self.handle.arena, &incoming);
                 }
-                // An exhausted worker leaves it out, or it is a task of an earlier epoch. The end discards outstanding
-                // tasks.
+                // Either an exhausted worker leaves the task out, or the task belongs to an earlier epoch. After the
+                // end of the iterator, outstanding tasks are discarded, too.
                 Action::Discard { task, result: None, .. } if !self.finished => {
                     if let Some(ordinal) = task.0.checked_sub(self.scheduler.first_task().0) {
                         self.handle.answers().positions.left_out(ordinal);

@@ -1,4 +1,4 @@
-//! Deaths of workers: reports each to the scheduler, and collects the details for its report.
+//! Deaths of workers: their reports to the scheduler, and the details for the report to Python.
 
 use super::core::Engine;
 use super::types::DeathReport;
@@ -14,13 +14,14 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.keep_remains(worker);
         self.event(Event::WorkerDied { worker: WorkerId(worker), held })?;
         if self.outbox.queue().is_some() {
-            // It may have taken a wake-up with it, while another task waits and the others sleep.
+            // The worker may have been woken for a task that it did not take. That task waits now, and the other
+            // workers may sleep.
             self.handle.wake(worker)?;
         }
         self.effects()
     }
 
-    /// Details of a death.
+    /// Returns the details of a death.
     pub fn report(&self, death: Death) -> DeathReport<'_, T> {
         let worker = death.worker.0;
         let remains = self.liveness.remains_of(worker);

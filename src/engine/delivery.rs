@@ -1,7 +1,8 @@
 //! The state of a call of `next()`: owed draws, deferred errors and interrupted work.
 //!
-//! A state machine without Python, thread or clock, between the scheduler and the bindings, which ask the sampler,
-//! unpickle and convert. `T` is an index batch, `B` a result that the bindings hold, `E` an error of the sampler.
+//! It is a state machine without Python, thread or clock, between the scheduler and the bindings. The bindings ask the
+//! sampler, unpickle and convert. `T` is an index batch, `B` a result that the bindings hold, `E` an error of the
+//! sampler.
 //!
 //! # Precedence
 //! Only [`Delivery::answer`] ranks answers. The first row that applies is the answer:
@@ -24,8 +25,9 @@
 //! error waits for the next call (1) or the end of the epoch (8). After an error or an interrupt the draw is owed,
 //! because a signal handler may have raised it, and then the sampler still has its index.
 //!
-//! With a window no draw is owed: the scheduler answers `Submit` while there is room. While an error is deferred it
-//! must not, or a sampler that always fails would keep the call from ending; [`Delivery::answer`] tells it.
+//! With a window no draw is owed: the scheduler answers `Submit` while there is room. While an error is deferred, it
+//! must not answer `Submit`, or a sampler that always fails would keep the call from ending. [`Delivery::answer`] says
+//! so to the scheduler.
 //!
 //! # State kept elsewhere
 //! - The scheduler keeps the staged batch, the refills for exhausted workers, and the death that it raises. They are
@@ -52,11 +54,11 @@ pub enum Event<T, B, E> {
     NextBegan,
     /// A [`Step::Submit`] is done: the index is sent, or the sampler is exhausted.
     IndexDrawn,
-    /// A signal handler raised before the draw, or the sampler raised a `BaseException` that is no `Exception`.
+    /// A signal handler raised before the draw, or the sampler raised a `BaseException` that is not an `Exception`.
     DrawInterrupted,
-    /// An index batch found no memory, or its pickling was interrupted. Another event of the draw follows.
+    /// There was no memory for an index batch, or its pickling was interrupted. Another event of the draw follows.
     IndexUnsent(T),
-    /// The sampler failed, or the submission of its index.
+    /// The sampler failed, or the submission of its index batch failed.
     DrawFailed(E),
     /// A signal handler interrupted the decoding of a delivered result.
     DecodeInterrupted(B),
@@ -70,7 +72,7 @@ pub enum Event<T, B, E> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Began,
-    /// Repeats owed draws; holds the number of draws left to try.
+    /// Repeats owed draws; holds the number of draws still to be tried.
     Draws(u32),
     /// The scheduler answers.
     Answers,
@@ -88,7 +90,7 @@ enum Health {
 /// The state of the calls of one iterator.
 #[derive(Debug)]
 pub struct Delivery<T, B, E> {
-    /// The scheduler fills a window, and repeats failed draws by itself.
+    /// True if the scheduler fills a window, and repeats failed draws itself.
     fills: bool,
     stage: Stage,
     health: Health,
@@ -105,7 +107,7 @@ pub struct Delivery<T, B, E> {
 }
 
 impl<T, B, E> Delivery<T, B, E> {
-    /// Returns the state before the first call. `fills`: the scheduler fills a window.
+    /// Returns the state before the first call. `fills` is true if the scheduler fills a window.
     pub fn new(fills: bool) -> Self {
         Self {
             fills,
@@ -157,8 +159,8 @@ impl<T, B, E> Delivery<T, B, E> {
         }
     }
 
-    /// Returns the next step by the table above. `closed`: the iterator is shut down. `decide` asks the scheduler; its
-    /// argument is whether a window may ask the sampler.
+    /// Returns the next step by the table above. `closed` is true if the iterator is shut down. `decide` asks the
+    /// scheduler; its argument is true if a window may ask the sampler.
     #[inline]
     pub fn answer(
         &mut self,
@@ -217,7 +219,7 @@ impl<T, B, E> Delivery<T, B, E> {
         std::mem::replace(&mut self.stage, Stage::Waits) != Stage::Waits
     }
 
-    /// Ends the call. Returns whether it was waiting.
+    /// Ends the call. Returns true if it was waiting.
     #[inline]
     pub fn stops_waiting(&mut self) -> bool {
         std::mem::replace(&mut self.stage, Stage::Answers) == Stage::Waits
@@ -260,15 +262,15 @@ impl<T, B, E> Delivery<T, B, E> {
         self.tied.as_ref().map(|tied| tied.incoming.worker)
     }
 
-    /// Takes the tied result, if it is of this worker, or of any for `None`.
+    /// Takes the tied result if it is from `worker`, or from any worker if that is `None`.
     pub fn untie(&mut self, worker: Option<u32>) -> Option<Arrival<B>> {
         self.tied.take_if(|tied| worker.is_none_or(|worker| tied.incoming.worker == worker))
     }
 
     /// Stores the state of an interrupted attempt to open the tied result.
-    pub fn open_interrupted(&mut self, left: B) {
+    pub fn open_interrupted(&mut self, ready: B) {
         if let Some(tied) = &mut self.tied {
-            tied.ready = Some(left);
+            tied.ready = Some(ready);
         }
     }
 

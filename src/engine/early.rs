@@ -10,7 +10,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Begins the next epoch early: workers get `message` after their present tasks, and later submissions belong to
-    /// that epoch. False: it cannot begin now. Call it once in an epoch, if [`Engine::may_be_early`].
+    /// that epoch. Returns false if it cannot begin now. Call it once in an epoch, and only if [`Engine::may_be_early`]
+    /// returns true.
     pub fn begin_early(&mut self, message: &[u8]) -> Result<bool> {
         let first_task = self.scheduler.first_task().0 + self.scheduler.dispatched();
         let entries = match self.outbox.early_entries(first_task, message) {
@@ -29,7 +30,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         !self.delivery.is_broken() && self.scheduler.may_take_up()
     }
 
-    /// Makes the early epoch the current one. Call it if [`Engine::may_take_up`].
+    /// Makes the early epoch the current one. Call it only if [`Engine::may_take_up`] returns true.
     pub fn take_up(&mut self) -> Result<()> {
         self.times.tick();
         self.scheduler.take_up()?;

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use crate::sync::lock;
 
-/// A lock with bounded waits, between which callers check signals. Reentry is an error, not a deadlock, for signal
-/// handlers.
+/// A lock with bounded waits, between which callers check signals. Reentry by a signal handler is reported, and does
+/// not deadlock.
 #[derive(Debug, Default)]
 pub struct Gate {
     queue: Mutex<Queue>,
@@ -17,7 +17,7 @@ pub struct Gate {
 #[derive(Debug, Default)]
 struct Queue {
     owner: Option<ThreadId>,
-    /// Threads that wait for `freed`. `leave` avoids the system call if there are none.
+    /// Number of threads that wait for `freed`. If there are none, `leave` makes no system call.
     waiting: usize,
 }
 
@@ -26,9 +26,9 @@ struct Queue {
 pub enum Attempt {
     /// The caller has exclusive access until [`Gate::leave`].
     Entered,
-    /// The caller has it already.
+    /// The caller has exclusive access already.
     Reentered,
-    /// Another thread has it.
+    /// Another thread has exclusive access.
     Busy,
 }
 
@@ -37,7 +37,7 @@ impl Gate {
         lock(&self.queue)
     }
 
-    /// Enters if no thread is in.
+    /// Enters if no thread is inside.
     #[inline]
     pub fn try_enter(&self) -> Attempt {
         let (mut queue, me) = (self.queue(), thread::current().id());
@@ -51,7 +51,7 @@ impl Gate {
         }
     }
 
-    /// Waits until no thread is in, at most `limit`.
+    /// Waits until no thread is inside, but at most for `limit`.
     pub fn wait(&self, limit: Duration) {
         let mut queue = self.queue();
         if queue.owner.is_some() {
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_cannot_enter_twice_nor_while_another_is_in() {
+    fn a_thread_cannot_enter_twice_nor_while_another_is_inside() {
         let gate = Arc::new(Gate::default());
         assert_eq!(gate.try_enter(), Attempt::Entered);
         assert_eq!(gate.try_enter(), Attempt::Reentered);
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn one_thread_at_a_time_is_in_and_each_gets_in() {
+    fn one_thread_at_a_time_is_inside_and_each_gets_in() {
         let (gate, inside) = (Arc::new(Gate::default()), Arc::new(AtomicUsize::new(0)));
         let threads: Vec<_> = (0..4)
             .map(|_| {

@@ -21,19 +21,19 @@ use crate::sync::{Ordering, lock};
 use crate::sys;
 use crate::trace::{Kind, Source};
 
-/// The doorbell's token in a poll set; those of the workers are made by [`Handle::started`].
+/// The doorbell's token in a poll set; [`Handle::started`] makes the tokens of the workers.
 pub(super) const DOORBELL: u64 = u64::MAX;
 
 /// A worker's slot, whose process may be replaced.
 #[derive(Debug, Default)]
 struct WorkerSlot {
-    /// Number of processes that have been started in this slot.
+    /// Number of processes that were started in this slot.
     generation: u32,
     /// The current process; `None` before the start of each generation.
     liveness: Option<Arc<Process>>,
 }
 
-/// The token of a worker's pidfd in a poll set. The generation distinguishes events of earlier processes.
+/// Returns the token of a worker's pidfd in a poll set. The generation distinguishes events of earlier processes.
 fn token(worker: u32, generation: u32) -> u64 {
     u64::from(generation) << 32 | u64::from(worker)
 }
@@ -64,7 +64,7 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// A handle without workers.
+    /// Creates a handle without workers.
     pub fn new(arena: Arc<Arena>) -> Result<Self> {
         let workers = arena.geometry().workers;
         let slots = (0..workers).map(|_| Mutex::default()).collect();
@@ -83,8 +83,8 @@ impl Handle {
         })
     }
 
-    /// Registers a worker's new process. Returns it and the token of its pidfd. [`Error::Usage`] for an invalid pid, an
-    /// unknown worker, or a slot in use.
+    /// Registers a worker's new process. Returns the process and the token of its pidfd. Fails with [`Error::Usage`]
+    /// for an invalid pid, an unknown worker, or a slot in use.
     pub fn started(&self, worker: u32, pid: i32) -> Result<(Arc<Process>, u64)> {
         if pid <= 0 || pid == std::process::id() as i32 {
             return Err(Error::usage(format!("worker {worker} has pid {pid}, which is not a separate process")));
@@ -92,12 +92,12 @@ impl Handle {
         self.register(worker, || Ok(Process::open(pid)))
     }
 
-    /// Registers a worker on another machine, whose process there has the number `pid`, by the connected socket.
+    /// Registers a worker on another machine by the connected socket. `pid` is its process on that machine.
     pub(super) fn attached(&self, worker: u32, socket: OwnedFd, pid: i32) -> Result<(Arc<Process>, u64)> {
         self.register(worker, || {
             let links = self.links.get_or_init(|| Links::new(self.arena.geometry().workers));
             let link = links.start(&self.arena, worker, socket, &self.doorbell)?;
-            Ok(Process::elsewhere(pid, link))
+            Ok(Process::remote(pid, link))
         })
     }
 
@@ -114,7 +114,7 @@ impl Handle {
         Ok((process, token(worker, slot.generation)))
     }
 
-    /// Empties a slot whose process has ended; [`Error::Usage`] if there is no such process.
+    /// Empties a slot whose process has ended. Fails with [`Error::Usage`] if there is no such process.
     pub(super) fn vacate(&self, worker: u32) -> Result<()> {
         let mut slot = self.slot(worker)?;
         match slot.liveness.take_if(|process| process.has_exited()) {
@@ -123,13 +123,13 @@ impl Handle {
         }
     }
 
-    /// The token of a worker's current process.
+    /// Returns the token of a worker's current process.
     pub(super) fn token_of(&self, worker: u32) -> u64 {
         token(worker, self.generation(worker))
     }
 
     /// Returns true if a worker's process has ended, or ends within `limit`.
-    pub(super) fn exits(&self, worker: u32, limit: Duration) -> bool {
+    pub(super) fn exits_within(&self, worker: u32, limit: Duration) -> bool {
         let Some(process) = self.process(worker) else { return true };
         let deadline = sys::clock::monotonic() + limit;
         loop {
@@ -143,7 +143,7 @@ impl Handle {
         }
     }
 
-    /// Number of processes that have been started as this worker.
+    /// Returns the number of processes that were started as this worker.
     pub(super) fn generation(&self, worker: u32) -> u32 {
         self.slot(worker).map_or(0, |slot| slot.generation)
     }
@@ -155,12 +155,12 @@ impl Handle {
         Ok(lock(slot))
     }
 
-    /// The current process of a worker. `None` before its start, and in a forked child.
+    /// Returns the current process of a worker. `None` before its start, and in a forked child.
     pub fn process(&self, worker: u32) -> Option<Arc<Process>> {
         self.slot(worker).ok()?.liveness.clone()
     }
 
-    /// The worker and process of a token; `None` if that is not the current process.
+    /// Returns the worker and process of a token; `None` if that is not the current process.
     pub(super) fn named_by(&self, named: u64) -> Option<(u32, Arc<Process>)> {
         let worker = named as u32;
         let slot = self.slot(worker).ok()?;
@@ -169,19 +169,19 @@ impl Handle {
     }
 
     /// Creates the control of the pin thread.
-    pub(super) fn control_of_pinning(&self) -> Result<Arc<PinControl>> {
+    pub(super) fn new_pin_control(&self) -> Result<Arc<PinControl>> {
         let control = Arc::new(PinControl::new()?);
         let placed = self.pinning.set(control.clone());
-        placed.map_err(|_| Error::usage("an iterator has one pin thread"))?;
+        placed.map_err(|_| Error::usage("an iterator has only one pin thread"))?;
         Ok(control)
     }
 
-    /// The control of the pin thread, if there is one.
+    /// Returns the control of the pin thread, if there is one.
     pub fn pinning(&self) -> Option<&PinControl> {
         self.pinning.get().map(Arc::as_ref)
     }
 
-    /// Asks the pin thread to end, if there is one. If the doorbell fails, the thread sees it within a slice.
+    /// Asks the pin thread to end, if there is one. If the doorbell fails, the thread sees the request within a slice.
     pub fn stop_pinning(&self) {
         if let Some(control) = self.pinning() {
             control.stop();
@@ -218,20 +218,20 @@ impl Handle {
         self.exiting.load(Ordering::Acquire)
     }
 
-    /// Wakes a worker if it sleeps. If the workers share a queue, all that sleep.
+    /// Wakes a worker if it sleeps. With a shared queue, wakes all workers that sleep.
     pub fn wake(&self, worker: u32) -> Result<()> {
         self.ring(worker, u32::MAX)
     }
 
-    /// Wakes one of the workers that sleep, for a task in their queue.
+    /// Wakes one of the workers that sleep, for a task in the shared queue.
     pub fn wake_one(&self) -> Result<()> {
         self.ring(0, 1)
     }
 
     #[inline]
-    fn ring(&self, worker: u32, most: u32) -> Result<()> {
+    fn ring(&self, worker: u32, limit: u32) -> Result<()> {
         if let Some(links) = self.links.get() {
-            match most {
+            match limit {
                 1 => links.ring_any(),
                 _ if self.arena.geometry().shared_queue => links.wake(),
                 _ => links.ring(worker),
@@ -240,27 +240,27 @@ impl Handle {
         }
         let sleeper = self.arena.sleeper_of(worker);
         if sleeper.must_ring() {
-            sys::futex::wake(&sleeper.bell, most)?;
+            sys::futex::wake(&sleeper.bell, limit)?;
         }
         Ok(())
     }
 
-    /// Receives small results of a worker on another machine that have arrived: `Link::receive_now`.
+    /// Receives the small results that have arrived from a worker on another machine; see `Link::receive_now`.
     pub(super) fn receive_now(&self, worker: u32) {
         if let Some(links) = self.links.get() {
             links.receive_now(worker);
         }
     }
 
-    /// Leaves the results of workers on other machines to their connections' threads.
+    /// Makes the connections' threads receive the results of workers on other machines.
     pub(super) fn on_duty(&self) {
         if let Some(links) = self.links.get() {
             links.on_duty();
         }
     }
 
-    /// Stops all workers and wakes every thread in `next`; idempotent. Takes only the lock `last`, which is held for a
-    /// copy of the workers' counters. If a wake fails, the sleeper sees the stop within its slice.
+    /// Stops all workers and wakes every thread in `next`; idempotent. Takes only the lock `last`, which other threads
+    /// hold only while they copy the workers' counters. If a wake fails, the sleeper sees the stop within its slice.
     pub fn close(&self) {
         // SYNC: closing (pairs with the Acquire in `closing`).
         self.closing.store(true, Ordering::Release);
@@ -280,7 +280,7 @@ impl Handle {
         if last.is_some() {
             return;
         }
-        // Orders no other data, so no pair; a sleeping worker sees it after the bell (SYNC: bell-rung).
+        // Relaxed, because it orders no other data; a sleeping worker sees it after the bell (SYNC: bell-rung).
         self.arena.header().stop.0.store(1, Ordering::Relaxed);
         for worker in 0..self.arena.geometry().workers {
             let sleeper = self.arena.sleeper_of(worker);
@@ -292,9 +292,9 @@ impl Handle {
         }
     }
 
-    /// Detaches from the arena after the workers have ended: another iterator may use it, and `close` must not stop its
-    /// workers.
-    pub fn part_with_arena(&self) {
+    /// Detaches the handle from the arena after the workers have ended: another iterator may use the arena, and `close`
+    /// must not stop the workers of that iterator.
+    pub fn detach_from_arena(&self) {
         let mut last = self.last();
         if last.is_none() {
             self.trace.end();
@@ -311,7 +311,7 @@ impl Handle {
         !self.is_ours() || self.last().is_some()
     }
 
-    /// The iterator's current totals; in a forked child those at the fork, without the workers.
+    /// Returns the iterator's current totals. In a forked child these are the totals at the fork, without the workers.
     pub fn totals(&self) -> Totals {
         if !self.is_ours() {
             return self.meter.totals();
@@ -332,12 +332,12 @@ impl Handle {
         processes.filter(|(_, process)| !process.has_exited())
     }
 
-    /// Number of running workers.
+    /// Returns the number of running workers.
     pub fn alive(&self) -> usize {
         self.running().count()
     }
 
-    /// Waits until all workers have ended, at most `limit` and at most one slice. Returns whether they have.
+    /// Waits until all workers have ended, but at most for `limit` and for one slice. Returns true if all have ended.
     pub fn wait_gone(&self, limit: Duration) -> Result<bool> {
         let deadline = sys::clock::monotonic() + limit.min(WAIT_SLICE);
         loop {
@@ -368,7 +368,7 @@ impl Handle {
         self.running().for_each(|(_, process)| process.signal(signal));
     }
 
-    /// Returns true if every worker left by itself and none was replaced, so that the arena has no damage and no lost
+    /// Returns true if every worker left on its own and none was replaced, so that the arena has no damage and no lost
     /// blocks.
     pub fn all_left(&self) -> bool {
         (0..self.arena.geometry().workers).all(|worker| {
@@ -380,14 +380,15 @@ impl Handle {
         })
     }
 
-    /// The answers. Locked only briefly: no Python code runs meanwhile, and nothing waits. The bindings hold the GIL
-    /// then, so that Python never forks with the lock held; a child checks [`Handle::is_ours`] first.
+    /// Locks and returns the answers. The lock is held only briefly: no Python code runs meanwhile, and nothing waits.
+    /// The bindings hold the GIL then, so that Python never forks with the lock held; a child checks
+    /// [`Handle::is_ours`] first.
     pub fn answers(&self) -> MutexGuard<'_, Answers> {
         lock(&self.answers)
     }
 
-    /// The newest snapshot of this epoch that a worker made after at most `answers` of its answers. `None` before there
-    /// is one, and after the end of the iterator.
+    /// Returns the newest snapshot of this epoch that a worker made after at most `answers` of its answers. `None`
+    /// before the first one, and after the end of the iterator.
     pub fn snapshot(&self, worker: u32, answers: u64) -> Result<Option<Snapshot>> {
         self.check_ours()?;
         self.answers().snapshot(worker, answers)
@@ -398,8 +399,8 @@ impl Handle {
         self.answers().keep(&self.arena, incoming);
     }
 
-    /// A worker's status; after the end of the iterator the last one, because another iterator may use the arena.
-    /// `None` for an unknown worker. [`Error::Child`] in a forked child.
+    /// Returns a worker's status, or `None` for an unknown worker. After the end of the iterator this is the last
+    /// status, because another iterator may use the arena. Fails with [`Error::Child`] in a forked child.
     pub fn status(&self, worker: u32) -> Result<Option<Status>> {
         self.check_ours()?;
         let last = self.last();
@@ -411,7 +412,7 @@ impl Handle {
         Ok(there.then(|| Status::of(page(), sys::clock::monotonic_ns())))
     }
 
-    /// The arena's memory. Zero after the end of the iterator and in a forked child.
+    /// Returns the memory in use in the arena. It is zero after the end of the iterator and in a forked child.
     pub fn usage(&self) -> Usage {
         if !self.is_ours() {
             return Usage::default();
@@ -430,7 +431,7 @@ mod tests {
     use crate::shm::block::CONSUMER;
 
     #[test]
-    fn this_process_and_what_is_none_are_no_workers() {
+    fn this_process_and_invalid_pids_are_not_workers() {
         let handle = Handle::new(Arena::create_sized(1 << 30, 1, 4).unwrap()).unwrap();
         for pid in [std::process::id() as i32, 0, -1, i32::MIN] {
             assert!(matches!(handle.started(0, pid), Err(Error::Usage { .. })), "{pid}");
@@ -497,7 +498,7 @@ mod tests {
         assert!(handle.wait_gone(WAIT_SLICE).unwrap());
     }
 
-    /// CPU time of this thread.
+    /// Returns the CPU time of this thread.
     fn cpu_time() -> Duration {
         // SAFETY: a timespec of zeroes is a valid one, for the kernel to fill.
         let mut time: libc::timespec = unsafe { std::mem::zeroed() };
@@ -507,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn after_the_end_the_arena_of_the_next_iterator_is_not_looked_at() {
+    fn after_the_end_the_arena_of_the_next_iterator_is_not_read() {
         let arena = Arena::create_sized(1 << 30, 2, 4).unwrap();
         let handle = Handle::new(arena.clone()).unwrap();
         let mut allocator = Allocator::new(arena.clone(), 0);
@@ -517,12 +518,12 @@ mod tests {
         page.tasks_done.store(7, Ordering::Relaxed);
         assert!(handle.usage().held >= 20_000);
         assert_eq!(handle.status(1).unwrap().unwrap().tasks_done, 7);
-        handle.part_with_arena();
+        handle.detach_from_arena();
         page.state.store(WorkerState::Fetch as u32, Ordering::Relaxed);
         page.tasks_done.store(99, Ordering::Relaxed);
         let last = handle.status(1).unwrap().unwrap();
         assert_eq!((last.names().0, last.tasks_done), (WorkerState::Left.name(), 7));
-        assert_eq!(handle.status(1).unwrap().unwrap(), last, "its times stand");
+        assert_eq!(handle.status(1).unwrap().unwrap(), last, "its times no longer change");
         assert_eq!(handle.status(2).unwrap(), None);
         assert_eq!(handle.usage(), Usage::default());
         assert!(arena.usage().held >= 20_000);

@@ -1,4 +1,5 @@
-//! The arrivals from the workers: results from the rings or the pin thread, the doorbell, and the ends of processes.
+//! Arrivals from the workers: results from the rings or the pin thread, wake-ups by the doorbell, and ends of
+//! processes.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -30,12 +31,12 @@ pub(super) struct Inbox<B> {
     poll: PollSet,
     /// Tokens that the last poll returned.
     ready: Vec<u64>,
-    /// Workers without a pidfd, checked in each slice.
+    /// Workers without a pidfd, which are checked in each slice.
     unwatched: Vec<u32>,
-    /// The doorbell cannot be polled: results are checked in each slice.
-    deaf: bool,
-    /// Time of the last check for dead workers.
-    looked: Duration,
+    /// True if the doorbell cannot be polled, so that results are checked for in each slice.
+    is_deaf: bool,
+    /// The time of the last poll for dead workers.
+    last_poll: Duration,
 }
 
 impl<B: Send + 'static> Inbox<B> {
@@ -48,12 +49,12 @@ impl<B: Send + 'static> Inbox<B> {
             poll,
             ready: Vec::new(),
             unwatched: Vec::new(),
-            deaf: false,
-            looked: Duration::ZERO,
+            is_deaf: false,
+            last_poll: Duration::ZERO,
         })
     }
 
-    /// Starts the pin thread, which owns the rings from then on: [`pin::start`].
+    /// Starts the pin thread, which owns the rings from then on; see [`pin::start`].
     pub(super) fn start_pinning<P: pin::Prepare<Ready = B>>(
         &mut self,
         prepare: P,
@@ -62,10 +63,10 @@ impl<B: Send + 'static> Inbox<B> {
         around: impl FnOnce(pin::Body<P>) -> std::result::Result<(), String> + Send + 'static,
     ) -> Result<()> {
         let Some(Source::Rings(completions)) = self.source.take_if(|source| matches!(source, Source::Rings(_))) else {
-            return Err(Error::usage("a second pin thread"));
+            return Err(Error::usage("an iterator has only one pin thread"));
         };
         let link = pin::start(prepare, &self.handle, completions, results, restarts, around)?;
-        // Before any failure: the thread owns the rings now.
+        // Store the link before anything else can fail: the thread owns the rings now.
         let link = match self.source.insert(Source::Thread(link)) {
             Source::Thread(link) => link,
             Source::Rings(_) => unreachable!("it has just been inserted"),
@@ -74,7 +75,7 @@ impl<B: Send + 'static> Inbox<B> {
         self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)
     }
 
-    /// Returns the rings; `None` if a pin thread has them.
+    /// Returns the rings; `None` if a pin thread owns them.
     #[inline]
     pub(super) fn rings(&mut self) -> Option<&mut Completions> {
         match &mut self.source {
@@ -83,7 +84,7 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Returns true if this thread takes the results from the rings.
+    /// Returns true if the thread in `next` takes the results from the rings.
     pub(super) fn has_rings(&self) -> bool {
         matches!(self.source, Some(Source::Rings(_)))
     }
@@ -103,9 +104,9 @@ impl<B: Send + 'static> Inbox<B> {
         std::mem::forget(self.source.take());
     }
 
-    /// Returns true if a result or event waits.
+    /// Returns true if a result or an event has arrived.
     #[inline]
-    pub(super) fn has_news(&self) -> bool {
+    pub(super) fn has_arrivals(&self) -> bool {
         match &self.source {
             Some(Source::Rings(completions)) => completions.marked(&self.handle.arena),
             Some(Source::Thread(link)) => !link.events.is_empty(),
@@ -113,8 +114,8 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Waits for the end of a worker's process from now on. `may_be_blind`: if the poll set refuses the process, a
-    /// check in each slice finds its end.
+    /// Makes later sleeps also wait for the end of a worker's process. With `may_be_blind`, a process that the poll set
+    /// refuses is checked in each slice instead.
     pub(super) fn watch(&mut self, worker: u32, process: &Process, token: u64, may_be_blind: bool) -> Result<()> {
         match process.end_fd() {
             Some(end) => match self.poll.add(end.as_raw_fd(), token) {
@@ -135,19 +136,19 @@ impl<B: Send + 'static> Inbox<B> {
         self.poll.remove(self.handle.token_of(worker))
     }
 
-    /// Returns the time of the last check for dead workers.
-    pub(super) fn looked(&self) -> Duration {
-        self.looked
+    /// Returns the time of the last poll for dead workers.
+    pub(super) fn last_poll(&self) -> Duration {
+        self.last_poll
     }
 
-    /// Polls for dead workers once per [`DEATH_CHECK`]. Returns true if it did; [`Inbox::take_ready`] returns the
-    /// tokens that it found.
+    /// Polls for dead workers, at most once per [`DEATH_CHECK`]. Returns true if it polled; then [`Inbox::take_ready`]
+    /// returns the tokens.
     #[inline]
-    pub(super) fn look(&mut self, now: Duration) -> Result<bool> {
-        if now - self.looked < DEATH_CHECK {
+    pub(super) fn poll_if_due(&mut self, now: Duration) -> Result<bool> {
+        if now - self.last_poll < DEATH_CHECK {
             return Ok(false);
         }
-        self.looked = now;
+        self.last_poll = now;
         self.ready.clear();
         self.poll.wait(Some(Duration::ZERO), &mut self.ready)?;
         Ok(true)
@@ -158,12 +159,12 @@ impl<B: Send + 'static> Inbox<B> {
         self.ready.clear();
     }
 
-    /// Sleeps until something arrives, at most for this time. `None`: it has arrived already, or the iterator is shut
-    /// down.
+    /// Sleeps until something arrives, but at most for `limit`. Returns `None` if something has arrived already, or the
+    /// iterator is shut down.
     pub(super) fn sleep(&mut self, limit: Duration) -> Result<Option<WaitOutcome>> {
         let sleeper = self.sleeper();
         sleeper.announce();
-        if self.has_news() || self.handle.closing() {
+        if self.has_arrivals() || self.handle.closing() {
             sleeper.awake();
             return Ok(None);
         }
@@ -175,7 +176,7 @@ impl<B: Send + 'static> Inbox<B> {
 
     /// Returns true if something may arrive without ending a sleep.
     pub(super) fn is_blind(&self) -> bool {
-        self.deaf || !self.unwatched.is_empty()
+        self.is_deaf || !self.unwatched.is_empty()
     }
 
     fn sleeper(&self) -> &Sleeper {
@@ -187,17 +188,17 @@ impl<B: Send + 'static> Inbox<B> {
 
     /// Notes that a wait has ended.
     pub(super) fn wait_ends(&mut self, now: Duration) {
-        self.looked = now;
+        self.last_poll = now;
     }
 
-    /// Returns the tokens that the last poll returned, for [`Inbox::ended_by`]. Hand the list back to
-    /// [`Inbox::noticed`].
+    /// Takes the list of tokens that the last poll returned, for [`Inbox::ended_by`]. Return the list with
+    /// [`Inbox::put_ready`].
     pub(super) fn take_ready(&mut self) -> Vec<u64> {
         std::mem::take(&mut self.ready)
     }
 
-    /// Keeps the list of [`Inbox::take_ready`] for the next poll.
-    pub(super) fn noticed(&mut self, ready: Vec<u64>) {
+    /// Takes back the list of [`Inbox::take_ready`], for the next poll.
+    pub(super) fn put_ready(&mut self, ready: Vec<u64>) {
         self.ready = ready;
     }
 
@@ -205,9 +206,9 @@ impl<B: Send + 'static> Inbox<B> {
     pub(super) fn ended_by(&mut self, token: u64) -> Result<Option<u32>> {
         if token == DOORBELL {
             if !self.bell().drain()? {
-                // Another file has taken its number, and may always be readable.
+                // Another file has taken the doorbell's number, and may always be readable.
                 self.poll.remove(DOORBELL)?;
-                self.deaf = true;
+                self.is_deaf = true;
             }
             return Ok(None);
         }

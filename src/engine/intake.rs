@@ -1,4 +1,4 @@
-//! Passes results, from the rings or the pin thread, and worker deaths to the scheduler.
+//! Results, from the rings or the pin thread, and worker deaths on their way to the scheduler.
 
 use crossbeam_channel::TryRecvError;
 
@@ -11,8 +11,8 @@ use crate::scheduler::Event;
 use crate::wire::ResultKind;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Passes results to the scheduler and performs its actions. Stops at a tied result, whose worker may leave after
-    /// it.
+    /// Passes results to the scheduler and performs its actions. Stops at a tied result, because its worker may leave
+    /// after that.
     #[inline]
     pub(super) fn take_in(&mut self) -> Result<()> {
         while !self.delivery.is_tied()
@@ -41,7 +41,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     fn take_events(&mut self) -> Result<()> {
         while let Some(link) = self.inbox.link() {
             match link.events.try_recv() {
-                Ok(event) => self.unpack(event)?,
+                Ok(event) => self.on_pin_event(event)?,
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => {
                     self.delivery.on_event(delivery::Event::PinThreadEnded(String::new()));
@@ -52,7 +52,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    fn unpack(&mut self, event: pin::PinEvent<B>) -> Result<()> {
+    fn on_pin_event(&mut self, event: pin::PinEvent<B>) -> Result<()> {
         match event {
             pin::PinEvent::Result(incoming, ready) => self.completed(incoming, ready),
             pin::PinEvent::Drained(worker) => self.died(worker),
@@ -72,7 +72,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return Ok(());
         }
         let (worker, bytes) = (WorkerId(incoming.worker), incoming.entry.load.bytes);
-        // A task that a death has bound to the worker is not in the queue any more.
+        // A task that a death has bound to the worker is no longer in the queue.
         if self.outbox.queue().is_some() && !self.scheduler.is_oldest_of(worker, task) {
             self.outbox.answered(incoming.worker, &incoming.entry)?;
         }
@@ -94,8 +94,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         })
     }
 
-    /// Reports the end of a worker's process, after the results that it had published. If it may be replaced, a tied
-    /// result that is not opened and all results after it do not count: the next process makes them again.
+    /// Reports the end of a worker's process, after the results that it had published. If the worker may be replaced,
+    /// an unopened tied result and all results after it are discarded, because the next process makes them again.
     pub(super) fn ended(&mut self, worker: u32) -> Result<()> {
         if let Some(link) = self.inbox.link() {
             if link.drain.try_send(worker).is_ok() {

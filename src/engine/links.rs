@@ -9,7 +9,7 @@ use crate::sync::lock;
 use crate::sys::event::EventFd;
 use crate::transport::Link;
 
-/// The current connection of each worker. The locks are held for the copy of a pointer alone.
+/// The current connection of each worker. Each lock is held only while a pointer is copied.
 #[derive(Debug)]
 pub(super) struct Links(Box<[Mutex<Option<Arc<Link>>>]>);
 
@@ -38,7 +38,8 @@ impl Links {
         }
     }
 
-    /// Sends a task of the shared queue to a worker that has none, or else to one that may have one more.
+    /// Sends a task of the shared queue to a worker without tasks or, if there is none, to a worker that may take one
+    /// more.
     pub(super) fn ring_any(&self) {
         let mut chosen = None;
         for link in self.all() {
@@ -56,12 +57,12 @@ impl Links {
         }
     }
 
-    /// Makes all connections look at the rings and flags.
+    /// Makes all connections check the rings and flags.
     pub(super) fn wake(&self) {
         self.all().for_each(|link| link.wake());
     }
 
-    /// Receives small results of a worker that have arrived.
+    /// Receives the small results that have arrived from a worker.
     pub(super) fn receive_now(&self, worker: u32) {
         if let Some(link) = self.get(worker) {
             link.receive_now();

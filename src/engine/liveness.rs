@@ -1,4 +1,4 @@
-//! The workers' processes: which are stuck, how they ended, and what they had answered.
+//! The workers' processes: which ones are stuck, how they ended, and how many results they published.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,25 +16,27 @@ use crate::sys::pidfd::ExitStatus;
 pub(super) struct Remains {
     pub(super) pid: i32,
     pub(super) status: Option<ExitStatus>,
-    /// The task that it had taken last, whether it had begun it, and the place of the sample in it.
+    /// The last task that it took.
     pub(super) task: u64,
+    /// True if it had begun that task.
     pub(super) has_begun: bool,
+    /// The place within that task of the sample that it was fetching, if any.
     pub(super) place: Option<u64>,
     pub(super) generation: u32,
     pub(super) stalled: bool,
 }
 
-/// Watches the workers' processes.
+/// The monitor of the workers' processes.
 #[derive(Debug)]
 pub(super) struct Liveness {
     handle: Arc<Handle>,
-    /// Workers that are named in the log.
+    /// The checks for stuck workers to be named in the log.
     pub(super) stalls: Stalls,
-    /// Workers that are to be killed.
+    /// The checks for stuck workers to be killed.
     pub(super) overdue: Overdue,
-    /// Workers that die may be replaced.
+    /// True if workers that die may be replaced.
     restarts: bool,
-    /// Results of this epoch of each worker, if `restarts`.
+    /// Number of each worker's results in this epoch, if `restarts`.
     answered: Box<[u64]>,
     /// The records of the vacant workers' last processes.
     remains: BTreeMap<u32, Remains>,
@@ -70,7 +72,8 @@ impl Liveness {
         self.answered[worker as usize] += 1;
     }
 
-    /// Results of this epoch that processes of a worker have published, if workers may be replaced.
+    /// Returns the number of results of this epoch that processes of a worker have published, if workers may be
+    /// replaced.
     pub(super) fn answers_of(&self, worker: u32) -> u64 {
         self.answered[worker as usize]
     }
@@ -78,17 +81,17 @@ impl Liveness {
     /// Keeps the record of a process that has ended, if another one may take its place.
     pub(super) fn keep_remains(&mut self, worker: u32) {
         if self.restarts {
-            let remains = self.look_at(worker);
+            let remains = self.record_of(worker);
             self.remains.insert(worker, remains);
         }
     }
 
     /// Returns the record of a process that has ended.
     pub(super) fn remains_of(&self, worker: u32) -> Remains {
-        self.remains.get(&worker).copied().unwrap_or_else(|| self.look_at(worker))
+        self.remains.get(&worker).copied().unwrap_or_else(|| self.record_of(worker))
     }
 
-    fn look_at(&self, worker: u32) -> Remains {
+    fn record_of(&self, worker: u32) -> Remains {
         let process = self.handle.process(worker);
         let status = process.as_deref().and_then(Process::status);
         let page = &self.handle.arena.control(worker).status;
@@ -97,7 +100,7 @@ impl Liveness {
             status,
             task: page.task.load(Ordering::Relaxed),
             has_begun: page.has_begun(),
-            // Once the samples are made, none of them is to blame.
+            // After all samples have been fetched, none of them can be to blame.
             place: (page.has_begun() && page.state.load(Ordering::Relaxed) == WorkerState::Fetch as u32)
                 .then(|| page.place.load(Ordering::Relaxed).checked_sub(1))
                 .flatten(),
@@ -106,7 +109,7 @@ impl Liveness {
         }
     }
 
-    /// Resets the results of the checks of a worker, for its next process.
+    /// Forgets the results of the checks of a worker, for its next process.
     pub(super) fn forget(&mut self, worker: u32) {
         self.stalls.forget(worker);
         self.overdue.forget(worker);

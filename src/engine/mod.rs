@@ -1,14 +1,15 @@
-//! The engine: performs the scheduler's actions, and reports events to it.
+//! The engine, which performs the scheduler's actions and reports events to it.
 //!
 //! Without pinning the engine has no thread in the main process: `next` drains the completion rings, and waits on the
 //! doorbell and the workers' pidfds in one call. With pinning a thread owns the consumer's ends
 //! ([`completions::Completions`]) and passes prepared batches to `next` (`pin.rs`).
 //!
-//! [`Engine`] (`core.rs`) delegates to its parts, each with private fields and a file of its own: [`delivery`], the
-//! state of `next`; `outbox`, messages to the workers; `inbox`, arrivals from them; `liveness`, stuck and dead workers;
-//! `times`, the clock and the status page. `intake`, `wait`, `stall_checks`, `deaths`, `early`, `restart`, `news`,
-//! `statistics` and `shutdown` are the pages of `impl Engine`, which move events between the parts. A file uses only
-//! files below it (`tests/layers.rs`): pages, core, parts, [`Handle`], types.
+//! [`Engine`] (`core.rs`) delegates to its parts, each with private fields and its own file: [`delivery`], the state of
+//! `next`; `outbox`, messages to the workers; `inbox`, arrivals from them; `liveness`, stuck and dead workers; `times`,
+//! the clock and the status page. `intake`, `wait`, `stall_checks`, `deaths`, `early`, `restart`, `first_snapshots`,
+//! `statistics` and `shutdown` are further blocks of `impl Engine`, which move events between the parts. A file uses
+//! only files of a lower layer (`tests/layers.rs`). From the top, the layers are these blocks, the core, the parts,
+//! [`Handle`], and the types.
 
 mod answers;
 pub mod completions;
@@ -16,13 +17,13 @@ mod core;
 mod deaths;
 pub mod delivery;
 mod early;
+mod first_snapshots;
 pub mod gate;
 pub mod handle;
 mod inbox;
 mod intake;
 mod links;
 mod liveness;
-mod news;
 mod outbox;
 mod page;
 pub mod pin;

@@ -1,4 +1,4 @@
-//! Messages to the workers: tasks and control messages, in their rings or the queue that they share.
+//! Messages to the workers: tasks and control messages, in the workers' rings or the shared queue.
 
 use std::sync::Arc;
 
@@ -17,16 +17,16 @@ use crate::wire::{self, ResultEntry, TaskEntry, TaskKind};
 #[derive(Debug)]
 pub(super) struct Outbox {
     handle: Arc<Handle>,
-    /// The workers' rings: tasks, or only control messages if there is a queue.
+    /// The workers' rings, for tasks and control messages; with a shared queue, for control messages only.
     tasks: Vec<Producer<ArenaRing>>,
-    /// The queue that the workers share, if they do.
+    /// The shared queue, if there is one.
     queue: Option<SharedQueue>,
     /// The main process's region, for index batches.
     allocator: Allocator,
     /// Payload of the message that begins the epoch in the workers.
     epoch: Vec<u8>,
     /// The kind of that message.
-    begins: TaskKind,
+    epoch_kind: TaskKind,
     /// For each worker, how far its ring was filled after each of the last two messages that began an epoch early.
     early: Vec<[u32; 2]>,
 }
@@ -42,7 +42,7 @@ impl Outbox {
             queue: SharedQueue::of(arena),
             allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
             epoch: Vec::new(),
-            begins: TaskKind::Resume,
+            epoch_kind: TaskKind::Resume,
             handle,
         }
     }
@@ -92,15 +92,15 @@ impl Outbox {
         self.push(worker, &entry)
     }
 
-    /// Begins another epoch: [`Outbox::resume`] sends the message.
-    /// `rewinds`: the workers have begun another one early.
+    /// Prepares the message that begins another epoch, which [`Outbox::resume`] sends. `rewinds` is true if the workers
+    /// have begun a different epoch early.
     pub(super) fn begin_epoch(&mut self, first_task: u64, message: &[u8], rewinds: bool) {
         self.epoch = wire::epoch_payload(first_task, message);
-        self.begins = if rewinds { TaskKind::Rewind } else { TaskKind::Resume };
+        self.epoch_kind = if rewinds { TaskKind::Rewind } else { TaskKind::Resume };
     }
 
-    /// Returns the entries that begin an epoch early, one for each worker. None if a worker has not taken the last but
-    /// one: then its ring could overflow. Does not wait for memory.
+    /// Returns the entries that begin an epoch early, one for each worker. Returns `None` if a worker has not yet taken
+    /// the last but one of its early entries, because its ring could overflow. Does not wait for memory.
     pub(super) fn early_entries(&mut self, first_task: u64, message: &[u8]) -> Result<Option<Vec<TaskEntry>>> {
         let mut rings = self.tasks.iter_mut().zip(&self.early);
         if rings.any(|(ring, [filled, _])| !ring.has_taken(*filled)) {
@@ -133,12 +133,12 @@ impl Outbox {
     /// Sends a worker the message that begins the epoch.
     pub(super) fn resume(&mut self, worker: u32) -> Result<()> {
         let payload = std::mem::take(&mut self.epoch);
-        let sent = self.control(worker, self.begins, &payload);
+        let sent = self.control(worker, self.epoch_kind, &payload);
         self.epoch = payload;
         sent
     }
 
-    /// Takes a task of an abandoned epoch back. False: a worker has it.
+    /// Withdraws a task of an abandoned epoch from the shared queue. Returns false if a worker has taken it.
     pub(super) fn withdraw(&mut self, task: TaskId) -> Result<bool> {
         let Some(words) = self.queue.as_mut().and_then(|queue| queue.withdraw(task)) else {
             return Ok(false);
@@ -147,7 +147,7 @@ impl Outbox {
         Ok(true)
     }
 
-    /// Empties the rings of a worker whose process has ended, its status page and its return stack.
+    /// Empties the rings, the status page and the return stack of a worker whose process has ended.
     pub(super) fn reset_worker(&self, worker: u32) -> Result<()> {
         let withdrawn = |entry| {
             if let Ok(entry) = TaskEntry::from_words(&entry) {
@@ -157,17 +157,17 @@ impl Outbox {
         self.handle.arena.reset_worker(worker, withdrawn)
     }
 
-    /// Returns the queue that the workers share, if they do.
+    /// Returns the shared queue, if there is one.
     pub(super) fn queue(&self) -> Option<&SharedQueue> {
         self.queue.as_ref()
     }
 
-    /// Notes an answer to a task of the queue: [`SharedQueue::answered`].
+    /// Notes an answer to a task of the shared queue; see [`SharedQueue::answered`].
     pub(super) fn answered(&mut self, worker: u32, entry: &ResultEntry) -> Result<()> {
         self.queue.as_mut().map_or(Ok(()), |queue| queue.answered(worker, entry))
     }
 
-    /// Returns the tasks of the queue that a worker held at its end.
+    /// Returns the tasks of the shared queue that a worker held when it ended.
     pub(super) fn lost_with(&mut self, worker: u32) -> Vec<TaskId> {
         let Some(queue) = &mut self.queue else { return Vec::new() };
         std::iter::from_fn(|| queue.lost_with(worker)).collect()

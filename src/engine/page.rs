@@ -35,7 +35,7 @@ pub(super) fn close(arena: &Arena) {
 pub(super) struct Page {
     arena: Arc<Arena>,
     meter: Arc<Meter>,
-    /// Another iterator may use the arena.
+    /// True once another iterator may use the arena.
     has_ended: bool,
 }
 
@@ -44,7 +44,7 @@ impl Page {
         Self { arena, meter, has_ended: false }
     }
 
-    /// Shows nothing from now on.
+    /// Stops writing to the page.
     pub(super) fn end(&mut self) {
         self.has_ended = true;
     }
@@ -76,7 +76,7 @@ impl Page {
         self.show(MainState::Next, now);
     }
 
-    /// Shows that a wait has ended, and its time.
+    /// Shows that a wait has ended, and the times of waits.
     #[inline]
     pub(super) fn show_wait_ends(&self) {
         if let Some(page) = self.page() {

@@ -1,12 +1,13 @@
-//! The pin thread: takes finished batches from the rings, prepares them ([`Prepare`]) and sends them to `next`.
+//! The pin thread, which takes finished batches from the rings, prepares them ([`Prepare`]) and sends them to `next`.
 //!
 //! ```text
 //! worker --ring, doorbell--> pin thread --channel, pickup bell--> next()
 //!                            pin thread <--channel, doorbell----- next(): "drain worker w, it has ended"
 //! ```
 //! The thread owns the consumer's ends of the rings ([`Completions`]). Batches in the channel are outstanding for the
-//! scheduler, so there are at most `max_tasks` of them, as many snapshots, and a few other events. A worker's death is
-//! reported after [`PinEvent::Drained`] in the same channel, and so after all results that the worker had published.
+//! scheduler, so the channel holds at most `max_tasks` batches, as many snapshots, and a few other events.
+//! [`PinEvent::Drained`] comes through the same channel, so a worker's death is reported after all results that the
+//! worker had published.
 //!
 //! A fork may copy a lock of the channel or of [`PinControl`] while the thread holds it. A child takes none of them:
 //! the engine forgets the link, and callers check [`Handle::is_ours`] first.
@@ -75,12 +76,13 @@ pub struct Body<P: Prepare> {
     control: Arc<PinControl>,
     events: Sender<PinEvent<P::Ready>>,
     drain: Receiver<u32>,
-    /// Workers that have died with a tied result. That result and all later ones of theirs do not count. `None` if
+    /// Workers that died before a tied result was opened. That result and all their later ones are discarded. `None` if
     /// workers are not replaced.
     lost: Option<BTreeSet<u32>>,
 }
 
-/// Starts a thread that runs `around`, which calls [`Body::run`]. Returns [`Error::Os`] without a thread or descriptor.
+/// Starts a thread that runs `around`, which calls [`Body::run`]. Fails with [`Error::Os`] if the system refuses a
+/// thread or a descriptor.
 pub fn start<P: Prepare>(
     prepare: P,
     handle: &Arc<Handle>,
@@ -89,13 +91,13 @@ pub fn start<P: Prepare>(
     restarts: bool,
     around: impl FnOnce(Body<P>) -> std::result::Result<(), String> + Send + 'static,
 ) -> Result<PinLink<P::Ready>> {
-    let control = handle.control_of_pinning()?;
+    let control = handle.new_pin_control()?;
     let arena = handle.arena.clone();
     let workers = arena.geometry().workers as usize;
-    // Room for other events than batches: exhausted, resumed and drained workers, and the last event.
+    // The channel also has room for the other events: exhausted, resumed and drained workers, and the last event.
     let (events, received) = bounded(results + 4 * workers + 4);
     let (drain, to_drain) = bounded(workers);
-    let (last_word, last_control, last_hands) = (events.clone(), control.clone(), handle.clone());
+    let (last_events, last_control, last_handle) = (events.clone(), control.clone(), handle.clone());
     let body = Body {
         prepare,
         completions,
@@ -118,22 +120,22 @@ pub fn start<P: Prepare>(
             Err(panic) => Some(format!("it panicked: {}", text_of(panic.as_ref()))),
         };
         if let Some(cause) = cause {
-            hand_on(&last_word, PinEvent::Gone(cause), &last_control, &last_hands);
+            send_event(&last_events, PinEvent::Gone(cause), &last_control, &last_handle);
         }
-        // These own descriptors and mappings, which must be gone when `join` returns.
-        drop((last_word, last_control, last_hands));
+        // These own descriptors and mappings, which must be released before `join` returns.
+        drop((last_events, last_control, last_handle));
         end.end();
     };
     sys::thread::spawn("rl_pin", PIN_STACK, thread).map_err(|error| {
         failed.end();
-        let hint = "the pin thread could not be started; raise the limit of processes (ulimit -u)".into();
+        let hint = "the pin thread could not be started; raise the limit on processes (ulimit -u)".into();
         Error::Os { call: "pthread_create", errno: error.raw_os_error().unwrap_or(libc::EAGAIN), hint }
     })?;
     Ok(PinLink { events: received, drain, control })
 }
 
 /// Sends an event and wakes `next`. Returns the event if the iterator ends.
-fn hand_on<B>(
+fn send_event<B>(
     to: &Sender<PinEvent<B>>,
     mut event: PinEvent<B>,
     control: &PinControl,
@@ -162,19 +164,19 @@ fn text_of(panic: &(dyn Any + Send)) -> String {
 }
 
 impl<P: Prepare> Body<P> {
-    /// Returns the preparation.
+    /// Returns the object that prepares batches.
     pub fn prepare(&self) -> &P {
         &self.prepare
     }
 
-    /// Runs until the thread is stopped or the iterator is shut down. An error says why the thread ends.
+    /// Runs until the thread is stopped or the iterator is shut down. The error is the reason why the thread ends.
     pub fn run(mut self) -> std::result::Result<(), String> {
         let mut poll = sys::poll::PollSet::new();
         let doorbell = std::os::fd::AsRawFd::as_raw_fd(&self.handle.doorbell.as_fd());
         poll.add(doorbell, DOORBELL).map_err(|error| error.to_string())?;
         while !self.stopped() {
             if let Err(error) = self.take_in()? {
-                self.hand_on(PinEvent::Broken(error));
+                self.send(PinEvent::Broken(error));
                 return Ok(());
             }
             self.sleep(&mut poll)?;
@@ -186,17 +188,17 @@ impl<P: Prepare> Body<P> {
         self.control.is_stopping() || self.handle.closing()
     }
 
-    fn hand_on(&self, event: PinEvent<P::Ready>) {
-        let back = hand_on(&self.events, event, &self.control, &self.handle);
+    fn send(&self, event: PinEvent<P::Ready>) {
+        let back = send_event(&self.events, event, &self.control, &self.handle);
         if let Some(PinEvent::Result(incoming, None)) = back {
             completions::discard(&self.arena, &incoming);
         }
     }
 
-    /// Sends all results of the rings. The outer error ends the thread, the inner one is damage.
+    /// Sends all results of the rings. The outer error ends the thread; the inner one reports damage.
     fn take_in(&mut self) -> std::result::Result<Result<()>, String> {
         loop {
-            // Requests first: the ring of a dead worker holds all that it has published.
+            // Serve requests to drain first: the ring of a dead worker holds everything that it published.
             if let Ok(worker) = self.drain.try_recv() {
                 loop {
                     match self.completions.pop(worker) {
@@ -208,7 +210,7 @@ impl<P: Prepare> Body<P> {
                 if let Some(lost) = &mut self.lost {
                     lost.remove(&worker);
                 }
-                self.hand_on(PinEvent::Drained(worker));
+                self.send(PinEvent::Drained(worker));
             } else {
                 match self.completions.next(&self.arena) {
                     Ok(Some((_, incoming))) => self.result(incoming)?,
@@ -239,16 +241,16 @@ impl<P: Prepare> Body<P> {
         if ready.as_ref().is_some_and(P::is_error) && self.is_lost(&incoming, TIED_EXIT) {
             return Ok(());
         }
-        self.hand_on(PinEvent::Result(incoming, ready));
+        self.send(PinEvent::Result(incoming, ready));
         Ok(())
     }
 
-    /// Returns true if a result does not count, because its worker may be replaced and has died before this result, or
-    /// an earlier one, was opened. Waits up to `limit` for the end of a worker that may have begun to end.
+    /// Returns true if a result must be discarded, because its worker may be replaced and died before this result, or
+    /// an earlier tied one, was opened. Waits up to `limit` for the end of a worker that may be about to end.
     fn is_lost(&mut self, incoming: &Incoming, limit: Duration) -> bool {
         let (worker, is_tied) = (incoming.worker, incoming.entry.kind == ResultKind::Tied);
         let Some(lost) = &mut self.lost else { return false };
-        if is_tied && self.handle.exits(worker, limit) {
+        if is_tied && self.handle.exits_within(worker, limit) {
             lost.insert(worker);
         }
         lost.contains(&worker)
@@ -265,7 +267,7 @@ impl<P: Prepare> Body<P> {
         sleeper.awake();
         let drained = outcome.and_then(|()| match ready.is_empty() || self.handle.doorbell.drain()? {
             true => Ok(()),
-            // Another file has taken its number, and may always be readable.
+            // Another file has taken the doorbell's number, and may always be readable.
             false => poll.remove(DOORBELL),
         });
         drained.map_err(|error| format!("it cannot wait for the workers: {error}"))

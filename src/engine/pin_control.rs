@@ -11,7 +11,7 @@ use crate::shm::layout::Sleeper;
 use crate::sync::lock;
 use crate::sys;
 
-/// Controls the thread. Usable from any thread, without exclusive access.
+/// The control of the pin thread. Any thread may use it, without exclusive access.
 #[derive(Debug)]
 pub struct PinControl {
     stop: AtomicBool,
@@ -19,11 +19,11 @@ pub struct PinControl {
     thread: OnceLock<ThreadId>,
     /// Rung after an event is sent, if `next` sleeps.
     pub pickup: sys::event::EventFd,
-    /// The mark that `next` sleeps.
+    /// The flag that `next` sets while it sleeps.
     pub sleeper: Sleeper,
 }
 
-/// The end of the thread. Separate, so that the thread can drop everything else before.
+/// The signal that the thread has ended. It is a separate object, so that the thread can drop everything else first.
 #[derive(Debug, Default)]
 pub(super) struct ThreadEnd {
     ended: Mutex<bool>,
@@ -38,7 +38,7 @@ impl ThreadEnd {
 }
 
 impl PinControl {
-    /// Returns the control of a thread to be started.
+    /// Creates the control of a thread that is not started yet.
     pub fn new() -> Result<Self> {
         Ok(Self {
             stop: AtomicBool::new(false),
@@ -61,12 +61,12 @@ impl PinControl {
         self.stop.load(Ordering::Acquire)
     }
 
-    /// Notes that the thread begins; it calls this itself.
+    /// Notes that the calling thread is the pin thread.
     pub(super) fn begin(&self) {
         let _ = self.thread.set(thread::current().id());
     }
 
-    /// Returns the place where the thread reports its end.
+    /// Returns the object with which the thread signals its end.
     pub(super) fn thread_end(&self) -> Arc<ThreadEnd> {
         self.end.clone()
     }
@@ -76,13 +76,13 @@ impl PinControl {
         !*lock(&self.end.ended)
     }
 
-    /// Returns true if the caller is the thread. If the garbage collector ends the iterator there, it cannot join
-    /// itself.
+    /// Returns true if the caller is the pin thread. It cannot join itself if the garbage collector ends the iterator
+    /// there.
     pub fn is_current(&self) -> bool {
         self.thread.get() == Some(&thread::current().id())
     }
 
-    /// Waits for the thread's end, at most `limit` and at most one slice. Returns whether it has ended.
+    /// Waits for the thread's end, but at most for `limit` and for one slice. Returns true if the thread has ended.
     pub fn join(&self, limit: Duration) -> bool {
         let ended = lock(&self.end.ended);
         let waited = self.end.has_ended.wait_timeout_while(ended, limit.min(WAIT_SLICE), |ended| !*ended);

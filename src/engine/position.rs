@@ -1,7 +1,8 @@
 //! The position of an epoch: which tasks have been delivered, now and a few answers ago.
 //!
-//! An *answer* is a batch, or the error in its place, that the engine has handed out. [`Positions`] keeps the last
-//! ones, so that it can be asked for an earlier position. Ordinals count the tasks of the epoch from 0.
+//! An *answer* is a batch that the engine has returned to the caller of `next`, or the error in its place.
+//! [`Positions`] keeps the last few answers, so that it can also return earlier positions. Ordinals count the tasks of
+//! the epoch from 0.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -33,22 +34,22 @@ pub struct Positions {
     low: u64,
     /// Delivered tasks from `low` on.
     ahead: BTreeSet<u64>,
-    /// Tasks that no worker will answer. Kept while a position that can be asked for may lie before them.
+    /// Tasks that no worker will answer. A task is kept until no position before it can be requested.
     left_out: BTreeSet<u64>,
-    /// The last answers, which a position can go behind.
+    /// The last answers, which an earlier position can leave out.
     recent: VecDeque<Answer>,
-    /// Number of batches among them.
+    /// Number of batches in `recent`.
     batches: usize,
-    /// Answers of each worker before them.
+    /// Number of each worker's answers before `recent`.
     settled: Vec<u64>,
-    /// The worker of the last answer before them.
+    /// The worker of the last answer before `recent`.
     settled_last: Option<u32>,
     /// Number of all answers.
     answers: u64,
 }
 
 impl Positions {
-    /// Returns the position before the first epoch of `workers` workers.
+    /// Creates the record of an epoch without answers, for `workers` workers.
     pub fn new(workers: usize) -> Self {
         Self {
             low: 0,
@@ -67,7 +68,7 @@ impl Positions {
         *self = Self::new(self.settled.len());
     }
 
-    /// Notes that a task's batch, or the error in its place, has been handed out.
+    /// Notes that a task's batch, or the error in its place, has been returned.
     #[inline]
     pub fn answered(&mut self, ordinal: u64, worker: u32, is_batch: bool) {
         self.answers += 1;
@@ -97,7 +98,7 @@ impl Positions {
         self.advance();
     }
 
-    /// Raises `low` over tasks that have been delivered or left out.
+    /// Raises `low` past the tasks that have been delivered or left out.
     #[inline]
     fn advance(&mut self) {
         if !self.ahead.is_empty() || !self.left_out.is_empty() {
@@ -107,8 +108,8 @@ impl Positions {
         }
     }
 
-    /// Forgets answers that no position can go behind: the last one, and [`BACK_BATCHES`] batches before it, are
-    /// enough.
+    /// Forgets answers that every position includes: only the last answer and the [`BACK_BATCHES`] batches before it
+    /// can be left out.
     #[inline]
     fn settle(&mut self) {
         while self.recent.len() > 1
@@ -126,7 +127,7 @@ impl Positions {
         }
     }
 
-    /// Returns the number of a worker's answers that every position has from now on.
+    /// Returns the number of a worker's answers that every position includes from now on.
     pub fn settled(&self, worker: u32) -> u64 {
         self.settled[worker as usize]
     }
@@ -161,9 +162,9 @@ impl Positions {
             return Err(format!("a position is at most {BACK_BATCHES} batches back, not {back}"));
         }
         let mut kept = self.recent.len() - missing;
-        for found in 0..back {
+        for taken_back in 0..back {
             let batch = self.recent.iter().take(kept).rposition(|answer| answer.is_batch);
-            kept = batch.ok_or_else(|| format!("{found} batches of this epoch can be taken back, not {back}"))?;
+            kept = batch.ok_or_else(|| format!("{taken_back} batches of this epoch can be taken back, not {back}"))?;
         }
         Ok(kept)
     }
@@ -175,7 +176,8 @@ mod tests {
 
     use super::*;
 
-    /// Answers by the workers in round-robin order: a batch for each `true`, an error for each `false`.
+    /// Returns the record after answers by the workers in round-robin order: a batch for each `true`, an error for each
+    /// `false`.
     fn in_order(workers: u32, batches: &[bool]) -> Positions {
         let mut positions = Positions::new(workers as usize);
         for (ordinal, is_batch) in (0..).zip(batches) {
@@ -189,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_position_counts_what_was_given() {
+    fn a_position_counts_the_answers() {
         let mut positions = Positions::new(2);
         assert_eq!(positions.at(0, 0), position(0, &[], &[0, 0], None));
         positions = in_order(2, &[true; 3]);
@@ -215,7 +217,7 @@ mod tests {
         let positions = in_order(2, &[true, false, true, false, false]);
         assert_eq!(positions.at(5, 0), position(5, &[], &[3, 2], Some(0)));
         assert_eq!(positions.at(4, 0), position(4, &[], &[2, 2], Some(1)));
-        // Back to before the last batch, with the errors after it.
+        // The position before the last batch, which leaves out the errors after it, too.
         assert_eq!(positions.at(5, 1), position(2, &[], &[1, 1], Some(1)));
         assert_eq!(positions.at(5, 2), position(0, &[], &[0, 0], None));
         assert_eq!(positions.at(5, 3), Err("2 batches of this epoch can be taken back, not 3".into()));
@@ -245,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_has_a_limit_and_no_allocation_in_order() {
+    fn the_record_is_bounded_and_allocates_nothing_in_order() {
         let mut positions = in_order(1, &[true; 100]);
         assert_eq!(positions.recent.len(), BACK_BATCHES + 1);
         assert_eq!(positions.recent.capacity(), Positions::new(1).recent.capacity());
@@ -276,8 +278,8 @@ mod tests {
     }
 
     #[test]
-    fn tasks_that_were_left_out_are_no_gap() {
-        // Worker 0 ends at task 2, and answers neither that one nor task 4.
+    fn tasks_that_were_left_out_leave_no_gap() {
+        // Worker 0 ends at task 2, and answers neither task 2 nor task 4.
         let mut positions = in_order(2, &[true; 2]);
         positions.left_out(2);
         positions.left_out(4);
@@ -313,7 +315,7 @@ mod tests {
         proptest::collection::vec(op, 0..80)
     }
 
-    /// Computes the position after some of all answers from the first one on.
+    /// Computes the position after `answers`, which begin with the first of the epoch.
     fn counted(answers: &[Answer], left_out: &BTreeSet<u64>) -> Position {
         let delivered: BTreeSet<u64> = answers.iter().map(|answer| answer.ordinal).collect();
         let low = (0..).find(|ordinal| !delivered.contains(ordinal) && !left_out.contains(ordinal)).unwrap();
@@ -332,7 +334,7 @@ mod tests {
         fn positions_are_those_of_a_full_record(ops in ops()) {
             let mut positions = Positions::new(WORKERS as usize);
             let (mut answers, mut left_out) = (Vec::<Answer>::new(), BTreeSet::new());
-            // Tasks under way.
+            // Outstanding tasks.
             let mut open: Vec<u64> = (0..6).collect();
             let mut next = 6;
             for op in ops {

@@ -1,4 +1,5 @@
-//! A worker's process: exit status and signals. Of a worker on another machine, its connection stands for the process.
+//! A worker's process: exit status and signals. For a worker on another machine, its connection takes the place of the
+//! process.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -18,11 +19,11 @@ pub struct Process {
     pub pidfd: Option<sys::pidfd::PidFd>,
     /// Start time in /proc, which distinguishes processes that reuse a pid; 0 if unreadable.
     start_time: u64,
-    /// Monotonic time of its registration.
+    /// The monotonic time of its registration.
     pub started: Duration,
-    /// It had been reaped before it could be opened, so its pid may be reused.
+    /// True if it was reaped before it could be opened, so that its pid may be reused.
     was_gone: bool,
-    /// It descends from this process. Only descendants are signalled.
+    /// True if it descends from this process. Only descendants are signalled.
     pub(super) descends: bool,
     /// The connection to a worker on another machine, where `pid` is a process of that machine.
     pub link: Option<Arc<Link>>,
@@ -40,14 +41,14 @@ impl Process {
         Self { pid, pidfd, start_time, started, was_gone, descends, link: None }
     }
 
-    /// Creates a process of another machine.
-    pub(super) fn elsewhere(pid: i32, link: Arc<Link>) -> Self {
+    /// Creates the record of a worker's process on another machine.
+    pub(super) fn remote(pid: i32, link: Arc<Link>) -> Self {
         let started = sys::clock::monotonic();
         let link = Some(link);
         Self { pid, pidfd: None, start_time: 0, started, was_gone: false, descends: false, link }
     }
 
-    /// Returns a descriptor that is readable once it has ended.
+    /// Returns a descriptor that is readable once the process has ended.
     pub(super) fn end_fd(&self) -> Option<BorrowedFd<'_>> {
         match &self.link {
             Some(link) => Some(link.end_fd()),
@@ -55,13 +56,13 @@ impl Process {
         }
     }
 
-    /// Returns true if it has ended, reaped or not.
+    /// Returns true if the process has ended, whether or not it has been reaped.
     pub fn has_exited(&self) -> bool {
         if let Some(link) = &self.link {
             return link.has_ended();
         }
         match &self.pidfd {
-            // Another file may have taken its number, and be readable like the pidfd of an ended process.
+            // Another file may have taken the pidfd's number, and be readable like the pidfd of an ended process.
             Some(pidfd) if !pidfd.is_intact() => self.has_exited_by_number(),
             Some(pidfd) => pidfd.has_exited().unwrap_or_else(|_| self.has_exited_by_number()),
             None => self.was_gone || self.has_exited_by_number(),
@@ -72,7 +73,7 @@ impl Process {
         sys::pidfd::has_exited(self.pid, self.start_time)
     }
 
-    /// Returns its exit status, if known.
+    /// Returns the exit status, if known.
     pub fn status(&self) -> Option<ExitStatus> {
         match &self.pidfd {
             Some(pidfd) => pidfd.status(),
@@ -94,7 +95,7 @@ impl Process {
             return;
         }
         let sent = self.pidfd.as_ref().is_some_and(|pidfd| pidfd.send_signal(signal).is_ok());
-        // By pid only if that is surely the worker: the start time fits, or it is a child.
+        // Use the pid only if it certainly is the worker's: the start time matches, or the process is a child.
         let same =
             || self.start_time != 0 && sys::pidfd::start_time(self.pid).is_ok_and(|time| time == self.start_time);
         if !sent && (same() || sys::pidfd::is_child(self.pid)) {
@@ -126,7 +127,7 @@ mod tests {
 
     #[test]
     fn this_process_and_strangers_are_not_signalled() {
-        // Signal 0 would show nothing: this one would end the test.
+        // Signal 0 would show nothing; SIGKILL would end the test.
         Process::open(std::process::id() as i32).signal(libc::SIGKILL);
         let parent = std::os::unix::process::parent_id() as i32;
         for pid in [0, -1, i32::MIN, 1, parent, i32::MAX] {
@@ -136,7 +137,7 @@ mod tests {
 
     #[test]
     fn a_grandchild_is_signalled_as_long_as_its_parent_is_a_child() {
-        // As a fork server and its worker.
+        // Like a fork server and its worker.
         let mut shell = Command::new("sh")
             .args(["-c", "sleep 100 >&- & echo $!; exec >&-; wait"])
             .stdout(Stdio::piped())
@@ -146,7 +147,7 @@ mod tests {
         shell.stdout.take().unwrap().read_to_string(&mut number).unwrap();
         let process = Process::open(number.trim().parse().unwrap());
         assert!(process.descends);
-        // The parent may go: the process is known.
+        // The parent may end now, because the process is registered.
         shell.kill().unwrap();
         shell.wait().unwrap();
         process.signal(libc::SIGKILL);

@@ -1,9 +1,9 @@
-//! The engine's side of the queue that workers share: it knows which worker holds each task.
+//! The engine's side of the shared queue, which knows which worker holds each task.
 //!
-//! The workers sleep on one futex. A task wakes one of them; a control message, which travels in a worker's own ring,
-//! and the end wake all. A worker that was killed in its sleep stays counted, which costs needless wakes. One that was
-//! killed after its wake-up strands no task: its death wakes the others, and each polls once per
-//! [`IDLE_SLICE`](crate::config::IDLE_SLICE).
+//! The workers sleep on one futex. A task wakes one of them. A control message, which travels in a worker's own ring,
+//! wakes all of them, and so does the end of the iterator. A worker that is killed while it sleeps stays counted as a
+//! sleeper, which costs needless wakes. One that is killed after its wake-up does not strand a task: its death wakes
+//! the others, and each of them polls once per [`IDLE_SLICE`](crate::config::IDLE_SLICE).
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::shm::queue::Submitter;
 use crate::shm::ring::Entry;
 use crate::wire::{ResultEntry, ResultKind, TaskEntry};
 
-/// The producer's end of the queue. A task's number is its position.
+/// The producer's end of the queue. A task's number is also its position in the queue.
 #[derive(Debug)]
 pub(super) struct SharedQueue(Submitter<ArenaQueue>);
 
@@ -35,7 +35,7 @@ impl SharedQueue {
         }
     }
 
-    /// Notes an answer. [`Error::Corrupt`] unless the worker held the task that it names.
+    /// Notes an answer. Fails with [`Error::Corrupt`] unless the worker held the task that the answer names.
     pub(super) fn answered(&mut self, worker: u32, entry: &ResultEntry) -> Result<()> {
         if entry.kind == ResultKind::Resumed || self.0.answered(entry.task, worker) {
             return Ok(());
@@ -59,14 +59,14 @@ impl SharedQueue {
         self.0.oldest_waiting().map(TaskId)
     }
 
-    /// Returns the oldest task that a worker held at its end. It is not held any more.
+    /// Returns the oldest task that a worker held when it ended. After the call the worker no longer holds it.
     pub(super) fn lost_with(&mut self, worker: u32) -> Option<TaskId> {
         let held = self.0.held_by(worker)?;
         self.0.answered(held, worker);
         Some(TaskId(held))
     }
 
-    /// Takes a task back, unless a worker has it.
+    /// Withdraws a task, unless a worker has taken it.
     pub(super) fn withdraw(&mut self, task: TaskId) -> Option<Entry> {
         self.0.withdraw(task.0)
     }

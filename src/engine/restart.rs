@@ -15,13 +15,14 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.restarts()
     }
 
-    /// Empties a vacant worker's slot for its next process, see [`Engine::started`]. Its published results count, its
-    /// leases stay valid, and the blocks of tasks that it had not taken are released. May be repeated until `started`,
-    /// once the process that used the slot meanwhile has ended.
+    /// Empties a vacant worker's slot for its next process; see [`Engine::started`]. The results that the last process
+    /// published count, the leases on its blocks stay valid, and the blocks of tasks that the process did not take are
+    /// released. The call may be repeated until `started`, after a process that used the slot in the meantime has
+    /// ended.
     ///
     /// Errors: [`Error::Usage`] if the worker is not vacant.
     pub fn vacate(&mut self, worker: u32) -> Result<()> {
-        // A worker is vacant after its process has left the poll set and its ring has been drained.
+        // A worker becomes vacant after its process has been removed from the poll set and its ring has been drained.
         if !self.scheduler.is_vacant(WorkerId(worker)) {
             return Err(Error::usage(format!("worker {worker} is not vacant")));
         }
@@ -35,11 +36,11 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// Returns true if the tied result could not be opened because its worker ends, and may be replaced: then it is
-    /// made again. Call it before [`Engine::opened`] with an error.
+    /// Returns true if the tied result could not be opened because its worker is ending and may be replaced. The next
+    /// process then makes the result again. Call it before [`Engine::opened`] if the attempt to open the result failed.
     pub fn lost_tied(&mut self) -> Result<bool> {
         let worker = self.delivery.tied_worker().filter(|_| self.liveness.restarts());
-        let Some(worker) = worker.filter(|worker| self.handle.exits(*worker, TIED_EXIT)) else {
+        let Some(worker) = worker.filter(|worker| self.handle.exits_within(*worker, TIED_EXIT)) else {
             return Ok(false);
         };
         self.inbox.unwatch(worker)?;
@@ -48,7 +49,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(true)
     }
 
-    /// Lets [`Step::Vacant`](super::Step::Vacant) name a vacant worker again after this time.
+    /// Makes [`Step::Vacant`](super::Step::Vacant) name a vacant worker again after this time.
     pub fn postpone(&mut self, worker: u32, time: Duration) -> Result<()> {
         self.times.tick();
         let until = self.times.now().saturating_add(time);
@@ -70,12 +71,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.sticky(result)
     }
 
-    /// Returns the tag of the task to send again: [`Step::Resend`](super::Step::Resend).
+    /// Returns the tag of the task to send again; see [`Step::Resend`](super::Step::Resend).
     pub fn unsent(&self) -> Option<&T> {
         self.scheduler.unsent().map(|(_, _, tag)| tag)
     }
 
-    /// Sends the task of [`Engine::unsent`] to its worker. Does not wait for memory, see [`Engine::submit`].
+    /// Sends the task of [`Engine::unsent`] to its worker. Does not wait for memory; see [`Engine::submit`].
     pub fn resend(&mut self, kind: TaskKind, payload: &[u8]) -> Result<()> {
         self.handle.check_ours()?;
         let Some((worker, task)) = self.scheduler.unsent().map(|(worker, task, _)| (worker, task)) else {
@@ -105,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_of_an_earlier_process_says_nothing_about_the_present_one() {
+    fn an_event_of_an_earlier_process_does_not_concern_the_present_one() {
         let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
         let settings = Settings { restarts: true, ..Settings::torch(1, 4, true) };
         let mut engine = Engine::<u64>::over(arena, settings).unwrap();
@@ -116,19 +117,19 @@ mod tests {
         engine.wait(None).unwrap();
         let stale = engine.inbox.take_ready();
         assert_eq!(stale.len(), 1);
-        engine.inbox.noticed(stale.clone());
+        engine.inbox.put_ready(stale.clone());
         engine.after_wait().unwrap();
         engine.vacate(0).unwrap();
         let mut second = start();
         engine.started(0, second.id() as i32).unwrap();
-        engine.inbox.noticed(stale);
-        engine.take_notice().unwrap();
+        engine.inbox.put_ready(stale);
+        engine.handle_ready().unwrap();
         assert!(!engine.inbox.is_blind() && engine.handle.alive() == 1);
-        // Its own end is still seen.
+        // The end of the second process is still seen.
         kill(&mut second);
         assert_eq!(engine.inbox.sleep(Duration::from_secs(20)).unwrap(), Some(WaitOutcome::Ready));
-        engine.take_notice().unwrap();
-        assert!(engine.inbox.look(Duration::MAX).unwrap());
+        engine.handle_ready().unwrap();
+        assert!(engine.inbox.poll_if_due(Duration::MAX).unwrap());
         assert!(engine.inbox.take_ready().is_empty());
     }
 }

@@ -10,19 +10,19 @@ use crate::shm::arena::Arena;
 use crate::shm::pool;
 use crate::sync::Ordering;
 
-/// The use of an arena after its iterator.
+/// The treatment of an arena after its iterator has ended.
 #[derive(Debug)]
 pub enum Ending {
-    /// Already handled.
+    /// Do nothing: the arena has been dealt with.
     Nothing,
-    /// Reusable by the next iterator.
+    /// Put it into the pool: the next iterator may use it.
     Pool(Arc<Arena>),
-    /// Not reusable; release its pages.
+    /// Release its pages: it must not be used again.
     Retire(Arc<Arena>),
 }
 
 impl Ending {
-    /// Puts the arena into the pool or releases its pages. Call without the GIL.
+    /// Puts the arena into the pool or releases its pages. Call it without the GIL.
     pub fn carry_out(self) {
         match self {
             Self::Nothing => {}
@@ -33,14 +33,15 @@ impl Ending {
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Ends the engine after its workers, and discards undelivered results. [`Ending::carry_out`] does the slow rest.
+    /// Ends the engine after its workers have ended, and discards undelivered results. [`Ending::carry_out`] does the
+    /// remaining, slow work.
     pub fn finish(&mut self) -> Ending {
         if std::mem::replace(&mut self.finished, true) || !self.handle.is_ours() {
             return Ending::Nothing;
         }
         self.times.end();
         self.handle.answers().drop_snapshots();
-        self.handle.part_with_arena();
+        self.handle.detach_from_arena();
         let arena = self.arena().clone();
         if self.delivery.is_broken() || !self.handle.all_left() {
             return Ending::Retire(arena);
@@ -59,7 +60,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 }
             }
         }
-        // A pin thread has dropped its ends.
+        // A pin thread has dropped its ends of the rings.
         let mut rings = Completions::new(&arena);
         for worker in 0..arena.geometry().workers {
             loop {
@@ -86,7 +87,7 @@ impl<T, B: Send + 'static, E> Drop for Engine<T, B, E> {
         self.handle.stop_pinning();
         if !self.finished {
             self.handle.answers().drop_snapshots();
-            // As in `Handle::stop_workers`; the workers have been asked to leave.
+            // Like `Handle::stop_workers`: asks the workers to leave.
             self.handle.arena.header().stop.0.store(1, Ordering::Relaxed);
             page::close(&self.handle.arena);
             self.arena().retire();

@@ -1,27 +1,27 @@
-//! The workers' snapshots of this epoch: which of them a position may need.
+//! The workers' snapshots of this epoch that a position may need.
 
 use std::collections::VecDeque;
 
 /// The snapshots of all workers. `M` is the type of a snapshot's contents.
 #[derive(Debug)]
 pub struct Snapshots<M> {
-    workers: Vec<OfWorker<M>>,
+    workers: Vec<WorkerSnapshots<M>>,
 }
 
 #[derive(Debug)]
-struct OfWorker<M> {
-    /// Snapshots with the number of the worker's answers before each, which ascends.
+struct WorkerSnapshots<M> {
+    /// Each snapshot with the number of the worker's answers before it, in ascending order.
     kept: VecDeque<(u64, M)>,
-    /// The worker works on this epoch. What it sent before belongs to the last one.
+    /// True once the worker has begun this epoch. Snapshots that it sent before belong to the last epoch.
     is_in_epoch: bool,
-    /// The first snapshot of this epoch has come.
+    /// True once the first snapshot of this epoch has arrived.
     has_started: bool,
 }
 
 impl<M> Snapshots<M> {
     /// Creates the record of the first epoch, without snapshots.
     pub fn new(workers: usize) -> Self {
-        let worker = || OfWorker { kept: VecDeque::new(), is_in_epoch: true, has_started: false };
+        let worker = || WorkerSnapshots { kept: VecDeque::new(), is_in_epoch: true, has_started: false };
         Self { workers: (0..workers).map(|_| worker()).collect() }
     }
 
@@ -38,16 +38,17 @@ impl<M> Snapshots<M> {
         self.workers[worker as usize].is_in_epoch = true;
     }
 
-    /// Keeps a snapshot that a worker made after `count` answers, in place of those that no position needs any more.
-    /// All positions have at least `settled` answers of this worker. `None` is a snapshot that was left out.
+    /// Keeps a snapshot that a worker made after `count` answers, and drops those that no position needs any more. All
+    /// positions include at least `settled` answers of this worker. `None` stands for a snapshot that was left out.
     pub fn keep(&mut self, worker: u32, count: u64, snapshot: Option<M>, settled: u64) {
-        let OfWorker { kept, is_in_epoch, has_started } = &mut self.workers[worker as usize];
+        let WorkerSnapshots { kept, is_in_epoch, has_started } = &mut self.workers[worker as usize];
         if !*is_in_epoch {
             return;
         }
         *has_started = true;
         let Some(snapshot) = snapshot else { return };
-        // A later snapshot of the same moment says more: that the dataset has ended, or that there was an error.
+        // Of two snapshots after the same answer, the later one says more: that the dataset has ended, or that there
+        // was an error.
         while kept.back().is_some_and(|(before, _)| *before >= count) {
             kept.pop_back();
         }
@@ -94,16 +95,16 @@ mod tests {
         for (count, name) in [(0, "first"), (3, "third"), (5, "fifth")] {
             snapshots.keep(0, count, Some(name), 0);
         }
-        let found = [(0, "first"), (0, "first"), (0, "first"), (3, "third"), (3, "third"), (5, "fifth")];
-        for (answers, found) in (0..).zip(found) {
-            assert_eq!(at(&snapshots, answers), Some(found));
+        let expected = [(0, "first"), (0, "first"), (0, "first"), (3, "third"), (3, "third"), (5, "fifth")];
+        for (answers, expected) in (0..).zip(expected) {
+            assert_eq!(at(&snapshots, answers), Some(expected));
         }
         assert_eq!(at(&snapshots, u64::MAX), Some((5, "fifth")));
         assert!(snapshots.at(1, 9).is_none() && snapshots.at(2, 9).is_none());
     }
 
     #[test]
-    fn the_later_one_of_the_same_moment_counts() {
+    fn the_later_of_two_snapshots_after_the_same_answer_counts() {
         let mut snapshots = Snapshots::new(1);
         snapshots.keep(0, 4, Some("in its course"), 0);
         snapshots.keep(0, 4, Some("at its end"), 0);
@@ -112,12 +113,12 @@ mod tests {
     }
 
     #[test]
-    fn what_no_position_needs_is_dropped() {
+    fn snapshots_that_no_position_needs_are_dropped() {
         let mut snapshots = Snapshots::new(1);
         for (count, settled) in [(0, 0), (2, 1), (4, 3)] {
             snapshots.keep(0, count, Some("state"), settled);
         }
-        // A position after 3 answers needs the one before them.
+        // A position after 3 answers needs the snapshot after 2.
         let counts = |snapshots: &Snapshots<_>| snapshots.workers[0].kept.iter().map(|it| it.0).collect::<Vec<_>>();
         assert_eq!(counts(&snapshots), [2, 4]);
         snapshots.keep(0, 6, Some("state"), 4);
@@ -128,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_epoch_forgets_the_old_one_and_what_still_comes_of_it() {
+    fn a_new_epoch_drops_the_snapshots_of_the_old_one_even_if_they_arrive_late() {
         let mut snapshots = Snapshots::new(2);
         snapshots.keep(0, 7, Some("old"), 0);
         snapshots.begin_epoch();
@@ -143,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_was_left_out_begins_the_epoch_all_the_same() {
+    fn a_snapshot_that_was_left_out_begins_the_epoch_as_well() {
         let mut snapshots = Snapshots::<&str>::new(1);
         assert!(!snapshots.has_started(0));
         snapshots.keep(0, 0, None, 0);
@@ -166,8 +167,8 @@ mod tests {
                 snapshots.keep(0, count, Some(snapshot), settled);
                 for answers in settled..=count + 1 {
                     let expected = all.iter().rfind(|(count, _)| *count <= answers);
-                    let found = snapshots.at(0, answers);
-                    prop_assert_eq!(found, expected.map(|(count, snapshot)| (*count, snapshot)));
+                    let actual = snapshots.at(0, answers);
+                    prop_assert_eq!(actual, expected.map(|(count, snapshot)| (*count, snapshot)));
                 }
                 // At most one is older than the settled answers, and each is kept or dropped.
                 let kept = all.iter().filter(|(_, snapshot)| Rc::strong_count(snapshot) == 2);

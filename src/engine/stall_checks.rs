@@ -5,22 +5,23 @@ use std::time::Duration;
 use super::core::Engine;
 use super::liveness::Liveness;
 use super::stalls::overdue::Killed;
-use super::stalls::report::{Shown, Stall};
+use super::stalls::report::{Observation, Stall};
 use crate::id::WorkerId;
 use crate::trace::Kind;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Sets the limits of the phases (`None`: never stuck), and the [`Stall::patience`].
-    pub fn name_stalls(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
+    /// Sets the limits of the phases (`None` means never stuck), and the [`Stall::patience`].
+    pub fn set_stall_limits(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
         self.liveness.stalls.set_limits(limits, patience);
     }
 
-    /// Sets the time in one batch after which a worker is a stall to be killed; `None`: never.
-    pub fn kill_stalls(&mut self, limit: Option<Duration>) {
+    /// Sets the time in one batch after which a worker counts as stuck and is to be killed; `None` means never.
+    pub fn set_stall_timeout(&mut self, limit: Option<Duration>) {
         self.liveness.overdue.set_limit(limit);
     }
 
-    /// Returns a stuck worker that has not been reported. Call after each [`Engine::after_wait`] until there is none.
+    /// Returns a stuck worker that has not been reported yet. Call it after each [`Engine::after_wait`] until it
+    /// returns `None`.
     pub fn stalled(&mut self) -> Option<Stall> {
         let stall = self.find_stalled()?;
         self.handle.trace.mark(Kind::Stalled, stall.worker, stall.task.map_or(0, |task| task.0), 0);
@@ -28,18 +29,18 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     fn find_stalled(&mut self) -> Option<Stall> {
-        let now = self.inbox.looked();
+        let now = self.inbox.last_poll();
         if let Some(stall) = self.overdue(now) {
             return Some(stall);
         }
-        // The waiting event may be the result.
-        if !self.liveness.stalls.begins_check(now) || self.inbox.has_news() {
+        // The event that has arrived may be the worker's result.
+        if !self.liveness.stalls.is_check_due(now) || self.inbox.has_arrivals() {
             return None;
         }
         let workers = 0..self.arena().geometry().workers;
         let stall = workers.into_iter().find_map(|worker| {
-            let shown = self.shown_by(worker)?;
-            self.liveness.stalls.stall_of(worker, &shown, now)
+            let observed = self.observation_of(worker)?;
+            self.liveness.stalls.stall_of(worker, &observed, now)
         });
         if stall.is_none() {
             self.liveness.stalls.checked(now);
@@ -47,38 +48,38 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         stall
     }
 
-    /// Returns a worker that has exceeded the limit of [`Engine::kill_stalls`], once for each batch.
+    /// Returns a worker that has exceeded the limit of [`Engine::set_stall_timeout`], once for each batch.
     pub(super) fn overdue(&mut self, now: Duration) -> Option<Stall> {
-        if !self.liveness.overdue.begins_check(now) {
+        if !self.liveness.overdue.is_check_due(now) {
             return None;
         }
         let mut next = Duration::MAX;
         for worker in 0..self.arena().geometry().workers {
-            let shown = self.shown_by(worker);
+            let observed = self.observation_of(worker);
             let Liveness { stalls, overdue, .. } = &mut self.liveness;
-            if overdue.exceeds(worker, shown.as_ref(), now, &mut next)
-                && let Some(shown) = shown.filter(|shown| !shown.process.has_exited())
+            if overdue.exceeds(worker, observed.as_ref(), now, &mut next)
+                && let Some(observed) = observed.filter(|observed| !observed.process.has_exited())
             {
-                return Some(overdue.stall_of(worker, &shown, now, stalls.patience()));
+                return Some(overdue.stall_of(worker, &observed, now, stalls.patience()));
             }
         }
         self.liveness.overdue.checked(now, next);
         None
     }
 
-    /// Reads a worker's status page; `None` if the worker has nothing to do that anything waits for.
-    fn shown_by(&self, worker: u32) -> Option<Shown> {
+    /// Reads a worker's status page. Returns `None` if nothing waits for the worker.
+    fn observation_of(&self, worker: u32) -> Option<Observation> {
         let oldest = self.oldest_task_of(worker).map(|(task, _)| task);
         if oldest.is_none() && !self.scheduler.is_waited_for(WorkerId(worker)) {
             return None;
         }
-        Some(Shown::of(&self.handle.arena, worker, self.handle.process(worker)?, oldest))
+        Some(Observation::of(&self.handle.arena, worker, self.handle.process(worker)?, oldest))
     }
 
     /// Kills a worker that has exceeded the limit, unless it has continued or ended in the meantime. Only a worker that
     /// descends from this process is killed.
     pub fn kill(&mut self, stall: &Stall) -> Killed {
-        let shown = self.shown_by(stall.worker);
-        self.liveness.overdue.kill(stall.worker, shown)
+        let observed = self.observation_of(stall.worker);
+        self.liveness.overdue.kill(stall.worker, observed)
     }
 }

@@ -8,7 +8,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.times.epoch_begins();
     }
 
-    /// Notes that the current `next` ends the epoch: the time until the next epoch is no training step.
+    /// Notes that the current `next` ends the epoch: the time until the next epoch is not a training step.
     pub fn epoch_ends(&mut self) {
         self.times.epoch_ends();
     }
@@ -19,13 +19,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.times.next_begins();
     }
 
-    /// Notes that a draw ends, which began with the engine's last step.
+    /// Notes the end of a draw that began with the engine's last step.
     #[inline]
     pub fn sampler_ends(&mut self) {
         self.times.sampler_ends();
     }
 
-    /// Microseconds that this `next` has waited with later batches ready.
+    /// Returns the microseconds that this `next` has waited while later batches were ready.
     #[inline]
     pub fn blocked_us(&self) -> u64 {
         self.times.blocked_us()

@@ -88,11 +88,11 @@ impl Times {
         self.tick();
         let (entered, state) = self.watch.next_ends(self.now, &self.meter);
         self.trace.slice(Kind::Next, MAIN, entered, self.now, self.delivered);
-        self.trace.empty_now_and_then(self.now);
+        self.trace.empty_if_due(self.now);
         self.page.show_counts(state, self.now);
     }
 
-    /// Notes that a wait begins at `start`. `blocked`: later results are ready.
+    /// Notes that a wait begins at `start`. `blocked` is true if later results are ready.
     pub(super) fn wait_begins(&mut self, start: Duration, blocked: bool) {
         self.watch.wait_begins(start, blocked);
         if let Some(state) = self.watch.waiting() {

@@ -6,7 +6,7 @@ use super::completions::Incoming;
 use crate::scheduler::Death;
 use crate::sys::pidfd::ExitStatus;
 
-/// The next step of a `next`.
+/// The next step of a call of `next`.
 #[derive(Debug)]
 pub enum Step<T, B = (), E = ()> {
     /// Return a batch, or raise the error in its place.
@@ -30,7 +30,7 @@ pub enum Step<T, B = (), E = ()> {
         /// The state of an interrupted attempt. The message in shared memory is gone then.
         ready: Option<B>,
     },
-    /// Submit one more index, or report [`Engine::sampler_ended`](super::Engine::sampler_ended), and ask again.
+    /// Submit one more index batch, or report [`Engine::sampler_ended`](super::Engine::sampler_ended), and ask again.
     Submit,
     /// Ask whether to replace a worker whose process has died; see [`Engine::report`](super::Engine::report).
     Vacant(Death),
@@ -59,17 +59,17 @@ pub struct DeathReport<'a, T> {
     pub pid: i32,
     /// Its exit status, if known.
     pub status: Option<ExitStatus>,
-    /// The index of the task that it was at, else of its first unanswered task of this epoch.
+    /// The tag of the task that it was processing, or otherwise of its first unanswered task of this epoch.
     pub index: Option<&'a T>,
-    /// The number of that task in this epoch, from 0.
+    /// The ordinal of that task.
     pub task: Option<u64>,
-    /// Results of this epoch, errors included, that processes of this worker have published.
+    /// Number of results of this epoch, including errors, that processes of this worker have published.
     pub answers: u64,
-    /// True if it had begun that task. Its start, and batches that it makes again before the task, do not count.
+    /// True if it had begun that task. Its start, and batches that it replays before the task, do not count.
     pub has_begun: bool,
-    /// The place in its index batch of the sample that it was at, if known.
+    /// The place of the sample that it was fetching within its index batch, if known.
     pub place: Option<u64>,
-    /// Number of processes before it in the worker's slot.
+    /// Number of earlier processes in the worker's slot.
     pub generation: u32,
     /// True if it was killed because it was stuck.
     pub stalled: bool,
@@ -80,12 +80,12 @@ pub struct DeathReport<'a, T> {
 /// Progress of an epoch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Tasks sent.
+    /// Number of tasks sent.
     pub sent: u64,
-    /// Tasks without a result.
+    /// Number of tasks without a result.
     pub outstanding: usize,
-    /// Undelivered tasks of each worker.
+    /// Number of undelivered tasks of each worker.
     pub loads: Vec<usize>,
-    /// The undelivered tasks, in order: number in the epoch, and worker if known.
+    /// The undelivered tasks in order, each with its ordinal and, if known, its worker.
     pub undelivered: Vec<(u64, Option<u32>)>,
 }

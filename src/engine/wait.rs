@@ -19,21 +19,21 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Waits for a result, death, signal or shutdown, at most until `deadline` and for one slice.
+    /// Waits for a result, death, signal or shutdown, but at most until `deadline` and for one slice.
     pub fn wait(&mut self, deadline: Option<Duration>) -> Result<()> {
         if self.arrives_soon() { Ok(()) } else { self.sleep(deadline) }
     }
 
-    /// Begins a wait: yields the processor for a moment. Returns whether something has arrived. Call it with the GIL:
-    /// if another Python thread is busy, a thread that releases it waits 5 ms to get it back. Otherwise go on with
-    /// [`Engine::sleep`].
+    /// Begins a wait by yielding the processor for a moment. Returns true if something has arrived; otherwise continue
+    /// with [`Engine::sleep`]. Call it with the GIL: if another Python thread is busy, a thread that releases the GIL
+    /// waits 5 ms to get it back.
     pub fn arrives_soon(&mut self) -> bool {
         self.inbox.wait_begins();
         let start = sys::clock::monotonic();
         self.times.wait_begins(start, self.scheduler.is_blocked());
         loop {
             self.receive_now();
-            if self.inbox.has_news() {
+            if self.inbox.has_arrivals() {
                 return true;
             }
             if sys::clock::monotonic() - start > YIELD_FOR {
@@ -43,7 +43,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Receives what has arrived from the worker on another machine that is waited for.
+    /// Receives the results that have arrived from the next worker, if it is on another machine.
     fn receive_now(&self) {
         if self.inbox.has_rings()
             && let Some(worker) = self.scheduler.next_worker()
@@ -52,7 +52,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Waits for the rest of a wait that [`Engine::arrives_soon`] has begun. Call it without the GIL.
+    /// Continues a wait that [`Engine::arrives_soon`] has begun. Call it without the GIL.
     pub fn sleep(&mut self, deadline: Option<Duration>) -> Result<()> {
         let start = sys::clock::monotonic();
         self.handle.on_duty();
@@ -68,18 +68,18 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub fn after_wait(&mut self) -> Result<()> {
         self.times.wait_ends();
         self.inbox.wait_ends(self.times.now());
-        let result = self.take_notice();
+        let result = self.handle_ready();
         self.sticky(result)
     }
 
-    pub(super) fn take_notice(&mut self) -> Result<()> {
+    pub(super) fn handle_ready(&mut self) -> Result<()> {
         let ready = self.inbox.take_ready();
         for &token in &ready {
             if let Some(worker) = self.inbox.ended_by(token)? {
                 self.ended(worker)?;
             }
         }
-        self.inbox.noticed(ready);
+        self.inbox.put_ready(ready);
         self.inbox.unwatched_ends().into_iter().try_for_each(|worker| self.ended(worker))
     }
 }

@@ -12,28 +12,28 @@ pub(super) struct Watch {
     entered: Duration,
     /// End of the last `next` of this epoch; zero before the first, and between epochs.
     left: Duration,
-    /// A `next` runs; waits at the start of an epoch are not counted.
+    /// True during a `next`: waits at the start of an epoch are not counted.
     in_next: bool,
-    /// The engine has just read its clock.
+    /// True if the engine has just read its clock.
     fresh: bool,
-    /// No `next` of this epoch has ended.
+    /// True until the first `next` of this epoch has ended.
     is_first: bool,
-    /// The epoch has ended.
+    /// True once the epoch has ended.
     is_over: bool,
     /// Start of the current wait.
     wait_began: Duration,
-    /// Later results were ready when the wait began.
+    /// True if later results were ready when the wait began.
     blocked: bool,
     /// Time that this `next` has waited.
     waited: Duration,
-    /// Part of it that counts as [`Count::Blocked`].
+    /// The part of that time that counts as [`Count::Blocked`].
     blocked_for: Duration,
-    /// The last `next` worked for long.
+    /// True if the last `next` worked for long.
     was_long: bool,
 }
 
 impl Watch {
-    /// Returns true, once, if the engine may skip one clock read.
+    /// Returns true if the engine may skip the next clock read, and false until the following one.
     #[inline]
     pub(super) fn take_fresh(&mut self) -> bool {
         std::mem::take(&mut self.fresh)
@@ -48,7 +48,7 @@ impl Watch {
         (self.wait_began, self.blocked) = (now, blocked);
     }
 
-    /// Notes that the wait ends. Returns when it began.
+    /// Notes that the wait ends. Returns the time at which it began.
     pub(super) fn wait_ends(&mut self, now: Duration, meter: &Meter) -> Duration {
         let time = now - self.wait_began;
         self.waited += time;
@@ -73,12 +73,12 @@ impl Watch {
         (self.left, self.is_first, self.is_over) = (Duration::ZERO, true, false);
     }
 
-    /// Notes that the current `next` ends the epoch: the time until the next epoch is no training step.
+    /// Notes that the current `next` ends the epoch: the time until the next epoch is not a training step.
     pub(super) fn epoch_ends(&mut self) {
         self.is_over = true;
     }
 
-    /// Notes that a `next` begins. Returns when the last one of the epoch ended.
+    /// Notes that a `next` begins. Returns the time at which the last `next` of the epoch ended.
     #[inline]
     pub(super) fn next_begins(&mut self, now: Duration, meter: &Meter) -> Option<Duration> {
         (self.fresh, self.in_next) = (true, true);
@@ -89,20 +89,20 @@ impl Watch {
         Some(left)
     }
 
-    /// Returns true if the last `next` worked for long: then draws are measured.
+    /// Returns true if the last `next` worked for long, so that draws are to be measured.
     #[inline]
     pub(super) fn was_long(&self) -> bool {
         self.was_long
     }
 
-    /// Returns the time that this `next` has waited with later batches ready.
+    /// Returns the time that this `next` has waited while later batches were ready.
     #[inline]
     pub(super) fn blocked_for(&self) -> Duration {
         self.blocked_for
     }
 
-    /// Notes that a `next` ends, with an answer or an error. Returns when it began, and the state that the main process
-    /// is in now.
+    /// Notes that a `next` ends, with an answer or an error. Returns the time at which it began, and the new state of
+    /// the main process.
     #[inline]
     pub(super) fn next_ends(&mut self, now: Duration, meter: &Meter) -> (Duration, MainState) {
         let time = now - self.entered;

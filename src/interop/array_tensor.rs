@@ -1,4 +1,4 @@
-//! Arrays that travel as tensors.
+//! Arrays that are sent as tensors.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -8,8 +8,8 @@ use super::view::LeafView;
 use crate::tree::Kind;
 use crate::tree::layout::Dims;
 
-/// An array in a batch that arrives as the tensor that `torch.as_tensor` makes of it. No such tensor exists in the
-/// worker: it would hide the array, and with it other references to the memory.
+/// An array in a batch that is delivered as the tensor that `torch.as_tensor` would make of it. No such tensor exists
+/// in the worker, because it would hide the array, and with it other references to the memory.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct ArrayTensor {
     /// The array itself: like the tensor, this object decides how long it lives.
@@ -17,7 +17,7 @@ pub struct ArrayTensor {
 }
 
 impl ArrayTensor {
-    /// Stands for the tensor of an array. The tensor's memory: [`Bridge::view_as_tensor`].
+    /// Wraps an array. [`Bridge::view_as_tensor`] returns the memory of its tensor.
     pub fn new(array: &Bound<'_, PyAny>) -> Self {
         Self { array: array.clone().unbind() }
     }
@@ -36,8 +36,8 @@ impl ArrayTensor {
 }
 
 impl Bridge {
-    /// Returns the memory of a plain array as the tensor that `torch.as_tensor` makes of it. `None` also where torch
-    /// warns or fails.
+    /// Returns the memory of a plain array as that of the tensor that `torch.as_tensor` would make of it. Also returns
+    /// `None` where torch would warn or fail.
     pub fn view_as_tensor(&self, array: &Bound<'_, PyAny>) -> Option<LeafView> {
         let py = array.py();
         let view = self.array_view(array)?;
@@ -45,7 +45,7 @@ impl Bridge {
         if view.dtype.torch_name().is_none() || !flags.getattr(intern!(py, "writeable")).ok()?.is_truthy().ok()? {
             return None;
         }
-        // torch keeps the array's strides. Where a dimension has one element, an export has others.
+        // torch keeps the array's strides. An export has different ones where a dimension has one element.
         let strides: Vec<i64> = array.getattr(intern!(py, "strides")).ok()?.extract().ok()?;
         let item = view.dtype.itemsize() as i64;
         let fits = strides.iter().all(|&stride| stride >= 0 && stride % item == 0);

@@ -20,13 +20,13 @@ pub struct LeaseBuffer {
 
 /// A lease that the buffer and its storages share.
 struct SharedMemory {
-    /// Keeps the memory. The lock only makes it `Sync`.
+    /// Keeps the memory alive. The lock only makes the lease `Sync`.
     _lease: Arc<Mutex<dyn Memory>>,
     memory: *mut u8,
     len: usize,
 }
 
-// SAFETY: `memory` belongs to the lease, which is `Send` and lies behind a lock.
+// SAFETY: `memory` belongs to the lease, which is `Send` and protected by a lock.
 unsafe impl Send for SharedMemory {}
 // SAFETY: as above; the shared pointer never changes.
 unsafe impl Sync for SharedMemory {}

@@ -13,7 +13,7 @@ use crate::tree::dtype::Dtype;
 use crate::tree::layout::is_contiguous;
 
 /// Stacks a list or tuple of plain tensors of one dtype and shape as `torch.stack` does: a contiguous tensor of shape
-/// `(len(batch), *shape)`. From [`INLINE_LIMIT`] bytes on its memory comes from `alloc`, if that returns some.
+/// `(len(batch), *shape)`. From [`INLINE_LIMIT`] bytes on, its memory comes from `alloc`, if that returns a lease.
 pub fn stack<M: Memory>(
     py: Python<'_>,
     bridge: &Bridge,
@@ -36,7 +36,7 @@ pub fn stack<M: Memory>(
     }
     let (ptr, tensor) = tensor_for(py, bridge, &plan, alloc)?;
     match sources.flatten() {
-        // On an error torch's own function raises it again, in its own words.
+        // After an error torch's own function runs again, and raises the error with its own text.
         None => Ok(bridge.stack_into(batch, &tensor).ok()),
         Some(sources) => {
             let to = ptr as usize;
@@ -51,8 +51,8 @@ pub fn stack<M: Memory>(
     }
 }
 
-/// Creates a new tensor for a plan, and its first byte. From [`INLINE_LIMIT`] bytes on its memory comes from `alloc`,
-/// if that returns some.
+/// Creates a tensor for a plan. Returns the address of its first byte, and the tensor. From [`INLINE_LIMIT`] bytes on,
+/// its memory comes from `alloc`, if that returns a lease.
 pub fn tensor_for<M: Memory>(
     py: Python<'_>,
     bridge: &Bridge,
@@ -70,7 +70,7 @@ pub fn tensor_for<M: Memory>(
     }
 }
 
-/// Returns the addresses of the items, if all are contiguous and of the first one's form.
+/// Returns the addresses of the items, if all are contiguous and have the form of the first one.
 fn sources(bridge: &Bridge, items: &[Bound<'_, PyAny>], first: &TensorView<'_>) -> Option<Vec<usize>> {
     let source = |item| {
         let view = bridge.view(item)?;
@@ -80,7 +80,7 @@ fn sources(bridge: &Bridge, items: &[Bound<'_, PyAny>], first: &TensorView<'_>) 
     items.iter().map(source).collect()
 }
 
-/// Makes a tensor of a list or tuple of floats (float64) or ints (int64), of exactly these types, as `torch.tensor` does.
+/// Makes a tensor of a list or tuple of exact floats (float64) or exact ints (int64), as `torch.tensor` does.
 pub fn numbers(py: Python<'_>, bridge: &Bridge, batch: &Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
     let Some(items) = items(batch) else { return Ok(None) };
     let Some(first) = items.first() else { return Ok(None) };

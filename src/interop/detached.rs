@@ -7,8 +7,8 @@ use crate::sys::fork;
 
 /// A Python object that a thread without the GIL may drop.
 ///
-/// PyO3 would queue it behind a lock, which a fork may copy while it is held, so the drop takes the GIL. In a forked
-/// child the object leaks: freeing pinned memory takes the allocator's locks, which have the same problem.
+/// PyO3 would queue the drop under a lock, which a fork may copy while it is held. So this drop takes the GIL instead.
+/// In a forked child the object leaks: freeing pinned memory takes the allocator's locks, which have the same problem.
 #[derive(Debug)]
 pub struct DetachedObject {
     object: Option<Py<PyAny>>,
@@ -38,7 +38,7 @@ impl Drop for DetachedObject {
     }
 }
 
-/// Runs `body` with the GIL. The error says why that is impossible.
+/// Runs `body` with the GIL. The error is that of `body`, or says that the interpreter is shutting down.
 pub fn attached<R>(body: impl FnOnce(Python<'_>) -> Result<R, String>) -> Result<R, String> {
-    Python::try_attach(body).unwrap_or_else(|| Err("the interpreter is at its end".to_owned()))
+    Python::try_attach(body).unwrap_or_else(|| Err("the interpreter is shutting down".to_owned()))
 }

@@ -2,7 +2,7 @@
 //! `next`, the pin thread.
 //!
 //! Python (up to 3.13) ends a thread that wants the GIL back during the exit with `pthread_exit`. That unwinds the
-//! stack, and aborts the process in Rust's frames. Such a thread is parked here instead, as Python 3.14 does.
+//! stack, and in Rust's frames it aborts the process. Such a thread is parked here instead, as Python 3.14 does.
 //!
 //! PyO3 parks threads that return from [`Python::detach`] or call [`Python::attach`] (`HangThread` in pyo3-ffi), but
 //! not in calls that release the GIL inside Python, such as a sampler that sleeps.
@@ -26,19 +26,19 @@ type UnwindingNext = unsafe extern "C-unwind" fn(Object) -> Object;
 type Release = unsafe extern "C" fn(Object);
 type UnwindingRelease = unsafe extern "C-unwind" fn(Object);
 
-// A second declaration as "C-unwind" would not do: the compiler keeps one declaration of a symbol in a unit of code,
-// and with pyo3's it assumes that the call cannot unwind. `black_box` hides the callee.
+// A second declaration as "C-unwind" would not be enough: the compiler keeps one declaration of a symbol in a unit of
+// code, and with pyo3's it assumes that the call cannot unwind. `black_box` hides the callee.
 
 /// Calls a function that runs Python code or waits without the GIL: users' code, pickle, torch's allocator. Drops the
 /// arguments.
 pub fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
     // SAFETY: the types differ only in that unwinding is allowed.
     let call = black_box(unsafe { transmute::<Call, UnwindingCall>(ffi::PyObject_Call) });
-    // SAFETY: the GIL is held; both are live objects, the second one a tuple; null stands for no keywords.
+    // SAFETY: the GIL is held; both are live objects, the second one a tuple; null means no keywords.
     let result = guarded(|| unsafe { call(function.as_ptr(), args.as_ptr(), std::ptr::null_mut()) });
     // SAFETY: a new reference, or null with an exception set.
     let result = unsafe { Bound::from_owned_ptr_or_err(function.py(), result) };
-    // After the exception is taken: finalizers may run code.
+    // Drop the arguments only after the exception is taken, because their finalizers may run code.
     release(function.py(), args.into_any().unbind());
     result
 }
@@ -79,7 +79,7 @@ fn guarded<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Parks a daemon thread forever once the interpreter exits. Returns in all other threads.
+/// Parks a daemon thread forever if the interpreter is exiting. Returns in all other cases.
 pub fn park_at_exit(py: Python<'_>, handle: &Handle) {
     if handle.exiting() && gettid() != std::process::id() as i32 {
         py.detach(|| drop(ParkOnUnwind));

@@ -17,7 +17,7 @@ pyo3::create_exception!(
     "Ends a fetch between two samples when the loader shuts down."
 );
 
-/// The index, in a trace, of a sample whose index is no number.
+/// The index, in a trace, of a sample whose index is not a number.
 const NO_INDEX: u64 = u64::MAX;
 
 /// An index batch whose iteration ends with `WorkerStopped`. torch's fetcher only iterates over it and takes its
@@ -26,9 +26,9 @@ const NO_INDEX: u64 = u64::MAX;
 pub struct StoppableIndices {
     pub port: Arc<Port>,
     pub index: Py<PyAny>,
-    /// True if the status page shows the place of each index that the iteration comes to.
+    /// True if the status page shows the place of each index that the iteration reaches.
     pub shows_places: bool,
-    /// True if the time from one index to the next is that of a sample, for a trace.
+    /// True if the time from one index to the next is recorded in a trace, as that of a sample.
     pub traces: bool,
 }
 
@@ -73,18 +73,19 @@ impl StoppableIterator {
         if let (Some(place), true) = (&self.place, item.is_some()) {
             let now = place.load(Ordering::Relaxed);
             place.store(now + 1, Ordering::Relaxed);
-            shown(py, &self.port, || self.port.at_sample(now));
+            show_activity(py, &self.port, || self.port.at_sample(now));
         }
         Ok(item.map(Bound::unbind))
     }
 }
 
-/// Runs `work`, which shows the worker's activity: without the GIL if that sends a message to another machine.
-pub fn shown<R: Send>(py: Python<'_>, port: &Port, work: impl FnOnce() -> R + Send) -> R {
-    if port.remote().is_some() { py.detach(work) } else { work() }
+/// Shows the worker's activity by a call of `show`. Releases the GIL meanwhile if this sends a message to another
+/// machine.
+pub fn show_activity<R: Send>(py: Python<'_>, port: &Port, show: impl FnOnce() -> R + Send) -> R {
+    if port.remote().is_some() { py.detach(show) } else { show() }
 }
 
-/// A collate function that shows on the status page while it runs.
+/// A collate function during which the status page shows that the worker collates.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct TimedCollate {
     pub port: Arc<Port>,
@@ -95,7 +96,7 @@ pub struct TimedCollate {
 #[pymethods]
 impl TimedCollate {
     fn __call__(&self, py: Python<'_>, batch: Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        shown(py, &self.port, || self.stopwatch.end_fetch(&self.port, WorkerState::Collate));
+        show_activity(py, &self.port, || self.stopwatch.end_fetch(&self.port, WorkerState::Collate));
         let collated = self.collate_fn.bind(py).call1((batch,));
         self.stopwatch.end_collate(&self.port);
         collated.map(Bound::unbind)

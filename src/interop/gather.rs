@@ -1,4 +1,4 @@
-//! The batch of a table: rows of tensors, gathered in one pass instead of a sample at a time.
+//! The batch of a table: rows of tensors, gathered in one pass instead of one sample at a time.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -14,12 +14,13 @@ use crate::tree::layout::is_contiguous;
 /// A tensor to write to: its first byte, and the tensor.
 type Target = (*mut u8, Py<PyAny>);
 
-/// Makes the tensor of a plan, which has room for all of its bytes. `None`: the batch is left to torch.
+/// A function that makes the tensor of a plan, which has room for all of its bytes, or returns `None` to leave the
+/// batch to torch.
 type Make<'a, 'py> = dyn FnMut(&Bound<'py, PyAny>, &StackPlan) -> PyResult<Option<Target>> + 'a;
 
-/// Makes the batch that default_collate makes of the samples `index` of a TensorDataset: for each tensor its rows,
-/// stacked. `None` leaves the batch to torch: an index is not an exact int or not in range, or a tensor is not plain,
-/// or its rows are not contiguous.
+/// Gathers rows `index` of a TensorDataset's tensors into the batch that default_collate would make of these samples:
+/// for each tensor its rows, stacked. `None` leaves the batch to torch: an index is not an exact int or not in range,
+/// or a tensor is not plain, or its rows are not contiguous.
 pub fn gather<'py>(
     bridge: &Bridge,
     tensors: &Bound<'py, PyAny>,
@@ -52,7 +53,7 @@ pub fn gather<'py>(
             _ => None,
         };
         let _reading = reading(tensor.py());
-        // Python code that ran since may have done so already.
+        // Python code that has run since the plan was made may have done so already.
         if planned(&tensor) != Some((plan, from, step)) {
             return Ok(None);
         }
@@ -60,8 +61,8 @@ pub fn gather<'py>(
         let copy = || {
             for (place, row) in rows.iter().enumerate() {
                 let (from, to) = ((from + row * step) as *const u8, (to + place * plan.each) as *mut u8);
-                // SAFETY: the rows are in range, so each lies in the tensor's memory, which the GIL or `_storage`
-                // keeps. The target is new memory with a place for each. A program that resizes the storage in another
+                // SAFETY: the rows are in range, so each is in the tensor's memory, which the GIL or `_storage` keeps
+                // alive. The target is new memory with a place for each. A program that resizes the storage in another
                 // thread meanwhile would break torch.stack, too.
                 unsafe { to.copy_from_nonoverlapping(from, plan.each) };
             }
@@ -94,7 +95,7 @@ pub fn rows(index: &Bound<'_, PyAny>) -> Option<(Vec<usize>, usize)> {
     Some((rows, end))
 }
 
-/// As [`gather`], with tensors that torch allocates. `_core.pyi` documents it.
+/// Like [`gather`], but with tensors that torch allocates. `_core.pyi` documents it.
 #[pyfunction(name = "gather")]
 pub fn gather_in_torch<'py>(
     tensors: &Bound<'py, PyAny>,

@@ -1,7 +1,7 @@
-//! The index stream: the index batches that torch's samplers yield, from an array of 8 bytes an index instead of a
-//! list.
+//! The index stream, which yields the same index batches as torch's samplers, from an array with 8 bytes per index
+//! instead of a list.
 //!
-//! Python draws the permutations (`iterator/indices.py`), this iterator cuts them into batches. Nothing between two
+//! Python draws the permutations (`iterator/indices.py`), and this iterator cuts them into batches. Nothing between two
 //! draws runs Python code, so neither a signal handler nor another thread can come between taking indices and returning
 //! them.
 
@@ -19,39 +19,39 @@ use super::exit_guard::{call, next_item};
 /// The iterator over the index batches, or the indices, of one epoch. `_core.pyi` documents it.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct IndexStream {
-    /// torch's iterator, unstarted. It takes over if `begin` returns `None`.
-    torchs: Py<PyAny>,
+    /// torch's own iterator, which has not started. It takes over if `begin` returns `None`.
+    torch_iterator: Py<PyAny>,
     /// The BatchSampler, whose `batch_size` is read for each batch as torch does; `None` yields single indices.
     batches: Option<Py<PyAny>>,
     begin: Py<PyAny>,
     size_of: Py<PyAny>,
     is_interrupt: Py<PyAny>,
-    /// Locked while `next` runs; another `next` then raises as a generator does.
+    /// Locked while `next` runs; another `next` then raises the error that a generator raises.
     state: Mutex<StreamState>,
 }
 
 /// The source of the indices.
 enum Source {
-    /// `next` was not called yet.
+    /// `next` has not been called.
     Unstarted,
     /// A function that returns the next array, or `None` at the end.
     Arrays(Py<PyAny>),
-    Torchs,
+    TorchIterator,
     Ended,
 }
 
 struct StreamState {
     source: Source,
     array: Option<PyBuffer<i64>>,
-    /// The position in the array.
+    /// The place of the next index in the array.
     at: usize,
-    /// The size of all batches, if the last one is dropped unless it is full.
+    /// The size of all batches, if an incomplete last batch is dropped.
     full: Option<usize>,
     /// The first indices of a batch that continues in the next array.
     pending: Vec<i64>,
-    /// Index batches to leave out before the first one.
+    /// Number of index batches to skip before the first one.
     skip: usize,
-    /// Indices of these that are still to be left out.
+    /// Number of their indices that are still to be skipped.
     skipping: usize,
 }
 
@@ -77,7 +77,7 @@ impl IndexStream {
     ) -> Self {
         let source = Source::Unstarted;
         let state = StreamState { source, array: None, at: 0, full: None, pending: Vec::new(), skip: 0, skipping: 0 };
-        Self { torchs, batches, begin, size_of, is_interrupt, state: Mutex::new(state) }
+        Self { torch_iterator: torchs, batches, begin, size_of, is_interrupt, state: Mutex::new(state) }
     }
 
     fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
@@ -93,7 +93,7 @@ impl IndexStream {
             self.leave_out(py, &mut state)?;
         }
         match state.source {
-            Source::Torchs => next_item(self.torchs.bind(py)),
+            Source::TorchIterator => next_item(self.torch_iterator.bind(py)),
             Source::Ended => Ok(None),
             _ => self.batch(py, &mut state),
         }
@@ -109,7 +109,7 @@ impl IndexStream {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        for object in [&self.torchs, &self.begin, &self.size_of, &self.is_interrupt] {
+        for object in [&self.torch_iterator, &self.begin, &self.size_of, &self.is_interrupt] {
             visit.call(object)?;
         }
         visit.call(&self.batches)?;
@@ -128,7 +128,7 @@ impl IndexStream {
     fn start(&self, py: Python<'_>, state: &mut StreamState) -> PyResult<()> {
         let begun = self.ask(self.begin.bind(py), state)?;
         if begun.is_none() {
-            state.source = Source::Torchs;
+            state.source = Source::TorchIterator;
         } else {
             let (more, full) = begun.extract::<(Py<PyAny>, Option<usize>)>()?;
             state.source = Source::Arrays(more);
@@ -137,12 +137,12 @@ impl IndexStream {
         Ok(())
     }
 
-    /// Leaves out the index batches that `skip` has named, of the present size. After an interrupt the next call
+    /// Skips as many index batches as `skip` has requested, of the present batch size. After an interrupt the next call
     /// continues.
     fn leave_out(&self, py: Python<'_>, state: &mut StreamState) -> PyResult<()> {
-        if let Source::Torchs = state.source {
+        if let Source::TorchIterator = state.source {
             while state.skip > 0 {
-                let left_out = next_item(self.torchs.bind(py))?;
+                let left_out = next_item(self.torch_iterator.bind(py))?;
                 state.skip = if left_out.is_some() { state.skip - 1 } else { 0 };
             }
             return Ok(());
@@ -153,7 +153,7 @@ impl IndexStream {
             state.skip = 0;
         }
         while state.skipping > 0 {
-            let taken = rest(&state.array, state.at).len().min(state.skipping);
+            let taken = remaining(&state.array, state.at).len().min(state.skipping);
             state.at += taken;
             state.skipping -= taken;
             if taken == 0 && !self.refill(py, state)? {
@@ -171,7 +171,7 @@ impl IndexStream {
             return Ok(None);
         }
         if state.pending.is_empty()
-            && let Some(indices) = rest(&state.array, state.at).get(..size)
+            && let Some(indices) = remaining(&state.array, state.at).get(..size)
         {
             let batch = self.to_python(indices.iter().copied(), py)?;
             state.at += size;
@@ -179,16 +179,16 @@ impl IndexStream {
         }
         let mut ended = false;
         while !ended && state.pending.len() < size {
-            let rest = rest(&state.array, state.at);
-            let taken = rest.len().min(size - state.pending.len());
-            state.pending.extend(rest[..taken].iter().copied());
+            let indices = remaining(&state.array, state.at);
+            let taken = indices.len().min(size - state.pending.len());
+            state.pending.extend(indices[..taken].iter().copied());
             state.at += taken;
             ended = taken == 0 && !self.refill(py, state)?;
         }
         let is_left_out = state.pending.is_empty() || (ended && state.full.is_some());
         let batch = if is_left_out { None } else { Some(self.to_python(state.pending.iter().copied(), py)?) };
         state.pending.clear();
-        // Not after an incomplete batch: torch then reads `batch_size` once more.
+        // The stream does not end with an incomplete batch, after which torch reads `batch_size` once more.
         if batch.is_none() {
             state.end();
         }
@@ -226,7 +226,7 @@ impl IndexStream {
         }
     }
 
-    /// Takes the next array. False: there is none.
+    /// Takes the next array. Returns false if there is none.
     fn refill(&self, py: Python<'_>, state: &mut StreamState) -> PyResult<bool> {
         let Source::Arrays(more) = &state.source else { return Ok(false) };
         let more = more.clone_ref(py);
@@ -257,9 +257,10 @@ impl IndexStream {
         call(function, args).map_err(|error| self.failed(function.py(), error, state))
     }
 
-    /// Ends the stream, as an error ends a generator; but not for an error that a signal handler raised.
+    /// Ends the stream, as an error ends a generator, unless a signal handler raised the error. Returns the error to
+    /// raise.
     fn failed(&self, py: Python<'_>, error: PyErr, state: &mut StreamState) -> PyErr {
-        // Not `value`, which has no traceback.
+        // Not `error.value`, because that exception has no traceback.
         let value = error.clone_ref(py).into_value(py);
         let asked = PyTuple::new(py, [value]).and_then(|args| call(self.is_interrupt.bind(py), args));
         if asked.and_then(|answer| answer.is_truthy()).unwrap_or(true) {
@@ -275,11 +276,11 @@ impl IndexStream {
     }
 }
 
-/// Returns the rest of the array.
+/// Returns the part of the array that begins at `at`.
 #[inline]
-fn rest(array: &Option<PyBuffer<i64>>, at: usize) -> &[i64] {
+fn remaining(array: &Option<PyBuffer<i64>>, at: usize) -> &[i64] {
     let Some(items) = array.as_ref().and_then(PyBuffer::as_slice_ptr) else { return &[] };
-    // SAFETY: the buffer keeps its memory in place while it is borrowed. Nothing writes to it: `more` gives each array
-    // away.
+    // SAFETY: the buffer keeps its memory in place while it is borrowed. Nothing writes to it, because `more` keeps no
+    // array that it has returned.
     unsafe { items.as_ref() }.get(at..).unwrap_or_default()
 }

@@ -7,9 +7,9 @@ use crate::error::Error;
 use crate::shm::lease::Lease;
 use crate::worker::kept::WorkerLease;
 
-/// Memory of a delivered tensor or array. Dropping releases it, on any thread and without the GIL.
+/// The memory of a delivered tensor or array. Dropping the value releases it, on any thread and without the GIL.
 pub trait Memory: Send + 'static {
-    /// Returns the address, which is stable for the life of the value. Not null, even for no bytes.
+    /// Returns the address, which is stable for the life of the value. It is not null, even if there are no bytes.
     fn ptr(&self) -> *mut u8;
     /// Returns the number of bytes.
     fn len(&self) -> usize;
@@ -22,7 +22,7 @@ pub struct Heap {
     len: usize,
 }
 
-// SAFETY: the memory belongs to the value alone.
+// SAFETY: only this value owns the memory.
 unsafe impl Send for Heap {}
 
 impl Heap {

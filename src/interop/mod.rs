@@ -1,5 +1,5 @@
-//! Interchange with Python's tensors and arrays: DLPack, torch, NumPy, and calls into Python that survive the
-//! interpreter's exit. Memory, views and DLPack's blocks compile without the feature `python`, for their tests.
+//! Interchange with Python's tensors and arrays (DLPack, torch, NumPy), and calls into Python that survive the
+//! interpreter's exit. Memory, views and DLPack's blocks also compile without the feature `python`, for their tests.
 
 pub mod dlpack;
 pub mod memory;

@@ -4,9 +4,9 @@
 //! of the tensor keeps the storage alive, not its old memory. And an encoder that copies without the GIL would read
 //! freed memory.
 //!
-//! So a move runs within [`Move`]. The deleter that it runs into, on the same thread, hands the memory over instead of
-//! freeing it ([`caught`]), and the storage keeps it until its own end. Moves and [`Reading`]s exclude each other. Both
-//! begin and end with the GIL, so plain counters are enough.
+//! So a move runs within a [`Move`]. torch calls the deleter of the old memory on the same thread, where [`catch`]
+//! passes the memory to the [`Move`] instead of freeing it. The storage then keeps that memory until its own end. Moves
+//! and [`Reading`]s exclude each other. Both begin and end with the GIL, so plain counters are enough.
 //!
 //! Outside a move the cost is one load of an atomic per freed tensor, and two counts per batch that is encoded.
 
@@ -18,11 +18,11 @@ use std::time::Duration;
 
 use crate::sys::fork;
 
-/// A count that is 0 in a forked child: the threads that it counts are not there.
+/// A count that is 0 in a forked child, because the threads that it counts do not exist there.
 #[derive(Debug)]
 struct Count(AtomicU64);
 
-/// The part of [`Count`] that counts; the fork generation lies above.
+/// The bits of a [`Count`] that hold the number; the fork generation is in the bits above.
 const COUNT_BITS: u32 = 32;
 
 impl Count {
@@ -54,15 +54,15 @@ static READINGS: Count = Count::new();
 
 thread_local! {
     /// The innermost move of this thread.
-    static INNERMOST: Cell<*mut Watch> = const { Cell::new(std::ptr::null_mut()) };
+    static INNERMOST: Cell<*mut PendingMove> = const { Cell::new(std::ptr::null_mut()) };
     /// The readings of this thread.
     static OWN_READINGS: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Time between two looks at a count.
+/// The time between two checks of a count.
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// The end of a block: [`Self::free`] or a drop frees it.
+/// A block whose deleter was called during a move. Dropping the value frees the block.
 #[derive(Debug)]
 pub struct Freed {
     block: *mut c_void,
@@ -76,21 +76,22 @@ unsafe impl Sync for Freed {}
 
 impl Drop for Freed {
     fn drop(&mut self) {
-        // SAFETY: `caught` took the block over from its only deleter.
+        // SAFETY: `catch` took the block over from its only deleter.
         unsafe { (self.free)(self.block) }
     }
 }
 
-struct Watch {
+/// A move that waits for the deleter of its storage's old memory.
+struct PendingMove {
     address: *const u8,
     caught: Option<Freed>,
-    outer: *mut Watch,
+    outer: *mut PendingMove,
 }
 
 /// A move of the storage at an address, by this thread. No encoder reads without the GIL meanwhile.
 pub struct Move {
-    watch: Box<Watch>,
-    /// It belongs to its thread.
+    watch: Box<PendingMove>,
+    /// Keeps the value on its thread.
     _thread: PhantomData<*mut ()>,
 }
 
@@ -102,12 +103,12 @@ impl Move {
         while OWN_READINGS.get() == 0 && !READINGS.is_zero() {
             pause(PAUSE);
         }
-        let mut watch = Box::new(Watch { address, caught: None, outer: INNERMOST.get() });
+        let mut watch = Box::new(PendingMove { address, caught: None, outer: INNERMOST.get() });
         INNERMOST.set(&raw mut *watch);
         Self { watch, _thread: PhantomData }
     }
 
-    /// Returns the memory that the storage had before, if it was this crate's.
+    /// Returns the memory that the storage had before, if that was this crate's memory.
     pub fn end(mut self) -> Option<Freed> {
         self.watch.caught.take()
     }
@@ -120,12 +121,13 @@ impl Drop for Move {
     }
 }
 
-/// Returns true if a move of this thread takes over the block over `data`, which its deleter would free.
+/// Passes the block over `data`, which its deleter is about to free, to a move of this thread. Returns false if there
+/// is no such move.
 ///
 /// # Safety
-/// If this is true, the caller no longer uses `block`, which `free` may free on any thread.
+/// If it returns true, the caller no longer uses `block`, which `free` may free on any thread.
 #[inline]
-pub unsafe fn caught(data: *const u8, block: *mut c_void, free: unsafe fn(*mut c_void)) -> bool {
+pub unsafe fn catch(data: *const u8, block: *mut c_void, free: unsafe fn(*mut c_void)) -> bool {
     if MOVES.is_zero() {
         return false;
     }
@@ -141,10 +143,10 @@ pub unsafe fn caught(data: *const u8, block: *mut c_void, free: unsafe fn(*mut c
     false
 }
 
-/// Addresses of tensors that this thread reads without the GIL. No storage is moved meanwhile.
+/// A period in which this thread reads the memory of tensors without the GIL. No storage is moved during it.
 #[derive(Debug)]
 pub struct Reading {
-    /// It belongs to its thread.
+    /// Keeps the value on its thread.
     _thread: PhantomData<*mut ()>,
 }
 
@@ -174,7 +176,7 @@ mod tests {
 
     use super::*;
 
-    /// The counts are the process's.
+    /// Serializes these tests, because the counts are global to the process.
     static ALONE: Mutex<()> = Mutex::new(());
 
     unsafe fn set(flag: *mut c_void) {
@@ -184,7 +186,7 @@ mod tests {
 
     fn is_caught(data: *const u8, flag: &AtomicBool) -> bool {
         // SAFETY: `set` takes the flag.
-        unsafe { caught(data, std::ptr::from_ref(flag).cast_mut().cast(), set) }
+        unsafe { catch(data, std::ptr::from_ref(flag).cast_mut().cast(), set) }
     }
 
     #[test]

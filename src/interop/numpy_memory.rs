@@ -1,8 +1,9 @@
-//! NumPy's memory in a worker: arrays of [`ARRAY_MIN`] bytes or more lie in the worker's region, see `worker::arrays`.
+//! NumPy's memory in a worker: arrays of [`ARRAY_MIN`] bytes or more are allocated in the worker's region; see
+//! `worker::arrays`.
 //!
 //! NumPy 1.22 and newer let a program replace the functions that allocate the memory of arrays (NEP 49). The functions
-//! are set per context, and each array keeps those that made it. Those of this module leave small arrays, and arrays
-//! without room in the region, to NumPy's default ones.
+//! are set per context, and each array keeps those that made it. The functions of this module leave small arrays, and
+//! arrays without room in the region, to NumPy's default functions.
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::sync::Arc;
@@ -37,12 +38,12 @@ const CAPSULE: &CStr = c"mem_handler";
 const NAME: &CStr = c"rustloader_arena";
 /// The name of the handler that NumPy sets itself.
 const DEFAULT: &CStr = c"default_allocator";
-/// The version of [`Handler`] that NumPy 1.22 brought.
+/// The version of [`Handler`] that NumPy 1.22 introduced.
 const VERSION: u8 = 1;
 
 /// The feature version of NumPy 1.22.
 const WITH_HANDLERS: c_uint = 0xf;
-/// Places in NumPy's table of functions.
+/// Indices in NumPy's table of functions.
 const FEATURE_VERSION: usize = 211;
 const SET_HANDLER: usize = 304;
 const GET_HANDLER: usize = 305;
@@ -68,7 +69,7 @@ struct Api {
 }
 
 impl Api {
-    /// Finds the functions of NumPy. `None`: it has no handlers.
+    /// Finds the functions of NumPy. Returns `None` if it has no handlers.
     fn find(py: Python<'_>) -> PyResult<Option<Self>> {
         let core = py.import("numpy._core._multiarray_umath");
         let core = core.or_else(|_| py.import("numpy.core._multiarray_umath"))?;
@@ -87,7 +88,8 @@ impl Api {
         if version < WITH_HANDLERS {
             return Ok(None);
         }
-        // SAFETY: tables of this feature version have both functions. They keep their places: NumPy only appends.
+        // SAFETY: tables of this feature version have both functions. Their indices never change, because NumPy only
+        // appends.
         Ok(Some(unsafe {
             Self {
                 set: std::mem::transmute::<*const c_void, SetHandler>(*table.add(SET_HANDLER)),
@@ -121,8 +123,8 @@ pub struct NumpyMemory {
 }
 
 impl NumpyMemory {
-    /// `None`: NumPy is missing or older than 1.22, the program has set a handler of its own, or forks cannot be
-    /// watched. The memory of the handler is never freed: arrays may outlive everything else.
+    /// Creates a handler. Returns `None` if NumPy is missing or older than 1.22, the program has set its own handler,
+    /// or forks cannot be watched. The memory of the handler is never freed: arrays may outlive everything else.
     pub fn new(py: Python<'_>, port: &Arc<Port>) -> PyResult<Option<Self>> {
         let Ok(Some(api)) = Api::find(py) else { return Ok(None) };
         let Some(default) = api.default(py)? else { return Ok(None) };
@@ -149,7 +151,8 @@ impl NumpyMemory {
         if self.api.default(py)?.is_none() {
             return Ok(());
         }
-        // SAFETY: a handler's capsule; the GIL is held. The result is a new reference to the one before, or an error.
+        // SAFETY: a handler's capsule; the GIL is held. The result is a new reference to the previous handler, or an
+        // error.
         drop(unsafe { Bound::from_owned_ptr_or_err(py, (self.api.set)(self.capsule.as_ptr()))? });
         Ok(())
     }
@@ -167,8 +170,8 @@ impl Context {
         (memory as usize).wrapping_sub(self.first) < self.len
     }
 
-    /// Returns memory in the region; `None`: use NumPy's default function. Null: no memory is left, NumPy raises a
-    /// MemoryError.
+    /// Returns memory in the region, or `None` if NumPy's default function is to be used. Null means that no memory is
+    /// left: NumPy then raises a MemoryError.
     fn array(&self, len: usize, zeroed: bool) -> Option<*mut c_void> {
         if len < ARRAY_MIN {
             return None;
@@ -181,7 +184,7 @@ impl Context {
 }
 
 // NumPy calls these with its own arguments: a context and a pointer of this handler, from any thread, usually with the
-// GIL. They call no Python, and cannot panic but for a broken table, which ends the process.
+// GIL. They call no Python, and panic only if the block table is damaged, which ends the process.
 
 unsafe extern "C" fn malloc(ctx: *mut c_void, len: usize) -> *mut c_void {
     // SAFETY: see above.

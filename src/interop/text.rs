@@ -5,8 +5,8 @@ use pyo3::types::{PyInt, PyList, PyString, PyTuple};
 
 use crate::config::{INDICES_SHOWN, KEY_SHOWN};
 
-/// Returns the text of an index or an index batch, shortened. Runs no user code: objects other than numbers and strings
-/// appear as their type.
+/// Returns a short text of an index or an index batch. Runs no user code: objects other than numbers and strings are
+/// shown by their type.
 pub fn short_text(index: &Bound<'_, PyAny>) -> String {
     let (open, close) = if index.is_exact_instance_of::<PyList>() {
         ("[", "]")

@@ -8,8 +8,8 @@ type HasCallbacks = unsafe extern "C" fn() -> bool;
 
 static HAS_CALLBACKS: OnceLock<Option<HasCallbacks>> = OnceLock::new();
 
-/// Calls `at::hasCallbacks`: returns true if a callback of torch (profiler, NVTX emitter, trace observer) is active in
-/// this thread. True if torch does not export it.
+/// Returns true if a callback of torch (profiler, NVTX emitter, trace observer) is active in this thread, according to
+/// `at::hasCallbacks`. Also returns true if torch does not export that function.
 pub fn has_callbacks() -> bool {
     let function = HAS_CALLBACKS.get_or_init(|| {
         let address = sys::symbol::find(c"libtorch_cpu.so", c"_ZN2at12hasCallbacksEv")?;

@@ -1,4 +1,4 @@
-//! Views of memory: their forms, and whether they fit their memory.
+//! Views of memory: their forms, and the check that a view fits its memory.
 
 use std::marker::PhantomData;
 
@@ -50,7 +50,7 @@ impl<'a> Form<'a> {
         Self { dtype: Dtype::UINT8, shape: len, strides: &[1] }
     }
 
-    /// Returns the form of no elements of a type.
+    /// Returns the form of an empty vector of a type.
     pub fn empty(dtype: Dtype) -> Self {
         Self { dtype, shape: &[0], strides: &[1] }
     }
@@ -61,7 +61,8 @@ impl<'a> Form<'a> {
         extent(self.shape, self.strides, self.dtype.itemsize())
     }
 
-    /// Checks that the view at byte `offset` stays inside its memory and is aligned. The error is a sentence.
+    /// Checks that the view at byte `offset` stays inside its memory and is aligned. The error is the reason, as a
+    /// sentence.
     #[inline]
     pub fn check<M: Memory>(&self, memory: &M, offset: usize) -> Result<(), &'static str> {
         let end = self.extent().and_then(|bytes| bytes.checked_add(offset));
@@ -144,14 +145,14 @@ mod tests {
             Form { dtype: Dtype::INT64, shape, strides }.check(&heap, offset).is_ok()
         };
         assert!(check(0, &[8], &[1]) && check(56, &[1], &[1]) && check(0, &[2, 4], &[4, 1]));
-        assert!(check(64, &[0], &[1]), "no element needs no byte");
+        assert!(check(64, &[0], &[1]), "an empty view needs no bytes");
         assert!(!check(8, &[8], &[1]) && !check(0, &[9], &[1]) && !check(0, &[2], &[8]));
         assert!(!check(0, &[2], &[-1]) && !check(usize::MAX - 7, &[1], &[1]));
         assert!(!check(4, &[1], &[1]), "not aligned");
     }
 
     #[test]
-    fn orders_are_told_apart() {
+    fn orders_are_distinguished() {
         assert_eq!(Order::of(&[2, 3], &[3, 1]), Order::C);
         assert_eq!(Order::of(&[2, 3], &[1, 2]), Order::Fortran);
         assert_eq!(Order::of(&[4], &[1]), Order::C);

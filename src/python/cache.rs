@@ -1,4 +1,4 @@
-//! A table of samples. `_core.pyi` documents the class.
+//! A cache's table of samples. `_core.pyi` documents the class.
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
@@ -16,7 +16,7 @@ use crate::interop::collate::exact_int;
 #[pyclass(frozen, weakref, name = "CacheTable", module = "rustloader._core")]
 pub struct PyCache {
     cache: Cache,
-    /// Kept from sample to sample.
+    /// Buffers that are reused for each sample.
     scratch: Mutex<Scratch>,
 }
 
@@ -40,9 +40,9 @@ impl PyCache {
 }
 
 /// The header of a file: version, rows, limit and meta.
-type Told<'py> = (u64, u64, u64, Bound<'py, PyBytes>);
+type HeadTuple<'py> = (u64, u64, u64, Bound<'py, PyBytes>);
 
-/// Returns a descriptor of the caller.
+/// Borrows a descriptor of the caller.
 fn borrowed(fd: &i32) -> PyResult<BorrowedFd<'_>> {
     if *fd < 0 {
         return Err(PyOSError::new_err((libc::EBADF, "a cache needs a descriptor")));
@@ -53,11 +53,11 @@ fn borrowed(fd: &i32) -> PyResult<BorrowedFd<'_>> {
 
 #[pymethods]
 impl PyCache {
-    /// Takes a descriptor of another process's table in memory.
+    /// Maps a table in memory that another process made, and takes ownership of its descriptor.
     #[new]
     fn new(py: Python<'_>, fd: i32) -> PyResult<Self> {
         borrowed(&fd)?;
-        // SAFETY: the caller hands the descriptor over.
+        // SAFETY: the caller passes ownership of the descriptor, which is open.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok(py.detach(|| Cache::open(fd, true))?.into())
     }
@@ -67,7 +67,7 @@ impl PyCache {
         Ok(py.detach(|| Cache::create(rows, limit, b""))?.into())
     }
 
-    /// Makes an empty file a table.
+    /// Turns an empty file into a table.
     #[staticmethod]
     fn format(fd: i32, rows: u64, limit: u64, meta: &[u8]) -> PyResult<()> {
         Ok(Cache::format(borrowed(&fd)?, rows, limit, meta)?)
@@ -75,7 +75,7 @@ impl PyCache {
 
     /// Reads the header of a file.
     #[staticmethod]
-    fn head<'py>(py: Python<'py>, fd: i32) -> PyResult<Option<Told<'py>>> {
+    fn head<'py>(py: Python<'py>, fd: i32) -> PyResult<Option<HeadTuple<'py>>> {
         let head = Cache::head(borrowed(&fd)?)?;
         Ok(head.map(|Head { version, rows, limit, meta }| (version, rows, limit, PyBytes::new(py, &meta))))
     }
@@ -114,7 +114,7 @@ impl PyCache {
         self.cache.limit()
     }
 
-    /// Returns the reason for which it takes no more samples; None if it takes more.
+    /// Returns the reason why the table takes no more samples, or None while it takes more.
     #[getter]
     fn closed(&self) -> Option<&'static str> {
         match self.cache.closed() {
@@ -132,7 +132,8 @@ impl PyCache {
         Ok(self.cache.fd().ok_or_else(closed)?.as_raw_fd())
     }
 
-    /// Only exact ints have rows here: reading another index may run code.
+    /// Returns the sample of an index, or `missing`. Only exact ints have rows, because reading another index may run
+    /// code.
     fn get<'py>(&self, index: &Bound<'py, PyAny>, missing: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let row = exact_int(index).and_then(|index| u64::try_from(index).ok());
         let Some(row) = row.filter(|row| *row < self.cache.rows()) else { return Ok(missing) };
@@ -143,7 +144,7 @@ impl PyCache {
         let py = missing.py();
         match samples::value(py, record) {
             Err(error) if error.is_instance_of::<PyMemoryError>(py) => Err(error),
-            // A class that has moved, or one whose pickles cannot be loaded.
+            // The sample's class has moved, or its pickles cannot be loaded.
             Err(error) if error.is_instance_of::<PyException>(py) => {
                 self.cache.never(row);
                 self.cache.count_miss();
@@ -162,10 +163,10 @@ impl PyCache {
         Ok(is_open && self.cache.look(self.row(row)?) == Lookup::Absent)
     }
 
-    /// Keeps a sample. Returns the reason for which the cache takes no more samples, if this call has closed it.
+    /// Keeps a sample. If this call has closed the cache, returns the reason why it takes no more samples.
     fn put(&self, row: u64, sample: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<Option<&'static str>> {
         let row = self.row(row)?;
-        // User code that pickles may come back here, and another thread may fill at the same time.
+        // User code that pickles may call this method again, and another thread may fill the cache at the same time.
         let mut scratch = std::mem::take(&mut *self.scratch.lock().unwrap_or_else(PoisonError::into_inner));
         let put = samples::put(&self.cache, row, sample, dumps, &mut scratch);
         *self.scratch.lock().unwrap_or_else(PoisonError::into_inner) = scratch;
@@ -186,18 +187,18 @@ impl PyCache {
     }
 
     fn usage<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        numbers_of(py, self.cache.usage())
+        usage_dict(py, self.cache.usage())
     }
 
     /// Reads the usage from the first bytes of a file.
     #[staticmethod]
     fn usage_of_header<'py>(py: Python<'py>, header: &[u8]) -> PyResult<Option<Bound<'py, PyDict>>> {
-        Usage::of_header(header).map(|usage| numbers_of(py, usage)).transpose()
+        Usage::of_header(header).map(|usage| usage_dict(py, usage)).transpose()
     }
 }
 
 /// Returns the keyword arguments of Python's `CacheUsage`.
-fn numbers_of(py: Python<'_>, usage: Usage) -> PyResult<Bound<'_, PyDict>> {
+fn usage_dict(py: Python<'_>, usage: Usage) -> PyResult<Bound<'_, PyDict>> {
     let numbers = [
         ("hits", usage.hits),
         ("misses", usage.misses),

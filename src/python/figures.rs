@@ -1,4 +1,4 @@
-//! Counters as frozen Python objects: of iterators of this process, and of an arena of another process.
+//! Counters as frozen Python objects: those of this process's iterators, and those of another process's arena.
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
@@ -16,8 +16,8 @@ pub(super) fn seconds(ns: u64) -> f64 {
     ns as f64 / 1e9
 }
 
-/// Defines a class of constants and of figures. A figure is an entry of a table: a number, or a time in nanoseconds.
-/// `since` subtracts the figures of an earlier moment.
+/// Defines a class of constants and figures. A figure is an entry of a table: a number, or a time in nanoseconds.
+/// `since` subtracts the figures of an earlier object.
 macro_rules! figures {
     ($class:ident { $($constant:ident: $kind:ty,)* }
      numbers { $($number:ident = $n:expr,)* } seconds { $($time:ident = $t:expr,)* }) => {
@@ -184,7 +184,7 @@ record! {
     }
 }
 
-/// The counters of one iterator, which they outlive, or of a loader's ended iterators.
+/// The counters of one iterator, readable also after its end, or those of a loader's ended iterators.
 #[pyclass(frozen, name = "Meter", module = "rustloader._core")]
 pub struct PyMeter {
     meter: Arc<Meter>,
@@ -237,7 +237,7 @@ pub fn figures(py: Python<'_>, meters: Vec<PyRef<'_, PyMeter>>) -> PyResult<Py<T
 #[pyfunction]
 pub fn inspect_arena(py: Python<'_>, fd: i32) -> PyResult<Option<Py<Observed>>> {
     if fd < 0 {
-        return Err(PyValueError::new_err(format!("{fd} is no descriptor")));
+        return Err(PyValueError::new_err(format!("{fd} is not a descriptor")));
     }
     // SAFETY: the caller keeps the descriptor open for the call; on a closed one the reads fail.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };

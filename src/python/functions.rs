@@ -15,7 +15,7 @@ use crate::sys::{memory, pidfd};
 /// Batches that engines of this process have delivered.
 pub static BATCHES: AtomicU64 = AtomicU64::new(0);
 
-/// True while a `rustloader.report` is in force.
+/// True while a `rustloader.report` is active.
 static REPORTING: AtomicBool = AtomicBool::new(false);
 
 /// Counts the batches that the Rust engine has delivered in this process, all loaders together.
@@ -35,7 +35,8 @@ pub fn engine_batches() -> u64 {
     BATCHES.load(Ordering::Relaxed)
 }
 
-/// Returns true if either observer is active: one call, so that `next` asks once.
+/// Returns true if a `rustloader.report` or a callback of torch is active. It is one call, so that `next` asks only
+/// once.
 #[pyfunction]
 pub fn observed() -> bool {
     REPORTING.load(Ordering::Relaxed) || has_callbacks()
@@ -69,7 +70,7 @@ pub fn seed_words(base_seed: u64, place: u64, ordinal: u64, worker: u64, epoch: 
 
 #[pyfunction]
 pub fn begin_forks(py: Python<'_>) {
-    // The group is this thread's.
+    // The group belongs to this thread.
     py.detach(forks::begin_group);
 }
 
@@ -90,7 +91,7 @@ impl WarmPages {
     }
 
     fn announce(&self, workers: &Bound<'_, PyAny>) {
-        // A value that is no number of workers is refused at the first epoch, as in torch.
+        // A value that is not a number of workers is refused at the first epoch, as in torch.
         if let (Some(owner), Ok(workers)) = (&self.0, workers.extract()) {
             owner.announce(workers);
         }
@@ -109,7 +110,8 @@ impl WarmPages {
 impl Drop for WarmPages {
     fn drop(&mut self) {
         let owner = self.0.take();
-        // Releasing pages takes milliseconds. Without an interpreter the process ends, and they go with it.
+        // Releasing pages takes milliseconds, so it happens without the GIL. If there is no interpreter, the process is
+        // ending, which releases them.
         let _ = Python::try_attach(|py| py.detach(|| drop(owner)));
     }
 }

@@ -30,8 +30,8 @@ pub fn enter(py: Python<'_>, gate: &Gate, handle: &Handle) -> PyResult<()> {
     }
 }
 
-/// Returns the error of a `next` whose iterator was shut down. Parks a daemon thread in `next` while the interpreter
-/// exits: it would only print the error.
+/// Returns the error of a `next` whose iterator was shut down. While the interpreter exits, parks a daemon thread
+/// instead, which would only print the error.
 pub fn closed(py: Python<'_>, handle: &Handle) -> PyErr {
     park_at_exit(py, handle);
     PyRuntimeError::new_err("the DataLoader iterator has been shut down")

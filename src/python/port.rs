@@ -39,11 +39,11 @@ pub struct PyPort {
     port: Arc<Port>,
     /// `load_index(payload)`: unpickles an index batch.
     load_index: Py<PyAny>,
-    /// Reused for each batch.
+    /// The buffer of encoded batches, reused for each.
     payload: Mutex<Vec<u8>>,
     kept: Arc<Kept>,
     stopwatch: Arc<Stopwatch>,
-    /// The worker's region as the memory of NumPy's arrays, if they lie there.
+    /// The handler that allocates NumPy's arrays in the worker's region, if it is in use.
     numpy_memory: OnceLock<NumpyMemory>,
     /// The main process, if no watchdog thread checks it.
     unguarded: OnceLock<Parent>,
@@ -57,8 +57,8 @@ impl PyPort {
         Ok((code, first_task, Some(PyBytes::new(py, message).into_any().unbind())))
     }
 
-    /// Returns memory in the arena for `len` bytes; `None` if the worker already retains so much that the heap should
-    /// be used. Runs Python's collector first if garbage may hold the arena's blocks.
+    /// Returns memory in the arena for `len` bytes, or `None` if the worker already retains so much that the heap
+    /// should be used. Runs Python's collector first if garbage may hold the arena's blocks.
     fn lease(&self, py: Python<'_>, len: usize) -> PyResult<Option<WorkerLease>> {
         // Python reports errors of finalizers itself.
         let collect = || drop(py.import("gc").and_then(|gc| gc.call_method0("collect")));
@@ -74,8 +74,8 @@ impl PyPort {
         Ok(outgoing.send(task, kind, payload, self.stopwatch.take(&self.port))?)
     }
 
-    /// Sends a plain tree; returns false, and sends nothing, for anything else. The list `holder` has the only
-    /// reference to `value`, if the worker keeps none, and may be emptied. Without it arrays are copied.
+    /// Sends a plain tree. Returns false, and sends nothing, for any other value. The list `holder` has the only
+    /// reference to `value`, unless the worker keeps another, and may be emptied. Without `holder`, arrays are copied.
     fn encode(
         &self,
         task: u64,
@@ -91,7 +91,8 @@ impl PyPort {
             if outgoing.begin_settling() {
                 drop(value);
                 holder.map_or(Ok(()), |list| list.del_slice(0, list.len()))?;
-                // With the GIL: code that still refers to the array may write to it once Python code runs again.
+                // Copy with the GIL held: code that still refers to the array may write to it as soon as Python code
+                // runs again.
                 // SAFETY: the array's block is noted, so it stays; `to` points to as many fresh bytes.
                 outgoing.settle(|from, to, len| unsafe { copy(from, to, len, true) })?;
             }
@@ -101,9 +102,9 @@ impl PyPort {
         Ok(plain)
     }
 
-    /// Waits for a task without the GIL. `None`: the worker must leave.
+    /// Waits for a task without the GIL. Returns `None` if the worker must leave.
     fn wait(&self, py: Python<'_>) -> PyResult<Option<TaskEntry>> {
-        fetcher::shown(py, &self.port, || self.port.enter(WorkerState::Idle));
+        fetcher::show_activity(py, &self.port, || self.port.enter(WorkerState::Idle));
         loop {
             match py.detach(|| self.port.receive())? {
                 Received::Task(entry) => return Ok(Some(entry)),
@@ -146,7 +147,9 @@ impl PyPort {
         let (total, workers, ring_slots, shared_queue) = geometry;
         let geometry = Geometry::of_file(total, workers, ring_slots, shared_queue)?;
         if worker >= workers {
-            return Err(PyValueError::new_err(format!("an arena of {workers} workers for worker {worker}")));
+            return Err(PyValueError::new_err(format!(
+                "the arena has {workers} workers, so there is no worker {worker}"
+            )));
         }
         Ok(Self::over(Port::open(Arena::attach(memfd, geometry)?, worker, doorbell)?, load_index))
     }
@@ -260,7 +263,7 @@ impl PyPort {
     }
 
     fn at_sample(&self, py: Python<'_>, place: u64) {
-        fetcher::shown(py, &self.port, || self.port.at_sample(place));
+        fetcher::show_activity(py, &self.port, || self.port.at_sample(place));
     }
 
     fn send(&self, task: u64, batch: Bound<'_, PyList>, leaves_are_ours: bool) -> PyResult<bool> {
@@ -306,10 +309,11 @@ impl PyPort {
         py.detach(|| self.port.progress(ends));
     }
 
-    /// Ignores Ctrl-C from here on: in multiprocessing's exit code it would only print a traceback.
+    /// Notes that the worker leaves. Ctrl-C is ignored from then on: in multiprocessing's exit code it would only print
+    /// a traceback.
     fn leave(&self, py: Python<'_>) {
         signal::ignore(libc::SIGINT);
-        // Clears a signal that Python has noted and would raise after this call.
+        // Handle a signal that Python has noted, and whose error it would raise after this call.
         let _ = py.check_signals();
         self.port.leave();
     }

@@ -32,8 +32,8 @@ impl PyLink {
     }
 }
 
-/// Opens the worker's end, in a process that serves nothing else: it ends with the connection, even inside an item of
-/// the dataset.
+/// Opens the worker's end, in a process that does nothing else: the process ends with the connection, even while the
+/// dataset makes an item.
 pub fn open(fd: i32, ring_slots: u32, region_len: u64) -> PyResult<Arc<Remote>> {
     // SAFETY: the caller passes ownership of the descriptor, which is open.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };

@@ -12,9 +12,9 @@ use crate::sys::signal::Mask;
 
 /// Calls a function and appends its result to a list, before Python can run a signal handler.
 ///
-/// Python runs handlers in its own code, between two bytecodes. Between the end of the call and the append there are
-/// none: code of Python that runs here, in a finalizer of an argument, prints what a handler raises and continues.
-/// `_core.pyi` says what follows for the caller.
+/// Python runs handlers in its own code, between two bytecodes. There are none between the end of the call and the
+/// append. If a handler raises in Python code that runs here, in a finalizer of an argument, Python prints the error
+/// and continues. `_core.pyi` says what this means for the caller.
 #[pyfunction]
 #[pyo3(signature = (into, function, /, *args))]
 pub fn call_into<'py>(
@@ -30,7 +30,7 @@ pub fn call_into<'py>(
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct DeferredSignals {
     signals: Vec<i32>,
-    /// While entered: the deferred signals, and this thread's earlier mask.
+    /// While the context is entered, the deferred signals and this thread's earlier mask.
     entered: Mutex<Option<(Deferred, Mask)>>,
 }
 

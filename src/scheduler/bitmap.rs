@@ -18,8 +18,8 @@ pub(super) struct Bitmap {
 /// Returns the lowest bit of `word` at or above position `from`; `from` may be 64.
 #[inline]
 fn lowest_from(word: u64, from: usize) -> Option<usize> {
-    let rest = if from < 64 { word & (u64::MAX << from) } else { 0 };
-    if rest == 0 { None } else { Some(rest.trailing_zeros() as usize) }
+    let remaining = if from < 64 { word & (u64::MAX << from) } else { 0 };
+    if remaining == 0 { None } else { Some(remaining.trailing_zeros() as usize) }
 }
 
 impl Bitmap {
@@ -55,12 +55,12 @@ impl Bitmap {
         }
     }
 
-    /// Returns the first member at or after `from`, else the smallest one.
+    /// Returns the first member at or after `from`, or if there is none, the smallest member.
     #[inline]
     pub fn next_cyclic(&self, from: usize) -> Option<usize> {
         match self.next_from(from) {
             None if from > 0 => self.next_from(0),
-            found => found,
+            member => member,
         }
     }
 
@@ -96,7 +96,7 @@ mod tests {
             for _ in 0..2_000 {
                 seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 let member = (seed >> 33) as usize % bound;
-                // Sparse and dense phases, so that whole words become empty and are found to be.
+                // Alternate between sparse and dense phases, so that whole words become empty and must be skipped.
                 if seed >> 63 == 0 || model.len() > 40 {
                     bitmap.remove(member);
                     model.remove(&member);

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-/// Runs while `next` waits, and restarts at each result.
+/// A clock that runs while `next` waits, and restarts at each result.
 #[derive(Debug)]
 pub(super) struct Clock {
     timeout: Option<Duration>,
     /// `None` while the clock is stopped.
     pub deadline: Option<Duration>,
-    /// Expired, and not reported yet.
+    /// True if the timeout has expired and has not been reported yet.
     pub expired: bool,
 }
 
@@ -38,7 +38,7 @@ impl Clock {
     }
 
     /// Updates `expired`.
-    pub fn look(&mut self, now: Duration) {
+    pub fn check(&mut self, now: Duration) {
         self.expired = self.deadline.is_some_and(|deadline| now >= deadline);
     }
 }

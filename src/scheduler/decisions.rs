@@ -20,7 +20,8 @@ impl<T, R> Scheduler<T, R> {
             })
     }
 
-    /// Returns true if `next` asks for one more index to fill the window. A worker will take it, so no draw is wasted.
+    /// Returns true if `next` asks for one more index batch to fill the window. A worker will take it, so no draw is
+    /// wasted.
     #[inline]
     pub(super) fn has_room(&self) -> bool {
         if self.early.is_some() {
@@ -29,7 +30,7 @@ impl<T, R> Scheduler<T, R> {
         !self.ended && self.accepts() && (self.shared.is_some() || self.workers.any_open())
     }
 
-    /// Takes the front of the queue if its result is there, and skips dropped tasks.
+    /// Takes the front of the queue if its result has arrived, and skips dropped tasks.
     #[inline]
     pub(super) fn take_ready(&mut self) -> Option<u32> {
         while let Some(front) = self.reorder.front() {
@@ -78,7 +79,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Waits, or reports that the timeout has expired.
+    /// Decides to wait, or reports that the timeout has expired.
     pub(super) fn wait(&mut self) -> Decision<T, R> {
         debug_assert!(self.outstanding + self.resuming > 0, "nothing can end this wait");
         if self.clock.expired {
@@ -87,7 +88,7 @@ impl<T, R> Scheduler<T, R> {
         Decision::Wait(self.deadline())
     }
 
-    /// Answers `next`, which stops the timeout.
+    /// Returns a decision that ends a wait of `next`, and stops the timeout.
     #[inline]
     pub(super) fn answer(&mut self, step: Decision<T, R>) -> Decision<T, R> {
         self.clock.stop();

@@ -1,4 +1,4 @@
-//! The early epoch: the next one, whose tasks are sent while results of the current one wait for delivery.
+//! The early epoch: the next epoch, whose tasks are sent while results of the current one wait for delivery.
 
 use super::reorder::TaskState;
 use super::{DeliveryOrder, Scheduler};
@@ -6,26 +6,26 @@ use crate::error::{Error, Result};
 use crate::id::TaskId;
 use std::collections::VecDeque;
 
-/// An epoch that has begun before the current one has ended. Its tasks count in the limits of the current one.
+/// An epoch that began before the end of the current one. Its tasks count toward the limits of the current one.
 #[derive(Debug)]
 pub(super) struct Early {
     /// Its first task.
     pub first: TaskId,
-    /// Its tasks that a living worker will answer.
+    /// Number of its tasks that a living worker will answer.
     pub outstanding: u32,
-    /// Its tasks whose result waits.
+    /// Number of its results that wait for delivery.
     pub ready: u32,
     /// Its slots in delivery order, as far as that is known.
     pub queue: VecDeque<u32>,
-    /// Its sampler has ended.
+    /// True once its sampler has ended.
     pub ended: bool,
-    /// A death has lost tasks of the current epoch since.
-    pub loses_present: bool,
+    /// True if a death has lost tasks of the current epoch since this one began.
+    pub loses_current: bool,
 }
 
 impl<T, R> Scheduler<T, R> {
     /// Returns true if a task of the next epoch can be submitted now: the sampler has ended, and there is room. The
-    /// next epoch gets as many early tasks as its beginning would submit.
+    /// next epoch gets at most as many early tasks as its start would submit.
     pub fn may_be_early(&self) -> bool {
         let has_begun = match &self.early {
             Some(early) => !early.ended && self.next_task.0 - early.first.0 < u64::from(self.max_tasks),
@@ -39,20 +39,20 @@ impl<T, R> Scheduler<T, R> {
         self.early.is_some()
     }
 
-    /// Begins the next epoch early: later submissions belong to it. Returns its first task. [`Error::Usage`] unless
-    /// [`Scheduler::may_be_early`].
+    /// Begins the next epoch early: later submissions belong to it. Returns its first task. Fails with [`Error::Usage`]
+    /// unless [`Scheduler::may_be_early`] returns true.
     pub fn begin_early(&mut self) -> Result<TaskId> {
         if self.early.is_some() || !self.may_be_early() {
             return Err(Error::usage("an epoch begins early once, after the end of the sampler"));
         }
         let first = self.next_task;
         self.early =
-            Some(Early { first, outstanding: 0, ready: 0, queue: VecDeque::new(), ended: false, loses_present: false });
+            Some(Early { first, outstanding: 0, ready: 0, queue: VecDeque::new(), ended: false, loses_current: false });
         Ok(first)
     }
 
-    /// Returns true if the early epoch can become the current one: everything else is delivered, and nothing else has
-    /// died.
+    /// Returns true if the early epoch can become the current one: all results of the current one are delivered, and no
+    /// death has lost any of its tasks.
     pub fn may_take_up(&self) -> bool {
         self.early.is_some()
             && self.reorder.front().is_none()
@@ -60,10 +60,11 @@ impl<T, R> Scheduler<T, R> {
             && self.outstanding_now() == 0
             && self.raised.is_none()
             && !self.shut_down
-            && (self.first_dead.is_none() || self.loses_early_alone())
+            && (self.first_dead.is_none() || self.loses_only_early())
     }
 
-    /// Makes the early epoch the current one. [`Error::Usage`] unless [`Scheduler::may_take_up`].
+    /// Makes the early epoch the current one. Fails with [`Error::Usage`] unless [`Scheduler::may_take_up`] returns
+    /// true.
     pub fn take_up(&mut self) -> Result<()> {
         let early = if self.may_take_up() { self.early.take() } else { None };
         let early = early.ok_or_else(|| Error::usage("no early epoch can become the current one"))?;
@@ -91,19 +92,19 @@ impl<T, R> Scheduler<T, R> {
         self.outstanding - self.early.as_ref().map_or(0, |early| early.outstanding)
     }
 
-    /// Returns true if the workers that have died had tasks of the early epoch alone: then the current one is not
+    /// Returns true if the workers that have died had only tasks of the early epoch, so that the current one is not
     /// affected.
-    pub(super) fn loses_early_alone(&self) -> bool {
+    pub(super) fn loses_only_early(&self) -> bool {
         let Some(early) = &self.early else { return false };
-        !early.loses_present && self.first_lost.is_some_and(|death| death.lost >= Some(early.first))
+        !early.loses_current && self.first_lost.is_some_and(|death| death.lost >= Some(early.first))
     }
 
-    /// Returns the end of the current epoch's task numbers.
+    /// Returns the first task number after those of the current epoch.
     pub(super) fn end_of_tasks(&self) -> TaskId {
         self.early.as_ref().map_or(self.next_task, |early| early.first)
     }
 
-    /// Counts a submitted task of the early epoch. False: it belongs to the current one.
+    /// Counts a submitted task of the early epoch. Returns false if the task belongs to the current epoch.
     #[inline]
     pub(super) fn submitted_early(&mut self, slot: u32) -> bool {
         let Some(early) = &mut self.early else { return false };
@@ -114,7 +115,7 @@ impl<T, R> Scheduler<T, R> {
         true
     }
 
-    /// Counts a result of the early epoch. False: it belongs to the current one.
+    /// Counts a result of the early epoch. Returns false if the result belongs to the current epoch.
     #[inline]
     pub(super) fn answered_early(&mut self, task: TaskId, slot: u32) -> bool {
         let Some(early) = self.early.as_mut().filter(|early| task >= early.first) else { return false };
@@ -131,12 +132,12 @@ impl<T, R> Scheduler<T, R> {
         self.outstanding -= 1;
         match &mut self.early {
             Some(early) if task >= early.first => early.outstanding -= 1,
-            Some(early) => early.loses_present = true,
+            Some(early) => early.loses_current = true,
             None => {}
         }
     }
 
-    /// Takes the early epoch back: discards its results that have arrived. The others become stale.
+    /// Withdraws the early epoch: discards its results that have arrived. Its other tasks become stale.
     pub(super) fn discard_early(&mut self) {
         for slot in self.early.take().map(|early| early.queue).into_iter().flatten() {
             if matches!(self.reorder.slot(slot).state, TaskState::Ready | TaskState::Failed) {

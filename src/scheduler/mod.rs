@@ -1,8 +1,8 @@
-//! Decides which worker gets each task and what `next` returns.
+//! The scheduler, which decides which worker gets each task and what `next` returns.
 //!
-//! A state machine without thread, clock, channel or shared memory. The caller reports events
-//! ([`Scheduler::on_event`]), performs effects ([`Scheduler::poll`]), submits indices ([`Scheduler::submit`]) and asks
-//! for the next batch ([`Scheduler::next`]). Every call costs O(1). `README.md` beside this file describes the
+//! It is a state machine without thread, clock, channel or shared memory. The caller reports events
+//! ([`Scheduler::on_event`]), performs effects ([`Scheduler::poll`]), submits index batches ([`Scheduler::submit`]) and
+//! asks for the next batch ([`Scheduler::next`]). Every call costs O(1). `README.md` in this folder describes the
 //! settings, the states and the relation to torch's algorithm, and shows why no task is lost and no wait is endless.
 
 mod bitmap;
@@ -36,8 +36,8 @@ use window::Bytes;
 use workers::{Life, Workers};
 
 /// The scheduler. `T` is the caller's tag of a task (the index object), `R` a result. Each tag is returned exactly
-/// once: from a refused `submit`, with a batch, or in [`Action::Discard`]. So no destructor of a tag runs foreign code
-/// in here.
+/// once: from a refused `submit`, with a batch, or in [`Action::Discard`]. So the scheduler never drops a tag, which
+/// could run foreign code.
 #[derive(Debug)]
 pub struct Scheduler<T, R> {
     workers: Workers,
@@ -63,17 +63,18 @@ pub struct Scheduler<T, R> {
     window: u32,
     /// The byte limit of the window, if it has one.
     bytes: Option<Bytes>,
-    /// Limit of the tasks from the oldest unanswered one of a shared queue to the newest; see [`Settings::queue_span`].
+    /// Limit of the number of tasks from the oldest unanswered one of a shared queue to the newest; see
+    /// [`Settings::queue_span`].
     span: usize,
-    /// `next` fills the window. Otherwise it asks for one index per delivery, as torch does.
+    /// True if `next` fills a window. Otherwise it asks for one index batch per delivery, as torch does.
     fills: bool,
-    /// The sampler has ended in this epoch.
+    /// True once the sampler has ended in this epoch.
     ended: bool,
-    /// The slot to deliver once an index has been submitted to replace it.
+    /// The slot to deliver after an index batch has been submitted to replace its task.
     staged: Option<u32>,
-    /// Indices to submit for tasks at which a worker's dataset ended; 0 with a window.
+    /// Number of index batches to submit for tasks at which a worker's dataset ended; 0 with a window.
     refills: u32,
-    /// Unanswered resume messages.
+    /// Number of workers with unanswered resume messages.
     resuming: u32,
     /// The worker that died first.
     first_dead: Option<WorkerId>,
@@ -84,12 +85,12 @@ pub struct Scheduler<T, R> {
     shut_down: bool,
     delivery: DeliveryOrder,
     persistent: bool,
-    /// A death makes a worker vacant, not dead.
+    /// True if a death makes a worker vacant instead of dead.
     replaces: bool,
 }
 
 impl<T, R> Scheduler<T, R> {
-    /// Creates a scheduler for newly started workers. Returns [`Error::Usage`] for settings beyond its limits.
+    /// Creates a scheduler for newly started workers. Fails with [`Error::Usage`] for settings beyond its limits.
     pub fn new(settings: Settings) -> Result<Self> {
         let (max_tasks, span, fills) = (settings.max_tasks(), settings.queue_span(), settings.fills());
         let Settings { workers, prefetch_factor, window, dispatch, delivery, persistent, timeout, restarts: replaces } =
@@ -134,8 +135,8 @@ impl<T, R> Scheduler<T, R> {
         })
     }
 
-    /// Dispatches one task; the caller sends it to its [`Placement`]. Call at the start of an epoch as long as
-    /// [`Scheduler::primes`], and once per [`Decision::Submit`].
+    /// Dispatches one task; the caller sends it to its [`Placement`]. Call it at the start of an epoch while
+    /// [`Scheduler::primes`] returns true, and once per [`Decision::Submit`].
     ///
     /// Returns the tag, without any change, if no worker can take a task: all are exhausted or at their share, a limit
     /// is reached, resume messages are unanswered, a worker has died, or the iterator has been shut down.
@@ -180,14 +181,14 @@ impl<T, R> Scheduler<T, R> {
         Ok((task, placement))
     }
 
-    /// Returns true if the start of an epoch submits one more index after it has asked for `asked`. torch asks for
-    /// `max_tasks`.
+    /// Returns true if the start of an epoch submits one more index batch after it has asked for `asked` of them. torch
+    /// asks for `max_tasks`.
     pub fn primes(&self, asked: usize) -> bool {
         asked < self.max_tasks() && (!self.fills || self.has_room())
     }
 
-    /// Lets the cycle of this epoch begin with a worker instead of the first one. Call it before the epoch's first
-    /// submission. A shared queue has no cycle. [`Error::Usage`] for an unknown worker.
+    /// Makes the round-robin cycle of this epoch begin with `worker` instead of the first worker. Call it before the
+    /// epoch's first submission. A shared queue has no cycle. Fails with [`Error::Usage`] for an unknown worker.
     pub fn begin_with(&mut self, worker: WorkerId) -> Result<()> {
         self.entry(worker)?;
         self.workers.begin_with(worker.0);
@@ -203,8 +204,8 @@ impl<T, R> Scheduler<T, R> {
     /// Processes an event at the monotonic time `now`. An error changes nothing.
     ///
     /// Errors: [`Error::Corrupt`] for a result that its worker cannot have sent, because workers answer in the order of
-    /// dispatch, or because a task of the shared queue is not unanswered. [`Error::Usage`] for an unknown worker or an
-    /// invalid reset.
+    /// dispatch, or because the task is not an unanswered one of the shared queue. [`Error::Usage`] for an unknown
+    /// worker or an invalid reset.
     #[inline]
     pub fn on_event(&mut self, now: Duration, event: Event<R>) -> Result<()> {
         match event {
@@ -233,8 +234,8 @@ impl<T, R> Scheduler<T, R> {
             Event::WaitBegan => self.clock.start(now),
             Event::WaitEnded => self.clock.stop(),
             Event::Time => {
-                self.clock.look(now);
-                self.restarts.look(now);
+                self.clock.check(now);
+                self.restarts.check(now);
             }
         }
         Ok(())
@@ -248,9 +249,10 @@ impl<T, R> Scheduler<T, R> {
 
     /// Decides what a call of `next` does now.
     ///
-    /// As torch advances the sampler before it returns a batch, `Deliver` and `Raise` follow the `Submit` that replaces
-    /// their task, or with a window, those that fill it. If the sampler raises there, the next call delivers the batch.
-    /// `may_ask` is false while an error of the sampler waits to be raised: a window then asks for no index.
+    /// Because torch advances the sampler before it returns a batch, `Deliver` and `Raise` follow the `Submit` that
+    /// replaces their task or, with a window, each `Submit` that fills it. If the sampler raises an error then, the
+    /// next call delivers the batch. `may_ask` is false while an error of the sampler waits to be raised: a window then
+    /// asks for no index batch.
     // Not an iterator: most decisions are not batches.
     #[allow(clippy::should_implement_trait)]
     #[inline]
@@ -299,7 +301,7 @@ impl<T, R> Scheduler<T, R> {
             Some(TaskState::Outstanding) => self.wait(),
             Some(TaskState::Lost) => self.raise_death(),
             Some(_) => unreachable!("a result at the front has been staged"),
-            None if self.first_dead.is_some() && !self.loses_early_alone() => self.raise_death(),
+            None if self.first_dead.is_some() && !self.loses_only_early() => self.raise_death(),
             None if self.outstanding_now() > 0 => self.wait(),
             None => self.answer(Decision::End),
         }
@@ -316,8 +318,9 @@ impl<T, R> Scheduler<T, R> {
         self.raised.or(self.first_lost).or(idle)
     }
 
-    /// Returns a worker's oldest unanswered task, with its tag. While resuming this may be a task of the abandoned
-    /// epoch. With a shared queue it is known only if a process of the worker has died with it.
+    /// Returns a worker's oldest unanswered task, with its tag. While workers resume, this may be a task of the
+    /// abandoned epoch. With a shared queue, the task is known only if a process of the worker died while it held the
+    /// task.
     pub fn oldest_task_of(&self, worker: WorkerId) -> Option<(TaskId, &T)> {
         let front = self.workers.get(worker.index())?.front;
         let slot = (front != NIL).then(|| self.reorder.slot(front))?;
@@ -358,7 +361,7 @@ impl<T, R> Scheduler<T, R> {
         self.outstanding_now() as usize
     }
 
-    /// Returns the limit of outstanding tasks, and number of submissions that start an epoch without a window.
+    /// Returns the limit of outstanding tasks. Without a window, an epoch starts with this number of submissions.
     pub fn max_tasks(&self) -> usize {
         self.max_tasks as usize
     }
@@ -373,8 +376,8 @@ impl<T, R> Scheduler<T, R> {
         self.first_task
     }
 
-    /// Returns the worker's undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window its
-    /// unanswered ones, with a shared queue 0.
+    /// Returns the number of the worker's undelivered tasks in this epoch (torch's `_workers_num_tasks`); with a
+    /// window, the number of its unanswered ones; with a shared queue, 0.
     pub fn load_of(&self, worker: WorkerId) -> usize {
         self.workers.get(worker.index()).map_or(0, |worker| worker.load as usize)
     }

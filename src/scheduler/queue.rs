@@ -1,4 +1,4 @@
-//! The transitions that only a shared queue has: tasks whose worker is unknown until they are answered or lost.
+//! The transitions that only a shared queue has. The worker of its tasks is unknown until they are answered or lost.
 
 use super::Scheduler;
 use super::reorder::TaskState;
@@ -24,7 +24,8 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Binds the tasks of this epoch that a worker held at its death to it. Without a shared queue there are none.
+    /// Binds the tasks of this epoch that a worker held when it died to that worker. Without a shared queue there are
+    /// none.
     pub(super) fn bind_held(&mut self, worker: WorkerId, held: Vec<TaskId>) -> Result<()> {
         let held: Vec<_> = held.into_iter().filter(|task| *task >= self.first_task).collect();
         if let Some(task) = held.iter().find(|task| self.tag_of(**task).is_none()) {
@@ -38,7 +39,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Loses the tasks that wait in the shared queue, with the last worker.
+    /// Marks the tasks that wait in the shared queue as lost, because the last worker has died.
     pub(super) fn lose_queue(&mut self) {
         for task in self.unanswered() {
             if let Some(slot) = self.shared.as_mut().and_then(|shared| shared.remove(task)) {
@@ -54,8 +55,8 @@ impl<T, R> Scheduler<T, R> {
         tasks.filter(|task| *task >= self.first_task).collect()
     }
 
-    /// Drops the stale tasks that are left once all workers have resumed: a worker took each from the queue, and will
-    /// not answer it any more.
+    /// Drops the stale tasks that remain after all workers have resumed: each was taken from the queue by a worker that
+    /// will no longer answer it.
     pub(super) fn drop_stale(&mut self) {
         while let Some((task, _)) = self.shared.as_ref().and_then(|shared| shared.tasks().next()) {
             self.withdraw(task);

@@ -3,7 +3,7 @@
 use crate::id::{TaskId, WorkerId};
 use std::collections::VecDeque;
 
-/// No slot.
+/// The number that stands for no slot.
 pub(super) const NIL: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,12 +42,12 @@ pub(super) struct Task<T, R> {
 /// The slots, and the queue that `next` takes from.
 ///
 /// In order, the queue is the reorder buffer: a task enters it when it is dispatched, so the front is the next task to
-/// deliver. Out of order, a task enters when its result arrives, so nothing is kept of tasks delivered past a stuck
-/// worker.
+/// deliver. Out of order, a task enters when its result arrives, so tasks that are delivered past a stuck worker leave
+/// nothing in the queue.
 #[derive(Debug)]
 pub(super) struct Reorder<T, R> {
     slots: Vec<Task<T, R>>,
-    /// Front of the free list. Last in, first out, because that slot is still cached.
+    /// The front of the free list, which is last in, first out, because that slot is still cached.
     free: u32,
     /// Slots in delivery order.
     queue: VecDeque<u32>,
@@ -113,7 +113,7 @@ impl<T, R> Reorder<T, R> {
         self.queue.pop_front()
     }
 
-    /// Returns all tasks that are to be delivered, in no order, with their workers if known.
+    /// Returns all tasks that are to be delivered, in no particular order, with their workers if known.
     pub fn waiting(&self) -> impl Iterator<Item = (TaskId, Option<WorkerId>)> {
         let held = |slot: &&Task<T, R>| {
             matches!(slot.state, TaskState::Outstanding | TaskState::Ready | TaskState::Failed | TaskState::Lost)

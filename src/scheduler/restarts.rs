@@ -1,4 +1,4 @@
-//! Workers that are replaced. A vacant worker keeps its unanswered tasks, and its next process gets them again.
+//! The replacement of workers. A vacant worker keeps its unanswered tasks, and its next process gets them again.
 
 use super::reorder::NIL;
 use super::workers::{Life, Worker};
@@ -12,11 +12,11 @@ use std::time::Duration;
 #[derive(Debug)]
 struct Vacancy {
     worker: WorkerId,
-    /// The time at which `next` reports it; `None` for now.
+    /// The time at which `next` reports it; `None` if it is due.
     due: Option<Duration>,
 }
 
-/// The vacant workers, and those whose new process has not got all of its predecessor's tasks.
+/// The vacant workers, and those whose new process has not yet received all tasks of its predecessor.
 #[derive(Debug, Default)]
 pub(super) struct Restarts {
     vacancies: Vec<Vacancy>,
@@ -31,21 +31,21 @@ impl Restarts {
         self.vacancies.is_empty() && self.behind.is_empty()
     }
 
-    /// Makes vacancies due whose time has come.
+    /// Marks the vacancies whose time has come as due.
     #[inline]
-    pub fn look(&mut self, now: Duration) {
+    pub fn check(&mut self, now: Duration) {
         for vacancy in &mut self.vacancies {
             vacancy.due = vacancy.due.filter(|due| *due > now);
         }
     }
 
-    /// Notes that a worker has no unsent tasks any more.
+    /// Notes that a worker no longer has unsent tasks.
     pub fn caught_up(&mut self, worker: WorkerId) {
         self.behind.retain(|behind| *behind != worker);
     }
 
     /// Removes a vacancy; [`Error::Usage`] if there is none.
-    fn fill(&mut self, worker: WorkerId) -> Result<()> {
+    fn remove_vacancy(&mut self, worker: WorkerId) -> Result<()> {
         let index = self.vacancies.iter().position(|vacancy| vacancy.worker == worker);
         self.vacancies.remove(index.ok_or_else(|| not_vacant(worker))?);
         Ok(())
@@ -53,7 +53,7 @@ impl Restarts {
 }
 
 fn not_vacant(worker: WorkerId) -> Error {
-    Error::usage(format!("worker {} is not vacant: it lives, or its death is final", worker.0))
+    Error::usage(format!("worker {} is not vacant: it is alive, or its death is final", worker.0))
 }
 
 impl<T, R> Scheduler<T, R> {
@@ -85,7 +85,7 @@ impl<T, R> Scheduler<T, R> {
         if self.shut_down {
             return Ok(());
         }
-        self.restarts.fill(worker)?;
+        self.restarts.remove_vacancy(worker)?;
         let entry = self.workers.at(worker.0);
         entry.vacant = false;
         if entry.unsent != NIL {
@@ -105,7 +105,7 @@ impl<T, R> Scheduler<T, R> {
         if self.shut_down {
             return Ok(());
         }
-        self.restarts.fill(worker)?;
+        self.restarts.remove_vacancy(worker)?;
         self.workers.at(worker.0).vacant = false;
         self.on_final_death(worker);
         Ok(())
@@ -210,11 +210,11 @@ impl<T, R> Scheduler<T, R> {
     pub(super) fn discard_fifo(&mut self, worker: WorkerId) {
         let entry = self.workers.at(worker.0);
         entry.unsent = NIL;
-        let mut rest = std::mem::replace(&mut entry.front, NIL);
-        while rest != NIL {
-            let next = self.reorder.slot(rest).next;
-            self.discard(rest);
-            rest = next;
+        let mut discarded = std::mem::replace(&mut entry.front, NIL);
+        while discarded != NIL {
+            let next = self.reorder.slot(discarded).next;
+            self.discard(discarded);
+            discarded = next;
         }
     }
 
@@ -226,7 +226,7 @@ impl<T, R> Scheduler<T, R> {
         }
         for worker in std::mem::take(&mut self.restarts.behind) {
             let Worker { front, unsent, .. } = *self.workers.at(worker.0);
-            // Keeps the tasks before the first unsent one.
+            // Keep the tasks before the first unsent one.
             let (mut kept, mut last) = (NIL, front);
             while last != unsent {
                 (kept, last) = (last, self.reorder.slot(last).next);
@@ -241,7 +241,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Forgets vacancies and unsent tasks: the iterator ends.
+    /// Forgets vacancies and unsent tasks, because the iterator ends.
     pub(super) fn forget_restarts(&mut self) {
         self.restarts = Restarts::default();
     }

@@ -8,7 +8,7 @@ use crate::id::{TaskId, WorkerId};
 use std::time::Duration;
 
 impl<T, R> Scheduler<T, R> {
-    /// Stores the result of an unanswered task. Without a shared queue it must be its worker's oldest.
+    /// Stores the result of an unanswered task. Without a shared queue, the task must be its worker's oldest one.
     #[inline]
     pub(super) fn on_result(
         &mut self,
@@ -25,7 +25,7 @@ impl<T, R> Scheduler<T, R> {
             return Ok(());
         }
         let slot = self.take_answered(worker, task)?;
-        // A result of the early epoch says nothing about the current one.
+        // A result of the early epoch does not restart the timeout of the current one.
         if task < self.end_of_tasks() {
             self.clock.result_arrived(now);
         }
@@ -69,12 +69,12 @@ impl<T, R> Scheduler<T, R> {
         self.restarts.caught_up(worker);
         let entry = self.workers.at(worker.0);
         entry.unsent = NIL;
-        let mut rest = std::mem::replace(&mut entry.front, NIL);
+        let mut dropped = std::mem::replace(&mut entry.front, NIL);
         // Amortised O(1): each iteration is paid for by a submission.
-        while rest != NIL {
-            let next = self.reorder.slot(rest).next;
-            self.drop_task(rest, stale);
-            rest = next;
+        while dropped != NIL {
+            let next = self.reorder.slot(dropped).next;
+            self.drop_task(dropped, stale);
+            dropped = next;
         }
         if stale {
             return Ok(());
@@ -109,7 +109,7 @@ impl<T, R> Scheduler<T, R> {
         let entry = self.workers.at(worker.0);
         entry.resumes -= 1;
         if entry.resumes > 0 {
-            // For an epoch that has replaced one which had not begun.
+            // This message begins an epoch that replaces one that had not begun.
             self.effects.push_back(Action::Resume(worker));
             return Ok(());
         }
@@ -140,7 +140,7 @@ impl<T, R> Scheduler<T, R> {
         let Worker { front, resumes, .. } = *self.workers.at(worker.0);
         self.workers.deactivate(worker.0, Life::Dead);
         self.first_dead.get_or_insert(worker);
-        // Stale tasks are no loss.
+        // The loss of stale tasks does not count.
         if resumes == 0 && front != NIL {
             self.lose_fifo(worker, front);
         }
@@ -152,11 +152,11 @@ impl<T, R> Scheduler<T, R> {
     fn lose_fifo(&mut self, worker: WorkerId, front: u32) {
         self.note_loss(worker, self.reorder.slot(front).task);
         // The slots stay in the FIFO for `oldest_task_of`.
-        let mut rest = front;
-        while rest != NIL {
-            let slot = self.reorder.slot_mut(rest);
+        let mut lost = front;
+        while lost != NIL {
+            let slot = self.reorder.slot_mut(lost);
             slot.state = TaskState::Lost;
-            rest = slot.next;
+            lost = slot.next;
             let task = slot.task;
             self.lost_task(task);
         }
@@ -181,7 +181,7 @@ impl<T, R> Scheduler<T, R> {
             match self.reorder.slot(slot).state {
                 TaskState::Ready | TaskState::Failed => self.discard(slot),
                 TaskState::Dropped => drop(self.reorder.release(slot)),
-                // Stays as a stale task in its worker's FIFO, or among the unanswered ones.
+                // It stays as a stale task in its worker's FIFO, or among the unanswered tasks of the shared queue.
                 TaskState::Outstanding => {}
                 TaskState::Lost | TaskState::Free => {
                     unreachable!("no worker has died, and the queue holds slots in use")
@@ -274,7 +274,7 @@ impl<T, R> Scheduler<T, R> {
     pub(super) fn impossible(&self, worker: WorkerId, task: TaskId) -> Error {
         let held = match self.oldest_task_of(worker) {
             Some((held, _)) => format!("the oldest task that it holds is {}", held.0),
-            None if self.shared.is_some() => "it cannot hold that one".to_string(),
+            None if self.shared.is_some() => "it cannot hold that task".to_string(),
             None => "it holds no task".to_string(),
         };
         Error::corrupt(format!("worker {} reports on task {}, but {held}", worker.0, task.0))

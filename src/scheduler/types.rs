@@ -4,7 +4,7 @@ use crate::config::{QUEUE_SPAN, QUEUE_SPAN_MAX, TASKS_MAX};
 use crate::id::{TaskId, WorkerId};
 use std::time::Duration;
 
-/// Selects the worker of a task.
+/// The policy that selects the worker of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dispatch {
     /// The next active worker in cyclic order, whatever its load.
@@ -12,7 +12,7 @@ pub enum Dispatch {
     /// The next active worker in cyclic order below its fair share, `max_tasks / active workers`: a slow worker cannot
     /// hold all tasks.
     FairShare,
-    /// The task waits in a queue that all workers share, until one takes it. Only for map-style datasets.
+    /// The task waits in the shared queue until a worker takes it. Only for map-style datasets.
     SharedQueue,
 }
 
@@ -21,9 +21,9 @@ pub enum Dispatch {
 pub enum Placement {
     /// To this worker.
     Worker(WorkerId),
-    /// Nowhere yet: to a worker whose process is being replaced, by [`Decision::Resend`].
+    /// Nowhere yet: the worker's process is being replaced, and [`Decision::Resend`] sends the task later.
     Later,
-    /// To the queue that all workers share.
+    /// To the shared queue.
     Queue,
 }
 
@@ -36,13 +36,13 @@ pub enum DeliveryOrder {
     AsCompleted,
 }
 
-/// The lead of submissions over deliveries: limits of the outstanding and ready tasks together.
+/// The limits of outstanding and ready tasks together, and so of the lead of submissions over deliveries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
     /// Number of tasks, at least 1.
     pub batches: usize,
-    /// Bytes: those of the ready results, and the size of the largest result so far for each outstanding task. A single
-    /// task may exceed it.
+    /// Number of bytes: those of the ready results, plus the size of the largest result so far for each outstanding
+    /// task. A single task may exceed it.
     pub bytes: Option<u64>,
 }
 
@@ -64,10 +64,11 @@ impl Window {
 pub struct Settings {
     /// The number of workers, from 1 to [`WORKERS_MAX`](crate::config::WORKERS_MAX).
     pub workers: usize,
-    /// Average outstanding tasks per worker, at least 1. All workers together have at most `workers * prefetch_factor`.
+    /// Average number of outstanding tasks per worker, at least 1. All workers together have at most `workers *
+    /// prefetch_factor`.
     pub prefetch_factor: usize,
-    /// Limits of outstanding and ready tasks together; `next` fills it. `None` submits one index per delivery, as torch
-    /// does. A shared queue has a window in any case, by default of `workers * prefetch_factor` tasks.
+    /// The window, which `next` fills. `None` submits one index batch per delivery, as torch does. A shared queue
+    /// always has a window, by default of `workers * prefetch_factor` tasks.
     pub window: Option<Window>,
     /// Selects the worker of a task.
     pub dispatch: Dispatch,
@@ -75,7 +76,7 @@ pub struct Settings {
     pub delivery: DeliveryOrder,
     /// True if the workers survive [`Event::EpochReset`].
     pub persistent: bool,
-    /// Longest wait of `next` without any result arriving.
+    /// The longest wait of `next` during which no result arrives.
     pub timeout: Option<Duration>,
     /// True if a worker whose process dies may be replaced: its death then makes it vacant.
     pub restarts: bool,
@@ -106,7 +107,7 @@ impl Settings {
         self.workers.saturating_mul(self.prefetch_factor)
     }
 
-    /// Returns true if `next` fills a window, instead of one submission per delivery.
+    /// Returns true if `next` fills a window, instead of submitting one index batch per delivery.
     pub fn fills(&self) -> bool {
         self.window.is_some() || self.dispatch == Dispatch::SharedQueue
     }
@@ -119,7 +120,7 @@ impl Settings {
     }
 }
 
-/// Something that has happened.
+/// An event that the caller reports.
 #[derive(Debug)]
 pub enum Event<R> {
     /// A worker has finished a task.
@@ -163,7 +164,7 @@ pub enum Event<R> {
     },
     /// A vacant worker has a new process, which begins with the current epoch and has none of its tasks.
     WorkerReplaced(WorkerId),
-    /// A vacant worker is not to be replaced before a time.
+    /// A vacant worker is not to be replaced before a certain time.
     Postponed {
         /// The worker.
         worker: WorkerId,
@@ -174,7 +175,8 @@ pub enum Event<R> {
     GivenUp(WorkerId),
     /// The shared queue has given back a task of an abandoned epoch, which no worker will answer.
     Withdrawn(TaskId),
-    /// The sampler has ended. A window asks it no more in this epoch; torch asks for each delivery.
+    /// The sampler has ended. With a window it is not asked again in this epoch; without one it is asked at each
+    /// delivery, as in torch.
     SamplerEnded,
     /// A persistent loader begins another epoch.
     EpochReset,
@@ -195,7 +197,7 @@ pub enum Action<T, R> {
     Retire(WorkerId),
     /// Send the worker a resume message.
     Resume(WorkerId),
-    /// Take a task of an abandoned epoch back from the shared queue, and report [`Event::Withdrawn`] if no worker has
+    /// Withdraw a task of an abandoned epoch from the shared queue, and report [`Event::Withdrawn`] if no worker has
     /// taken it.
     Withdraw(TaskId),
     /// Drop a task that will not be delivered.
@@ -209,10 +211,10 @@ pub enum Action<T, R> {
     },
 }
 
-/// The answer to "what is the next batch?".
+/// The decision of the scheduler about the current call of `next`.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Decision<T, R> {
-    /// Submit one more index and ask again, or report [`Event::SamplerEnded`].
+    /// Submit one more index batch and ask again, or report [`Event::SamplerEnded`].
     Submit,
     /// Return this batch.
     Deliver {
@@ -236,8 +238,9 @@ pub enum Decision<T, R> {
         /// The error.
         result: R,
     },
-    /// Replace a vacant worker, postpone that, or give it up, and ask again: [`Event::WorkerReplaced`],
-    /// [`Event::Postponed`], [`Event::GivenUp`]. Comes again until then. `lost` is the oldest task that is bound to it.
+    /// Replace a vacant worker ([`Event::WorkerReplaced`]), postpone its replacement ([`Event::Postponed`]) or give it
+    /// up ([`Event::GivenUp`]), and ask again. The decision is repeated until then. `lost` is the oldest task that is
+    /// bound to the worker.
     Vacant(Death),
     /// Send the task of [`Scheduler::unsent`](super::Scheduler::unsent) to its worker, report
     /// [`Scheduler::resent`](super::Scheduler::resent), and ask again.
@@ -260,6 +263,6 @@ pub enum Decision<T, R> {
 pub struct Death {
     /// The worker.
     pub worker: WorkerId,
-    /// The first task that was lost with it, if any. A task that still waited in the shared queue was not with it.
+    /// The first task that was lost with it, if any. A task that was still waiting in the shared queue is not lost.
     pub lost: Option<TaskId>,
 }

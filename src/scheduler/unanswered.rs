@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 pub(super) struct Unanswered {
     /// The number of the task at the front.
     first: u64,
-    /// A slot for each task, `NIL` for those that are answered. The front is never `NIL`.
+    /// The slot of each task, or `NIL` if the task is answered. The front is never `NIL`.
     slots: VecDeque<u32>,
 }
 
@@ -37,7 +37,7 @@ impl Unanswered {
         self.index(task).map(|index| self.slots[index])
     }
 
-    /// Removes a task and returns its slot. Amortised O(1): each step over an answered one is paid for by its answer.
+    /// Removes a task and returns its slot. Amortised O(1): each step over an answered task is paid for by its answer.
     #[inline]
     pub fn remove(&mut self, task: TaskId) -> Option<u32> {
         let index = self.index(task)?;
@@ -86,7 +86,7 @@ mod tests {
         assert_eq!((tasks.remove(TaskId(7)), tasks.span()), (Some(70), 1));
         assert_eq!(tasks.remove(TaskId(9)), Some(90));
         assert_eq!((tasks.span(), tasks.remove(TaskId(u64::MAX))), (0, None));
-        // Numbers need not go on where they ended.
+        // Numbers need not continue where they ended.
         tasks.push(TaskId(20), 1);
         assert_eq!((tasks.get(TaskId(10)), tasks.get(TaskId(20))), (None, Some(1)));
     }

@@ -1,7 +1,6 @@
 //! The byte limit of a window.
 
-/// Bytes of the ready results, and an estimate for the outstanding tasks: the size of the largest result so far for
-/// each.
+/// The bytes of the ready results, and an estimate for the outstanding tasks: each counts as the largest result so far.
 #[derive(Debug)]
 pub(super) struct Bytes {
     limit: u64,
@@ -32,7 +31,7 @@ impl Bytes {
         self.ready = 0;
     }
 
-    /// Returns true if there is room for one more task besides the outstanding ones.
+    /// Returns true if there is room for one more task in addition to the outstanding ones.
     pub fn admit(&self, outstanding: u32) -> bool {
         let expected = self.largest.saturating_mul(u64::from(outstanding) + 1);
         self.ready.saturating_add(expected) <= self.limit

@@ -1,4 +1,4 @@
-//! The table of workers. The dispatch policy is [`Workers::pick`] and nothing else.
+//! The table of workers. Only [`Workers::pick`] implements the dispatch policy.
 
 use super::Dispatch;
 use super::bitmap::Bitmap;
@@ -16,7 +16,7 @@ pub(super) enum Life {
     Dead,
 }
 
-/// One worker. Small, because events touch the entries in random order.
+/// A worker's entry. It is small, because events touch the entries in random order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Worker {
     /// Slot of the oldest outstanding task: the front of the FIFO. With a shared queue, the FIFO holds only
@@ -29,10 +29,11 @@ pub(super) struct Worker {
     pub unsent: u32,
     /// Undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a reorder window, its unanswered ones.
     pub load: u32,
-    /// Number of unanswered resume messages; only the oldest was sent. Above 0, all that the worker sends is stale.
+    /// Number of unanswered resume messages; only the oldest was sent. While it is above 0, all that the worker sends
+    /// is stale.
     pub resumes: u8,
     pub life: Life,
-    /// Its process has died and may be replaced.
+    /// True if its process has died and may be replaced.
     pub vacant: bool,
     /// True if [`Workers::full`] lists the worker.
     pub listed: bool,
@@ -102,8 +103,8 @@ impl Workers {
         self.cursor = index;
     }
 
-    /// Begins an epoch, `tasks` tasks of which have already been dispatched in turn. If a worker has died (`all_live`
-    /// is false), only sets the loads.
+    /// Begins an epoch of which `tasks` tasks have already been dispatched in turn. If a worker has died (`all_live` is
+    /// false), only sets the loads.
     pub fn take_up(&mut self, tasks: u64, all_live: bool) {
         if all_live {
             self.begin_epoch();

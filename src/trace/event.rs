@@ -1,4 +1,4 @@
-//! Events: their kinds, and their form in a ring and in a file.
+//! The events of a trace: their kinds, and their encoding in a ring and in a file.
 
 use crate::numbered::numbered_enum;
 use crate::shm::layout::WorkerState;
@@ -19,13 +19,13 @@ numbered_enum! {
         Pack = 4 => "pack",
         /// A worker that publishes a batch.
         Publish = 5 => "publish",
-        /// A worker that makes earlier batches again.
+        /// A worker that replays earlier batches.
         Replay = 6 => "replay",
         /// A sample; the last number is its index.
         Sample = 7 => "sample",
-        /// A `next` of the main process; the number is the task that it has delivered, plus one.
+        /// A `next` of the main process; the number is the task that it delivered, plus one.
         Next = 8 => "next",
-        /// A wait within it.
+        /// A wait within a `next`.
         Waiting = 9 => "waiting",
         /// The time between two `next` calls.
         Step = 10 => "step",
@@ -33,11 +33,11 @@ numbered_enum! {
         Pin = 11 => "pin",
         /// An epoch begins; the numbers are its first task and the count of epochs.
         Epoch = 12 => "epoch",
-        /// A worker's process has been started; the numbers are its pid and how many it had before.
+        /// A worker's process was started; the numbers are its pid and the number of earlier processes in its slot.
         Started = 13 => "started",
-        /// It has died.
+        /// A worker has died.
         Died = 14 => "died",
-        /// It has been reported as stuck.
+        /// A worker has been reported as stuck.
         Stalled = 15 => "stalled",
         /// The loader's state was saved after this number of batches.
         Saved = 16 => "saved",
@@ -52,7 +52,7 @@ impl Kind {
         (0..).map_while(Self::of_number).map(Self::name).collect()
     }
 
-    /// Returns the kind of the time in a worker's state.
+    /// Returns the kind of event that records the time in a worker's state.
     pub(super) fn of_state(state: WorkerState) -> Option<Self> {
         (state != WorkerState::Left).then(|| Self::of_number(state as u32)).flatten()
     }
@@ -63,7 +63,7 @@ pub const MAIN: u32 = 0xff_ffff;
 /// [`Event::who`] of the pin thread.
 pub const PINNER: u32 = 0xff_fffe;
 
-/// One event.
+/// An event of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     /// Its kind.
@@ -84,19 +84,20 @@ impl Event {
     /// Bytes of a record in the file.
     pub const LEN: usize = 40;
 
-    /// Returns the entry in a worker's ring.
+    /// Encodes the event as an entry of a worker's ring.
     pub(super) fn to_entry(self) -> Entry {
         [u64::from(self.kind as u32), self.begin, self.length, self.number, self.extra, 0, 0, 0]
     }
 
-    /// Decodes an event of worker `who`; `None` if the entry is no event.
+    /// Decodes an event of worker `who`. Returns `None` if the entry is not an event.
     pub(super) fn of_entry(entry: &Entry, who: u32) -> Option<Self> {
         let [kind, begin, length, number, extra, ..] = *entry;
         let kind = Kind::of_number(u32::try_from(kind).ok()?)?;
         Some(Self { kind, who, begin, length, number, extra })
     }
 
-    /// Returns the record in the file: little-endian words, the first of `source` (32 bits), who (24) and kind (8).
+    /// Encodes the event as a record of the file: little-endian words, the first of which holds `source` (32 bits),
+    /// `who` (24) and `kind` (8).
     pub(super) fn to_bytes(self, source: u32) -> [u8; Self::LEN] {
         let first = u64::from(source) << 32 | u64::from(self.who) << 8 | u64::from(self.kind as u32);
         let mut bytes = [0; Self::LEN];

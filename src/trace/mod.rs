@@ -1,12 +1,13 @@
-//! A trace: what the main process and the workers do, and when.
+//! Traces, which record what the main process and the workers do, and when.
 //!
-//! An [`Event`] is a fixed record of a clock, a length and numbers. A worker writes its own into a ring in the arena
-//! ([`Recorder`]), the main process empties the rings in `next` ([`Source`]) and appends its own, and a [`Sink`] writes
-//! all to a file that Python turns into slices (`python/rustloader/tracing`). An event's entry is published by one
-//! Release store (`shm::ring`), so a worker that is killed leaves no half of one. All clocks are CLOCK_MONOTONIC.
+//! An [`Event`] is a fixed record of a clock, a length and numbers. A worker writes its events into a ring in the arena
+//! ([`Recorder`]). The main process empties the rings in `next` ([`Source`]) and adds its own events. A [`Sink`] writes
+//! all of them to a file that Python turns into slices (`python/rustloader/tracing`). An event's entry is published by
+//! one Release store (`shm::ring`), so a killed worker never leaves half an event. All times are those of
+//! CLOCK_MONOTONIC.
 //!
-//! Without a trace a worker reads one word of the arena's head, and the main process one of its own, at each change of
-//! state.
+//! While no trace is on, each change of state costs a worker one read of a word in the arena's header, and the main
+//! process one read of an atomic flag.
 
 mod event;
 mod recorder;

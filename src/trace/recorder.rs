@@ -11,7 +11,7 @@ use crate::sync::{Ordering, lock};
 /// [`Recorder::level`] from which samples are recorded.
 const SAMPLES: u32 = 2;
 
-/// Writes a worker's events into its ring.
+/// The writer of a worker's events into its ring.
 #[derive(Debug)]
 pub struct Recorder {
     arena: Arc<Arena>,
@@ -21,7 +21,7 @@ pub struct Recorder {
 
 #[derive(Debug, Default)]
 struct Recording {
-    /// The ring's end, from the first event on.
+    /// The producer's end of the ring, made for the first event.
     ring: Option<Producer<ArenaRing>>,
     /// The time at which the current sample began, and its index.
     sample: Option<(u64, u64)>,
@@ -33,7 +33,7 @@ impl Recorder {
         Self { arena, worker, state: Mutex::default() }
     }
 
-    /// Returns the level of the records: 0 for none.
+    /// Returns the level of detail to record: 0 for nothing.
     #[inline]
     fn level(&self) -> u32 {
         self.arena.header().trace.0.load(Ordering::Relaxed)
@@ -45,7 +45,7 @@ impl Recorder {
         self.level() != 0
     }
 
-    /// Records the time in a state, which ends. `replays`: the worker makes earlier batches again.
+    /// Records the time in a state that ends now. `replays` is true if the worker replays earlier batches.
     pub fn spent(&self, state: WorkerState, (begin, length): (u64, u64), task: u64, replays: bool) {
         let kind = match Kind::of_state(state) {
             Some(Kind::Fetch | Kind::Collate) if replays => Kind::Replay,
@@ -53,7 +53,7 @@ impl Recorder {
             None => return,
         };
         let mut inner = lock(&self.state);
-        // A sample that is not whole by now has failed.
+        // A sample that has not ended by now has failed.
         inner.sample = None;
         self.push(&mut inner, Event { kind, who: self.worker, begin, length, number: task, extra: 0 });
     }
@@ -64,7 +64,7 @@ impl Recorder {
         self.level() >= SAMPLES
     }
 
-    /// Ends the current sample, and begins one of an index, or none.
+    /// Ends the current sample, and begins the sample of `index`, if there is one.
     pub fn sample(&self, index: Option<u64>, now: u64, task: u64) {
         let mut inner = lock(&self.state);
         if let Some((begin, extra)) = inner.sample.take() {

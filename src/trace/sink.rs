@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::sync::lock;
 use crate::sys;
 
-/// Writes the events of all loaders of a process. With two files each gets those of `turn` nanoseconds, and then
-/// replaces the other: together they have at least the last ones of that time.
+/// The writer of the events of all loaders of a process. Two files take turns: after `turn` nanoseconds the older one
+/// is emptied and becomes the current one. So together they have at least the events of the last `turn` nanoseconds.
 #[derive(Debug)]
 pub struct Sink {
     turn: u64,
@@ -70,7 +70,7 @@ impl Sink {
             inner.since = end;
             inner.files.rotate_left(1);
             if let Some((_, file)) = inner.files.last_mut() {
-                // A program that is killed must not leave older events behind the new ones. Refused, they are left.
+                // A killed program must not leave older events after the new ones. If the call is refused, they stay.
                 let _ = sys::memfd::set_len(&file.fd, 0);
                 file.len = 0;
             }
@@ -79,12 +79,13 @@ impl Sink {
         }
     }
 
-    /// Counts events that were lost before they came here.
-    pub fn lose(&self, events: u64) {
+    /// Counts events that were lost before they reached the sink.
+    pub fn count_lost(&self, events: u64) {
         lock(&self.inner).lost += events;
     }
 
-    /// Writes the rest. Returns the number of lost events, and the number and bytes of each file, the current one last.
+    /// Writes the buffered events, and ignores later ones. Returns the number of lost events, and the number and bytes
+    /// of each file, the current one last.
     pub fn end(&self) -> (u64, Vec<(usize, u64)>) {
         let inner = &mut *lock(&self.inner);
         inner.flush();

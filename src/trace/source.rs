@@ -13,7 +13,8 @@ use crate::shm::ring::Consumer;
 use crate::sync::{AtomicU32, Ordering, lock};
 use crate::sys;
 
-/// Takes the events of an iterator's workers and those of its loop to a [`Sink`]. In a forked child it does nothing.
+/// The source of an iterator's events, which passes those of its workers and of its loop to a [`Sink`]. It does nothing
+/// in a forked child.
 #[derive(Debug)]
 pub struct Source {
     arena: Arc<Arena>,
@@ -27,11 +28,11 @@ struct Traced {
     sink: Arc<Sink>,
     /// The number of this source in the trace.
     number: u32,
-    /// By worker.
+    /// The rings, by worker.
     rings: Vec<Consumer<ArenaRing>>,
-    /// The time at which they were last emptied.
+    /// The time at which the rings were last emptied.
     emptied: Duration,
-    /// Events that the workers had lost before.
+    /// Events that the workers had lost before this trace.
     lost: u64,
 }
 
@@ -47,14 +48,14 @@ impl Source {
         self.on.load(Ordering::Relaxed) != 0 && self.arena.is_ours()
     }
 
-    /// Begins a trace, as source `number`, in the current epoch with this first task and count. An error without memory
-    /// for the rings. The iterator uses the arena.
+    /// Begins a trace as source `number`. `task` and `epoch` are the current epoch's first task and its count. Fails if
+    /// there is no memory for the rings. The iterator must be using the arena.
     pub fn begin(&self, sink: Arc<Sink>, number: u32, level: u32, (task, epoch): (u64, u64)) -> Result<()> {
         self.end();
         self.arena.populate_traces()?;
         let rings = (0..self.workers()).map(|worker| Consumer::new(self.arena.trace_ring(worker)));
         let mut rings: Vec<_> = rings.collect();
-        // What is left of an earlier trace.
+        // Drop the entries that an earlier trace has left.
         rings.iter_mut().for_each(|ring| while let Ok(Some(_)) = ring.pop() {});
         let lost = self.lost();
         *lock(&self.traced) = Some(Traced { sink, number, rings, emptied: Duration::ZERO, lost });
@@ -73,7 +74,7 @@ impl Source {
         self.on.store(0, Ordering::Relaxed);
         self.arena.header().trace.0.store(0, Ordering::Relaxed);
         traced.empty();
-        traced.sink.lose(self.lost().wrapping_sub(traced.lost));
+        traced.sink.count_lost(self.lost().wrapping_sub(traced.lost));
     }
 
     fn workers(&self) -> u32 {
@@ -85,7 +86,7 @@ impl Source {
         (0..self.workers()).map(lost).fold(0, u64::wrapping_add)
     }
 
-    /// Records a time, if a trace is on.
+    /// Records a span of time, if a trace is on.
     #[inline]
     pub fn slice(&self, kind: Kind, who: u32, begin: Duration, end: Duration, number: u64) {
         if self.is_on() {
@@ -94,7 +95,7 @@ impl Source {
         }
     }
 
-    /// Records a moment, if a trace is on.
+    /// Records an instant, if a trace is on.
     pub fn mark(&self, kind: Kind, who: u32, number: u64, extra: u64) {
         if self.is_on() {
             self.put(Event { kind, who, begin: sys::clock::monotonic_ns(), length: 0, number, extra });
@@ -110,7 +111,7 @@ impl Source {
         let StatusPage { state, since_ns, task, .. } = &self.arena.control(worker).status;
         let (begin, number) = (since_ns.load(Ordering::Relaxed), task.load(Ordering::Relaxed));
         let length = sys::clock::monotonic_ns().saturating_sub(begin);
-        // That of a worker on another machine has its own clock.
+        // The page of a worker on another machine has the clock of that machine.
         let is_remote = self.arena.header().main.options.load(Ordering::Relaxed) & REMOTE != 0;
         if let Some(kind) = Kind::of_state(WorkerState::from_u32(state.load(Ordering::Relaxed)))
             && begin != 0
@@ -121,9 +122,9 @@ impl Source {
         self.mark(Kind::Died, worker, number, 0);
     }
 
-    /// Empties the rings, unless that was done a moment ago.
+    /// Empties the rings, unless less than [`TRACE_DRAIN`] has passed since the last time.
     #[inline]
-    pub fn empty_now_and_then(&self, now: Duration) {
+    pub fn empty_if_due(&self, now: Duration) {
         if self.is_on()
             && let Some(traced) = &mut *lock(&self.traced)
             && now.saturating_sub(traced.emptied) >= TRACE_DRAIN

@@ -18,13 +18,13 @@ fn file() -> (OwnedFd, File) {
     (fd, file)
 }
 
-/// The records of the first `len` bytes.
+/// Returns the records in the first `len` bytes.
 fn records(file: &mut File, len: u64) -> Vec<Read5> {
     let mut bytes = Vec::new();
     file.rewind().unwrap();
     file.take(len).read_to_end(&mut bytes).unwrap();
-    let (words, rest) = bytes.as_chunks::<8>();
-    assert!(rest.is_empty() && words.len().is_multiple_of(5));
+    let (words, tail) = bytes.as_chunks::<8>();
+    assert!(tail.is_empty() && words.len().is_multiple_of(5));
     words.chunks(5).map(|words| std::array::from_fn(|at| u64::from_le_bytes(words[at]))).collect()
 }
 
@@ -73,14 +73,14 @@ fn workers_record_only_while_a_trace_is_on() {
     source.slice(Kind::Step, MAIN, Duration::ZERO, Duration::ZERO, 0);
     let (lost, files) = sink.end();
     assert_eq!((lost, files.len()), (0, 1));
-    let found = records(&mut read, files[0].1);
-    assert_eq!((found[0][0], &found[0][3..]), (first(3, MAIN, Kind::Epoch), &[100, 2][..]));
-    let rest = [
+    let recorded = records(&mut read, files[0].1);
+    assert_eq!((recorded[0][0], &recorded[0][3..]), (first(3, MAIN, Kind::Epoch), &[100, 2][..]));
+    let expected = [
         [first(3, MAIN, Kind::Step), 5, 4, 0, 0],
         [first(3, 1, Kind::Fetch), 1000, 20, 101, 0],
         [first(3, 1, Kind::Replay), 1020, 1, 101, 0],
     ];
-    assert_eq!(found[1..], rest);
+    assert_eq!(recorded[1..], expected);
 }
 
 #[test]
@@ -97,15 +97,15 @@ fn a_sample_lasts_until_the_next_and_one_that_fails_is_left_out() {
     recorder.spent(WorkerState::Fetch, (9, 20), 4, false);
     recorder.sample(None, 30, 4);
     source.end();
-    let found = records(&mut read, sink.end().1[0].1);
+    let recorded = records(&mut read, sink.end().1[0].1);
     let sample = first(0, 0, Kind::Sample);
-    assert_eq!(found[1..3], [[sample, 10, 2, 4, 7], [sample, 12, 3, 4, 8]]);
-    assert_eq!(found[3][0], first(0, 0, Kind::Fetch));
-    assert_eq!(found.len(), 4);
+    assert_eq!(recorded[1..3], [[sample, 10, 2, 4, 7], [sample, 12, 3, 4, 8]]);
+    assert_eq!(recorded[3][0], first(0, 0, Kind::Fetch));
+    assert_eq!(recorded.len(), 4);
 }
 
 #[test]
-fn what_a_full_ring_loses_is_counted_and_the_next_trace_begins_empty() {
+fn events_that_a_full_ring_loses_are_counted_and_the_next_trace_begins_empty() {
     let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
     let (source, recorder) = (Source::new(arena.clone()), Recorder::new(arena.clone(), 0));
     for round in 0..3 {
@@ -118,14 +118,14 @@ fn what_a_full_ring_loses_is_counted_and_the_next_trace_begins_empty() {
         // A worker may be about to record when a trace ends.
         recorder.spent(WorkerState::Idle, (0, 1), 99, false);
         let (lost, files) = sink.end();
-        let found = records(&mut read, files[0].1);
-        assert_eq!((lost, found.len() as u32), (round, 1 + TRACE_SLOTS));
-        assert!(found[1..].iter().all(|words| words[3] == round));
+        let recorded = records(&mut read, files[0].1);
+        assert_eq!((lost, recorded.len() as u32), (round, 1 + TRACE_SLOTS));
+        assert!(recorded[1..].iter().all(|words| words[3] == round));
     }
 }
 
 #[test]
-fn the_death_of_a_worker_ends_what_it_was_at() {
+fn the_death_of_a_worker_ends_its_state() {
     let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
     let source = Source::new(arena.clone());
     let (fd, mut read) = file();
@@ -137,9 +137,9 @@ fn the_death_of_a_worker_ends_what_it_was_at() {
     page.task.store(5, crate::sync::Ordering::Relaxed);
     source.died(0);
     source.end();
-    let found = records(&mut read, sink.end().1[0].1);
-    assert_eq!((found[1][0], found[1][1], found[1][3]), (first(0, 0, Kind::Collate), 77, 5));
-    assert_eq!((found[2][0], found[2][3]), (first(0, 0, Kind::Died), 5));
+    let recorded = records(&mut read, sink.end().1[0].1);
+    assert_eq!((recorded[1][0], recorded[1][1], recorded[1][3]), (first(0, 0, Kind::Collate), 77, 5));
+    assert_eq!((recorded[2][0], recorded[2][3]), (first(0, 0, Kind::Died), 5));
 }
 
 #[test]
@@ -152,11 +152,11 @@ fn two_files_take_turns_and_each_knows_the_epoch() {
     assert_eq!(lost, 0);
     let mut kept = Vec::new();
     for (number, len) in files {
-        let found = records(if number == 0 { &mut read_one } else { &mut read_two }, len);
-        assert_eq!(found[0][0], first(0, 1, Kind::Epoch));
-        kept.extend(found[1..].iter().map(|words| words[1]));
+        let recorded = records(if number == 0 { &mut read_one } else { &mut read_two }, len);
+        assert_eq!(recorded[0][0], first(0, 1, Kind::Epoch));
+        kept.extend(recorded[1..].iter().map(|words| words[1]));
     }
-    // The last 100 ns at least, in order, and hardly more than two turns.
+    // The files have at least the last 100 ns, in order, and hardly more than two turns.
     assert!(kept.is_sorted_by(|a, b| a + 10 == *b) && kept.last() == Some(&990));
     assert!((11..=24).contains(&kept.len()), "{kept:?}");
     sink.put(0, event(Kind::Next, 1, 1));
@@ -167,6 +167,6 @@ fn two_files_take_turns_and_each_knows_the_epoch() {
 fn events_that_cannot_be_written_are_counted() {
     let sink = Sink::new(vec![OwnedFd::from(File::open("/proc/self/exe").unwrap())], 0);
     (0..3).for_each(|at| sink.put(0, event(Kind::Next, at, at)));
-    sink.lose(4);
+    sink.count_lost(4);
     assert_eq!(sink.end(), (7, vec![(0, 0)]));
 }

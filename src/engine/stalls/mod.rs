@@ -1,4 +1,4 @@
-//! Detection of workers that are stuck in their start or at one batch. [`overdue`] kills some of them.
+//! Detection of workers that are stuck in their start or in one batch. [`overdue`] finds those that are to be killed.
 //!
 //! While the main process waits for results it checks the status pages a few times per second, without a thread or any
 //! cost per batch.
@@ -9,15 +9,15 @@ mod stack;
 
 use std::time::Duration;
 
-use self::report::{Phase, Shown, Stall};
+use self::report::{Observation, Phase, Stall};
 use crate::config::STALL_CHECK;
 use crate::id::TaskId;
 use crate::shm::layout::WorkerState;
 
-/// One worker's state at the last check.
+/// The state of a worker at the last check.
 #[derive(Clone, Copy, Debug, Default)]
 struct WatchedWorker {
-    /// The oldest task.
+    /// The worker's oldest task.
     task: Option<TaskId>,
     /// Time of the first check with that task.
     seen: Duration,
@@ -28,19 +28,19 @@ struct WatchedWorker {
 /// The limits, and the results of the checks.
 #[derive(Debug)]
 pub(super) struct Stalls {
-    /// Time in a phase after which a worker is stuck; `None` for never.
+    /// Time in a phase after which a worker counts as stuck; `None` means never.
     limits: [Option<Duration>; 2],
     /// See [`Stall::patience`].
     patience: Option<Duration>,
     /// Time of the last check.
-    looked: Duration,
+    last_check: Duration,
     watched: Box<[WatchedWorker]>,
 }
 
 impl Stalls {
     pub(super) fn new(workers: u32) -> Self {
         let watched = vec![WatchedWorker::default(); workers as usize].into();
-        Self { limits: [None; 2], patience: None, looked: Duration::ZERO, watched }
+        Self { limits: [None; 2], patience: None, last_check: Duration::ZERO, watched }
     }
 
     /// Resets a worker's state for its next process.
@@ -48,7 +48,7 @@ impl Stalls {
         self.watched[worker as usize] = WatchedWorker::default();
     }
 
-    /// Sets the limits of the phases (`None`: never stuck), and the [`Stall::patience`].
+    /// Sets the limits of the phases (`None` means never stuck), and the [`Stall::patience`].
     pub(super) fn set_limits(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
         (self.limits, self.patience) = (limits, patience);
     }
@@ -59,35 +59,35 @@ impl Stalls {
     }
 
     /// Returns true if the workers are to be checked now.
-    pub(super) fn begins_check(&self, now: Duration) -> bool {
-        now.saturating_sub(self.looked) >= STALL_CHECK
+    pub(super) fn is_check_due(&self, now: Duration) -> bool {
+        now.saturating_sub(self.last_check) >= STALL_CHECK
     }
 
-    /// Notes that a check has found no other stall.
+    /// Notes that a check has found no further stall.
     pub(super) fn checked(&mut self, now: Duration) {
-        self.looked = now;
+        self.last_check = now;
     }
 
-    /// Returns the report of a worker that is stuck, once for each task.
-    pub(super) fn stall_of(&mut self, worker: u32, shown: &Shown, now: Duration) -> Option<Stall> {
-        let Shown { process, oldest, state, task, .. } = shown;
-        let (oldest, waits) = (*oldest, shown.is_waited_for());
+    /// Returns the report of a worker if it is stuck, once for each task.
+    pub(super) fn stall_of(&mut self, worker: u32, observed: &Observation, now: Duration) -> Option<Stall> {
+        let Observation { process, oldest, state, task, .. } = observed;
+        let (oldest, waits) = (*oldest, observed.is_waited_for());
         let watched = &mut self.watched[worker as usize];
         if watched.task != oldest || watched.seen.is_zero() {
             (watched.task, watched.seen) = (oldest, now);
         }
         let (phase, task, since) = match *state {
             WorkerState::Left => return None,
-            WorkerState::Starting if shown.answers == 0 => (Phase::Start, oldest, process.started),
-            WorkerState::Starting => (Phase::Start, oldest, shown.since),
-            _ if shown.is_answered() => return None,
+            WorkerState::Starting if observed.answers == 0 => (Phase::Start, oldest, process.started),
+            WorkerState::Starting => (Phase::Start, oldest, observed.since),
+            _ if observed.is_answered() => return None,
             _ if waits => (Phase::Item, oldest, watched.seen),
-            _ => (Phase::Item, Some(*task), shown.task_since),
+            _ => (Phase::Item, Some(*task), observed.task_since),
         };
-        // At most the age of the process, because the page may be damaged.
+        // The time is at most the age of the process, because the page may be damaged.
         let time = now.saturating_sub(since.max(process.started));
         let limit = self.limits[phase as usize]?;
-        // A task that waited for its worker, and one that the worker is stuck at later, are two reports.
+        // A task that its worker does not take, and the same task that the worker does not finish, are two reports.
         if time < limit || watched.reported == Some((phase, task, waits)) || process.has_exited() {
             return None;
         }

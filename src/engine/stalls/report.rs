@@ -1,4 +1,4 @@
-//! Workers that are stuck in their start or at one batch: their status, and the report.
+//! Workers that are stuck in their start or in one batch: their status, and the report.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::sync::{AtomicU64, Ordering};
 pub enum Phase {
     /// Before its first batch of an epoch.
     Start,
-    /// At a batch.
+    /// In a batch.
     Item,
 }
 
@@ -33,30 +33,30 @@ pub struct Stall {
     pub task: Option<TaskId>,
     /// The time for which it has been stuck.
     pub time: Duration,
-    /// Limit of the wait for its stack; `None` for no stack dump.
+    /// The longest wait for its stack dump; `None` for no dump.
     pub patience: Option<Duration>,
-    /// The limit of [`Engine::kill_stalls`](crate::engine::Engine::kill_stalls), if the worker has exceeded it:
-    /// [`Engine::kill`](crate::engine::Engine::kill) it.
+    /// The limit of [`Engine::set_stall_timeout`](crate::engine::Engine::set_stall_timeout), if the worker has exceeded it. Then
+    /// call [`Engine::kill`](crate::engine::Engine::kill).
     pub exceeds: Option<Duration>,
 }
 
 /// The status page of a worker that is waited for, as read at a check.
-pub(in crate::engine) struct Shown {
+pub(in crate::engine) struct Observation {
     pub(in crate::engine) process: Arc<Process>,
     /// Its first unanswered task.
     pub(in crate::engine) oldest: Option<TaskId>,
     pub(in crate::engine) state: WorkerState,
-    /// Its current task, or its last one.
+    /// The current task, or the last one.
     pub(in crate::engine) task: TaskId,
     /// Tasks that it has answered.
     pub(in crate::engine) answers: u64,
-    /// Time at which its state began.
+    /// The time at which the state began.
     pub(in crate::engine) since: Duration,
-    /// Time at which it took its task; in a replay, at which it began the current batch.
+    /// The time at which it took its task or, in a replay, began the current batch.
     pub(in crate::engine) task_since: Duration,
 }
 
-impl Shown {
+impl Observation {
     /// Reads a worker's status page.
     pub(in crate::engine) fn of(arena: &Arena, worker: u32, process: Arc<Process>, oldest: Option<TaskId>) -> Self {
         let page = &arena.control(worker).status;
@@ -76,7 +76,7 @@ impl Shown {
     pub(in crate::engine) fn is_waited_for(&self) -> bool {
         match self.state {
             WorkerState::Idle => true,
-            // It has published the previous batch, and not taken the next one.
+            // It has published the previous batch, and has not taken the next task.
             WorkerState::Publish => self.oldest.is_some_and(|oldest| self.task < oldest),
             _ => false,
         }

@@ -13,7 +13,8 @@ use crate::sync::Ordering;
 use crate::sys;
 
 impl Handle {
-    /// Returns the Python stacks of a stuck worker's threads, or why they are unavailable. Waits: call without the GIL.
+    /// Returns the Python stacks of a stuck worker's threads, or the reason why they are unavailable. Call it without
+    /// the GIL, because it waits.
     pub fn stack_of(&self, stall: &Stall) -> std::result::Result<String, String> {
         let worker = stall.worker;
         let patience = stall.patience.ok_or("RUSTLOADER_STALL_STACK_SECONDS is 0")?;
@@ -26,18 +27,19 @@ impl Handle {
         let fd = match StackFile::from_u32(page.stack.load(Ordering::Acquire)) {
             StackFile::Descriptor(fd) => fd,
             StackFile::NotYet => {
-                return Err("it has not come to the loader's code yet, and may still be importing".into());
+                return Err("it has not reached the loader's code yet, and may still be importing".into());
             }
             StackFile::Refused => {
-                return Err("it could not get a file to write it to, or a signal handler".into());
+                return Err("it could not get a file to write its stack to, or a signal handler".into());
             }
             StackFile::SignalTaken => return Err(format!("{} of its own", handler())),
         };
         let place = (page.stack_device.load(Ordering::Relaxed), page.stack_inode.load(Ordering::Relaxed));
-        // Before the signal: faulthandler writes to the descriptor's number, even if it names another file by now.
+        // Open the file before the signal: faulthandler writes to the descriptor's number, even if it names another
+        // file by then.
         let file = sys::proc_fd::open(process.pid, fd, place);
-        let file = file.map_err(|error| format!("its file for it cannot be read: {error}"))?;
-        ask(&process, file.as_fd(), patience)
+        let file = file.map_err(|error| format!("the file for its stack cannot be read: {error}"))?;
+        dump(&process, file.as_fd(), patience)
     }
 }
 
@@ -45,8 +47,8 @@ fn handler() -> String {
     format!("it has a handler for signal {} (SIGRTMIN+{STACK_SIGNAL})", sys::signal::stack_signal())
 }
 
-/// Sends the signal and waits for the answer.
-fn ask(
+/// Sends the signal, waits for the dump and returns it.
+fn dump(
     process: &Process,
     file: std::os::fd::BorrowedFd<'_>,
     patience: Duration,
@@ -57,13 +59,13 @@ fn ask(
     let signal = sys::signal::stack_signal();
     // Without a handler the signal would end the process.
     if !sys::signal::catches(process.pid, signal) {
-        return Err(format!("it has taken away the handler for signal {signal} (SIGRTMIN+{STACK_SIGNAL})"));
+        return Err(format!("it has removed the handler for signal {signal} (SIGRTMIN+{STACK_SIGNAL})"));
     }
     let start = sys::proc_fd::len(file);
     process.signal(signal);
     let deadline = sys::clock::monotonic() + patience;
     let (mut len, mut unchanged) = (start, 0);
-    // On a busy machine the handler may be preempted. While it runs its signal is blocked.
+    // On a busy machine the handler may be preempted. While it runs, its signal is blocked.
     let whole = |unchanged| unchanged >= STACK_SETTLED && !sys::signal::blocks(process.pid, signal);
     while !whole(unchanged) && sys::clock::monotonic() < deadline {
         std::thread::sleep(STACK_CHECK);
@@ -74,6 +76,6 @@ fn ask(
     if len > start {
         return Ok(String::from_utf8_lossy(&sys::proc_fd::read(file, start, STACK_SHOWN)).into_owned());
     }
-    let ways = format!("it is stopped, the kernel keeps it, or {}", handler());
-    Err(format!("it did not answer within {} s: {ways} of its own", patience.as_secs_f64()))
+    let causes = format!("it is stopped, the kernel keeps it, or {}", handler());
+    Err(format!("it did not answer within {} s: {causes} of its own", patience.as_secs_f64()))
 }

@@ -66,9 +66,9 @@ pub struct DLManagedTensorVersioned {
     pub dl_tensor: DLTensor,
 }
 
-/// Fills a structure with the description of a tensor object; 0 for success.
+/// Fills a structure with the description of a tensor object. Returns 0 on success.
 pub type ReadTensor = unsafe extern "C" fn(*mut c_void, *mut DLTensor) -> c_int;
-/// Creates a tensor object, which owns the structure on success (0).
+/// Creates a tensor object, which owns the structure on success. Returns 0 on success.
 pub type MakeTensor = unsafe extern "C" fn(*mut DLManagedTensorVersioned, *mut *mut c_void) -> c_int;
 
 /// `DLPackExchangeAPIHeader`.
@@ -92,7 +92,7 @@ struct ExchangeTable {
 }
 
 /// Returns the functions of the first table in the chain with major version 1. `None` if there is no such table, or it
-/// lacks one.
+/// lacks one of the functions.
 ///
 /// # Safety
 /// `header` is null or begins a table of its version, and so does the older one that it points to.
@@ -136,17 +136,17 @@ mod tests {
     #[test]
     fn the_table_of_major_version_1_is_found() {
         // SAFETY: null, or a table on this stack that begins with its header.
-        let found = |header: *const ExchangeHeader| unsafe { exchange_functions(header) };
+        let functions_of = |header: *const ExchangeHeader| unsafe { exchange_functions(header) };
         let first = table(1, std::ptr::null(), Some(make));
         let newer = table(2, &first.header, None);
         for header in [&raw const first, &raw const newer] {
-            let (_, make) = found(header.cast()).unwrap();
+            let (_, make) = functions_of(header.cast()).unwrap();
             // SAFETY: the function of this test, which reads nothing.
             assert_eq!(unsafe { make(std::ptr::null_mut(), std::ptr::null_mut()) }, 2);
         }
-        assert!(found(std::ptr::null()).is_none());
+        assert!(functions_of(std::ptr::null()).is_none());
         let (other, half) = (table(0, std::ptr::null(), Some(make)), table(1, std::ptr::null(), None));
-        assert!(found((&raw const other).cast()).is_none());
-        assert!(found((&raw const half).cast()).is_none());
+        assert!(functions_of((&raw const other).cast()).is_none());
+        assert!(functions_of((&raw const half).cast()).is_none());
     }
 }

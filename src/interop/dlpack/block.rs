@@ -1,4 +1,4 @@
-//! One allocation per tensor: DLPack's structures, sizes, strides, and the lease or the data itself.
+//! The one allocation of a tensor, with DLPack's structures, the sizes, the strides, and the lease or the data itself.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,16 +10,16 @@ use crate::interop::memory::Memory;
 use crate::interop::moving;
 use crate::interop::view::Form;
 
-/// A block without a tensor. Freed on drop; [`Self::hand_over`] passes it to a tensor.
+/// A block without a tensor. It is freed on drop, unless [`Self::release_to_tensor`] has passed it to a tensor.
 #[derive(Debug)]
 pub struct Block<M: Memory>(NonNull<Header<M>>);
 
 /// The head of the allocation; sizes, strides and, for small tensors, the data follow.
 struct Header<M> {
     versioned: DLManagedTensorVersioned,
-    /// The same for older versions of torch.
+    /// The same description, for older versions of torch.
     legacy: DLManagedTensor,
-    /// One of the three below.
+    /// [`UNOWNED`], [`DELETED`] or [`OWNED`].
     state: AtomicU8,
     layout: Layout,
     lease: Option<M>,
@@ -27,7 +27,7 @@ struct Header<M> {
 
 /// No tensor owns the block. The deleter frees nothing: a failed import may call it or not.
 const UNOWNED: u8 = 0;
-/// The deleter was called, before a tensor owned the block or as it freed it.
+/// The deleter was called, either before a tensor owned the block or to free it.
 const DELETED: u8 = 1;
 /// A tensor owns the block; its deleter frees it.
 const OWNED: u8 = 2;
@@ -43,8 +43,8 @@ const EMPTY: DLTensor = DLTensor {
 };
 
 impl<M: Memory> Block<M> {
-    /// Creates a block over leased memory; the caller has checked that the view at byte `offset` stays inside. `None`:
-    /// no memory, or a dtype that DLPack cannot name.
+    /// Creates a block over leased memory. The caller has checked that the view at byte `offset` stays inside it.
+    /// Returns `None` if there is no memory, or if DLPack has no name for the dtype.
     pub fn leased(lease: M, offset: usize, form: Form<'_>) -> Option<Self> {
         let data = lease.ptr().wrapping_add(offset);
         let (block, _) = Self::allocate(Some(lease), form, 0)?;
@@ -67,7 +67,7 @@ impl<M: Memory> Block<M> {
     fn allocate(lease: Option<M>, form: Form<'_>, data_len: usize) -> Option<(Self, *mut u8)> {
         let Form { dtype, shape, strides } = form;
         let (code, bits, lanes) = dtype.dl()?;
-        // torch aligns to 64 bytes; for little data the allocator makes that too expensive.
+        // torch aligns to 64 bytes. For small data, an allocation with that alignment is too expensive.
         let data_align = if data_len < 1024 { 16 } else { 64 };
         let (layout, dims_at) = Layout::new::<Header<M>>().extend(Layout::array::<i64>(shape.len() * 2).ok()?).ok()?;
         let (layout, data_at) = layout.extend(Layout::from_size_align(data_len, data_align).ok()?).ok()?;
@@ -119,14 +119,14 @@ impl<M: Memory> Block<M> {
     }
 
     /// Passes the block to a tensor, whose deleter frees it. The caller still has the only reference to that tensor.
-    pub fn hand_over(self) {
+    pub fn release_to_tensor(self) {
         // SAFETY: the header lives: the deleter frees nothing before the store below.
         let state = unsafe { &(*self.0.as_ptr()).state };
         if state.load(Ordering::Relaxed) == DELETED {
             return;
         }
         // SYNC: handed-over (pairs with the Acquire in `delete`). The tensor reaches other threads through the GIL, so
-        // that its deleter finds this store.
+        // its deleter sees this store.
         state.store(OWNED, Ordering::Release);
         std::mem::forget(self);
     }
@@ -134,7 +134,7 @@ impl<M: Memory> Block<M> {
 
 impl<M: Memory> Drop for Block<M> {
     fn drop(&mut self) {
-        // SAFETY: not handed over, so nothing else frees it.
+        // SAFETY: no tensor owns the block, so nothing else frees it.
         unsafe { free(self.0) }
     }
 }
@@ -165,12 +165,12 @@ unsafe fn delete<M: Memory>(context: *mut std::ffi::c_void) {
     let Some(header) = NonNull::new(context.cast::<Header<M>>()) else { return };
     // SAFETY: a deleter is called once, and the header lives until then; only an owned block is freed here.
     unsafe {
-        // SYNC: handed-over (pairs with the Release in `hand_over`).
+        // SYNC: handed-over (pairs with the Release in `release_to_tensor`).
         if (*header.as_ptr()).state.swap(DELETED, Ordering::Acquire) != OWNED {
             return;
         }
         let data = (*header.as_ptr()).legacy.dl_tensor.data.cast::<u8>();
-        if !moving::caught(data, context, free_caught::<M>) {
+        if !moving::catch(data, context, free_caught::<M>) {
             free(header);
         }
     }
@@ -244,7 +244,7 @@ mod tests {
             assert_eq!(tensor.data.cast::<u8>(), ptr.wrapping_add(8));
             assert_eq!((tensor.ndim, tensor.byte_offset, tensor.device.device_type), (2, 0, CPU));
             assert_eq!((tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes), (0, 64, 1));
-            // SAFETY: two sizes and two strides stand in the block.
+            // SAFETY: the block has two sizes and two strides.
             let (shape, strides) =
                 unsafe { (std::slice::from_raw_parts(tensor.shape, 2), std::slice::from_raw_parts(tensor.strides, 2)) };
             assert_eq!((shape, strides), (&[2, 3][..], &[3, 1][..]));
@@ -288,7 +288,7 @@ mod tests {
             if early {
                 delete();
             }
-            block.hand_over();
+            block.release_to_tensor();
             if !early {
                 assert_eq!(released(&count), 0);
                 delete();

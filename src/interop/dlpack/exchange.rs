@@ -61,7 +61,7 @@ impl Exchange {
     }
 }
 
-/// The way by which torch receives a block.
+/// The method by which torch receives a block.
 pub enum Importer {
     /// Through its C function.
     Exchange(Exchange),
@@ -76,9 +76,9 @@ impl Importer {
             Self::Exchange(exchange) => exchange.make(py, &block),
             Self::Capsule(from_dlpack) => Self::through_capsule(py, from_dlpack, &block),
         };
-        // An error drops the block. Its deleter, if torch has called it, did nothing.
+        // An error drops the block. If torch has called its deleter, that did nothing.
         let tensor = made?;
-        block.hand_over();
+        block.release_to_tensor();
         Ok(tensor.unbind())
     }
 

@@ -16,8 +16,8 @@ use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, is_contiguous};
 
 impl Bridge {
-    /// Returns the memory of a plain array. `None`: it is not exactly an `ndarray`, or not of a native dtype of kinds
-    /// b, i, u, f, c.
+    /// Returns the memory of a plain array. Returns `None` if the object is not exactly an `ndarray`, or its dtype is
+    /// not a native one of kinds b, i, u, f, c.
     pub fn array_view(&self, obj: &Bound<'_, PyAny>) -> Option<LeafView> {
         let numpy = self.numpy.as_ref().filter(|numpy| numpy.is_array(obj))?;
         let dtype = numpy.dtype_of(obj).ok()??;
@@ -38,8 +38,8 @@ impl Bridge {
         Some(LeafView { kind: Kind::Array, dtype, shape, byte_strides, first: view.buf.cast_const().cast() })
     }
 
-    /// Returns true if an array alone has its memory: the arrays that it is a view of have no other reference, and
-    /// there are no weak ones, whose callbacks could write to the memory when the array goes.
+    /// Returns true if only this array refers to its memory: the arrays that it is a view of have no other references,
+    /// and there are no weak references, whose callbacks could write to the memory when the array is freed.
     pub fn has_alone(&self, array: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = array.py();
         let Some(numpy) = self.numpy.as_ref() else { return Ok(false) };
@@ -65,11 +65,11 @@ impl Bridge {
             .numpy
             .as_ref()
             .ok_or_else(|| PyRuntimeError::new_err("a batch holds an array, but NumPy is missing"))?;
-        let found = numpy.delivered[usize::from(dtype.code())].as_ref();
-        Ok((numpy, found.ok_or_else(|| PyValueError::new_err("NumPy has no such dtype"))?))
+        let delivered = numpy.delivered[usize::from(dtype.code())].as_ref();
+        Ok((numpy, delivered.ok_or_else(|| PyValueError::new_err("NumPy has no such dtype"))?))
     }
 
-    /// Creates a writeable array over leased memory, its first element at byte `offset`.
+    /// Creates a writeable array over leased memory, whose first element is at byte `offset`.
     pub fn ndarray<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, form: Form<'_>) -> Made {
         form.check(&lease, offset).map_err(PyValueError::new_err)?;
         let Form { dtype, shape, strides } = form;
@@ -105,7 +105,7 @@ impl Bridge {
         };
         let export = Export::of(&array, ffi::PyBUF_STRIDES | ffi::PyBUF_WRITABLE)?;
         if export.0.len != bytes.len() as isize {
-            return Err(PyRuntimeError::new_err("NumPy made an array of another size"));
+            return Err(PyRuntimeError::new_err("NumPy made an array of a different size"));
         }
         // SAFETY: a new dense array of just as many bytes, whose order the bytes follow.
         unsafe { export.0.buf.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };

@@ -17,7 +17,7 @@ use crate::tree::layout::{Dims, numel};
 
 static BRIDGE: PyOnceLock<Bridge> = PyOnceLock::new();
 
-/// A new Python object.
+/// A new Python object, or the error of its creation.
 pub type Made = PyResult<Py<PyAny>>;
 
 /// The objects of torch and NumPy that the crate uses, looked up once per process.
@@ -39,7 +39,8 @@ pub struct Bridge {
 }
 
 impl Bridge {
-    /// Imports torch, and NumPy if possible. Without `exchange` torch's C functions are not used, as before torch 2.10.
+    /// Imports torch and, if possible, NumPy. Without `exchange`, torch's C functions are not used, as before torch
+    /// 2.10.
     pub fn new(py: Python<'_>, exchange: bool) -> PyResult<Self> {
         let torch = py.import("torch")?;
         let tensor = torch.getattr("Tensor")?;
@@ -56,8 +57,8 @@ impl Bridge {
             empty.is_some_and(|block| importer.import(py, block).is_ok())
         };
         let dtypes = Dtype::all().filter_map(|dtype| {
-            let found = torch.getattr(dtype.torch_name()?).ok()?;
-            makes(dtype).then(|| (found.unbind(), dtype))
+            let torch_dtype = torch.getattr(dtype.torch_name()?).ok()?;
+            makes(dtype).then(|| (torch_dtype.unbind(), dtype))
         });
         Ok(Self {
             exchange,
@@ -83,20 +84,21 @@ impl Bridge {
         BRIDGE.get_or_try_init(py, || Self::new(py, true))
     }
 
-    /// Returns true if an object is a `torch.Tensor` and of no subclass.
+    /// Returns true if an object is exactly a `torch.Tensor`, not of a subclass.
     #[inline]
     pub fn is_tensor(&self, obj: &Bound<'_, PyAny>) -> bool {
         obj.get_type_ptr().cast() == self.tensor.as_ptr()
     }
 
-    /// Returns true if an object is a `numpy.ndarray` and of no subclass.
+    /// Returns true if an object is exactly a `numpy.ndarray`, not of a subclass.
     #[inline]
     pub fn is_array(&self, obj: &Bound<'_, PyAny>) -> bool {
         self.numpy.as_ref().is_some_and(|numpy| numpy.is_array(obj))
     }
 
-    /// Returns the memory of a plain tensor. `None`: it is not exactly a `torch.Tensor`, not on the CPU, not strided,
-    /// not of a dtype of DLPack, or it requires grad, has names, is a lazy conjugate, negative or zero.
+    /// Returns the memory of a plain tensor. Returns `None` if the object is not exactly a `torch.Tensor`, not on the
+    /// CPU, not strided, or not of a dtype of DLPack, or if it requires grad, has names, or is a lazy conjugate,
+    /// negative or zero.
     pub fn view<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
         if !self.is_tensor(obj) {
             return None;
@@ -104,7 +106,7 @@ impl Bridge {
         let py = obj.py();
         let view = self.read(obj);
         if view.is_none() {
-            // A tensor that torch cannot describe is not plain, and no error.
+            // A tensor that torch cannot describe is not plain; that is not an error.
             drop(PyErr::take(py));
         }
         view
@@ -126,7 +128,7 @@ impl Bridge {
             Some(exchange) => self.read_exchange(exchange, obj)?,
             None => self.read_attributes(obj)?,
         };
-        // A functional or zero tensor has elements and no memory.
+        // A functional or zero tensor has elements but no memory.
         if view.ptr.is_null() && numel(&view.shape) != Some(0) {
             return None;
         }
@@ -162,7 +164,7 @@ impl Bridge {
         Some(TensorView::new(ptr, dtype, dims(tensor.shape)?, dims(tensor.strides)?))
     }
 
-    /// Reads the same without torch's C functions.
+    /// Reads a tensor without torch's C functions.
     fn read_attributes<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
         let py = obj.py();
         if !obj.getattr(intern!(py, "layout")).ok()?.is(&self.strided)
@@ -182,13 +184,13 @@ impl Bridge {
         self.dtypes.iter().find(|(known, _)| known.is(dtype)).map(|(_, dtype)| *dtype)
     }
 
-    /// Creates a tensor over leased memory, its first element at byte `offset`. It is no view, its storage ends with
-    /// its last element, and the last tensor on that storage drops the lease. ValueError if the form does not fit, or
-    /// torch has no such dtype.
+    /// Creates a tensor over leased memory, with its first element at byte `offset`. The tensor is not a view, its
+    /// storage ends with its last element, and the last tensor on that storage drops the lease. Raises ValueError if
+    /// the form does not fit, or torch has no such dtype.
     pub fn tensor<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, form: Form<'_>) -> Made {
         form.check(&lease, offset).map_err(PyValueError::new_err)?;
         let block = Block::leased(lease, offset, form);
-        self.importer.import(py, block.ok_or_else(|| unmade(form.dtype))?)
+        self.importer.import(py, block.ok_or_else(|| creation_error(form.dtype))?)
     }
 
     /// Creates a tensor that owns a copy of `bytes`, which are its extent.
@@ -197,10 +199,10 @@ impl Bridge {
             return Err(PyValueError::new_err("the bytes of a tensor do not fit its sizes and strides"));
         }
         let block = Block::<Heap>::copied(bytes, form);
-        self.importer.import(py, block.ok_or_else(|| unmade(form.dtype))?)
+        self.importer.import(py, block.ok_or_else(|| creation_error(form.dtype))?)
     }
 
-    /// Calls `torch.stack(batch, 0, out=out)`. That is `out`, unless the program had replaced the function.
+    /// Calls `torch.stack(batch, 0, out=out)`. The result is `out`, unless the program has replaced the function.
     pub fn stack_into(&self, batch: &Bound<'_, PyAny>, out: &Py<PyAny>) -> PyResult<Py<PyAny>> {
         let py = batch.py();
         let options = [(intern!(py, "out"), out)].into_py_dict(py)?;
@@ -235,7 +237,7 @@ pub fn items<'py>(batch: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
 }
 
 #[cold]
-fn unmade(dtype: Dtype) -> PyErr {
+fn creation_error(dtype: Dtype) -> PyErr {
     match dtype.dl() {
         Some(_) => PyMemoryError::new_err("no memory for a tensor"),
         None => PyValueError::new_err("torch has no such dtype"),

@@ -1,4 +1,4 @@
-//! Calls of torch that give a storage other memory, and the memory that it had before.
+//! Calls of torch that exchange the memory of a storage, and the memory that the storage had before.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,11 +10,11 @@ use crate::interop::moving::{Freed, Move, Reading};
 #[pyclass(frozen, module = "rustloader._core")]
 struct MovedMemory {
     _memory: Freed,
-    /// The object that the storage kept before.
+    /// The memory of an earlier move, which the storage kept until now.
     _older: Option<Py<PyAny>>,
 }
 
-/// Keeps other threads from moving storages. They wait while the value lives.
+/// Keeps other threads from moving storages: they wait until the value is dropped.
 pub fn reading(py: Python<'_>) -> Reading {
     Reading::begin(|time| py.detach(|| std::thread::sleep(time)))
 }
@@ -33,19 +33,19 @@ pub fn move_storage<'py>(
     let moving = Move::begin(address as *const u8, |time| py.detach(|| std::thread::sleep(time)));
     let mut call = vec![storage.clone()];
     call.extend(args.iter());
-    let answer = PyTuple::new(py, call).and_then(|call| function.call(call, kwargs));
-    // Also if a signal handler has raised after the move.
+    let result = PyTuple::new(py, call).and_then(|call| function.call(call, kwargs));
+    // Keep the memory even if a signal handler raised after the move.
     if let Some(memory) = moving.end() {
         keep(storage, memory)?;
     }
-    answer
+    result
 }
 
 fn keep(storage: &Bound<'_, PyAny>, memory: Freed) -> PyResult<()> {
     let py = storage.py();
     let name = intern!(py, "_rustloader_memory");
     let older = storage.getattr_opt(name)?.map(Bound::unbind);
-    // What cannot be kept leaks rather than being freed under a view.
+    // Memory that cannot be kept leaks, because a view may still use it.
     let kept = Bound::new(py, MovedMemory { _memory: memory, _older: older })?;
     storage.setattr(name, &kept).inspect_err(|_| std::mem::forget(kept))
 }

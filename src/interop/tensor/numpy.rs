@@ -26,12 +26,12 @@ impl Numpy {
             Dtype::all().map(|dtype| make.call1((dtype.numpy_name()?,)).ok().map(Bound::unbind)).collect();
         let mut known = Vec::new();
         for letter in LETTERS.chars() {
-            let found = make.call1((letter.to_string(),))?;
+            let built_in = make.call1((letter.to_string(),))?;
             for dtype in Dtype::all() {
                 if let Some(delivered) = &delivered[usize::from(dtype.code())]
-                    && found.eq(delivered)?
+                    && built_in.eq(delivered)?
                 {
-                    known.push((found.clone().unbind(), dtype));
+                    known.push((built_in.clone().unbind(), dtype));
                 }
             }
         }
@@ -47,16 +47,16 @@ impl Numpy {
     pub(super) fn dtype_of(&self, array: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
         let py = array.py();
         let dtype = array.getattr(intern!(py, "dtype"))?;
-        if let Some((_, found)) = self.known.iter().find(|(known, _)| known.is(&dtype)) {
-            return Ok(Some(*found));
+        if let Some((_, own)) = self.known.iter().find(|(known, _)| known.is(&dtype)) {
+            return Ok(Some(*own));
         }
         // Unpickled arrays carry copies of the built-in dtypes. `==` compares byte orders and fields, but not metadata.
         if !dtype.getattr(intern!(py, "metadata"))?.is_none() {
             return Ok(None);
         }
-        for (known, found) in &self.known {
+        for (known, own) in &self.known {
             if dtype.eq(known)? {
-                return Ok(Some(*found));
+                return Ok(Some(*own));
             }
         }
         Ok(None)

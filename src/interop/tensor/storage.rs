@@ -13,12 +13,12 @@ use crate::interop::view::Form;
 pub struct SharedStorage {
     storage: Py<PyAny>,
     len: usize,
-    /// Of the first byte; 0 for ordinary memory, which is aligned for every element.
+    /// The address of the first byte; 0 for ordinary memory, which is aligned for every element.
     address: usize,
 }
 
 impl Bridge {
-    /// Creates a storage of `len` bytes at `offset` of a lease. ValueError if they reach beyond it.
+    /// Creates a storage of `len` bytes at `offset` of a lease. Raises ValueError if they extend beyond the lease.
     pub fn storage<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, len: usize) -> PyResult<SharedStorage> {
         let address = (lease.ptr() as usize).wrapping_add(offset);
         let bytes = self.tensor(py, lease, offset, Form::bytes(&[len as i64]))?;
@@ -31,8 +31,8 @@ impl Bridge {
         SharedStorage::of(py, copied.bind(py), bytes.len(), 0)
     }
 
-    /// Creates a tensor on a storage, its first element at byte `offset`; it is no view. ValueError if the form does
-    /// not fit, or torch has no such dtype.
+    /// Creates a tensor on a storage, with its first element at byte `offset`. The tensor is not a view. Raises
+    /// ValueError if the form does not fit, or torch has no such dtype.
     pub fn tensor_shared(&self, py: Python<'_>, storage: &SharedStorage, offset: usize, form: Form<'_>) -> Made {
         let dtype = form.dtype;
         let end = form.extent().and_then(|bytes| bytes.checked_add(offset));
@@ -45,7 +45,7 @@ impl Bridge {
         self.tensor_on(py, &storage.storage, (offset / dtype.itemsize()) as i64, form)
     }
 
-    /// Creates a tensor without elements, `offset` elements behind the start of an empty storage.
+    /// Creates a tensor without elements, at `offset` elements after the start of an empty storage.
     pub fn tensor_empty(&self, py: Python<'_>, offset: i64, form: Form<'_>) -> Made {
         let nothing = self.tensor_copied(py, &[], Form::bytes(&[0]))?;
         let storage = nothing.call_method0(py, intern!(py, "untyped_storage"))?;
@@ -61,7 +61,7 @@ impl Bridge {
 }
 
 impl SharedStorage {
-    /// Returns the storage of a byte tensor that begins with it.
+    /// Returns the storage of a byte tensor that begins at the first byte of its storage.
     pub fn of(py: Python<'_>, bytes: &Bound<'_, PyAny>, len: usize, address: usize) -> PyResult<Self> {
         let storage = bytes.call_method0(intern!(py, "untyped_storage"))?.unbind();
         Ok(Self { storage, len, address })

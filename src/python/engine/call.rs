@@ -31,7 +31,7 @@ pub(super) struct Callbacks {
     pub(super) warn_stall: Py<PyAny>,
 }
 
-/// A call with exclusive access. Python finds its answer, a code and a value, in the list `answer`.
+/// A call with exclusive access. It puts its answer, a code and a value, into the list `answer`.
 pub(super) struct Call<'a, 'py> {
     pub(super) py: Python<'py>,
     pub(super) handle: &'a Handle,
@@ -40,14 +40,14 @@ pub(super) struct Call<'a, 'py> {
     pub(super) answer: &'a Bound<'py, PyList>,
     /// The sampler's iterator, or a function that returns the next index.
     pub(super) next_index: &'a Bound<'py, PyAny>,
-    /// The object that foresees how the next epoch begins: `Foresight` of `_core.pyi`.
-    pub(super) foresight: Option<&'a Bound<'py, PyAny>>,
+    /// The object that predicts how the next epoch begins: `Foresight` of `_core.pyi`.
+    pub(super) predictor: Option<&'a Bound<'py, PyAny>>,
 }
 
 impl<'py> Call<'_, 'py> {
     pub(super) fn begin(&mut self, is_first: bool, message: &[u8], first_worker: u32) -> PyResult<()> {
-        let goes_on = self.state.begun.take().is_some_and(|begun| begun == message);
-        if !goes_on {
+        let continues = self.state.begun.take().is_some_and(|begun| begun == message);
+        if !continues {
             self.state.engine.delivery().on_event(Event::EpochBegan);
             self.state.engine.epoch_begins();
         }
@@ -57,14 +57,14 @@ impl<'py> Call<'_, 'py> {
         let early = self.state.early.take().filter(|_| !is_first);
         let was_early = early.is_some();
         let drawn =
-            early.map(|early| self.draw_foreseen(early, message, first_worker)).transpose()?.unwrap_or_default();
+            early.map(|early| self.draw_predicted(early, message, first_worker)).transpose()?.unwrap_or_default();
         let (taken_up, mut asked) = (drawn.taken_up(), drawn.draws);
         if !is_first && !taken_up {
-            // A death during the last epoch, which was abandoned before its batches were all delivered.
+            // A worker may have died during the last epoch, which was abandoned before all its batches were delivered.
             if let Some(death) = self.state.engine.death() {
                 return self.give_death(code::DEAD, death);
             }
-            if !goes_on {
+            if !continues {
                 self.state.engine.reset(message)?;
             }
             while self.state.engine.resuming() {
@@ -117,10 +117,10 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Waits until each worker has sent its first snapshot, or will not. False: the deadline has passed before.
+    /// Waits until each worker has sent its first snapshot, or never will. Returns false if the deadline passes first.
     pub(super) fn wait_started(&mut self, deadline: Option<Duration>) -> PyResult<bool> {
         loop {
-            while let Some((incoming, ready)) = self.state.engine.take_news()? {
+            while let Some((incoming, ready)) = self.state.engine.process_outside_next()? {
                 self.open(&incoming, ready)?;
             }
             if !self.state.engine.is_starting() {
@@ -180,7 +180,8 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Waits: for a moment with the GIL, then without it. Then handles signals, and takes in what has arrived.
+    /// Waits, for a moment with the GIL and then without it. Afterwards handles signals, and processes the events that
+    /// have arrived.
     fn wait(&mut self, deadline: Option<Duration>) -> PyResult<()> {
         let engine = &mut self.state.engine;
         if !engine.arrives_soon() {
@@ -194,14 +195,14 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Names a stuck worker in the log, and kills it if it has exceeded the limit for that.
+    /// Names a stuck worker in the log, and kills it if it has exceeded `stall_timeout`.
     fn warn(&mut self, stall: &Stall) -> PyResult<()> {
         let stack = self.py.detach(|| self.handle.stack_of(stall));
         let engine = &mut self.state.engine;
-        // Before the log, whose handlers may raise.
+        // Kill the worker before logging, because a handler of the log may raise.
         let exceeds = match stall.exceeds.map(|limit| (limit.as_secs_f64(), engine.kill(stall))) {
             None => None,
-            Some((_, Killed::WentOn)) => return Ok(()),
+            Some((_, Killed::Continued)) => return Ok(()),
             Some((limit, killed)) => Some((limit, killed == Killed::Yes)),
         };
         let index = stall.task.and_then(|task| engine.tag_at(stall.worker, task));
@@ -213,7 +214,7 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Answers with a code and its value.
+    /// Puts a code and its value into the answer.
     #[inline]
     pub(super) fn give(&self, code: u8, value: impl IntoPyObject<'py>) -> PyResult<()> {
         self.answer.set_item(1, value)?;

@@ -1,6 +1,6 @@
-//! Starts the next epoch early: sends its tasks before the current epoch has ended. The index batches are predicted.
-//! When the epoch begins, they are drawn from the sampler all the same, and the tasks that were sent count only if the
-//! draws equal the prediction.
+//! The early start of the next epoch: its tasks are sent before the current epoch has ended, with predicted index
+//! batches. When the epoch begins, its index batches are still drawn from the sampler, and the tasks that were sent
+//! count only if all draws equal the prediction.
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -12,17 +12,17 @@ use crate::error::Error;
 use crate::interop::exit_guard::{call, next_item};
 use crate::wire::TaskKind;
 
-/// What has been drawn so far at the beginning of an epoch.
+/// The draws so far at the start of an epoch.
 #[derive(Default)]
 pub(super) struct Drawn<'py> {
     /// Number of draws.
     pub(super) draws: usize,
     /// True if the early epoch has become the current one, because every draw was as predicted.
     taken_up: bool,
-    /// Index batches that were drawn as predicted, with their bytes. Sent again if a later draw differs.
-    again: Vec<(Py<PyAny>, Vec<u8>)>,
+    /// Index batches that were drawn as predicted, with their bytes. They are sent again if a later draw differs.
+    matched: Vec<(Py<PyAny>, Vec<u8>)>,
     /// The first draw that was not as predicted.
-    last: Option<PyResult<Option<Bound<'py, PyAny>>>>,
+    mismatch: Option<PyResult<Option<Bound<'py, PyAny>>>>,
 }
 
 impl Drawn<'_> {
@@ -34,11 +34,11 @@ impl Drawn<'_> {
 impl<'py> Call<'_, 'py> {
     /// Sends a task of the next epoch, if it can be predicted and there is room.
     pub(super) fn draw_early(&mut self) -> PyResult<()> {
-        let Some(foresight) = self.foresight.filter(|_| self.state.engine.may_be_early()) else {
+        let Some(predictor) = self.predictor.filter(|_| self.state.engine.may_be_early()) else {
             return Ok(());
         };
         if self.state.early.is_none() {
-            let begin = foresight.getattr("begin")?;
+            let begin = predictor.getattr("begin")?;
             let Some(message) = call(&begin, PyTuple::empty(self.py))?.extract::<Option<Vec<u8>>>()? else {
                 return Ok(());
             };
@@ -47,7 +47,7 @@ impl<'py> Call<'_, 'py> {
             }
             self.state.early = Some(Early { message, tasks: Vec::new() });
         }
-        let index = next_item(foresight)?;
+        let index = next_item(predictor)?;
         let mut bytes = Vec::new();
         let Some(index) = index.filter(|index| codec::encode_indices(index, &mut bytes)) else {
             return Ok(self.state.engine.sampler_ended()?);
@@ -59,31 +59,31 @@ impl<'py> Call<'_, 'py> {
                 .early
                 .iter_mut()
                 .for_each(|early| early.tasks.push((index.clone_ref(self.py), bytes.clone()))),
-            // The epoch draws it again when it begins.
+            // The epoch draws this index batch again when it begins.
             Ok(None) | Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => self.state.engine.sampler_ended()?,
             Err(error) => return Err(error.into()),
         }
         Ok(())
     }
 
-    /// Draws the predicted index batches from the sampler. If all are as predicted, the early epoch becomes the
-    /// current one; otherwise [`Call::send_drawn`] sends what was drawn.
-    pub(super) fn draw_foreseen(&mut self, early: Early, message: &[u8], first_worker: u32) -> PyResult<Drawn<'py>> {
+    /// Draws the predicted index batches from the sampler. If all are as predicted, the early epoch becomes the current
+    /// one; otherwise [`Call::send_drawn`] sends the index batches that were drawn.
+    pub(super) fn draw_predicted(&mut self, early: Early, message: &[u8], first_worker: u32) -> PyResult<Drawn<'py>> {
         let mut drawn = Drawn::default();
         if early.message != message || first_worker != 0 || !self.state.engine.may_take_up() {
             return Ok(drawn);
         }
-        for (index, foreseen) in early.tasks {
+        for (index, predicted) in early.tasks {
             let item = self.py.check_signals().and_then(|()| next_item(self.next_index));
             drawn.draws += 1;
-            if !matches!(&item, Ok(Some(item)) if self.is_encoded_as(item, &foreseen)) {
-                drawn.last = Some(item);
+            if !matches!(&item, Ok(Some(item)) if self.is_encoded_as(item, &predicted)) {
+                drawn.mismatch = Some(item);
                 return Ok(drawn);
             }
-            drawn.again.push((index, foreseen));
+            drawn.matched.push((index, predicted));
         }
         self.state.engine.take_up()?;
-        drawn.again.clear();
+        drawn.matched.clear();
         drawn.taken_up = true;
         Ok(drawn)
     }
@@ -93,13 +93,13 @@ impl<'py> Call<'_, 'py> {
         codec::encode_indices(index, &mut self.state.payload) && self.state.payload == bytes
     }
 
-    /// Sends what [`Call::draw_foreseen`] drew, if it was not as predicted.
+    /// Sends the index batches that [`Call::draw_predicted`] drew, if they were not as predicted.
     pub(super) fn send_drawn(&mut self, drawn: Drawn<'py>) -> PyResult<()> {
-        for (index, bytes) in drawn.again {
+        for (index, bytes) in drawn.matched {
             self.state.payload = bytes;
             self.send(index.into_bound(self.py), None)?;
         }
-        match drawn.last {
+        match drawn.mismatch {
             None => Ok(()),
             Some(Ok(Some(index))) => self.submit(index),
             Some(Ok(None)) => self.sampler_has_ended(),

@@ -49,13 +49,13 @@ use crate::worker::watchdog::Parent;
 pub struct PyEngine {
     state: Mutex<State>,
     gate: Gate,
-    /// The workers have ended; the holder of exclusive access must finish.
+    /// True once the workers have ended: the holder of exclusive access must then finish the engine.
     finish_wanted: AtomicBool,
     pub handle: Arc<Handle>,
     callbacks: Callbacks,
 }
 
-/// Returns a time in seconds; `None` unless it is positive (NaN is not) and a clock can count it.
+/// Converts seconds to a duration. Returns `None` unless they are positive (NaN is not) and a clock can count them.
 fn seconds(value: f64) -> Option<Duration> {
     (value > 0.0 && value < TIMEOUT_MAX).then(|| Duration::from_secs_f64(value))
 }
@@ -73,7 +73,7 @@ fn run_pinning(body: Body<PinnedDecoder>) -> Result<(), String> {
     })
 }
 
-/// `StallLimits` of `settings/limits.py`; 0 switches each off.
+/// `StallLimits` of `settings/limits.py`; 0 turns a limit off.
 #[derive(FromPyObject)]
 struct StallLimits {
     start_seconds: f64,
@@ -81,8 +81,8 @@ struct StallLimits {
     stack_seconds: f64,
 }
 
-/// The settings of scheduling in `LoaderConfig` of `settings/config.py`. Values are converted as Python does it, and
-/// their errors are Python's own.
+/// The settings of scheduling in `LoaderConfig` of `settings/config.py`. Values are converted as Python converts them,
+/// and errors are Python's own.
 struct Config {
     settings: Settings,
     snapshots: bool,
@@ -130,8 +130,8 @@ impl PyEngine {
         let mut engine = py.detach(|| Engine::new(settings, snapshots))?;
         engine.show_name(&name);
         let limits = [stalls.start_seconds, stalls.item_seconds].map(seconds);
-        engine.name_stalls(limits, seconds(stalls.stack_seconds));
-        engine.kill_stalls(stall_timeout.and_then(seconds));
+        engine.set_stall_limits(limits, seconds(stalls.stack_seconds));
+        engine.set_stall_timeout(stall_timeout.and_then(seconds));
         Ok(Self {
             handle: engine.handle().clone(),
             state: Mutex::new(State { engine, buffer: Vec::new(), payload: Vec::new(), begun: None, early: None }),
@@ -200,8 +200,8 @@ impl PyEngine {
     }
 
     /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an
-    /// index for each task that may be outstanding. The answer is `END`, or the event that arrived instead.
-    // The arguments of a Python method.
+    /// index batch for each task that may be outstanding. The answer is `END`, or the event that arrived instead.
+    // A Python method has these arguments.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (answer, next_index, is_first, message, first_worker = 0, foresight = None))]
     fn begin<'py>(
@@ -219,9 +219,9 @@ impl PyEngine {
         self.call(py, access.state(), answer, next_index, foresight).begin(is_first, message, first_worker)
     }
 
-    /// Draws one more index before each result that it delivers, as torch does, or fills its window. The next call
-    /// raises the sampler's error, because the batch is sound. The result is in `answer` before this returns: an
-    /// exception of a signal handler cannot lose it.
+    /// Draws one more index batch before each result that it delivers, as torch does, or fills its window. If the
+    /// sampler raises an error, the next call raises it, because the batch of this call is intact. The result is in
+    /// `answer` before this method returns, so an exception of a signal handler cannot lose it.
     #[pyo3(signature = (answer, next_index, foresight = None))]
     fn next<'py>(
         &self,
@@ -374,12 +374,12 @@ impl PyEngine {
         worker::status_dict(py, &status)
     }
 
-    /// Releases everything; while a `next` has exclusive access, that `next` does it when it returns.
+    /// Releases everything. While a `next` has exclusive access, that `next` does so when it returns.
     ///
-    /// The GIL is held here, and in `Access::drop` until the gate is released, for two reasons. The holder checks for
-    /// the request and then releases the gate: without the GIL a request between the two would find the gate closed and
-    /// be lost. And no fork by Python copies the handle's lock or the meter's while a thread holds it. Threads that
-    /// wait at the gate take its lock without the GIL, so a forked child must not touch that lock.
+    /// The GIL is held here, and in `Access::drop` until the gate is released, for two reasons. First, the holder
+    /// checks for the request and then releases the gate: without the GIL, a request between the two would find the
+    /// gate closed and be lost. Second, Python then never forks while a thread holds the handle's lock or the meter's.
+    /// Threads that wait at the gate take its lock without the GIL, so a forked child must not touch that lock.
     fn finish(&self) {
         if !self.handle.is_ours() {
             return;
@@ -394,9 +394,9 @@ impl PyEngine {
     /// Visits the deferred errors of the sampler: each refers to the iterator by its traceback, and the iterator to
     /// this engine.
     ///
-    /// The collector and all who take the lock hold the GIL. A call in progress may keep the lock while it waits
-    /// without the GIL; then the engine is in use, and nothing needs to be visited. There is no `__clear__`: each cycle
-    /// has a traceback, which the collector clears.
+    /// The collector and all threads that take the lock hold the GIL. A call in progress may keep the lock while it
+    /// waits without the GIL; then the engine is in use, and nothing needs to be visited. There is no `__clear__`: each
+    /// cycle has a traceback, which the collector clears.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         match self.state.try_lock() {
             Ok(mut state) => state.engine.delivery().errors().iter().try_for_each(|error| visit.call(error)),
@@ -429,7 +429,7 @@ impl PyEngine {
         self.access()
     }
 
-    /// Enters if no thread has exclusive access, this one included.
+    /// Enters if no thread, including this one, has exclusive access.
     fn try_enter(&self) -> PyResult<Option<Access<'_>>> {
         self.handle.check_ours()?;
         let entered = self.gate.try_enter() == Attempt::Entered;
@@ -458,8 +458,8 @@ impl PyEngine {
         state: &'a mut State,
         answer: &'a Bound<'py, PyList>,
         next_index: &'a Bound<'py, PyAny>,
-        foresight: Option<&'a Bound<'py, PyAny>>,
+        predictor: Option<&'a Bound<'py, PyAny>>,
     ) -> Call<'a, 'py> {
-        Call { py, handle: &self.handle, callbacks: &self.callbacks, state, answer, next_index, foresight }
+        Call { py, handle: &self.handle, callbacks: &self.callbacks, state, answer, next_index, predictor }
     }
 }

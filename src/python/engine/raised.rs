@@ -1,4 +1,4 @@
-//! An error in a batch's place that this process has raised: when the batch was unpickled, for example.
+//! An error in a batch's place that this process raised, for example while it unpickled the batch.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -8,7 +8,7 @@ use pyo3::{PyTraverseError, PyVisit};
 
 use crate::sync::lock;
 
-/// Has the method of torch's `ExceptionWrapper`, which carries the errors of workers.
+/// The error, with the method of torch's `ExceptionWrapper`, which carries the errors of workers.
 #[pyclass(frozen, name = "RaisedError", module = "rustloader._core")]
 pub(super) struct Raised(Mutex<Option<Py<PyBaseException>>>);
 
@@ -24,17 +24,18 @@ impl Raised {
 
 #[pymethods]
 impl Raised {
-    /// Raises the error once. It does not stay here: its traceback refers to the frame that holds this object.
+    /// Raises the error once. This object does not keep it, because its traceback refers to the frame that holds this
+    /// object.
     fn reraise(&self, py: Python<'_>) -> PyResult<()> {
         let error = self.error().take();
         Err(match error {
             Some(error) => PyErr::from_value(error.into_bound(py).into_any()),
-            None => PyRuntimeError::new_err("the error of this batch was raised before"),
+            None => PyRuntimeError::new_err("the error of this batch has already been raised"),
         })
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        // The lock is held only with the GIL, and for a moment.
+        // The lock is held only with the GIL, and only briefly.
         match self.0.try_lock() {
             Ok(error) => visit.call(&*error),
             Err(_) => Ok(()),

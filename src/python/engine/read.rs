@@ -21,14 +21,14 @@ use crate::python::code;
 use crate::python::functions::BATCHES;
 use crate::wire::ResultKind;
 
-/// A result after all that can be done without Python code.
+/// A result that is decoded as far as that is possible without Python code.
 enum Read {
     Batch(Py<PyAny>),
     Pickled(Pickled),
 }
 
 impl<'py> Call<'_, 'py> {
-    /// Answers with a result. An error that is not an answer comes from a signal handler, and the next call tries
+    /// Answers with a result. An error that this method returns comes from a signal handler; then the next call tries
     /// again.
     #[inline]
     pub(super) fn read(&mut self, incoming: &Incoming) -> PyResult<()> {
@@ -101,12 +101,12 @@ impl<'py> Call<'_, 'py> {
         Ok(read)
     }
 
-    /// Unpickles: the inner error takes the batch's place. The outer error comes from a signal handler: the batch is
-    /// sound.
+    /// Unpickles a result. The inner error takes the batch's place. The outer error comes from a signal handler, and
+    /// the batch is intact.
     ///
-    /// Unpickling runs the user's code, and signals are not deferred: code that hangs here must stay interruptible. The
-    /// code runs once, unless a handler interrupts it: then the caller keeps the message, and the next call runs it
-    /// again.
+    /// Unpickling runs the user's code. Signals are not deferred meanwhile, because code that hangs here must stay
+    /// interruptible. The code runs once, unless a handler interrupts it: then the caller keeps the message, and the
+    /// next call runs the code again.
     fn load(&self, pickle: &Pickled) -> PyResult<PyResult<Py<PyAny>>> {
         let loads = || {
             let arguments = (&pickle.payload, &pickle.objects).into_pyobject(self.py)?;
@@ -121,7 +121,7 @@ impl<'py> Call<'_, 'py> {
 
     /// Returns true if a signal handler raised an error, rather than the code that it interrupted.
     pub(super) fn is_interrupt(&self, error: &PyErr) -> PyResult<bool> {
-        // Not `value`, which has no traceback.
+        // Not `error.value`, because that exception has no traceback.
         let value = error.clone_ref(self.py).into_value(self.py);
         let arguments = (value,).into_pyobject(self.py)?;
         call(self.callbacks.is_interrupt.bind(self.py), arguments)?.extract()

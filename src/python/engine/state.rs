@@ -15,7 +15,8 @@ pub(super) struct State {
     pub(super) engine: Engine<Py<PyAny>, Ready, Py<PyBaseException>>,
     pub(super) buffer: Vec<u8>,
     pub(super) payload: Vec<u8>,
-    /// The message of a `begin` that returned early because a worker became vacant. The workers have already got it.
+    /// The message of a `begin` that returned early because a worker became vacant. The workers already have the
+    /// message.
     pub(super) begun: Option<Vec<u8>>,
     /// The next epoch, if it has begun early.
     pub(super) early: Option<Early>,

@@ -1,4 +1,4 @@
-//! Indices: from the sampler to the workers.
+//! Index batches on their way from the sampler to the workers.
 
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
@@ -33,7 +33,7 @@ impl<'py> Call<'_, 'py> {
         answer
     }
 
-    /// Takes one more index of the sampler, if there is one, and sends it.
+    /// Takes one more index batch from the sampler, if there is one, and sends it.
     #[inline]
     pub(super) fn draw(&mut self) -> PyResult<()> {
         let index = match self.state.engine.delivery().take_unsent() {
@@ -48,14 +48,14 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Goes on with the next epoch, where that may be.
+    /// Reports the end of the sampler, and continues with the next epoch if that may begin early.
     #[cold]
     pub(super) fn sampler_has_ended(&mut self) -> PyResult<()> {
         self.state.engine.sampler_ended()?;
         self.draw_early()
     }
 
-    /// Encodes an index batch into the payload buffer, or else returns a pickle.
+    /// Encodes an index batch into the payload buffer, or returns a pickle if it cannot be encoded.
     #[inline]
     fn encode(&mut self, index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         self.state.payload.clear();
@@ -79,8 +79,7 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Sends an index batch to the next worker in the cycle. Drops it when no worker takes tasks any more, as torch
-    /// does.
+    /// Sends an index batch to the next worker in the cycle. Drops it if no worker takes tasks any more, as torch does.
     #[inline]
     pub(super) fn submit(&mut self, index: Bound<'py, PyAny>) -> PyResult<()> {
         let pickle = match self.encode(&index) {
@@ -93,11 +92,11 @@ impl<'py> Call<'_, 'py> {
         self.send(index, pickle)
     }
 
-    /// Sends an index batch, as it lies in the payload buffer or as a pickle.
+    /// Sends an index batch: its pickle, or without one the contents of the payload buffer.
     #[inline]
     pub(super) fn send(&mut self, index: Bound<'py, PyAny>, pickle: Option<Bound<'py, PyBytes>>) -> PyResult<()> {
         let py = self.py;
-        // A sampler may use its list again, and this one may have to be sent twice.
+        // Copy the list, because the sampler may reuse it and the task may have to be sent again.
         let index = match index.cast_exact::<PyList>() {
             Ok(list) if self.state.engine.restarts() => list.get_slice(0, list.len()).into_any(),
             _ => index,

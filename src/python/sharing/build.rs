@@ -1,4 +1,4 @@
-//! Building an image from Python objects.
+//! The builder of images from Python objects.
 
 use std::sync::Mutex;
 
@@ -10,19 +10,19 @@ use super::store::SharedStore;
 use crate::codec::{Shapes, rows};
 use crate::store::Builder;
 
-/// An image that is being written. One thread uses it.
+/// An image that is being written. Only one call at a time uses it.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct ShareBuilder {
     builder: Mutex<Option<(Builder, Shapes)>>,
 }
 
-/// Rows between two looks at signals.
+/// Number of rows between two checks for signals.
 const SIGNALS_EVERY: u64 = 1024;
 
 impl ShareBuilder {
     fn with<T>(&self, run: impl FnOnce(&mut Builder, &mut Shapes) -> PyResult<T>) -> PyResult<T> {
         let used = || PyRuntimeError::new_err("this shared object is finished, or another call builds it");
-        // User code that runs meanwhile may come back here.
+        // User code that runs meanwhile may call this object again.
         let mut builder = self.builder.try_lock().map_err(|_| used())?;
         let (builder, shapes) = builder.as_mut().ok_or_else(used)?;
         run(builder, shapes)
@@ -30,9 +30,9 @@ impl ShareBuilder {
 }
 
 /// Adds a note that names the item to an error.
-fn named(py: Python<'_>, error: PyErr, row: u64, part: &str) -> PyErr {
+fn with_note(py: Python<'_>, error: PyErr, row: u64, part: &str) -> PyErr {
     let note = format!("rustloader.share() failed at the {part} {row} (counted from 0)");
-    // Without the note the error is the same.
+    // If the note cannot be added, the error is raised without it.
     let _ = error.value(py).call_method1("add_note", (note,));
     error
 }
@@ -51,7 +51,7 @@ impl ShareBuilder {
             for item in items.try_iter()? {
                 let row = builder.rows();
                 rows::push(builder, shapes, &item?, dumps, &mut scratch)
-                    .map_err(|error| named(py, error, row, "item"))?;
+                    .map_err(|error| with_note(py, error, row, "item"))?;
                 if row % SIGNALS_EVERY == 0 {
                     py.check_signals()?;
                 }
@@ -67,7 +67,7 @@ impl ShareBuilder {
             for pair in pairs.try_iter()? {
                 let (key, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = pair?.extract()?;
                 let row = builder.rows() / 2;
-                let failed = |error| named(py, error, row, "key or value");
+                let failed = |error| with_note(py, error, row, "key or value");
                 let hash = rows::key_hash(&key, &mut bytes)?;
                 rows::push(builder, shapes, &key, dumps, &mut scratch).map_err(failed)?;
                 builder.key(hash);
@@ -102,7 +102,7 @@ impl ShareBuilder {
         let taken = self.builder.try_lock().ok().and_then(|mut builder| builder.take());
         let (builder, shapes) = taken.ok_or_else(|| PyRuntimeError::new_err("this shared object is finished"))?;
         let shapes = shapes.finish();
-        // Raw data have a meta, and no rows.
+        // Raw data have a meta but no rows.
         let meta = if shapes.is_empty() { meta } else { &shapes };
         let fd = py.detach(|| builder.finish(kind, meta))?;
         SharedStore::open(fd)

@@ -11,7 +11,7 @@ use pyo3::types::{PyList, PySlice, PyString, PyTuple};
 use super::store::SharedStore;
 use crate::codec::rows::{self, Rows};
 
-/// The base of `SharedList` and `SharedTuple`: reading.
+/// The base of `SharedList` and `SharedTuple`, which reads the items.
 #[pyclass(frozen, subclass, module = "rustloader._core")]
 pub struct SharedItems {
     items: Arc<Rows>,
@@ -53,8 +53,8 @@ impl SharedItems {
         let py = key.py();
         let Ok(slice) = key.cast::<PySlice>() else {
             let kind = key.get_type();
-            let (name, found) = (self.name(), kind.name()?);
-            let text = format!("{name} indices must be integers or slices, not {found}");
+            let (name, other) = (self.name(), kind.name()?);
+            let text = format!("{name} indices must be integers or slices, not {other}");
             return Err(PyTypeError::new_err(text));
         };
         let slice = slice.indices(self.len() as isize)?;
@@ -68,7 +68,7 @@ impl SharedItems {
 /// objects.
 #[inline]
 fn index_of(key: &Bound<'_, PyAny>) -> PyResult<Option<isize>> {
-    // SAFETY: the object lives; the calls set an exception where they answer -1 with one.
+    // SAFETY: the object is alive; a call that fails returns -1 and sets an exception.
     let index = unsafe {
         if ffi::PyIndex_Check(key.as_ptr()) == 0 {
             return Ok(None);
@@ -81,15 +81,15 @@ fn index_of(key: &Bound<'_, PyAny>) -> PyResult<Option<isize>> {
     }
 }
 
-/// A bound of `index`. As in Python's sequences, a number beyond those of a machine word is the nearest of them.
+/// A bound of `index`. As in Python's sequences, a number that does not fit into a machine word is clamped.
 struct Bounded(isize);
 
 impl FromPyObject<'_, '_> for Bounded {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        // SAFETY: the object lives; the call sets an exception where it answers -1 with one, and none for large
-        // numbers.
+        // SAFETY: the object is alive; a call that fails returns -1 and sets an exception, which large numbers do not
+        // cause.
         let bound = unsafe { ffi::PyNumber_AsSsize_t(object.as_ptr(), std::ptr::null_mut()) };
         match if bound == -1 { PyErr::take(object.py()) } else { None } {
             Some(error) => Err(error),
@@ -173,7 +173,7 @@ impl SharedItems {
     }
 }
 
-/// An iterator over rows: each `step`-th from a first one on.
+/// An iterator over every `step`-th row, beginning with `first`.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct SharedIterator {
     store: Arc<Rows>,
@@ -196,7 +196,7 @@ impl SharedIterator {
     }
 
     fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        // The GIL is held: no other thread is in here.
+        // The GIL is held, so no other thread is in this method.
         let done = self.done.load(Ordering::Relaxed);
         if done >= self.count {
             return Ok(None);

@@ -20,7 +20,7 @@ use crate::sys::sealed::{SealedMap, seal_all};
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct SharedStore {
     pub store: Arc<Rows>,
-    /// For other processes.
+    /// The descriptor of the image, for other processes.
     fd: KnownFd,
 }
 
@@ -59,7 +59,7 @@ impl SharedStore {
         if fd < 0 {
             return Err(PyOSError::new_err((libc::EBADF, "a shared object needs a descriptor")));
         }
-        // SAFETY: the caller hands the descriptor over.
+        // SAFETY: the caller passes ownership of the descriptor, which is open.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         py.detach(|| Self::open(fd))
     }
@@ -75,7 +75,8 @@ impl SharedStore {
             seal_all(fd)?;
             Store::open(fd)
         })?;
-        // SAFETY: the caller hands the descriptor over. Nothing fails from here on: after an error it is the caller's.
+        // SAFETY: the caller passes ownership of the descriptor. Nothing below fails: after an error the descriptor
+        // still belongs to the caller.
         let fd = unsafe { OwnedFd::from_raw_fd(fd.as_raw_fd()) };
         Ok(Self { store: Arc::new(store.into()), fd: KnownFd::new(fd) })
     }
@@ -115,7 +116,7 @@ impl SharedStore {
         let map = slf.py().detach(|| SealedMap::new(this.fd.as_fd(), true))?;
         let (at, len) = this.store.data();
         if at.checked_add(len).is_none_or(|end| end > map.len()) {
-            return Err(crate::error::Error::foreign("its descriptor names another file now").into());
+            return Err(crate::error::Error::foreign("its descriptor now names another file").into());
         }
         Ok(SharedData { store: slf.unbind(), bytes: PrivateBytes { map: Arc::new(map), at, len } })
     }
@@ -129,7 +130,7 @@ impl SharedStore {
     }
 }
 
-/// The raw data of an image in a mapping of their own. Writes change this process's copy alone.
+/// The raw data of an image in a private mapping: writes change only this process's copy.
 #[derive(Clone)]
 struct PrivateBytes {
     map: Arc<SealedMap>,

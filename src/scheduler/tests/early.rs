@@ -1,22 +1,22 @@
-//! Stories of the epoch that begins before the current one has ended.
+//! Scenarios of an epoch that begins before the current one has ended.
 
 use super::*;
 
-/// Persistent workers whose sampler has ended; task 0, 1, ... are dispatched.
+/// Returns a scheduler of persistent workers whose sampler has ended; tasks 0, 1, ... are dispatched.
 fn ended(settings: Settings) -> Machine {
     let mut machine = machine(Settings { persistent: true, ..settings });
     at(&mut machine, 0, Event::SamplerEnded);
     machine
 }
 
-/// Finishes a task, and lets `next` ask for one more index before it delivers the batch.
+/// Finishes a task, and lets `next` ask for one more index batch before it delivers the batch.
 fn delivered(machine: &mut Machine, task: u64, worker: u32) {
     done(machine, worker, task);
     assert_eq!(machine.next(true), Decision::Submit);
 }
 
 #[test]
-fn its_tasks_go_round_the_workers_and_are_delivered_in_their_own_epoch() {
+fn early_tasks_go_round_the_workers_and_are_delivered_in_their_own_epoch() {
     let mut machine = ended(Settings::torch(2, 2, true));
     assert!(!machine.may_be_early() && machine.begin_early().is_err(), "there is no room");
     delivered(&mut machine, 0, 0);
@@ -27,7 +27,7 @@ fn its_tasks_go_round_the_workers_and_are_delivered_in_their_own_epoch() {
     delivered(&mut machine, 1, 1);
     assert_eq!(machine.submit(5), to(5, 1));
     assert_eq!(machine.next(true), batch(1, 1));
-    // A result of the early epoch does not come into the current one.
+    // A result of the early epoch is not delivered in the current one.
     done(&mut machine, 0, 2);
     done(&mut machine, 0, 4);
     assert_eq!(machine.next(true), Decision::Submit);
@@ -38,7 +38,7 @@ fn its_tasks_go_round_the_workers_and_are_delivered_in_their_own_epoch() {
     assert!(!machine.may_take_up() && machine.take_up().is_err());
     delivered(&mut machine, 3, 1);
     assert_eq!(machine.submit(7), to(7, 1));
-    assert!(!machine.may_be_early(), "its beginning submits no more than these");
+    assert!(!machine.may_be_early(), "its start submits no more than these");
     assert_eq!(machine.next(true), batch(3, 1));
     assert_eq!(machine.next(true), Decision::End);
     machine.take_up().unwrap();
@@ -54,7 +54,7 @@ fn results_in_any_order_wait_for_their_epoch() {
     let mut machine = ended(Settings::torch(2, 1, false));
     delivered(&mut machine, 1, 1);
     machine.begin_early().unwrap();
-    assert_eq!(machine.submit(2), to(2, 0), "whatever the loads are");
+    assert_eq!(machine.submit(2), to(2, 0), "regardless of the loads");
     assert_eq!(machine.next(true), batch(1, 1));
     assert_eq!(machine.next(true), WAIT);
     delivered(&mut machine, 0, 0);
@@ -70,7 +70,7 @@ fn results_in_any_order_wait_for_their_epoch() {
 }
 
 #[test]
-fn a_reset_takes_both_epochs_back() {
+fn a_reset_withdraws_both_epochs() {
     let mut machine = ended(Settings::torch(2, 1, true));
     delivered(&mut machine, 0, 0);
     machine.begin_early().unwrap();
@@ -82,7 +82,7 @@ fn a_reset_takes_both_epochs_back() {
     assert_eq!(machine.poll(), discarded);
     assert_eq!(machine.poll(), Some(Action::Resume(WorkerId(0))));
     assert_eq!(machine.poll(), Some(Action::Resume(WorkerId(1))));
-    // A stale result of the epoch that was left.
+    // A stale result of the abandoned epoch.
     done(&mut machine, 1, 1);
     assert!(matches!(machine.poll(), Some(Action::Discard { task: TaskId(1), .. })));
     (0..2).for_each(|worker| at(&mut machine, 0, Event::Resumed(WorkerId(worker))));
@@ -119,7 +119,7 @@ fn a_death_with_a_task_of_the_present_epoch_is_raised_there() {
 }
 
 #[test]
-fn a_window_is_filled_with_early_tasks_up_to_those_of_a_beginning() {
+fn a_window_is_filled_with_as_many_early_tasks_as_an_epoch_starts_with() {
     let window = Some(Window { batches: 8, bytes: None });
     for dispatch in [Dispatch::RoundRobin, Dispatch::SharedQueue] {
         let mut machine = ended(Settings { window, dispatch, ..Settings::torch(2, 1, true) });

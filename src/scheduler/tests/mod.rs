@@ -1,4 +1,4 @@
-//! Short stories, one for each rule. The rules together are held against a reference in `tests/scheduler_model.rs`.
+//! Short scenarios, one for each rule. `tests/scheduler_model.rs` compares all rules together with a reference model.
 
 mod early;
 mod restarts;
@@ -8,7 +8,7 @@ use super::*;
 
 type Machine = Scheduler<u64, &'static str>;
 
-/// A scheduler with its first epoch primed; the tag of a task is its number.
+/// Returns a scheduler with its first epoch primed. The tag of a task is its number.
 fn primed(workers: usize, prefetch_factor: usize, in_order: bool) -> Machine {
     machine(Settings::torch(workers, prefetch_factor, in_order))
 }
@@ -19,7 +19,7 @@ fn machine(settings: Settings) -> Machine {
     machine
 }
 
-/// A primed scheduler of persistent workers, one task each.
+/// Returns a primed scheduler of persistent workers with one task each.
 fn persistent(workers: usize) -> Machine {
     machine(Settings { persistent: true, ..Settings::torch(workers, 1, true) })
 }
@@ -54,7 +54,7 @@ fn dead(worker: u32, lost: Option<u64>) -> Decision<u64, &'static str> {
     Decision::Dead(Death { worker: WorkerId(worker), lost: lost.map(TaskId) })
 }
 
-/// The value that `submit` returns for a task of this worker.
+/// Returns the value of `submit` for a task of this worker.
 fn to(task: u64, worker: u32) -> std::result::Result<(TaskId, Placement), u64> {
     Ok((TaskId(task), Placement::Worker(WorkerId(worker))))
 }
@@ -66,14 +66,14 @@ fn dropped(task: u64) -> Option<Action<u64, &'static str>> {
 const WAIT: Decision<u64, &str> = Decision::Wait(None);
 
 #[test]
-fn the_cycle_of_an_epoch_begins_with_the_worker_that_it_is_told() {
+fn the_cycle_of_an_epoch_begins_with_the_requested_worker() {
     for in_order in [true, false] {
         let settings = Settings { persistent: true, ..Settings::torch(3, 1, in_order) };
         let mut machine = Machine::new(settings).unwrap();
         let mut task = 0;
         // By default, an epoch begins with the first worker.
-        for (told, workers) in [(Some(2), [2, 0, 1]), (None, [0, 1, 2]), (Some(1), [1, 2, 0])] {
-            if let Some(first) = told {
+        for (requested, workers) in [(Some(2), [2, 0, 1]), (None, [0, 1, 2]), (Some(1), [1, 2, 0])] {
+            if let Some(first) = requested {
                 machine.begin_with(WorkerId(first)).unwrap();
             }
             for worker in workers {
@@ -113,7 +113,7 @@ fn batches_come_in_order_and_each_one_makes_room_for_an_index_first() {
 }
 
 #[test]
-fn what_waits_for_its_turn_is_still_in_flight() {
+fn results_that_wait_for_their_turn_still_count_toward_the_limit() {
     let mut machine = primed(2, 1, true);
     done(&mut machine, 1, 1);
     assert_eq!((machine.submit(2), machine.outstanding()), (Err(2), 1));
@@ -124,7 +124,7 @@ fn what_waits_for_its_turn_is_still_in_flight() {
 }
 
 #[test]
-fn out_of_order_what_arrives_first_comes_first_and_a_stuck_worker_gets_no_more_than_its_share() {
+fn out_of_order_the_first_result_comes_first_and_a_stuck_worker_gets_no_more_than_its_share() {
     let mut machine = primed(2, 2, false);
     for round in 0..1_000 {
         let task = if round < 2 { 2 * round + 1 } else { round + 2 };
@@ -138,7 +138,7 @@ fn out_of_order_what_arrives_first_comes_first_and_a_stuck_worker_gets_no_more_t
 }
 
 #[test]
-fn an_error_stands_at_its_place_and_the_batches_after_it_follow() {
+fn an_error_is_raised_in_its_place_and_the_batches_after_it_follow() {
     let mut machine = primed(1, 2, true);
     let (worker, task) = (WorkerId(0), TaskId(0));
     at(&mut machine, 0, Event::Failed { worker, task, result: "error", bytes: 0 });
@@ -161,7 +161,7 @@ fn an_exhausted_worker_is_retired_its_tasks_are_skipped_and_its_exit_is_no_death
     assert_eq!((machine.next(true), machine.next(true)), (Decision::Submit, batch(1, 1)));
     exhausted(&mut machine, 1, 3);
     assert_eq!(machine.next(true), Decision::Submit);
-    assert_eq!(machine.submit(9), Err(9), "nobody is left, so the index comes back");
+    assert_eq!(machine.submit(9), Err(9), "no worker remains, so the index batch is returned");
     assert_eq!(machine.next(true), Decision::End);
 }
 
@@ -194,19 +194,19 @@ fn a_result_out_of_its_workers_order_is_damage_and_changes_nothing() {
 }
 
 #[test]
-fn what_precedes_the_first_lost_task_is_delivered_then_the_death_for_ever() {
+fn batches_before_the_first_lost_task_are_delivered_and_then_every_call_raises_the_death() {
     let mut machine = primed(3, 1, true);
     died(&mut machine, 2);
     died(&mut machine, 1);
     assert_eq!(machine.next(true), WAIT, "task 0 is with a living worker");
     done(&mut machine, 0, 0);
-    assert_eq!(machine.next(true), batch(0, 0), "no index is taken any more");
+    assert_eq!(machine.next(true), batch(0, 0), "no more index batches are taken");
     assert_eq!((machine.next(true), machine.next(true)), (dead(1, Some(1)), dead(1, Some(1))));
     assert_eq!(machine.submit(3), Err(3));
 }
 
 #[test]
-fn an_idle_workers_death_stands_in_the_place_of_the_end() {
+fn an_idle_workers_death_is_raised_in_place_of_the_end() {
     let mut machine = primed(2, 1, true);
     done(&mut machine, 1, 1);
     died(&mut machine, 1);
@@ -217,7 +217,7 @@ fn an_idle_workers_death_stands_in_the_place_of_the_end() {
 }
 
 #[test]
-fn out_of_order_what_is_complete_is_delivered_then_the_death() {
+fn out_of_order_complete_batches_are_delivered_before_the_death() {
     let mut machine = primed(3, 1, false);
     done(&mut machine, 2, 2);
     died(&mut machine, 1);
@@ -231,7 +231,7 @@ fn out_of_order_what_is_complete_is_delivered_then_the_death() {
 }
 
 #[test]
-fn a_new_epoch_begins_when_every_worker_has_done_with_the_old_one() {
+fn a_new_epoch_begins_when_every_worker_has_finished_the_old_one() {
     let mut machine = persistent(2);
     done(&mut machine, 1, 1);
     at(&mut machine, 0, Event::EpochReset);
@@ -314,7 +314,7 @@ fn the_timeout_counts_from_the_last_result_and_loses_nothing() {
     assert_eq!((machine.next(true), machine.next(true)), (Decision::TimedOut, WAIT));
     at(&mut machine, 5_000, Event::WaitBegan);
     assert_eq!(machine.next(true), wait(5_100));
-    // Between an interrupted call and the next one the clock stands.
+    // Between an interrupted call and the next one the clock is stopped.
     at(&mut machine, 5_010, Event::WaitEnded);
     at(&mut machine, 6_000, Event::Time);
     assert_eq!(machine.next(true), WAIT);
@@ -325,7 +325,7 @@ fn the_timeout_counts_from_the_last_result_and_loses_nothing() {
 }
 
 #[test]
-fn a_shutdown_gives_everything_back() {
+fn a_shutdown_returns_all_tags_and_results() {
     let mut machine = primed(2, 1, true);
     done(&mut machine, 0, 0);
     at(&mut machine, 0, Event::Shutdown);
@@ -334,7 +334,7 @@ fn a_shutdown_gives_everything_back() {
     assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(0), tag: Some(0), result }));
     assert_eq!(machine.poll(), dropped(1));
     done(&mut machine, 1, 1);
-    assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(1), tag: None, result }), "it came late");
+    assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(1), tag: None, result }), "it arrived late");
     assert_eq!((machine.poll(), machine.submit(2)), (None, Err(2)));
 }
 

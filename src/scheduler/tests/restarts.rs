@@ -1,8 +1,8 @@
-//! Workers that are replaced.
+//! Scenarios of workers that are replaced.
 
 use super::*;
 
-/// A primed scheduler of two persistent workers with two tasks each, which may be replaced.
+/// Returns a primed scheduler of two persistent workers with two tasks each. The workers may be replaced.
 fn replacing(dispatch: Dispatch) -> Machine {
     machine(Settings { dispatch, persistent: true, restarts: true, ..Settings::torch(2, 2, true) })
 }
@@ -29,7 +29,7 @@ fn refused(machine: &mut Machine, worker: u32, task: u64) -> bool {
 }
 
 #[test]
-fn the_next_process_gets_what_is_unanswered_before_anything_new() {
+fn the_next_process_gets_the_unanswered_tasks_before_any_new_one() {
     let window = Some(Window { batches: 100, bytes: None });
     let mut machine = machine(Settings { window, restarts: true, ..Settings::torch(2, 2, true) });
     done(&mut machine, 1, 1);
@@ -46,7 +46,7 @@ fn the_next_process_gets_what_is_unanswered_before_anything_new() {
     assert!(refused(&mut machine, 1, 3), "it was not sent yet");
     machine.resent();
     done(&mut machine, 0, 2);
-    // Behind the one that still has to be sent.
+    // Task 7 comes after task 5, which still has to be sent.
     assert_eq!(machine.submit(6), to(6, 0));
     done(&mut machine, 1, 3);
     assert_eq!(machine.submit(7), Ok((TaskId(7), Placement::Later)));
@@ -63,7 +63,7 @@ fn the_next_process_gets_what_is_unanswered_before_anything_new() {
 }
 
 #[test]
-fn a_dataset_that_ends_again_takes_what_is_unsent_with_it() {
+fn a_dataset_that_ends_again_drops_the_unsent_tasks() {
     let mut machine = replacing(Dispatch::RoundRobin);
     died(&mut machine, 1);
     replaced(&mut machine, 1);
@@ -76,7 +76,7 @@ fn a_dataset_that_ends_again_takes_what_is_unsent_with_it() {
 }
 
 #[test]
-fn an_abandoned_epoch_takes_back_what_no_process_has() {
+fn an_abandoned_epoch_discards_the_tasks_that_no_process_has() {
     let mut machine = replacing(Dispatch::RoundRobin);
     died(&mut machine, 1);
     replaced(&mut machine, 1);
@@ -84,7 +84,7 @@ fn an_abandoned_epoch_takes_back_what_no_process_has() {
     at(&mut machine, 0, Event::EpochReset);
     assert_eq!((unsent(&machine), tasks(&machine, 1)), (None, vec![1]));
     assert_eq!(machine.poll(), dropped(3));
-    // The one that was sent is answered before the message.
+    // The task that was sent is answered before the message.
     done(&mut machine, 1, 1);
     at(&mut machine, 0, Event::Resumed(WorkerId(1)));
     died(&mut machine, 0);
@@ -96,7 +96,7 @@ fn an_abandoned_epoch_takes_back_what_no_process_has() {
 }
 
 #[test]
-fn a_vacant_worker_gets_no_message_and_one_that_nothing_needs_is_not_asked_for() {
+fn a_vacant_worker_gets_no_message_and_is_not_reported_while_the_epoch_does_not_need_it() {
     let mut machine = replacing(Dispatch::RoundRobin);
     at(&mut machine, 0, Event::SamplerEnded);
     for (worker, task) in [(0, 0), (1, 1), (0, 2), (1, 3)] {
@@ -114,7 +114,7 @@ fn a_vacant_worker_gets_no_message_and_one_that_nothing_needs_is_not_asked_for()
 }
 
 #[test]
-fn all_that_a_worker_of_the_shared_queue_held_is_bound_to_it_in_order() {
+fn all_tasks_that_a_worker_of_the_shared_queue_held_are_bound_to_it_in_order() {
     let mut machine = replacing(Dispatch::SharedQueue);
     at(&mut machine, 0, Event::WorkerDied { worker: WorkerId(1), held: vec![TaskId(2), TaskId(0)] });
     assert_eq!(tasks(&machine, 1), [0, 2]);
@@ -124,7 +124,7 @@ fn all_that_a_worker_of_the_shared_queue_held_is_bound_to_it_in_order() {
     done(&mut machine, 1, 0);
     done(&mut machine, 1, 1);
     assert_eq!(unsent(&machine), Some((1, 2)));
-    // In an abandoned epoch, one that was sent may stay without an answer.
+    // In an abandoned epoch, a task that was sent may stay unanswered.
     machine.resent();
     at(&mut machine, 0, Event::EpochReset);
     while machine.poll().is_some() {}
@@ -133,7 +133,7 @@ fn all_that_a_worker_of_the_shared_queue_held_is_bound_to_it_in_order() {
 }
 
 #[test]
-fn a_death_that_is_given_up_is_final_and_others_are_replaced_for_what_precedes_it() {
+fn a_worker_that_is_given_up_is_dead_and_others_are_replaced_for_the_tasks_before_its_own() {
     let mut machine = replacing(Dispatch::RoundRobin);
     done(&mut machine, 1, 1);
     died(&mut machine, 1);
@@ -152,7 +152,7 @@ fn a_death_that_is_given_up_is_final_and_others_are_replaced_for_what_precedes_i
     }
     done(&mut machine, 0, 0);
     assert_eq!([machine.next(true), machine.next(true)], [batch(0, 0), batch(1, 1)]);
-    // What follows the lost task needs no process.
+    // The tasks after the lost one need no process.
     died(&mut machine, 0);
     assert_eq!(machine.next(true), vacant(0, Some(2)));
     replaced(&mut machine, 0);

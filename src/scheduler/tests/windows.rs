@@ -1,8 +1,8 @@
-//! Windows and the shared queue.
+//! Scenarios of windows and of the shared queue.
 
 use super::*;
 
-/// A primed scheduler with a window and its tasks in a shared queue, if `dispatch` says so.
+/// Returns a primed scheduler with a window and, if `dispatch` says so, with a shared queue.
 fn windowed(dispatch: Dispatch, in_order: bool, window: Option<Window>) -> Machine {
     let mut machine =
         Machine::new(Settings { dispatch, window, persistent: true, ..Settings::torch(2, 2, in_order) }).unwrap();
@@ -10,12 +10,12 @@ fn windowed(dispatch: Dispatch, in_order: bool, window: Option<Window>) -> Machi
     machine
 }
 
-/// Starts an epoch as the window allows; returns the number of tasks.
+/// Starts an epoch with as many tasks as the window allows. Returns their number.
 fn begin(machine: &mut Machine) -> usize {
     (0..).find(|asked| !machine.primes(*asked) || machine.submit(machine.next_task.0).is_err()).unwrap()
 }
 
-/// Submits as often as the next decisions ask; returns the number, and the decision after them.
+/// Submits a task for each decision that asks for one. Returns their number, and the next decision.
 fn fill(machine: &mut Machine) -> (u64, Decision<u64, &'static str>) {
     let first = machine.next_task.0;
     loop {
@@ -52,7 +52,7 @@ fn a_window_is_filled_before_a_wait_and_before_a_delivery() {
     for task in [1, 3] {
         done(&mut machine, 1, task);
     }
-    assert_eq!(fill(&mut machine), (2, WAIT), "the worker goes on while task 0 is awaited");
+    assert_eq!(fill(&mut machine), (2, WAIT), "the worker continues while task 0 is awaited");
     done(&mut machine, 1, 5);
     assert_eq!(fill(&mut machine), (0, WAIT), "the window is full");
     done(&mut machine, 0, 0);
@@ -72,7 +72,7 @@ fn a_window_may_be_smaller_than_the_number_of_workers() {
 }
 
 #[test]
-fn a_windows_bytes_count_what_is_ready_and_what_is_expected() {
+fn the_bytes_of_a_window_count_ready_and_expected_results() {
     let mut machine = windowed(Dispatch::RoundRobin, true, Some(Window::of_bytes(50, 4)));
     assert_eq!((machine.outstanding(), fill(&mut machine)), (4, (0, WAIT)), "no size is known");
     sized(&mut machine, 1, 1, 10);
@@ -129,7 +129,7 @@ fn a_window_asks_for_nothing_while_an_error_of_the_sampler_waits() {
 }
 
 #[test]
-fn no_index_is_drawn_in_vain_for_a_window_when_the_workers_are_exhausted() {
+fn a_window_draws_no_index_batch_that_exhausted_workers_would_not_take() {
     let mut machine = windowed(Dispatch::RoundRobin, true, Some(Window { batches: 9, bytes: None }));
     exhausted(&mut machine, 0, 0);
     assert_eq!(fill(&mut machine), (2, WAIT));
@@ -138,9 +138,9 @@ fn no_index_is_drawn_in_vain_for_a_window_when_the_workers_are_exhausted() {
 }
 
 #[test]
-fn in_a_window_the_fair_share_is_of_what_is_unanswered() {
+fn with_a_window_the_fair_share_counts_unanswered_tasks() {
     let mut machine = windowed(Dispatch::FairShare, true, Some(Window { batches: 7, bytes: None }));
-    // Worker 0 is stuck: the other one goes on, up to the window.
+    // Worker 0 is stuck: the other one continues, up to the window.
     for task in [1, 3, 4, 5, 6] {
         done(&mut machine, 1, task);
         assert_eq!(fill(&mut machine), (u64::from(task < 5), WAIT), "{task}");
@@ -149,7 +149,7 @@ fn in_a_window_the_fair_share_is_of_what_is_unanswered() {
 }
 
 #[test]
-fn any_worker_answers_a_task_of_the_shared_queue_but_once() {
+fn any_worker_may_answer_a_task_of_the_shared_queue_but_only_once() {
     let mut machine = windowed(QUEUE, true, Some(Window { batches: 5, bytes: None }));
     assert_eq!(machine.submit(4), queue(4).and(Err(4)), "only 4 may be outstanding");
     for task in [2, 1, 3] {
@@ -173,7 +173,7 @@ fn any_worker_answers_a_task_of_the_shared_queue_but_once() {
 }
 
 #[test]
-fn a_shared_queue_has_a_window_of_what_may_be_outstanding() {
+fn the_default_window_of_a_shared_queue_is_the_limit_of_outstanding_tasks() {
     let mut machine = windowed(QUEUE, true, None);
     for task in [1, 2, 3] {
         done(&mut machine, 1, task);
@@ -196,12 +196,12 @@ fn a_shared_queue_runs_ahead_of_a_stuck_task_as_far_as_it_has_slots() {
 }
 
 #[test]
-fn with_a_worker_of_the_shared_queue_only_what_it_held_is_lost() {
+fn a_worker_of_the_shared_queue_that_dies_loses_only_the_tasks_that_it_held() {
     let mut machine = windowed(QUEUE, true, None);
     died_at(&mut machine, 1, 1);
     done(&mut machine, 0, 0);
-    assert_eq!(fill(&mut machine), (0, batch(0, 0)), "no index is taken any more");
-    assert_eq!(machine.outstanding(), 2, "another worker takes those that wait");
+    assert_eq!(fill(&mut machine), (0, batch(0, 0)), "no more index batches are taken");
+    assert_eq!(machine.outstanding(), 2, "another worker takes the tasks that wait");
     assert_eq!((machine.next(true), machine.next(true)), (dead(1, Some(1)), dead(1, Some(1))));
     assert_eq!(machine.oldest_task_of(WorkerId(1)), Some((TaskId(1), &1)));
     let late = Event::Completed { worker: WorkerId(1), task: TaskId(2), result: "?", bytes: 0 };
@@ -209,7 +209,7 @@ fn with_a_worker_of_the_shared_queue_only_what_it_held_is_lost() {
 }
 
 #[test]
-fn a_worker_dies_with_a_later_task_and_the_earlier_ones_are_still_delivered() {
+fn when_a_worker_dies_with_a_later_task_the_earlier_ones_are_still_delivered() {
     let mut machine = windowed(QUEUE, true, None);
     died_at(&mut machine, 1, 3);
     assert_eq!(machine.next(true), WAIT);
@@ -224,7 +224,7 @@ fn with_the_last_worker_all_tasks_of_the_shared_queue_are_lost() {
     died_at(&mut machine, 1, 2);
     died(&mut machine, 0);
     assert_eq!(machine.outstanding(), 0);
-    // Task 0 waited in the queue: the report names what a worker was at.
+    // Task 0 waited in the queue, so the report names the task that a worker held.
     assert_eq!(machine.next(true), dead(1, Some(2)));
     let mut machine = windowed(QUEUE, true, None);
     for worker in [1, 0] {
@@ -239,7 +239,7 @@ fn with_the_last_worker_all_tasks_of_the_shared_queue_are_lost() {
 }
 
 #[test]
-fn a_reset_takes_back_what_waits_in_the_shared_queue() {
+fn a_reset_withdraws_the_tasks_that_wait_in_the_shared_queue() {
     let mut machine = windowed(QUEUE, true, None);
     done(&mut machine, 1, 1);
     at(&mut machine, 0, Event::EpochReset);
@@ -249,7 +249,7 @@ fn a_reset_takes_back_what_waits_in_the_shared_queue() {
         assert_eq!(machine.poll(), Some(Action::Withdraw(TaskId(task))));
     }
     (0..2).for_each(|worker| assert_eq!(machine.poll(), Some(Action::Resume(WorkerId(worker)))));
-    // A second reset takes nothing back twice.
+    // A second reset withdraws nothing twice.
     at(&mut machine, 0, Event::EpochReset);
     assert_eq!(machine.poll(), None);
     at(&mut machine, 0, Event::Withdrawn(TaskId(3)));
@@ -265,7 +265,7 @@ fn a_reset_takes_back_what_waits_in_the_shared_queue() {
     assert_eq!((machine.poll(), machine.poll()), (resume(0), None));
     at(&mut machine, 0, Event::Resumed(WorkerId(0)));
     assert_eq!((machine.submit(4), machine.poll()), (Err(4), None));
-    // Worker 1 had taken task 2, and has not answered it.
+    // Worker 1 took task 2, and did not answer it.
     at(&mut machine, 0, Event::Resumed(WorkerId(1)));
     assert_eq!((machine.poll(), machine.poll()), (resume(1), None));
     at(&mut machine, 0, Event::Resumed(WorkerId(1)));
@@ -276,7 +276,7 @@ fn a_reset_takes_back_what_waits_in_the_shared_queue() {
 }
 
 #[test]
-fn a_shutdown_gives_back_what_waits_in_the_shared_queue() {
+fn a_shutdown_returns_the_tasks_that_wait_in_the_shared_queue() {
     let mut machine = windowed(QUEUE, false, None);
     died_at(&mut machine, 1, 1);
     at(&mut machine, 0, Event::Shutdown);

@@ -21,7 +21,7 @@ MB = 1 << 20
 WORKERS = 8
 REGION_FULL = re.compile(
     r"MemoryError: MemoryError: cannot get (\d+) bytes of shared memory for a batch: "
-    r"each worker's region of the shared memory has (\d+) bytes, in this one (\d+) bytes are in use "
+    r"each worker's region of the shared memory has (\d+) bytes; in this one, (\d+) bytes are in use "
     r"and (\d+) bytes are idle, at most (\d+) of them in one piece; .*"
 )
 

@@ -84,7 +84,7 @@ TABLE = [
         "peek",
         "ENOENT EACCES EMFILE",
         program="stuck",
-        error=NO_STACK + "its file for it cannot be read: .*",
+        error=NO_STACK + "the file for its stack cannot be read: .*",
         calls="1",
     ),
     R("sigaction", "EINVAL", "worker", calls="1 1+"),

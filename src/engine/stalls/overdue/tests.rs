@@ -1,4 +1,4 @@
-//! Most times here are made up: `inbox.looked` is the time of a check.
+//! Most times here are invented: `inbox.last_poll` is the time of a check.
 
 use std::process::{Child, Command};
 
@@ -18,7 +18,7 @@ const fn ms(value: u64) -> Duration {
     Duration::from_millis(value)
 }
 
-/// An engine with two workers, whose processes do nothing: the test writes their status pages.
+/// An engine with two workers, whose processes do nothing: the tests write their status pages.
 struct Rig {
     engine: Engine<u64>,
     processes: Vec<Child>,
@@ -31,7 +31,7 @@ impl Rig {
         let shared_queue = settings.dispatch == Dispatch::SharedQueue;
         let needs = Needs { workers: 2, outstanding: 8, shared_queue, snapshots: false };
         let mut engine = Engine::over(Arena::create_for(1 << 30, needs).unwrap(), settings).unwrap();
-        engine.kill_stalls(Some(LIMIT));
+        engine.set_stall_timeout(Some(LIMIT));
         let start = |_| Command::new("sleep").arg("1000").spawn().unwrap();
         let processes: Vec<Child> = (0..2).map(start).collect();
         for (worker, process) in (0..).zip(&processes) {
@@ -40,7 +40,7 @@ impl Rig {
         Self { engine, processes, zero: sys::clock::monotonic() + Duration::from_secs(1000) }
     }
 
-    /// Workers with a task each, 0 and 1, which they have not taken.
+    /// Returns an engine whose workers have a task each, 0 and 1, which they have not taken.
     fn with_tasks() -> Self {
         let mut rig = Self::over(Settings::torch(2, 1, true));
         for tag in [100, 101] {
@@ -64,14 +64,14 @@ impl Rig {
         page.state.store(state as u32, Relaxed);
     }
 
-    /// The stall that a check finds, at a time after zero.
+    /// Returns the stall that a check finds, at a time after zero.
     fn check(&mut self, at: Duration) -> Option<Stall> {
         self.engine.inbox.wait_ends(self.zero + at);
         self.engine.stalled()
     }
 
-    /// Checks four times a second until a stall is found, from one time after zero to another.
-    fn found(&mut self, mut from: Duration, to: Duration) -> Option<(Duration, Stall)> {
+    /// Checks four times a second until it finds a stall, from one time after zero to another.
+    fn find(&mut self, mut from: Duration, to: Duration) -> Option<(Duration, Stall)> {
         loop {
             if let Some(stall) = self.check(from) {
                 return Some((from, stall));
@@ -79,7 +79,7 @@ impl Rig {
             if from >= to {
                 return None;
             }
-            // As a wait does.
+            // Advance as a wait does.
             from = (from + WAIT_SLICE.min(self.engine.liveness.overdue.slice(self.zero + from))).min(to);
         }
     }
@@ -99,16 +99,16 @@ fn a_worker_is_overdue_at_its_limit_and_is_named_once() {
     for state in [WorkerState::Fetch, WorkerState::Collate, WorkerState::Pack, WorkerState::Publish] {
         let mut rig = Rig::with_tasks();
         rig.show(0, state, 0, ms(100));
-        let (at, stall) = rig.found(ms(0), ms(60_000)).unwrap();
+        let (at, stall) = rig.find(ms(0), ms(60_000)).unwrap();
         assert_eq!(at, ms(10_100), "{state:?}");
         let Stall { worker, phase, task, time, exceeds, .. } = stall;
         let named = (0, Phase::Item, Some(TaskId(0)), LIMIT, Some(LIMIT));
         assert_eq!((worker, phase, task, time, exceeds), named);
         assert_eq!((stall.pid, stall.state), (rig.processes[0].id() as i32, state));
-        assert!(rig.found(at, ms(60_000)).is_none());
+        assert!(rig.find(at, ms(60_000)).is_none());
         // The next batch is another one.
         rig.show(0, state, 1, ms(60_000));
-        assert_eq!(rig.found(ms(60_000), ms(120_000)).unwrap().0, ms(70_000));
+        assert_eq!(rig.find(ms(60_000), ms(120_000)).unwrap().0, ms(70_000));
     }
 }
 
@@ -116,29 +116,29 @@ fn a_worker_is_overdue_at_its_limit_and_is_named_once() {
 fn without_a_limit_nothing_is_overdue() {
     let mut rig = Rig::with_tasks();
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero), LIMIT / 2);
-    rig.engine.kill_stalls(None);
+    rig.engine.set_stall_timeout(None);
     rig.show(0, WorkerState::Fetch, 0, ms(0));
-    assert!(rig.found(ms(0), ms(60_000)).is_none());
+    assert!(rig.find(ms(0), ms(60_000)).is_none());
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero), Duration::MAX);
 }
 
 #[test]
-fn a_start_takes_its_time_but_a_batch_of_its_replay_does_not() {
+fn a_start_has_no_limit_but_a_batch_of_its_replay_has() {
     let mut rig = Rig::with_tasks();
     rig.show(0, WorkerState::Starting, 0, ms(0));
-    assert!(rig.found(ms(0), ms(30_000)).is_none());
-    // In the first start no task was taken before.
+    assert!(rig.find(ms(0), ms(30_000)).is_none());
+    // In the first start no task has been taken.
     rig.page(0).task_since_ns.store(0, Relaxed);
-    assert!(rig.found(ms(30_000), ms(60_000)).is_none());
+    assert!(rig.find(ms(30_000), ms(60_000)).is_none());
     let renew = |rig: &Rig, at| {
         rig.page(0).task_since_ns.store((rig.zero + at).as_nanos() as u64, Relaxed);
     };
     for at in (60_000..120_000).step_by(9_000).map(ms) {
         renew(&rig, at);
-        assert!(rig.found(at, at + ms(9_000)).is_none());
+        assert!(rig.find(at, at + ms(9_000)).is_none());
     }
     renew(&rig, ms(120_000));
-    let (at, stall) = rig.found(ms(120_000), ms(180_000)).unwrap();
+    let (at, stall) = rig.find(ms(120_000), ms(180_000)).unwrap();
     assert_eq!((at, stall.task), (ms(130_000), None));
 }
 
@@ -147,7 +147,7 @@ fn a_batch_of_a_replay_renews_the_time_of_the_first_task() {
     let mut rig = Rig::with_tasks();
     rig.show(0, WorkerState::Fetch, 0, ms(0));
     for at in (9_000..90_000).step_by(9_000).map(ms) {
-        assert!(rig.found(at - ms(9_000), at).is_none(), "{at:?}");
+        assert!(rig.find(at - ms(9_000), at).is_none(), "{at:?}");
         rig.page(0).task_since_ns.store((rig.zero + at).as_nanos() as u64, Relaxed);
     }
 }
@@ -157,7 +157,7 @@ fn a_worker_that_nothing_waits_for_is_never_overdue() {
     let mut rig = Rig::over(Settings::torch(2, 1, true));
     for state in [WorkerState::Idle, WorkerState::Fetch, WorkerState::Publish, WorkerState::Left] {
         rig.show(0, state, 0, ms(0));
-        assert!(rig.found(ms(0), ms(60_000)).is_none(), "{state:?}");
+        assert!(rig.find(ms(0), ms(60_000)).is_none(), "{state:?}");
     }
 }
 
@@ -165,11 +165,11 @@ fn a_worker_that_nothing_waits_for_is_never_overdue() {
 fn a_worker_that_has_answered_or_left_is_not_overdue() {
     let mut rig = Rig::with_tasks();
     rig.show(0, WorkerState::Left, 0, ms(0));
-    assert!(rig.found(ms(0), ms(60_000)).is_none());
+    assert!(rig.find(ms(0), ms(60_000)).is_none());
     // The pin thread holds its answer.
     rig.show(0, WorkerState::Idle, 0, ms(0));
     rig.page(0).tasks_done.store(1, Relaxed);
-    assert!(rig.found(ms(60_000), ms(120_000)).is_none());
+    assert!(rig.find(ms(60_000), ms(120_000)).is_none());
 }
 
 #[test]
@@ -179,33 +179,33 @@ fn a_worker_that_does_not_take_its_task_is_overdue_from_the_first_check() {
         rig.show(0, WorkerState::Left, 0, ms(0));
         // Task 1 waits for the second worker.
         rig.show(1, state, task, ms(0));
-        let (at, stall) = rig.found(ms(30_000), ms(90_000)).unwrap();
+        let (at, stall) = rig.find(ms(30_000), ms(90_000)).unwrap();
         assert_eq!((at, stall.worker, stall.task, stall.time), (ms(40_000), 1, Some(TaskId(1)), LIMIT));
     }
 }
 
 #[test]
-fn it_is_watched_for_half_of_the_limit() {
+fn a_worker_is_watched_for_half_of_the_limit_before_it_is_overdue() {
     let mut rig = Rig::with_tasks();
     rig.show(0, WorkerState::Fetch, 0, ms(0));
     // The main process was busy until now, or the whole job was suspended.
-    assert_eq!(rig.found(ms(20_000), ms(60_000)).unwrap().0, ms(25_000));
+    assert_eq!(rig.find(ms(20_000), ms(60_000)).unwrap().0, ms(25_000));
 }
 
 #[test]
-fn a_gap_between_checks_begins_the_watch_anew() {
+fn a_gap_between_checks_restarts_the_watch() {
     for (gap, at) in [(1_250, 10_250), (1_251, 15_251)] {
         let mut rig = Rig::with_tasks();
         rig.show(0, WorkerState::Fetch, 0, ms(0));
-        assert!(rig.found(ms(0), ms(9_000)).is_none());
-        assert_eq!(rig.found(ms(9_000 + gap), ms(60_000)).unwrap().0, ms(at));
+        assert!(rig.find(ms(0), ms(9_000)).is_none());
+        assert_eq!(rig.find(ms(9_000 + gap), ms(60_000)).unwrap().0, ms(at));
     }
 }
 
 #[test]
 fn a_wait_ends_in_time_for_a_check() {
     let mut rig = Rig::with_tasks();
-    rig.engine.kill_stalls(Some(ms(20)));
+    rig.engine.set_stall_timeout(Some(ms(20)));
     let (waits, began) = (20, sys::clock::monotonic());
     for _ in 0..waits {
         rig.engine.wait(None).unwrap();
@@ -216,10 +216,10 @@ fn a_wait_ends_in_time_for_a_check() {
 #[test]
 fn checks_are_rare_until_one_is_due() {
     let mut rig = Rig::with_tasks();
-    rig.engine.kill_stalls(Some(ms(130)));
+    rig.engine.set_stall_timeout(Some(ms(130)));
     rig.show(0, WorkerState::Fetch, 0, ms(0));
     assert!(rig.check(ms(1)).is_none());
-    // Not seen: the last check was just before.
+    // Not seen, because the last check was just before.
     rig.show(0, WorkerState::Fetch, 1, ms(2));
     assert!(rig.check(ms(100)).is_none());
     assert_eq!(rig.engine.liveness.overdue.watched[0].work.task(), Some(TaskId(0)));
@@ -238,7 +238,7 @@ fn an_overdue_worker_is_killed_and_its_death_says_so() {
     let mut rig = Rig::with_tasks();
     let death = Death { worker: WorkerId(0), lost: None };
     rig.show(0, WorkerState::Fetch, 0, ms(0));
-    let (_, stall) = rig.found(ms(0), ms(60_000)).unwrap();
+    let (_, stall) = rig.find(ms(0), ms(60_000)).unwrap();
     assert!(!rig.engine.report(death).stalled);
     assert_eq!(rig.engine.kill(&stall), Killed::Yes);
     let process = rig.engine.handle.process(0).unwrap();
@@ -252,14 +252,14 @@ fn an_overdue_worker_is_killed_and_its_death_says_so() {
     assert!(!rig.engine.report(Death { worker: WorkerId(1), lost: None }).stalled);
     // It is not reported again, whatever its page says, and not killed again.
     rig.show(0, WorkerState::Fetch, 7, ms(20_000));
-    assert!(rig.found(ms(20_000), ms(60_000)).is_none());
-    assert_eq!(rig.engine.kill(&stall), Killed::WentOn);
+    assert!(rig.find(ms(20_000), ms(60_000)).is_none());
+    assert_eq!(rig.engine.kill(&stall), Killed::Continued);
     rig.engine.liveness.forget(0);
     assert!(!rig.engine.report(death).stalled);
 }
 
 #[test]
-fn another_end_than_the_kill_is_no_stall() {
+fn a_death_other_than_by_the_kill_is_not_a_stall() {
     let mut overdue = Overdue::new(1);
     overdue.watched[0].killed = true;
     let killed = |status| overdue.was_killed(0, status);
@@ -268,16 +268,16 @@ fn another_end_than_the_kill_is_no_stall() {
 }
 
 #[test]
-fn a_worker_that_has_gone_on_is_not_killed() {
+fn a_worker_that_has_continued_is_not_killed() {
     let mut rig = Rig::with_tasks();
     rig.show(0, WorkerState::Fetch, 0, ms(0));
-    let (at, stall) = rig.found(ms(0), ms(60_000)).unwrap();
+    let (at, stall) = rig.find(ms(0), ms(60_000)).unwrap();
     rig.show(0, WorkerState::Fetch, 1, at);
-    assert_eq!(rig.engine.kill(&stall), Killed::WentOn);
+    assert_eq!(rig.engine.kill(&stall), Killed::Continued);
     assert!(!rig.engine.handle.process(0).unwrap().has_exited());
     // Another batch of a replay.
     rig.show(0, WorkerState::Fetch, 0, ms(5));
-    assert_eq!(rig.engine.kill(&stall), Killed::WentOn);
+    assert_eq!(rig.engine.kill(&stall), Killed::Continued);
     assert!(!rig.engine.liveness.overdue.watched[0].killed);
 }
 
@@ -287,7 +287,7 @@ fn an_ended_worker_is_not_overdue() {
     rig.show(0, WorkerState::Fetch, 0, ms(0));
     rig.processes[0].kill().unwrap();
     rig.processes[0].wait().unwrap();
-    assert!(rig.found(ms(0), ms(60_000)).is_none());
+    assert!(rig.find(ms(0), ms(60_000)).is_none());
     // Waits are not shortened for it.
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(60_000)), LIMIT / 2);
 }
@@ -301,17 +301,17 @@ fn a_process_that_does_not_descend_from_this_one_is_not_killed() {
     let parent = std::os::unix::process::parent_id() as i32;
     rig.engine.handle.started(0, parent).unwrap();
     rig.show(0, WorkerState::Fetch, 0, ms(0));
-    let (_, stall) = rig.found(ms(0), ms(60_000)).unwrap();
+    let (_, stall) = rig.find(ms(0), ms(60_000)).unwrap();
     assert_eq!((stall.pid, rig.engine.kill(&stall)), (parent, Killed::No));
     assert!(!rig.engine.liveness.overdue.watched[0].killed);
 }
 
 #[test]
-fn two_workers_are_found_by_one_check() {
+fn one_check_finds_two_workers() {
     let mut rig = Rig::with_tasks();
     rig.show(0, WorkerState::Fetch, 0, ms(0));
     rig.show(1, WorkerState::Fetch, 1, ms(0));
-    let (at, first) = rig.found(ms(0), ms(60_000)).unwrap();
+    let (at, first) = rig.find(ms(0), ms(60_000)).unwrap();
     rig.engine.kill(&first);
     let second = rig.check(at).unwrap();
     assert_eq!((first.worker, second.worker), (0, 1));
@@ -324,23 +324,23 @@ fn the_time_of_a_damaged_page_is_at_most_the_age_of_the_process() {
     rig.show(0, WorkerState::Fetch, 0, ms(0));
     rig.page(0).task_since_ns.store(1, Relaxed);
     let started = rig.engine.handle.process(0).unwrap().started;
-    // In time of the process: its age is a second.
+    // On the clock of the process, whose age is a second.
     rig.zero = started + Duration::from_secs(1);
-    assert_eq!(rig.found(ms(0), ms(60_000)).unwrap().0, ms(9_000));
+    assert_eq!(rig.find(ms(0), ms(60_000)).unwrap().0, ms(9_000));
 }
 
 #[test]
 fn the_stack_of_a_worker_that_is_killed_is_awaited_for_a_short_time() {
     for (patience, awaited) in [(ms(1000), ms(200)), (ms(50), ms(50))] {
         let mut rig = Rig::with_tasks();
-        rig.engine.name_stalls([None; 2], Some(patience));
+        rig.engine.set_stall_limits([None; 2], Some(patience));
         rig.show(0, WorkerState::Fetch, 0, ms(0));
-        assert_eq!(rig.found(ms(0), ms(60_000)).unwrap().1.patience, Some(awaited));
+        assert_eq!(rig.find(ms(0), ms(60_000)).unwrap().1.patience, Some(awaited));
     }
 }
 
 #[test]
-fn of_a_shared_queue_the_holder_is_overdue() {
+fn the_holder_of_a_task_of_a_shared_queue_is_overdue() {
     let settings = Settings { dispatch: Dispatch::SharedQueue, ..Settings::torch(2, 1, true) };
     let mut rig = Rig::over(settings);
     rig.engine.submit(100, TaskKind::Plain, &[0; 8]).unwrap().unwrap();
@@ -348,7 +348,7 @@ fn of_a_shared_queue_the_holder_is_overdue() {
     assert!(worker.claim().unwrap().is_some());
     rig.show(0, WorkerState::Idle, 0, ms(0));
     rig.show(1, WorkerState::Fetch, 0, ms(0));
-    let (at, stall) = rig.found(ms(0), ms(60_000)).unwrap();
+    let (at, stall) = rig.find(ms(0), ms(60_000)).unwrap();
     assert_eq!((at, stall.worker, stall.task), (ms(10_000), 1, Some(TaskId(0))));
-    assert!(rig.found(at, ms(60_000)).is_none(), "the other one has nothing to do");
+    assert!(rig.find(at, ms(60_000)).is_none(), "the other one has nothing to do");
 }

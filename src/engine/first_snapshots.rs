@@ -1,4 +1,4 @@
-//! The engine's work outside of `next`: the wait for the workers' first snapshots.
+//! The wait for the workers' first snapshots of an epoch, outside of `next`.
 
 use super::completions::Incoming;
 use super::core::Engine;
@@ -6,24 +6,24 @@ use crate::error::Result;
 use crate::id::WorkerId;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Returns true while a first snapshot of this epoch is still to come: its worker lives, and nothing has ended the
-    /// iterator.
+    /// Returns true while a live worker has not sent its first snapshot of this epoch, and the iterator has neither
+    /// ended nor failed.
     pub fn is_starting(&self) -> bool {
-        let goes_on = self.snapshots && !self.has_ended() && self.delivery.is_sound();
+        let is_active = self.snapshots && !self.has_ended() && self.delivery.is_sound();
         let state = self.handle.answers();
         let has_died = |worker| self.scheduler.is_dead(worker) || self.scheduler.is_vacant(worker);
         let is_awaited = |worker| !state.has_started(worker) && !has_died(WorkerId(worker));
-        goes_on && (0..self.arena().geometry().workers).any(is_awaited)
+        is_active && (0..self.arena().geometry().workers).any(is_awaited)
     }
 
-    /// Processes new events outside of `next`. Returns a tied result, which must be opened before others are taken:
-    /// [`Step::Open`](super::Step::Open).
-    pub fn take_news(&mut self) -> Result<Option<(Incoming, Option<B>)>> {
+    /// Processes new events outside of `next`. Returns a tied result, if there is one: it must be opened before others
+    /// are taken, as for [`Step::Open`](super::Step::Open).
+    pub fn process_outside_next(&mut self) -> Result<Option<(Incoming, Option<B>)>> {
         self.handle.check_ours()?;
         if self.has_ended() || self.delivery.is_broken() {
             return Ok(None);
         }
-        self.look()?;
+        self.process_events()?;
         Ok(self.delivery.tied())
     }
 
