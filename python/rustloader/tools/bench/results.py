@@ -119,7 +119,7 @@ def judge_again(points: list[Point]) -> None:
         if point.judged is None or not more or any(side.too_few for side in sides):
             continue
         if all(side.interval.low <= point.rustloader.interval.high for side in sides[1:]):
-            point.verdict = (point.verdict or {}) | asdict(judge(point.judged, is_most=True))
+            point.verdict = (point.verdict or {}) | asdict(judge(point.judged, more_do_not_help=True))
 
 
 def merged(points: Iterable[Point]) -> list[Point]:

@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterable
 from typing import Any
 
-from rustloader.metrics.cpu_time import of_threads
+from rustloader.metrics.cpu_time import seconds_of_threads
 
 
 def machine() -> dict[str, Any]:
@@ -43,7 +43,7 @@ def cpu_seconds(workers: Iterable[int]) -> float:
     """Returns the processor time of this process, of the children it has reaped, and of running workers, given by
     process id. A worker that has ended counts as 0.
     """
-    total = sum(seconds for seconds in map(of_threads, workers) if seconds is not None)
+    total = sum(seconds for seconds in map(seconds_of_threads, workers) if seconds is not None)
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
         total += usage.ru_utime + usage.ru_stime

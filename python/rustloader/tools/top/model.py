@@ -9,9 +9,9 @@ from typing import Any
 
 import rustloader.system.procfs as procfs
 from rustloader._core import Observed, ObservedWorker, WorkerTotals
-from rustloader.metrics.cpu_time import NOTHING, WorkTime, of_process, of_work
-from rustloader.metrics.figures import Stats, counted, worker_stats
-from rustloader.metrics.memory import own
+from rustloader.metrics.cpu_time import NO_TIME, WorkTime, time_of_process, time_of_work
+from rustloader.metrics.figures import Stats, fields_of_counts, worker_stats
+from rustloader.metrics.memory import private_bytes
 from rustloader.metrics.parts import ArenaStats, PinningStats, SchedulingStats, WorkerStats
 from rustloader.metrics.verdict import Verdict
 from rustloader.system.cores import usable_cores
@@ -62,8 +62,8 @@ def _sample(loader: Seen, outer: dict[int, int] | None) -> Look:
     totals = [worker.totals for worker in loader.figures.workers]
     inner = [worker.pid for worker in totals]
     pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
-    times = (None if pid is None else of_process(pid) for pid in pids)
-    work = tuple(of_work(time, worker) for time, worker in zip(times, totals, strict=True))
+    times = (None if pid is None else time_of_process(pid) for pid in pids)
+    work = tuple(time_of_work(time, worker) for time, worker in zip(times, totals, strict=True))
     return Look(loader.file, loader.figures, pids, work)
 
 
@@ -213,7 +213,7 @@ class Loader:
             ready=now.ready,
             memory_bytes=procfs.resident(pid) if pid else None,
             pss_bytes=rollup.get("Pss"),
-            private_bytes=own(pid, rollup) if pid else None,
+            private_bytes=private_bytes(pid, rollup) if pid else None,
             shared_bytes=now.warm,
             tasks=totals.tasks,
             usual_seconds=max(0.0, busy) / totals.tasks if totals.tasks else None,
@@ -262,7 +262,7 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look |
         num_workers=len(workers),
         cores=_cores(pid),
         iterators=1,
-        **counted(counts, (_spent(view, now, since) for view in workers)),
+        **fields_of_counts(counts, (_spent(view, now, since) for view in workers)),
         workers=tuple(_worker_stats(view, now, since) for view in workers),
         arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
         pinning=PinningStats(figures.pinning, counts.pinned, counts.pinning_seconds),
@@ -294,9 +294,9 @@ def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStat
 
 
 def _difference(now: WorkTime, before: WorkTime) -> WorkTime:
-    """Returns the difference of two processor times; ``NOTHING`` if one is unknown."""
+    """Returns the difference of two processor times; ``NO_TIME`` if one is unknown."""
     if now.cpu is None or before.cpu is None:
-        return NOTHING
+        return NO_TIME
     queued = None if now.queued is None or before.queued is None else max(0.0, now.queued - before.queued)
     return WorkTime(max(0.0, now.cpu - before.cpu), queued)
 
