@@ -295,7 +295,7 @@ def test_the_verdict_is_on_the_last_minute_once_there_is_enough_of_it():
         zero = dict.fromkeys(COUNTS, 0) | dict.fromkeys(TIMES, 0.0)
         made = figures(1)
         made.now, made.counts = now, Growing(**(zero | {"epochs": 1, "batches": batches} | counts))
-        return model.Look((1, 2), made, (None,), (model.NOTHING,))
+        return model.Look((1, 2), made, (None,), (model.NO_TIME,))
 
     # All of the wait lies before the last seconds.
     waited = {"waited_seconds": 1000.0, "next_seconds": 1000.0}
@@ -755,7 +755,7 @@ TIMES = [f"{name}_seconds" for name in "next waited first blocked sampler step p
 
 
 def made_up(workers, stuck=()):
-    look = model.Look((1, 2), figures(workers, stuck), (None,) * workers, (model.NOTHING,) * workers)
+    look = model.Look((1, 2), figures(workers, stuck), (None,) * workers, (model.NO_TIME,) * workers)
     return model.Loader(os.getpid(), None, look)
 
 
@@ -917,7 +917,7 @@ def test_an_interval_may_be_longer_than_the_time_that_looks_are_kept(monkeypatch
 
 
 def test_workers_elsewhere_have_the_verdict_of_workers_elsewhere():
-    look = model.Look((1, 2), figures(2), (None,) * 2, (model.NOTHING,) * 2)
+    look = model.Look((1, 2), figures(2), (None,) * 2, (model.NO_TIME,) * 2)
     loader = model.Loader(os.getpid(), None, look)
     assert not verdict._is_remote(model.judged(loader.total, look.figures))
     look.figures.remote = True
