@@ -394,7 +394,7 @@ def test_a_loader_that_hangs_is_given_up(engine, folder, monkeypatch):
 @pytest.mark.timeout(LONG)
 def test_a_worker_whose_death_goes_unnoticed_is_named(folder, monkeypatch):
     """As if torch's next() never returned: here the main process is in a step."""
-    monkeypatch.setattr(probes, "UNNOTICED", 0.1)
+    monkeypatch.setattr(probes, "UNNOTICED_SECONDS", 0.1)
     side = BenchSide("loaders.py:exiting", "rustloader")
     with probes.Probe(side, 300.0) as process:
         process.ask("about")

@@ -114,7 +114,7 @@ def side(factory, tmp_path, monkeypatch, memory=1 << 23):
     monkeypatch.delitem(sys.modules, "cached_loaders", raising=False)
     (tmp_path / "cached_loaders.py").write_text(LOADERS)
     made = BenchSide("cached_loaders.py:" + factory, "cached", cache=memory)
-    made.note = lambda name, value: None
+    made.send_note = lambda name, value: None
     made.about()
     return made
 
@@ -262,7 +262,7 @@ def test_the_warm_up_notes_images(method, tmp_path, monkeypatch):
     (tmp_path / f"photographs_{method}.py").write_text(PHOTOGRAPHS.replace("METHOD", method))
     monkeypatch.syspath_prepend(str(tmp_path))
     made = BenchSide(f"photographs_{method}:loader", "rustloader")
-    made.note = lambda name, value: None
+    made.send_note = lambda name, value: None
     made.about()
     for number, weigh in ((0, True), (1, False)):
         made.run(number, passes.Limits(None, 60.0), weigh)

@@ -20,7 +20,7 @@ if rustloader is not None:
     from rustloader.tools.bench import passes, timeline
     from rustloader.tools.harness import memory
     from rustloader.tools.harness.machine import cpu_seconds
-    from rustloader.tools.probe.deaths import death
+    from rustloader.tools.probe.deaths import describe_death
     from rustloader.tools.probe.leaves import nbytes
     from rustloader.tools.probe.side import ENGINES
 
@@ -115,15 +115,15 @@ class Watcher:
     def __init__(self):
         self.heard = []
 
-    def began(self, iterator):
+    def on_start(self, iterator):
         self.heard.append(("began", len(iterator._workers)))
         self.workers = list(iterator._workers)
 
-    def beat(self):
+    def on_progress(self):
         self.heard.append(("beat", None))
 
-    def failed(self, error):
-        self.heard.append(("failed", death(self.workers, error)))
+    def on_error(self, error):
+        self.heard.append(("failed", describe_death(self.workers, error)))
 
 
 @pytest.mark.parametrize("engine", ["torch", "rustloader"])

@@ -32,13 +32,13 @@ class Limits(NamedTuple):
 class Watcher(Protocol):
     """Receives progress callbacks of a pass."""
 
-    def began(self, iterator: Any) -> None:
+    def on_start(self, iterator: Any) -> None:
         """Called after the start of the workers."""
 
-    def beat(self) -> None:
+    def on_progress(self) -> None:
         """Called after a batch, at most a few times per second."""
 
-    def failed(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         """Called after an error of the loader, before its workers are shut down."""
 
 
@@ -93,11 +93,11 @@ def iterating(loader: Any, watcher: Watcher | None) -> Iterator[Any]:
     iterator = iter(loader)
     try:
         if watcher is not None:
-            watcher.began(iterator)
+            watcher.on_start(iterator)
         yield iterator
     except Exception as error:
         if watcher is not None:
-            watcher.failed(error)
+            watcher.on_error(error)
         raise
     finally:
         if not (loader.persistent_workers and loader.num_workers > 0):
@@ -131,7 +131,7 @@ def _pass(
             marks.append(_mark(taken))
             due = marks[-1].time + _MARK_INTERVAL
         if watcher is not None and now >= beat:
-            watcher.beat()
+            watcher.on_progress()
             beat = now + _CALLBACK_INTERVAL
         if taken == limits.batches or now >= deadline:
             break

@@ -122,7 +122,7 @@ def watch(loader: Any, limits: Limits, watcher: Watcher | None = None) -> tuple[
                 break
             got.append(time.monotonic())
             if watcher is not None:
-                watcher.beat()
+                watcher.on_progress()
             deadline = deadline or got[0] + limits.seconds
             if limits.step:
                 time.sleep(limits.step)

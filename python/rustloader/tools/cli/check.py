@@ -76,13 +76,13 @@ class _CheckProbe(Probe):
     def limit(self, awaited: str) -> float:
         return self.timeout if awaited in ("load", "about", "start", "next") else max(self.timeout, _MIN_LIMIT)
 
-    def hang(self, awaited: str) -> tuple[str, str]:
+    def hang_texts(self, awaited: str) -> tuple[str, str]:
         text, remedy = _HANGS.get(awaited, _NO_ANSWER)
         place, limit = self.target.rpartition(":")[0], self.limit(awaited)
         text = text.format(place=place, target=self.target, batch=self._batch, limit=limit)
         return f"{self.engine}: {text}", remedy
 
-    def died(self, worker: str, details: str = "") -> Unusable:
+    def death_error(self, worker: str, details: str = "") -> Unusable:
         return Unusable(f"{self.engine}: {worker}, seen while waiting for batch {self._batch}\n  {advice(worker)}")
 
 

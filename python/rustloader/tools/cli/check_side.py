@@ -54,7 +54,7 @@ class CheckSide(Side):
             self._iterator = iter(self.loader)
         except (Exception, SystemExit) as error:
             return self._raised(error)
-        self.began(self._iterator)
+        self.on_start(self._iterator)
         return None
 
     def next(self) -> Event:
@@ -106,8 +106,8 @@ class CheckSide(Side):
 
     def _raised(self, error: BaseException) -> Event:
         """Returns the event for an error. Raises it again if a worker has died, which ends the comparison."""
-        self.failed(error)
-        if self.dead is not None:
+        self.on_error(error)
+        if self.death is not None:
             raise error
         described = failure(error)
         return Event("error", described.text, str(described), described.details)
