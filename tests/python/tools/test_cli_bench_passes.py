@@ -205,9 +205,9 @@ def test_memory_counts_each_page_once(tmp_path):
         more = (memory.used(holder.pid) - memory.used(plain.pid)) / (1 << 20)
         assert 55 < more < 70
         peak = memory.Peak(holder.pid)
-        peak.look()
-        peak.look()
-        assert peak.looks == 1 and peak.bytes >= 55 << 20
+        peak.sample()
+        peak.sample()
+        assert peak.samples == 1 and peak.bytes >= 55 << 20
     finally:
         for process in (holder, plain):
             os.killpg(process.pid, signal.SIGKILL)

@@ -186,8 +186,8 @@ class _Bench:
         before = used(probe.group)
         peak = Peak(probe.group)
         for _ in range(_WARM_UPS):
-            side.batch_bytes = probe.ask("run", 0, self._limits, True, meanwhile=peak.look)["batch_bytes"]
-            if peak.looks >= _LOOKS:
+            side.batch_bytes = probe.ask("run", 0, self._limits, True, meanwhile=peak.sample)["batch_bytes"]
+            if peak.samples >= _LOOKS:
                 break
         if before is not None and peak.bytes is not None:
             side.memory_bytes = max(0, peak.bytes - before)
