@@ -1,4 +1,4 @@
-"""``check``: compares an epoch on torch's iterator with one on the engine."""
+"""``check``: compares an epoch on torch's iterator with an epoch on the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rustloader.tools.probe.deaths import advice
 from rustloader.tools.probe.factory import Unusable
 from rustloader.tools.probe.process import MORE_TIME, Probe
 
-# Maximum number of consecutive errors until an epoch is given up.
+# Number of consecutive errors that ends an epoch.
 _ERRORS_IN_A_ROW = 20
 # Seconds between two progress lines.
 _BETWEEN_LINES = 15.0
@@ -23,10 +23,10 @@ _UNSEEDED = (
     "The dataset, the sampler or collate_fn depends on something that no seed governs, such as time or os.urandom."
 )
 _OUT_OF_ORDER = "with in_order=False batches come as workers finish; check the loader with in_order=True."
-# Minimum limit, in seconds, for steps that are not only user code: the start of Python, the shutdown of workers.
+# Minimum limit in seconds for requests that do more than run user code, such as the shutdown of workers.
 _MIN_LIMIT = 60.0
 _SCRIPT = 'put what runs as a script under `if __name__ == "__main__":`, or pass a larger --timeout'
-# By request: the error if it hangs, and the way out.
+# The error for each request that hangs, and the remedy.
 _HANGS = {
     "load": ("importing {place} took more than {limit:g} s", _SCRIPT),
     "about": ("calling {target} took more than {limit:g} s", MORE_TIME),
@@ -38,7 +38,7 @@ _NO_ANSWER = ("the process did not answer within {limit:g} s", MORE_TIME)
 
 
 def main(options: Any) -> int:
-    """Compares, prints the result, and returns the exit status."""
+    """Compares the two engines and prints the result. Returns the exit status."""
     try:
         return _Comparison(options).run()
     except Unusable as error:
@@ -47,10 +47,11 @@ def main(options: Any) -> int:
 
 
 class _CheckProbe(Probe):
-    """A process with the user's loader on one engine. ``quiet`` hides warnings that another process has shown."""
+    """A process with the user's loader on one engine. ``quiet`` hides warnings, which another process has shown."""
 
     def __init__(self, engine: str, options: Any, quiet: bool) -> None:
-        # Both sides iterate over sets of strings in the same order. Leftovers of a side that is killed are expected.
+        # With the same hash seed, both sides iterate over sets of strings in the same order. The filter hides warnings
+        # about resources of a side that is killed.
         hashes = os.environ.get("PYTHONHASHSEED") or str(options.seed % 2**32)
         filters = [*filter(None, [os.environ.get("PYTHONWARNINGS")]), "ignore:resource_tracker:UserWarning"]
         environment = {"PYTHONHASHSEED": hashes, "PYTHONWARNINGS": ",".join(filters)}
@@ -58,7 +59,7 @@ class _CheckProbe(Probe):
         self._batch = 0
 
     def load(self) -> dict[str, Any]:
-        """Imports the user's code and calls the factory. Returns facts about the loader."""
+        """Imports the user's code and calls the factory. Returns a description of the loader."""
         self.ask("load")
         about: dict[str, Any] = self.ask("about")
         return about
@@ -93,7 +94,7 @@ class _Comparison:
         self._options = options
 
     def run(self) -> int:
-        """Returns the exit status: 0 if nothing differs, 1 if something does."""
+        """Runs the comparison. Returns the exit status: 0 if nothing differs, 1 if something does."""
         expected = self._torch_events()
         with self._side("rustloader") as side:
             side.load()
@@ -103,7 +104,7 @@ class _Comparison:
                 if torch_event is None or own is None or torch_event[:2] != own[:2]:
                     return self._differs(k, torch_event, own, side)
                 if own.kind == "batch" and k == 0:
-                    _served(side)  # before the rest of the epoch, which may take long
+                    _served(side)  # early, because the remaining epoch may take long
                 elif own.kind == "error" and k == 0:
                     cause = f"both engines raise at the first batch: {own.text}"
                     raise Unusable(f"nothing to compare: {cause}", own.details)
@@ -117,6 +118,7 @@ class _Comparison:
         return 0
 
     def _torch_events(self) -> list[Event]:
+        """Returns the events of an epoch on torch's iterator."""
         with self._side("torch") as side:
             about = side.load()
             workers = count_of(about["num_workers"], "worker")
@@ -125,7 +127,7 @@ class _Comparison:
             if side.ask("served")[0]:
                 raise Unusable(
                     "nothing to compare: torch's side used the Rust engine; "
-                    "the program must not call rustloader.install() after its loader is made"
+                    "the program must not call rustloader.install() after it creates its loader"
                 )
         if events[0].kind == "state":
             raise Unusable(f"nothing to compare: the loader of {self._options.factory} gave no batch")
@@ -135,8 +137,9 @@ class _Comparison:
         return _CheckProbe(engine, self._options, engine != "torch" if quiet is None else quiet)
 
     def _epoch(self, side: _CheckProbe, may_be_endless: bool = False) -> Iterator[Event]:
-        """Yields the events of an epoch, then the random state. Stops early after ``_ERRORS_IN_A_ROW`` errors, or one
-        error if it is the first event.
+        """Yields the events of an epoch, then the random state.
+
+        Stops early after ``_ERRORS_IN_A_ROW`` consecutive errors, or if the first event is an error.
         """
         due = time.monotonic() + _BETWEEN_LINES
         in_a_row = 0
@@ -156,7 +159,7 @@ class _Comparison:
         yield Event("state", side.ask("finish"))
 
     def _differs(self, k: int, torch_event: Event | None, own: Event | None, side: _CheckProbe) -> int:
-        """Prints the difference. Runs torch's iterator again, to see whether it agrees with itself."""
+        """Prints the difference. Runs torch's iterator again to see whether its own batches are the same."""
         kinds = {torch_event.kind if torch_event else None, own.kind if own else None}
         where = "the end: the main process's random state" if kinds == {"state"} else f"batch {k}"
         try:
@@ -190,7 +193,7 @@ def _served(side: _CheckProbe) -> int:
 
 def _description(event: Event | None) -> str:
     if event is None:
-        return "has ended before"
+        return "has already ended"
     return {"batch": "gives a batch", "error": f"raises {event.text}", "state": "ends the epoch"}[event.kind]
 
 
