@@ -83,9 +83,8 @@ def _overflow_advice(settings: Mapping[str, str]) -> list[str]:
     if _torch_version() >= _SAFE_THRESHOLD:
         return []
     limit = settings["pinned_max_round_threshold_mb"]
-    return [
-        f"this version of torch may allocate too small blocks: set pinned_max_cached_size_mb:{limit} too, or update torch"
-    ]
+    remedy = f"set pinned_max_cached_size_mb:{limit} too, or update torch"
+    return [f"this version of torch may allocate too small blocks: {remedy}"]
 
 
 def batches(path: str, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
