@@ -46,7 +46,7 @@ def test_a_pass_ends_where_it_should(engine, options):
     persistent = options.pop("persistent", False)
     loader = torch.utils.data.DataLoader(Numbers(12), batch_size=2, persistent_workers=persistent, **options)
     with ENGINES[engine]():
-        whole = passes.run_pass(loader, passes.Limits(None, 60.0), weigh=nbytes)
+        whole = passes.run_pass(loader, passes.Limits(None, 60.0), count_bytes=nbytes)
         part = passes.run_pass(loader, passes.Limits(3, 60.0, step=0.001))
         short = passes.run_pass(loader, passes.Limits(None, 1e-9))
     assert (whole.batches, whole.complete, whole.batch_bytes) == (6, True, 2 * (8 + 3))
@@ -271,7 +271,7 @@ def test_the_picture(step):
     assert ("main: training step" in words) == bool(step) and "worker: collate" not in words
     assert {line.get_label() for line in rates.get_lines()} >= {"torch", "rustloader"}
     assert "Recommended num_workers: 1 with torch and 20 with rustloader" in rates.get_title("left")
-    assert "What torch's workers send is not shown" in figure.get_supxlabel()
+    assert "Sending by torch's workers is not shown" in figure.get_supxlabel()
     assert [tick for tick in rates.get_xticks()] == [1, 20]
     assert len(draw("x", points[1:], {}, timelines, step).axes) == 2
     (rates,) = draw("x", points, {"torch": Choice(None), "rustloader": Choice(None)}, {}, step).axes
