@@ -183,7 +183,7 @@ class LoaderCollector(Collector):
     def _loader_states(self, accounts: list[tuple[str, Account]]) -> Iterator[Any]:
         """Yields the verdict and the batch size of the latest loader on the engine, for each name."""
         verdicts = GaugeMetricFamily(
-            _PREFIX + "verdict", "1 for what limits the loader.", labels=["rank", "loader", "kind"]
+            _PREFIX + "verdict", "1 for the bottleneck of the loader.", labels=["rank", "loader", "kind"]
         )
         sizes = GaugeMetricFamily(_PREFIX + "batch_size", "Samples of a full batch.", labels=["rank", "loader"])
         for name, account in accounts:

@@ -22,15 +22,15 @@ import torch
 from rustloader.metrics.parts import LargeAttribute
 
 # Minimum private memory of a worker, in bytes, for a search of attributes.
-GROWN = 64 << 20
+MIN_PRIVATE_BYTES = 64 << 20
 # Minimum bytes of Python objects in a large attribute.
-LARGE = 16 << 20
+MIN_LARGE_BYTES = 16 << 20
 # Maximum number of attributes to report.
 _MAX_NAMED = 5
 # Limits of the search: seconds of CPU time, number of objects, nesting depth.
 _MAX_SECONDS, _MAX_OBJECTS, _MAX_DEPTH = 0.05, 10_000, 8
 # Maximum number of items of a container that is searched item by item. Larger ones are measured.
-_FEW_ITEMS = 64
+_MAX_SEARCHED_ITEMS = 64
 # Number of items sampled from a container, from each container inside it, and so on.
 _SAMPLED = (128, 16, 8)
 # Types of objects that are not searched.
@@ -53,9 +53,9 @@ def find(dataset: Any) -> tuple[LargeAttribute, ...]:
             break
         seen.add(id(value))
         try:
-            if _is_container(value) and len(value) > _FEW_ITEMS:
+            if _is_container(value) and len(value) > _MAX_SEARCHED_ITEMS:
                 size = round(_items_size(value, 0))
-                if size >= LARGE:
+                if size >= MIN_LARGE_BYTES:
                     containers.append(LargeAttribute(path, type(value).__name__, len(value), size))
             elif depth < _MAX_DEPTH:
                 waiting += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value)]
@@ -72,12 +72,12 @@ def _is_container(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...] | dict[An
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the parts of an object, each with its path from the object, as code."""
     if isinstance(value, dict):
-        for key in list(dict.keys(value))[:_FEW_ITEMS]:
+        for key in list(dict.keys(value))[:_MAX_SEARCHED_ITEMS]:
             if isinstance(key, (str, int)):
                 yield f"[{key!r}]", dict.get(value, key)
     elif isinstance(value, (list, tuple)):
         items = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
-        for number, item in enumerate(islice(items, _FEW_ITEMS)):
+        for number, item in enumerate(islice(items, _MAX_SEARCHED_ITEMS)):
             yield f"[{number}]", item
     try:
         attributes = object.__getattribute__(value, "__dict__")
@@ -107,13 +107,13 @@ def _items_size(container: Any, level: int) -> float:
         items = [container[place * len(container) // sampled] for place in range(sampled)]
         items = items if len(container) > sampled else list(container)
         count = len(container)
-    distinct = {id(item): item for item in items if not _is_everywhere(item)}
+    distinct = {id(item): item for item in items if not _is_shared_constant(item)}
     size = sum(_size(item, level + 1) for item in distinct.values())
     # If most objects occur more than once in the sample, the container is taken to have no others.
     return size * count / len(items) if 2 * len(distinct) > len(items) or len(items) < _SAMPLED[-1] else size
 
 
-def _is_everywhere(item: Any) -> bool:
+def _is_shared_constant(item: Any) -> bool:
     """Returns True if Python shares one object among all equal values."""
     return item is None or isinstance(item, bool) or (type(item) is int and -5 <= item <= 256)
 

@@ -1,7 +1,7 @@
 """Counters of loaders and iterators, in a table of weak references.
 
-An attribute of the loader instead would also appear in its copies and pickles, which must be the same as torch's. And
-with one more attribute, iterators would lose Python's compact layout for objects with few attributes.
+They are not attributes of loaders, because copies and pickles of a loader must be the same as torch's. One more
+attribute of an iterator would also cost it Python's compact layout for objects with few attributes.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Ledger:
 
     def figures(self) -> Totals:
         """Returns the sums over all engines."""
-        # No call separates the two reads: during one, another thread could move counters from one meter to the other.
+        # Reads both attributes without a call in between, during which another thread could move counters between them.
         return figures_of([self._ended, *self._meters])
 
 

@@ -126,7 +126,7 @@ def stats_of_ledger(
     processes = ledger.workers()
     private = processes.private() if processes is not None and reads_memory else []
     is_remote = ledger.scheduling is not None and ledger.scheduling.remote
-    has_grown = any((size or 0) >= copied.GROWN for size in private)
+    has_grown = any((size or 0) >= copied.MIN_PRIVATE_BYTES for size in private)
     return Stats(
         name=ledger.name,
         num_workers=num_workers,

@@ -31,7 +31,7 @@ VerdictKind = Literal[
 
 # Minimum number of batches for a verdict. The first batches come from workers that have just started.
 _MIN_BATCHES = 20
-# Maximum share of the loop's time spent waiting if the loader is not the bottleneck.
+# Share of the loop's time spent waiting above which the loader is the bottleneck.
 _WAIT_SHARE = 0.1
 # Shares of the time at work. Below the first, workers may not be the bottleneck; below the second, they are not.
 _BUSY_SHARE, _HARDLY_BUSY_SHARE = 0.7, 0.3
@@ -42,7 +42,7 @@ _SMALL_BATCH = 1 << 17
 # Stands for the number of cores of other machines, which sets no limit.
 _UNKNOWN_CORES = 1 << 30
 # Minimum seconds per batch, and minimum share of the loop's time, for a training step.
-_NO_STEP, _NO_STEP_SHARE = 200e-6, 0.02
+_MIN_STEP, _MIN_STEP_SHARE = 200e-6, 0.02
 # A part of a worker's time above this share of the whole is its main part.
 _MAIN_SHARE = 0.5
 # Minimum rate at which a worker reads and gathers samples from a cache, in bytes per second, and minimum gain for
@@ -220,7 +220,7 @@ def _starting(stats: Figures, loop: float) -> Verdict:
     reason += f"{duration(loop)} for the rest"
     remedy = "set persistent_workers=True, which keeps the workers from epoch to epoch."
     if stats.iterators < stats.epochs:
-        remedy = "the workers are kept already. Use longer epochs, or no workers for epochs this short."
+        remedy = "the workers are already kept. Use longer epochs, or no workers for epochs this short."
     return Verdict("starting", f"The start of each epoch is the bottleneck: {remedy}", reason)
 
 
@@ -340,7 +340,7 @@ def _is_auto(stats: Figures) -> bool:
 
 
 def _has_step(stats: Figures, loop: float) -> bool:
-    return stats.step_seconds >= max(_NO_STEP * stats.batches, _NO_STEP_SHARE * loop)
+    return stats.step_seconds >= max(_MIN_STEP * stats.batches, _MIN_STEP_SHARE * loop)
 
 
 def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: str, more_do_not_help: bool) -> Verdict:
@@ -430,7 +430,7 @@ def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: floa
         fetch_time = duration(worker.busy_seconds / worker.tasks)
         reason += f"; worker {worker.id} takes {fetch_time} per batch, the others {duration(usual)}"
         sentence = f"One slow worker is the bottleneck: worker {worker.id} (pid {worker.pid}). The others wait for "
-        sentence += f"their turn: look at what it alone reads, or set {' or '.join(remedies)}."
+        sentence += f"their turn: check what only this worker reads, or set {' or '.join(remedies)}."
         return Verdict("head_of_line", sentence, reason, predicted_gain=gain)
     reason += f"; a batch takes {duration(per_task)} on average"
     tasks = stats.blocking or [task for task in stats.slowest if task.seconds > work.SLOW * per_task] or stats.slowest

@@ -523,7 +523,7 @@ TABLE = {
     "short epochs, with persistent workers": (
         lambda: given(epochs=20, iterators=1, first_seconds=20.0, step=2, fetch=1),
         "starting",
-        ["the workers are kept already", "longer epochs"],
+        ["the workers are already kept", "longer epochs"],
         None,
     ),
     "epochs left after two batches": (
@@ -620,8 +620,8 @@ REMEDIES = {
     "a step, and batches that are not pinned": "only a faster step helps",
     "workers that limit more than copies do": "Use num_workers=10.",
     "opening pickles": "Return tensors and arrays in dicts, lists or tuples",
-    "one slow worker": "look at what it alone reads, or set in_order=False",
-    "one slow worker of four": "look at what it alone reads, or set in_order=False",
+    "one slow worker": "check what only this worker reads, or set in_order=False",
+    "one slow worker of four": "check what only this worker reads, or set in_order=False",
     "a few slow batches": "Use in_order=False, a larger prefetch_factor or faster samples",
     "a few slow batches, all one worker's by chance": "Use in_order=False, a larger prefetch_factor or faster samples",
     "slow batches that a shared queue would pass": 'Use dispatch="shared_queue" and reorder_window=32',
