@@ -16,9 +16,9 @@ from typing import Any
 
 from rustloader.system.patches import Patch
 
-_PLACE = "PIL.JpegImagePlugin.JpegImageFile.load"
+_PATCHED_METHOD = "PIL.JpegImagePlugin.JpegImageFile.load"
 # Number of images that a worker records.
-_IMAGES_NOTED = 16
+_MAX_IMAGES = 16
 # The requested size, as a multiple of the size that a sample keeps: random crops need more pixels than they keep.
 _MARGIN = 2
 # Number of rounds of a measurement, and minimum gain for advice.
@@ -62,7 +62,7 @@ class SizeRecorder:
 
 def note_sizes(kind: Any, note: Callable[[Size], object]) -> None:
     """Calls ``note`` with the size of each of the first decoded images of Pillow's class ``kind``."""
-    patch, decode, left = Patch(_PLACE, kind), kind.load, _IMAGES_NOTED
+    patch, decode, left = Patch(_PATCHED_METHOD, kind), kind.load, _MAX_IMAGES
 
     def load(image: Any) -> Any:
         nonlocal left

@@ -90,7 +90,8 @@ def run_pass(
 ) -> Pass:
     """Iterates over a DataLoader up to ``limits``.
 
-    ``count_bytes`` returns the bytes of a batch; its time counts. Raises StopIteration if the loader is empty.
+    ``count_bytes`` returns the size of a batch in bytes; the pass includes its time. Raises StopIteration if the loader
+    is empty.
     """
     gc.collect()
     busy, begin = busy_seconds(), _mark(0)

@@ -54,7 +54,7 @@ def draw(
     panels = list(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
     if timelines:
         draw_timelines(panels[: len(timelines)], timelines, step)
-        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(_COLOURS)}  # beside the title
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(_COLOURS)}  # next to the title
         style = {"handlelength": 1, "columnspacing": 1.2, "borderaxespad": 0.2, "frameon": False, "fontsize": 8}
         panels[0].legend(handles=timeline_legend(timelines, step), **place, **style)
         figure.supxlabel(_CAPTION, fontsize=8, color=_INK)

@@ -76,7 +76,7 @@ def _cache(path: str) -> tuple[tuple[int, int], CacheUsage] | None:
 
 
 def main_processes() -> dict[int, list[LoaderArena]]:
-    """Returns the main processes of running iterators, with these, for this user (for root: all users)."""
+    """Returns the arenas of running iterators by main process, for processes of this user (for root: all users)."""
     processes = {}
     for pid in pids():
         with contextlib.suppress(OSError, NothingToSee):

@@ -86,7 +86,7 @@ def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator
     settings += ["persistent_workers"] if figures.persistent else []
     settings += ["pinned"] if figures.pinning else []
     named = f"{figures.name}: " if figures.name else ""
-    title = f"{named}{', '.join(settings)}; made {_time(loader.age_seconds)} ago"
+    title = f"{named}{', '.join(settings)}; created {_time(loader.age_seconds)} ago"
     yield [(f"{f'loader {number}':<{_INDENT}}", "bold"), (_cut(title, width - _INDENT), "")]
     yield _line("main", _main(loader), width, "bold yellow" if _main_waits(loader) else "")
     shares = loader.main_shares
