@@ -441,7 +441,7 @@ def test_without_swept_options_nothing_names_them():
     points = [a_point(count, (10.0, 11, 12), (30.0, 33, 36), verdict=VERDICT) for count in (1, 2)]
     choices = {engine: recommendation.recommend(points, engine, 2) for engine in ("torch", "rustloader")}
     found = summary(points, "--workers", "1,2", choices=choices)
-    assert "as given" not in found.text() and "options" not in found.as_dict()["recommendation"]
+    assert "first one given" not in found.text() and "options" not in found.as_dict()["recommendation"]
     assert all("options" not in one for one in found.as_dict()["results"])
 
 

@@ -163,7 +163,7 @@ def test_once_is_plain_text(tmp_path, capsys):
         assert (status, err) == (0, "") and "\x1b" not in out
         lines = out.splitlines()
         assert lines[0].startswith(f"process {process.pid}: ") and lines[0].endswith("script.py")
-        assert lines[2].startswith("loader 1      train: 2 workers, prefetch_factor=3; made ")
+        assert lines[2].startswith("loader 1      train: 2 workers, prefetch_factor=3; created ")
         for name in ("main", "last", "batches", "memory", "verdict"):
             assert any(line.startswith(f"  {name}") for line in lines), name
         assert lines[-3].split() == "worker pid state batch for fetch cpu coll pack idle memory indices".split()

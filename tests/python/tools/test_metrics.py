@@ -348,7 +348,7 @@ def test_a_port_that_is_taken(server):
     assert "A server of this process listens there" in caught.value.__notes__[0]
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError) as caught:
         rustloader.serve_metrics(port=other.getsockname()[1])
-    assert "give each a port of its own, or port=0" in caught.value.__notes__[0]
+    assert "give each a different port, or port=0" in caught.value.__notes__[0]
     assert len(ledger.new_ledger_hooks) == 1
 
 

@@ -101,7 +101,7 @@ def _findings_of(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
     except Exception as error:
-        # An error in one check must not hide the other findings. Only an error in the trial means that the engine fails.
+        # An error in one check must not hide the other findings. Only an error in the trial is BAD.
         subject = check.__name__.strip("_").replace("_", " ")
         yield Finding(subject, f"{type(error).__name__}: {error}", BAD if check is _trial else NOTE)
 
