@@ -80,7 +80,7 @@ _COUNTERS: _Table = (
     ("fallback_iterators", "Iterators that ran on torch's own loop, uncounted.", lambda it: it.fallbacks),
 )
 _GAUGES: _Table = (
-    ("workers", "Running workers.", lambda it: sum(worker.alive for one in it.live for worker in one.workers)),
+    ("workers", "Running workers.", lambda it: sum(worker.alive for totals in it.live for worker in totals.workers)),
     ("ready_batches", "Batches that workers have finished and the loop has not taken.", lambda it: it.gauge("ready")),
     ("arena_bytes", "Bytes of shared memory with pages.", lambda it: it.gauge("warm")),
 )
@@ -157,7 +157,7 @@ class LoaderCollector(Collector):
         text = "Time that the loop waited in each next() but the first one of an epoch."
         family = HistogramMetricFamily(_PREFIX + "wait_seconds", text, labels=["rank", "loader"])
         for loader, it in read:
-            numbers = [sum(each) for each in zip(*(one.waits for one in (it.gone, *it.live)), strict=True)]
+            numbers = [sum(each) for each in zip(*(totals.waits for totals in (it.gone, *it.live)), strict=True)]
             buckets = list(zip(_BOUNDS, accumulate(numbers), strict=True))
             waited = self._never_falling(it.counter("waited_seconds"), "wait_seconds", loader)
             family.add_metric([self._rank, loader], buckets, waited)

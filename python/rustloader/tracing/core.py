@@ -91,7 +91,7 @@ class Trace:
         if lost:
             logger.warning("the trace %s lacks %d events: there was no room for them", self.path, lost)
 
-    def source(self, key: object, name: str, workers: int) -> int | None:
+    def add_source(self, key: object, name: str, workers: int) -> int | None:
         """Adds an iterator. Returns its number; None if it cannot be added, or the trace has ended."""
         spool = self._spool
         if spool is None:
@@ -107,7 +107,7 @@ class Trace:
         spool = self._spool
         if spool is None or not traceable.engine.is_ours or traceable.engine.closing:
             return
-        source = self.source(*traceable.traced_as())
+        source = self.add_source(*traceable.traced_as())
         if source is None:
             return
         try:
@@ -190,7 +190,7 @@ def follow_copies(key: object, name: str) -> Callable[[int], None] | None:
         name: The name of their row.
     """
     active = current()
-    source = None if active is None else active.source(key, name, 0)
+    source = None if active is None else active.add_source(key, name, 0)
     if active is None or source is None:
         return None
     return lambda begin: active.put(source, _COPY, begin, time.monotonic_ns())
@@ -207,7 +207,7 @@ def follow_fetches(iterator: Any, key: object, name: str) -> None:
     active = current()
     if active is None:
         return
-    fetcher, source = iterator._dataset_fetcher, active.source(key, name, 0)
+    fetcher, source = iterator._dataset_fetcher, active.add_source(key, name, 0)
     if source is None:
         return
     # A weak reference: a fetcher that refers to itself would outlive its iterator.

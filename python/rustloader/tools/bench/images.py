@@ -88,13 +88,13 @@ def kept_size(batch: Any) -> Size | None:
     for leaf in leaves(batch):
         shape = tuple(getattr(leaf.value, "shape", ()))
         if len(shape) == 4 and shape[1] in (1, 3, 4):
-            one = (shape[3], shape[2])
+            image_size = (shape[3], shape[2])
         elif len(shape) == 4 and shape[3] in (1, 3, 4):
-            one = (shape[2], shape[1])
+            image_size = (shape[2], shape[1])
         else:
             continue
-        if largest is None or one[0] * one[1] > largest[0] * largest[1]:
-            largest = one
+        if largest is None or image_size[0] * image_size[1] > largest[0] * largest[1]:
+            largest = image_size
     return largest
 
 

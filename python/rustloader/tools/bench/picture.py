@@ -47,7 +47,7 @@ def draw(
     ``choices`` and ``timelines`` are by engine. ``step`` is the duration of the training step in seconds.
     """
     swept = bool(choices)
-    lanes = 1 + min(_MAX_LANES, next((one.workers for one in timelines.values()), 0))
+    lanes = 1 + min(_MAX_LANES, next((timeline.workers for timeline in timelines.values()), 0))
     heights = [0.5 + 0.32 * lanes] * len(timelines) + [3.4] * swept
     figure = Figure(figsize=(10, sum(heights) + 0.75 * len(heights) + 0.6), dpi=120, layout="constrained")
     figure.suptitle(title, fontsize=13, color=_INK)
@@ -65,7 +65,7 @@ def draw(
 
 def timeline_legend(timelines: dict[str, Timeline], step: float) -> list[Patch]:
     """Returns the legend's entries for these timelines."""
-    seen = {what for one in timelines.values() for spans in one.spans.values() for what, *_ in spans}
+    seen = {what for timeline in timelines.values() for spans in timeline.spans.values() for what, *_ in spans}
     shown = [kind for kind in _COLOURS if kind in seen or kind == "wait" or (kind == "step" and step)]
     return [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in shown]
 
@@ -73,16 +73,18 @@ def timeline_legend(timelines: dict[str, Timeline], step: float) -> list[Patch]:
 def draw_timelines(panels: Sequence[Axes], timelines: dict[str, Timeline], step: float) -> None:
     """Draws the timeline of each engine on its panel. All show the same batches at the same scale."""
     # The same batches of both engines, without those that were outstanding at the start.
-    count = min(len(one.returned) for one in timelines.values())
-    first = min(*(one.skipped for one in timelines.values()), count // 2)
-    windows = {name: one.window(first, count) for name, one in timelines.items()}
+    count = min(len(timeline.returned) for timeline in timelines.values())
+    first = min(*(timeline.skipped for timeline in timelines.values()), count // 2)
+    windows = {name: timeline.window(first, count) for name, timeline in timelines.items()}
     longest = max(end - begin for begin, end in windows.values())
-    for panel, (name, one) in zip(panels, timelines.items(), strict=True):
+    for panel, (name, timeline) in zip(panels, timelines.items(), strict=True):
         begin, end = windows[name]
-        draw_timeline(panel, one, begin, end, step)
+        draw_timeline(panel, timeline, begin, end, step)
         panel.set_xlim(0, longest * 1e3)
         panel.axvspan((end - begin) * 1e3, longest * 1e3, color="#F4F4F4", lw=0)
-        text = f"{name}, {count_of(one.workers, 'worker')}: {count - first} batches in {(end - begin) * 1e3:,.0f} ms"
+        text = (
+            f"{name}, {count_of(timeline.workers, 'worker')}: {count - first} batches in {(end - begin) * 1e3:,.0f} ms"
+        )
         panel.set_title(text, loc="left", fontsize=11, color=_ENGINE_COLOURS[name])
     panels[-1].set_xlabel("ms", color=_INK)
 

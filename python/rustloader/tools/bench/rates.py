@@ -49,7 +49,7 @@ class SideRates:
     @property
     def batches(self) -> int:
         """Batches of all passes."""
-        return sum(one.batches for one in self.passes)
+        return sum(pass_.batches for pass_ in self.passes)
 
     @property
     def too_few(self) -> str:
@@ -59,7 +59,7 @@ class SideRates:
     @property
     def others_share(self) -> float:
         """The share of the cores that other processes used; 0 if unknown."""
-        known = [one.others_share for one in self.passes if one.others_share is not None]
+        known = [pass_.others_share for pass_ in self.passes if pass_.others_share is not None]
         return statistics.median(known) if known else 0.0
 
     @property
@@ -71,11 +71,11 @@ class SideRates:
         """Returns a figure of each pass."""
         if self.steady and name in ("batches_per_second", "cpu_seconds_per_batch"):
             name = f"steady_{name}"
-        return [getattr(one, name) for one in self.passes]
+        return [getattr(pass_, name) for pass_ in self.passes]
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the figures for JSON."""
-        epochs = [asdict(one) for one in self.passes]
+        epochs = [asdict(pass_) for pass_ in self.passes]
         for epoch in epochs:
             del epoch["batch_bytes"]  # only the warm-up measures it
         return {
@@ -93,6 +93,6 @@ class SideRates:
 
 def make_sides_comparable(sides: list[SideRates]) -> None:
     """Makes all rates comparable: either all exclude the start of the workers, if all passes allow it, or none does."""
-    steady = all(one.steady_batches_per_second is not None for side in sides for one in side.passes)
+    steady = all(pass_.steady_batches_per_second is not None for side in sides for pass_ in side.passes)
     for side in sides:
         side.steady = steady

@@ -116,7 +116,7 @@ def starting_verdict(side: SideRates) -> dict[str, Any]:
     The statistics of a loader do not show this if epochs have only a few batches.
     """
     first, whole = side.median("first_batch_seconds"), side.median("seconds")
-    if first < whole / 2 or not all(one.complete for one in side.passes):
+    if first < whole / 2 or not all(pass_.complete for pass_ in side.passes):
         return {}
     return {
         "kind": "starting",
@@ -130,8 +130,8 @@ def starting_verdict(side: SideRates) -> dict[str, Any]:
 def revise_verdicts(points: list[Point]) -> None:
     """Changes verdicts that advise more workers if more workers were measured and are not faster."""
     for point in points:
-        more = [one for one in points if one.workers > point.workers and one.options == point.options]
-        sides = [one.rustloader for one in (point, *more)]
+        more = [other for other in points if other.workers > point.workers and other.options == point.options]
+        sides = [other.rustloader for other in (point, *more)]
         if point.judged is None or not more or any(side.too_few for side in sides):
             continue
         if all(side.interval.low <= point.rustloader.interval.high for side in sides[1:]):

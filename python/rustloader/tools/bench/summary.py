@@ -84,7 +84,7 @@ class Summary:
 
     def _result(self, point: Point) -> Iterator[str]:
         comparison, options = point.comparison, self._options
-        others = max(one.others_share for one in self._points)
+        others = max(it.others_share for it in self._points)
         if comparison is not None:
             yield wrapped(comparison.text(others), "  ")
             if not comparison.is_known:
@@ -110,7 +110,7 @@ class Summary:
 
     def _without_workers(self, point: Point, others: float) -> str:
         """Compares torch's own loop with the faster loader with workers. Returns a sentence, or an empty text."""
-        own_loop = next((one.torch for one in self._points if one.torch_only), None)
+        own_loop = next((it.torch for it in self._points if it.torch_only), None)
         if own_loop is None:
             reason = self._unmeasured
             return f"torch's own loop, without workers, could not be measured: {reason}" if reason else ""

@@ -109,7 +109,9 @@ def _seconds_per_send(loader: Any) -> dict[int, float]:
     """Returns the mean seconds that each worker takes to send a batch; empty on torch's iterator."""
     import rustloader
 
-    return {one.id: one.pack_seconds / one.tasks for one in rustloader.stats(loader).workers if one.tasks}
+    return {
+        worker.id: worker.pack_seconds / worker.tasks for worker in rustloader.stats(loader).workers if worker.tasks
+    }
 
 
 def watch(loader: Any, limits: Limits, watcher: Watcher | None = None) -> tuple[list[float], list[float]]:

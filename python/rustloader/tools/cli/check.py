@@ -25,7 +25,7 @@ _UNSEEDED = (
 _OUT_OF_ORDER = "with in_order=False batches come as workers finish; check the loader with in_order=True."
 # Minimum limit in seconds for requests that do more than run user code, such as the shutdown of workers.
 _MIN_LIMIT = 60.0
-_SCRIPT = 'put what runs as a script under `if __name__ == "__main__":`, or pass a larger --timeout'
+_SCRIPT = 'put the code of the script under `if __name__ == "__main__":`, or pass a larger --timeout'
 # The error for each request that hangs, and the remedy.
 _HANGS = {
     "load": ("importing {place} took more than {limit:g} s", _SCRIPT),
@@ -98,20 +98,20 @@ class _Comparison:
         expected = self._torch_events()
         with self._side("rustloader") as side:
             side.load()
-            print(f"rustloader  comparing {_counted(expected)} ...", flush=True)
+            print(f"rustloader  comparing {_counts_text(expected)} ...", flush=True)
             pairs = itertools.zip_longest(expected, self._epoch(side))
-            for k, (torch_event, own) in enumerate(pairs):
-                if torch_event is None or own is None or torch_event[:2] != own[:2]:
-                    return self._differs(k, torch_event, own, side)
-                if own.kind == "batch" and k == 0:
+            for k, (torch_event, engine_event) in enumerate(pairs):
+                if torch_event is None or engine_event is None or torch_event[:2] != engine_event[:2]:
+                    return self._report_difference(k, torch_event, engine_event, side)
+                if engine_event.kind == "batch" and k == 0:
                     _served(side)  # early, because the remaining epoch may take long
-                elif own.kind == "error" and k == 0:
-                    cause = f"both engines raise at the first batch: {own.text}"
-                    raise Unusable(f"nothing to compare: {cause}", own.details)
-                elif own.kind == "error":
-                    print(f"batch {k}: both raise {own.text}")
+                elif engine_event.kind == "error" and k == 0:
+                    cause = f"both engines raise at the first batch: {engine_event.text}"
+                    raise Unusable(f"nothing to compare: {cause}", engine_event.details)
+                elif engine_event.kind == "error":
+                    print(f"batch {k}: both raise {engine_event.text}")
             served = _served(side)
-        print(f"same: {_counted(expected)} compared, bit for bit; the main process's random state is the same, too")
+        print(f"same: {_counts_text(expected)} compared, bit for bit; the main process's random state is the same, too")
         batches = sum(event.kind == "batch" for event in expected)
         part = f"{served:,} of the {batches:,} batches" if served < batches else count_of(batches, "batch")
         print(f"{part} came from the Rust engine")
@@ -158,9 +158,11 @@ class _Comparison:
                 print(f"{side.engine}: {count_of(k, 'batch')} so far{hint}", file=sys.stderr, flush=True)
         yield Event("state", side.ask("finish"))
 
-    def _differs(self, k: int, torch_event: Event | None, own: Event | None, side: _CheckProbe) -> int:
+    def _report_difference(
+        self, k: int, torch_event: Event | None, engine_event: Event | None, side: _CheckProbe
+    ) -> int:
         """Prints the difference. Runs torch's iterator again to see whether its own batches are the same."""
-        kinds = {torch_event.kind if torch_event else None, own.kind if own else None}
+        kinds = {torch_event.kind if torch_event else None, engine_event.kind if engine_event else None}
         where = "the end: the main process's random state" if kinds == {"state"} else f"batch {k}"
         try:
             with self._side("torch", quiet=True) as again:
@@ -172,12 +174,12 @@ class _Comparison:
                 if (event[:2] if event else None) != (torch_event[:2] if torch_event else None):
                     print(f"different at {where}, but torch's iterator differs from itself there as well.\n{_UNSEEDED}")
                     return 1
-                if event is not None and own is not None and event.kind == own.kind == "batch":
+                if event is not None and engine_event is not None and event.kind == engine_event.kind == "batch":
                     print(f"different at {where}: {again.ask('difference', side.ask('packed'))}")
                     return 1
         except Unusable as error:
             print(f"rustloader check: torch's iterator could not be run again: {error}", file=sys.stderr)
-        print(f"different at {where}: torch {_description(torch_event)}, rustloader {_description(own)}")
+        print(f"different at {where}: torch {_description(torch_event)}, rustloader {_description(engine_event)}")
         return 1
 
 
@@ -197,7 +199,7 @@ def _description(event: Event | None) -> str:
     return {"batch": "gives a batch", "error": f"raises {event.text}", "state": "ends the epoch"}[event.kind]
 
 
-def _counted(events: list[Event]) -> str:
+def _counts_text(events: list[Event]) -> str:
     kinds = [event.kind for event in events]
     batches, errors = kinds.count("batch"), kinds.count("error")
     parts = [count_of(batches, "batch")] if batches or not errors else []

@@ -91,8 +91,8 @@ def main(options: Any) -> int:
 
 
 def _print(finding: Finding) -> None:
-    words = {OK: "OK", NOTE: "note", BAD: "BAD"}
-    print(f"{words[finding.state]:4}  {finding.subject:22} {finding.found}", flush=True)
+    labels = {OK: "OK", NOTE: "note", BAD: "BAD"}
+    print(f"{labels[finding.state]:4}  {finding.subject:22} {finding.found}", flush=True)
     if finding.advice:
         print(f"{'':28} -> {finding.advice}", flush=True)
 
@@ -155,8 +155,8 @@ def _accelerator() -> Iterator[Finding]:
     if not torch.accelerator.is_available():
         yield Finding("accelerator", "none: pin_memory=True has no effect")
         return
-    found = torch.accelerator.current_accelerator()
-    kind = found.type if found is not None else "unknown"
+    device = torch.accelerator.current_accelerator()
+    kind = device.type if device is not None else "unknown"
     yield Finding("accelerator", f"{kind} {torch.cuda.get_device_name()}" if kind == "cuda" else kind)
 
 
@@ -251,8 +251,8 @@ def _huge_pages() -> Iterator[Finding]:
     if text is None:
         yield Finding("huge pages for shmem", f"{path} cannot be read")
         return
-    chosen = re.search(r"\[(\w+)\]", text)
-    found = chosen[1] if chosen else text.strip()
+    selected = re.search(r"\[(\w+)\]", text)
+    found = selected[1] if selected else text.strip()
     is_wasteful = found in ("always", "force")
     advice = "a block of any size may take 2 MiB; with `never` or `advise` it takes less" if is_wasteful else ""
     yield _finding("huge pages for shmem", found, advice)

@@ -75,10 +75,10 @@ the factory, in train.py:
       return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
 """
 _TOP = """\
-Shows what the loaders of a running process do: for each worker its state, the batch it is at and for how long, where
-its time goes, and its memory; what the main process waits for, batches/s, and the verdict. Without a PID it shows the
-only process of this user that has loaders at work. It reads the shared memory of the loaders and costs the process
-nothing. Ctrl-C or q ends it. Exit status: 0, or 2 if there was nothing to see."""
+Shows what the loaders of a running process do: for each worker its state, its current batch and the time spent on it,
+the breakdown of its time, and its memory; also what the main process waits for, batches/s, and the verdict. Without a
+PID it shows the only process of this user that has loaders at work. It reads the shared memory of the loaders and costs
+the process nothing. Ctrl-C or q ends it. Exit status: 0, or 2 if there was nothing to see."""
 _TOP_EXAMPLES = """\
 examples:
   {prog} top
@@ -89,9 +89,9 @@ examples:
 
 
 _TRACE = """\
-Runs a script as `run` does, and writes what its loaders and their workers do, and when, to a file for
-https://ui.perfetto.dev. `trace merge` makes one file of several, of ranks and of torch.profiler. Exit status: the
-script's."""
+Runs a script as `run` does, and records the work of its loaders and their workers in a file for
+https://ui.perfetto.dev. `trace merge` merges several files into one, also files of other ranks and of torch.profiler.
+Exit status: the script's."""
 _TRACE_EXAMPLES = """\
 examples:
   {prog} trace train.py
@@ -133,7 +133,7 @@ def make_parser() -> argparse.ArgumentParser:
     run = command("run", "run a script on the Rust engine", _RUN, _RUN_EXAMPLES)
     run.add_argument("-m", dest="module", action="store_true", help="the script is a module, as with python -m")
     _add_options(run)
-    run.add_argument("script", help="the script; what follows it are its own arguments")
+    run.add_argument("script", help="the script; the arguments after it belong to the script")
 
     doctor = command("doctor", "check whether the engine works on this machine", _DOCTOR)
     doctor.add_argument("--json", action="store_true", help="print JSON")
@@ -184,7 +184,9 @@ def make_parser() -> argparse.ArgumentParser:
     trace.add_argument("--seconds", type=positive_seconds, metavar="SECONDS", help=seconds_help)
     level_help = "a slice per batch (default), or per sample as well"
     trace.add_argument("--level", choices=("batch", "sample"), default="batch", help=level_help)
-    trace.add_argument("script", help="the script; what follows it are its own arguments. Or: merge FILE ... -o FILE")
+    trace.add_argument(
+        "script", help="the script; the arguments after it belong to the script. Or: merge FILE ... -o FILE"
+    )
     return parser
 
 

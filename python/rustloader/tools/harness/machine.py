@@ -45,7 +45,7 @@ def cpu_seconds(workers: Iterable[int]) -> float:
     ``workers`` are process ids. A worker that has ended counts as 0.
     """
     total = sum(seconds for seconds in map(seconds_of_threads, workers) if seconds is not None)
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
+    for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(scope)
         total += usage.ru_utime + usage.ru_stime
     return total

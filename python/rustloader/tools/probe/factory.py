@@ -22,7 +22,7 @@ _REMEDIES = {
     "prepare_data_loader": "return a DataLoader as it is before prepare()",
 }
 
-_SCRIPT = '\n  put what runs as a script under `if __name__ == "__main__":`'
+_SCRIPT = '\n  put the code of the script under `if __name__ == "__main__":`'
 
 
 class Unusable(Exception):

@@ -148,8 +148,8 @@ class _History:
         self._observations.append({it.key: it for it in observe(self.pid)})
         now = time.monotonic()
         # Always keeps the last two: the interval may be longer than the time that a verdict covers.
-        young = [observation for observation in self._observations[:-2] if _age(observation, now) <= _VERDICT_SECONDS]
-        self._observations = (young + self._observations[-2:])[-1000:]
+        recent = [observation for observation in self._observations[:-2] if _age(observation, now) <= _VERDICT_SECONDS]
+        self._observations = (recent + self._observations[-2:])[-1000:]
 
     def loaders(self) -> list[Loader]:
         """Returns the loaders of the latest observation, oldest first."""

@@ -151,7 +151,7 @@ def _main(loader: Loader) -> str:
         return "shutting down the workers"
     batch = figures.epoch_batches
     at_step = f" of batch {batch - 1}" if batch else ""
-    words = {
+    descriptions = {
         "starting": f"starting workers or an epoch for {time}",
         "next": f"in next() for {time}, at work",
         "first": f"waiting for the first batch of the epoch for {time}",
@@ -159,7 +159,7 @@ def _main(loader: Loader) -> str:
         "step": f"in the training step{at_step} for {time}",
         "between": f"between two epochs for {time}",
     }
-    return words[figures.state]
+    return descriptions[figures.state]
 
 
 def _warning(worker: WorkerView) -> str:
