@@ -89,7 +89,7 @@ def in_setting(row: Row, persistent: bool) -> None:
         size = nbytes(both["torch"].last)
         same_last(sides)
 
-    taken = program.interleave(sides, row.name, beside=beside, after=check)
+    taken = program.interleave(sides, row.name, references=beside, after=check)
     result: dict[str, Any] = {"persistent": persistent, "what": row.what, "bytes": size}
     for side, key in (("torch", "torch"), ("rustloader", "ours"), ("off", "off")):
         if side in taken:

@@ -165,7 +165,7 @@ def rates(name: str) -> Rounds:
     sides = {side: lambda it=it: timed(size.batches, lambda: epoch(it)) for side, it in loaders.items()}
     # Not torch's: a batch takes it 5 ms and more.
     busy = {f"{side}, busy": lambda side=side: beside_thread(side) for side in ("ray", "local")}
-    return program.interleave(sides, name, beside={"bare": lambda: bare(size)} | busy)
+    return program.interleave(sides, name, references={"bare": lambda: bare(size)} | busy)
 
 
 def paused(resources: dict[str, float] | None = None, **options: Any) -> Any:

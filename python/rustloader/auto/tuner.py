@@ -16,7 +16,7 @@ from rustloader.auto.decision import Epoch, History, Limit, decide
 from rustloader.metrics import ledger
 from rustloader.metrics.cpu_time import WorkTime
 from rustloader.metrics.ledger import Ledger
-from rustloader.metrics.memory import Allowance, own
+from rustloader.metrics.memory import Allowance, private_bytes
 from rustloader.remote.context import is_remote
 from rustloader.settings import loader_state, options
 from rustloader.settings.config import LoaderConfig
@@ -87,17 +87,17 @@ class Tuner:
 
     def watch(self, iterator: IteratorLike) -> None:
         """Begins with the figures of an epoch of an iterator that has `count` workers."""
-        self._watch = _Watch(ledger.of(iterator).alone(), self.count)
+        self._watch = _Watch(ledger.of(iterator).detached(), self.count)
 
     def note_memory(self, pids: Iterable[int]) -> None:
         """Reads how much memory running workers have for themselves. That takes at most 1 % of the time."""
         left = arguments.memory_left()
         sizes = []
         for pid in list(pids)[:_WORKERS_READ]:
-            if not self._allowance.is_left():
+            if not self._allowance.has_remaining():
                 break
             since = time.monotonic()
-            sizes.append(own(pid) or 0)
+            sizes.append(private_bytes(pid) or 0)
             self._allowance.spend(since)
         taken = max(sizes, default=0)
         if left is not None and taken:

@@ -1,7 +1,7 @@
-"""The counters of all loaders of a process by name, of loaders that are gone as well.
+"""The counters of all loaders in a process, by loader name.
 
-A monitoring system knows a loader by its name. So what a loader has counted stays in its name's account when the
-program drops the loader, and an account only grows.
+A monitoring system identifies a loader by its name. The account of a name keeps the counts of a loader after the
+program drops the loader, so the counts in an account never decrease.
 """
 
 from __future__ import annotations
@@ -19,56 +19,65 @@ from rustloader.metrics import caches, ledger
 from rustloader.metrics.ledger import Ledger
 
 
-class Open(NamedTuple):
-    """A loader, its counters, and the cache of its dataset. Each is None if it is gone or never existed."""
+class LoaderEntry(NamedTuple):
+    """A loader, its counters, and its cached dataset.
+
+    ``loader`` and ``cached`` are weak references: they return None if the object is gone or never existed.
+    """
 
     loader: Callable[[], Any]
     ledger: Ledger
     cached: Callable[[], CachedDataset | None]
 
     @property
-    def is_settled(self) -> bool:
-        """True if nothing counts there any more. An iterator may outlive its loader."""
+    def is_final(self) -> bool:
+        """True if the counters can no longer change: the loader is gone and all of its engines have ended.
+
+        An iterator may outlive its loader.
+        """
         return self.loader() is None and self.ledger.has_ended
 
 
 class Account:
-    """The loaders of one name."""
+    """The loaders that share one name."""
 
     def __init__(self) -> None:
-        # Of loaders that are gone.
+        # The total counts of loaders that are gone.
         self._gone = Ledger()
-        self.open: list[Open] = []
-        # The caches of its datasets, which programs use for one loader after the other.
+        self.entries: list[LoaderEntry] = []
+        # The caches of the loaders' datasets. Successive loaders may share a cache.
         self._caches: list[_Cache] = []
-        # The last hits and misses of those that are gone; None: none is.
+        # The total hits and misses of caches that are gone; None if no cache is gone.
         self._gone_caches: CacheUsage | None = None
 
-    def add(self, opened: Open) -> None:
-        """Adds a loader, unless it is there."""
-        if any(it.ledger is opened.ledger for it in self.open):
+    def add(self, entry: LoaderEntry) -> None:
+        """Adds a loader, unless the account already has it."""
+        if any(it.ledger is entry.ledger for it in self.entries):
             return
-        self.settle()
-        self.open.append(opened)
-        cached = opened.cached()
+        self.absorb_final()
+        self.entries.append(entry)
+        cached = entry.cached()
         if cached is not None and not any(cache.table() is cached.table for cache in self._caches):
             self.caches()
-            # The file of a cache that is gone keeps its figures.
+            # A cache file that is opened again still has its earlier counts, which `_gone_caches` includes already.
             has_gone = self._gone_caches is not None
             self._caches.append(_Cache(cached.table, usage_of(cached.table) if has_gone else CacheUsage()))
 
-    def settle(self) -> None:
-        """Closes the entries of loaders that are gone."""
-        for it in [it for it in self.open if it.is_settled]:
+    def absorb_final(self) -> None:
+        """Merges the entries whose counters are final into the totals of loaders that are gone."""
+        for it in [it for it in self.entries if it.is_final]:
             self._gone.absorb(it.ledger)
-            self.open.remove(it)
+            self.entries.remove(it)
 
     def ledgers(self) -> list[Ledger]:
-        """Returns the counters of the name: of loaders that are gone, and of each other one. Their sums only grow."""
-        return [self._gone, *(it.ledger for it in self.open)]
+        """Returns the total counters of loaders that are gone, then those of each remaining loader.
+
+        The sums over the list never decrease.
+        """
+        return [self._gone, *(it.ledger for it in self.entries)]
 
     def caches(self) -> list[CacheUsage]:
-        """Returns the figures of each cache of the loaders' datasets, and the hits and misses of former ones."""
+        """Returns the usage of each cache, preceded by the total hits and misses of caches that are gone, if any."""
         for cache in [it for it in self._caches if not it.read()]:
             gone = self._gone_caches or CacheUsage()
             self._gone_caches = CacheUsage(gone.hits + cache.last.hits, gone.misses + cache.last.misses)
@@ -77,7 +86,7 @@ class Account:
 
 
 class _Cache:
-    """A cache and its figures when it was last read, without the hits and misses that it had before ``since``."""
+    """A cache and its latest usage, excluding the hits and misses already counted in ``since``."""
 
     def __init__(self, table: CacheTable, since: CacheUsage) -> None:
         self.table = weakref.ref(table)
@@ -85,7 +94,7 @@ class _Cache:
         self._since = since
 
     def read(self) -> bool:
-        """Reads the figures. Returns False if the cache is gone."""
+        """Updates ``last``. Returns False if the cache is gone."""
         table = self.table()
         if table is None:
             return False
@@ -96,29 +105,34 @@ class _Cache:
 
 
 class Accounts:
-    """The accounts of a process by name, of all loaders that begin an epoch before ``close``, or have begun one and
-    live at the construction."""
+    """The accounts of a process, by name.
+
+    They cover the loaders that are alive and have begun an epoch when this object is created, and those that begin
+    their first epoch later, until ``close``.
+    """
 
     def __init__(self) -> None:
         self._by_name: dict[str, Account] = {}
-        # Loaders that have no account yet.
-        self._opened: list[Open] = []
-        # Held to change or to read accounts.
+        # Loaders that are not in an account yet.
+        self._pending: list[LoaderEntry] = []
+        # Protects the accounts, for reading and writing.
         self.lock = threading.Lock()
-        # A loader that another thread opens now waits for its account: it may come by both ways.
+        # A loader that another thread starts now may be both reported to the hook and listed below. The lock delays the
+        # hook's call of `items`, and `Account.add` ignores the second entry.
         with self.lock:
-            ledger.openings.append(self._open)
-            self._opened.extend(_opened(loader, counters) for loader, counters in ledger.of_loaders())
+            ledger.new_ledger_hooks.append(self._on_new_ledger)
+            self._pending.extend(_entry_of(loader, counters) for loader, counters in ledger.loader_ledgers())
             self.items()
 
     def close(self) -> None:
-        """Follows no further loaders. Safe to call more than once."""
-        if self._open in ledger.openings:
-            ledger.openings.remove(self._open)
+        """Stops adding loaders. Safe to call more than once."""
+        if self._on_new_ledger in ledger.new_ledger_hooks:
+            ledger.new_ledger_hooks.remove(self._on_new_ledger)
 
-    def _open(self, loader: Any, counters: Ledger) -> None:
-        self._opened.append(_opened(loader, counters))
-        # Without waiting, for this is the thread of a loop. If the lock is taken, its next holder does this.
+    def _on_new_ledger(self, loader: Any, counters: Ledger) -> None:
+        self._pending.append(_entry_of(loader, counters))
+        # Does not wait for the lock, because this is the thread of a training loop. If another thread holds it, the
+        # next call of `items` adds the loader.
         if self.lock.acquire(blocking=False):
             try:
                 self.items()
@@ -126,21 +140,22 @@ class Accounts:
                 self.lock.release()
 
     def items(self) -> list[tuple[str, Account]]:
-        """Returns the accounts with their names. For the holder of the lock."""
-        while self._opened:
-            opened = self._opened.pop(0)
-            self._by_name.setdefault(opened.ledger.name, Account()).add(opened)
+        """Returns the names and accounts, after adding pending loaders. The caller holds ``lock``."""
+        while self._pending:
+            entry = self._pending.pop(0)
+            self._by_name.setdefault(entry.ledger.name, Account()).add(entry)
         return list(self._by_name.items())
 
 
-def _opened(loader: Any, counters: Ledger) -> Open:
+def _entry_of(loader: Any, counters: Ledger) -> LoaderEntry:
     cached = caches.find(getattr(loader, "dataset", None))
-    return Open(
-        _nothing if loader is None else weakref.ref(loader),
+    return LoaderEntry(
+        _dead_reference if loader is None else weakref.ref(loader),
         counters,
-        _nothing if cached is None else weakref.ref(cached),
+        _dead_reference if cached is None else weakref.ref(cached),
     )
 
 
-def _nothing() -> None:
+def _dead_reference() -> None:
+    """Stands in for a weak reference whose object never existed."""
     return None

@@ -1,4 +1,4 @@
-"""The cache of a loader's dataset, or the estimate of one."""
+"""The cache of a loader's dataset, or the estimated size of one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from rustloader.caching.dataset import CachedDataset
 from rustloader.caching.usage import CacheUsage
 from rustloader.metrics.parts import CacheEstimate, Figures
 
-# Datasets around the cached one that are looked into.
+# Maximum number of nested datasets that are searched for a cached one.
 _MAX_DEPTH = 8
 
 
 def usage(dataset: Any) -> CacheUsage | None:
-    """Returns the usage of a dataset's cache; None without one."""
+    """Returns the usage of a dataset's cache; None without a cache."""
     cached = find(dataset)
     return None if cached is None else cached.usage()
 
 
 def find(dataset: Any) -> CachedDataset | None:
-    """Returns the cached dataset that a dataset is, or that lies below torch's Subset and ConcatDataset; None without
-    one.
+    """Returns the cached dataset: the dataset itself, or the one inside torch's Subset and ConcatDataset.
+
+    Returns None if there is no cached dataset.
     """
     for _ in range(_MAX_DEPTH):
         if isinstance(dataset, CachedDataset):

@@ -1,4 +1,4 @@
-"""Finds the attributes of a dataset that workers copy merely by reading them: large containers of Python objects.
+"""Finds the attributes of a dataset that workers copy by just reading them: large containers of Python objects.
 
 Python updates an object's reference count whenever it reads the object, so copy-on-write gives each forked worker its
 own copy of the memory. An array or tensor is a single object, so its data stays shared.
@@ -21,23 +21,24 @@ import torch
 
 from rustloader.metrics.parts import LargeAttribute
 
-# Attributes are searched once a worker's private memory reaches this many bytes.
-GROWN = 64 << 20
-# An attribute is large from this many bytes of Python objects on.
-LARGE = 16 << 20
-# Maximum number of attributes that are reported.
+# Minimum private memory of a worker, in bytes, for a search of attributes.
+MIN_PRIVATE_BYTES = 64 << 20
+# Minimum bytes of Python objects in a large attribute.
+MIN_LARGE_BYTES = 16 << 20
+# Maximum number of attributes to report.
 _MAX_NAMED = 5
 # Limits of the search: seconds of CPU time, number of objects, nesting depth.
 _MAX_SECONDS, _MAX_OBJECTS, _MAX_DEPTH = 0.05, 10_000, 8
-# Containers of at most this many items are searched item by item. Larger ones are measured.
-_FEW_ITEMS = 64
-# Items sampled from a container, from each container inside it, and so on.
+# Maximum number of items of a container that is searched item by item. Larger ones are measured.
+_MAX_SEARCHED_ITEMS = 64
+# Number of items sampled from a container, from each container inside it, and so on.
 _SAMPLED = (128, 16, 8)
+# Types of objects that are not searched.
 _LEAVES = (ModuleType, FunctionType, BuiltinFunctionType, type, torch.Tensor, np.ndarray, str, bytes, int, float)
 
 
 def find(dataset: Any) -> tuple[LargeAttribute, ...]:
-    """Returns the large containers of a dataset and of the objects in it, the largest first.
+    """Returns the large containers of a dataset and of the objects in it, largest first.
 
     Runs none of the dataset's code and takes little time. Sizes are estimated from a few items.
     """
@@ -52,13 +53,13 @@ def find(dataset: Any) -> tuple[LargeAttribute, ...]:
             break
         seen.add(id(value))
         try:
-            if _is_container(value) and len(value) > _FEW_ITEMS:
+            if _is_container(value) and len(value) > _MAX_SEARCHED_ITEMS:
                 size = round(_items_size(value, 0))
-                if size >= LARGE:
+                if size >= MIN_LARGE_BYTES:
                     containers.append(LargeAttribute(path, type(value).__name__, len(value), size))
             elif depth < _MAX_DEPTH:
                 waiting += [(f"{path}{name}", part, depth + 1) for name, part in _parts(value)]
-        except RuntimeError:  # another thread has changed a dict meanwhile
+        except RuntimeError:  # another thread changed a dict meanwhile
             continue
     return tuple(sorted(containers, key=lambda attribute: attribute.bytes, reverse=True)[:_MAX_NAMED])
 
@@ -69,14 +70,14 @@ def _is_container(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...] | dict[An
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of an object, each with the text that leads there."""
+    """Yields the parts of an object, each with its path from the object, as code."""
     if isinstance(value, dict):
-        for key in list(dict.keys(value))[:_FEW_ITEMS]:
+        for key in list(dict.keys(value))[:_MAX_SEARCHED_ITEMS]:
             if isinstance(key, (str, int)):
                 yield f"[{key!r}]", dict.get(value, key)
     elif isinstance(value, (list, tuple)):
         items = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
-        for number, item in enumerate(islice(items, _FEW_ITEMS)):
+        for number, item in enumerate(islice(items, _MAX_SEARCHED_ITEMS)):
             yield f"[{number}]", item
     try:
         attributes = object.__getattribute__(value, "__dict__")
@@ -95,32 +96,30 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _items_size(container: Any, level: int) -> float:
-    """Estimates the bytes of the items of a container from a sample. The container's own memory is read and not written
-    to.
-    """
-    most = _SAMPLED[level]
+    """Estimates the size of a container's items in bytes, from a sample. Does not write to the container's memory."""
+    sampled = _SAMPLED[level]
     if isinstance(container, dict):
-        step = max(1, min(len(container), 50 * most) // most)
-        pairs = islice(container.items(), 0, step * most, step)
+        step = max(1, min(len(container), 50 * sampled) // sampled)
+        pairs = islice(container.items(), 0, step * sampled, step)
         items: list[Any] = [item for pair in pairs for item in pair]
         count = 2 * len(container)
     else:
-        items = [container[place * len(container) // most] for place in range(most)]
-        items = items if len(container) > most else list(container)
+        items = [container[place * len(container) // sampled] for place in range(sampled)]
+        items = items if len(container) > sampled else list(container)
         count = len(container)
-    distinct = {id(item): item for item in items if not _is_everywhere(item)}
+    distinct = {id(item): item for item in items if not _is_shared_constant(item)}
     size = sum(_size(item, level + 1) for item in distinct.values())
-    # If the sample has the same objects again and again, there are no others.
+    # If most objects occur more than once in the sample, the container is taken to have no others.
     return size * count / len(items) if 2 * len(distinct) > len(items) or len(items) < _SAMPLED[-1] else size
 
 
-def _is_everywhere(item: Any) -> bool:
-    """Returns True if Python has one object for all values equal to the item."""
+def _is_shared_constant(item: Any) -> bool:
+    """Returns True if Python shares one object among all equal values."""
     return item is None or isinstance(item, bool) or (type(item) is int and -5 <= item <= 256)
 
 
 def _size(item: Any, level: int) -> float:
-    # Of an array without its data.
+    # The size of an array does not include its data.
     size = float(sys.getsizeof(item) if type(item).__module__ == "builtins" else object.__sizeof__(item))
     if level >= len(_SAMPLED):
         return size

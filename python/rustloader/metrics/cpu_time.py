@@ -1,7 +1,7 @@
 """Processor time of workers.
 
-It is read from the kernel when statistics are taken, and a last time before workers end. A worker only records how much
-its start took, because the start of Python and the program's imports are no work on batches.
+It is read from the kernel when statistics are taken, and once more before workers end. A worker itself records only the
+processor time of its start, because the start of Python and the program's imports are not work on batches.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from rustloader.system.procfs import STARTED, read, stat
 
 
 class ProcessorTime(NamedTuple):
-    """Seconds that a process ran, and seconds that its main thread waited for a core (None: unknown)."""
+    """Seconds for which a process ran, and for which its main thread waited for a core (None if unknown)."""
 
     cpu: float
     queued: float | None
 
 
 class WorkTime(NamedTuple):
-    """Processor time of a worker's processes since their first tasks, None if unknown for all of them.
+    """Processor time of a worker's processes since their first tasks, in seconds.
 
-    ``unmeasured`` counts the busy seconds of processes with unknown processor time.
+    Attributes:
+        cpu: Seconds for which the processes ran; None if unknown for all of them.
+        queued: Seconds for which their main threads waited for a core; None if unknown.
+        unmeasured: Busy seconds of processes with unknown processor time.
     """
 
     cpu: float | None = None
@@ -39,43 +42,46 @@ class WorkTime(NamedTuple):
     unmeasured: float = 0.0
 
 
-NOTHING = WorkTime()
+NO_TIME = WorkTime()
 
 
-def of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
-    """Returns the processor time of an existing process with its threads and the children it has waited for; None if
-    unreported.
+def time_of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
+    """Returns the processor time of a process, including its threads and the children that it has waited for.
 
-    ``start`` is an earlier result of `started`. None also if another process has the pid by now.
+    Returns None if the system does not report it. ``start`` is an earlier result of `start_time`: with it, the result
+    is also None if another process has the pid by now.
     """
-    # Read before the clock: if the process ends in between, all of its time is unknown.
-    queued = _queued(pid)
-    own = of_threads(pid)
+    # Read before the clock. If the process ends in between, the result is None, not a time without `queued`.
+    queued = _queued_seconds(pid)
+    own = seconds_of_threads(pid)
     if own is None:
         return None
     fields = stat(pid)
     if start is not None and fields[STARTED : STARTED + 1] != [start]:
         return None
-    # cutime and cstime, in ticks.
+    # Fields 13 and 14 are cutime and cstime, in clock ticks.
     return ProcessorTime(own + sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK"), queued)
 
 
-def of_threads(pid: int) -> float | None:
-    """Returns the seconds that all threads of a process ran, ended ones included; None if the process has ended."""
+def seconds_of_threads(pid: int) -> float | None:
+    """Returns the seconds for which a process ran, including its ended threads; None if the process has ended."""
     # The clock id of clock_getcpuclockid(3): MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED).
     with contextlib.suppress(OSError):
         return time.clock_gettime((~pid << 3) | 2)
     return None
 
 
-def started(pid: int) -> str | None:
-    """Returns the start time of a process as the kernel writes it. It distinguishes processes with the same pid."""
+def start_time(pid: int) -> str | None:
+    """Returns the start time of a process as the kernel reports it, which distinguishes processes with the same pid."""
     fields = stat(pid)
     return fields[STARTED] if len(fields) > STARTED else None
 
 
-def of_work(time: ProcessorTime | None, figures: WorkerTotals) -> WorkTime:
-    """Returns the part of a process's total ``time`` since its first task: work on batches. None is unknown time."""
+def time_of_work(time: ProcessorTime | None, figures: WorkerTotals) -> WorkTime:
+    """Returns the part of the processor time ``time`` since the first task: the work on batches.
+
+    ``time`` is None if unknown.
+    """
     if not figures.start_cpu:
         return WorkTime(0.0, 0.0)
     if time is None:
@@ -84,13 +90,13 @@ def of_work(time: ProcessorTime | None, figures: WorkerTotals) -> WorkTime:
     return WorkTime(max(0.0, time.cpu - figures.start_cpu), queued)
 
 
-def _queued(pid: int) -> float | None:
+def _queued_seconds(pid: int) -> float | None:
     fields = (read(f"/proc/{pid}/schedstat") or "").split()
     return int(fields[1]) / 1e9 if len(fields) == 3 else None
 
 
 class _Moment(NamedTuple):
-    """The clock, the processor time of all processes (None: unknown), and that of this one, in seconds."""
+    """The clock, the processor time of all processes (None if unknown), and that of this process, in seconds."""
 
     time: float
     busy: float | None
@@ -102,14 +108,14 @@ class _Moment(NamedTuple):
 
 
 class Workers:
-    """The worker processes of one engine, by worker number, and its meter."""
+    """The worker processes of one engine, by worker number."""
 
     def __init__(self, pids: list[int], meter: Meter, allowance: Allowance | None = None) -> None:
-        # None in place of a process whose times are kept.
-        self._processes: list[tuple[int, str | None] | None] = [(pid, started(pid)) for pid in pids]
+        # The pid and start time of each process; None after `keep`.
+        self._processes: list[tuple[int, str | None] | None] = [(pid, start_time(pid)) for pid in pids]
         self._meter = meter
-        # Times of the processes that others have replaced.
-        self._replaced = [NOTHING] * len(pids)
+        # Times of the processes that were replaced.
+        self._replaced = [NO_TIME] * len(pids)
         self._ended: list[WorkTime] | None = None
         self._users: CoreUsers | None = None
         self._start = _Moment.now()
@@ -117,6 +123,7 @@ class Workers:
 
     @property
     def ended(self) -> bool:
+        """True after ``end``."""
         return self._ended is not None
 
     def end(self) -> None:
@@ -128,7 +135,7 @@ class Workers:
             self._ended = self.times()
 
     def core_users(self) -> CoreUsers | None:
-        """Returns the users of the cores from the start of the processes up to their end; None if unknown."""
+        """Returns the users of the cores from the start of the processes to their end; None if unknown."""
         if self._ended is not None:
             return self._users
         start, now, workers = self._start, _Moment.now(), 0.0
@@ -145,7 +152,7 @@ class Workers:
         return CoreUsers(*known) if len(known) == len(shares) else None
 
     def keep(self, worker_id: int) -> None:
-        """Keeps the times of a process that has ended, before its figures are gone. Does nothing the second time."""
+        """Saves the times of a process that has ended, before its counters are reset. A second call does nothing."""
         figures = figures_of([self._meter]).workers
         if worker_id < len(figures):
             time = _time_of(self._processes[worker_id], figures[worker_id])
@@ -153,33 +160,33 @@ class Workers:
             self._replaced[worker_id] = _sum(self._replaced[worker_id], time)
 
     def replace(self, worker_id: int, pid: int) -> None:
-        """Sets the process that follows the one whose times were kept."""
-        self._processes[worker_id] = pid, started(pid)
+        """Sets the process that replaces the one whose times were saved."""
+        self._processes[worker_id] = pid, start_time(pid)
 
     def private(self) -> list[int | None]:
-        """Returns the private memory of the latest processes in bytes, by worker number; None: unknown."""
+        """Returns the private memory of the latest processes in bytes, by worker number; None if unknown."""
         if self._ended is None:
             self._memory.update(self._processes)
         return self._memory.figures()
 
     def times(self) -> list[WorkTime]:
-        """Returns the times by worker number."""
+        """Returns the times, by worker number."""
         if self._ended is not None:
             return self._ended
         workers = figures_of([self._meter]).workers
-        # A forked child may have no figures.
-        times = total(self._replaced, list(map(_time_of, self._processes, workers)))
-        # If another thread called `end` in between, some processes were gone above.
+        # `map` stops at the shorter list: in a forked child there may be no counters.
+        times = sum_by_worker(self._replaced, list(map(_time_of, self._processes, workers)))
+        # If another thread has called `end` meanwhile, some processes may have ended before they were read.
         return times if self._ended is None else self._ended
 
 
 def _time_of(process: tuple[int, str | None] | None, figures: WorkerTotals) -> WorkTime:
-    return NOTHING if process is None else of_work(of_process(*process), figures)
+    return NO_TIME if process is None else time_of_work(time_of_process(*process), figures)
 
 
-def total(first: list[WorkTime], second: list[WorkTime]) -> list[WorkTime]:
+def sum_by_worker(first: list[WorkTime], second: list[WorkTime]) -> list[WorkTime]:
     """Sums two lists by worker number."""
-    return [_sum(a, b) for a, b in zip_longest(first, second, fillvalue=NOTHING)]
+    return [_sum(a, b) for a, b in zip_longest(first, second, fillvalue=NO_TIME)]
 
 
 def _sum(a: WorkTime, b: WorkTime) -> WorkTime:

@@ -1,4 +1,4 @@
-"""Counts the faults that an epoch has survived: restarts of workers, and samples that failed."""
+"""Counts the faults from which epochs recovered: worker restarts, and failed samples."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from rustloader.fetch.failures import Failure
 from rustloader.metrics.parts import FaultStats
 from rustloader.system.texts import count_of
 
-# Failures and deaths that are kept with their texts.
+# Maximum numbers of failures and deaths that are kept with their texts.
 KEPT_FAILURES = 1000
 KEPT_DEATHS = 100
 
 
 def summary(faults: FaultStats) -> str:
-    """Returns the counts in words; empty if there are none."""
+    """Describes the counts in words. Returns an empty text if there are none."""
     parts = []
     if faults.restarts:
         causes = [(faults.stalls, "stuck"), (faults.out_of_memory, "out of memory")]
@@ -26,35 +26,35 @@ def summary(faults: FaultStats) -> str:
 
 
 class Faults:
-    """The faults of a loader's iterators, or of one iterator.
+    """The faults of all iterators of a loader, or of one iterator.
 
     Args:
-        loaders: For an iterator: the faults of its loader, which count the same.
+        parent: For an iterator: the faults of its loader, which are counted, too.
     """
 
-    def __init__(self, loaders: Faults | None = None) -> None:
-        self._loaders = loaders
+    def __init__(self, parent: Faults | None = None) -> None:
+        self._parent = parent
         self._restarts = self._stalls = self._out_of_memory = 0
         self._skipped = self._replaced = 0
         self._failures: list[Failure] = []
         self._deaths: list[str] = []
 
     def note_failure(self, failure: Failure) -> None:
-        """Counts a sample that failed, when its batch is delivered."""
+        """Counts a failed sample. Called when its batch is delivered."""
         if failure.action == "skipped":
             self._skipped += 1
         else:
             self._replaced += 1
         if len(self._failures) < KEPT_FAILURES:
             self._failures.append(failure)
-        if self._loaders is not None:
-            self._loaders.note_failure(failure)
+        if self._parent is not None:
+            self._parent.note_failure(failure)
 
     def note_restart(self, text: str, stalled: bool = False, out_of_memory: bool = False) -> None:
-        """Counts a worker that was started again.
+        """Counts the restart of a worker.
 
         Args:
-            text: Describes the death before.
+            text: Description of the death that caused it.
             stalled: Whether the worker was killed because it was stuck.
             out_of_memory: Whether its memory cgroup was out of memory.
         """
@@ -63,11 +63,11 @@ class Faults:
         self._out_of_memory += out_of_memory
         if len(self._deaths) < KEPT_DEATHS:
             self._deaths.append(text)
-        if self._loaders is not None:
-            self._loaders.note_restart(text, stalled, out_of_memory)
+        if self._parent is not None:
+            self._parent.note_restart(text, stalled, out_of_memory)
 
     def absorb(self, other: Faults) -> None:
-        """Adds the numbers of another one, without its texts."""
+        """Adds the counts of another object, without its texts."""
         self._restarts += other._restarts
         self._stalls += other._stalls
         self._out_of_memory += other._out_of_memory

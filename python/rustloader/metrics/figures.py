@@ -10,7 +10,7 @@ from rustloader.metrics.scalars import scalars
 from rustloader.metrics.tables import headline, html, lines
 from rustloader.metrics.verdict import Verdict, judge
 
-if TYPE_CHECKING:  # other systems than Linux have no `_core`
+if TYPE_CHECKING:  # `_core` exists only on Linux
     from rustloader._core import Counts, WorkerTotals
     from rustloader.metrics.cpu_time import WorkTime
 
@@ -20,45 +20,45 @@ if TYPE_CHECKING:  # other systems than Linux have no `_core`
 class Stats(Figures):
     """Holds the statistics of a loader or an iterator so far, as returned by ``rustloader.stats()``.
 
-    ``print(stats)`` shows text, a notebook a table. Times are in seconds of the monotonic clock. The training loop
-    takes ``next_seconds + step_seconds``; time between two epochs is in neither.
+    ``print(stats)`` shows text, a notebook shows tables. Times are in seconds of the monotonic clock. The training loop
+    takes ``next_seconds + step_seconds``. Neither includes the time between two epochs.
 
     Attributes:
-        name: The loader's name: the option ``name``, or the file and the line that made it.
-        num_workers: Number of workers of the loader, or of the iterator.
-        cores: Number of processor cores that this process may use: affinity and CPU quota, rounded up.
-        iterators: Number of iterators that the Rust engine has served, ended ones included. If 0, all times below are
-            0, even if torch's own iterators did work.
+        name: The loader's name: the option ``name``, or the file and line that created it.
+        num_workers: Number of workers of the loader or the iterator.
+        cores: Number of processor cores that this process may use by affinity and CPU quota, rounded up.
+        iterators: Number of iterators on the Rust engine, including those that have ended. If it is 0, all times below
+            are 0, even if iterators of torch did work.
         epochs: Number of epochs begun.
-        batches: Number of batches that the engine has delivered; for a live torch iterator, those of its epoch.
-        bytes: Bytes of the engine's batches.
+        batches: Number of batches that the engine has delivered; for a running iterator of torch, those of its epoch.
+        bytes: Size of the engine's batches in bytes.
         next_seconds: Total time in ``next``.
-        first_seconds: Part of ``next_seconds``: waiting for the first batch of an epoch.
-        waited_seconds: Part of ``next_seconds``: waiting for any other batch.
-        blocked_seconds: Part of ``waited_seconds``: while later batches were ready (head-of-line blocking).
-        sampler_seconds: Part of ``next_seconds``: in the sampler, and sending its indices. Measured only after a
-            ``next`` that worked for 50 us or more.
-        step_seconds: Between two calls of ``next`` in one epoch: the training step.
-        workers: One entry for each worker, by its number.
-        slowest: The slowest batches so far, the slowest first.
-        blocking: The batches that later, finished ones waited for, the longest wait first. All such waits together are
-            ``blocked_seconds``.
-        recent_seconds: Seconds of work on each of the last batches, up to 256, the latest last. `verdict` predicts from
-            them the gain of other settings.
-        scheduling: Settings of the last iterator; None if the engine has served none, or if they are unknown.
-        large_attributes: The dataset's large lists, tuples and dicts of Python objects, the largest first. Looked for
-            only if a worker has 64 MiB or more of private memory.
+        first_seconds: Part of ``next_seconds``: waiting for the first batch of each epoch.
+        waited_seconds: Part of ``next_seconds``: waiting for the other batches.
+        blocked_seconds: Part of ``waited_seconds``: waiting while later batches were ready (head-of-line blocking).
+        sampler_seconds: Part of ``next_seconds``: drawing indices from the sampler and sending them. Measured only
+            after a ``next`` that worked for 50 us or more.
+        step_seconds: Time between two calls of ``next`` in one epoch: the training step.
+        workers: One entry per worker, by its number.
+        slowest: The slowest batches so far, slowest first.
+        blocking: The batches for which ``next`` waited while later ones were ready, longest wait first. The sum of all
+            such waits is ``blocked_seconds``.
+        recent_seconds: Seconds of work on each of the latest batches, up to 256, latest last. ``verdict`` uses them to
+            predict the gain of other settings.
+        scheduling: Settings of the latest iterator on the engine; None if there is none, or if they are unknown.
+        large_attributes: The dataset's large lists, tuples and dicts of Python objects, largest first. They are looked
+            for only if a worker has 64 MiB or more of private memory.
         arena: Shared memory.
         copies: Copies that could be avoided.
         pinning: The pin thread.
         transfers: Copies to the device, with ``prefetch_to_device``.
-        faults: The faults that epochs have survived: restarts of workers, and failed samples.
-        cache: Content of the dataset's cache, and the counters of its use by all processes; None without
+        faults: The faults from which epochs recovered: worker restarts, and failed samples.
+        cache: Size of the dataset's cache, and the counts of its use by all processes; None without
             ``rustloader.cache``.
-        cache_estimate: The estimated size of a cache of all samples; None if there is one, or if it is unknown.
-        core_users: The use of the processor cores while the workers of the last iterator ran; None if unknown.
-        fallbacks: Iterators that ran on torch's own loop; no other figure includes their work.
-        note: The reason why there are no figures, with the remedy; empty where there are some.
+        cache_estimate: The estimated size of a cache of all samples; None if there is a cache, or if it is unknown.
+        core_users: The use of the processor cores while the workers of the latest iterator ran; None if unknown.
+        fallbacks: Iterators that ran on torch's own loop. No other figure includes their work.
+        note: The reason why there are no figures, with the remedy; empty if there are figures.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
@@ -71,10 +71,10 @@ class Stats(Figures):
     """
 
     def verdict(self) -> Verdict:
-        """Finds the limit of the loader from these figures.
+        """Finds the bottleneck of the loader from these figures.
 
         Returns:
-            The limit, with the remedy.
+            The bottleneck, with the remedy.
 
         Examples:
             >>> rustloader.Stats(batches=3).verdict().sentence
@@ -86,9 +86,9 @@ class Stats(Figures):
         """Returns the figures as plain values that ``json`` can write.
 
         Args:
-            flat: False (the default) gives nested dicts and lists. True gives the numbers alone, as floats, under names
-                such as ``waited_seconds`` and ``workers_0_fetch_seconds``, without ``recent_seconds`` and the lists of
-                ``faults``.
+            flat: False (the default) returns nested dicts and lists. True returns only the numbers, as floats, with
+                names such as ``waited_seconds`` and ``workers_0_fetch_seconds``, and without ``recent_seconds`` and the
+                lists of ``faults``.
 
         Returns:
             The figures by name.
@@ -101,23 +101,23 @@ class Stats(Figures):
         nested = dataclasses.asdict(self, dict_factory=_with_lists)
         if not flat:
             return nested
-        del nested["recent_seconds"]  # one value per batch, no metric
+        del nested["recent_seconds"]  # one value per batch, not a metric
         del nested["faults"]["failures"], nested["faults"]["deaths"]
         return dict(_flattened("", nested))
 
     def scalars(self) -> dict[str, float]:
-        """Returns the main figures as floats under names that stay, for TensorBoard and Weights & Biases.
+        """Returns the main figures as floats with stable names, for TensorBoard and Weights & Biases.
 
-        The page on metrics lists the names. Figures of workers are sums over all of them; ``as_dict(flat=True)`` has
-        those of each.
+        The page on metrics lists the names. Figures of workers are sums over all workers; ``as_dict(flat=True)`` has
+        them per worker.
 
         Returns:
-            The figures by name, the same names for every loader; those of a cache only with one.
+            The figures by name. The names are the same for every loader, except those of a cache.
 
         Examples:
             >>> stats = rustloader.Stats(batches=4, next_seconds=1.0, waited_seconds=1.0, step_seconds=3.0)
-            >>> found = stats.scalars()
-            >>> found["batches"], found["wait_share"], found["batches_per_second"]
+            >>> figures = stats.scalars()
+            >>> figures["batches"], figures["wait_share"], figures["batches_per_second"]
             (4.0, 0.25, 1.0)
         """
         return scalars(self)
@@ -132,7 +132,7 @@ class Stats(Figures):
         return html(self, self.verdict())
 
 
-# Pickles name the module that users import from.
+# Pickles name the package that users import.
 Stats.__module__ = "rustloader"
 
 
@@ -141,6 +141,7 @@ def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _flattened(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yields the numbers in nested dicts and lists, each with the keys that lead to it, joined by underscores."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, inner in items:
@@ -156,13 +157,13 @@ def no_loader(source: Any) -> TypeError:
 
 
 def check_interval(every: float) -> None:
-    """Raises ValueError unless ``every`` is a valid interval between two reports."""
+    """Raises ValueError if ``every`` is not a valid interval between two reports."""
     if not every > 0:
         raise ValueError(f"every must be a positive number of seconds, got {every!r}")
 
 
-def counted(counts: "Counts", workers: Iterable["WorkerTotals"]) -> dict[str, Any]:
-    """Returns the fields of ``Stats`` that come from an iterator's counters, and from its workers' sums."""
+def fields_of_counts(counts: "Counts", workers: Iterable["WorkerTotals"]) -> dict[str, Any]:
+    """Returns the fields of ``Stats`` that come from the counters of an engine and its workers."""
     adopted = [(worker.adopted, worker.adopted_bytes) for worker in workers]
     return {
         "epochs": counts.epochs,

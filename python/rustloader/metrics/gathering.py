@@ -1,4 +1,4 @@
-"""``rustloader.report_ranks()``: the figures of all ranks, gathered on demand."""
+"""``rustloader.report_ranks()``: gathers the figures of all ranks on demand."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import rustloader.system.local_ranks as local_ranks
 from rustloader.metrics import ledger
 from rustloader.metrics.figures import Stats
 from rustloader.metrics.ranks import RankReport, RankStats
-from rustloader.metrics.stats import of_ledger, stats
+from rustloader.metrics.stats import stats, stats_of_ledger
 
 
 def report_ranks(source: Any = None, group: Any = None) -> RankReport:
     """Gathers the figures of the loaders of all ranks, and names the slowest.
 
-    All ranks of the group call it at the same place of the program, as any collective of ``torch.distributed``. It is
-    one ``all_gather_object`` of a few hundred bytes, and nothing runs before or after it. Without
-    ``torch.distributed``, the report has this process alone.
+    All ranks of the group must call it at the same point in the program, like any collective of
+    ``torch.distributed``. It is one ``all_gather_object`` of a few hundred bytes; nothing runs between two calls.
+    Without ``torch.distributed``, the report contains only this process.
 
     Args:
         source: This rank's loader or iterator, as for ``rustloader.stats()`` (default: None, the loader of this
             process with the most batches).
-        group: Process group whose ranks are asked (default: None, all).
+        group: Process group of the ranks (default: None, all ranks).
 
     Returns:
-        The report, the same on all ranks of the group. A rank outside of it gets its own figures alone.
+        The report, which is the same on all ranks of the group. A rank outside the group gets only its own figures.
 
     Raises:
-        TypeError: ``source`` is neither a loader nor an iterator. The other ranks get their reports.
+        TypeError: ``source`` is neither a loader nor an iterator. The other ranks still get the report.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(64), batch_size=4, num_workers=1, name="train")
@@ -39,23 +39,23 @@ def report_ranks(source: Any = None, group: Any = None) -> RankReport:
         >>> report.ranks[0].loader, report.ranks[0].batches
         ('train', 16)
     """
-    failed: Exception | None = None
+    failure: Exception | None = None
     try:
         own = _rank_stats(_busiest() if source is None else stats(source))
     except Exception as error:
-        # The others wait for this rank.
-        own, failed = RankStats(global_rank(), socket.gethostname()), error
+        # The other ranks wait for this one, so it takes part without figures.
+        own, failure = RankStats(global_rank(), socket.gethostname()), error
     ranks: list[Any] = [own]
     if _is_initialized() and dist.get_rank(group) >= 0:
         ranks = [None] * dist.get_world_size(group)
         dist.all_gather_object(ranks, own, group=group)
-    if failed is not None:
-        raise failed
+    if failure is not None:
+        raise failure
     return RankReport(tuple(sorted(ranks, key=lambda it: it.rank)))
 
 
 def global_rank() -> int:
-    """Returns the number of this process among all ranks: that of torch.distributed, or of the launcher; else 0."""
+    """Returns the global rank of this process, from torch.distributed or from the launcher; 0 without either."""
     return dist.get_rank() if _is_initialized() else local_ranks.global_rank() or 0
 
 
@@ -64,10 +64,10 @@ def _is_initialized() -> bool:
 
 
 def _busiest() -> Stats | None:
-    """Returns the figures of the loader with the most batches."""
-    ledgers = {id(it): it for _, it in ledger.of_loaders() if it.iterators}.values()
+    """Returns the figures of the loader with the most batches; None if there is no loader."""
+    ledgers = {id(it): it for _, it in ledger.loader_ledgers() if it.iterators}.values()
     busiest = max(ledgers, key=lambda it: it.figures().counts.batches, default=None)
-    return None if busiest is None else of_ledger(busiest, sum(it.alive for it in busiest.figures().workers))
+    return None if busiest is None else stats_of_ledger(busiest, sum(it.alive for it in busiest.figures().workers))
 
 
 def _rank_stats(figures: Stats | None) -> RankStats:

@@ -1,7 +1,7 @@
-"""Counters of loaders and iterators, kept in a weak side table.
+"""Counters of loaders and iterators, in a table of weak references.
 
-The table keeps a loader's attributes, copies and pickles the same as torch's. One more attribute would also cost
-iterators Python's compact layout for objects with few attributes.
+They are not attributes of loaders, because copies and pickles of a loader must be the same as torch's. One more
+attribute of an iterator would also cost it Python's compact layout for objects with few attributes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from rustloader._core import Meter, Totals
 from rustloader._core import figures as figures_of
-from rustloader.metrics.cpu_time import Workers, WorkTime, total
+from rustloader.metrics.cpu_time import Workers, WorkTime, sum_by_worker
 from rustloader.metrics.faults import Faults
 from rustloader.metrics.memory import Allowance
 from rustloader.metrics.parts import SchedulingStats
@@ -25,67 +25,74 @@ from rustloader.system.weak_table import WeakTable
 
 _NUMBER = re.compile(r"\d+")
 
-# Held only for a swap. Reentrant, because the collector or a signal handler may create an iterator during one.
-_swap = threading.RLock()
+# Held to replace `Ledger._processes`. Reentrant, because the garbage collector or a signal handler may create an
+# iterator meanwhile.
+_swap_lock = threading.RLock()
 
 
 def _renew_lock() -> None:
-    global _swap
+    global _swap_lock
     # Another thread of the parent may have held the lock.
-    _swap = threading.RLock()
+    _swap_lock = threading.RLock()
 
 
 at_fork("ledgers", after_in_child=_renew_lock)
 
 
 class Ledger:
-    """The counters of a loader's iterators, or of one iterator. It keeps neither alive."""
+    """The counters of all iterators of a loader, or of one iterator.
 
-    def __init__(self, loaders: Ledger | None = None, name: str = "", given_name: str | None = None) -> None:
-        # The loader's name, and the one that it was given.
-        self.name: str = name if loaders is None else loaders.name
-        self.given_name: str | None = given_name if loaders is None else loaders.given_name
-        # For an iterator: its loader's ledger, which receives the same counts.
-        self._loaders = loaders
-        # Iterators that the engine has served.
+    A ledger keeps neither the loader nor its iterators alive.
+
+    Args:
+        parent: For an iterator: the ledger of its loader, which counts the same.
+        name: The loader's name.
+        given_name: The name that the program has given the loader; None if it has not.
+    """
+
+    def __init__(self, parent: Ledger | None = None, name: str = "", given_name: str | None = None) -> None:
+        self.name: str = name if parent is None else parent.name
+        self.given_name: str | None = given_name if parent is None else parent.given_name
+        self._parent = parent
+        # Number of iterators that the engine has served.
         self.iterators = 0
-        # Settings of the last of them.
+        # Settings of the latest of them.
         self.scheduling: SchedulingStats | None = None
         # Number of iterators on torch's own loop, by reason.
         self.fallbacks: dict[str, int] = {}
-        # Restarts of workers, and failed samples.
-        self.faults: Faults = Faults(None if loaders is None else loaders.faults)
-        # Bounds the cost of readings of the workers' memory.
-        self._allowance: Allowance = Allowance() if loaders is None else loaders._allowance
+        # Worker restarts, and failed samples.
+        self.faults: Faults = Faults(None if parent is None else parent.faults)
+        # Limits the time spent reading the workers' memory.
+        self._allowance: Allowance = Allowance() if parent is None else parent._allowance
         self._ended = Meter()
         self._meters: list[Meter] = []
-        # Times of ended processes, and processes that may run. Swapped together, for readers in other threads.
+        # Times of ended processes, and processes that may be running. Replaced together: other threads read them.
         self._processes: tuple[list[WorkTime], tuple[Workers, ...]] = [], ()
 
     def serve(self, scheduling: SchedulingStats) -> None:
-        """Counts an iterator that the engine serves with these settings."""
+        """Counts an iterator on the engine, and notes its settings."""
         self.iterators += 1
         self.scheduling = scheduling
-        if self._loaders is not None:
-            self._loaders.serve(scheduling)
+        if self._parent is not None:
+            self._parent.serve(scheduling)
 
     def note_workers(self, count: int) -> None:
-        """Notes that num_workers="auto" has changed the number of workers of the last iterator."""
+        """Notes that num_workers="auto" has changed the number of workers of the latest iterator."""
         if self.scheduling is not None:
             self.scheduling = dataclasses.replace(self.scheduling, auto_workers=count)
-        if self._loaders is not None:
-            self._loaders.note_workers(count)
+        if self._parent is not None:
+            self._parent.note_workers(count)
 
     def add(self, meter: Meter) -> None:
-        """Adds the counters of another engine."""
-        # Meters of ended engines are merged, because there may be one per epoch.
+        """Adds the counters of a new engine."""
+        # Meters of ended engines are merged, because each epoch may add one.
         self._ended.absorb(self._meters)
         self._meters.append(meter)
-        if self._loaders is not None:
-            self._loaders.add(meter)
+        if self._parent is not None:
+            self._parent.add(meter)
 
     def start_workers(self, pids: list[int], meter: Meter) -> None:
-        """Adds the processes of another engine, by worker number, and its counters."""
+        """Adds the worker processes of a new engine, by worker number, and its counters."""
         self._watch(Workers(pids, meter, self._allowance))
 
     def _watch(self, workers: Workers) -> None:
@@ -94,43 +101,43 @@ class Ledger:
             times, watched = before
             ended = [it for it in watched if it.ended]
             for it in ended:
-                times = total(times, it.times())
+                times = sum_by_worker(times, it.times())
             after = times, (*(it for it in watched if it not in ended), workers)
-            with _swap:
+            with _swap_lock:
                 if self._processes is before:
                     self._processes = after
                     break
-        if self._loaders is not None:
-            self._loaders._watch(workers)
+        if self._parent is not None:
+            self._parent._watch(workers)
 
     def workers(self) -> Workers | None:
-        """Returns the processes of the last engine, or None."""
+        """Returns the worker processes of the latest engine; None if there is no engine."""
         watched = self._processes[1]
         return watched[-1] if watched else None
 
     def end_workers(self) -> None:
         """Saves the processor times of an iterator's workers before they end."""
-        if self._loaders is not None:
+        if self._parent is not None:
             for workers in self._processes[1]:
                 workers.end()
 
     def processor_times(self) -> list[WorkTime]:
-        """Returns the processor times by worker number."""
+        """Returns the processor times, by worker number."""
         times, watched = self._processes
         for workers in watched:
-            times = total(times, workers.times())
+            times = sum_by_worker(times, workers.times())
         return times
 
     def fall_back(self, reason: str) -> bool:
-        """Counts an iterator on torch's own loop. Returns True for the first of its loader with this reason."""
-        # Reasons that differ only in numbers, such as the free memory, count as the first of them.
+        """Counts an iterator on torch's own loop. Returns True if it is the first of its loader with this reason."""
+        # Reasons that differ only in numbers, such as the amount of free memory, count as the same reason.
         first = next((text for text in self.fallbacks if _NUMBER.sub("", text) == _NUMBER.sub("", reason)), reason)
         is_new = first not in self.fallbacks
         self.fallbacks[first] = self.fallbacks.get(first, 0) + 1
-        return is_new if self._loaders is None else self._loaders.fall_back(reason)
+        return is_new if self._parent is None else self._parent.fall_back(reason)
 
-    def alone(self) -> Ledger:
-        """Returns the counters as they are kept now, without those of the loader."""
+    def detached(self) -> Ledger:
+        """Returns a copy with the current engines and processes, without a parent."""
         ledger = Ledger()
         ledger._ended, ledger._meters, ledger._processes = self._ended, [*self._meters], self._processes
         return ledger
@@ -141,7 +148,7 @@ class Ledger:
         return all(meter.ended for meter in self._meters)
 
     def absorb(self, other: Ledger) -> None:
-        """Adds the counters of a loader that is gone, whose engines have ended. Processor times are left out."""
+        """Adds the counters of a loader that is gone and whose engines have ended, except processor times."""
         self.iterators += other.iterators
         for reason, count in other.fallbacks.items():
             self.fallbacks[reason] = self.fallbacks.get(reason, 0) + count
@@ -149,7 +156,8 @@ class Ledger:
         self._ended.absorb([other._ended, *other._meters])
 
     def figures(self) -> Totals:
-        # No call in between, in which another thread might move counters from one to the other.
+        """Returns the sums over all engines."""
+        # Reads both attributes without a call in between, during which another thread could move counters between them.
         return figures_of([self._ended, *self._meters])
 
 
@@ -157,29 +165,31 @@ class Ledger:
 _ledgers: WeakTable[Ledger] = WeakTable(on_end=Ledger.end_workers)
 find = _ledgers.find
 
-# Called with each loader that gets a ledger, and with that.
-openings: list[Callable[[Any, Ledger], object]] = []
+# Functions that are called with each loader that gets a ledger, and with the ledger.
+new_ledger_hooks: list[Callable[[Any, Ledger], object]] = []
 
 
 def of(source: Any) -> Ledger:
-    """Returns the ledger of a loader, created if there is none, or of an iterator."""
+    """Returns the ledger of a loader or an iterator. Creates one for a loader that has none."""
     ledger = find(source)
     if ledger is None:
         ledger = _ledgers.keep(source, Ledger(name=names.of(source), given_name=names.given(source)))
-        for opening in openings:
-            opening(source, ledger)
+        for hook in new_ledger_hooks:
+            hook(source, ledger)
     return ledger
 
 
-def of_loaders() -> Iterator[tuple[Any, Ledger]]:
-    """Yields the loaders of this process with their ledgers; None in place of one that is gone and has an iterator at
-    work.
+def loader_ledgers() -> Iterator[tuple[Any, Ledger]]:
+    """Yields the loaders of this process with their ledgers.
+
+    The loader is None if it is gone but one of its iterators is running.
     """
     for source, ledger in _ledgers.items():
-        yield (source, ledger) if ledger._loaders is None else (None, ledger._loaders)
+        yield (source, ledger) if ledger._parent is None else (None, ledger._parent)
 
 
 def open_for(iterator: IteratorLike, loader: LoaderLike) -> None:
+    """Creates the ledger of an iterator."""
     _ledgers.keep(iterator, Ledger(of(loader)))
 
 

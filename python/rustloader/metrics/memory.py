@@ -1,8 +1,8 @@
 """Private memory of workers.
 
-The kernel counts it page by page, which takes milliseconds for each GB. So it is read only when statistics are taken
-and before workers end, only of processes whose page faults show that they have grown much since the last time, and for
-at most 1 % of the time.
+The kernel counts it page by page, which takes milliseconds per GB. So it is read only when statistics are taken and
+before workers end, only for processes whose page faults show much growth since the last reading, and for at most 1 % of
+the time.
 """
 
 from __future__ import annotations
@@ -16,51 +16,60 @@ from rustloader.system import procfs
 
 # Index of the number of minor page faults among the fields of /proc/PID/stat that `procfs.stat` returns.
 _MINOR_FAULTS_FIELD = 7
-# Bytes that page faults have added since the last reading, from which it is worth another.
+# Minimum number of bytes added by page faults since the last reading for another one.
 _FAULTED_STEP = 16 << 20
-# Share of the time that readings may take.
+# Maximum share of the time that is spent on readings.
 _TIME_SHARE = 0.01
 
 
-def own(pid: int, rollup: dict[str, int] | None = None) -> int | None:
-    """Returns the number of bytes that a process alone has, without shared memory such as an arena; None if it is not
-    readable.
+def private_bytes(pid: int, rollup: dict[str, int] | None = None) -> int | None:
+    """Returns the size of the memory that only this process uses, without shared memory such as an arena, in bytes.
+
+    Returns None if it is not readable.
 
     Args:
         pid: The process.
-        rollup: Its `procfs.rollup`, if it was read already.
+        rollup: Its `procfs.rollup`, if already read.
     """
     if rollup is None:
         rollup = procfs.rollup(pid)
     shared = procfs.amounts(procfs.read(f"/proc/{pid}/status")).get("RssShmem")
     if shared is None or not rollup:
         return None
-    # Pages of the arena that the main process has not touched count as private. Those that two processes have touched
-    # are half of one's proportional set.
-    alone = max(0, 2 * rollup.get("Pss_Shmem", 0) - shared)
-    return max(0, rollup.get("Private_Clean", 0) + rollup.get("Private_Dirty", 0) - alone)
+    # The kernel counts pages of the arena as private if the main process has not touched them. A page touched by two
+    # processes counts half in the proportional set of each.
+    arena_alone = max(0, 2 * rollup.get("Pss_Shmem", 0) - shared)
+    return max(0, rollup.get("Private_Clean", 0) + rollup.get("Private_Dirty", 0) - arena_alone)
 
 
 class Allowance:
-    """The time that readings may take: that of one, and a share of the time since the first."""
+    """Limits the time spent on readings to one reading plus a share of the time since the creation of this object."""
 
     def __init__(self) -> None:
-        self._begin = time.monotonic()
+        self._started = time.monotonic()
         self._spent = 0.0
 
-    def is_left(self) -> bool:
-        return self._spent <= _TIME_SHARE * (time.monotonic() - self._begin)
+    def has_remaining(self) -> bool:
+        """Returns True if another reading is allowed now."""
+        return self._spent <= _TIME_SHARE * (time.monotonic() - self._started)
 
     def spend(self, since: float) -> None:
+        """Adds a reading that began at a time of ``time.monotonic`` and ends now."""
         self._spent += time.monotonic() - since
 
 
-class _Known(NamedTuple):
-    """The known figures of a process: its bytes of page faults at the last reading (0: none yet), and its own bytes."""
+class _Reading(NamedTuple):
+    """The latest reading of a process.
+
+    Attributes:
+        pid: The process.
+        faulted: Bytes of its page faults at that time; 0 before the first reading.
+        private_bytes: Its private memory in bytes; None if unknown.
+    """
 
     pid: int
     faulted: int
-    own: int | None
+    private_bytes: int | None
 
 
 class WorkerMemory:
@@ -68,41 +77,41 @@ class WorkerMemory:
 
     def __init__(self, count: int, allowance: Allowance) -> None:
         self._allowance = allowance
-        self._known: list[_Known | None] = [None] * count
+        self._readings: list[_Reading | None] = [None] * count
 
     def update(self, processes: Sequence[tuple[int, str | None] | None]) -> None:
-        """Reads the memory of running processes, given as pids with start times. Ended ones keep their last figures."""
-        waiting = []
+        """Reads the memory of running processes, given by pid and start time. Ended ones keep their last figures."""
+        due = []
         for number, process in enumerate(processes):
             faulted = None if process is None else _faulted(*process)
             if process is None or faulted is None:
                 continue
-            known = self._known[number]
+            known = self._readings[number]
             if known is None or known.pid != process[0]:
-                known = _Known(process[0], 0, None)
+                known = _Reading(process[0], 0, None)
             if faulted - known.faulted >= _FAULTED_STEP:
-                waiting.append((faulted - known.faulted, number))
+                due.append((faulted - known.faulted, number))
             if known.faulted == 0:
-                # Each page that a process has for itself was a fault, and there are few.
-                known = known._replace(own=faulted if faulted < _FAULTED_STEP else None)
-            self._known[number] = known
-        for _, number in sorted(waiting, reverse=True):
-            known = self._known[number]
-            if known is None or not self._allowance.is_left():
+                # Each private page was once a fault, so few faults mean little private memory.
+                known = known._replace(private_bytes=faulted if faulted < _FAULTED_STEP else None)
+            self._readings[number] = known
+        for _, number in sorted(due, reverse=True):
+            known = self._readings[number]
+            if known is None or not self._allowance.has_remaining():
                 break
             since = time.monotonic()
-            faulted, own_bytes = _faulted(known.pid), own(known.pid)
+            faulted, private = _faulted(known.pid), private_bytes(known.pid)
             self._allowance.spend(since)
-            if faulted is not None and own_bytes is not None:
-                self._known[number] = _Known(known.pid, faulted, own_bytes)
+            if faulted is not None and private is not None:
+                self._readings[number] = _Reading(known.pid, faulted, private)
 
     def figures(self) -> list[int | None]:
-        """Returns the memory in bytes by worker number; None: unknown."""
-        return [None if known is None else known.own for known in self._known]
+        """Returns the private memory in bytes, by worker number; None if unknown."""
+        return [None if known is None else known.private_bytes for known in self._readings]
 
 
 def _faulted(pid: int, start: str | None = None) -> int | None:
-    """Returns the size of the pages of a process's minor faults in bytes, without huge pages; None if it has ended."""
+    """Returns the bytes added by the minor page faults of a process, without huge pages; None if it has ended."""
     fields = procfs.stat(pid)
     if len(fields) <= procfs.STARTED or fields[0] in "ZX" or (start is not None and fields[procfs.STARTED] != start):
         return None

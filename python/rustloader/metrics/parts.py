@@ -1,4 +1,4 @@
-"""The parts of ``rustloader.Stats``, and its fields."""
+"""The fields of ``rustloader.Stats``, and the classes of their values."""
 
 from dataclasses import dataclass, field
 
@@ -10,36 +10,38 @@ from rustloader.metrics.transfers import TransferStats
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 @dataclass(frozen=True)
 class WorkerStats:
-    """Holds the statistics of one worker; for a loader, of all workers that had this number.
+    """Holds the statistics of one worker; for a loader, of all workers that have had this number.
 
-    All times but ``cpu_seconds`` are wall time.
+    Times are wall time unless stated otherwise.
 
     Attributes:
         id: Number of the worker, from 0.
         pid: Process id; for a loader, the latest one.
-        alive: Whether that process runs now.
-        rss_bytes: Resident memory in bytes, pages shared with other processes included; 0 after its end,
-            and on another machine.
-        tasks: Number of batches sent, and of errors sent instead of a batch.
-        starting_seconds: Before the first task of an epoch: seeding, ``worker_init_fn``, ``iter(dataset)``.
-        idle_seconds: Waiting for tasks.
-        fetch_seconds: In the dataset.
-        collate_seconds: In ``collate_fn``.
-        pack_seconds: Writing batches into the arena, or pickling them, and publishing them.
-        cpu_seconds: Processor time in seconds since the first task, of all threads and of child processes that have
-            ended. Compare it with ``busy_seconds - unmeasured_seconds``: a worker that waits for storage has much less.
-            None if unknown: the system does not report it, or the worker was killed.
+        alive: Whether that process is running.
+        rss_bytes: Resident memory in bytes, including pages shared with other processes; 0 if the process has ended
+            or runs on another machine.
+        tasks: Number of results sent: batches, and errors in their place.
+        starting_seconds: Time before the first task of each epoch: seeding, ``worker_init_fn``, ``iter(dataset)``.
+        idle_seconds: Time spent waiting for tasks.
+        fetch_seconds: Time spent in the dataset.
+        collate_seconds: Time spent in ``collate_fn``.
+        pack_seconds: Time spent writing batches into the arena, or pickling them, and publishing them.
+        cpu_seconds: Processor time in seconds since the first task, including all threads and child processes that
+            have ended. It is much less than ``busy_seconds - unmeasured_seconds`` if the worker waits for storage. None
+            if unknown: the system does not report it, or the worker was killed.
         queued_seconds: Seconds since the first task in which the worker was ready to run but had no core; None if
             unknown.
-        unmeasured_seconds: Part of ``busy_seconds``: of processes with unknown processor time, such as killed ones.
-        fetch_cpu_seconds: Processor time in seconds in the dataset, of all threads and of child processes that have
-            ended. It is measured in all fetches, or in one of 8 if they take less than 400 us on average.
+        unmeasured_seconds: Part of ``busy_seconds``: the work of processes with unknown processor time, such as
+            killed ones.
+        fetch_cpu_seconds: Processor time in seconds spent in the dataset, including all threads and child processes
+            that have ended. It is measured in every fetch, or in every eighth if fetches take less than 400 us on
+            average.
         fetch_measured_seconds: Part of ``fetch_seconds``: the fetches with measured processor time. Compare it with
             ``fetch_cpu_seconds``.
-        private_bytes: Memory in bytes that the latest process alone has, without shared memory: now, or before its end.
-            A forked worker starts with nearly none, so it has grown by this much. A spawned one has its modules and its
-            copy of the dataset from the start. Read again when page faults have added 16 MiB, so it may be as much
-            older. None if unknown.
+        private_bytes: Private memory of the latest process in bytes, without shared memory: the current size, or the
+            last one before the process ended. A forked worker starts with almost none, so this is its growth. A
+            spawned worker has its modules and its copy of the dataset from the start. The value is updated after page
+            faults have added 16 MiB, so it may lag by that much. None if unknown.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -68,15 +70,15 @@ class WorkerStats:
 
     @property
     def fetch_cpu_share(self) -> float | None:
-        """Processor time in the dataset as a share of the wall time there; None before the first fetch.
+        """Processor time spent in the dataset as a share of the wall time; None before the first fetch.
 
-        A worker that waits for storage has a small share, one with several threads may have more than 1.
+        The share is small for a worker that waits for storage, and may exceed 1 for one with several threads.
         """
         return self.fetch_cpu_seconds / self.fetch_measured_seconds if self.fetch_measured_seconds else None
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds of work on batches: fetch, collate and pack."""
+        """Seconds of work on batches: fetching, collating and packing."""
         return self.fetch_seconds + self.collate_seconds + self.pack_seconds
 
 
@@ -85,12 +87,12 @@ class SlowBatch:
     """Describes one of the slowest batches, or one that later batches waited for.
 
     Attributes:
-        index: Index batch as text; of a large one the beginning.
+        index: Index batch as text, shortened if it is long.
         worker: Number of the worker.
-        fetch_seconds: In the dataset.
-        collate_seconds: In ``collate_fn``.
-        pack_seconds: Writing it into the arena, or pickling it.
-        blocked_seconds: Time in which ``next`` waited for it while later batches were ready.
+        fetch_seconds: Time spent in the dataset.
+        collate_seconds: Time spent in ``collate_fn``.
+        pack_seconds: Time spent writing it into the arena, or pickling it.
+        blocked_seconds: Time for which ``next`` waited for it while later batches were ready.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -108,20 +110,20 @@ class SlowBatch:
 
     @property
     def seconds(self) -> float:
-        """Seconds of work on the batch: fetch, collate and pack."""
+        """Seconds of work on the batch: fetching, collating and packing."""
         return self.fetch_seconds + self.collate_seconds + self.pack_seconds
 
 
 @dataclass(frozen=True)
 class LargeAttribute:
-    """Describes a large list, tuple or dict of a dataset, whose objects workers copy as they read them.
+    """Describes a large list, tuple or dict in a dataset. Workers copy its objects by reading them.
 
     Attributes:
-        path: Its place in the dataset, for instance "dataset.dataset.samples".
+        path: Its path in the dataset, for instance "dataset.dataset.samples".
         kind: Name of its type.
         items: Number of its items.
-        bytes: Bytes of the objects in it, estimated from a few of them. NumPy arrays and tensors count without their
-            data, which are not copied.
+        bytes: Size of its objects in bytes, estimated from a few of them. The data of NumPy arrays and tensors do not
+            count, because they are not copied.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -138,13 +140,13 @@ class LargeAttribute:
 
 @dataclass(frozen=True)
 class ArenaStats:
-    """Holds the shared memory of the iterators that run now.
+    """Describes the shared memory of the running iterators.
 
     Attributes:
         leased_bytes: Bytes of blocks that tensors of the main process use.
         warm_bytes: Bytes of all blocks with resident pages.
-        high_water_bytes: Peak bytes of one iterator's arena (the sum over its regions).
-        blocks: Number of blocks, idle ones included.
+        high_water_bytes: Peak size of one iterator's arena in bytes (the sum over its regions).
+        blocks: Number of blocks, including idle ones.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -162,18 +164,18 @@ class ArenaStats:
 
 @dataclass(frozen=True)
 class CopyStats:
-    """Counts what workers copied and what they sent without a copy.
+    """Counts the data that workers copied, and the data that they sent without a copy.
 
-    What ``default_collate`` builds lies in the arena, and so do large arrays that NumPy makes in a worker. These are
-    copied if anything but the batch refers to them.
+    Tensors built by ``default_collate`` are in the arena, and so are large arrays that NumPy allocates in a worker. A
+    worker copies them only if something other than the batch refers to them.
 
     Attributes:
         count: Number of tensors, arrays and bytes objects that workers copied into the arena.
-        bytes: Bytes of these.
-        pickled: Number of pickled batches: those that are not plain trees of dicts, lists and tuples.
-        adopted: Number of tensors and arrays of 16 KiB or more that workers sent without a copy. It counts what was
-            sent, delivered or not.
-        adopted_bytes: Bytes of these.
+        bytes: Their size in bytes.
+        pickled: Number of batches that were pickled because they are not plain trees of dicts, lists and tuples.
+        adopted: Number of tensors and arrays of 16 KiB or more that workers sent without a copy, including those not
+            delivered.
+        adopted_bytes: Their size in bytes.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1, collate_fn=set)
@@ -194,9 +196,9 @@ class PinningStats:
     """Holds the statistics of the pin thread.
 
     Attributes:
-        running: Whether the thread runs now.
+        running: Whether the thread is running.
         batches: Number of batches pinned.
-        seconds: Seconds of work on batches.
+        seconds: Seconds spent pinning batches.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -211,7 +213,7 @@ class PinningStats:
 
 @dataclass(frozen=True)
 class Fallback:
-    """Counts the iterators that ran on torch's own loop for one reason.
+    """Counts the iterators that fell back to torch's own loop for one reason.
 
     Attributes:
         reason: The reason why the engine could not serve them.
@@ -231,16 +233,16 @@ class Fallback:
 
 @dataclass(frozen=True)
 class FaultStats:
-    """Counts the faults that epochs have survived.
+    """Counts the faults from which epochs recovered.
 
     Attributes:
-        restarts: Number of workers that were started again, with ``max_restarts``.
+        restarts: Number of worker restarts, with ``max_restarts``.
         stalls: Part of ``restarts``: the worker was killed because it was stuck, with ``stall_timeout``.
         out_of_memory: Part of ``restarts``: the worker's memory cgroup was out of memory.
-        skipped: Number of samples that were left out, with ``on_error``.
-        replaced: Number of samples that another one took the place of, with ``on_error``. A replacement that failed
-            counts, too.
-        failures: The samples of both, at most the first 1,000.
+        skipped: Number of failed samples that were skipped, with ``on_error``.
+        replaced: Number of failed samples that were replaced by another one, with ``on_error``. A replacement that
+            itself failed also counts.
+        failures: The skipped and replaced samples, at most the first 1,000.
         deaths: Descriptions of the deaths before the restarts, at most the first 100.
 
     Examples:
@@ -267,19 +269,19 @@ class FaultStats:
 
 @dataclass(frozen=True)
 class SchedulingStats:
-    """Holds the settings of the last iterator that the engine has served, with the options of ``install()``.
+    """Holds the settings of the latest iterator on the engine, including the options of ``install()``.
 
     Attributes:
-        prefetch_factor: Batches under way per worker.
+        prefetch_factor: Outstanding batches per worker.
         in_order: Whether batches are delivered in order.
         dispatch: "round_robin" or "shared_queue".
-        reorder_window: Batches that may be under way or wait for an older one, or their bytes as text; None means
-            ``prefetch_factor`` x ``num_workers``.
-        worker_threads: Samples of a batch that a worker fetches at a time.
-        map_style: Whether the dataset is a map-style one.
-        batch_size: Samples per batch; None with a batch sampler of the program's own, or without batches.
+        reorder_window: Maximum number of batches that are outstanding or wait for an earlier one, or their maximum
+            size in bytes as text; None means ``prefetch_factor`` x ``num_workers`` batches.
+        worker_threads: Number of samples of a batch that a worker fetches at a time.
+        map_style: Whether the dataset is map-style.
+        batch_size: Samples per batch; None with a custom batch sampler, or without batching.
         per_sample: Whether a worker fetches samples one by one, so that ``worker_threads`` has an effect.
-        auto_workers: Number of workers that ``num_workers="auto"`` has set; None without it.
+        auto_workers: Number of workers that ``num_workers="auto"`` has chosen; None without it.
         remote: Whether the workers run on other machines.
 
     Examples:
@@ -303,11 +305,11 @@ class SchedulingStats:
 
 @dataclass(frozen=True)
 class CacheEstimate:
-    """Holds the estimated size of a cache of all samples, from the batches so far.
+    """Estimates the size of a cache of all samples from the batches delivered so far.
 
     Attributes:
-        bytes: Bytes of all samples, about, as they are in the batches.
-        free_bytes: Bytes of memory that are left: of the machine, or of a cgroup.
+        bytes: Approximate size of all samples in bytes, in the form that they have in batches.
+        free_bytes: Free memory in bytes, on the machine or in its cgroup, whichever is less.
 
     Examples:
         >>> dataset = torch.utils.data.TensorDataset(torch.zeros(64, 100))
@@ -323,12 +325,14 @@ class CacheEstimate:
 
 @dataclass(frozen=True)
 class CoreUsers:
-    """Holds the use of the processor cores while the workers of the last iterator ran: shares of all cores, 0 to 1.
+    """Describes who used the processor cores while the workers of the latest iterator ran.
+
+    Each attribute is a share of all cores, from 0 to 1.
 
     Attributes:
-        main: The main process.
-        workers: The workers.
-        others: Other processes, and other virtual machines on the same cores.
+        main: The share of the main process.
+        workers: The share of the workers.
+        others: The share of other processes, and of other virtual machines on the same cores.
 
     Examples:
         >>> users = rustloader.CoreUsers(main=0.3, workers=0.1, others=0.6)
@@ -349,7 +353,7 @@ class CoreUsers:
 
 @dataclass(frozen=True, repr=False)
 class Figures:
-    """The fields of ``Stats``: all that verdicts and tables need."""
+    """The fields of ``Stats``. Verdicts and tables are computed from these alone."""
 
     name: str = ""
     num_workers: int = 0
@@ -383,11 +387,11 @@ class Figures:
 
     @property
     def own_seconds(self) -> float:
-        """Seconds in ``next`` without waiting: sampler, sending indices, opening batches."""
+        """Seconds in ``next`` without waiting: drawing indices, sending them, and opening batches."""
         return max(0.0, self.next_seconds - self.first_seconds - self.waited_seconds)
 
 
-# Pickles and reprs name the module that programs import from.
+# Pickles and reprs name the package that users import.
 for _cls in (
     WorkerStats,
     SlowBatch,

@@ -1,8 +1,8 @@
-"""Predicts how much time a loader would take with another dispatch policy or reorder window.
+"""Predicts the time that a loader would take with another dispatch policy or reorder window.
 
-It replays the recorded durations of recent batches through a model of the scheduler: greedy list scheduling (R. L.
-Graham, "Bounds on multiprocessing timing anomalies", SIAM Journal on Applied Mathematics 17, 1969) or round robin, with
-a bounded window, in front of a loop that takes the batches in order. Transport costs nothing in the model.
+The recorded durations of recent batches are replayed in a model of the scheduler: greedy list scheduling (R. L. Graham,
+"Bounds on multiprocessing timing anomalies", SIAM Journal on Applied Mathematics 17, 1969) or round robin, with a
+bounded window, and a loop that takes the batches in order. Transport takes no time in the model.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Multiples of the batches under way that are tried as windows.
+# Windows to try, as multiples of the maximum number of outstanding batches.
 _MULTIPLES = (1, 2, 4, 8)
-# A smaller window whose time is within this factor of the best one is preferred, because a window takes memory.
+# The smallest window whose time is within this factor of the best time is preferred, because windows take memory.
 _TOLERANCE = 1.03
-# Fewer batches per worker predict nothing.
+# Minimum number of batches per worker for a prediction.
 _MIN_BATCHES_PER_WORKER = 2
 
 
@@ -24,9 +24,10 @@ class Scheduler(NamedTuple):
 
     Attributes:
         workers: number of workers, 1 or more.
-        outstanding: maximum number of batches without a result: prefetch_factor x workers.
-        window: maximum number of batches under way or waiting for their turn.
-        shared: whether the first free worker takes a batch; otherwise worker i takes every batch i modulo ``workers``.
+        outstanding: maximum number of outstanding batches: prefetch_factor x workers.
+        window: maximum number of batches that are outstanding or in the reorder buffer.
+        shared: whether the first free worker takes the next batch; otherwise batch i goes to worker i modulo
+            ``workers``.
     """
 
     workers: int
@@ -36,12 +37,12 @@ class Scheduler(NamedTuple):
 
 
 def makespan(durations: Sequence[float], scheduler: Scheduler, step: float) -> float:
-    """Returns the seconds from the first submission until the loop has taken the last batch.
+    """Returns the seconds from the first submission until the loop takes the last batch.
 
     Args:
         durations: seconds of work on each batch, in order.
         scheduler: the settings.
-        step: seconds that the loop takes between two batches. The main process submits nothing in that time.
+        step: seconds between two calls of ``next``. The main process submits nothing in that time.
 
     Example:
         >>> makespan([3.0, 1.0, 1.0, 1.0], Scheduler(workers=2, outstanding=4, window=4, shared=True), 0.0)
@@ -54,37 +55,37 @@ def makespan(durations: Sequence[float], scheduler: Scheduler, step: float) -> f
     for batch in range(len(durations)):
         model.submit(now, batch)
         while model.ends[batch] > now:
-            now = model.under_way[0]
+            now = model.outstanding_ends[0]
             model.submit(now, batch)
-        # As the engine does, before it returns the batch.
+        # The engine also submits before it returns the batch.
         model.submit(now, batch + 1)
         taken, now = now, now + step
     return taken
 
 
 class _Model:
-    """The state of the scheduler and its workers."""
+    """The simulated scheduler and its workers."""
 
     def __init__(self, durations: Sequence[float], scheduler: Scheduler) -> None:
         self._durations, self._scheduler = durations, scheduler
-        # The time at which each worker is free; of a shared queue a heap.
+        # The time at which each worker becomes free. A heap, with a shared queue.
         self._free = [0.0] * scheduler.workers
-        # The time at which each submitted batch is finished, and a heap of those times that are still to come.
+        # The time at which each submitted batch is finished, and a heap of those times that are in the future.
         self.ends: list[float] = []
-        self.under_way: list[float] = []
+        self.outstanding_ends: list[float] = []
 
     def submit(self, now: float, delivered: int) -> None:
-        """Submits as many batches as the limits admit."""
-        while self.under_way and self.under_way[0] <= now:
-            heapq.heappop(self.under_way)
+        """Submits batches up to the limits."""
+        while self.outstanding_ends and self.outstanding_ends[0] <= now:
+            heapq.heappop(self.outstanding_ends)
         limit = min(len(self._durations), delivered + self._scheduler.window)
-        while len(self.ends) < limit and len(self.under_way) < self._scheduler.outstanding:
+        while len(self.ends) < limit and len(self.outstanding_ends) < self._scheduler.outstanding:
             end = self._work(now)
             self.ends.append(end)
-            heapq.heappush(self.under_way, end)
+            heapq.heappush(self.outstanding_ends, end)
 
     def _work(self, now: float) -> float:
-        """Returns the time at which the next batch, which is submitted now, is finished."""
+        """Assigns the next batch to a worker at the time ``now``. Returns the time at which it is finished."""
         free, batch = self._free, len(self.ends)
         if self._scheduler.shared:
             end = max(now, free[0]) + self._durations[batch]
@@ -96,23 +97,27 @@ class _Model:
 
 
 class Prediction(NamedTuple):
-    """A setting, and how many times as fast as now it is predicted to be. ``window`` is None for the default."""
+    """A reorder window for the shared queue, and the predicted gain.
+
+    ``window`` is None for the current one. ``gain`` is the predicted speed as a multiple of the current one.
+    """
 
     window: int | None
     gain: float
 
 
-def predict(durations: Sequence[float], now: Scheduler, step: float, least: float = 0.0) -> Prediction | None:
-    """Returns the smallest reorder window that makes the shared queue about as fast as it can be.
+def predict(durations: Sequence[float], now: Scheduler, step: float, lower_bound: float = 0.0) -> Prediction | None:
+    """Returns the smallest reorder window with which the shared queue is nearly as fast as possible.
 
     Args:
         durations: seconds of work on recent batches, in order.
         now: the current settings.
-        step: seconds that the loop takes between two batches.
-        least: seconds of all batches that no settings can go below, such as their processor time divided by the cores.
+        step: seconds between two calls of ``next``.
+        lower_bound: minimum seconds for all batches with any settings, such as their processor time divided by the
+            number of cores.
 
     Returns:
-        The window and its gain over ``now``; None for too few durations.
+        The window and its gain over ``now``; None if there are too few durations.
 
     Example:
         >>> now = Scheduler(workers=4, outstanding=8, window=8, shared=False)
@@ -121,10 +126,10 @@ def predict(durations: Sequence[float], now: Scheduler, step: float, least: floa
     """
     if len(durations) < _MIN_BATCHES_PER_WORKER * now.workers:
         return None
-    before = max(least, makespan(durations, now, step))
+    before = max(lower_bound, makespan(durations, now, step))
     windows = {now.window, *(multiple * now.outstanding for multiple in _MULTIPLES)}
     times = {
-        window: max(least, makespan(durations, now._replace(window=window, shared=True), step))
+        window: max(lower_bound, makespan(durations, now._replace(window=window, shared=True), step))
         for window in sorted(windows)
         if window >= now.window
     }

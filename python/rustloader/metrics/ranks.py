@@ -1,4 +1,4 @@
-"""The loaders of all ranks side by side: the result of ``rustloader.report_ranks()``."""
+"""The result of ``rustloader.report_ranks()``: compares the loaders of all ranks."""
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 import statistics
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rustloader.metrics.verdict import VerdictKind
 from rustloader.system.texts import duration
 
-# A rank whose loop spends a smaller share of its time in `next`, or is slower than the others by a smaller factor, does
-# not hold them up.
+# Minimum share of the loop's time in `next`, and minimum factor by which it is longer than the others', for a rank that
+# delays the others.
 _WAIT_SHARE, _SLOWER_FACTOR = 0.1, 1.2
 
 
@@ -22,10 +22,10 @@ class RankStats:
         host: Name of its machine.
         loader: Name of the loader; empty if the rank has none.
         batches: Number of batches delivered.
-        seconds: Time of the loop: in ``next``, and in the training step.
-        next_seconds: Part of ``seconds`` in ``next``: waits and its own work.
-        kind: The limit of the loader, as in ``Verdict``.
-        sentence: The same in words, with the remedy.
+        seconds: Time of the loop in seconds: ``next`` and the training step.
+        next_seconds: Part of ``seconds`` in ``next``: waiting and its own work.
+        kind: The bottleneck of the loader, as in ``Verdict``.
+        sentence: The verdict in words, with the remedy.
 
     Examples:
         >>> rank = rustloader.RankStats(1, "node1", "train", batches=10, seconds=2.0, next_seconds=0.5)
@@ -44,12 +44,12 @@ class RankStats:
 
     @property
     def next_seconds_per_batch(self) -> float:
-        """Seconds in ``next`` per batch; 0.0 before the first."""
+        """Seconds in ``next`` per batch; 0.0 before the first batch."""
         return self.next_seconds / self.batches if self.batches else 0.0
 
     @property
     def next_share(self) -> float:
-        """Part of the loop's time in ``next``; 0.0 before the first batch."""
+        """Share of the loop's time in ``next``; 0.0 before the first batch."""
         return self.next_seconds / self.seconds if self.seconds else 0.0
 
 
@@ -58,7 +58,7 @@ class RankReport:
     """Holds the figures of all ranks; ``print`` shows them as a table.
 
     Attributes:
-        ranks: One entry for each rank, by its number.
+        ranks: One entry per rank, by its number.
 
     Examples:
         >>> report = rustloader.RankReport((rustloader.RankStats(0, "a"), rustloader.RankStats(1, "b")))
@@ -70,10 +70,10 @@ class RankReport:
 
     @property
     def slowest(self) -> RankStats | None:
-        """The rank whose loop spends most time in ``next`` per batch; None without batches.
+        """The rank whose loop spends the most time in ``next`` per batch; None without batches.
 
-        Ranks that exchange gradients are all as fast as the slowest one. The others wait for it in their step, so only
-        it has its time in ``next``.
+        Ranks that exchange gradients all run at the speed of the slowest one. The others wait for it in their training
+        step, so only the slowest one spends its time in ``next``.
         """
         with_batches = [it for it in self.ranks if it.batches]
         return max(with_batches, key=lambda it: it.next_seconds_per_batch, default=None)
@@ -90,9 +90,9 @@ def _table(ranks: Iterable[RankStats]) -> list[str]:
     rows = [("rank", "host", "loader", "batches", "per second", "in next()", "share", "limited by")]
     for it in ranks:
         rate = f"{it.batches / it.seconds:,.1f}" if it.seconds else "-"
-        each = duration(it.next_seconds_per_batch) if it.batches else "-"
+        in_next = duration(it.next_seconds_per_batch) if it.batches else "-"
         share = f"{it.next_share:.0%}" if it.seconds else "-"
-        rows.append((str(it.rank), it.host, it.loader or "-", f"{it.batches:,}", rate, each, share, it.kind))
+        rows.append((str(it.rank), it.host, it.loader or "-", f"{it.batches:,}", rate, in_next, share, it.kind))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(_aligned, row, widths, range(len(row)))).rstrip() for row in rows]
 
@@ -103,7 +103,7 @@ def _aligned(cell: str, width: int, column: int) -> str:
 
 def _sentence(ranks: Sequence[RankStats], slowest: RankStats | None) -> str:
     if slowest is None:
-        return "No rank has had a batch from the engine."
+        return "No rank has received a batch from the engine."
     if slowest.next_share < _WAIT_SHARE:
         return "No rank's loop waits for its loader: the training step sets the pace."
     others = [it.next_seconds_per_batch for it in ranks if it is not slowest and it.batches]
@@ -112,6 +112,6 @@ def _sentence(ranks: Sequence[RankStats], slowest: RankStats | None) -> str:
         return f"The loop spends {took}. {slowest.sentence}"
     usual = statistics.median(others)
     if slowest.next_seconds_per_batch < _SLOWER_FACTOR * usual:
-        return f"All ranks wait for their loaders alike, rank {slowest.rank} the longest: {took}. {slowest.sentence}"
+        return f"All ranks wait for their loaders, rank {slowest.rank} the longest: {took}. {slowest.sentence}"
     who = f"Rank {slowest.rank} on {slowest.host} is the slowest"
     return f"{who}: its loop spends {took}, the others {duration(usual)}. {slowest.sentence}"

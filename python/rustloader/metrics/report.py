@@ -1,4 +1,4 @@
-"""``rustloader.report()``: statistics at an interval."""
+"""``rustloader.report()``: periodic statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rustloader.system.forks import at_fork
 
 
 def _forget_all() -> None:
-    """Ends all reports in a forked child: workers report nothing."""
+    """Ends all reports in a forked child, so that workers do not report."""
     hooks.before_next.clear()
     set_reporting(False)
 
@@ -26,22 +26,23 @@ def _forget_all() -> None:
 def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
     """Calls a function with a loader's statistics every ``every`` seconds, while the body of a ``with`` statement runs.
 
-    There is no thread: the callback runs in the training loop, at the first ``next`` of a rustloader iterator after
-    ``every`` seconds, before it takes a batch, and once at the end of the body. That ``next`` raises errors of the
-    callback; no batch is lost. Its time counts as training step. With ``num_workers=0`` it runs only at the end.
+    No thread is used: the callback runs in the training loop, at the start of the first ``next`` of a rustloader
+    iterator after ``every`` seconds, and once more at the end of the body. Errors of the callback are raised by that
+    ``next``; no batch is lost. The time of the callback counts as training step. With ``num_workers=0`` the callback
+    runs only at the end.
 
     Args:
         source: A loader or an iterator, as for ``rustloader.stats()``.
-        callback: A function of one argument, a ``rustloader.Stats``. ``stats.scalars()`` gives names and floats for
+        callback: A function of one argument, a ``rustloader.Stats``. ``stats.scalars()`` returns floats by name for
             TensorBoard and Weights & Biases.
         every: Seconds between two calls, greater than 0 (default: 10).
 
     Returns:
-        A context manager; also a decorator of the training function.
+        A context manager, which also works as a decorator of the training function.
 
     Raises:
-        ValueError: ``every`` is not greater than 0; on entering.
-        TypeError: ``source`` is neither a loader nor an iterator; when the callback is due.
+        ValueError: ``every`` is not greater than 0; raised on entering.
+        TypeError: ``source`` is neither a loader nor an iterator; raised when the callback is due.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2)
@@ -55,7 +56,7 @@ def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0
 
     def call() -> None:
         nonlocal due
-        # First, so that a callback that iterates over a loader does not recurse.
+        # Set first, so that a callback that iterates over a loader does not recurse.
         due = time.monotonic() + every
         callback(stats(source))
 
@@ -63,7 +64,7 @@ def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0
         if time.monotonic() >= due:
             call()
 
-    # As in `installed`: the interpreter's exit may end the `with` statement when the names of this module are None.
+    # As in `installed`: at the interpreter's exit, the `with` statement may end when the names of this module are None.
     is_finalizing = sys.is_finalizing
     hooks.before_next.append(call_if_due)
     set_reporting(True)

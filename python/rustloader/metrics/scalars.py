@@ -1,4 +1,4 @@
-"""The main figures as a flat dict: few names, which stay."""
+"""The main figures as a flat dict with a few stable names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rustloader.metrics.parts import Figures
 
 
 def scalars(stats: Figures) -> dict[str, float]:
-    """Returns the figures of ``Stats.scalars()``, which describes them."""
+    """Returns the figures that ``Stats.scalars()`` describes."""
     loop = stats.next_seconds + stats.step_seconds
     waited = stats.first_seconds + stats.waited_seconds
     figures: dict[str, float] = {

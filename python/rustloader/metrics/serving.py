@@ -1,4 +1,4 @@
-"""``rustloader.serve_metrics()``: metrics of all loaders of a process over HTTP."""
+"""``rustloader.serve_metrics()``: serves the metrics of all loaders in a process over HTTP."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rustloader.metrics.accounts import Accounts
 from rustloader.metrics.gathering import global_rank
 from rustloader.system.forks import at_fork
 
-# Those of this process, which a forked child does not serve. A program need not keep what serves until it is closed.
+# The open servers of this process. The set keeps them alive, so that a program need not. A forked child drops them.
 _servers: set[MetricsServer] = set()
 
 
 class MetricsServer:
-    """Serves the metrics of this process until it is closed; made by ``rustloader.serve_metrics()``.
+    """Serves the metrics of this process until it is closed. Created by ``rustloader.serve_metrics()``.
 
-    Also a context manager that closes it.
+    The server is also a context manager, which closes it.
 
     Attributes:
         port: The port that it listens on.
-        address: The address.
+        address: The address that it listens on.
 
     Examples:
         >>> with rustloader.serve_metrics(port=0) as server:
@@ -49,7 +49,7 @@ class MetricsServer:
         _servers.add(self)
 
     def close(self) -> None:
-        """Ends the server, and closes its port. Safe to call more than once.
+        """Stops the server and closes its port. Safe to call more than once.
 
         Examples:
             >>> server = rustloader.serve_metrics(port=0)
@@ -64,8 +64,8 @@ class MetricsServer:
         self._server.server_close()
         self._thread.join()
 
-    def _forget(self) -> None:
-        """Forgets the server in a forked child: the port is the parent's alone, and its thread does not exist here."""
+    def _drop(self) -> None:
+        """Drops the server in a forked child. Its thread does not exist there, and the port belongs to the parent."""
         accounts, self._accounts = self._accounts, None
         if accounts is not None:
             accounts.close()
@@ -85,26 +85,26 @@ class MetricsServer:
         return f"<rustloader.MetricsServer {state}>"
 
 
-# Messages name the module that users import from.
+# Messages name the package that users import.
 MetricsServer.__module__ = "rustloader"
 
 
 def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
-    """Serves metrics of all loaders of this process over HTTP, for Prometheus and what reads its format.
+    """Serves the metrics of all loaders in this process over HTTP, for Prometheus and compatible systems.
 
-    It needs prometheus_client: ``pip install 'rustloader[metrics]'``. A thread answers ``/metrics`` from the counters
-    that ``rustloader.stats()`` reads; nothing more is counted. Loaders are known by their names (``name=``). What a
-    loader has counted stays when the program drops it, so counters only grow. The page on metrics lists them.
+    This needs prometheus_client: ``pip install 'rustloader[metrics]'``. A thread answers ``/metrics`` from the
+    counters that ``rustloader.stats()`` reads; nothing is counted in addition. Loaders are identified by their names
+    (``name=``). The counts of a loader are kept after the program drops it, so counters never decrease. The page on
+    metrics lists them.
 
-    Each rank of a machine serves by itself, on ``port`` plus its number on the machine, as the launcher (torchrun,
-    Slurm, MPI) tells it: with ``port=9400`` local rank 3 has port 9403. Forked children, workers among them, do not
-    serve.
+    Each rank has its own server, on ``port`` plus the rank's number on its machine, which the launcher (torchrun,
+    Slurm, MPI) sets: with ``port=9400``, local rank 3 has port 9403. Forked children, including workers, do not serve.
 
-    There is no password and no encryption. By default only programs of this machine can connect; any other
-    ``address`` shows the names of loaders, their files and their rates to who can reach it.
+    There is no password and no encryption. By default, only programs on this machine can connect. Any other
+    ``address`` shows the names of loaders, their source files and their rates to everyone who can reach it.
 
     Args:
-        port: Port of the first rank of the machine; 0 takes a free one.
+        port: Port of the first rank on the machine; 0 means a free port.
         address: Address to listen on (default: "127.0.0.1"). "0.0.0.0" means all interfaces.
 
     Returns:
@@ -112,7 +112,7 @@ def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
 
     Raises:
         ImportError: prometheus_client is not installed.
-        OSError: The port is taken, or the address is none of this machine.
+        OSError: The port is in use, or the address does not belong to this machine.
         ValueError: ``port`` is not between 0 and 65535.
 
     Examples:
@@ -141,17 +141,17 @@ def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
     except OSError as error:
         note = f"serve_metrics() could not listen on {address}, port {own_port}, the port plus the local rank. "
         if error.errno == errno.EADDRINUSE and any(server.port == own_port for server in [*_servers]):
-            note += "A server of this process listens there, and serves all its loaders; close() it before another one"
+            note += "A server of this process listens there and serves all its loaders; close() it first"
         else:
-            note += "If the processes of this machine have no LOCAL_RANK, give each a port of its own, or port=0"
+            note += "If the processes on this machine have no LOCAL_RANK, give each a different port, or port=0"
         error.add_note(note)
         raise
 
 
-def _forget_all() -> None:
+def _drop_all() -> None:
     for server in [*_servers]:
-        server._forget()
+        server._drop()
     _servers.clear()
 
 
-at_fork("metrics", after_in_child=_forget_all)
+at_fork("metrics", after_in_child=_drop_all)

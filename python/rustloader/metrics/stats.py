@@ -10,8 +10,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 
 from rustloader._core import SlowTask, WorkerTotals
 from rustloader.metrics import caches, copied, transfers
-from rustloader.metrics.cpu_time import NOTHING, WorkTime
-from rustloader.metrics.figures import Stats, counted, no_loader, worker_stats
+from rustloader.metrics.cpu_time import NO_TIME, WorkTime
+from rustloader.metrics.figures import Stats, fields_of_counts, no_loader, worker_stats
 from rustloader.metrics.ledger import Ledger, find
 from rustloader.metrics.parts import ArenaStats, Fallback, FaultStats, PinningStats, SlowBatch, WorkerStats
 from rustloader.metrics.transfers import TransferStats
@@ -23,9 +23,9 @@ from rustloader.system.procfs import resident
 _NO_WORKERS = (
     "with num_workers=0, torch's own loop runs and there is nothing to accelerate; set num_workers to use the engine"
 )
-_TORCHS = "this is torch's own iterator; call rustloader.install() before it is made"
+_TORCH_ITERATOR = "this is torch's own iterator; call rustloader.install() before it is made"
 _NOTHING_YET = "no iterator has used the engine so far; iterate over a rustloader.DataLoader, or call install() first"
-_ALL_TORCHS = "torch's own loop made the batches: "
+_TORCH_LOOP = "torch's own loop made the batches: "
 
 
 def stats(source: Any) -> Stats:
@@ -35,11 +35,11 @@ def stats(source: Any) -> Stats:
 
     Args:
         source: A ``rustloader.DataLoader``, a ``torch.utils.data.DataLoader``, an iterator of one, or a library's
-            wrapper: an iterable with one loader among its attributes. The figures of a loader cover all iterators that
-            the engine has served, ended ones included.
+            wrapper: an iterable with one loader among its attributes. The figures of a loader cover all of its
+            iterators on the engine, including those that have ended.
 
     Returns:
-        The figures at this moment. Where the engine has served nothing, ``note`` says why.
+        The current figures. If the engine has served no iterator, ``note`` gives the reason.
 
     Raises:
         TypeError: ``source`` is none of these.
@@ -53,34 +53,34 @@ def stats(source: Any) -> Stats:
     copies = transfers.find(source)
     source = loader_in(source, _has_figures)
     copies = copies or transfers.find(source)
-    moved = TransferStats() if copies is None else copies.figures
+    transfer_stats = TransferStats() if copies is None else copies.figures
     # Only loaders and the engine's iterators have a ledger.
     ledger = find(source)
     if isinstance(source, _BaseDataLoaderIter):
-        note = _NO_WORKERS if isinstance(source, _SingleProcessDataLoaderIter) else _TORCHS
+        note = _NO_WORKERS if isinstance(source, _SingleProcessDataLoaderIter) else _TORCH_ITERATOR
     elif ledger is None and copies is None and not isinstance(source, DataLoader):
         raise no_loader(source)
     else:
         note = _NO_WORKERS if getattr(source, "num_workers", None) == 0 else _NOTHING_YET
     workers: int = getattr(source, "num_workers", 0) or getattr(source, "_num_workers", 0)
     if hasattr(workers, "__index__"):
-        workers = int(workers)  # NumPy's integers count for torch, and are not plain values
+        workers = int(workers)  # torch accepts NumPy's integers, which `json` cannot write
     if ledger is not None and ledger.scheduling is not None and ledger.scheduling.auto_workers:
         workers = ledger.scheduling.auto_workers
     fallbacks: tuple[Fallback, ...] = ()
     if ledger is not None:
         fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
         if ledger.iterators:
-            figures = of_ledger(ledger, workers, fallbacks, _dataset_of(source))
-            return replace(figures, transfers=moved, **caches.fields_of(source, _dataset_of(source), figures))
+            figures = stats_of_ledger(ledger, workers, fallbacks, _dataset_of(source))
+            return replace(figures, transfers=transfer_stats, **caches.fields_of(source, _dataset_of(source), figures))
     if fallbacks:
-        note = _ALL_TORCHS + "; ".join(fallback.reason for fallback in fallbacks)
+        note = _TORCH_LOOP + "; ".join(fallback.reason for fallback in fallbacks)
     return Stats(
         name=_name_of(source) if ledger is None else ledger.name,
         num_workers=workers,
         cores=usable_cores(),
         batches=getattr(source, "_num_yielded", 0),
-        transfers=moved,
+        transfers=transfer_stats,
         faults=FaultStats() if ledger is None else ledger.faults.figures(),
         fallbacks=fallbacks,
         cache=caches.usage(_dataset_of(source)),
@@ -102,48 +102,49 @@ def _name_of(source: Any) -> str:
     return "" if isinstance(source, _BaseDataLoaderIter) else names.of(source)
 
 
-def of_ledger(
+def stats_of_ledger(
     ledger: Ledger,
     num_workers: int,
     fallbacks: tuple[Fallback, ...] = (),
     dataset: Any = None,
     reads_memory: bool = True,
 ) -> Stats:
-    """Returns the figures of a ledger whose engines have served iterators.
+    """Returns the statistics from a ledger whose engines have served iterators.
 
     Args:
         ledger: The ledger.
-        num_workers: Present number of workers.
+        num_workers: Current number of workers.
         fallbacks: Iterators on torch's own loop.
-        dataset: The dataset; None if its attributes do not matter.
-        reads_memory: Whether to read the private memory of the workers, which takes milliseconds for each GB.
+        dataset: Dataset to search for large attributes; None to skip the search.
+        reads_memory: Whether to read the private memory of the workers, which takes milliseconds per GB.
     """
     figures = ledger.figures()
     counts = figures.counts
-    # Read after the counters: work that they include must not lack its processor time and look like waiting.
+    # Read after the counters. Otherwise the processor time of the latest work would be missing, and the work would look
+    # like waiting.
     times = ledger.processor_times()
     processes = ledger.workers()
     private = processes.private() if processes is not None and reads_memory else []
     is_remote = ledger.scheduling is not None and ledger.scheduling.remote
-    has_grown = any((taken or 0) >= copied.GROWN for taken in private)
+    has_grown = any((size or 0) >= copied.MIN_PRIVATE_BYTES for size in private)
     return Stats(
         name=ledger.name,
         num_workers=num_workers,
         cores=usable_cores(),
         iterators=ledger.iterators,
-        **counted(counts, figures.workers),
+        **fields_of_counts(counts, figures.workers),
         workers=tuple(
-            _worker(
+            _stats_of_worker(
                 number,
                 totals,
-                times[number] if number < len(times) else NOTHING,
+                times[number] if number < len(times) else NO_TIME,
                 private[number] if number < len(private) else None,
                 is_remote,
             )
             for number, totals in enumerate(figures.workers)
         ),
-        slowest=tuple(map(_slow, figures.slowest)),
-        blocking=tuple(map(_slow, figures.blocking)),
+        slowest=tuple(map(_slow_batch, figures.slowest)),
+        blocking=tuple(map(_slow_batch, figures.blocking)),
         recent_seconds=tuple(figures.recent),
         scheduling=ledger.scheduling,
         large_attributes=copied.find(dataset) if has_grown else (),
@@ -155,11 +156,13 @@ def of_ledger(
     )
 
 
-def _slow(task: SlowTask) -> SlowBatch:
+def _slow_batch(task: SlowTask) -> SlowBatch:
     return SlowBatch(task.index, task.worker, task.fetch, task.collate, task.pack, task.blocked)
 
 
-def _worker(number: int, totals: WorkerTotals, time: WorkTime, private: int | None, is_remote: bool) -> WorkerStats:
-    # A process of another machine has the number of any process here.
+def _stats_of_worker(
+    number: int, totals: WorkerTotals, time: WorkTime, private: int | None, is_remote: bool
+) -> WorkerStats:
+    # The pid of a process on another machine may belong to any process here.
     rss = (resident(totals.pid) or 0) if totals.alive and not is_remote else 0
     return worker_stats(number, totals.pid, totals.alive, rss, totals, time, private)

@@ -1,4 +1,4 @@
-"""Formats statistics as one line, as text, and as tables for a notebook."""
+"""Formats statistics as one line, as text, and as HTML tables for a notebook."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from html import escape
 from rustloader.caching.usage import CacheUsage
 from rustloader.metrics.faults import summary
 from rustloader.metrics.parts import Figures, WorkerStats
-from rustloader.metrics.verdict import Verdict, described
+from rustloader.metrics.verdict import Verdict, described_attribute
 from rustloader.system.texts import count_of, duration, short_index, size
 
-_SLOW_SHOWN = 3
-_WORKERS_SHOWN = 16
+# Maximum number of entries of each list, and of workers, that are shown.
+_MAX_LISTED, _MAX_WORKERS = 3, 16
 
 
 def headline(stats: Figures) -> str:
-    """Returns a summary in one line."""
+    """Returns a one-line summary."""
     if stats.note:
         return f"no figures: {stats.note}"
     bytes_ = f" ({size(stats.bytes)})" if stats.bytes else ""
@@ -26,14 +26,16 @@ def headline(stats: Figures) -> str:
 
 
 def _times(stats: Figures) -> list[tuple[str, float, str]]:
-    """Returns the nonzero parts of the loop's time: name, seconds, description."""
-    of_wait = f"{duration(stats.blocked_seconds)} of it while later batches were ready" if stats.blocked_seconds else ""
-    of_own = f"{duration(stats.sampler_seconds)} of it in the sampler" if stats.sampler_seconds else ""
+    """Returns the nonzero parts of the loop's time, each with its name, seconds and description."""
+    wait_text = (
+        f"{duration(stats.blocked_seconds)} of it while later batches were ready" if stats.blocked_seconds else ""
+    )
+    own_text = f"{duration(stats.sampler_seconds)} of it in the sampler" if stats.sampler_seconds else ""
     parts = [
         ("step", stats.step_seconds, "training step, between two calls of next()"),
-        ("waited", stats.waited_seconds, of_wait),
+        ("waited", stats.waited_seconds, wait_text),
         ("first", stats.first_seconds, f"waiting for the first batch of {count_of(stats.epochs, 'epoch')}"),
-        ("own work", stats.own_seconds, of_own),
+        ("own work", stats.own_seconds, own_text),
     ]
     return [part for part in parts if part[1] > 0]
 
@@ -41,7 +43,7 @@ def _times(stats: Figures) -> list[tuple[str, float, str]]:
 def _worker_times(worker: WorkerStats) -> list[tuple[str, float]]:
     times = [
         ("fetch", worker.fetch_seconds),
-        # An estimate, as not every fetch may be measured.
+        # An estimate, because not all fetches may be measured.
         ("fetch CPU", worker.fetch_seconds * (worker.fetch_cpu_share or 0.0)),
         ("collate", worker.collate_seconds),
         ("pack", worker.pack_seconds),
@@ -52,37 +54,37 @@ def _worker_times(worker: WorkerStats) -> list[tuple[str, float]]:
     return [(name, seconds) for name, seconds in times if seconds > 0]
 
 
-def _state(worker: WorkerStats) -> str:
-    own = f", {size(worker.private_bytes)} of its own" if worker.private_bytes else ""
-    return f"pid {worker.pid}, {size(worker.rss_bytes)}{own}" if worker.alive else f"ended{own}"
+def _process_text(worker: WorkerStats) -> str:
+    private = f", {size(worker.private_bytes)} private" if worker.private_bytes else ""
+    return f"pid {worker.pid}, {size(worker.rss_bytes)}{private}" if worker.alive else f"ended{private}"
 
 
 def cache_line(usage: CacheUsage) -> str:
-    """Describes the content and the counters of a cache in one line."""
+    """Describes the size and the counters of a cache in one line."""
     lookups = usage.hits + usage.misses
     share = f" ({usage.hits / lookups:.0%} of the samples)" if lookups else ""
     hits, misses = count_of(usage.hits, "hit"), count_of(usage.misses, "miss")
     return f"{hits}{share}, {misses}, {size(usage.samples_bytes)} of {size(usage.limit)}"
 
 
-def _memory(stats: Figures) -> str:
+def _arena_text(stats: Figures) -> str:
     arena = stats.arena
     parts = ((arena.leased_bytes, "leased"), (arena.warm_bytes, "warm"), (arena.high_water_bytes, "at the peak"))
-    words = [f"{size(count)} {what}" for count, what in parts if count]
-    return ", ".join(words + ([count_of(arena.blocks, "block")] if arena.blocks else []))
+    texts = [f"{size(count)} {what}" for count, what in parts if count]
+    return ", ".join(texts + ([count_of(arena.blocks, "block")] if arena.blocks else []))
 
 
 def _other_figures(stats: Figures) -> Iterator[tuple[str, str]]:
-    """Yields the other nonzero figures: name, text."""
-    for task in stats.slowest[:_SLOW_SHOWN]:
+    """Yields the other nonzero figures, each with its name and text."""
+    for task in stats.slowest[:_MAX_LISTED]:
         yield "slow batch", f"{duration(task.seconds)} on worker {task.worker}: {short_index(task.index)}"
-    for task in stats.blocking[:_SLOW_SHOWN]:
+    for task in stats.blocking[:_MAX_LISTED]:
         waited, took = duration(task.blocked_seconds), duration(task.seconds)
-        yield "blocking", f"{waited} of waiting for {short_index(task.index)}, {took} on worker {task.worker}"
+        yield "blocking", f"waited {waited} for {short_index(task.index)}, which took {took} on worker {task.worker}"
     for large in stats.large_attributes:
-        yield "copied", f"{large.path}, {described(large)}"
-    if memory := _memory(stats):
-        yield "arena", memory
+        yield "copied", f"{large.path}, {described_attribute(large)}"
+    if text := _arena_text(stats):
+        yield "arena", text
     if stats.copies.count:
         yield "copies", f"{count_of(stats.copies.count, 'copy')} ({size(stats.copies.bytes)})"
     if stats.copies.adopted:
@@ -92,20 +94,22 @@ def _other_figures(stats: Figures) -> Iterator[tuple[str, str]]:
         yield "pickled", count_of(stats.copies.pickled, "batch")
     if stats.pinning.batches or stats.pinning.running:
         yield "pin thread", f"{count_of(stats.pinning.batches, 'batch')} in {duration(stats.pinning.seconds)}"
-    copied = stats.transfers
-    if copied.batches:
-        share = "" if copied.overlapped_share is None else f", {copied.overlapped_share:.0%} beside work"
-        text = f"{count_of(copied.batches, 'batch')} ({size(copied.bytes)}) in {duration(copied.seconds)}{share}"
+    transfers = stats.transfers
+    if transfers.batches:
+        share = "" if transfers.overlapped_share is None else f", {transfers.overlapped_share:.0%} overlapped"
+        text = (
+            f"{count_of(transfers.batches, 'batch')} ({size(transfers.bytes)}) in {duration(transfers.seconds)}{share}"
+        )
         yield "to the device", text
-    elif copied.note:
-        yield "to the device", copied.note
-    if copied.pageable:
-        yield "not pinned", copied.pageable
+    elif transfers.note:
+        yield "to the device", transfers.note
+    if transfers.pageable:
+        yield "not pinned", transfers.pageable
     if stats.cache is not None:
         yield "cache", cache_line(stats.cache)
     if text := summary(stats.faults):
         yield "faults", text
-    for failure in stats.faults.failures[:_SLOW_SHOWN]:
+    for failure in stats.faults.failures[:_MAX_LISTED]:
         sample = "a sample" if failure.index is None else f"sample {failure.index}"
         yield failure.action, f"{sample}: {(failure.error_text.splitlines() or [''])[0]}"
     for fallback in stats.fallbacks:
@@ -116,7 +120,7 @@ def _other_figures(stats: Figures) -> Iterator[tuple[str, str]]:
 
 
 def lines(stats: Figures) -> Iterator[str]:
-    """Yields the lines of the printed form, without figures that are zero."""
+    """Yields the lines of the printed form, without zero figures."""
 
     def line(name: str, text: str) -> str:
         return f"  {name:14}{text}"
@@ -127,18 +131,18 @@ def lines(stats: Figures) -> Iterator[str]:
     if not stats.note:
         for name, seconds, what in _times(stats):
             yield line(name, f"{duration(seconds)}{f', {what}' if what else ''}")
-        for worker in stats.workers[:_WORKERS_SHOWN]:
+        for worker in stats.workers[:_MAX_WORKERS]:
             times = ", ".join(f"{name} {duration(seconds)}" for name, seconds in _worker_times(worker))
-            text = f"{count_of(worker.tasks, 'batch')}{f': {times}' if times else ''} ({_state(worker)})"
+            text = f"{count_of(worker.tasks, 'batch')}{f': {times}' if times else ''} ({_process_text(worker)})"
             yield line(f"worker {worker.id}", text)
-        if len(stats.workers) > _WORKERS_SHOWN:
-            yield line("...", f"{count_of(len(stats.workers) - _WORKERS_SHOWN, 'more worker')}")
+        if len(stats.workers) > _MAX_WORKERS:
+            yield line("...", f"{count_of(len(stats.workers) - _MAX_WORKERS, 'more worker')}")
     for name, text in _other_figures(stats):
         yield line(name, text)
 
 
 def html(stats: Figures, verdict: Verdict) -> str:
-    """Returns tables for a notebook. They set no colours and suit light and dark themes."""
+    """Returns HTML tables for a notebook. They set no colours, so they suit light and dark themes."""
     parts = [f"<p><b>{escape(headline(stats))}</b>"]
     if not stats.note:
         parts.append(f"<br>{escape(verdict.sentence)}<br><small>{escape(verdict.reason)}</small>")
@@ -148,25 +152,25 @@ def html(stats: Figures, verdict: Verdict) -> str:
         rows = [(name, duration(seconds), f"{seconds / loop:.0%}", what) for name, seconds, what in times]
         parts.append(_table(("loop", "time", "share", ""), rows))
     if not stats.note and stats.workers:
-        parts.append(_workers(stats))
-    if rest := list(_other_figures(stats)):
-        parts.append(_table((), rest))
+        parts.append(_worker_table(stats))
+    if others := list(_other_figures(stats)):
+        parts.append(_table((), others))
     return f"<div>{''.join(parts)}</div>"
 
 
-def _workers(stats: Figures) -> str:
-    shown = stats.workers[:_WORKERS_SHOWN]
+def _worker_table(stats: Figures) -> str:
+    shown = stats.workers[:_MAX_WORKERS]
     times = [dict(_worker_times(worker)) for worker in shown]
-    # In the order of a worker's line, without those that no worker has.
-    names = list(dict.fromkeys(name for of_worker in times for name in of_worker))
+    # The columns, in the order of a worker's line. Parts that are zero for all workers have none.
+    names = list(dict.fromkeys(name for parts in times for name in parts))
     rows = [
         (
             str(worker.id),
             str(worker.tasks),
-            *(duration(of_worker[name]) if name in of_worker else "" for name in names),
-            _state(worker),
+            *(duration(parts[name]) if name in parts else "" for name in names),
+            _process_text(worker),
         )
-        for worker, of_worker in zip(shown, times, strict=True)
+        for worker, parts in zip(shown, times, strict=True)
     ]
     if len(stats.workers) > len(shown):
         rows.append((f"... {len(stats.workers) - len(shown)} more", "", *("" for _ in names), ""))

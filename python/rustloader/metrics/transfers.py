@@ -1,4 +1,4 @@
-"""Counts the copies of batches to a device, and judges whether they limit a loop."""
+"""Counts the copies of batches to a device, and describes how they limit a loop."""
 
 import threading
 from dataclasses import dataclass, replace
@@ -11,17 +11,17 @@ from rustloader.system.weak_table import WeakTable
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 @dataclass(frozen=True)
 class TransferStats:
-    """Holds the copies of ``prefetch_to_device`` to the device, of batches that the program got.
+    """Counts the copies that ``prefetch_to_device`` made of the delivered batches.
 
-    Times are those of the device, measured by events; on a device without streams they are 0.
+    Times are device times, measured by events. They are 0 on a device without streams.
 
     Attributes:
         batches: Number of batches with a finished copy.
-        bytes: Bytes of these on the device.
+        bytes: Size of these batches on the device in bytes.
         seconds: Time of their copies in seconds.
-        waited_seconds: Part of ``seconds``: the program's stream had done all its work and waited for the copy.
+        waited_seconds: Part of ``seconds``: the program's stream had finished its work and waited for the copy.
         pageable: The reason why batches are copied from pageable memory, with the remedy; empty if they are pinned.
-        note: The reason why there are no copies, of a loader whose batches stay on the CPU; else empty.
+        note: The reason why batches are not copied but stay on the CPU; empty if they are copied.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -45,7 +45,7 @@ class TransferStats:
 
 _NO_COPIES = "the device is the CPU, to which nothing is copied"
 
-# Pickles and reprs name the module that programs import from.
+# Pickles and reprs name the package that users import.
 TransferStats.__module__ = "rustloader"
 
 
@@ -53,12 +53,12 @@ class Transfers:
     """The copies of a loader's batches.
 
     Attributes:
-        figures: The counts, replaced as a whole: other threads may read them at any time.
+        figures: The counts. The object is replaced at each change, because other threads may read it at any time.
     """
 
     def __init__(self) -> None:
         self.figures = TransferStats()
-        # Two prefetchers of a loader may run in two threads. Reentrant: a signal handler may run one.
+        # Two prefetchers of a loader may run in two threads. Reentrant, because a signal handler may run one.
         self._lock = threading.RLock()
 
     def note_copy(self, nbytes: int, seconds: float, waited: float) -> None:
@@ -75,13 +75,13 @@ class Transfers:
             )
 
     def note_host(self) -> None:
-        """Notes that batches stay on the CPU."""
+        """Notes that batches stay on the CPU, unless some were copied."""
         with self._lock:
             if not self.figures.batches:
                 self.figures = replace(self.figures, note=_NO_COPIES)
 
     def note_pageable(self, why: str) -> bool:
-        """Notes why batches are not pinned. Returns True if that is new."""
+        """Notes why batches are not pinned. Returns True if the reason is new."""
         with self._lock:
             is_new = self.figures.pageable != why
             self.figures = replace(self.figures, pageable=why)
@@ -93,12 +93,12 @@ find, keep = _transfers.find, _transfers.keep
 
 
 def of(loader: LoaderLike) -> Transfers:
-    """Returns the transfers of a loader, created if there are none."""
+    """Returns the transfers of a loader. Creates them if there are none."""
     return find(loader) or keep(loader, Transfers())
 
 
-def limiting(transfers: TransferStats, loop: float) -> tuple[str, str]:
-    """Returns the sentence and the reason of the verdict that copies limit a loop of that many seconds."""
+def limit_texts(transfers: TransferStats, loop: float) -> tuple[str, str]:
+    """Returns the sentence and the reason of a verdict that copies are the limit. ``loop`` is the loop's seconds."""
     each, per_second = transfers.seconds / transfers.batches, transfers.bytes / transfers.seconds
     reason = f"the program's stream waits for copies for {transfers.waited_seconds / loop:.0%} of the loop's time; "
     reason += f"a batch of {size(round(transfers.bytes / transfers.batches))} takes {duration(each)} to copy, "

@@ -1,4 +1,4 @@
-"""Finds the limit of a loader from its statistics."""
+"""Finds the bottleneck of a loader from its statistics."""
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 import math
@@ -8,7 +8,7 @@ from typing import Literal
 from rustloader.metrics import advice, work
 from rustloader.metrics.faults import summary
 from rustloader.metrics.parts import Figures, LargeAttribute
-from rustloader.metrics.transfers import limiting
+from rustloader.metrics.transfers import limit_texts
 from rustloader.system.texts import count_of, duration, short_index, size
 
 VerdictKind = Literal[
@@ -29,48 +29,54 @@ VerdictKind = Literal[
     "unknown",
 ]
 
-# Fewer batches give no verdict: the first ones arrive from workers that have just started.
+# Minimum number of batches for a verdict. The first batches come from workers that have just started.
 _MIN_BATCHES = 20
-# Waiting above this share of the loop's time makes the loader the bottleneck.
+# Share of the loop's time spent waiting above which the loader is the bottleneck.
 _WAIT_SHARE = 0.1
-# Workers that are busy for less than this share of the time are not the bottleneck.
+# Shares of the time at work. Below the first, workers may not be the bottleneck; below the second, they are not.
 _BUSY_SHARE, _HARDLY_BUSY_SHARE = 0.7, 0.3
-_NAMED = 3
-# Bytes of a batch below which a network's delay counts, not its rate.
+# Maximum number of batches or attributes that a sentence names.
+_MAX_NAMED = 3
+# Size of a batch in bytes below which the latency of a network matters rather than its bandwidth.
 _SMALL_BATCH = 1 << 17
+# Stands for the number of cores of other machines, which sets no limit.
 _UNKNOWN_CORES = 1 << 30
-# Seconds per batch, and share of the loop's time, below which a step is no training step.
-_NO_STEP, _NO_STEP_SHARE = 200e-6, 0.02
+# Minimum seconds per batch, and minimum share of the loop's time, for a training step.
+_MIN_STEP, _MIN_STEP_SHARE = 200e-6, 0.02
+# A part of a worker's time above this share of the whole is its main part.
 _MAIN_SHARE = 0.5
-# Bytes per second that a worker reads from a cache, and gathers, at least; and the gain from which one is worth a word.
+# Minimum rate at which a worker reads and gathers samples from a cache, in bytes per second, and minimum gain for
+# advice on a cache.
 _CACHE_RATE, _CACHE_GAIN = 1e9, 1.5
-# Limits of the advice if workers wait for storage: workers per core, and multiple of the current number.
-_PER_CORE, _STEP_UP = 4, 4
+# Limits of the advised number of workers that wait for storage: per core, and as a multiple of the current number.
+_MAX_PER_CORE, _MAX_STEP_UP = 4, 4
 
 _OWN_WORK_TEXT = (
     "The dataset's own work takes most of the time, and no loader can speed it up: cache its results, decode faster"
 )
-_NO_NUMBER = "How many workers are needed is unknown: this loop has no training step. Ask again in a loop that has one."
-_AUTO_TEXT = 'num_workers="auto" decides about more workers at the next iter().'
+_NO_NUMBER = (
+    "The number of workers needed is unknown: this loop has no training step. Ask again in a loop that has one."
+)
+_AUTO_TEXT = 'num_workers="auto" decides at the next iter() whether to use more workers.'
 
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """Names the limit of a loader and the remedy.
+    """Names the bottleneck of a loader and the remedy.
 
     Attributes:
-        kind: The limit: "step" (the training step), "workers" (too few of them), "dataset" (its own work, on all
-            cores), "storage" (workers wait for storage or the network), "cores" (other work takes them), "collate"
+        kind: The bottleneck: "step" (the training step), "workers" (too few of them), "dataset" (its own work, on all
+            cores), "storage" (workers wait for storage or the network), "cores" (used by other work), "collate"
             (``collate_fn``), "head_of_line" (one slow worker, or a few slow batches), "main" (the sampler, or opening
             batches), "pinning", "device" (the copy to it), "transport" (between the processes), "network" (to workers
-            on other machines) or "starting" (of each epoch). "too_few" and "unknown" mean no verdict.
-        sentence: The same in words, with the remedy.
-        reason: The figures behind it.
-        workers_needed: The ``num_workers`` to try next. None if more workers do not help, or the loop had no training
+            on other machines) or "starting" (the start of each epoch). "too_few" and "unknown" mean no verdict.
+        sentence: The verdict in words, with the remedy.
+        reason: The figures that it is based on.
+        workers_needed: The ``num_workers`` to try next; None if more workers do not help, or the loop had no training
             step. It exceeds the number of cores only if workers wait for storage. With ``num_workers="auto"`` the
-            sentence leaves it to the loader.
-        predicted_gain: How many times as fast the loader is predicted to be with the ``dispatch`` and
-            ``reorder_window`` of the sentence; None if it names none of the two with a prediction.
+            sentence does not name it, because the loader decides.
+        predicted_gain: The predicted speed with the ``dispatch`` and ``reorder_window`` that the sentence recommends,
+            as a multiple of the current speed; None if it recommends neither with a prediction.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
@@ -98,73 +104,77 @@ class Verdict:
 Verdict.__module__ = "rustloader"
 
 
-def judge(stats: Figures, is_most: bool = False) -> Verdict:
-    """Returns the verdict on statistics, which depends on nothing else.
+def judge(stats: Figures, more_do_not_help: bool = False) -> Verdict:
+    """Returns the verdict, which depends on the arguments alone.
 
     Args:
         stats: The statistics.
-        is_most: Whether more workers were tried, and do not help.
+        more_do_not_help: Whether a measurement has shown that more workers do not help.
     """
-    verdict = _judge(stats, is_most)
-    if verdict.kind == "dataset" and (caching := _caching(stats)):
-        verdict = replace(verdict, sentence=f"{verdict.sentence} {caching}")
-    if copying := _copying(stats):
-        verdict = replace(verdict, sentence=f"{verdict.sentence} {copying}")
+    verdict = _judge(stats, more_do_not_help)
+    if verdict.kind == "dataset" and (advice_text := _cache_advice(stats)):
+        verdict = replace(verdict, sentence=f"{verdict.sentence} {advice_text}")
+    if advice_text := _sharing_advice(stats):
+        verdict = replace(verdict, sentence=f"{verdict.sentence} {advice_text}")
     pageable = stats.transfers.pageable
     if pageable and verdict.kind != "unknown" and pageable not in verdict.sentence:
         verdict = replace(verdict, reason=f"{verdict.reason}; {pageable}")
-    if survived := summary(stats.faults):
-        verdict = replace(verdict, reason=f"{verdict.reason}; {survived}")
+    if faults := summary(stats.faults):
+        verdict = replace(verdict, reason=f"{verdict.reason}; {faults}")
     if verdict.kind == "unknown" or not stats.fallbacks:
         return verdict
     left_out = count_of(sum(fallback.count for fallback in stats.fallbacks), "iterator")
-    reason = f"{verdict.reason}; not counted: {left_out} on torch's own loop ({_why_torchs(stats)})"
+    reason = f"{verdict.reason}; not counted: {left_out} on torch's own loop ({_fallback_reasons(stats)})"
     return replace(verdict, reason=reason)
 
 
-def described(large: LargeAttribute) -> str:
-    """Describes an attribute in words."""
+def described_attribute(large: LargeAttribute) -> str:
+    """Describes a large attribute of a dataset in words."""
     return f"a {large.kind} of {large.items:,} items, about {size(large.bytes)}"
 
 
-def _caching(stats: Figures) -> str:
-    """Describes the gain from a cache; empty if it is unknown, or little."""
+def _cache_advice(stats: Figures) -> str:
+    """Returns advice on a cache; empty if its gain is unknown or small."""
     estimate, tasks = stats.cache_estimate, sum(worker.tasks for worker in stats.workers)
     if estimate is None or not tasks:
         return ""
     fetch = sum(worker.fetch_seconds for worker in stats.workers) / tasks
-    rest = sum(worker.collate_seconds + worker.pack_seconds for worker in stats.workers) / tasks
-    cached = rest + stats.bytes / stats.batches / _CACHE_RATE
+    other = sum(worker.collate_seconds + worker.pack_seconds for worker in stats.workers) / tasks
+    cached = other + stats.bytes / stats.batches / _CACHE_RATE
     held = min(1.0, estimate.free_bytes / estimate.bytes)
-    gain = (fetch + rest) / (cached * held + (fetch + rest) * (1 - held))
+    gain = (fetch + other) / (cached * held + (fetch + other) * (1 - held))
     if gain < _CACHE_GAIN:
         return ""
     what = "all samples" if held == 1 else f"{held:.0%} of the samples"
     text = (
         f"A cache of {size(min(estimate.bytes, estimate.free_bytes))} would hold {what} ({size(estimate.free_bytes)} "
     )
-    text += f"are free), and epochs after the first would take about 1/{gain:.0f}: rustloader.cache(dataset) keeps "
-    return f"{text}what the dataset makes, and its then= is for what is random."
+    text += (
+        f"are free), and epochs after the first would take about 1/{gain:.0f} of the time: rustloader.cache(dataset) "
+    )
+    return f"{text}keeps the samples; pass random transforms as its then=."
 
 
-def _copying(stats: Figures) -> str:
-    """Returns advice on a dataset that workers copy; empty if nothing is known of one."""
+def _sharing_advice(stats: Figures) -> str:
+    """Returns advice on large attributes that workers copy; empty if none are known."""
     if not stats.large_attributes:
         return ""
-    most = max(worker.private_bytes or 0 for worker in stats.workers)
-    named = " and ".join(f"{large.path} ({described(large)})" for large in stats.large_attributes[:_NAMED])
+    largest = max(worker.private_bytes or 0 for worker in stats.workers)
+    named = " and ".join(
+        f"{large.path} ({described_attribute(large)})" for large in stats.large_attributes[:_MAX_NAMED]
+    )
     first = stats.large_attributes[0].path
-    text = f"A worker has up to {size(most)} of memory of its own; each copies the Python objects of {named}"
-    return f"{text}: set {first} = rustloader.share({first}) before the loader is made."
+    text = f"Workers have up to {size(largest)} of private memory each, with copies of the Python objects of {named}"
+    return f"{text}: set {first} = rustloader.share({first}) before creating the loader."
 
 
-def _why_torchs(stats: Figures) -> str:
+def _fallback_reasons(stats: Figures) -> str:
     return "; ".join(fallback.reason for fallback in stats.fallbacks)
 
 
-def _judge(stats: Figures, is_most: bool) -> Verdict:
+def _judge(stats: Figures, more_do_not_help: bool) -> Verdict:
     if stats.note or (stats.fallbacks and stats.batches == 0):
-        why = stats.note or f"torch's own loop made the batches: {_why_torchs(stats)}"
+        why = stats.note or f"torch's own loop made the batches: {_fallback_reasons(stats)}"
         return Verdict("unknown", f"No verdict: {why}.", "the Rust engine has delivered no batch")
     if stats.batches < _MIN_BATCHES:
         sentence = f"Too few batches to tell; ask again after {_MIN_BATCHES}."
@@ -174,24 +184,25 @@ def _judge(stats: Figures, is_most: bool) -> Verdict:
     if stats.epochs > 1 and stats.first_seconds > loop:
         return _starting(stats, loop)
     if stats.transfers.waited_seconds > max(_WAIT_SHARE * loop, waited):
-        return Verdict("device", *limiting(stats.transfers, loop))
+        return Verdict("device", *limit_texts(stats.transfers, loop))
     if waited > _WAIT_SHARE * loop:
-        # Epochs so short that a worker makes little more than its first batch.
-        if stats.epochs > 1 and stats.batches < 2 * _count(stats) * stats.epochs:
+        # Each epoch is so short that a worker makes little more than its first batch.
+        if stats.epochs > 1 and stats.batches < 2 * _worker_count(stats) * stats.epochs:
             return _starting(stats, loop)
-        return _waiting(stats, loop, is_most)
-    each = f"per batch: {duration(step / stats.batches)} of training step, {duration(own / stats.batches)} in next(), "
-    each += f"{duration(waited / stats.batches)} of waiting"
+        return _waiting(stats, loop, more_do_not_help)
+    times = f"per batch: {duration(step / stats.batches)} of training step, {duration(own / stats.batches)} in next(), "
+    times += f"{duration(waited / stats.batches)} of waiting"
     if own > step:
-        return _main(stats, each)
+        return _main(stats, times)
     sentence = "The training step is the bottleneck: loading keeps up with it, and only a faster step helps."
-    return Verdict("step", sentence, each)
+    return Verdict("step", sentence, times)
 
 
-def _main(stats: Figures, each: str) -> Verdict:
-    sampler, rest = stats.sampler_seconds / stats.batches, (stats.own_seconds - stats.sampler_seconds) / stats.batches
-    reason = f"{each}; of next() {duration(sampler)} in the sampler, {duration(rest)} opening the batch"
-    if sampler > rest:
+def _main(stats: Figures, times: str) -> Verdict:
+    sampler = stats.sampler_seconds / stats.batches
+    opening = (stats.own_seconds - stats.sampler_seconds) / stats.batches
+    reason = f"{times}; of next() {duration(sampler)} in the sampler, {duration(opening)} opening the batch"
+    if sampler > opening:
         what = "the sampler takes longer than the training step. Use a faster sampler"
     elif stats.copies.pickled > stats.batches / 2:
         what = "opening batches takes longer than the training step, because they are pickled. Return tensors and "
@@ -209,23 +220,25 @@ def _starting(stats: Figures, loop: float) -> Verdict:
     reason += f"{duration(loop)} for the rest"
     remedy = "set persistent_workers=True, which keeps the workers from epoch to epoch."
     if stats.iterators < stats.epochs:
-        remedy = "the workers are kept already. Use longer epochs, or no workers for epochs this short."
+        remedy = "the workers are already kept. Use longer epochs, or no workers for epochs this short."
     return Verdict("starting", f"The start of each epoch is the bottleneck: {remedy}", reason)
 
 
-def _waiting(stats: Figures, loop: float, is_most: bool) -> Verdict:
-    """Returns the verdict on a loop that waits for batches."""
+def _waiting(stats: Figures, loop: float, more_do_not_help: bool) -> Verdict:
+    """Returns the verdict for a loop that waits for batches."""
     tasks = sum(worker.tasks for worker in stats.workers)
     busy = sum(worker.busy_seconds for worker in stats.workers)
     if not tasks:
-        sentence = "No verdict: the workers have left no figures. Ask again after more batches."
-        return Verdict("unknown", sentence, _waits(stats, loop))
-    per_task, count = busy / tasks, _count(stats)
+        sentence = "No verdict: there are no figures of the workers. Ask again after more batches."
+        return Verdict("unknown", sentence, _waiting_text(stats, loop))
+    per_task, count = busy / tasks, _worker_count(stats)
     pinning = stats.pinning
     if pinning.batches and pinning.seconds > _BUSY_SHARE * loop:
         per_batch = pinning.seconds / pinning.batches
         if per_batch > per_task / count:
-            reason = f"{_waits(stats, loop)}; pinning takes {duration(per_batch)} per batch in one thread, and a "
+            reason = (
+                f"{_waiting_text(stats, loop)}; pinning takes {duration(per_batch)} per batch in one thread, and a "
+            )
             reason += f"worker {duration(per_task)}, with {count_of(count, 'worker')}"
             sentence = "Pinning is the bottleneck: use smaller batches, or plain ones (tensors in dicts, lists or "
             sentence += "tuples), or leave out pin_memory where it gains nothing."
@@ -241,39 +254,43 @@ def _waiting(stats: Figures, loop: float, is_most: bool) -> Verdict:
     if _is_remote(stats) and busy_share < _BUSY_SHARE:
         return _network(stats, loop, busy_share, per_task)
     if busy_share < _HARDLY_BUSY_SHARE:
-        reason = f"{_waits(stats, loop)}, although the workers are at work for only {busy_share:.0%} of the time; "
+        reason = (
+            f"{_waiting_text(stats, loop)}, although the workers are at work for only {busy_share:.0%} of the time; "
+        )
         reason += f"a worker takes {duration(per_task)} per batch"
         sentence = "Inter-process transport is the bottleneck; use fewer, larger batches."
         return Verdict("transport", sentence, reason)
-    return _workers(stats, loop, per_task, is_most)
+    return _workers(stats, loop, per_task, more_do_not_help)
 
 
 def _network(stats: Figures, loop: float, busy_share: float, per_task: float) -> Verdict:
-    """Returns the verdict on a loop that waits for workers on other machines, which wait as well."""
+    """Returns the verdict for a loop that waits for workers on other machines, which also wait."""
     size = stats.bytes / stats.batches
     # Batches per second that the workers could make, and that the loop could take.
-    rate, own = _count(stats) / per_task, loop - stats.waited_seconds
-    wanted = min(rate, stats.batches / own) if _has_step(stats, loop) else rate
+    rate, not_waiting = _worker_count(stats) / per_task, loop - stats.waited_seconds
+    wanted = min(rate, stats.batches / not_waiting) if _has_step(stats, loop) else rate
     rates = f"{stats.bytes / loop / 1e6:.3g} of {wanted * size / 1e6:.3g} MB/s"
-    reason = f"{_waits(stats, loop)}, and the workers are at work for {busy_share:.0%} of the time; a batch has "
+    reason = f"{_waiting_text(stats, loop)}, and the workers are at work for {busy_share:.0%} of the time; a batch has "
     reason += f"{size / 1e6:.3g} MB, and takes a worker {duration(per_task)}"
     if size < _SMALL_BATCH:
-        remedy = "Its delay counts, because batches are small: use larger ones, or a larger prefetch_factor."
+        remedy = "Its latency matters, because batches are small: use larger ones, or a larger prefetch_factor."
     else:
         remedy = "Send fewer bytes (uint8 in place of float32, converted on the GPU), or use workers of this machine."
-    return Verdict("network", f"The network limits: {rates}. {remedy}", reason)
+    return Verdict("network", f"The network is the bottleneck: {rates}. {remedy}", reason)
 
 
-def _workers(stats: Figures, loop: float, per_task: float, is_most: bool) -> Verdict:
-    """Returns the verdict if all workers are busy and the loop waits."""
+def _workers(stats: Figures, loop: float, per_task: float, more_do_not_help: bool) -> Verdict:
+    """Returns the verdict for a loop that waits although all workers are busy."""
     tasks = sum(worker.tasks for worker in stats.workers)
     fetch = sum(worker.fetch_seconds for worker in stats.workers) / tasks
     collate = sum(worker.collate_seconds for worker in stats.workers) / tasks
     pack = sum(worker.pack_seconds for worker in stats.workers) / tasks
-    count, shares, queued = _count(stats), work.in_dataset(stats), work.queued_share(stats)
-    # Seconds per batch of the main process itself; None without a training step.
+    count, shares, queued = _worker_count(stats), work.dataset_shares(stats), work.queued_share(stats)
+    # Seconds per batch that the main process does not wait; None without a training step.
     pace = (loop - stats.waited_seconds) / stats.batches if _has_step(stats, loop) else None
-    reason = f"{_waits(stats, loop)}; a worker takes {duration(per_task)} per batch ({duration(fetch)} fetching, "
+    reason = (
+        f"{_waiting_text(stats, loop)}; a worker takes {duration(per_task)} per batch ({duration(fetch)} fetching, "
+    )
     reason += f"{duration(collate)} collating, {duration(pack)} packing)"
     reason += f", and the main process asks for one every {duration(pace)}; " if pace else "; "
     reason += f"{count_of(count, 'worker')}, {count_of(stats.cores, 'core')}; "
@@ -292,24 +309,25 @@ def _workers(stats: Figures, loop: float, per_task: float, is_most: bool) -> Ver
         limits = fetch > _MAIN_SHARE * per_task and (pace is None or own / count > pace)
         return Verdict("cores", _cores(stats, own if limits else None), reason)
     if collate > _MAIN_SHARE * per_task:
-        return _computing(stats, needed, "collate", reason, is_most)
+        return _computing(stats, needed, "collate", reason, more_do_not_help)
     if shares is not None and shares.waiting * fetch > _MAIN_SHARE * per_task and not work.saturated(stats, loop):
-        return _storage(stats, needed, shares, reason, is_most)
-    return _computing(stats, needed, "fetch" if fetch > _MAIN_SHARE * per_task else "both", reason, is_most)
+        return _storage(stats, needed, shares, reason, more_do_not_help)
+    return _computing(stats, needed, "fetch" if fetch > _MAIN_SHARE * per_task else "both", reason, more_do_not_help)
 
 
 def _cores(stats: Figures, own: float | None) -> str:
-    """Returns the sentence on cores that other work takes. ``own``: seconds per batch of the dataset's own work, if
-    that limits without the other work, too.
+    """Returns the sentence for cores that are used by other work.
+
+    ``own`` is the dataset's own work in seconds per batch if it is a limit even without the other work; else None.
     """
     users = stats.core_users
-    who = "other work takes them while the workers are ready to run"
+    who = "other work uses them while the workers are ready to run"
     if users is not None:
         who = f"{users}, while workers were ready to run"
     sentence = f"The cores are the bottleneck: {who}. End other programs, use fewer threads in the training process "
     sentence += "(torch.set_num_threads), or add cores."
     if own is not None:
-        sentence += f" Even then the dataset limits: its own work takes a worker {duration(own)} per batch."
+        sentence += f" Even then the dataset is a limit: its own work takes a worker {duration(own)} per batch."
     return sentence
 
 
@@ -322,19 +340,19 @@ def _is_auto(stats: Figures) -> bool:
 
 
 def _has_step(stats: Figures, loop: float) -> bool:
-    return stats.step_seconds >= max(_NO_STEP * stats.batches, _NO_STEP_SHARE * loop)
+    return stats.step_seconds >= max(_MIN_STEP * stats.batches, _MIN_STEP_SHARE * loop)
 
 
-def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: str, is_most: bool) -> Verdict:
-    """Returns the verdict on workers that wait. They do not need a core each."""
+def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: str, more_do_not_help: bool) -> Verdict:
+    """Returns the verdict for workers that wait for storage. They do not need a core each."""
     waits = "The workers wait for storage or the network for most of their time"
     faster = "faster storage (a local disk, larger files, a cache)"
-    count = _count(stats)
+    count = _worker_count(stats)
     threads = advice.worker_threads(stats, count, needed, shares)
     more = [f"worker_threads={threads}"] if threads else []
     unknown = " With a map-style dataset, worker_threads does the same with fewer processes."
     hint = unknown if stats.scheduling is None else ""
-    if is_most:
+    if more_do_not_help:
         sentence = f"{waits}: use {' or '.join([*more, faster])}; more workers do not help.{hint}"
         return Verdict("storage", sentence, reason)
     if needed is None and _is_auto(stats):
@@ -343,7 +361,7 @@ def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: st
         first = "".join(f"{option}, " for option in more)
         sentence = f"{waits}: use {first}more workers, even more than cores, or {faster}. {_NO_NUMBER}{hint}"
         return Verdict("storage", sentence, reason)
-    limit = min(_PER_CORE * stats.cores, _STEP_UP * count, int(stats.cores / max(shares.cpu, 1e-3)))
+    limit = min(_MAX_PER_CORE * stats.cores, _MAX_STEP_UP * count, int(stats.cores / max(shares.cpu, 1e-3)))
     number = min(needed, limit)
     if number <= count:
         sentence = f"{waits}: use {' or '.join([*more, faster])}; more workers will hardly help.{hint}"
@@ -356,25 +374,32 @@ def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: st
 
 
 def _computing(
-    stats: Figures, needed: int | None, most: Literal["fetch", "collate", "both"], reason: str, is_most: bool
+    stats: Figures,
+    needed: int | None,
+    main_part: Literal["fetch", "collate", "both"],
+    reason: str,
+    more_do_not_help: bool,
 ) -> Verdict:
-    """Returns the verdict on workers that compute, and need a core each. ``most`` takes most of their time."""
-    # Other machines have cores that this one does not know.
-    count, cores = _count(stats), _UNKNOWN_CORES if _is_remote(stats) else stats.cores
-    cannot_grow = is_most or count >= cores
+    """Returns the verdict for workers that compute, and need a core each.
+
+    ``main_part`` is the part of the work that takes most of their time.
+    """
+    # The number of cores of other machines is not known here.
+    count, cores = _worker_count(stats), _UNKNOWN_CORES if _is_remote(stats) else stats.cores
+    cannot_grow = more_do_not_help or count >= cores
     number = None if needed is None or cannot_grow else min(needed, cores)
-    if most == "collate":
+    if main_part == "collate":
         sentence = "collate_fn is the bottleneck: it takes the workers most of their time. Make it faster, use "
         sentence += "smaller samples, or let default_collate build the batches."
     elif number is not None and number == needed:
         sentence = "The workers are the bottleneck."
     else:
-        sentence = _OWN_WORK_TEXT if most == "fetch" else "The workers are the bottleneck: make samples cheaper"
+        sentence = _OWN_WORK_TEXT if main_part == "fetch" else "The workers are the bottleneck: make samples cheaper"
         may_grow = number is None and not cannot_grow and not _is_auto(stats)
         sentence += ", or use more workers." if may_grow else ", or add cores."
     if _is_auto(stats) and count < cores:
         sentence += f" {_AUTO_TEXT}"
-    elif is_most:
+    elif more_do_not_help:
         sentence += " More workers were measured, and do not help."
     elif number is not None:
         sentence += f" Use num_workers={number}"
@@ -383,16 +408,18 @@ def _computing(
         sentence += f" More workers do not help: there {'is' if cores == 1 else 'are'} {count_of(cores, 'core')}."
     else:
         sentence += f" {_NO_NUMBER}"
-    if most == "collate":
+    if main_part == "collate":
         return Verdict("collate", sentence, reason, number)
     is_enough = number == needed if number is not None else not cannot_grow
     return Verdict("workers" if is_enough else "dataset", sentence, reason, number)
 
 
 def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: float) -> Verdict:
-    reason = f"{_waits(stats, loop)}, {stats.blocked_seconds / stats.waited_seconds:.0%} of it while later batches "
+    reason = (
+        f"{_waiting_text(stats, loop)}, {stats.blocked_seconds / stats.waited_seconds:.0%} of it while later batches "
+    )
     reason += f"were ready; the workers are at work for {busy_share:.0%} of the time"
-    prediction = advice.shared_queue(stats, _count(stats))
+    prediction = advice.shared_queue(stats, _worker_count(stats))
     remedies = ["in_order=False"]
     if prediction is not None:
         remedies.insert(0, advice.shared_queue_text(stats, prediction))
@@ -403,12 +430,13 @@ def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: floa
         fetch_time = duration(worker.busy_seconds / worker.tasks)
         reason += f"; worker {worker.id} takes {fetch_time} per batch, the others {duration(usual)}"
         sentence = f"One slow worker is the bottleneck: worker {worker.id} (pid {worker.pid}). The others wait for "
-        sentence += f"their turn: look at what it alone reads, or set {' or '.join(remedies)}."
+        sentence += f"their turn: check what only this worker reads, or set {' or '.join(remedies)}."
         return Verdict("head_of_line", sentence, reason, predicted_gain=gain)
     reason += f"; a batch takes {duration(per_task)} on average"
     tasks = stats.blocking or [task for task in stats.slowest if task.seconds > work.SLOW * per_task] or stats.slowest
     named = "; ".join(
-        f"{short_index(task.index)} took {duration(task.seconds)} on worker {task.worker}" for task in tasks[:_NAMED]
+        f"{short_index(task.index)} took {duration(task.seconds)} on worker {task.worker}"
+        for task in tasks[:_MAX_NAMED]
     )
     if prediction is None and not _has_shared_queue(stats):
         remedies.append("a larger prefetch_factor")
@@ -421,10 +449,10 @@ def _has_shared_queue(stats: Figures) -> bool:
     return stats.scheduling is not None and stats.scheduling.dispatch == "shared_queue"
 
 
-def _count(stats: Figures) -> int:
-    """Returns the current number of workers. Earlier there may have been more."""
+def _worker_count(stats: Figures) -> int:
+    """Returns the current number of workers. There may have been more before."""
     return stats.num_workers or len(stats.workers)
 
 
-def _waits(stats: Figures, loop: float) -> str:
+def _waiting_text(stats: Figures, loop: float) -> str:
     return f"the loop waits for {stats.waited_seconds / loop:.0%} of its time"

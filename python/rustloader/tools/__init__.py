@@ -1,1 +1,1 @@
-"""Commands, and the tools with which they measure."""
+"""The commands, and the tools that they measure with."""

@@ -1,5 +1,5 @@
-"""``rustloader.trace``: a timeline of the loaders of a program, as a file for Perfetto.
+"""``rustloader.trace``: writes a timeline of a program's loaders to a file for Perfetto.
 
-`core` begins and ends a trace, and knows the loaders. While it is on, the extension writes records into a folder
-(`spool`). `slices` makes the events of the file of them, and `files` reads, writes and merges such files.
+`core` begins and ends a trace, and connects the loaders with it. During a trace, the extension writes records to a
+folder (`spool`). `slices` converts them to the events of the file. `files` reads, writes and merges such files.
 """

@@ -1,4 +1,4 @@
-"""Begins and ends a trace, and connects it with the loaders."""
+"""Begins and ends traces, and connects the loaders with them."""
 
 from __future__ import annotations
 
@@ -22,39 +22,42 @@ _FETCH, _STEP, _COPY = map(TRACE_KINDS.index, ("fetch", "step", "copy"))
 
 
 class Traceable(Protocol):
-    """The workers of an iterator."""
+    """An iterator with workers that can be traced."""
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> Engine:
+        """The engine of the iterator."""
 
     def traced_as(self) -> tuple[object, str, int]:
         """Returns an object that lives as long as the loader, the loader's name, and its number of workers."""
 
 
-# Iterators that can be traced now.
+# All live iterators that can be traced.
 _live: weakref.WeakSet[Traceable] = weakref.WeakSet()
+# The trace that this process, or its parent at the fork, is making.
 _active: Trace | None = None
 
 
 class Trace:
-    """A trace that is being made: the result of ``rustloader.trace()``, for a ``with`` statement."""
+    """A trace in progress: the result of ``rustloader.trace()``, a context manager."""
 
     def __init__(self, path: str | os.PathLike[str], level: str, seconds: float | None) -> None:
-        # The program may change its working directory.
+        # Absolute, because the program may change its working directory.
         self.path = os.path.abspath(os.fsdecode(path))
         self._level, self._seconds = _LEVELS[level], seconds
         self.is_written = False
         self._spool: Spool | None = None
+        # The number of each loader in the trace.
         self._groups: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def __enter__(self) -> Trace:
         global _active
         if current() is not None:
-            raise RuntimeError("a trace is being made already: one process makes one at a time")
+            raise RuntimeError("this process is already making a trace: end that one first")
         if os.path.isdir(self.path):
-            raise IsADirectoryError(errno.EISDIR, "a trace needs the name of a file, and this is a folder", self.path)
+            raise IsADirectoryError(errno.EISDIR, "the path of a trace must be a file, and this is a folder", self.path)
         if os.path.exists(self.path) and not os.access(self.path, os.W_OK):
-            raise PermissionError(errno.EACCES, "the file of a trace cannot be written", self.path)
+            raise PermissionError(errno.EACCES, "the trace cannot be written to this file", self.path)
         self._spool = Spool(self.path, self._level, self._seconds)
         _active = self
         try:
@@ -68,7 +71,7 @@ class Trace:
     def __exit__(self, *_: object) -> None:
         global _active
         spool, self._spool = self._spool, None
-        if spool is None or not spool.is_ours:  # the `with` of a forked child
+        if spool is None or not spool.is_ours:  # the `with` statement ends in a forked child
             return
         _active = None
         for traceable in _all_live():
@@ -77,17 +80,19 @@ class Trace:
             lost = spool.end()
             files.convert(spool.folder, self.path)
         except OSError as error:
-            # The training is done, and may have its results still to save.
-            text = "the trace %s could not be written: %s. `rustloader trace merge %s -o FILE` makes it of its records"
+            # Only logged, because the program may not have saved its results yet.
+            text = (
+                "the trace %s could not be written: %s. `rustloader trace merge %s -o FILE` creates it from its records"
+            )
             logger.error(text, self.path, str(error), spool.folder)
             return
         spool.remove()
         self.is_written = True
         if lost:
-            logger.warning("the trace %s lacks %d events, for which there was no room", self.path, lost)
+            logger.warning("the trace %s lacks %d events: there was no room for them", self.path, lost)
 
-    def source(self, key: object, name: str, workers: int) -> int | None:
-        """Adds an iterator. Returns its number; None if it cannot be in the trace, or the trace has ended."""
+    def add_source(self, key: object, name: str, workers: int) -> int | None:
+        """Adds an iterator. Returns its number; None if it cannot be added, or the trace has ended."""
         spool = self._spool
         if spool is None:
             return None
@@ -98,11 +103,11 @@ class Trace:
             return None
 
     def add(self, traceable: Traceable) -> None:
-        """Traces the workers of an iterator."""
+        """Starts to trace the workers of an iterator."""
         spool = self._spool
         if spool is None or not traceable.engine.is_ours or traceable.engine.closing:
             return
-        source = self.source(*traceable.traced_as())
+        source = self.add_source(*traceable.traced_as())
         if source is None:
             return
         try:
@@ -111,7 +116,7 @@ class Trace:
             logger.warning("a DataLoader is not in the trace %s: %s", self.path, error)
 
     def put(self, source: int, kind: int, begin: int, end: int, number: int = 0) -> None:
-        """Adds a time of the main process to a loader without workers."""
+        """Adds a record of the main process for a loader without workers."""
         spool = self._spool
         if spool is not None and spool.is_ours:
             spool.sink.put(source, kind, TRACE_MAIN, begin, end - begin, number)
@@ -121,32 +126,32 @@ def _all_live() -> list[Traceable]:
     while True:
         try:
             return list(_live)
-        except RuntimeError:  # another thread has made an iterator meanwhile
+        except RuntimeError:  # another thread created an iterator meanwhile
             continue
 
 
 def trace(
     path: str | os.PathLike[str], *, level: Literal["batch", "sample"] = "batch", seconds: float | None = None
 ) -> Trace:
-    """Writes what the loaders of this process do in the body of a ``with`` statement to a file for Perfetto.
+    """Records the work of this process's loaders during the body of a ``with`` statement, in a file for Perfetto.
 
-    The file is the JSON of Chrome's trace viewer: open it at https://ui.perfetto.dev. It has a row for the loop of each
-    loader and one for each of its workers, also those that run already, and the clock of ``torch.profiler``. The file
-    is written at the end of the body, also after an exception.
+    The file has the JSON format of Chrome's trace viewer: open it at https://ui.perfetto.dev. It has a row for the loop
+    of each loader and one for each of its workers, including those already running. Its clock is that of
+    ``torch.profiler``. The file is written at the end of the body, even after an exception.
 
     Args:
-        path: The file. With the suffix ``.gz`` it is compressed, to a tenth; Perfetto opens both.
-        level: "batch" for a slice per batch (default), "sample" for one per sample, too.
-        seconds: Length of what is kept, the end of the body (default: None, all of it).
+        path: The file. With the suffix ``.gz`` it is compressed to about a tenth of the size; Perfetto opens both.
+        level: "batch" for one slice per batch (default), "sample" for one per sample as well.
+        seconds: Keep only the last ``seconds`` seconds of the body (default: None, keep all).
 
     Returns:
         A context manager.
 
     Raises:
-        ValueError: ``level`` or ``seconds`` cannot have that value.
-        RuntimeError: A trace is being made already, at the beginning of the body.
-        OSError: The file cannot be written, at the beginning of the body. Later, an error of the log says why there is
-            no file, and how to make it.
+        ValueError: ``level`` or ``seconds`` is invalid.
+        RuntimeError: This process is already making a trace; raised at the start of the body.
+        OSError: The file cannot be written; raised at the start of the body. At its end, the error is logged instead,
+            with the command that creates the file.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2)
@@ -162,13 +167,13 @@ def trace(
 
 
 def current() -> Trace | None:
-    """Returns the trace that this process is making."""
+    """Returns the trace that this process is making; None if there is none."""
     spool = None if _active is None else _active._spool
     return _active if spool is not None and spool.is_ours else None
 
 
 def follow(traceable: Traceable) -> None:
-    """Lets traces have the workers of an iterator, as long as it lives."""
+    """Adds the workers of an iterator to the current trace, and to later ones while the iterator lives."""
     _live.add(traceable)
     active = current()
     if active is not None:
@@ -176,23 +181,23 @@ def follow(traceable: Traceable) -> None:
 
 
 def follow_copies(key: object, name: str) -> Callable[[int], None] | None:
-    """Returns a function that adds a copy to the current trace, from a time of ``time.monotonic_ns`` to now.
+    """Returns a function that adds a copy to the current trace; None if there is no trace.
 
-    Returns None if there is no trace.
+    The argument of the function is the start of the copy, a time of ``time.monotonic_ns``. The copy ends at the call.
 
     Args:
-        key: An object that lives as long as what makes the copies.
+        key: An object that lives as long as the object that makes the copies.
         name: The name of their row.
     """
     active = current()
-    source = None if active is None else active.source(key, name, 0)
+    source = None if active is None else active.add_source(key, name, 0)
     if active is None or source is None:
         return None
     return lambda begin: active.put(source, _COPY, begin, time.monotonic_ns())
 
 
 def follow_fetches(iterator: Any, key: object, name: str) -> None:
-    """Lets the current trace, if there is one, have the fetches of an iterator without workers.
+    """Adds the fetches of an iterator without workers to the current trace, if there is one.
 
     Args:
         iterator: The iterator.
@@ -202,23 +207,23 @@ def follow_fetches(iterator: Any, key: object, name: str) -> None:
     active = current()
     if active is None:
         return
-    fetcher, source = iterator._dataset_fetcher, active.source(key, name, 0)
+    fetcher, source = iterator._dataset_fetcher, active.add_source(key, name, 0)
     if source is None:
         return
-    # The fetcher must not refer to itself: it would outlive its iterator.
-    of_class, weak = type(fetcher).fetch, weakref.ref(fetcher)
-    number, left = 0, 0
+    # A weak reference: a fetcher that refers to itself would outlive its iterator.
+    fetch_of_class, weak = type(fetcher).fetch, weakref.ref(fetcher)
+    number, last_end = 0, 0
 
     def fetch(index: Any) -> Any:
-        nonlocal number, left
+        nonlocal number, last_end
         begin = time.monotonic_ns()
-        if left:
-            active.put(source, _STEP, left, begin)
+        if last_end:
+            active.put(source, _STEP, last_end, begin)
         try:
-            return of_class(weak(), index)
+            return fetch_of_class(weak(), index)
         finally:
-            left = time.monotonic_ns()
-            active.put(source, _FETCH, begin, left, number)
+            last_end = time.monotonic_ns()
+            active.put(source, _FETCH, begin, last_end, number)
             number += 1
 
     fetcher.fetch = fetch

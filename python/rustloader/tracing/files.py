@@ -1,4 +1,4 @@
-"""The files of traces: written, read, and merged."""
+"""Reads, writes and merges the files of traces."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rustloader._core import TRACE_KINDS
 from rustloader.tracing import slices, spool
 
 _EPOCH = TRACE_KINDS.index("epoch")
-# Numbers of processes of a further file with the same ones.
-_NEXT_FILE = 100_000_000
-# Phases whose `id` ties events together.
-_TIED = frozenset("stfbneSTpFNOD")
+# Added to the pids of a file, for each earlier file with the same pids.
+_PID_STEP = 100_000_000
+# Phases of events that belong together if their `id` is the same.
+_BOUND_BY_ID = frozenset("stfbneSTpFNOD")
 
 
 class NotATrace(ValueError):
-    """Raised if a file is no trace that can be merged."""
+    """Raised if a file is not a trace that can be merged."""
 
 
 def convert(folder: str, path: str) -> None:
-    """Writes the trace of a spool."""
+    """Converts a spool to a trace file."""
     _write(path, _lines(folder, spool.read_about(folder)))
 
 
@@ -35,12 +35,12 @@ def _lines(folder: str, about: dict[str, Any]) -> Iterator[str]:
         last = max((begin + length for _, begin, length, *_ in spool.read_records(folder, about)), default=0)
         since = last - int(about["seconds"] * 1e9)
     records = spool.read_records(folder, about)
-    # An epoch that began before still has its number.
+    # Earlier starts of epochs are kept, because they give later batches their numbers.
     return slices.lines(about, (it for it in records if it[1] + it[2] >= since or it[0] & 0xFF == _EPOCH))
 
 
 def _write(path: str, lines: Iterable[str]) -> None:
-    """Writes an array, an event a line. A file without the end of the array is a trace nevertheless."""
+    """Writes the events as an array, one per line. The file is a valid trace even if the array lacks its end."""
     with _open(path, "wt") as file:
         file.write("[")
         separator = "\n"
@@ -56,13 +56,13 @@ def _open(path: str, mode: str) -> IO[str]:
 
 
 def merge(paths: list[str], path: str) -> int:
-    """Merges traces, of this module and of torch.profiler, into one file. Returns the number of events.
+    """Merges traces of this module and of torch.profiler into one file. Returns the number of events.
 
-    The clocks of all are aligned. Of two files of the same kind with the same process numbers, the second one gets
-    others. Files of this module and of torch.profiler keep those that they share.
+    All clocks are aligned. If two files of the same kind have the same pids, those of the second file are changed. Pids
+    that a file of this module shares with one of torch.profiler stay.
 
     Raises:
-        NotATrace: A file is no trace.
+        NotATrace: A file is not a trace.
         OSError: A file cannot be read or written.
     """
     sources = [_read(source) for source in paths]
@@ -81,10 +81,10 @@ def merge(paths: list[str], path: str) -> int:
                     files.append(number)
                 place = files.index(number)
                 if place and isinstance(event.get("pid"), int):
-                    event["pid"] += place * _NEXT_FILE
+                    event["pid"] += place * _PID_STEP
                 if shift and event.get("ph") != "M" and "ts" in event:
                     event["ts"] = float(event["ts"]) + shift
-                if number and event.get("ph") in _TIED and "id" in event:
+                if number and event.get("ph") in _BOUND_BY_ID and "id" in event:
                     event["id"] = f"{number}.{event['id']}"
                 yield json.dumps(event, separators=(",", ":"))
 
@@ -93,18 +93,18 @@ def merge(paths: list[str], path: str) -> int:
 
 
 def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
-    """Returns the base of a file's clock in nanoseconds, whether it is one of this module, and its events."""
+    """Returns the base of a file's clock in nanoseconds, True if the file is of this module, and its events."""
     if os.path.isdir(path):
         try:
             about = spool.read_about(path)
         except ValueError as error:
-            raise NotATrace(f"{path} is no folder of a trace: {error}") from None
+            raise NotATrace(f"{path} is not the folder of a trace: {error}") from None
         return about["baseTimeNanoseconds"], True, map(json.loads, _lines(path, about))
     try:
         with _open(path, "rt") as file:
             text = file.read()
     except (EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise NotATrace(f"{path} is cut off, or no trace: {error}") from None
+        raise NotATrace(f"{path} is truncated, or not a trace: {error}") from None
     events = _events(path, text)
     if isinstance(events, dict):
         return int(events.get("baseTimeNanoseconds", 0)), False, events["traceEvents"]
@@ -113,16 +113,16 @@ def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
 
 
 def _events(path: str, text: str) -> Any:
-    """Returns the array of a file, or its object with one. An array may lack its end."""
+    """Returns the array of events in a file, or the object that contains it. The end of an array may be missing."""
     try:
         content = json.loads(text)
     except ValueError:
         if not text.lstrip().startswith("["):
-            raise NotATrace(f"{path} is no JSON: a trace of torch.profiler that is cut off cannot be read") from None
+            raise NotATrace(f"{path} is not JSON: a truncated trace of torch.profiler cannot be read") from None
         lines = [line.strip().rstrip(",") for line in text.lstrip()[1:].splitlines()]
         content = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
     is_object = isinstance(content, dict) and isinstance(content.get("traceEvents"), list)
     is_array = isinstance(content, list) and all(isinstance(event, dict) for event in content)
     if not is_object and not is_array:
-        raise NotATrace(f"{path} is no trace: it has no array of events")
+        raise NotATrace(f"{path} is not a trace: it has no array of events")
     return content

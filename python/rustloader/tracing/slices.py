@@ -1,8 +1,8 @@
-"""Converts a trace's records into events of Chrome's trace format.
+"""Converts the records of a trace to events of Chrome's trace format.
 
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format. An event is a line
-of its own. A slice comes before those within it, and times are whole microseconds of rounded-down ends, so that slices
-that touch or contain each other still do.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format. Each event is one
+line. A slice comes before the slices within it. Starts and ends are rounded down to microseconds, so that slices that
+touch or contain each other still do so.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from typing import Any
 
 from rustloader._core import TRACE_KINDS, TRACE_MAIN, TRACE_PINNER
 
-# The event with the clock of a file, and the one at the end, with the number of lost events.
+# Names of the event that describes the clock of a file, and of the last event, which has the number of lost events.
 CLOCK, END = "rustloader_trace", "rustloader_trace_end"
 
-# Rows of the loaders have numbers of threads that no thread has.
+# The first row, in place of a thread id. No thread has such a high id.
 _FIRST_ROW = 10_000_000
-# Nanoseconds from which the work between collate_fn and sending is shown.
-_SHOWN = 20_000
-# Nanoseconds between two waits that are one.
-_PAUSE = 200_000
+# Minimum nanoseconds of the work between collate_fn and sending for a slice.
+_MIN_REST = 20_000
+# Maximum nanoseconds between two waits that are shown as one.
+_MAX_GAP = 200_000
 _FETCH, _COLLATE, _PACK, _PUBLISH, _SAMPLE = map(TRACE_KINDS.index, ("fetch", "collate", "pack", "publish", "sample"))
 _NEXT, _WAITING, _EPOCH, _STARTED = map(TRACE_KINDS.index, ("next", "waiting", "epoch", "started"))
 _DIED, _STALLED, _SAVED, _PIN = map(TRACE_KINDS.index, ("died", "stalled", "saved", "pin"))
-_OF_BATCH = {_FETCH, _COLLATE, _PACK, _PUBLISH, _SAMPLE}
-_MOMENTS = {_EPOCH, _STARTED, _DIED, _STALLED, _SAVED}
+_BATCH_KINDS = {_FETCH, _COLLATE, _PACK, _PUBLISH, _SAMPLE}
+_MOMENT_KINDS = {_EPOCH, _STARTED, _DIED, _STALLED, _SAVED}
 _NO_INDEX = (1 << 64) - 1
 
-# Kind, begin, length, and two numbers.
-_Piece = tuple[int, int, int, int, int]
+# The kind (in `lines`, the whole first word), begin, length, and two numbers.
+_Record = tuple[int, int, int, int, int]
 
 
-def lines(about: dict[str, Any], records: Iterable[_Piece]) -> Iterator[str]:
-    """Yields the events of a trace, each as JSON."""
+def lines(about: dict[str, Any], records: Iterable[_Record]) -> Iterator[str]:
+    """Yields the events of a trace as JSON."""
     yield metadata(CLOCK, about["pid"], {key: value for key, value in about.items() if key not in ("files", "lost")})
     name = about["script"] if about["rank"] is None else f"{about['script']} rank {about['rank']}"
     yield metadata("process_name", about["pid"], {"name": name})
     sources: list[_Source] = []
     for loader in about["loaders"]:
-        before = next((source for source in reversed(sources) if source.group == loader["group"]), None)
+        previous = next((source for source in reversed(sources) if source.group == loader["group"]), None)
         first = sources[-1].end if sources else _FIRST_ROW
-        sources.append(_Source(about, len(sources), loader, before, first))
+        sources.append(_Source(about, len(sources), loader, previous, first))
         yield from sources[-1].names()
     for word, begin, length, number, extra in records:
         yield from sources[word >> 32].add(word >> 8 & 0xFFFFFF, (word & 0xFF, begin, length, number, extra))
@@ -53,36 +53,37 @@ def lines(about: dict[str, Any], records: Iterable[_Piece]) -> Iterator[str]:
 
 
 def metadata(name: str, pid: int, args: dict[str, Any], tid: int = 0) -> str:
+    """Returns a metadata event as JSON."""
     return json.dumps({"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": name, "args": args}, separators=(",", ":"))
 
 
 class _Source:
-    """The rows of one iterator of a loader. Successive iterators with the same number of workers share them."""
+    """The rows of one iterator. Successive iterators of a loader share them if they have the same number of workers."""
 
     def __init__(
-        self, about: dict[str, Any], number: int, loader: dict[str, Any], before: _Source | None, first: int
+        self, about: dict[str, Any], number: int, loader: dict[str, Any], previous: _Source | None, first: int
     ) -> None:
         self.group, self._name, self._workers = loader["group"], loader["name"], loader["workers"]
-        self._pid, self._number, self._before = about["pid"], number, before
+        self._pid, self._number, self._previous = about["pid"], number, previous
         self._offset = about["wallNanoseconds"] - about["monotonicNanoseconds"] - about["baseTimeNanoseconds"]
-        self._is_new = before is None or before._workers != self._workers
-        self._first: int = first if self._is_new or before is None else before._first
-        # Rows that have names. Iterators that share rows share this.
-        self._named: set[int] = set() if self._is_new or before is None else before._named
+        self._is_new = previous is None or previous._workers != self._workers
+        self._first: int = first if self._is_new or previous is None else previous._first
+        # Rows with names. Iterators that share rows share this set.
+        self._named: set[int] = set() if self._is_new or previous is None else previous._named
         # The row after the last one in use.
         self.end = max(first, self._first + self._workers + 2)
-        # Epochs of the loader's earlier iterators, once this one has begun.
-        self._earlier: int | None = None
-        # First tasks and numbers of the epochs.
+        # The result of `epochs_before`; None if it is not known yet.
+        self._epochs_before: int | None = None
+        # The first task and the number of each epoch.
         self._tasks: list[int] = []
         self._epochs: list[int] = []
-        # By row: the pieces of the current batch, or the waits of the current `next`.
-        self._pieces: dict[int, list[_Piece]] = {}
-        # The task that was delivered last.
+        # By row: the records of the current batch, or the waits of the current `next`.
+        self._pending: dict[int, list[_Record]] = {}
+        # The last delivered task.
         self._delivered = -1
 
     def names(self) -> Iterator[str]:
-        """Names the rows, unless they have names."""
+        """Yields the events that name the rows, unless the rows have names."""
         if self._is_new:
             yield self._row_name(0, "main")
             for worker in range(self._workers):
@@ -92,52 +93,55 @@ class _Source:
         return metadata("thread_name", self._pid, {"name": f"{self.group} {self._name}: {name}"}, self._first + row)
 
     @property
-    def earlier(self) -> int:
+    def epochs_before(self) -> int:
         """The number of epochs of the loader's earlier iterators."""
         chain = [self]
-        while chain[-1]._earlier is None and chain[-1]._before is not None:
-            chain.append(chain[-1]._before)
-        found = 0
-        for source, before in zip(reversed(chain), [None, *reversed(chain)], strict=False):
-            if source._earlier is None:
-                # Without workers an iterator is an epoch.
-                own = 0 if before is None else before._epochs[-1] if before._epochs else int(not before._workers)
-                source._earlier = found + own
-            found = source._earlier
-        return found
+        while chain[-1]._epochs_before is None and chain[-1]._previous is not None:
+            chain.append(chain[-1]._previous)
+        epochs = 0
+        for source, previous in zip(reversed(chain), [None, *reversed(chain)], strict=False):
+            if source._epochs_before is None:
+                # An iterator without workers has one epoch, which is not recorded.
+                own = (
+                    0 if previous is None else previous._epochs[-1] if previous._epochs else int(not previous._workers)
+                )
+                source._epochs_before = epochs + own
+            epochs = source._epochs_before
+        return epochs
 
-    def add(self, who: int, piece: _Piece) -> Iterator[str]:
-        kind, begin, length, number, extra = piece
+    def add(self, origin: int, record: _Record) -> Iterator[str]:
+        """Yields the events that a record completes. ``origin`` is a worker, the main process or the pin thread."""
+        kind, begin, length, number, extra = record
         args = self._args(number) if kind in (_FETCH, _PIN) else ""
-        row = {TRACE_MAIN: 0, TRACE_PINNER: 1}.get(who, who + 2)
+        row = {TRACE_MAIN: 0, TRACE_PINNER: 1}.get(origin, origin + 2)
         if row == 1 and row not in self._named:
             self._named.add(row)
             yield self._row_name(row, "pin thread")
-        kept = self._pieces.setdefault(row, [])
-        if kind in _MOMENTS:
+        pending = self._pending.setdefault(row, [])
+        if kind in _MOMENT_KINDS:
             if kind == _EPOCH and not self._begin_epoch(number, extra):
                 return
             if kind == _DIED:
                 yield from self._batch(row, is_whole=True)
-            yield self._moment(row, piece)
+            yield self._moment(row, record)
         elif row == 0 and kind == _NEXT:
             yield self._slice(row, "next", begin, length, self._args(number - 1) if number else "")
-            for _, since, time, *_ in kept:
+            for _, since, time, *_ in pending:
                 yield self._slice(row, "wait", since, time)
-            kept.clear()
+            pending.clear()
             if number:
                 self._delivered = number - 1
-                # Within the slice, and after the batch was sent.
+                # The arrow must end within the slice, and after the batch was sent.
                 yield self._flow(row, "f", begin + max(0, length - 1000), number - 1)
         elif kind == _WAITING:
-            # The engine looks around now and then in a long wait.
-            goes_on = bool(kept) and begin - kept[-1][1] - kept[-1][2] < _PAUSE
-            since = kept.pop()[1] if goes_on else begin
-            kept.append((kind, since, begin + length - since, 0, 0))
-        elif row > 1 and kind in _OF_BATCH:
-            if kept and kept[0][3] != number:
+            # In a long wait the engine wakes up now and then, which splits it into several records.
+            continues = bool(pending) and begin - pending[-1][1] - pending[-1][2] < _MAX_GAP
+            since = pending.pop()[1] if continues else begin
+            pending.append((kind, since, begin + length - since, 0, 0))
+        elif row > 1 and kind in _BATCH_KINDS:
+            if pending and pending[0][3] != number:
                 yield from self._batch(row)
-            kept.append(piece)
+            pending.append(record)
             if kind == _PUBLISH:
                 yield from self._batch(row, is_whole=True)
         else:
@@ -145,7 +149,10 @@ class _Source:
             yield self._slice(row, TRACE_KINDS[kind], begin, length, args)
 
     def _begin_epoch(self, task: int, count: int) -> bool:
-        """Returns False for an epoch that is known or has not begun: a file of a trace begins with the current one."""
+        """Notes the start of an epoch. Returns False if the epoch is known already, or has not begun.
+
+        Each file of records begins with the current epoch, which may therefore be known.
+        """
         if not self._tasks or task > self._tasks[-1]:
             self._tasks.append(task)
             self._epochs.append(count)
@@ -156,32 +163,36 @@ class _Source:
         return count > 0
 
     def close(self) -> Iterator[str]:
-        for row in list(self._pieces):
+        """Yields the events of all batches that are not complete."""
+        for row in list(self._pending):
             yield from self._batch(row)
 
     def _batch(self, row: int, is_whole: bool = False) -> Iterator[str]:
-        """Yields the events of a batch and its parts. One that is not whole was left undone, or there was none."""
-        pieces = self._pieces.get(row)
-        if not pieces:
+        """Yields the events of a row's current batch and its parts.
+
+        ``is_whole`` is True if the batch is complete. Otherwise the worker did not finish it, or there was no batch.
+        """
+        records = self._pending.get(row)
+        if not records:
             return
-        pieces.sort(key=lambda piece: (piece[1], -piece[2]))
-        # The worker may not have returned from sending it when the trace ended.
-        is_whole |= pieces[0][3] == self._delivered
-        sent: list[_Piece] = []
+        records.sort(key=lambda record: (record[1], -record[2]))
+        # The trace may have ended while the worker was still in the call that sent the batch.
+        is_whole |= records[0][3] == self._delivered
+        sent: list[_Record] = []
         if is_whole:
-            begin, end = pieces[0][1], max(piece[1] + piece[2] for piece in pieces)
-            yield self._slice(row, "batch", begin, end - begin, self._args(pieces[0][3]))
+            begin, end = records[0][1], max(record[1] + record[2] for record in records)
+            yield self._slice(row, "batch", begin, end - begin, self._args(records[0][3]))
         has_fetch = False
-        for piece in pieces:
-            kind, begin, length, _, index = piece
+        for record in records:
+            kind, begin, length, _, index = record
             if kind in (_PACK, _PUBLISH):
-                sent.append(piece)
+                sent.append(record)
             elif kind == _SAMPLE:
                 yield self._slice(row, "sample", begin, length, "" if index == _NO_INDEX else f'"index":{index}')
             elif not is_whole:
                 yield self._slice(row, "no batch", begin, length)
             elif kind == _FETCH and has_fetch:
-                if length >= _SHOWN:
+                if length >= _MIN_REST:
                     yield self._slice(row, "rest", begin, length)
             else:
                 yield self._slice(row, TRACE_KINDS[kind], begin, length)
@@ -190,8 +201,8 @@ class _Source:
             begin = sent[0][1]
             yield self._slice(row, "send", begin, sent[-1][1] + sent[-1][2] - begin)
         if is_whole:
-            yield self._flow(row, "s", pieces[-1][1], pieces[-1][3])
-        pieces.clear()
+            yield self._flow(row, "s", records[-1][1], records[-1][3])
+        records.clear()
 
     def _time(self, nanoseconds: int) -> int:
         return (nanoseconds + self._offset) // 1000
@@ -212,8 +223,8 @@ class _Source:
             f'"id":{self._number << 32 | task},"cat":"batch","name":"batch"{binding}}}'
         )
 
-    def _moment(self, row: int, piece: _Piece) -> str:
-        kind, at, _, number, extra = piece
+    def _moment(self, row: int, record: _Record) -> str:
+        kind, at, _, number, extra = record
         args, name = "", TRACE_KINDS[kind]
         if kind == _STARTED:
             name, args = ("restarted" if extra else "started"), f'"pid":{number}'
@@ -233,6 +244,8 @@ class _Source:
         return f'"batch":{task - first},"epoch":{epoch}'
 
     def _epoch_of(self, task: int) -> tuple[int, int]:
-        """Returns the epoch of a task, from 0, and the first task of it."""
+        """Returns the epoch of a task, counted from 0, and the first task of that epoch."""
         at = bisect.bisect_right(self._tasks, task) - 1
-        return (self.earlier, 0) if at < 0 else (self.earlier + max(self._epochs[at] - 1, 0), self._tasks[at])
+        return (
+            (self.epochs_before, 0) if at < 0 else (self.epochs_before + max(self._epochs[at] - 1, 0), self._tasks[at])
+        )

@@ -1,6 +1,6 @@
-"""The folder of a trace that is being made: records that the extension writes, and the loaders that they belong to.
+"""The folder of a trace in progress. It has the records, which the extension writes, and a list of the loaders.
 
-A program that is killed leaves it, beside where the trace would be. `rustloader trace merge` reads it.
+The folder is next to the file of the trace, and remains if the program is killed. `rustloader trace merge` reads it.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from rustloader._core import TraceSink
 from rustloader.system import local_ranks
 
 ABOUT, _LOADERS = "about.json", "loaders.jsonl"
-# Version of the records, and of what stands beside them.
+# Version of the format of the folder.
 VERSION = 1
-# A record: the first word has the source (32 bits), the worker, main process or pin thread (24) and the kind (8);
-# then start, length and two numbers.
+# A record: the first word has the source (32 bits), the worker, main process or pin thread (24 bits) and the kind
+# (8 bits). The start, the length and two numbers follow.
 _RECORD = struct.Struct("<5Q")
-_READ = _RECORD.size << 14
-# Timestamps are microseconds from the start of a period of this length, as in torch.profiler's files: a float has room
-# for them.
+_READ_BYTES = _RECORD.size << 14
+# Timestamps are microseconds since the start of a period of this length in nanoseconds, as in torch.profiler's files.
+# That keeps them small enough for a float.
 _PERIOD = 7_889_238 * 10**9
 
 
 def _clocks() -> tuple[int, int]:
-    """Returns the monotonic and the wall clock at the same moment, in nanoseconds."""
+    """Returns the times of the monotonic clock and the wall clock at the same moment, in nanoseconds."""
     reads = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(10)]
     before, wall, after = min(reads, key=lambda read: read[2] - read[0])
     return (before + after) // 2, wall
 
 
 class Spool:
-    """The folder, and the sink that fills it.
+    """The folder, and the sink that writes the records.
 
     Args:
         path: The file of the trace.
-        level: 1 for batches, 2 for samples, too.
-        seconds: Time to keep, or None.
+        level: 1 for batches, 2 for batches and samples.
+        seconds: Length of the time to keep; None to keep all.
     """
 
     def __init__(self, path: str, level: int, seconds: float | None) -> None:
@@ -72,7 +72,7 @@ class Spool:
 
     @property
     def is_ours(self) -> bool:
-        """True if this process has made it."""
+        """True if this process created the folder."""
         return self._pid == os.getpid()
 
     def add(self, group: int, name: str, workers: int) -> int:
@@ -83,7 +83,7 @@ class Spool:
         return self._loaders - 1
 
     def end(self) -> int:
-        """Completes the files. Returns the number of events that are lost."""
+        """Completes the files. Returns the number of lost events."""
         lost, files = self.sink.end()
         self._about["lost"] = lost
         self._about["files"] = [(self._files[number], length) for number, length in files]
@@ -91,14 +91,14 @@ class Spool:
         return lost
 
     def remove(self) -> None:
-        """Removes the folder. Its files give their space back even if forked workers have them open."""
+        """Removes the folder. Frees the space of its files even if forked workers have them open."""
         for name in self._files:
             with contextlib.suppress(OSError):
                 os.truncate(os.path.join(self.folder, name), 0)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self) -> None:
-        # The command's is not there yet when its trace begins.
+        # Read at each write: `rustloader trace` begins the trace before it runs the script.
         main = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
         self._about["script"] = os.path.basename(main)
         name = os.path.join(self.folder, ABOUT)
@@ -108,7 +108,7 @@ class Spool:
 
 
 def _new_folder(path: str, pid: int) -> str:
-    """Makes a folder beside the trace. One that is there belongs to another process, or is what a crash has left."""
+    """Creates a folder next to the trace. An existing one belongs to another process, or remains from a crash."""
     for folder in (f"{path}.spool", f"{path}.{pid}.spool"):
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
@@ -117,11 +117,11 @@ def _new_folder(path: str, pid: int) -> str:
 
 
 def read_about(folder: str) -> dict[str, Any]:
-    """Reads what the records of a spool are about.
+    """Reads the description of a spool's records: the process, its clocks and its loaders.
 
     Raises:
-        ValueError: It is no spool of this version.
-        OSError: It cannot be read.
+        ValueError: The folder is not a spool of this version.
+        OSError: The folder cannot be read.
     """
     with open(os.path.join(folder, ABOUT)) as file:
         about: dict[str, Any] = json.load(file)
@@ -134,11 +134,11 @@ def read_about(folder: str) -> dict[str, Any]:
 
 
 def read_records(folder: str, about: dict[str, Any]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yields the records, as they were written. A program that was killed has not written how long the files are."""
+    """Yields the records in the order of the files. If the program was killed, the lengths of the files are unknown."""
     files = [name for name in ("0", "1") if os.path.exists(os.path.join(folder, name))]
     files.sort(key=lambda name: os.stat(os.path.join(folder, name)).st_mtime_ns)
     for name, length in about.get("files", [(name, sys.maxsize) for name in files]):
         with open(os.path.join(folder, name), "rb") as file:
-            while length > 0 and (data := file.read(min(_READ, length))):
+            while length > 0 and (data := file.read(min(_READ_BYTES, length))):
                 length -= len(data)
                 yield from _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size])

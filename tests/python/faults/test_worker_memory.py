@@ -117,15 +117,15 @@ def test_batches_that_wait_in_the_arena_are_not_private():
     assert wait_until(lambda: rustloader.stats(iterator).workers[0].tasks >= 6)
     stats = rustloader.stats(iterator)
     assert stats.arena.warm_bytes >= 4 * 32 * MIB
-    assert memory.own(stats.workers[0].pid) < 64 * MIB
+    assert memory.private_bytes(stats.workers[0].pid) < 64 * MIB
     assert stats.workers[0].private_bytes is None or stats.workers[0].private_bytes < 64 * MIB
 
 
 def test_a_process_that_is_gone_has_no_memory(monkeypatch):
-    assert memory.own(2**22 + 1) is None and procfs.rollup(2**22 + 1) == {}
-    assert memory.own(os.getpid()) > MIB
+    assert memory.private_bytes(2**22 + 1) is None and procfs.rollup(2**22 + 1) == {}
+    assert memory.private_bytes(os.getpid()) > MIB
     monkeypatch.setattr(procfs, "read", lambda path: None)
-    assert memory.own(os.getpid()) is None
+    assert memory.private_bytes(os.getpid()) is None
 
 
 # When memory is read
@@ -137,7 +137,7 @@ class Kernel:
     def __init__(self, monkeypatch):
         self.now, self.faults, self.own, self.read = 0.0, {}, {}, []
         monkeypatch.setattr(memory, "_faulted", lambda pid, start=None: self.faults.get(pid))
-        monkeypatch.setattr(memory, "own", self.reading)
+        monkeypatch.setattr(memory, "private_bytes", self.reading)
         monkeypatch.setattr(memory.time, "monotonic", lambda: self.now)
 
     def reading(self, pid):
@@ -339,9 +339,9 @@ def grown(**more):
 
 def test_the_verdict_names_the_attribute():
     text = (
-        "A worker has up to 312 MB of memory of its own; each copies the Python objects of dataset.a "
-        "(a list of 1,000,000 items, about 57.0 MB): set dataset.a = rustloader.share(dataset.a) before the loader is "
-        "made."
+        "Workers have up to 312 MB of private memory each, with copies of the Python objects of dataset.a "
+        "(a list of 1,000,000 items, about 57.0 MB): set dataset.a = rustloader.share(dataset.a) before creating the "
+        "loader."
     )
     verdict = grown().verdict()
     assert verdict.kind == "too_few" and verdict.sentence == f"Too few batches to tell; ask again after 20. {text}"

@@ -352,7 +352,7 @@ def test_memory_is_read_from_workers_that_run(persistent, decisions, monkeypatch
         asked.append(pid)
         return (1 << 30) * len(asked)
 
-    monkeypatch.setattr(tuner, "own", private)
+    monkeypatch.setattr(tuner, "private_bytes", private)
     monkeypatch.setattr(arguments, "memory_left", lambda: 9 << 30)
     loader = DataLoader(Numbers(N), num_workers="auto", persistent_workers=persistent)
     list(loader)
@@ -369,7 +369,7 @@ def test_memory_is_read_for_a_part_of_the_time(monkeypatch):
         asked.append(pid)
         return 1 << 30
 
-    monkeypatch.setattr(tuner, "own", own)
+    monkeypatch.setattr(tuner, "private_bytes", own)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr(arguments, "memory_left", lambda: 9 << 30)
     mine = tuner.Tuner(2)
@@ -382,7 +382,7 @@ def test_memory_is_read_for_a_part_of_the_time(monkeypatch):
 def test_pages_of_the_arena_are_no_memory_of_a_worker(decisions, monkeypatch):
     """Those that the main process has not touched count as private to the kernel."""
     taken = []
-    monkeypatch.setattr(tuner, "own", lambda pid: taken.append((private(pid), memory.own(pid))))
+    monkeypatch.setattr(tuner, "private_bytes", lambda pid: taken.append((private(pid), memory.private_bytes(pid))))
     monkeypatch.setattr(tuner, "_WORKERS_READ", 1)
     loader = DataLoader(Frames(), num_workers="auto", batch_size=None)
     batches = list(loader)
@@ -400,7 +400,7 @@ def test_private_memory_of_a_process():
 
 
 def test_a_dataset_says_how_many_shards_it_has(decisions, monkeypatch):
-    monkeypatch.setattr(tuner, "own", lambda pid: None)
+    monkeypatch.setattr(tuner, "private_bytes", lambda pid: None)
     loader = DataLoader(Sharded(N), num_workers="auto", batch_size=2)
     list(loader)
     list(loader)
@@ -408,7 +408,7 @@ def test_a_dataset_says_how_many_shards_it_has(decisions, monkeypatch):
 
 
 def test_workers_without_data_count(decisions, monkeypatch):
-    monkeypatch.setattr(tuner, "own", lambda pid: None)
+    monkeypatch.setattr(tuner, "private_bytes", lambda pid: None)
     decisions.counts = [5]
     loader = DataLoader(ForThree(N), num_workers="auto")
     for _ in range(3):

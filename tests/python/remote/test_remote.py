@@ -495,9 +495,9 @@ def test_the_memory_of_a_worker_elsewhere_is_unknown(tmp_path):
 @pytest.mark.parametrize("persistent", [False, True])
 def test_pids_of_workers_elsewhere_are_no_pids_here(tmp_path, monkeypatch, persistent):
     asked = []
-    monkeypatch.setattr(tuner, "own", asked.append)
+    monkeypatch.setattr(tuner, "private_bytes", asked.append)
     side = Side("loaders:make", "rustloader")
-    side.note = lambda name, value: asked.append(value)
+    side.send_note = lambda name, value: asked.append(value)
     side.loader = rustloader.DataLoader(
         Noisy(),
         num_workers="auto",
@@ -506,7 +506,7 @@ def test_pids_of_workers_elsewhere_are_no_pids_here(tmp_path, monkeypatch, persi
     )
     for _ in range(2):
         iterator = iter(side.loader)
-        side.began(iterator)
+        side.on_start(iterator)
         assert len(list(iterator)) == 60
     assert asked == []
 

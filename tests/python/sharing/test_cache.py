@@ -844,7 +844,7 @@ def test_the_verdict_on_a_dataset_names_the_cache():
     all_of_it = sentence(CacheEstimate(12 * 10**9, 81 * 10**9))
     assert f"A cache of 12.0 GB would hold all samples (81.0 GB are free), {later}" in all_of_it
     half_of_it = sentence(CacheEstimate(12 * 10**9, 6 * 10**9))
-    assert f"A cache of 6.0 GB would hold 50% of the samples (6.0 GB are free), {later}2:" in half_of_it
+    assert f"A cache of 6.0 GB would hold 50% of the samples (6.0 GB are free), {later}2 of the time:" in half_of_it
     assert "cache(" not in sentence(None) and "cache(" not in sentence(CacheEstimate(12 * 10**9, 10**9))
 
 

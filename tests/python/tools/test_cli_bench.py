@@ -147,7 +147,7 @@ def test_a_loader_is_measured_on_both_engines(folder, capsys):
     assert rows[""] == ["torch", "rustloader", "ratio"]
     for name in ("batches/s", "MB/s", "CPU per batch", "first batch", "memory"):
         assert name in rows, out
-    assert "Too few to tell: 2 epochs of each engine, and it takes at least 3.\n" in out
+    assert "Too few to tell: 2 epochs of each engine, and at least 3 are needed.\n" in out
     assert "Verdict on rustloader's iterator: " in out and "--step" not in out
     assert max(map(len, lines[1:])) <= 100
     assert "the user's own words" not in out
@@ -288,7 +288,7 @@ def test_a_cache_is_measured(folder, capsys):
 def test_a_dataset_that_needs_a_worker_is_measured_all_the_same(folder, capsys):
     status, out, err = run("loaders.py:sharded", "--epochs", "1", capsys=capsys)
     assert status == 0, err
-    assert "Without workers nothing was measured: with torch's iterator: AttributeError: " in out
+    assert "torch's own loop, without workers, could not be measured: with torch's iterator: AttributeError: " in out
 
 
 @pytest.mark.timeout(LONG)
@@ -394,7 +394,7 @@ def test_a_loader_that_hangs_is_given_up(engine, folder, monkeypatch):
 @pytest.mark.timeout(LONG)
 def test_a_worker_whose_death_goes_unnoticed_is_named(folder, monkeypatch):
     """As if torch's next() never returned: here the main process is in a step."""
-    monkeypatch.setattr(probes, "UNNOTICED", 0.1)
+    monkeypatch.setattr(probes, "UNNOTICED_SECONDS", 0.1)
     side = BenchSide("loaders.py:exiting", "rustloader")
     with probes.Probe(side, 300.0) as process:
         process.ask("about")

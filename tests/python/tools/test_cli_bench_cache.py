@@ -66,7 +66,9 @@ def test_a_random_dataset_is_named():
 
 def test_too_few_epochs_have_no_gain():
     text = gain(100.0, 1000.0, epochs=2).text(a_point(2, (10.0,), (100.0,) * 2).rustloader)
-    assert text.startswith("Too few to tell what a cache gains: 2 epochs of each engine") and "x" not in text.split()[0]
+    assert (
+        text.startswith("Too few to tell the gain from a cache: 2 epochs of each engine") and "x" not in text.split()[0]
+    )
     assert "as fast" not in text and "fit: 12.0 GB are allowed" in text
 
 
@@ -114,7 +116,7 @@ def side(factory, tmp_path, monkeypatch, memory=1 << 23):
     monkeypatch.delitem(sys.modules, "cached_loaders", raising=False)
     (tmp_path / "cached_loaders.py").write_text(LOADERS)
     made = BenchSide("cached_loaders.py:" + factory, "cached", cache=memory)
-    made.note = lambda name, value: None
+    made.send_note = lambda name, value: None
     made.about()
     return made
 
@@ -169,8 +171,8 @@ def test_images_that_leave_much_smaller_than_they_are_decoded():
 
     sizes = [(4000, 3000), (3000, 4000), (4000, 3000)]
     assert images.advice(sizes, (224, 224), measure) == (
-        "Images of 4000 x 3000 are decoded and leave as 224 x 224: Pillow's `draft` or a scaled decode would be about "
-        "6x as fast."
+        "Images of 4000 x 3000 are decoded and reduced to 224 x 224: Pillow's `draft` or a scaled decode would be "
+        "about 6x as fast."
     )
     assert asked == [((4000, 3000), (448, 448))]
     for decoded, kept in (([], (224, 224)), (sizes, None), ([(1000, 750)], (224, 224)), (sizes, (2000, 1500))):
@@ -218,7 +220,7 @@ def test_the_first_images_are_noted_and_then_nothing_is_replaced():
 
 def test_a_worker_without_pillow_notes_nothing(tmp_path, monkeypatch):
     called = []
-    noted = images.Noted(str(tmp_path / "sizes"), called.append)
+    noted = images.SizeRecorder(str(tmp_path / "sizes"), called.append)
     monkeypatch.delitem(sys.modules, "PIL.Image", raising=False)
     noted(3)
     noted.read()
@@ -232,7 +234,7 @@ def test_a_worker_without_pillow_notes_nothing(tmp_path, monkeypatch):
     (tmp_path / "sizes").unlink()
     tmp_path.rename(tmp_path.with_name("elsewhere"))
     plugin.JpegImageFile((40, 30)).load()  # of a persistent worker, after the first pass
-    assert noted.sizes == [(40, 30)] and pickle.loads(pickle.dumps(images.Noted("a", None)))._path == "a"
+    assert noted.sizes == [(40, 30)] and pickle.loads(pickle.dumps(images.SizeRecorder("a", None)))._path == "a"
 
 
 PHOTOGRAPHS = """
@@ -262,13 +264,13 @@ def test_the_warm_up_notes_images(method, tmp_path, monkeypatch):
     (tmp_path / f"photographs_{method}.py").write_text(PHOTOGRAPHS.replace("METHOD", method))
     monkeypatch.syspath_prepend(str(tmp_path))
     made = BenchSide(f"photographs_{method}:loader", "rustloader")
-    made.note = lambda name, value: None
+    made.send_note = lambda name, value: None
     made.about()
     for number, weigh in ((0, True), (1, False)):
         made.run(number, passes.Limits(None, 60.0), weigh)
     monkeypatch.setattr(rustloader.Stats, "verdict", lambda self: rustloader.Verdict("dataset", "It limits.", "..."))
     verdict = made.verdict()
-    assert verdict["images"].startswith("Images of 600 x 400 are decoded and leave as 32 x 32: ")
+    assert verdict["images"].startswith("Images of 600 x 400 are decoded and reduced to 32 x 32: ")
     assert made.loader.worker_init_fn is None
     assert verdict["judged"].step_seconds == 0.0 < verdict["stats"]["step_seconds"]
 

@@ -20,7 +20,7 @@ if rustloader is not None:
     from rustloader.tools.bench import passes, timeline
     from rustloader.tools.harness import memory
     from rustloader.tools.harness.machine import cpu_seconds
-    from rustloader.tools.probe.deaths import death
+    from rustloader.tools.probe.deaths import describe_death
     from rustloader.tools.probe.leaves import nbytes
     from rustloader.tools.probe.side import ENGINES
 
@@ -46,7 +46,7 @@ def test_a_pass_ends_where_it_should(engine, options):
     persistent = options.pop("persistent", False)
     loader = torch.utils.data.DataLoader(Numbers(12), batch_size=2, persistent_workers=persistent, **options)
     with ENGINES[engine]():
-        whole = passes.run_pass(loader, passes.Limits(None, 60.0), weigh=nbytes)
+        whole = passes.run_pass(loader, passes.Limits(None, 60.0), count_bytes=nbytes)
         part = passes.run_pass(loader, passes.Limits(3, 60.0, step=0.001))
         short = passes.run_pass(loader, passes.Limits(None, 1e-9))
     assert (whole.batches, whole.complete, whole.batch_bytes) == (6, True, 2 * (8 + 3))
@@ -115,15 +115,15 @@ class Watcher:
     def __init__(self):
         self.heard = []
 
-    def began(self, iterator):
+    def on_start(self, iterator):
         self.heard.append(("began", len(iterator._workers)))
         self.workers = list(iterator._workers)
 
-    def beat(self):
+    def on_progress(self):
         self.heard.append(("beat", None))
 
-    def failed(self, error):
-        self.heard.append(("failed", death(self.workers, error)))
+    def on_error(self, error):
+        self.heard.append(("failed", describe_death(self.workers, error)))
 
 
 @pytest.mark.parametrize("engine", ["torch", "rustloader"])
@@ -205,9 +205,9 @@ def test_memory_counts_each_page_once(tmp_path):
         more = (memory.used(holder.pid) - memory.used(plain.pid)) / (1 << 20)
         assert 55 < more < 70
         peak = memory.Peak(holder.pid)
-        peak.look()
-        peak.look()
-        assert peak.looks == 1 and peak.bytes >= 55 << 20
+        peak.sample()
+        peak.sample()
+        assert peak.samples == 1 and peak.bytes >= 55 << 20
     finally:
         for process in (holder, plain):
             os.killpg(process.pid, signal.SIGKILL)
@@ -271,7 +271,7 @@ def test_the_picture(step):
     assert ("main: training step" in words) == bool(step) and "worker: collate" not in words
     assert {line.get_label() for line in rates.get_lines()} >= {"torch", "rustloader"}
     assert "Recommended num_workers: 1 with torch and 20 with rustloader" in rates.get_title("left")
-    assert "What torch's workers send is not shown" in figure.get_supxlabel()
+    assert "Sending by torch's workers is not shown" in figure.get_supxlabel()
     assert [tick for tick in rates.get_xticks()] == [1, 20]
     assert len(draw("x", points[1:], {}, timelines, step).axes) == 2
     (rates,) = draw("x", points, {"torch": Choice(None), "rustloader": Choice(None)}, {}, step).axes

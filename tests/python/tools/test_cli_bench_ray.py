@@ -14,15 +14,15 @@ from test_cli_bench_results import a_point, options, summary
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader.tools.bench import command, elsewhere, plan
-    from rustloader.tools.bench.elsewhere import Cluster, Price
+    from rustloader.tools.bench import command, plan, ray_cluster
+    from rustloader.tools.bench.ray_cluster import Cluster, Price
     from rustloader.tools.probe.factory import Unusable
 
 
 def test_without_ray_it_says_how_to_install_it(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    monkeypatch.setattr(elsewhere.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ray_cluster.importlib.util, "find_spec", lambda name: None)
     assert command.main(options("--ray")) == 2
     assert capsys.readouterr().err == "rustloader bench: --ray needs Ray: pip install rustloader[ray]\n"
 
@@ -37,13 +37,13 @@ def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch, address):
     if address != "auto":
         monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(Unusable) as caught:
-        elsewhere.connect()
+        ray_cluster.connect()
     text = str(caught.value)
     # Ray would end the process if nothing listens at an address.
     reason = "Could not find any running Ray instance." if address == "auto" else "[Errno 111] Connection refused"
     assert text == (
         f"--ray: no Ray cluster answers at {address}: {reason}\n"
-        "  start one (`ray start --head`), or name one by RAY_ADDRESS"
+        "  start one (`ray start --head`), or name one in RAY_ADDRESS"
     )
 
 
@@ -62,7 +62,7 @@ def test_each_engine_has_workers_of_its_own(monkeypatch, tmp_path):
         (None, "rustloader", None),
     ):
         loader = torch.utils.data.DataLoader([1], num_workers=1, multiprocessing_context=given)
-        elsewhere.give_workers(loader, engine)
+        ray_cluster.give_workers(loader, engine)
         kept = given if engine == "ray" and expected is None else expected
         assert loader.multiprocessing_context is kept
 
@@ -75,9 +75,9 @@ def test_what_a_file_defines_is_sent_by_value(monkeypatch, tmp_path):
     module = types.ModuleType("loaders_of_a_file")
     monkeypatch.setitem(sys.modules, "loaders_of_a_file", module)
     (tmp_path / "loaders_of_a_file.py").touch()
-    elsewhere.carry("some.package:make_loader")
+    ray_cluster.send_by_value("some.package:make_loader")
     assert sent == []
-    elsewhere.carry(f"{tmp_path / 'loaders_of_a_file.py'}:make_loader")
+    ray_cluster.send_by_value(f"{tmp_path / 'loaders_of_a_file.py'}:make_loader")
     assert sent == [module]
 
 
@@ -136,37 +136,43 @@ def fake(monkeypatch):
         monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
         return ray
 
-    monkeypatch.setattr(elsewhere, "_LINK_SECONDS", 0.05)
+    monkeypatch.setattr(ray_cluster, "_LINK_SECONDS", 0.05)
     return make
 
 
 def test_the_link_is_measured_from_another_node(fake):
     ray = fake({"gone": False, "here": True, "far": True})
-    found = Cluster(**elsewhere.measure())
+    found = Cluster(**ray_cluster.measure_cluster())
     assert ray.places == ["far"] and (found.cpus, found.nodes) == (6.0, 1)
-    assert found.link > elsewhere._PIECE
+    assert found.link > ray_cluster._CHUNK_BYTES
     ray = fake({"here": True})
-    assert elsewhere.measure()["nodes"] == 0 and ray.places == ["here"]
+    assert ray_cluster.measure_cluster()["nodes"] == 0 and ray.places == ["here"]
 
 
 def test_a_node_that_cannot_send_is_an_error_and_no_hang(fake):
     ray = fake({"here": True})
     ray.error = RuntimeError("the node is gone")
     with pytest.raises(RuntimeError, match="the node is gone"):
-        elsewhere.measure()
+        ray_cluster.measure_cluster()
 
 
 # 9.6 MB at 320 ms: over 1.2 GB/s a batch takes 8 ms, so the link replaces 40 cores.
 @pytest.mark.parametrize(
     ("cores", "cpus", "link", "nodes", "text"),
     [
-        (8, 32, 1.2e9, 1, "Workers on the cluster pay from 9 of them on, and gain up to 32: 32 CPUs are free"),
-        (8, 100, 1.2e9, 1, "Workers on the cluster pay from 9 of them on, and gain up to 40: 100 CPUs are free"),
-        (39, 64, 1.2e9, 1, "pay from 40 of them on, and gain up to 40"),
-        (40, 64, 1.2e9, 1, "do not pay: the link carries no more than 40 cores here make."),
-        (8, 8, 1.2e9, 1, "do not pay: 8 CPUs are free in the cluster, no more than the 8 cores here."),
-        (8, 32, 0.12e9, 1, "do not pay: the link carries no more than 8 cores here make."),
-        (2, 4, 1.2e9, 0, "It has no node but this machine, so the link is the loopback"),
+        (8, 32, 1.2e9, 1, "At least 9 workers on the cluster pay off, and up to 32 help: 32 CPUs are free"),
+        (8, 100, 1.2e9, 1, "At least 9 workers on the cluster pay off, and up to 40 help: 100 CPUs are free"),
+        (39, 64, 1.2e9, 1, "At least 40 workers on the cluster pay off, and up to 40 help"),
+        (40, 64, 1.2e9, 1, "do not pay off: the link carries no more than 40 cores here make."),
+        (8, 8, 1.2e9, 1, "do not pay off: 8 CPUs are free in the cluster, no more than the 8 cores here."),
+        (8, 32, 0.12e9, 1, "do not pay off: the link carries no more than 8 cores here make."),
+        (
+            2,
+            4,
+            1.2e9,
+            0,
+            "The cluster is only this machine, so its CPUs are the cores here, and the link is the loopback",
+        ),
     ],
 )
 def test_when_workers_elsewhere_pay(cores, cpus, link, nodes, text):
@@ -202,7 +208,7 @@ def test_the_plan_and_the_result_name_the_third_engine():
     lines = found.text().splitlines()
     (row,) = [line for line in lines if line.startswith("2 workers ") and "33.0" in line]
     assert row.split()[2:5] == ["33.0", "66.0", "2.00x"]
-    assert "Workers on the cluster pay from 9" in " ".join(found.text().split()) and max(map(len, lines)) <= 100
+    assert "At least 9 workers on the cluster pay off" in " ".join(found.text().split()) and max(map(len, lines)) <= 100
     (result,) = json.loads(json.dumps(found.as_dict()))["results"]
     assert result["ray"]["batches_per_second"] == 66.0 and result["price"]["pays"] is True
     # Without --ray there is no word of it.

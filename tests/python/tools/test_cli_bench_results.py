@@ -74,8 +74,8 @@ def test_verdicts_of_comparisons(theirs, ours, verdict):
 def test_few_batches_have_no_winner():
     assert compared((10, 11, 12), (30, 33, 36), 50).verdict == "faster"
     few = compared((10, 11, 12), (30, 33, 36), 49)
-    assert few.verdict == "too few to tell" and not few.decided
-    assert str(few) == "Too few to tell: 49 batches of each engine, and it takes at least 50."
+    assert few.verdict == "too few to tell" and not few.is_decided
+    assert str(few) == "Too few to tell: 49 batches of each engine, and at least 50 are needed."
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_few_batches_have_no_winner():
         ((10, 11, 12), (30, 33, 36), "3.00x as fast as torch (between 3.00x and 3.00x; 3 pairs of epochs, 75% confid"),
         ((10, 11, 12), (5, 5.5, 6), "rustloader is slower: 0.50x as fast as torch (between 0.50x and 0.50x; 3 pairs"),
         ((10, 11, 12), (10, 11, 12), "No measurable difference: rustloader is 1.00x as fast as torch (between 1.00x"),
-        ((10,), (30,), "Too few to tell: 1 epoch of each engine, and it takes at least 3."),
+        ((10,), (30,), "Too few to tell: 1 epoch of each engine, and at least 3 are needed."),
         ((10, 11, 14), (12, 13, 15), "Too few to tell: rustloader was faster in most pairs of epochs, but the rates"),
         (
             (10, 20, 30),
@@ -98,11 +98,11 @@ def test_sentences_of_comparisons(theirs, ours, words):
 
 
 def test_measuring_goes_on_until_the_interval_is_small_or_clear():
-    assert not compared([10.0] * 5, [30.0] * 5).decided  # below 95 %
-    assert compared([10.0] * 6, [30.0] * 6).decided
-    assert compared([10.0] * 6, [20.0, 30.0] * 3).decided  # wide, but clearly away from 1
-    assert compared([10.0] * 6, [10.0, 10.5] * 3).decided  # narrow about 1
-    assert not compared([10.0] * 6, [10.0, 12.0] * 3).decided
+    assert not compared([10.0] * 5, [30.0] * 5).is_decided  # below 95 %
+    assert compared([10.0] * 6, [30.0] * 6).is_decided
+    assert compared([10.0] * 6, [20.0, 30.0] * 3).is_decided  # wide, but clearly away from 1
+    assert compared([10.0] * 6, [10.0, 10.5] * 3).is_decided  # narrow about 1
+    assert not compared([10.0] * 6, [10.0, 12.0] * 3).is_decided
 
 
 def outcome(rng, effect, noise, most):
@@ -112,7 +112,7 @@ def outcome(rng, effect, noise, most):
         theirs.append(rng.lognormvariate(0, noise))
         ours.append(effect * rng.lognormvariate(0, noise))
         found = comparison.compare(theirs, ours, 100 * pairs)
-        if found.decided:
+        if found.is_decided:
             break
     return found.verdict
 
@@ -136,10 +136,10 @@ def test_a_difference_is_found():
 
 def test_only_rates_of_one_kind_are_compared():
     one, other = a_point(1, (10,), (20,)), a_point(2, (10,), (20,))
-    results.settle([one, other])
+    results.make_comparable([one, other])
     assert [one.torch.rate, one.rustloader.rate, one.torch.median("cpu_seconds_per_batch")] == [20, 40, 0.001]
     other.torch.passes.append(a_pass(10, steady_batches_per_second=None))
-    results.settle([one, other])
+    results.make_comparable([one, other])
     assert [one.torch.rate, one.rustloader.rate, one.torch.median("cpu_seconds_per_batch")] == [10, 20, 0.002]
 
 
@@ -151,10 +151,10 @@ def test_the_ratio_of_the_rates_is_that_of_the_pairs():
 
 def test_a_loader_that_mostly_starts_is_told_so():
     short = results.SideRates([a_pass(100, first_batch_seconds=0.9)] * 3)
-    assert results.starting(short)["kind"] == "starting"
-    assert "persistent_workers=True" in results.starting(short)["sentence"]
-    assert results.starting(results.SideRates([a_pass(100, first_batch_seconds=0.4)] * 3)) == {}
-    assert results.starting(results.SideRates([a_pass(100, first_batch_seconds=0.9, complete=False)] * 3)) == {}
+    assert results.starting_verdict(short)["kind"] == "starting"
+    assert "persistent_workers=True" in results.starting_verdict(short)["sentence"]
+    assert results.starting_verdict(results.SideRates([a_pass(100, first_batch_seconds=0.4)] * 3)) == {}
+    assert results.starting_verdict(results.SideRates([a_pass(100, first_batch_seconds=0.9, complete=False)] * 3)) == {}
 
 
 # Recommendations
@@ -258,7 +258,7 @@ def test_torch_has_one_measurement_for_each_number_of_workers():
     points = [*with_options([(1.0, 1, 1)] * 2), *with_options([(2.0, 2, 2)] * 2, workers=4)]
     points[1].torch.passes = points[1].torch.passes[:2]
     assert recommendation.recommend(points, "torch", 8).setting == Setting(2)
-    assert [(point.workers, len(point.torch.passes), point.options) for point in results.merged(points)] == [
+    assert [(point.workers, len(point.torch.passes), point.options) for point in results.merge_by_workers(points)] == [
         (2, 5, ()),
         (4, 6, ()),
     ]
@@ -429,7 +429,7 @@ def test_the_summary_of_swept_options():
     recommended = "Recommended with rustloader: num_workers=2, dispatch='shared_queue', worker_threads=4."
     assert recommended in lines and not any("with torch" in line for line in lines)
     assert "With 2 workers, dispatch=shared_queue, worker_threads=4:" in lines and max(map(len, lines)) <= 100
-    assert "among settings with as many workers the first one as given." in " ".join(found.text().split())
+    assert "among settings with the same number of workers, the first one given." in " ".join(found.text().split())
     said = json.loads(json.dumps(found.as_dict()))
     options = [{"dispatch": name, "worker_threads": 4} for name in ("round_robin", "shared_queue")]
     assert [one["options"] for one in said["results"]] == options
@@ -441,7 +441,7 @@ def test_without_swept_options_nothing_names_them():
     points = [a_point(count, (10.0, 11, 12), (30.0, 33, 36), verdict=VERDICT) for count in (1, 2)]
     choices = {engine: recommendation.recommend(points, engine, 2) for engine in ("torch", "rustloader")}
     found = summary(points, "--workers", "1,2", choices=choices)
-    assert "as given" not in found.text() and "options" not in found.as_dict()["recommendation"]
+    assert "first one given" not in found.text() and "options" not in found.as_dict()["recommendation"]
     assert all("options" not in one for one in found.as_dict()["results"])
 
 
@@ -473,16 +473,16 @@ def words_of(found):
 def test_torchs_own_loop_is_beside_both_loaders():
     """As seen: 6.4x torch with workers, where no workers at all were 2.4x as fast still."""
     point = a_point(2, (10.0, 11, 12), (64.0, 65, 66), verdict=VERDICT)
-    faster = "Without workers torch is 2.40x as fast as the faster of these: use num_workers=0"
+    faster = "Without workers, torch is 2.40x as fast as the faster loader with workers: use num_workers=0"
     assert f"{faster}, or measure with --step SECONDS." in words_of(summary([alone(155.0, 156, 157), point]))
     assert f"{faster}." in words_of(summary([alone(155.0, 156, 157), point], "--step", "0.1"))
     slower = words_of(summary([alone(6.0, 6.5, 7), point]))
-    assert "Without workers torch makes 6.50 batches/s, 0.10x the faster of these." in slower
+    assert "Without workers, torch makes 6.50 batches/s, 0.10x the rate of the faster loader with workers." in slower
     assert "use num_workers=0" not in words_of(summary([alone(60.0, 66, 72), point]))
     assert "Without workers" not in words_of(summary([alone(155.0, 156), point]))
     given = options()
     found = Summary(given, plan.BenchPlan(given), ABOUT, [point], {}, "KeyError: 'worker'")
-    assert "Without workers nothing was measured: KeyError: 'worker'" in words_of(found)
+    assert "torch's own loop, without workers, could not be measured: KeyError: 'worker'" in words_of(found)
 
 
 def test_a_sweep_has_the_sentence_only_where_workers_cost():
@@ -558,7 +558,7 @@ def test_a_verdict_advises_no_workers_that_were_measured_and_are_slower():
     assert before.workers_needed == 2 and "Use num_workers=2" in before.sentence
     for rates, needed in (((20.0, 21, 22), None), ((30.0, 33, 36), None), ((60.0, 61, 62), 2)):
         one.verdict = dataclasses.asdict(before)
-        results.judge_again([one, a_point(2, (10.0, 11, 12), rates)])
+        results.revise_verdicts([one, a_point(2, (10.0, 11, 12), rates)])
         assert one.verdict["workers_needed"] == needed
         assert ("More workers were measured, and do not help." in one.verdict["sentence"]) == (needed is None)
         assert ("num_workers=2" in one.verdict["sentence"]) == (needed is not None)
@@ -627,7 +627,7 @@ def test_every_combination_is_a_setting():
     assert plan.BenchPlan(options(*arguments, "--epochs", "3")).steps == 4 * (1 + 2 * 8)
     assert plan.BenchPlan(options()).settings == [Setting(None), Setting(0)]
     lines = (arguments, (), ("--workers", "0,1"), ("--workers", "1,2"))
-    asked = [plan.BenchPlan(options(*line)).asked for line in lines]
+    asked = [plan.BenchPlan(options(*line)).requested for line in lines]
     assert asked == [9, 1, 2, 2]
     assert [str(setting) for setting in (Setting(None), Setting(1), combined[1])] == [
         "",
@@ -643,20 +643,20 @@ def test_steps_of_a_fixed_number_of_epochs():
 
 
 def test_measuring_ends_when_the_result_is_clear_or_the_budget_spent(monkeypatch):
-    """``_goes_on`` by pairs so far, seconds left, and seconds of the longest pair."""
+    """``_needs_more`` by pairs so far, seconds left, and seconds of the longest pair."""
     run = command._Bench(options())
     clear, unclear = a_point(2, [10.0] * 6, [30.0] * 6), a_point(2, [10.0] * 6, [10.0, 14.0] * 3)
-    assert run._goes_on(results.Point(2), 0, -1.0, 0.0)  # one pair in any case
-    assert not run._goes_on(clear, 6, 50.0, 5.0)
-    assert run._goes_on(unclear, 6, 50.0, 5.0)
-    assert not run._goes_on(unclear, 6, 4.0, 5.0)  # the next pair would not fit
+    assert run._needs_more(results.Point(2), 0, -1.0, 0.0)  # one pair in any case
+    assert not run._needs_more(clear, 6, 50.0, 5.0)
+    assert run._needs_more(unclear, 6, 50.0, 5.0)
+    assert not run._needs_more(unclear, 6, 4.0, 5.0)  # the next pair would not fit
     few = a_point(2, [10.0] * 6, [30.0] * 6, batches=4)
-    assert run._goes_on(few, 6, 0.1, 5.0) and not run._goes_on(few, 6, 0.0, 5.0)
+    assert run._needs_more(few, 6, 0.1, 5.0) and not run._needs_more(few, 6, 0.0, 5.0)
     alone = a_point(0, [10.0] * 6, [])
     alone.rustloader = alone.torch
-    assert not run._goes_on(alone, 6, 50.0, 5.0)
+    assert not run._needs_more(alone, 6, 50.0, 5.0)
     fixed = command._Bench(options("--epochs", "2"))
-    assert fixed._goes_on(unclear, 1, 0.0, 5.0) and not fixed._goes_on(unclear, 2, 50.0, 5.0)
+    assert fixed._needs_more(unclear, 1, 0.0, 5.0) and not fixed._needs_more(unclear, 2, 50.0, 5.0)
 
 
 def test_torchs_own_loop_alone_is_answered_with_what_to_do():
@@ -664,7 +664,7 @@ def test_torchs_own_loop_alone_is_answered_with_what_to_do():
         plan.BenchPlan(options("--workers", "0"))
     assert str(raised.value) == (
         "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
-        "Measure it beside a loader with workers: --workers 0,2"
+        "Measure it together with a loader with workers: --workers 0,2"
     )
 
 

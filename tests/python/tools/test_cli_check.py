@@ -334,8 +334,8 @@ def test_the_first_death_ends_it(name, told, check):
     ],
 )
 def test_a_worker_that_no_iterator_knows_is_named_by_its_pid(text, told):
-    assert deaths.death([], RuntimeError(f"DataLoader worker {text}")) == told
-    assert deaths.death([], ValueError(f"DataLoader worker {text}")) is None
+    assert deaths.describe_death([], RuntimeError(f"DataLoader worker {text}")) == told
+    assert deaths.describe_death([], ValueError(f"DataLoader worker {text}")) is None
 
 
 def test_a_batch_that_cannot_be_pickled_is_named_and_not_the_wait_for_it(check):

@@ -123,7 +123,7 @@ def test_variables_that_matter(monkeypatch):
             "2 GiB left; 16 GiB available on the machine; 4 GiB left of the cgroup's 8 GiB; 2 GiB left of the address",
             "",
         ),
-        ([], None, "note", "the system does not say", ""),
+        ([], None, "note", "unknown: the system does not report it", ""),
     ],
 )
 def test_the_memory_that_is_left(limits, space, state, found, advice, monkeypatch):

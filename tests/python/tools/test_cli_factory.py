@@ -144,7 +144,7 @@ def test_loaders(place, name, folder):
         ("broken_module.py:f", "No module named 'a_missing_library' (broken_module.py:1 in <module>)"),
         (
             "script.py:f",
-            "failed: it called sys.exit(1) (script.py:2 in <module>)\n  put what runs as a script under `if",
+            "failed: it called sys.exit(1) (script.py:2 in <module>)\n  put the code of the script under `if",
         ),
         ("mistyped.py:f", "the import of mistyped.py failed: SyntaxError: "),
         ("latin.py:f", "the import of latin.py failed: SyntaxError: "),

@@ -130,14 +130,14 @@ def test_batches_that_bench_has_seen(monkeypatch, capsys, tmp_path):
 def test_batches_that_are_not_kept_are_told(tmp_path):
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_cached_size_mb:16"}
     ((found, advice),) = host_allocator.batches(report(tmp_path, 20 * MIB), settings)
-    assert found.endswith("(0% more), made anew for each batch") and "raise pinned_max_cached_size_mb" in advice
+    assert found.endswith("(0% more), allocated again for each batch") and "raise pinned_max_cached_size_mb" in advice
 
 
 def test_a_file_of_something_else_is_an_error(capsys, tmp_path):
     other, missing = tmp_path / "other.json", tmp_path / "none"
     other.write_text("[]")
     for path, text in (
-        (other, f"{other} is not what `rustloader bench --json` prints"),
+        (other, f"{other} is not an output of `rustloader bench --json`"),
         (missing, f"cannot read {missing}: No such file or directory"),
     ):
         assert cli.main(["doctor", "--bench", os.fspath(path)]) == 2

@@ -163,7 +163,7 @@ def test_once_is_plain_text(tmp_path, capsys):
         assert (status, err) == (0, "") and "\x1b" not in out
         lines = out.splitlines()
         assert lines[0].startswith(f"process {process.pid}: ") and lines[0].endswith("script.py")
-        assert lines[2].startswith("loader 1      train: 2 workers, prefetch_factor=3; made ")
+        assert lines[2].startswith("loader 1      train: 2 workers, prefetch_factor=3; created ")
         for name in ("main", "last", "batches", "memory", "verdict"):
             assert any(line.startswith(f"  {name}") for line in lines), name
         assert lines[-3].split() == "worker pid state batch for fetch cpu coll pack idle memory indices".split()
@@ -266,13 +266,13 @@ def test_pinning_is_shown():
         iterator = iter(loader)
         for _ in range(8):
             next(iterator)
-        (look,) = model.take(os.getpid())
+        (look,) = model.observe(os.getpid())
         assert look.figures.pinning and look.figures.counts.pinned >= 7
         shown = model.Loader(os.getpid(), None, look)
         assert shown.total.pinning.running and shown.total.pinning.seconds > 0 and shown.total.batches == 8
         assert any("pinned" in text for line in view.frame(1, "", [shown], 100) for text, _ in line)
         iterator._shutdown_workers()
-        assert not model.take(os.getpid())
+        assert not model.observe(os.getpid())
 
 
 def test_the_statistics_are_those_that_the_process_itself_gives():
@@ -281,7 +281,7 @@ def test_the_statistics_are_those_that_the_process_itself_gives():
         next(iterator)
     # With what is in flight.
     assert wait_until(lambda: sum(worker.tasks for worker in rustloader.stats(iterator).workers) == 14, STARTED)
-    (look,) = model.take(os.getpid())
+    (look,) = model.observe(os.getpid())
     seen, own = model.Loader(os.getpid(), None, look).total, rustloader.stats(iterator)
     for name in ("num_workers", "iterators", "epochs", "batches", "bytes", "next_seconds", "first_seconds", "copies"):
         assert getattr(seen, name) == getattr(own, name), name
@@ -295,7 +295,7 @@ def test_the_verdict_is_on_the_last_minute_once_there_is_enough_of_it():
         zero = dict.fromkeys(COUNTS, 0) | dict.fromkeys(TIMES, 0.0)
         made = figures(1)
         made.now, made.counts = now, Growing(**(zero | {"epochs": 1, "batches": batches} | counts))
-        return model.Look((1, 2), made, (None,), (model.NOTHING,))
+        return model.Observation((1, 2), made, (None,), (model.NO_TIME,))
 
     # All of the wait lies before the last seconds.
     waited = {"waited_seconds": 1000.0, "next_seconds": 1000.0}
@@ -755,7 +755,7 @@ TIMES = [f"{name}_seconds" for name in "next waited first blocked sampler step p
 
 
 def made_up(workers, stuck=()):
-    look = model.Look((1, 2), figures(workers, stuck), (None,) * workers, (model.NOTHING,) * workers)
+    look = model.Observation((1, 2), figures(workers, stuck), (None,) * workers, (model.NO_TIME,) * workers)
     return model.Loader(os.getpid(), None, look)
 
 
@@ -832,7 +832,7 @@ def test_two_loaders_of_few_workers_fit_a_small_terminal():
 
 def test_memory_is_pss_or_labelled_rss(monkeypatch):
     mine, two = os.getpid(), 2
-    look = model.Look((1, 2), figures(two, ()), (mine,) * two, (model.WorkTime(),) * two)
+    look = model.Observation((1, 2), figures(two, ()), (mine,) * two, (model.WorkTime(),) * two)
     monkeypatch.setattr(procfs, "resident", lambda pid: 500_000_000)
 
     def shown(*pss):
@@ -906,22 +906,22 @@ def test_help_has_examples(capsys):
 
 def test_an_interval_may_be_longer_than_the_time_that_looks_are_kept(monkeypatch):
     looks = iter([SimpleNamespace(key=1, figures=SimpleNamespace(now=now)) for now in (100.0, 190.0, 280.0)])
-    monkeypatch.setattr(command, "take", lambda pid: [next(looks)])
+    monkeypatch.setattr(command, "observe", lambda pid: [next(looks)])
     monkeypatch.setattr(command, "Loader", lambda pid, before, now, earliest: (before, now, earliest))
-    watch = command._Watch(1)
+    watch = command._History(1)
     for now in (100.0, 190.0, 280.0):
         monkeypatch.setattr(command.time, "monotonic", lambda now=now: now)
-        watch.look()
+        watch.observe()
     ((before, now, earliest),) = watch.loaders()
     assert (before.figures.now, now.figures.now, earliest.figures.now) == (190.0, 280.0, 190.0)
 
 
 def test_workers_elsewhere_have_the_verdict_of_workers_elsewhere():
-    look = model.Look((1, 2), figures(2), (None,) * 2, (model.NOTHING,) * 2)
+    look = model.Observation((1, 2), figures(2), (None,) * 2, (model.NO_TIME,) * 2)
     loader = model.Loader(os.getpid(), None, look)
-    assert not verdict._is_remote(model.judged(loader.total, look.figures))
+    assert not verdict._is_remote(model.stats_for_verdict(loader.total, look.figures))
     look.figures.remote = True
-    found = model.judged(loader.total, look.figures).scheduling
+    found = model.stats_for_verdict(loader.total, look.figures).scheduling
     assert found.remote and found.prefetch_factor == 2 and not found.in_order
     with mock.patch.object(model.Stats, "verdict", lambda stats: SimpleNamespace(kind=stats.scheduling.remote)):
         assert loader.verdict[0].kind is True

@@ -186,10 +186,10 @@ def test_counters_never_go_backwards(server):
 def test_a_loader_for_each_epoch_leaves_one_account(server):
     for _ in range(20):
         list(numbers("each", workers=1))
-    (accounts,) = [opening.__self__ for opening in ledger.openings]
+    (accounts,) = [opening.__self__ for opening in ledger.new_ledger_hooks]
     # Only the last one may be open yet, although nothing has asked for the metrics.
     ((_, account),) = [it for it in accounts._by_name.items() if it[0] == "each"]
-    assert len(account.open) == 1
+    assert len(account.entries) == 1
     assert Metrics(server.port).of("batches_total", "each") == 80
 
 
@@ -234,13 +234,13 @@ def test_loaders_from_before_count():
 
 
 def test_a_loader_that_begins_while_others_are_looked_for_counts_once(monkeypatch):
-    known, loader = ledger.of_loaders, numbers("between")
+    known, loader = ledger.loader_ledgers, numbers("between")
 
-    def of_loaders():
+    def loader_ledgers():
         list(loader)
         yield from known()
 
-    monkeypatch.setattr(ledger, "of_loaders", of_loaders)
+    monkeypatch.setattr(ledger, "loader_ledgers", loader_ledgers)
     with rustloader.serve_metrics(port=0) as server:
         assert Metrics(server.port).of("batches_total", "between") == 4
 
@@ -336,7 +336,7 @@ def test_close_frees_the_port_and_follows_no_loader():
     Metrics(server.port)
     server.close()
     server.close()
-    assert refuses(server.port) and not ledger.openings
+    assert refuses(server.port) and not ledger.new_ledger_hooks
     assert repr(server) == "<rustloader.MetricsServer closed>"
     with rustloader.serve_metrics(port=server.port) as again:
         assert again.port == server.port
@@ -348,8 +348,8 @@ def test_a_port_that_is_taken(server):
     assert "A server of this process listens there" in caught.value.__notes__[0]
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError) as caught:
         rustloader.serve_metrics(port=other.getsockname()[1])
-    assert "give each a port of its own, or port=0" in caught.value.__notes__[0]
-    assert len(ledger.openings) == 1
+    assert "give each a different port, or port=0" in caught.value.__notes__[0]
+    assert len(ledger.new_ledger_hooks) == 1
 
 
 def test_a_server_that_the_program_does_not_keep_is_known_to_forks():
@@ -394,7 +394,7 @@ def test_a_forked_child_does_not_serve(server):
         status = 1
         try:
             server.close()
-            assert not ledger.openings and repr(server) == "<rustloader.MetricsServer closed>"
+            assert not ledger.new_ledger_hooks and repr(server) == "<rustloader.MetricsServer closed>"
             # The loop of a child goes on as without metrics.
             assert len(list(numbers("of a child", workers=0))) == 4
             child_end.recv(1)
@@ -661,7 +661,7 @@ def test_without_torch_distributed_the_report_has_this_process():
     with pytest.raises(TypeError, match="takes a DataLoader or its iterator"):
         rustloader.report_ranks(3)
     nothing = rustloader.report_ranks(DataLoader(Numbers(2)))
-    assert nothing.slowest is None and str(nothing).endswith("No rank has had a batch from the engine.")
+    assert nothing.slowest is None and str(nothing).endswith("No rank has received a batch from the engine.")
 
 
 def of(rank, batches, next_seconds, step=1.0, **kw):
@@ -673,7 +673,7 @@ def test_what_a_report_says():
     one = rustloader.RankReport((of(0, 10, 0.01), of(1, 10, 0.02)))
     assert str(one).endswith("No rank's loop waits for its loader: the training step sets the pace.")
     two = rustloader.RankReport((of(0, 10, 1.0), of(1, 10, 1.1, **told)))
-    assert "All ranks wait for their loaders alike, rank 1 the longest: 110 ms per batch" in str(two)
+    assert "All ranks wait for their loaders, rank 1 the longest: 110 ms per batch" in str(two)
     three = rustloader.RankReport((of(0, 10, 0.01), of(1, 10, 2.0, **told)))
     assert str(three).endswith("200 ms per batch in next(), the others 1 ms. Use faster storage.")
     assert rustloader.RankReport((of(0, 10, 2.0, **told),)).slowest.next_seconds_per_batch == 0.2

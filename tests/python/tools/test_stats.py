@@ -464,7 +464,7 @@ def test_the_processor_time_of_an_iterator_that_the_collector_takes():
 def test_processor_time_that_is_not_known_is_none(monkeypatch):
     from rustloader.metrics import cpu_time
 
-    monkeypatch.setattr(cpu_time, "of_process", lambda pid, start: None)
+    monkeypatch.setattr(cpu_time, "time_of_process", lambda pid, start: None)
     loader = trained(DataLoader(Slow(24, long), batch_size=None, num_workers=2), step=SHORT)
     stats = rustloader.stats(loader)
     assert [(worker.cpu_seconds, worker.queued_seconds) for worker in stats.workers] == [(None, None)] * 2

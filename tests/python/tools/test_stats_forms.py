@@ -87,12 +87,12 @@ def test_all_that_is_not_zero_is_printed():
         "  worker 1      100 batches: fetch 4 s (ended)",
         "  slow batch    700 ms on worker 1: [1000, 1001, 1002, 1003, 1004, 1005, ... 256 in all]",
         "  slow batch    300 ms on worker 0: <&>",
-        "  blocking      200 ms of waiting for [8, 9], 300 ms on worker 0",
+        "  blocking      waited 200 ms for [8, 9], which took 300 ms on worker 0",
         "  arena         1.0 kB leased, 2.0 MB warm, 3.0 MB at the peak, 1 block",
         "  copies        1 copy (5.0 kB)",
         "  pickled       2 batches",
         "  pin thread    200 batches in 500 ms",
-        "  to the device 200 batches (3.2 MB) in 500 ms, 75% beside work",
+        "  to the device 200 batches (3.2 MB) in 500 ms, 75% overlapped",
         "  not pinned    it has no pin_memory()",
         "  torch's loop  1 iterator, not in these figures: its dataset is a <DataPipe>",
     ]
@@ -281,13 +281,13 @@ def test_the_processor_time_of_this_process_and_of_none():
     import os
     import time
 
-    time_of = processor.of_process(os.getpid())
+    time_of = processor.time_of_process(os.getpid())
     assert abs(time_of.cpu - sum(os.times()[:4])) < 1 and time_of.queued is not None
     end = time.process_time() + 0.1
     while time.process_time() < end:
         pass
-    assert processor.of_process(os.getpid()).cpu >= time_of.cpu + 0.09
-    assert processor.of_process(2**22 + 1) is None
+    assert processor.time_of_process(os.getpid()).cpu >= time_of.cpu + 0.09
+    assert processor.time_of_process(2**22 + 1) is None
 
 
 def test_ended_children_of_a_worker_count():
@@ -295,34 +295,38 @@ def test_ended_children_of_a_worker_count():
     import subprocess
     import sys
 
-    before = processor.of_process(os.getpid()).cpu
+    before = processor.time_of_process(os.getpid()).cpu
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
-    assert processor.of_process(os.getpid()).cpu >= before + 0.45
+    assert processor.time_of_process(os.getpid()).cpu >= before + 0.45
 
 
 def test_a_number_that_another_process_has_by_now():
     import os
 
-    start = processor.started(os.getpid())
-    assert start and start.isdecimal() and processor.started(2**22 + 1) is None
-    assert processor.of_process(os.getpid(), start) is not None
-    assert processor.of_process(os.getpid(), str(int(start) + 1)) is None
+    start = processor.start_time(os.getpid())
+    assert start and start.isdecimal() and processor.start_time(2**22 + 1) is None
+    assert processor.time_of_process(os.getpid(), start) is not None
+    assert processor.time_of_process(os.getpid(), str(int(start) + 1)) is None
 
 
 def test_time_of_work_is_all_since_the_start():
     figures = types.SimpleNamespace(start_cpu=2.0, start_queued=0.5, fetch=3.0, collate=1.0, pack=0.5, publish=0.25)
-    assert processor.of_work(processor.ProcessorTime(5.0, 0.75), figures) == (3.0, 0.25, 0.0)
-    assert processor.of_work(processor.ProcessorTime(1.9, None), figures) == (0.0, None, 0.0)
-    assert processor.of_work(None, figures) == (None, None, 4.75)
+    assert processor.time_of_work(processor.ProcessorTime(5.0, 0.75), figures) == (3.0, 0.25, 0.0)
+    assert processor.time_of_work(processor.ProcessorTime(1.9, None), figures) == (0.0, None, 0.0)
+    assert processor.time_of_work(None, figures) == (None, None, 4.75)
     # It has not come to its first task.
     figures.start_cpu = 0.0
-    assert processor.of_work(processor.ProcessorTime(1.0, 0.5), figures) == (0.0, 0.0, 0.0)
+    assert processor.time_of_work(processor.ProcessorTime(1.0, 0.5), figures) == (0.0, 0.0, 0.0)
 
 
 def test_sums_of_times_keep_the_unknown_apart():
     known, unknown = processor.WorkTime(1.0, 0.5), processor.WorkTime(unmeasured=4.0)
-    assert processor.total([known, unknown], [unknown, unknown, known]) == [(1.0, 0.5, 4.0), (None, None, 8.0), known]
-    assert processor.total([known], [processor.WorkTime(1.0)]) == [(2.0, None, 0.0)]
+    assert processor.sum_by_worker([known, unknown], [unknown, unknown, known]) == [
+        (1.0, 0.5, 4.0),
+        (None, None, 8.0),
+        known,
+    ]
+    assert processor.sum_by_worker([known], [processor.WorkTime(1.0)]) == [(2.0, None, 0.0)]
 
 
 class Ended:
@@ -363,7 +367,7 @@ def test_a_child_does_not_wait_for_the_ledgers_lock():
     ledger, held, done = ledger_module.Ledger(), threading.Event(), threading.Event()
 
     def hold():
-        with ledger_module._swap:
+        with ledger_module._swap_lock:
             held.set()
             done.wait(60)
 

@@ -234,14 +234,14 @@ def test_the_cores_are_divided_among_main_workers_and_others(monkeypatch):
     monkeypatch.setattr(cpu_time._Moment, "now", lambda: moments.pop(0) if len(moments) > 1 else moments[0])
     monkeypatch.setattr(cores, "usable_cores", lambda: 2)
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(cpu_time, "started", lambda pid: None)
+    monkeypatch.setattr(cpu_time, "start_time", lambda pid: None)
     figures = [cpu_time.WorkTime(0.5, 0.0)] * 2
     monkeypatch.setattr(cpu_time.Workers, "times", lambda self: figures)
     totals = type("Totals", (), {"workers": [type("Worker", (), {"start_cpu": 0.5})] * 2})
     monkeypatch.setattr(cpu_time, "figures_of", lambda meters: totals)
     workers = cpu_time.Workers([1, 2], None)
     assert workers.core_users() == rustloader.CoreUsers(main=0.25, workers=0.1, others=0.55)
-    figures[0] = cpu_time.NOTHING
+    figures[0] = cpu_time.NO_TIME
     assert workers.core_users() is None
     figures[0] = figures[1]
     moments[0] = moments[0]._replace(busy=None)

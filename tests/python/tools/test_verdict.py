@@ -272,7 +272,7 @@ TABLE = {
     "cores that other work takes": (
         lambda: given(step=9, own=1, waited=40, fetch=100, cpu=0.3, queued=0.7),
         "cores",
-        ["other work takes them", "torch.set_num_threads", "wait for a core for 70%"],
+        ["other work uses them", "torch.set_num_threads", "wait for a core for 70%"],
         None,
     ),
     "cores that other processes take, and a dataset that limits without them": (
@@ -283,7 +283,7 @@ TABLE = {
         [
             "The cores are the bottleneck: other processes used 60% of the cores, the main process 25% and the workers "
             "15%, while workers were ready to run. End other programs",
-            "Even then the dataset limits: its own work takes a worker 30 ms per batch.",
+            "Even then the dataset is a limit: its own work takes a worker 30 ms per batch.",
         ],
         None,
     ),
@@ -499,13 +499,13 @@ TABLE = {
     "remote workers that wait for a network": (
         lambda: given(waited=8, step=2, fetch=5, bytes=800_000_000, scheduling=SchedulingStats(remote=True)),
         "network",
-        ["The network limits: 800 of 3.2e+03 MB/s", "uint8", "a batch has 8 MB"],
+        ["The network is the bottleneck: 800 of 3.2e+03 MB/s", "uint8", "a batch has 8 MB"],
         None,
     ),
     "remote workers with small batches": (
         lambda: given(waited=8, step=2, fetch=5, bytes=100_000, scheduling=SchedulingStats(remote=True)),
         "network",
-        ["The network limits: 0.1 of 0.4 MB/s", "larger prefetch_factor"],
+        ["The network is the bottleneck: 0.1 of 0.4 MB/s", "larger prefetch_factor"],
         None,
     ),
     "busy remote workers": (
@@ -523,7 +523,7 @@ TABLE = {
     "short epochs, with persistent workers": (
         lambda: given(epochs=20, iterators=1, first_seconds=20.0, step=2, fetch=1),
         "starting",
-        ["the workers are kept already", "longer epochs"],
+        ["the workers are already kept", "longer epochs"],
         None,
     ),
     "epochs left after two batches": (
@@ -535,7 +535,7 @@ TABLE = {
     "collate that waits for a core": (
         lambda: given(waited=50, step=5, fetch=1, collate=110, cpu=0.1, queued=0.8, cores=4, workers=2),
         "cores",
-        ["other work takes them"],
+        ["other work uses them"],
         None,
     ),
     "one slow start": (lambda: given(epochs=1, first_seconds=20.0, step=2, fetch=1), "step", [], None),
@@ -620,8 +620,8 @@ REMEDIES = {
     "a step, and batches that are not pinned": "only a faster step helps",
     "workers that limit more than copies do": "Use num_workers=10.",
     "opening pickles": "Return tensors and arrays in dicts, lists or tuples",
-    "one slow worker": "look at what it alone reads, or set in_order=False",
-    "one slow worker of four": "look at what it alone reads, or set in_order=False",
+    "one slow worker": "check what only this worker reads, or set in_order=False",
+    "one slow worker of four": "check what only this worker reads, or set in_order=False",
     "a few slow batches": "Use in_order=False, a larger prefetch_factor or faster samples",
     "a few slow batches, all one worker's by chance": "Use in_order=False, a larger prefetch_factor or faster samples",
     "slow batches that a shared queue would pass": 'Use dispatch="shared_queue" and reorder_window=32',
@@ -743,4 +743,4 @@ def test_a_loader_with_auto_is_not_told_to_set_a_number(step, work, workers, cor
     assert dataclasses.replace(by_itself, sentence=by_hand.sentence) == by_hand
     assert not re.search(r"num_workers=\d|more workers, even|use more workers|Ask again", by_itself.sentence)
     could_grow = workers < cores or by_hand.kind == "storage"
-    assert ('num_workers="auto" decides about more' in by_itself.sentence) == could_grow, by_itself.sentence
+    assert ('num_workers="auto" decides' in by_itself.sentence) == could_grow, by_itself.sentence

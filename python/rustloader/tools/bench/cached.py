@@ -1,4 +1,4 @@
-"""``bench --cache``: what ``rustloader.cache`` around the program's dataset gains, and whether it fits."""
+"""``bench --cache``: measures the gain from ``rustloader.cache`` around the dataset, and whether the samples fit."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 from rustloader.system.texts import size
 from rustloader.tools.bench.comparison import too_few
-from rustloader.tools.bench.rates import SideRates, settle_sides
+from rustloader.tools.bench.rates import SideRates, make_sides_comparable
 from rustloader.tools.harness.layout import number, times
 from rustloader.tools.probe.factory import Unusable
 
 # The engine's name in results.
 CACHED = "cached"
-# Minimum share of the samples of a second epoch that come from the cache, for a gain that is the cache's.
-_MOSTLY = 0.95
+# Minimum share of the second epoch's samples that come from the cache, for a gain to be due to the cache.
+_MIN_HITS = 0.95
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The memory that a cache of the whole dataset takes, and its hits.
+    """The memory that a cache of the whole dataset needs, and its hits.
 
     Attributes:
-        samples: the dataset's length.
-        sample_bytes: mean bytes of a sample in the cache.
-        index_bytes: bytes that the cache takes before the first sample.
-        limit: bytes that the cache may take.
-        free: bytes of memory that were left before there was one; None if unknown.
+        samples: length of the dataset.
+        sample_bytes: mean size of a sample in the cache in bytes.
+        index_bytes: size of the empty cache in bytes.
+        limit: maximum size of the cache in bytes.
+        free: bytes of memory that were free before the cache was created; None if unknown.
         hits: share of the second epoch's samples that came from the cache.
         is_random: whether samples differed when they were made again.
     """
@@ -41,7 +41,7 @@ class Fit:
 
     @property
     def bytes(self) -> float:
-        """Bytes of all samples, with the index."""
+        """Size of a cache of all samples in bytes, including the index."""
         return self.index_bytes + self.samples * self.sample_bytes
 
     @property
@@ -60,31 +60,33 @@ class Fit:
 
 @dataclass
 class CacheGain:
-    """Epochs that fill a new cache, and epochs of the same samples after them."""
+    """Rates of epochs that fill a new cache, and of second epochs with the same samples."""
 
     first: SideRates = field(default_factory=SideRates)
     second: SideRates = field(default_factory=SideRates)
     fit: Fit | None = None
 
     def text(self, without: SideRates) -> str:
-        """Describes the gain from a cache over the same loader without one."""
+        """Describes the gain from a cache, compared with ``without``, the same loader without one."""
         assert self.fit is not None
         if reason := too_few(len(self.second.passes), self.second.batches):
-            return f"Too few to tell what a cache gains: {reason}. {self.fit}"
+            return f"Too few to tell the gain from a cache: {reason}. {self.fit}"
         plain = SideRates(without.passes)
-        settle_sides([self.first, self.second, plain])
+        make_sides_comparable([self.first, self.second, plain])
         gain = self.second.rate / plain.rate
         text = f"With rustloader.cache the second epoch has {number(self.second.rate)} batches/s: "
         text += f"{times(self.second.rate / self.first.rate)} the first one, which fills it, and {times(gain)} that "
         text += f"without a cache. {self.fit}"
-        if self.fit.hits < _MOSTLY:
+        if self.fit.hits < _MIN_HITS:
             text += f" Only {self.fit.hits:.0%} of the second epoch's samples were in the cache."
         elif self.fit.held < 1:
-            rest = 1 / (self.fit.held / gain + 1 - self.fit.held)
-            text += f" Epochs after the first would be about {times(rest)} as fast as without a cache."
+            later = 1 / (self.fit.held / gain + 1 - self.fit.held)
+            text += f" Epochs after the first would be about {times(later)} as fast as without a cache."
         if self.fit.is_random:
-            text += " But samples differ when they are made again, and all epochs would see the first ones: move what "
-            text += "is random into then=."
+            text += (
+                " But samples differ when they are made again, and all epochs would get the first ones: move random "
+            )
+            text += "transforms into then=."
         return text
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,15 +95,15 @@ class CacheGain:
         return {"first_epoch": self.first.as_dict(), "second_epoch": self.second.as_dict(), "fit": fit}
 
 
-class Wrapped:
+class CachedLoader:
     """A loader whose dataset is in a cache.
 
     Args:
         loader: the loader.
-        memory: bytes that the cache may take.
+        memory: maximum size of the cache in bytes.
 
     Raises:
-        Unusable: the dataset cannot be cached, or there is not as much memory.
+        Unusable: the dataset cannot be cached, or there is not enough memory.
     """
 
     def __init__(self, loader: Any, memory: int) -> None:
@@ -109,31 +111,31 @@ class Wrapped:
 
         self._loader, self._dataset, self._memory = loader, loader.dataset, memory
         self._free = min((free for _, _, free in memory_limits()), default=None)
-        self.renew()
+        self.clear()
 
-    def renew(self) -> None:
-        """Empties the cache. The loader's workers must have ended."""
+    def clear(self) -> None:
+        """Replaces the cache by an empty one. The loader's workers must have ended."""
         import rustloader
 
         try:
             self._cached = rustloader.cache(self._dataset, memory=self._memory)
         except (TypeError, ValueError) as error:
             raise Unusable(f"--cache: {error}") from None
-        # torch refuses to set the attribute.
+        # Sets it in `__dict__`, because torch refuses to set this attribute.
         self._loader.__dict__["dataset"] = self._cached
 
     def usage(self) -> Any:
-        """Returns the content and the counters of the cache."""
+        """Returns the usage of the cache."""
         return self._cached.usage()
 
     def fit(self, first: Any) -> Fit:
-        """Returns the figures of the second epoch. ``first`` is the usage after the first one."""
+        """Returns the figures after the second epoch. ``first`` is the usage after the first epoch."""
         from rustloader.caching.dataset import RANDOM
 
         table, now = self._cached.table, self.usage()
         lookups = max(1, now.hits + now.misses - first.hits - first.misses)
         hits = now.hits - first.hits
-        # A full cache has not kept what was missed.
+        # A full cache keeps no further samples, so only the hits are in it.
         kept = hits if table.closed else now.misses - now.refused
         return Fit(
             samples=table.rows,

@@ -12,12 +12,12 @@ from typing import Any
 from rustloader.settings.options import PREFETCH_FACTOR
 from rustloader.system.cores import usable_cores
 from rustloader.tools.bench.cached import CACHED, CacheGain
-from rustloader.tools.bench.elsewhere import RAY, Cluster, Price, check_ray
 from rustloader.tools.bench.passes import Limits, Pass
 from rustloader.tools.bench.plan import BenchPlan, check_plot
 from rustloader.tools.bench.rates import SideRates
+from rustloader.tools.bench.ray_cluster import RAY, Cluster, Price, check_ray
 from rustloader.tools.bench.recommendation import Choice, recommend
-from rustloader.tools.bench.results import Point, judge_again, settle, starting
+from rustloader.tools.bench.results import Point, make_comparable, revise_verdicts, starting_verdict
 from rustloader.tools.bench.settings import Setting
 from rustloader.tools.bench.side import BenchSide
 from rustloader.tools.bench.summary import Summary
@@ -28,15 +28,15 @@ from rustloader.tools.harness.rounds import CONFIDENCE, in_turn
 from rustloader.tools.probe.factory import Unusable, check_target
 from rustloader.tools.probe.process import Probe
 
-# Samples of the memory that suffice, and maximum number of passes to take them.
-_LOOKS, _WARM_UPS = 10, 5
-# Maximum number of batches in the picture, without those of the start.
-_SHOWN = 40
+# Number of memory samples that suffice, and maximum number of passes to take them.
+_MIN_SAMPLES, _MAX_WARM_UPS = 10, 5
+# Maximum number of batches in the plot, without those at the start.
+_MAX_SHOWN = 40
 _ENGINES = ("torch", "rustloader")
 
 
 def main(options: Any) -> int:
-    """Measures and prints the result. Returns 0, or 2 if there was nothing to measure."""
+    """Runs the measurements and prints the result. Returns 0, or 2 if there was nothing to measure."""
     try:
         check_target(options.factory)
         if options.plot is not None:
@@ -62,15 +62,16 @@ class _Bench:
         self._probes = 0
 
     def run(self) -> None:
+        """Measures, prints the summary, and writes the plot."""
         if not self._options.json:
             print(f"{self._options.factory}: {self._plan}", flush=True)
         with Progress(self._plan.steps or self._plan.budget or 0.0) as progress:
             points, unmeasured = self._points(progress)
-            settle(points)
-            judge_again(points)
-            # torch has no setting but the number of workers.
-            asked = self._plan.settings[: self._plan.asked]
-            varied = {"torch": {setting.workers for setting in asked}, "rustloader": asked}
+            make_comparable(points)
+            revise_verdicts(points)
+            # For torch, a setting has only the number of workers.
+            requested = self._plan.settings[: self._plan.requested]
+            varied = {"torch": {setting.workers for setting in requested}, "rustloader": requested}
             swept = [engine for engine in _ENGINES if len(varied[engine]) > 1]
             choices = {engine: recommend(points, engine, usable_cores()) for engine in swept}
             summary = Summary(self._options, self._plan, self._about, points, choices, unmeasured)
@@ -83,15 +84,15 @@ class _Bench:
         """Measures each setting.
 
         Returns:
-            The points by number of workers, and why torch's own loop is not one of them. Not asked for, it may fail: a
-            dataset may need a worker.
+            The points by number of workers, and the reason why torch's own loop is not one of them, or an empty text.
+            The loop may fail if it was not requested, because a dataset may need a worker.
         """
         settings, points, unmeasured = self._plan.settings, [], ""
         for k, setting in enumerate(settings):
             try:
                 points.append(self._point(setting, len(settings) - k, progress))
             except Unusable as error:
-                if k < self._plan.asked:
+                if k < self._plan.requested:
                     raise
                 unmeasured = str(error).partition("\n")[0]
         return sorted(points, key=lambda point: point.workers), unmeasured
@@ -108,15 +109,15 @@ class _Bench:
         if not options.json:
             print(f"\nThe plot is in {path}.")
 
-    def _point(self, setting: Setting, left: int, progress: Progress) -> Point:
-        """Measures both engines with one setting, the first of ``left`` remaining ones."""
+    def _point(self, setting: Setting, remaining: int, progress: Progress) -> Point:
+        """Measures both engines with one setting, the first of the ``remaining`` settings."""
         with ExitStack() as stack:
             others = ((RAY,) if self._options.ray else ()) + ((CACHED,) if self._options.cache else ())
             names = _ENGINES[:1] if setting.workers == 0 else _ENGINES + others
             where = f"{setting}: " if str(setting) else ""
             progress.say(f"{where}making the loaders")
             probes = [stack.enter_context(self._probe(name, setting)) for name in names]
-            about, *abouts = [probe.answer() for probe in probes]
+            about, *other_descriptions = [probe.answer() for probe in probes]
             self._about = self._about or about
             sides = {probe.engine: SideRates() for probe in probes}
             for probe in probes:
@@ -124,19 +125,19 @@ class _Bench:
                 self._warm_up(probe, sides[probe.engine])
                 progress.step(self._bar_position(0.0))
             begin = time.monotonic()
-            both = sides["torch"], sides.get("rustloader", sides["torch"])
-            point = Point(about["num_workers"], *both, options=setting.options, ray=sides.get(RAY))
+            pair = sides["torch"], sides.get("rustloader", sides["torch"])
+            point = Point(about["num_workers"], *pair, options=setting.options, ray=sides.get(RAY))
             point.cache = CacheGain() if CACHED in sides else None
-            self._epochs(point, probes, begin, self._plan.share(self._spent, left), where, progress)
+            self._epochs(point, probes, begin, self._plan.share(self._spent, remaining), where, progress)
             self._spent += time.monotonic() - begin
-            if not point.alone:
-                started = {} if about["persistent_workers"] else starting(point.rustloader)
+            if not point.torch_only:
+                started = {} if about["persistent_workers"] else starting_verdict(point.rustloader)
                 point.verdict = probes[1].ask("verdict") | started
                 judged = point.verdict.pop("judged")
                 point.judged = None if started else judged
             if point.ray is not None:
-                settle([point])
-                ours, cluster = point.rustloader, Cluster(**abouts[1]["cluster"])
+                make_comparable([point])
+                ours, cluster = point.rustloader, Cluster(**other_descriptions[1]["cluster"])
                 cpu = ours.median("cpu_seconds_per_batch")
                 point.price = Price(ours.batch_bytes, cpu, usable_cores(), cluster)
         return point
@@ -144,10 +145,10 @@ class _Bench:
     def _epochs(
         self, point: Point, probes: list[Probe], begin: float, share: float, where: str, progress: Progress
     ) -> None:
-        """Measures pairs of epochs, one of each engine in alternating order, until there are enough."""
+        """Measures pairs of epochs until there are enough. A pair has an epoch of each engine, in alternating order."""
         sides = {"torch": point.torch, "rustloader": point.rustloader, RAY: point.ray or SideRates()}
         number, longest = 0, 0.0
-        while self._goes_on(point, number, share - (time.monotonic() - begin), longest):
+        while self._needs_more(point, number, share - (time.monotonic() - begin), longest):
             number += 1
             started = time.monotonic()
             for probe in in_turn(probes, number - 1):
@@ -162,32 +163,34 @@ class _Bench:
                 progress.step(self._bar_position(time.monotonic() - begin))
             longest = max(longest, time.monotonic() - started)
 
-    def _goes_on(self, point: Point, done: int, seconds: float, longest: float) -> bool:
-        """Returns True if one more pair of epochs is to be measured after ``done`` pairs, with ``seconds`` of the
-        budget left. The longest pair took ``longest`` seconds."""
+    def _needs_more(self, point: Point, done: int, seconds: float, longest: float) -> bool:
+        """Returns True if another pair of epochs is needed.
+
+        ``done`` pairs were measured, the longest in ``longest`` seconds. ``seconds`` of the budget remain.
+        """
         if self._plan.epochs is not None:
             return done < self._plan.epochs
         if done == 0:
             return True
-        settle([point])
+        make_comparable([point])
         if point.torch.too_few or point.rustloader.too_few:
             return seconds > 0
         comparison, interval = point.comparison, point.torch.interval
-        alone = interval.confidence >= CONFIDENCE and interval.narrow
-        decided = alone if comparison is None else comparison.decided
+        own_loop_decided = interval.confidence >= CONFIDENCE and interval.narrow
+        decided = own_loop_decided if comparison is None else comparison.is_decided
         return seconds > longest and not decided
 
     def _bar_position(self, seconds: float) -> float | None:
-        """Returns the position of the bar after ``seconds`` with this setting; None if it counts steps."""
+        """Returns the position of the bar after ``seconds`` with this setting; None if the bar counts steps."""
         return None if self._plan.steps else self._spent + seconds
 
     def _warm_up(self, probe: Probe, side: SideRates) -> None:
-        """Runs the first passes, which measure memory and sizes, not time."""
+        """Runs the first passes, which measure memory and batch sizes, but not time."""
         before = used(probe.group)
         peak = Peak(probe.group)
-        for _ in range(_WARM_UPS):
-            side.batch_bytes = probe.ask("run", 0, self._limits, True, meanwhile=peak.look)["batch_bytes"]
-            if peak.looks >= _LOOKS:
+        for _ in range(_MAX_WARM_UPS):
+            side.batch_bytes = probe.ask("run", 0, self._limits, True, meanwhile=peak.sample)["batch_bytes"]
+            if peak.samples >= _MIN_SAMPLES:
                 break
         if before is not None and peak.bytes is not None:
             side.memory_bytes = max(0, peak.bytes - before)
@@ -196,9 +199,9 @@ class _Bench:
         """Records the timeline of each engine, if there are workers."""
         if not (workers := setting.workers):
             return {}
-        # Twice the batches that are in flight at the start.
+        # Twice the number of batches that are outstanding at the start.
         skipped = 2 * workers * (self._about["prefetch_factor"] or PREFETCH_FACTOR)
-        limits = self._limits._replace(batches=skipped + _SHOWN)
+        limits = self._limits._replace(batches=skipped + _MAX_SHOWN)
         timelines = {}
         for name in _ENGINES:
             progress.say(f"the plot: {name}")

@@ -10,28 +10,34 @@ from rustloader.system.texts import count_of
 from rustloader.tools.harness.layout import times
 from rustloader.tools.harness.rounds import CONFIDENCE, Interval, median_interval
 
-# The verdict on rustloader, compared with torch.
+# The verdict on the speed of rustloader, compared with torch.
 Outcome = Literal["faster", "slower", "no measurable difference", "too few to tell"]
 
 # Minimum epochs and batches of each engine for a verdict.
 FEWEST_EPOCHS, FEWEST_BATCHES = 3, 50
-# Shares of the cores that other processes use: one that is worth a word, and one from which there is no
-# recommendation.
+# Minimum shares of the cores used by other processes: for a remark, and for no recommendation.
 NOTED, BUSY = 0.1, 0.25
-# Ratios from the inverse of this to this count as equal. Processes that do the same work differ by up to this factor
-# during their whole life, because their memory lies at different addresses.
+# Ratios between the inverse of this value and this value count as equal. The speeds of two processes that do the same
+# work differ by up to this factor during their whole life, because their memory is at different addresses.
 EQUAL = 1.03
-# Maximum ratio of an interval's ends for one that shows a small difference.
-_SMALL = 1.25
+# Maximum ratio of an interval's ends for the verdict that there is no measurable difference.
+_SMALL_RATIO = 1.25
 # Minimum ratio for an interval that is clearly away from 1.
-_CLEAR = 1.1
+_CLEAR_RATIO = 1.1
 
 
 class Comparison(NamedTuple):
     """The speed of rustloader relative to torch.
 
-    ``ratio`` is the median of the ratios of the pairs of epochs, and ``low`` to ``high`` its confidence interval; above
-    1 rustloader is faster. ``batches`` counts the engine with fewer. ``reason`` explains "too few to tell".
+    Attributes:
+        verdict: the result.
+        ratio: median of the speed ratios of the pairs of epochs; above 1, rustloader is faster.
+        low: lower end of its confidence interval.
+        high: upper end.
+        confidence: confidence of the interval.
+        pairs: number of pairs.
+        batches: number of batches of the engine with fewer batches.
+        reason: explanation of "too few to tell".
     """
 
     verdict: Outcome
@@ -44,10 +50,10 @@ class Comparison(NamedTuple):
     reason: str = ""
 
     @property
-    def decided(self) -> bool:
+    def is_decided(self) -> bool:
         """True if more epochs would hardly change the result."""
         interval = Interval(self.low, self.high, self.confidence)
-        clear = self.low >= _CLEAR or self.high <= 1 / _CLEAR
+        clear = self.low >= _CLEAR_RATIO or self.high <= 1 / _CLEAR_RATIO
         return self.is_known and self.confidence >= CONFIDENCE and (interval.narrow or clear)
 
     @property
@@ -59,10 +65,10 @@ class Comparison(NamedTuple):
         return self.text()
 
     def text(self, others: float = 0.0) -> str:
-        """Returns the result as a sentence. ``others``: the share of the cores that other processes used meanwhile."""
+        """Returns the result as a sentence. ``others`` is the share of the cores used by other processes meanwhile."""
         speed = f"{times(self.ratio)} as fast as torch"
         speed += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs"
-        # The interval takes the epochs for independent: a busy machine slows some in a row.
+        # The confidence assumes independent epochs, but a busy machine slows down several consecutive ones.
         speed += f", {self.confidence:.0%} confidence)." if others < BUSY else ")."
         return {
             "faster": f"rustloader is {speed}",
@@ -75,19 +81,21 @@ class Comparison(NamedTuple):
 def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Comparison:
     """Compares two engines by pairs of epochs that were measured one after the other.
 
-    There is a winner only if the confidence interval of the pairs' ratio lies outside the range that counts as equal,
-    and the intervals of the two engines' rates do not overlap. With up to 8 epochs these are the whole ranges. There is
-    no measurable difference if the interval of the ratio reaches 1 and is not wide; else there are too few to tell.
+    There is a winner only if the confidence interval of the ratio is outside the range that counts as equal, and the
+    intervals of the two engines' rates do not overlap. With up to 8 epochs, these intervals are the whole ranges. There
+    is no measurable difference if the interval of the ratio reaches that range and is narrow. Otherwise there are too
+    few measurements to tell.
 
     Args:
-        theirs, ours: batches per second of torch and of rustloader in each epoch.
-        batches: batches of each engine.
+        theirs: batches per second of torch in each epoch.
+        ours: batches per second of rustloader in each epoch.
+        batches: number of batches of each engine.
 
     Example:
         >>> compare([10.0, 11.0, 12.0], [30.0, 33.0, 36.0], 300).verdict
         'faster'
     """
-    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    ratios = [our_rate / their_rate for our_rate, their_rate in zip(ours, theirs, strict=True)]
     low, high, confidence = median_interval(ratios)
 
     def comparison(verdict: Outcome, reason: str = "") -> Comparison:
@@ -96,7 +104,7 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
     if reason := too_few(len(ratios), batches):
         return comparison("too few to tell", reason)
     if low <= EQUAL and high >= 1 / EQUAL:
-        if high <= low * _SMALL:
+        if high <= low * _SMALL_RATIO:
             return comparison("no measurable difference")
         speed = f"{times(low)} to {times(high)} as fast as torch, based on {len(ratios)} pairs of epochs"
         return comparison("too few to tell", f"rustloader is {speed}")
@@ -108,9 +116,9 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
 
 
 def too_few(epochs: int, batches: int) -> str:
-    """Returns the reason why there are too few epochs or batches for a verdict, or an empty text."""
+    """Returns the reason why there are too few epochs or batches for a verdict; empty if there are enough."""
     if epochs < FEWEST_EPOCHS:
-        return f"{count_of(epochs, 'epoch')} of each engine, and it takes at least {FEWEST_EPOCHS}"
+        return f"{count_of(epochs, 'epoch')} of each engine, and at least {FEWEST_EPOCHS} are needed"
     if batches < FEWEST_BATCHES:
-        return f"{count_of(batches, 'batch')} of each engine, and it takes at least {FEWEST_BATCHES}"
+        return f"{count_of(batches, 'batch')} of each engine, and at least {FEWEST_BATCHES} are needed"
     return ""

@@ -1,7 +1,7 @@
-"""Detects JPEG files that are decoded far larger than the samples need.
+"""Detects JPEG images that are decoded at a far larger size than the samples need.
 
-It is only done in the warm-up of ``bench``: workers note the sizes of the first images that Pillow decodes, and the
-main process the shape of a batch. A program's own loaders are left as they are.
+This is only done in the warm-up of ``bench``: workers record the sizes of the first images that Pillow decodes, and the
+main process reads the shape of a batch. Other loaders of the program are not changed.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from typing import Any
 
 from rustloader.system.patches import Patch
 
-_PLACE = "PIL.JpegImagePlugin.JpegImageFile.load"
-# Images that a worker notes.
-_IMAGES_NOTED = 16
-# Pillow is asked for this multiple of the side that a sample keeps: random crops need more than they keep.
+_PATCHED_METHOD = "PIL.JpegImagePlugin.JpegImageFile.load"
+# Number of images that a worker records.
+_MAX_IMAGES = 16
+# The requested size, as a multiple of the size that a sample keeps: random crops need more pixels than they keep.
 _MARGIN = 2
-# Rounds of a measurement, and the least gain that is worth a word.
+# Number of rounds of a measurement, and minimum gain for advice.
 _ROUNDS, _MIN_GAIN = 3, 1.5
 
 # Width and height.
 Size = tuple[int, int]
 
 
-class Noted:
-    """Replaces a loader's ``worker_init_fn``: a worker writes the sizes of the first images that it decodes to a file.
-    Where Pillow is not imported by then, nothing is noted.
+class SizeRecorder:
+    """Replaces a loader's ``worker_init_fn``. A worker writes the sizes of the first images that it decodes to a file.
+
+    Records nothing if Pillow is not imported before the worker starts.
 
     Attributes:
-        sizes: what workers have noted, from ``read``.
+        sizes: the sizes from all workers, after ``read``.
     """
 
     def __init__(self, path: str, init_fn: Callable[[int], object] | None) -> None:
@@ -49,23 +50,23 @@ class Noted:
             note_sizes(JpegImagePlugin.JpegImageFile, self._write)
 
     def _write(self, size: Size) -> None:
-        # Persistent workers decode images after the first pass, too, when the file's folder is gone.
+        # Persistent workers may decode images after the first pass, when the folder of the file is gone.
         with contextlib.suppress(OSError), open(self._path, "a") as file:
             file.write("{} {}\n".format(*size))
 
     def read(self) -> None:
-        """Reads the sizes that the workers have noted so far into ``sizes``."""
+        """Reads the sizes that the workers have recorded so far into ``sizes``."""
         with contextlib.suppress(FileNotFoundError), open(self._path) as file:
             self.sizes = [(int(width), int(height)) for width, height in (line.split() for line in file)]
 
 
 def note_sizes(kind: Any, note: Callable[[Size], object]) -> None:
-    """Calls ``note`` with the size of each of the first images of Pillow's class ``kind`` that are decoded."""
-    patch, decode, left = Patch(_PLACE, kind), kind.load, _IMAGES_NOTED
+    """Calls ``note`` with the size of each of the first decoded images of Pillow's class ``kind``."""
+    patch, decode, left = Patch(_PATCHED_METHOD, kind), kind.load, _MAX_IMAGES
 
     def load(image: Any) -> Any:
         nonlocal left
-        # The image has tiles until it is decoded, which later calls find done.
+        # The image has tiles until it is decoded. Later calls do not decode it again.
         if image.tile:
             left -= 1
             if left <= 0:
@@ -77,8 +78,9 @@ def note_sizes(kind: Any, note: Callable[[Size], object]) -> None:
 
 
 def kept_size(batch: Any) -> Size | None:
-    """Returns the width and height of the images in a batch: of the largest tensor or array of the form N x C x H x W
-    or N x H x W x C; None without one.
+    """Returns the width and height of the images in a batch.
+
+    They come from the largest tensor or array of the form N x C x H x W or N x H x W x C. Returns None without one.
     """
     from rustloader.tools.probe.leaves import leaves
 
@@ -86,23 +88,24 @@ def kept_size(batch: Any) -> Size | None:
     for leaf in leaves(batch):
         shape = tuple(getattr(leaf.value, "shape", ()))
         if len(shape) == 4 and shape[1] in (1, 3, 4):
-            one = (shape[3], shape[2])
+            image_size = (shape[3], shape[2])
         elif len(shape) == 4 and shape[3] in (1, 3, 4):
-            one = (shape[2], shape[1])
+            image_size = (shape[2], shape[1])
         else:
             continue
-        if largest is None or one[0] * one[1] > largest[0] * largest[1]:
-            largest = one
+        if largest is None or image_size[0] * image_size[1] > largest[0] * largest[1]:
+            largest = image_size
     return largest
 
 
 def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size], float] | None = None) -> str:
-    """Returns a sentence on images that are decoded far larger than the samples need; empty if they are not.
+    """Returns a sentence on images that are decoded at a far larger size than needed; empty if they are not.
 
     Args:
         decoded: sizes of decoded images.
         kept: the size that samples keep.
-        measure: the gain of a scaled decode, from the sizes of an image and of the requested one.
+        measure: a function that returns the gain from a scaled decode; its arguments are the size of an image and the
+            requested size.
     """
     if not decoded or kept is None:
         return ""
@@ -115,17 +118,17 @@ def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size
     if gain < _MIN_GAIN:
         return ""
     return (
-        f"Images of {width} x {height} are decoded and leave as {kept[0]} x {kept[1]}: Pillow's `draft` or a scaled "
+        f"Images of {width} x {height} are decoded and reduced to {kept[0]} x {kept[1]}: Pillow's `draft` or a scaled "
         f"decode would be about {gain:.0f}x as fast."
     )
 
 
 def draft_gain(size: Size, wanted: Size) -> float:
-    """Measures on this machine how many times as fast Pillow decodes an image of a size if it may scale it down."""
+    """Measures how many times as fast Pillow decodes an image if it may scale it down to ``wanted``."""
     from PIL import Image
 
     file = io.BytesIO()
-    # Smooth, with a little noise, like a photograph.
+    # A smooth image with a little noise, like a photograph.
     coarse = (max(1, size[0] // 16), max(1, size[1] // 16))
     noise = Image.effect_noise(coarse, 64).resize(size, Image.Resampling.BICUBIC)
     Image.merge("RGB", [noise] * 3).save(file, "JPEG", quality=90)

@@ -1,4 +1,4 @@
-"""Times a pass over a loader. This module does not import torch before there is a loader."""
+"""Times a pass over a loader. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from rustloader.system.cores import busy_seconds, share_of_cores
 from rustloader.tools.harness.machine import cpu_seconds
 from rustloader.tools.probe.side import end_workers
 
-# Seconds between two marks. Reading the clocks of all processes takes a few microseconds.
+# Minimum seconds between two marks. Reading the clocks of all processes takes a few microseconds.
 _MARK_INTERVAL = 0.05
-# Seconds between two progress callbacks.
+# Minimum seconds between two progress callbacks.
 _CALLBACK_INTERVAL = 0.25
 
 
 class Limits(NamedTuple):
-    """The end of a pass: a number of batches (None: the whole epoch), or seconds from the first batch on. A training
-    step is simulated by ``step`` seconds of sleep."""
+    """The limits of a pass.
+
+    Attributes:
+        batches: maximum number of batches; None for the whole epoch.
+        seconds: maximum seconds since the first batch.
+        step: seconds of sleep per batch, which simulate a training step.
+    """
 
     batches: int | None
     seconds: float
@@ -32,18 +37,18 @@ class Limits(NamedTuple):
 class Watcher(Protocol):
     """Receives progress callbacks of a pass."""
 
-    def began(self, iterator: Any) -> None:
+    def on_start(self, iterator: Any) -> None:
         """Called after the start of the workers."""
 
-    def beat(self) -> None:
+    def on_progress(self) -> None:
         """Called after a batch, at most a few times per second."""
 
-    def failed(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         """Called after an error of the loader, before its workers are shut down."""
 
 
 class Mark(NamedTuple):
-    """The progress of a pass: batches, clock in seconds, processor time of all processes."""
+    """The progress of a pass: the number of batches, the clock in seconds, and the processor time of all processes."""
 
     batches: int
     time: float
@@ -55,13 +60,17 @@ class Pass:
     """The measurements of one pass over a loader.
 
     Attributes:
-        complete: whether the epoch ended before the limits.
-        seconds, first_batch_seconds: from ``iter()`` to the last and to the first batch.
-        cpu_seconds_per_batch: processor time of all processes.
-        steady_batches_per_second, steady_cpu_seconds_per_batch: without the start of the workers, see ``steady()``;
-            None if there are too few batches.
+        batches: number of batches.
+        complete: whether the epoch ended before a limit was reached.
+        seconds: time from ``iter()`` to the last batch.
+        first_batch_seconds: time from ``iter()`` to the first batch.
+        batches_per_second: rate over the whole pass.
+        cpu_seconds_per_batch: processor time of all processes per batch.
+        steady_batches_per_second: rate without the start of the workers, see ``steady()``; None if there are too few
+            batches.
+        steady_cpu_seconds_per_batch: processor time per batch without the start of the workers; None likewise.
         batch_bytes: mean bytes of tensors, arrays and bytes objects in a batch; 0 if they were not counted.
-        others_share: share of the cores that other processes used meanwhile, 0 to 1; None if unknown.
+        others_share: share of the cores that other processes used meanwhile, from 0 to 1; None if unknown.
     """
 
     batches: int
@@ -77,27 +86,30 @@ class Pass:
 
 
 def run_pass(
-    loader: Any, limits: Limits, weigh: Callable[[Any], int] | None = None, watcher: Watcher | None = None
+    loader: Any, limits: Limits, count_bytes: Callable[[Any], int] | None = None, watcher: Watcher | None = None
 ) -> Pass:
-    """Iterates over a DataLoader up to ``limits``. ``weigh`` returns the bytes of a batch, which takes time. Raises
-    StopIteration if the loader is empty."""
+    """Iterates over a DataLoader up to ``limits``.
+
+    ``count_bytes`` returns the size of a batch in bytes; the pass includes its time. Raises StopIteration if the loader
+    is empty.
+    """
     gc.collect()
     busy, begin = busy_seconds(), _mark(0)
     with iterating(loader, watcher) as iterator:
-        return _pass(loader, iterator, limits, weigh, watcher, begin, busy)
+        return _pass(loader, iterator, limits, count_bytes, watcher, begin, busy)
 
 
 @contextlib.contextmanager
 def iterating(loader: Any, watcher: Watcher | None) -> Iterator[Any]:
-    """Creates an iterator, and ends its workers afterwards, unless they are persistent."""
+    """Creates and yields an iterator. Ends its workers afterwards, unless they are persistent."""
     iterator = iter(loader)
     try:
         if watcher is not None:
-            watcher.began(iterator)
+            watcher.on_start(iterator)
         yield iterator
     except Exception as error:
         if watcher is not None:
-            watcher.failed(error)
+            watcher.on_error(error)
         raise
     finally:
         if not (loader.persistent_workers and loader.num_workers > 0):
@@ -108,31 +120,31 @@ def _pass(
     loader: Any,
     iterator: Any,
     limits: Limits,
-    weigh: Callable[[Any], int] | None,
+    count_bytes: Callable[[Any], int] | None,
     watcher: Watcher | None,
     begin: Mark,
     busy: float | None,
 ) -> Pass:
-    rhythm = max(1, loader.num_workers)
-    # From then on each worker receives a task for each batch that is taken.
-    warm = rhythm * (loader.prefetch_factor or 1)
-    taken, weight, complete = 0, 0, False
+    round_length = max(1, loader.num_workers)
+    # From this number of batches on, each taken batch gives a worker one new task.
+    first_steady = round_length * (loader.prefetch_factor or 1)
+    taken, total_bytes, complete = 0, 0, False
     marks: list[Mark] = []
     batch = next(iterator)
-    now = first = due = beat = time.perf_counter()
+    now = first = due = next_callback = time.perf_counter()
     deadline = first + limits.seconds
     while True:
         taken += 1
-        if weigh is not None:
-            weight += weigh(batch)
+        if count_bytes is not None:
+            total_bytes += count_bytes(batch)
         del batch
-        # Workers may finish in step: only marks at the same position of a round are comparable.
-        if now >= due and taken >= warm and (taken - warm) % rhythm == 0:
+        # Workers may finish in lockstep, so only marks at the same position in a round are comparable.
+        if now >= due and taken >= first_steady and (taken - first_steady) % round_length == 0:
             marks.append(_mark(taken))
             due = marks[-1].time + _MARK_INTERVAL
-        if watcher is not None and now >= beat:
-            watcher.beat()
-            beat = now + _CALLBACK_INTERVAL
+        if watcher is not None and now >= next_callback:
+            watcher.on_progress()
+            next_callback = now + _CALLBACK_INTERVAL
         if taken == limits.batches or now >= deadline:
             break
         if limits.step:
@@ -155,7 +167,7 @@ def _pass(
         cpu_seconds_per_batch=cpu,
         steady_batches_per_second=steady_rate,
         steady_cpu_seconds_per_batch=steady_cpu,
-        batch_bytes=weight / taken,
+        batch_bytes=total_bytes / taken,
         others_share=_share_of_others(begin, end, busy),
     )
 
@@ -169,8 +181,9 @@ def _share_of_others(begin: Mark, end: Mark, busy_before: float | None) -> float
 
 
 def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
-    """Returns the first and the last mark, if at least half of all batches lie between them; else None. A rate between
-    them leaves out the start of the workers and the batches that were ready by then.
+    """Returns the first and the last mark if at least half of all batches are between them; otherwise None.
+
+    A rate between the two marks excludes the start of the workers and the batches that were ready by then.
     """
     if len(marks) >= 2 and 2 * (marks[-1].batches - marks[0].batches) >= batches:
         return marks[0], marks[-1]
@@ -178,11 +191,12 @@ def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
 
 
 def _rates(begin: Mark, end: Mark) -> tuple[float, float]:
-    """Returns the batches per second, and processor seconds per batch."""
+    """Returns the batches per second, and the processor seconds per batch."""
     batches = end.batches - begin.batches
     return batches / (end.time - begin.time), (end.cpu - begin.cpu) / batches
 
 
 def _mark(batches: int) -> Mark:
+    """Returns a mark of this moment."""
     cpu = cpu_seconds(worker.pid for worker in multiprocessing.active_children() if worker.pid is not None)
     return Mark(batches, time.perf_counter(), cpu)

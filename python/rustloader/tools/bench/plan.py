@@ -1,4 +1,4 @@
-"""Plans a run of ``bench``: its duration and its plot."""
+"""Plans the duration of a run of ``bench``, and checks its plot."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from rustloader.tools.bench.settings import SWEPT, settings_of
 from rustloader.tools.harness.layout import listed
 from rustloader.tools.probe.factory import Unusable
 
-# Default seconds of an epoch, and of all epochs with one number of workers.
+# Default maximum seconds of an epoch, and of all epochs with one setting.
 _DEFAULT_SECONDS, _DEFAULT_BUDGET = 3.0, 60.0
-# Minimum number of epochs that the budget allows: eight pairs.
+# Minimum number of epochs per setting for which the default budget suffices: eight pairs.
 _MIN_EPOCHS = 16
-# Seconds with each of several settings below which there are too few epochs, and with which there are enough.
-_MIN_SECONDS, _ENOUGH = 5.0, 12.0
+# Minimum seconds for each of several settings, and seconds for each that suffice.
+_MIN_SECONDS, _ENOUGH_SECONDS = 5.0, 12.0
 
 
 class BenchPlan:
-    """The duration of a run. Raises ``Unusable`` if the options leave nothing to compare.
+    """The plan of a run. Raises ``Unusable`` if there is nothing to compare with the given options.
 
     Attributes:
-        settings: each setting to measure, torch's own loop last.
-        asked: settings of the command line; torch's own loop is one only if it was asked for.
-        epochs: epochs of each engine; None: until the result is clear or the budget is spent.
+        settings: the settings to measure, with torch's own loop last.
+        requested: number of settings from the command line, which includes torch's own loop only if it was requested.
+        epochs: number of epochs of each engine; None to measure until the result is clear or the budget is spent.
         budget: seconds for all measurements; None with a fixed number of epochs.
-        seconds: maximum duration of an epoch.
+        seconds: maximum duration of an epoch in seconds.
     """
 
     def __init__(self, options: Any) -> None:
         if options.workers == [0]:
             raise Unusable(
                 "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
-                "Measure it beside a loader with workers: --workers 0,2"
+                "Measure it together with a loader with workers: --workers 0,2"
             )
         self.settings = list(settings_of(options))
-        self.asked = len(self.settings) - (0 not in (options.workers or ()))
-        self._given = options
+        self.requested = len(self.settings) - (0 not in (options.workers or ()))
+        self._options = options
         self.epochs: int | None = options.epochs
         self.seconds: float = options.seconds or _DEFAULT_SECONDS
         self.budget: float | None = None
@@ -48,42 +48,41 @@ class BenchPlan:
             self.budget = max(_DEFAULT_BUDGET, _MIN_EPOCHS * self.seconds) * len(self.settings)
         elif self.epochs is None:
             self.budget = float(options.budget)
-            if self.asked > 1 and self.budget < _MIN_SECONDS * self.asked:
-                raise Unusable(
-                    f"{self.budget:g} s is not enough for {self.asked} settings: --budget {_ENOUGH * self.asked:g}"
-                )
+            if self.requested > 1 and self.budget < _MIN_SECONDS * self.requested:
+                enough = _ENOUGH_SECONDS * self.requested
+                raise Unusable(f"{self.budget:g} s is not enough for {self.requested} settings: --budget {enough:g}")
             self.seconds = options.seconds or min(_DEFAULT_SECONDS, self.budget / len(self.settings) / _MIN_EPOCHS)
 
     @property
     def steps(self) -> int:
-        """Number of passes, the warm-up included, with a fixed number of epochs; else 0."""
-        engines = 2 + bool(self._given.ray) + bool(self._given.cache)
+        """Number of passes, including the warm-up, with a fixed number of epochs; otherwise 0."""
+        engines = 2 + bool(self._options.ray) + bool(self._options.cache)
         sides = sum(1 if setting.workers == 0 else engines for setting in self.settings)
         return sides * (1 + self.epochs) if self.epochs else 0
 
-    def share(self, spent: float, left: int) -> float:
-        """Returns the seconds for the next of ``left`` remaining settings, after ``spent`` seconds."""
-        return max(0.0, (self.budget or 0.0) - spent) / left
+    def share(self, spent: float, remaining: int) -> float:
+        """Returns the seconds for the next setting, with ``remaining`` settings to measure after ``spent`` seconds."""
+        return max(0.0, (self.budget or 0.0) - spent) / remaining
 
     def _varied(self) -> Iterator[str]:
-        """Yields the settings that are set or varied. A single number of workers is in the result alone."""
-        if self._given.workers and len(self._given.workers) > 1:
-            yield f"{listed(self._given.workers)} workers"
+        """Yields the settings from the command line, except a single number of workers, which the result shows."""
+        if self._options.workers and len(self._options.workers) > 1:
+            yield f"{listed(self._options.workers)} workers"
         for name in SWEPT:
-            if values := getattr(self._given, name):
+            if values := getattr(self._options, name):
                 yield f"{name}={listed(values)}"
 
     def __str__(self) -> str:
-        most = f"at most {duration(self.seconds)}"
+        length = f"at most {duration(self.seconds)}"
         if self._batches is not None:
-            most += f" or {count_of(self._batches, 'batch')}"
-        ray = self._given.ray
+            length += f" or {count_of(self._batches, 'batch')}"
+        ray = self._options.ray
         text = f"epochs of {'torch, rustloader and rustloader on Ray' if ray else 'torch and rustloader'}"
         if self.epochs is not None:
             text = f"{count_of(self.epochs, 'epoch')} of torch and of rustloader"
             if ray:
                 text = f"{count_of(self.epochs, 'epoch')} of torch, of rustloader and of rustloader on Ray"
-        text += f" in turn, each {most}"
+        text += f" in turn, each {length}"
         if varied := list(self._varied()):
             text = f"with {', '.join(varied)}: {text}"
         if self.budget is None:
@@ -93,7 +92,7 @@ class BenchPlan:
 
 
 def check_plot(path: str) -> None:
-    """Raises ``Unusable`` if a plot cannot be drawn or written, before the measurements."""
+    """Raises ``Unusable`` if a plot cannot be drawn or written. Called before the measurements."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
         from matplotlib.figure import Figure
@@ -107,7 +106,7 @@ def check_plot(path: str) -> None:
         known = listed([f".{name}" for name in supported], "or")
         raise Unusable(f"--plot {path}: the name of the file must end in {known}")
     try:
-        # Some formats need other programs, as .pgf needs LaTeX.
+        # Some formats need other programs: .pgf needs LaTeX.
         Figure(figsize=(1, 1)).savefig(io.BytesIO(), format=suffix)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__

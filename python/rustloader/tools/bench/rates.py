@@ -1,4 +1,4 @@
-"""A loader on one engine: its rates and other figures, from the passes over it."""
+"""The rates and other figures of a loader on one engine, from the passes over it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from rustloader.tools.harness.rounds import Interval, median_interval
 
 @dataclass
 class SideRates:
-    """A loader on one engine, with one setting.
+    """The passes over a loader on one engine, with one setting.
 
     Attributes:
-        batch_bytes: mean bytes of a batch.
-        memory_bytes: peak memory of all its processes, less their memory before ``iter()``.
-        steady: whether rates and processor time leave out the start of the workers; see ``settle()``.
+        passes: the measurements of each pass.
+        batch_bytes: mean size of a batch in bytes.
+        memory_bytes: peak memory of all its processes, minus their memory before ``iter()``.
+        steady: whether rates and processor time exclude the start of the workers; see ``make_sides_comparable()``.
     """
 
     passes: list[Pass] = field(default_factory=list)
@@ -48,32 +49,33 @@ class SideRates:
     @property
     def batches(self) -> int:
         """Batches of all passes."""
-        return sum(one.batches for one in self.passes)
+        return sum(pass_.batches for pass_ in self.passes)
 
     @property
     def too_few(self) -> str:
-        """The reason why the rate is not reliable, or an empty text."""
+        """The reason why the rate is not reliable; empty if it is."""
         return too_few(len(self.passes), self.batches)
 
     @property
     def others_share(self) -> float:
         """The share of the cores that other processes used; 0 if unknown."""
-        known = [one.others_share for one in self.passes if one.others_share is not None]
+        known = [pass_.others_share for pass_ in self.passes if pass_.others_share is not None]
         return statistics.median(known) if known else 0.0
 
     @property
     def cores_used(self) -> float:
-        """Mean number of cores that all processes together used."""
+        """Mean number of cores that all processes used together."""
         return self.median("cpu_seconds_per_batch") * self.rate
 
     def _figures(self, name: str) -> list[float]:
+        """Returns a figure of each pass."""
         if self.steady and name in ("batches_per_second", "cpu_seconds_per_batch"):
             name = f"steady_{name}"
-        return [getattr(one, name) for one in self.passes]
+        return [getattr(pass_, name) for pass_ in self.passes]
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the figures for JSON."""
-        epochs = [asdict(one) for one in self.passes]
+        epochs = [asdict(pass_) for pass_ in self.passes]
         for epoch in epochs:
             del epoch["batch_bytes"]  # only the warm-up measures it
         return {
@@ -89,8 +91,8 @@ class SideRates:
         }
 
 
-def settle_sides(sides: list[SideRates]) -> None:
-    """Makes all rates leave out the start of the workers, if all passes allow it, so that rates stay comparable."""
-    steady = all(one.steady_batches_per_second is not None for side in sides for one in side.passes)
+def make_sides_comparable(sides: list[SideRates]) -> None:
+    """Makes all rates comparable: either all exclude the start of the workers, if all passes allow it, or none does."""
+    steady = all(pass_.steady_batches_per_second is not None for side in sides for pass_ in side.passes)
     for side in sides:
         side.steady = steady

@@ -1,4 +1,4 @@
-"""The measurements of ``bench`` as medians, intervals, ratios, tables and JSON."""
+"""Presents the measurements of ``bench`` as medians, intervals, ratios, tables and JSON."""
 
 from __future__ import annotations
 
@@ -11,17 +11,27 @@ from rustloader.metrics.verdict import judge
 from rustloader.system.texts import duration, size
 from rustloader.tools.bench.cached import CacheGain
 from rustloader.tools.bench.comparison import Comparison, compare
-from rustloader.tools.bench.elsewhere import Price
-from rustloader.tools.bench.rates import SideRates, settle_sides
+from rustloader.tools.bench.rates import SideRates, make_sides_comparable
+from rustloader.tools.bench.ray_cluster import Price
 from rustloader.tools.bench.settings import SWEPT, Setting
 from rustloader.tools.harness.layout import WIDTH, aligned, number, times
 
 
 @dataclass
 class Point:
-    """The measurements with one setting. With 0 workers both sides are one object: torch's own loop. ``ray`` has
-    workers on a cluster, and ``price`` is their cost model; None without ``--ray`` or workers. ``cache`` is the gain
-    from a cache; None without ``--cache``. ``judged`` are the figures that the verdict is based on."""
+    """The measurements with one setting.
+
+    Attributes:
+        workers: number of workers.
+        torch: measurements on torch's iterator.
+        rustloader: measurements on the engine; with 0 workers the same object as ``torch``, for torch's own loop.
+        verdict: verdict on the loader on the engine; None without workers.
+        options: values of the swept options.
+        ray: measurements with workers on a cluster; None without ``--ray`` or workers.
+        price: cost model of these workers; None likewise.
+        cache: gain from a cache; None without ``--cache`` or workers.
+        judged: figures that the verdict is based on; None if it must not be revised.
+    """
 
     workers: int
     torch: SideRates = field(default_factory=SideRates)
@@ -39,7 +49,7 @@ class Point:
         return Setting(self.workers, self.options)
 
     @property
-    def alone(self) -> bool:
+    def torch_only(self) -> bool:
         """True if only torch's own loop was measured."""
         return self.rustloader is self.torch
 
@@ -51,25 +61,28 @@ class Point:
     @property
     def comparison(self) -> Comparison | None:
         """The comparison of the two engines; None without workers."""
-        if self.alone:
+        if self.torch_only:
             return None
         batches = min(self.torch.batches, self.rustloader.batches)
         return compare(self.torch.rates, self.rustloader.rates, batches)
 
     @property
     def ratios(self) -> dict[str, float | None]:
-        """Ratios of torch to rustloader by figure, of rustloader to torch for rates; above 1 rustloader is better."""
+        """Ratios of the two engines by figure; above 1, rustloader is better.
+
+        They are rustloader's rate divided by torch's, and torch's value divided by rustloader's for other figures.
+        """
         ours, theirs = self.rustloader, self.torch
         comparison = self.comparison
 
-        def by(theirs: float | None, ours: float | None) -> float | None:
+        def ratio(theirs: float | None, ours: float | None) -> float | None:
             return theirs / ours if ours and theirs is not None else None
 
         medians = ("cpu_seconds_per_batch", "first_batch_seconds")
         return {
             "batches_per_second": comparison.ratio if comparison else 1.0,
-            **{name: by(theirs.median(name), ours.median(name)) for name in medians},
-            "memory_bytes": by(theirs.memory_bytes, ours.memory_bytes),
+            **{name: ratio(theirs.median(name), ours.median(name)) for name in medians},
+            "memory_bytes": ratio(theirs.memory_bytes, ours.memory_bytes),
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,40 +103,43 @@ class Point:
         }
 
 
-def settle(points: Iterable[Point]) -> None:
-    """Makes the rates of all sides comparable."""
-    settle_sides([side for point in points for side in (point.torch, point.rustloader, point.ray) if side is not None])
+def make_comparable(points: Iterable[Point]) -> None:
+    """Makes the rates of all points comparable."""
+    make_sides_comparable(
+        [side for point in points for side in (point.torch, point.rustloader, point.ray) if side is not None]
+    )
 
 
-def starting(side: SideRates) -> dict[str, Any]:
-    """Returns the verdict if the start of the workers takes most of an epoch; else empty. The statistics of a loader do
-    not show it in epochs of a few batches.
+def starting_verdict(side: SideRates) -> dict[str, Any]:
+    """Returns a verdict if the start of the workers takes most of an epoch; otherwise an empty dictionary.
+
+    The statistics of a loader do not show this if epochs have only a few batches.
     """
     first, whole = side.median("first_batch_seconds"), side.median("seconds")
-    if first < whole / 2 or not all(one.complete for one in side.passes):
+    if first < whole / 2 or not all(pass_.complete for pass_ in side.passes):
         return {}
     return {
         "kind": "starting",
-        "sentence": "The start of the workers limits; persistent_workers=True keeps them from epoch to epoch.",
+        "sentence": "The start of the workers is the bottleneck; persistent_workers=True keeps them between epochs.",
         "reason": f"the first batch takes {duration(first)} of an epoch's {duration(whole)}",
         "workers_needed": None,
         "predicted_gain": None,
     }
 
 
-def judge_again(points: list[Point]) -> None:
-    """Changes the verdicts that advise more workers, where more were measured and are not faster."""
+def revise_verdicts(points: list[Point]) -> None:
+    """Changes verdicts that advise more workers if more workers were measured and are not faster."""
     for point in points:
-        more = [one for one in points if one.workers > point.workers and one.options == point.options]
-        sides = [one.rustloader for one in (point, *more)]
+        more = [other for other in points if other.workers > point.workers and other.options == point.options]
+        sides = [other.rustloader for other in (point, *more)]
         if point.judged is None or not more or any(side.too_few for side in sides):
             continue
         if all(side.interval.low <= point.rustloader.interval.high for side in sides[1:]):
-            point.verdict = (point.verdict or {}) | asdict(judge(point.judged, is_most=True))
+            point.verdict = (point.verdict or {}) | asdict(judge(point.judged, more_do_not_help=True))
 
 
-def merged(points: Iterable[Point]) -> list[Point]:
-    """Returns a point for each number of workers, with all measurements of torch, which has none of the options."""
+def merge_by_workers(points: Iterable[Point]) -> list[Point]:
+    """Returns one point per number of workers, with all measurements of torch, on which the options have no effect."""
     by_workers: dict[int, Point] = {}
     for point in points:
         known = by_workers.get(point.workers)
@@ -133,8 +149,8 @@ def merged(points: Iterable[Point]) -> list[Point]:
 
 
 def table(point: Point) -> str:
-    """Returns the table of figures for one setting."""
-    if point.alone:
+    """Formats the table of figures for one setting."""
+    if point.torch_only:
         return aligned([("", "torch's own loop"), *(row[:2] for row in _rows(point))])
     return aligned([("", "torch", "rustloader", "ratio"), *_rows(point)])
 
@@ -146,10 +162,10 @@ def _rows(point: Point) -> Iterator[tuple[str, str, str, str]]:
     rate = times(ratios["batches_per_second"])
     yield "batches/s", number(theirs.rate), number(ours.rate), rate
     interval = ours.interval
-    whole = interval.low == min(ours.rates)
-    title = "  lowest to highest" if whole else f"  {interval.confidence:.0%} confidence"
-    between = _interval_text(comparison.low, comparison.high, times) if comparison else ""
-    yield title, _interval_text(*theirs.interval[:2]), _interval_text(*interval[:2]), between
+    is_whole_range = interval.low == min(ours.rates)
+    title = "  lowest to highest" if is_whole_range else f"  {interval.confidence:.0%} confidence"
+    ratio_interval = _interval_text(comparison.low, comparison.high, times) if comparison else ""
+    yield title, _interval_text(*theirs.interval[:2]), _interval_text(*interval[:2]), ratio_interval
     megabytes = [number(side.rate * side.batch_bytes / 1e6) for side in (theirs, ours)]
     yield "MB/s", megabytes[0], megabytes[1], rate
     for title, name in (("CPU per batch", "cpu_seconds_per_batch"), ("first batch", "first_batch_seconds")):
@@ -157,22 +173,22 @@ def _rows(point: Point) -> Iterator[tuple[str, str, str, str]]:
     yield "memory", _memory(theirs), _memory(ours), times(ratios["memory_bytes"])
 
 
-# Columns of a sweep's table that are left out, one after the other, while it is too wide.
-_LEAST = ("lowest to highest", "first batch")
+# Columns of a sweep's table that are left out, one after the other, until it fits.
+_OPTIONAL_COLUMNS = ("lowest to highest", "first batch")
 
 
 def sweep_table(points: Iterable[Point], chosen: Setting) -> str:
-    """Returns the main figures for each setting, with a line per engine. Swept options have columns of their own."""
+    """Formats the main figures, with one line per setting and engine. Each swept option has a column."""
     points = list(points)
     swept = {name: head for name, head in SWEPT.items() if any(name in dict(point.options) for point in points)}
     rows = [
         _sweep_row(point, name, swept, point.setting == chosen)
         for point in points
-        for name in (("both",) if point.alone else ("torch", "rustloader"))
+        for name in (("both",) if point.torch_only else ("torch", "rustloader"))
     ]
     columns = list(rows[0])
     table = _aligned(rows, columns, swept)
-    for left_out in _LEAST:
+    for left_out in _OPTIONAL_COLUMNS:
         if max(map(len, table.splitlines())) <= WIDTH:
             break
         columns.remove(left_out)
@@ -185,9 +201,9 @@ def _aligned(rows: list[dict[str, str]], columns: list[str], swept: dict[str, st
 
 
 def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> dict[str, str]:
-    """Returns a line for one engine, or for torch's own loop ("both"), by heading."""
+    """Returns the cells of a line by heading. ``name`` is an engine, or "both" for torch's own loop."""
     side = point.torch if name == "both" else getattr(point, name)
-    # torch's line has the number of workers, rustloader's the options.
+    # Of the two lines of a setting, torch's has the number of workers, and rustloader's has the options.
     options = dict(point.options) if name == "rustloader" else {}
     return {
         "workers": "" if name == "rustloader" else str(point.workers),
@@ -204,14 +220,15 @@ def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> 
 
 
 def _ratio(point: Point) -> str:
-    """Returns the ratio of the rates; "-" if there are too few measurements to tell."""
+    """Formats the ratio of the rates; "-" if there are too few measurements to tell."""
     comparison = point.comparison
     return times(comparison.ratio if comparison is not None and comparison.is_known else None)
 
 
 def ray_table(points: Iterable[Point]) -> str:
-    """Returns the table of local workers and of workers on a cluster, with a line for each setting. Empty without
-    ``--ray``.
+    """Formats the table of local workers and workers on a cluster, with one line per setting.
+
+    Returns an empty text without ``--ray``.
     """
     rows = [("", "here", "on Ray", "ratio", "MB/s on Ray", "CPU/batch here", "first batch on Ray")]
     for point in points:

@@ -1,4 +1,4 @@
-"""Settings that a sweep varies: the number of workers, and options that torch does not have."""
+"""The settings that a sweep varies: the number of workers, and options that torch does not have."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ SWEPT = {"dispatch": "dispatch", "reorder_window": "window", "worker_threads": "
 
 
 class Setting(NamedTuple):
-    """A loader's settings. ``workers`` None is the factory's num_workers; ``options`` are pairs of name and value, of
-    swept options alone."""
+    """The settings of a loader.
+
+    ``workers`` is None for the factory's num_workers. ``options`` are the swept options, as pairs of name and value.
+    """
 
     workers: int | None
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        """Formats the setting as in "2 workers, dispatch=shared_queue"; empty if nothing is varied."""
+        """Formats the setting: "2 workers, dispatch=shared_queue"; empty if nothing is varied."""
         workers = () if self.workers is None else (count_of(self.workers, "worker"),)
         return ", ".join((*workers, *(f"{name}={value}" for name, value in self.options)))
 
     @property
     def keywords(self) -> str:
-        """Formats the setting as keyword arguments: "num_workers=2, dispatch='shared_queue'"."""
+        """The setting as keyword arguments: "num_workers=2, dispatch='shared_queue'"."""
         return ", ".join(f"{name}={value!r}" for name, value in (("num_workers", self.workers), *self.options))
 
 
-# torch's own loop, which has no option.
-ALONE = Setting(0)
+# The setting of torch's own loop, which has no options.
+TORCH_LOOP = Setting(0)
 
 
 def settings_of(arguments: Any) -> Iterator[Setting]:
-    """Yields each combination of the values on the command line, and torch's own loop, which is always measured. It
-    comes last: a loader that cannot be used is found at once.
+    """Yields each combination of the values on the command line, and torch's own loop, which is always measured.
+
+    The loop comes last, so that a loader that cannot be used is detected at once.
     """
     varied = [[(name, value) for value in values] for name in SWEPT if (values := getattr(arguments, name))]
     for workers in arguments.workers or [None]:
         if workers != 0:
             yield from (Setting(workers, options) for options in itertools.product(*varied))
-    yield ALONE
+    yield TORCH_LOOP

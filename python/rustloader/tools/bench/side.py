@@ -1,4 +1,4 @@
-"""The process of ``bench`` with a loader on one engine, which answers requests to measure it."""
+"""The part of ``bench`` that runs in the process with the user's loader, and answers requests to measure it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,33 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rustloader.settings import loader_state
-from rustloader.tools.bench.cached import CACHED, Fit, Wrapped
-from rustloader.tools.bench.elsewhere import RAY, carry, give_workers, measure
-from rustloader.tools.bench.images import Noted, Size, advice, kept_size
+from rustloader.tools.bench.cached import CACHED, CachedLoader, Fit
+from rustloader.tools.bench.images import Size, SizeRecorder, advice, kept_size
 from rustloader.tools.bench.passes import Limits, run_pass
+from rustloader.tools.bench.ray_cluster import RAY, give_workers, measure_cluster, send_by_value
 from rustloader.tools.bench.settings import Setting
 from rustloader.tools.bench.timeline import TimelineRecorder, watch
 from rustloader.tools.harness.machine import machine
 from rustloader.tools.probe.factory import Unusable
 from rustloader.tools.probe.side import Side, end_workers
 
-# Maximum seconds to wait for workers that still make batches which no pass takes.
-_SETTLING = 5.0
+# Maximum seconds to wait for workers to finish batches that no pass takes.
+_MAX_SETTLING = 5.0
 # The factory's own settings.
 _FROM_FACTORY = Setting(None)
 
 
 class BenchSide(Side):
-    """A loader to measure. Its methods from ``about`` on are the requests. ``setting`` replaces the factory's
-    num_workers and options; ``records`` is a folder for the timelines of the workers; ``cache`` is the limit of a cache
-    in bytes, for the engine "cached"."""
+    """A loader to measure. The public methods from ``about`` on are the requests.
+
+    Args:
+        target: the factory.
+        engine: name of the engine.
+        setting: replaces the factory's num_workers and options.
+        records: a folder for the timelines of the workers; None to record none.
+        quiet: whether to hide Python's warnings.
+        cache: maximum size of the cache in bytes, for the engine "cached".
+    """
 
     def __init__(
         self,
@@ -45,13 +52,14 @@ class BenchSide(Side):
         super().__init__(target, engine, quiet)
         self._setting, self._records, self._cache = setting, records, cache
         self._recorder: TimelineRecorder | None = None
-        self._wrapped: Wrapped | None = None
-        # Sizes of the images that workers decode, and of those that samples keep.
-        self._noted: Noted | None = None
-        self._kept: Size | None = None
+        self._cached_loader: CachedLoader | None = None
+        # Sizes of the images as workers decode them, and as samples keep them.
+        self._size_recorder: SizeRecorder | None = None
+        self._kept_size: Size | None = None
         self._cut_short = self._has_step = False
 
     def close(self) -> None:
+        """Ends the remaining workers."""
         end_workers(getattr(self.loader, "_iterator", None))  # persistent workers
 
     def about(self) -> dict[str, Any]:
@@ -63,11 +71,11 @@ class BenchSide(Side):
         loader = self.loader
         give_workers(loader, self.engine)
         if self.engine == RAY:
-            carry(self.target)
+            send_by_value(self.target)
         loader_state.forget_auto(loader)  # a measurement has one number of workers
         loader_state.give(loader, dict(self._setting.options))  # torch's iterator does not read them
         if self.engine == CACHED:
-            self._wrapped = Wrapped(loader, self._cache)
+            self._cached_loader = CachedLoader(loader, self._cache)
         if self._records is not None:
             self._recorder = loader.worker_init_fn = TimelineRecorder(self._records, loader.worker_init_fn)
         context = loader.multiprocessing_context or multiprocessing
@@ -80,81 +88,82 @@ class BenchSide(Side):
             "persistent_workers": bool(loader.persistent_workers),
             "pin_memory": bool(loader.pin_memory),
             "start_method": method() if method else type(context).__name__,
-            **({"cluster": measure()} if self.engine == RAY else {}),
+            **({"cluster": measure_cluster()} if self.engine == RAY else {}),
         }
 
-    def run(self, number: int, limits: Limits, weigh: bool) -> dict[str, Any]:
+    def run(self, number: int, limits: Limits, count_bytes: bool) -> dict[str, Any]:
         """Runs a pass. Passes with the same number use the same random seeds on both engines."""
-        with self._pass(number), self._noting() if weigh else contextlib.nullcontext():
-            result = run_pass(self.loader, limits, self._weigh if weigh else None, self)
+        with self._pass(number), self._recording_sizes() if count_bytes else contextlib.nullcontext():
+            result = run_pass(self.loader, limits, self._count_bytes if count_bytes else None, self)
         self._cut_short |= not result.complete
         if not result.complete and self.loader.persistent_workers:
-            # The workers finish the batches under way, and must not take cores from the other engine.
-            under_way = self.loader.num_workers * (self.loader.prefetch_factor or 0)
-            time.sleep(min(limits.seconds, _SETTLING, under_way / result.batches_per_second))
+            # The workers still finish their outstanding batches, and must not take cores from the other engine.
+            outstanding = self.loader.num_workers * (self.loader.prefetch_factor or 0)
+            time.sleep(min(limits.seconds, _MAX_SETTLING, outstanding / result.batches_per_second))
         self._has_step |= limits.step > 0
         return asdict(result)
 
     def run_cached(self, number: int, limits: Limits) -> tuple[dict[str, Any], dict[str, Any], Fit]:
-        """Runs a pass that fills a new cache, and a second one over the same samples."""
-        assert self._wrapped is not None
+        """Runs a pass that fills a new cache, and a second pass over the same samples."""
+        assert self._cached_loader is not None
         self._end_persistent()
-        self._wrapped.renew()
+        self._cached_loader.clear()
         first = self.run(number, limits, False)
-        self._end_persistent()  # a first epoch of persistent workers draws another order than a later one
-        usage = self._wrapped.usage()
+        self._end_persistent()  # the first epoch of persistent workers has another order than a later one
+        usage = self._cached_loader.usage()
         second = self.run(number, limits._replace(batches=first["batches"]), False)
-        return first, second, self._wrapped.fit(usage)
+        return first, second, self._cached_loader.fit(usage)
 
     def _end_persistent(self) -> None:
-        """Ends persistent workers, so that the next pass starts others."""
+        """Ends persistent workers, so that the next pass starts new ones."""
         self.close()
         self.loader._iterator = None
 
     def verdict(self) -> dict[str, Any]:
-        """Returns the verdict of the statistics of all passes, and its basis."""
+        """Returns the verdict on all passes, with the statistics that it is based on."""
         import rustloader
 
         stats = rustloader.stats(self.loader)
-        # Passes that end early start workers more often than whole epochs do.
+        # Passes that end early start workers more often than whole epochs would.
         judged = replace(stats, epochs=1) if self._cut_short else stats
-        if not self._has_step:  # what lies between two batches is the measurement's own
+        if not self._has_step:  # the time between two batches is that of the measurement
             judged = replace(judged, step_seconds=0.0)
         verdict = asdict(judged.verdict())
-        if verdict["kind"] in ("dataset", "workers", "cores") and self._noted is not None:
-            verdict["images"] = advice(self._noted.sizes, self._kept)
+        if verdict["kind"] in ("dataset", "workers", "cores") and self._size_recorder is not None:
+            verdict["images"] = advice(self._size_recorder.sizes, self._kept_size)
         return {**verdict, "stats": stats.as_dict(), "judged": judged}
 
     def watch(self, limits: Limits) -> dict[str, Any]:
-        """Records the timeline of the main process and the workers."""
+        """Records the timelines of the main process and the workers."""
         assert self._recorder is not None
         with self._pass(0):
-            asked, got = watch(self.loader, limits, self)
-        return {"asked": asked, "got": got, "spans": self._recorder.spans(self.loader)}
+            called, returned = watch(self.loader, limits, self)
+        return {"called": called, "returned": returned, "spans": self._recorder.spans(self.loader)}
 
-    def _weigh(self, batch: Any) -> int:
+    def _count_bytes(self, batch: Any) -> int:
         from rustloader.tools.probe.leaves import nbytes
 
-        self._kept = self._kept or kept_size(batch)
+        self._kept_size = self._kept_size or kept_size(batch)
         return nbytes(batch)
 
     @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Lets workers that start in the first pass note the sizes of images."""
+    def _recording_sizes(self) -> Iterator[None]:
+        """Makes workers that start in the first pass record the sizes of images."""
         init_fn = self.loader.worker_init_fn
-        if self._noted is not None or self.engine != "rustloader" or self._recorder is not None:
+        if self._size_recorder is not None or self.engine != "rustloader" or self._recorder is not None:
             yield
             return
         with tempfile.TemporaryDirectory(prefix="rustloader-bench-") as folder:
-            self._noted = self.loader.worker_init_fn = Noted(f"{folder}/sizes", init_fn)
+            self._size_recorder = self.loader.worker_init_fn = SizeRecorder(f"{folder}/sizes", init_fn)
             try:
                 yield
             finally:
                 self.loader.worker_init_fn = init_fn
-                self._noted.read()
+                self._size_recorder.read()
 
     @contextlib.contextmanager
     def _pass(self, number: int) -> Iterator[None]:
+        """Seeds, and makes iterators use the engine. Raises ``Unusable`` if the engine has delivered nothing."""
         self.seed(number)
         with self.on_engine():
             try:

@@ -1,4 +1,4 @@
-"""The output of ``bench``, as text and as JSON."""
+"""Formats the output of ``bench``, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from rustloader.tools.harness.layout import number, times, wrapped
 
 
 class Summary:
-    """The result of one run. ``about`` describes the machine and the loader; ``choices`` are the recommendations of a
-    sweep by engine; ``unmeasured`` says why torch's own loop was not measured."""
+    """The result of one run.
+
+    Args:
+        options: the options of the command line.
+        plan: the plan of the run.
+        about: description of the machine and the loader.
+        points: the measurements.
+        choices: recommendations of a sweep, by engine.
+        unmeasured: the reason why torch's own loop could not be measured; empty if it was measured.
+    """
 
     def __init__(
         self,
@@ -30,14 +38,14 @@ class Summary:
 
     @property
     def shown(self) -> Point:
-        """The point to show in full: the recommended one, else the fastest."""
+        """The point to show in full: the recommended one, or the fastest without a recommendation."""
         chosen = self._choices["rustloader"].setting if self._choices else None
-        with_workers = [point for point in self._points if not point.alone]
+        with_workers = [point for point in self._points if not point.torch_only]
         fastest = max(with_workers, key=lambda point: point.rustloader.rate)
         return next((point for point in with_workers if point.setting == chosen), fastest)
 
     def text(self) -> str:
-        """Returns lines that fit a terminal."""
+        """Returns the summary as lines that fit a terminal."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -76,18 +84,18 @@ class Summary:
 
     def _result(self, point: Point) -> Iterator[str]:
         comparison, options = point.comparison, self._options
-        others = max(one.others_share for one in self._points)
+        others = max(it.others_share for it in self._points)
         if comparison is not None:
             yield wrapped(comparison.text(others), "  ")
             if not comparison.is_known:
                 budget = self._plan.budget
-                longer = f"--budget {2 * budget:g}" if budget else "leave out --epochs, or give more of them"
+                longer = f"--budget {2 * budget:g}" if budget else "leave out --epochs, or increase it"
                 yield f"  To measure longer: {longer}"
         if others >= NOTED:
             remedy = ": end them and measure again" if others >= BUSY else ""
             yield wrapped(f"Other processes used {others:.0%} of the cores meanwhile{remedy}.", "  ")
-        if without := self._without_workers(point, others):
-            yield wrapped(without, "  ")
+        if text := self._without_workers(point, others):
+            yield wrapped(text, "  ")
         if point.verdict is not None:
             images = point.verdict.get("images")
             sentence = " ".join(filter(None, (point.verdict["sentence"], images)))
@@ -101,29 +109,31 @@ class Summary:
             yield wrapped(f"{text} To include your training step, pass its duration: --step SECONDS", "  ")
 
     def _without_workers(self, point: Point, others: float) -> str:
-        """Compares torch's own loop with the two loaders with workers."""
-        alone = next((one.torch for one in self._points if one.alone), None)
-        if alone is None:
-            return f"Without workers nothing was measured: {self._unmeasured}" if self._unmeasured else ""
+        """Compares torch's own loop with the faster loader with workers. Returns a sentence, or an empty text."""
+        own_loop = next((it.torch for it in self._points if it.torch_only), None)
+        if own_loop is None:
+            reason = self._unmeasured
+            return f"torch's own loop, without workers, could not be measured: {reason}" if reason else ""
         best = max(point.torch, point.rustloader, key=lambda side: side.rate)
-        if alone.too_few or best.too_few:
+        if own_loop.too_few or best.too_few:
             return ""
-        ratio = alone.rate / best.rate
-        if ratio > EQUAL and not alone.interval.overlaps(best.interval) and others < BUSY:
-            remedy = "" if self._options.step else ", or measure with --step SECONDS"
-            return f"Without workers torch is {times(ratio)} as fast as the faster of these: use num_workers=0{remedy}."
-        if self._choices:  # it is in the table
+        ratio = own_loop.rate / best.rate
+        if ratio > EQUAL and not own_loop.interval.overlaps(best.interval) and others < BUSY:
+            remedy = "use num_workers=0" + ("" if self._options.step else ", or measure with --step SECONDS")
+            return f"Without workers, torch is {times(ratio)} as fast as the faster loader with workers: {remedy}."
+        if self._choices:  # the table has the rate
             return ""
-        return f"Without workers torch makes {number(alone.rate)} batches/s, {times(ratio)} the faster of these."
+        rate = f"{number(own_loop.rate)} batches/s, {times(ratio)} the rate of the faster loader with workers"
+        return f"Without workers, torch makes {rate}."
 
     def _notes(self, point: Point) -> str:
-        without = "leave out the start of the workers."
-        including = "include the start of the workers: the epochs are too short to leave it out."
+        excluding = "exclude the start of the workers."
+        including = "include the start of the workers: the epochs are too short to exclude it."
         return (
-            f"Rates and CPU {without if point.rustloader.steady else including} "
-            "CPU and memory are totals of the main process and the workers; memory is the peak beyond "
-            "what there was before iter(). A ratio above 1 means that rustloader is better; that of the rates is the "
-            "median over the pairs of epochs."
+            f"Rates and CPU {excluding if point.rustloader.steady else including} "
+            "CPU and memory are totals of the main process and the workers; memory is the peak, minus the memory "
+            "before iter(). A ratio above 1 means that rustloader is better; that of the rates is the median over the "
+            "pairs of epochs."
         )
 
     def as_dict(self) -> dict[str, Any]:

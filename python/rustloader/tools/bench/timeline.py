@@ -1,4 +1,4 @@
-"""Timelines of the main process and the workers, in seconds of the monotonic clock, which all processes share."""
+"""Records timelines of the main process and the workers, in seconds of the monotonic clock that they share."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ class Timeline:
     """The timeline of one engine.
 
     Attributes:
-        workers: the number of workers.
-        skipped: batches at the start that a picture leaves out, because they were in flight before the first arrived.
-        asked, got: begin and end of ``next`` in the main process, for each batch.
-        spans: ("fetch", "collate" or "send", begin, end) of each part of a worker's work, by worker.
+        workers: number of workers.
+        skipped: number of batches at the start that a picture omits, because they were outstanding when the first
+            batch arrived.
+        called: the time at which the main process called ``next``, for each batch.
+        returned: the time at which ``next`` returned, for each batch.
+        spans: each part of a worker's work, by worker: "fetch", "collate" or "send", its start and its end.
     """
 
     workers: int
     skipped: int
-    asked: list[float]
-    got: list[float]
+    called: list[float]
+    returned: list[float]
     spans: dict[int, list[tuple[str, float, float]]]
 
     def window(self, first: int, count: int) -> tuple[float, float]:
-        """Returns the start and the end of the delivery of the batches from ``first`` up to, but not including,
-        ``count``.
-        """
-        return self.got[first - 1] if first else self.asked[0], self.got[count - 1]
+        """Returns the start and end of the time in which batches ``first`` to ``count - 1`` are delivered."""
+        return self.returned[first - 1] if first else self.called[0], self.returned[count - 1]
 
 
 class TimelineRecorder:
-    """Replaces a loader's ``worker_init_fn``. In the worker, on either engine, it times each fetch and each collation,
-    and writes them as lines to the worker's file."""
+    """Replaces a loader's ``worker_init_fn``.
+
+    In a worker of either engine, it times each fetch and each collation, and writes them to the worker's file, one per
+    line.
+    """
 
     def __init__(self, folder: str, init_fn: Callable[[int], object] | None) -> None:
         self._folder, self._init_fn = folder, init_fn
@@ -53,8 +56,10 @@ class TimelineRecorder:
         self._time_fetches()
 
     def spans(self, loader: Any) -> dict[int, list[tuple[str, float, float]]]:
-        """Returns the spans of each worker. rustloader sends a batch right after its fetch; these spans have the mean
-        duration from the loader's statistics. A thread sends torch's batches, so there are no such spans.
+        """Returns the spans of each worker.
+
+        rustloader sends a batch right after its fetch. Spans for sending have the mean duration from the loader's
+        statistics. torch sends batches in a thread, so it has no such spans.
         """
         spans_of = {}
         sending = _seconds_per_send(loader)
@@ -90,10 +95,10 @@ class TimelineRecorder:
 
             def fetch(index: Any) -> Any:
                 with self._timed("fetch"):
-                    return whole(index)
+                    return torch_fetch(index)
 
             fetcher = torch_create_fetcher(kind, dataset, auto_collation, collate, drop_last)
-            whole, fetcher.fetch = fetcher.fetch, fetch
+            torch_fetch, fetcher.fetch = fetcher.fetch, fetch
             return fetcher
 
         patch = Patch("torch.utils.data._DatasetKind.create_fetcher", _DatasetKind)
@@ -101,31 +106,33 @@ class TimelineRecorder:
 
 
 def _seconds_per_send(loader: Any) -> dict[int, float]:
-    """Returns the mean time to send a batch, by worker; empty on torch's iterator."""
+    """Returns the mean seconds that each worker takes to send a batch; empty on torch's iterator."""
     import rustloader
 
-    return {one.id: one.pack_seconds / one.tasks for one in rustloader.stats(loader).workers if one.tasks}
+    return {
+        worker.id: worker.pack_seconds / worker.tasks for worker in rustloader.stats(loader).workers if worker.tasks
+    }
 
 
 def watch(loader: Any, limits: Limits, watcher: Watcher | None = None) -> tuple[list[float], list[float]]:
-    """Runs a pass over a DataLoader. Returns begin and end of ``next`` for each batch."""
-    asked: list[float] = []
-    got: list[float] = []
+    """Runs a pass over a DataLoader. Returns the times at which ``next`` was called, and at which it returned."""
+    called: list[float] = []
+    returned: list[float] = []
     deadline: float | None = None
     with iterating(loader, watcher) as iterator:
-        while len(got) != limits.batches and (deadline is None or time.monotonic() < deadline):
-            asked.append(time.monotonic())
+        while len(returned) != limits.batches and (deadline is None or time.monotonic() < deadline):
+            called.append(time.monotonic())
             try:
                 next(iterator)
             except StopIteration:
-                asked.pop()
+                called.pop()
                 break
-            got.append(time.monotonic())
+            returned.append(time.monotonic())
             if watcher is not None:
-                watcher.beat()
-            deadline = deadline or got[0] + limits.seconds
+                watcher.on_progress()
+            deadline = deadline or returned[0] + limits.seconds
             if limits.step:
                 time.sleep(limits.step)
-    if not got:
+    if not returned:
         raise StopIteration
-    return asked, got
+    return called, returned

@@ -1,6 +1,7 @@
 """The command line: ``python -m rustloader``, and the script ``rustloader``.
 
-Each command is imported when it is called: ``--help`` and ``run`` stay quick, and ``run`` does not import torch.
+A command is imported only when it is called, so ``--help`` and ``run`` start quickly, and ``run`` does not import
+torch.
 """
 
 from __future__ import annotations
@@ -18,30 +19,31 @@ from rustloader.tools.cli.parser import make_parser, script_arguments
 
 __all__ = ["main"]
 
+# Modules of commands that are not in this package.
 _MODULES = {"bench": "rustloader.tools.bench.command", "top": "rustloader.tools.top.command"}
-# Commands that need Linux, and the message on other systems.
 _NO_COMPARISON = "the engine runs on Linux only: there is nothing to compare"
 _NO_TRACE = "the engine runs on Linux only: there is nothing to trace"
+# The messages of commands that need Linux, on other systems.
 _LINUX_ONLY = {
     "bench": _NO_COMPARISON,
     "check": _NO_COMPARISON,
     "trace": _NO_TRACE,
     "top": f"the engine of rustloader needs Linux, and this is {sys.platform}",
 }
-# Errors of a write to stdout.
-_UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+# Errors that a write to stdout may raise.
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _Terminated(BaseException):
-    """SIGTERM or SIGHUP; the argument is the signal's number."""
+    """Raised on SIGTERM or SIGHUP. The argument is the number of the signal."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     command_line = sys.argv[1:] if arguments is None else arguments
-    rest: list[str] = []
+    script_args: list[str] = []
     if command_line[:1] in (["run"], ["trace"]):
-        command_line, rest = script_arguments(command_line)
+        command_line, script_args = script_arguments(command_line)
     if sys.stdout is None:  # closed
         sys.stdout = open(os.devnull, "w")
     parser = make_parser()
@@ -54,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     command = importlib.import_module(_MODULES.get(options.command, f"rustloader.tools.cli.{options.command}"))
     if options.command in ("run", "trace"):
-        return int(command.main(options, rest))
+        return int(command.main(options, script_args))
     try:
         with _terminable():
             status = int(command.main(options))
@@ -66,13 +68,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"rustloader {options.command}: terminated", file=sys.stderr)
         return 128 + int(error.args[0])
     except OSError as error:
-        return _unwritten(options.command, error)
+        return _output_error_status(options.command, error)
     return status
 
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise ``_Terminated``, so that a command ends its processes."""
+    """Makes SIGTERM and SIGHUP raise ``_Terminated``, so that a command can end its processes."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise _Terminated(number)
@@ -86,9 +88,9 @@ def _terminable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _unwritten(command: str, error: OSError) -> int:
-    """Returns the exit status if the output cannot be written. Raises any other error again."""
-    if error.filename is not None or error.errno not in _UNWRITTEN:
+def _output_error_status(command: str, error: OSError) -> int:
+    """Returns the exit status for output that cannot be written. Raises other errors again."""
+    if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
         raise error
     # Python would report the error again at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

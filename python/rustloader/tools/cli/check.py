@@ -1,4 +1,4 @@
-"""``check``: compares an epoch on torch's iterator with one on the engine."""
+"""``check``: compares an epoch on torch's iterator with an epoch on the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rustloader.tools.probe.deaths import advice
 from rustloader.tools.probe.factory import Unusable
 from rustloader.tools.probe.process import MORE_TIME, Probe
 
-# Maximum number of consecutive errors until an epoch is given up.
+# Number of consecutive errors that ends an epoch.
 _ERRORS_IN_A_ROW = 20
 # Seconds between two progress lines.
 _BETWEEN_LINES = 15.0
@@ -23,10 +23,10 @@ _UNSEEDED = (
     "The dataset, the sampler or collate_fn depends on something that no seed governs, such as time or os.urandom."
 )
 _OUT_OF_ORDER = "with in_order=False batches come as workers finish; check the loader with in_order=True."
-# Minimum limit, in seconds, for steps that are not only user code: the start of Python, the shutdown of workers.
+# Minimum limit in seconds for requests that do more than run user code, such as the shutdown of workers.
 _MIN_LIMIT = 60.0
-_SCRIPT = 'put what runs as a script under `if __name__ == "__main__":`, or pass a larger --timeout'
-# By request: the error if it hangs, and the way out.
+_SCRIPT = 'put the code of the script under `if __name__ == "__main__":`, or pass a larger --timeout'
+# The error for each request that hangs, and the remedy.
 _HANGS = {
     "load": ("importing {place} took more than {limit:g} s", _SCRIPT),
     "about": ("calling {target} took more than {limit:g} s", MORE_TIME),
@@ -38,7 +38,7 @@ _NO_ANSWER = ("the process did not answer within {limit:g} s", MORE_TIME)
 
 
 def main(options: Any) -> int:
-    """Compares, prints the result, and returns the exit status."""
+    """Compares the two engines and prints the result. Returns the exit status."""
     try:
         return _Comparison(options).run()
     except Unusable as error:
@@ -47,10 +47,11 @@ def main(options: Any) -> int:
 
 
 class _CheckProbe(Probe):
-    """A process with the user's loader on one engine. ``quiet`` hides warnings that another process has shown."""
+    """A process with the user's loader on one engine. ``quiet`` hides warnings, which another process has shown."""
 
     def __init__(self, engine: str, options: Any, quiet: bool) -> None:
-        # Both sides iterate over sets of strings in the same order. Leftovers of a side that is killed are expected.
+        # With the same hash seed, both sides iterate over sets of strings in the same order. The filter hides warnings
+        # about resources of a side that is killed.
         hashes = os.environ.get("PYTHONHASHSEED") or str(options.seed % 2**32)
         filters = [*filter(None, [os.environ.get("PYTHONWARNINGS")]), "ignore:resource_tracker:UserWarning"]
         environment = {"PYTHONHASHSEED": hashes, "PYTHONWARNINGS": ",".join(filters)}
@@ -58,7 +59,7 @@ class _CheckProbe(Probe):
         self._batch = 0
 
     def load(self) -> dict[str, Any]:
-        """Imports the user's code and calls the factory. Returns facts about the loader."""
+        """Imports the user's code and calls the factory. Returns a description of the loader."""
         self.ask("load")
         about: dict[str, Any] = self.ask("about")
         return about
@@ -76,13 +77,13 @@ class _CheckProbe(Probe):
     def limit(self, awaited: str) -> float:
         return self.timeout if awaited in ("load", "about", "start", "next") else max(self.timeout, _MIN_LIMIT)
 
-    def hang(self, awaited: str) -> tuple[str, str]:
+    def hang_texts(self, awaited: str) -> tuple[str, str]:
         text, remedy = _HANGS.get(awaited, _NO_ANSWER)
         place, limit = self.target.rpartition(":")[0], self.limit(awaited)
         text = text.format(place=place, target=self.target, batch=self._batch, limit=limit)
         return f"{self.engine}: {text}", remedy
 
-    def died(self, worker: str, details: str = "") -> Unusable:
+    def death_error(self, worker: str, details: str = "") -> Unusable:
         return Unusable(f"{self.engine}: {worker}, seen while waiting for batch {self._batch}\n  {advice(worker)}")
 
 
@@ -93,30 +94,31 @@ class _Comparison:
         self._options = options
 
     def run(self) -> int:
-        """Returns the exit status: 0 if nothing differs, 1 if something does."""
+        """Runs the comparison. Returns the exit status: 0 if nothing differs, 1 if something does."""
         expected = self._torch_events()
         with self._side("rustloader") as side:
             side.load()
-            print(f"rustloader  comparing {_counted(expected)} ...", flush=True)
+            print(f"rustloader  comparing {_counts_text(expected)} ...", flush=True)
             pairs = itertools.zip_longest(expected, self._epoch(side))
-            for k, (torch_event, own) in enumerate(pairs):
-                if torch_event is None or own is None or torch_event[:2] != own[:2]:
-                    return self._differs(k, torch_event, own, side)
-                if own.kind == "batch" and k == 0:
-                    _served(side)  # before the rest of the epoch, which may take long
-                elif own.kind == "error" and k == 0:
-                    cause = f"both engines raise at the first batch: {own.text}"
-                    raise Unusable(f"nothing to compare: {cause}", own.details)
-                elif own.kind == "error":
-                    print(f"batch {k}: both raise {own.text}")
+            for k, (torch_event, engine_event) in enumerate(pairs):
+                if torch_event is None or engine_event is None or torch_event[:2] != engine_event[:2]:
+                    return self._report_difference(k, torch_event, engine_event, side)
+                if engine_event.kind == "batch" and k == 0:
+                    _served(side)  # early, because the remaining epoch may take long
+                elif engine_event.kind == "error" and k == 0:
+                    cause = f"both engines raise at the first batch: {engine_event.text}"
+                    raise Unusable(f"nothing to compare: {cause}", engine_event.details)
+                elif engine_event.kind == "error":
+                    print(f"batch {k}: both raise {engine_event.text}")
             served = _served(side)
-        print(f"same: {_counted(expected)} compared, bit for bit; the main process's random state is the same, too")
+        print(f"same: {_counts_text(expected)} compared, bit for bit; the main process's random state is the same, too")
         batches = sum(event.kind == "batch" for event in expected)
         part = f"{served:,} of the {batches:,} batches" if served < batches else count_of(batches, "batch")
         print(f"{part} came from the Rust engine")
         return 0
 
     def _torch_events(self) -> list[Event]:
+        """Returns the events of an epoch on torch's iterator."""
         with self._side("torch") as side:
             about = side.load()
             workers = count_of(about["num_workers"], "worker")
@@ -125,7 +127,7 @@ class _Comparison:
             if side.ask("served")[0]:
                 raise Unusable(
                     "nothing to compare: torch's side used the Rust engine; "
-                    "the program must not call rustloader.install() after its loader is made"
+                    "the program must not call rustloader.install() after it creates its loader"
                 )
         if events[0].kind == "state":
             raise Unusable(f"nothing to compare: the loader of {self._options.factory} gave no batch")
@@ -135,8 +137,9 @@ class _Comparison:
         return _CheckProbe(engine, self._options, engine != "torch" if quiet is None else quiet)
 
     def _epoch(self, side: _CheckProbe, may_be_endless: bool = False) -> Iterator[Event]:
-        """Yields the events of an epoch, then the random state. Stops early after ``_ERRORS_IN_A_ROW`` errors, or one
-        error if it is the first event.
+        """Yields the events of an epoch, then the random state.
+
+        Stops early after ``_ERRORS_IN_A_ROW`` consecutive errors, or if the first event is an error.
         """
         due = time.monotonic() + _BETWEEN_LINES
         in_a_row = 0
@@ -155,9 +158,11 @@ class _Comparison:
                 print(f"{side.engine}: {count_of(k, 'batch')} so far{hint}", file=sys.stderr, flush=True)
         yield Event("state", side.ask("finish"))
 
-    def _differs(self, k: int, torch_event: Event | None, own: Event | None, side: _CheckProbe) -> int:
-        """Prints the difference. Runs torch's iterator again, to see whether it agrees with itself."""
-        kinds = {torch_event.kind if torch_event else None, own.kind if own else None}
+    def _report_difference(
+        self, k: int, torch_event: Event | None, engine_event: Event | None, side: _CheckProbe
+    ) -> int:
+        """Prints the difference. Runs torch's iterator again to see whether its own batches are the same."""
+        kinds = {torch_event.kind if torch_event else None, engine_event.kind if engine_event else None}
         where = "the end: the main process's random state" if kinds == {"state"} else f"batch {k}"
         try:
             with self._side("torch", quiet=True) as again:
@@ -169,12 +174,12 @@ class _Comparison:
                 if (event[:2] if event else None) != (torch_event[:2] if torch_event else None):
                     print(f"different at {where}, but torch's iterator differs from itself there as well.\n{_UNSEEDED}")
                     return 1
-                if event is not None and own is not None and event.kind == own.kind == "batch":
+                if event is not None and engine_event is not None and event.kind == engine_event.kind == "batch":
                     print(f"different at {where}: {again.ask('difference', side.ask('packed'))}")
                     return 1
         except Unusable as error:
             print(f"rustloader check: torch's iterator could not be run again: {error}", file=sys.stderr)
-        print(f"different at {where}: torch {_description(torch_event)}, rustloader {_description(own)}")
+        print(f"different at {where}: torch {_description(torch_event)}, rustloader {_description(engine_event)}")
         return 1
 
 
@@ -190,11 +195,11 @@ def _served(side: _CheckProbe) -> int:
 
 def _description(event: Event | None) -> str:
     if event is None:
-        return "has ended before"
+        return "has already ended"
     return {"batch": "gives a batch", "error": f"raises {event.text}", "state": "ends the epoch"}[event.kind]
 
 
-def _counted(events: list[Event]) -> str:
+def _counts_text(events: list[Event]) -> str:
     kinds = [event.kind for event in events]
     batches, errors = kinds.count("batch"), kinds.count("error")
     parts = [count_of(batches, "batch")] if batches or not errors else []

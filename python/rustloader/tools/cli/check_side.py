@@ -1,4 +1,4 @@
-"""The process of ``check`` with the user's loader on one engine."""
+"""The part of ``check`` that runs in the process with the user's loader."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from rustloader.tools.probe.side import Side, end_workers
 
 
 class Event(NamedTuple):
-    """The outcome of a ``next``. Equal outcomes have the same ``kind`` and ``key``. ``text`` and ``details`` are the
-    short form and the traceback of an error."""
+    """The outcome of a call of ``next``.
+
+    Equal outcomes have the same ``kind`` and ``key``. ``text`` and ``details`` are the short form and the traceback of
+    an error.
+    """
 
     kind: str  # "batch", "error", "end", or "state": the random state after the epoch
     key: Any = None
@@ -24,8 +27,10 @@ class Event(NamedTuple):
 
 
 class CheckSide(Side):
-    """A loader on one engine. The methods are the requests, in this order, after ``load``. ``number`` seeds torch,
-    numpy and random."""
+    """A loader on one engine.
+
+    The methods are the requests, in this order, after ``load``. ``number`` seeds torch, NumPy and random.
+    """
 
     def __init__(self, target: str, engine: str, number: int, quiet: bool) -> None:
         super().__init__(target, engine, quiet)
@@ -35,7 +40,7 @@ class CheckSide(Side):
         self._open: contextlib.ExitStack | None = None
 
     def about(self) -> dict[str, Any]:
-        """Creates the loader, and returns facts about it."""
+        """Creates the loader. Returns a description of it."""
         from torch.utils.data import IterableDataset
 
         self.seed(self._number)
@@ -47,18 +52,18 @@ class CheckSide(Side):
         }
 
     def start(self) -> Event | None:
-        """Starts the workers. Returns the error if that fails."""
+        """Creates the iterator, which starts the workers. Returns the event for an error; None without one."""
         self._open = contextlib.ExitStack()
         self._open.enter_context(self.on_engine())
         try:
             self._iterator = iter(self.loader)
         except (Exception, SystemExit) as error:
             return self._raised(error)
-        self.began(self._iterator)
+        self.on_start(self._iterator)
         return None
 
     def next(self) -> Event:
-        """Takes a batch."""
+        """Takes the next batch."""
         from rustloader.tools.probe.leaves import summary
 
         self._batch = None
@@ -75,7 +80,7 @@ class CheckSide(Side):
             raise Unusable(f"a batch cannot be compared: {event.text}", event.details) from None
 
     def finish(self) -> bytes:
-        """Ends the workers, and returns a digest of the random state."""
+        """Ends the workers. Returns a digest of the random state."""
         import numpy as np
         import torch
 
@@ -93,21 +98,21 @@ class CheckSide(Side):
             return None
 
     def difference(self, packed: bytes | None) -> str:
-        """Describes how the last batch, torch's, differs from the engine's."""
+        """Describes how the last batch, which is torch's, differs from the engine's, which is ``packed``."""
         from rustloader.tools.probe.leaves import difference, summary
 
         try:
             other = pickle.loads(packed or b"")
             if summary(other) == summary(self._batch):
-                return "the batches differ in what a copy does not keep"
+                return "the batches differ in something that their pickles do not show"
             return difference(self._batch, other)
         except Exception as error:
-            return f"the batches differ; where cannot be said: {failure(error).text}"
+            return f"the batches differ, but the place cannot be determined: {failure(error).text}"
 
     def _raised(self, error: BaseException) -> Event:
-        """Returns the event for an error. Raises it again if a worker has died, which ends the comparison."""
-        self.failed(error)
-        if self.dead is not None:
+        """Returns the event for an error. If a worker has died, raises the error again, which ends the comparison."""
+        self.on_error(error)
+        if self.death is not None:
             raise error
         described = failure(error)
         return Event("error", described.text, str(described), described.details)

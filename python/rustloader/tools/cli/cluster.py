@@ -1,4 +1,4 @@
-"""State of the cluster as Ray reports it, and whether workers of this process may run on its nodes."""
+"""Checks the state of the Ray cluster, and whether workers of this process can run on its nodes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from rustloader.settings.limits import REMOTE_START
 from rustloader.system.texts import size
 from rustloader.tools.probe.cluster import reach
 
+# The subject of a finding, its text, and advice.
 Line = tuple[str, str, str]
 
-# Ray's own resources.
+# Resources that Ray itself defines.
 _RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 def cluster() -> Iterator[Line]:
-    """Yields the findings, with advice if there is any: on Ray, on the cluster that RAY_ADDRESS names or this process
-    is connected to, and on each of its nodes. Nothing where Ray is not installed."""
+    """Yields findings on Ray, on the cluster and on each of its nodes, with advice if there is any.
+
+    The cluster is the one that RAY_ADDRESS names, or to which this process is connected. Yields nothing if Ray is not
+    installed.
+    """
     try:
         version = metadata.version("ray")
     except metadata.PackageNotFoundError:
         return
     address = os.environ.get("RAY_ADDRESS")
-    # A process that has not imported Ray is not connected.
+    # Only a process that has imported Ray can be connected.
     connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     if not address and not connected:
         yield "Ray", f"{version}; RAY_ADDRESS names no cluster", ""
@@ -40,19 +44,19 @@ def cluster() -> Iterator[Line]:
             reach(address)
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
-            found = f"{version}; {address} does not answer: {type(error).__name__}: {error}"
-            yield "Ray", found, "start the cluster (`ray start --head`), or correct RAY_ADDRESS"
+            text = f"{version}; {address} does not answer: {type(error).__name__}: {error}"
+            yield "Ray", text, "start the cluster (`ray start --head`), or correct RAY_ADDRESS"
             return
     try:
-        yield "Ray", f"{version}; {_free(ray.cluster_resources(), ray.available_resources())}", ""
+        yield "Ray", f"{version}; {_free_resources(ray.cluster_resources(), ray.available_resources())}", ""
         yield from _nodes(ray)
     finally:
         if not connected:
             ray.shutdown()
 
 
-def _free(total: Mapping[str, float], free: Mapping[str, float]) -> str:
-    """Describes the free part of the nodes' resources, with the resources that the user has named."""
+def _free_resources(total: Mapping[str, float], free: Mapping[str, float]) -> str:
+    """Describes the free resources of the nodes, including those that the user has defined."""
     text = f"{free.get('CPU', 0):g} of {total.get('CPU', 0):g} CPUs free"
     if total.get("GPU"):
         text += f", {free.get('GPU', 0):g} of {total['GPU']:g} GPUs"
@@ -64,17 +68,17 @@ def _free(total: Mapping[str, float], free: Mapping[str, float]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Runs on a node."""
+    """Returns the versions of packages. Runs on a node."""
     from rustloader.remote import handshake
 
     return handshake.versions()
 
 
 def _nodes(ray: Any) -> Iterator[Line]:
-    """Asks each node for its versions."""
+    """Yields a finding on each node and the versions installed there."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    # It needs torch, which doctor may have to report as missing.
+    # Imported late because it needs torch, which may be missing: `doctor` reports that.
     from rustloader.remote import handshake
 
     requests = {}

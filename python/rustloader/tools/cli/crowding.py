@@ -1,4 +1,4 @@
-"""Detects ranks of distributed programs that crowd the same cores of a machine."""
+"""Detects ranks of distributed programs that share cores while other cores of the machine are unused."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ANY_CORE = range(MOST_CORES)
 
 
 def ranks() -> list[tuple[int, Set[int]]]:
-    """Returns the pids of the ranks on this machine, and the cores that each may use.
+    """Returns the pid of each rank on this machine, and the cores that it may use.
 
-    A rank is a process that its launcher has given a number, as its environment says. Its children have the same
-    environment. Processes of other users cannot be read.
+    A rank is a process with a rank number in its environment, which the launcher has set. Its children, which inherit
+    the number, do not count. Processes of other users cannot be read.
     """
     numbers = {pid: number for pid in procfs.pids() if (number := local_ranks.number_of(pid)) is not None}
     children = defaultdict(list)
@@ -32,10 +32,10 @@ def ranks() -> list[tuple[int, Set[int]]]:
             first.append(pid)
     bound: list[tuple[int, Set[int]]] = []
     for pid in first:
-        # A shell that starts the program may bind it.
+        # A shell may start the program, and bind it to cores.
         while not _is_python(pid) and len(children[pid]) == 1:
             (pid,) = children[pid]
-        # It may have ended.
+        # The process may have ended.
         with contextlib.suppress(OSError):
             bound.append((pid, os.sched_getaffinity(pid)))
     return bound
@@ -49,26 +49,24 @@ def _is_python(pid: int) -> bool:
 
 
 def obtainable_cores() -> Set[int]:
-    """Returns the cores that a process can be bound to here: those of the machine, or of a container's or a job's
-    cpuset.
-    """
+    """Returns the cores that a process can be bound to: all of the machine, or those in its cpuset."""
     cores: Set[int] = os.sched_getaffinity(0)
 
-    def ask() -> None:
+    def try_all_cores() -> None:
         nonlocal cores
-        # The kernel keeps those of the cpuset. The affinity of this thread alone changes.
+        # The kernel restricts the request to the cpuset. Only the affinity of this thread changes.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, _ANY_CORE)
             cores = os.sched_getaffinity(0)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=try_all_cores)
     thread.start()
     thread.join()
     return cores
 
 
 def crowding() -> tuple[str, str] | None:
-    """Returns the finding on the ranks' cores, and advice, if there is any; None without several ranks."""
+    """Returns the finding on the ranks' cores, and advice, or "" without any; None if there is only one rank."""
     local = ranks()
     count = max(len(local), local_ranks.size() or 1)
     if count == 1:
@@ -86,6 +84,6 @@ def crowding() -> tuple[str, str] | None:
     if len(cores) == total:
         return text, ""
     return text, (
-        f"they crowd {len(cores)} of {total} cores: bind each rank to cores of its own (numactl, taskset, "
+        f"they crowd {len(cores)} of {total} cores: bind each rank to its own cores (numactl, taskset, "
         "srun --cpu-bind), or give them all cores and set worker_affinity='spread'"
     )

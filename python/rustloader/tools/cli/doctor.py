@@ -1,4 +1,4 @@
-"""``doctor``: checks that a machine has all that the engine needs, and that the engine works."""
+"""``doctor``: checks that a machine has everything that the engine needs, and that the engine works."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MISSING = "not installed"
 
 @dataclass
 class Finding:
-    """The result of one check. ``advice`` names the remedy if it is not OK."""
+    """The result of one check. ``advice`` is the remedy if the state is not OK."""
 
     subject: str
     found: str
@@ -43,12 +43,12 @@ class Finding:
 
 
 def _finding(subject: str, found: str, advice: str = "", state: str = NOTE) -> Finding:
-    """Returns a finding that is OK unless there is advice."""
+    """Returns a finding, which is OK unless there is advice."""
     return Finding(subject, found, state if advice else OK, advice)
 
 
 def _tried(subject: str, call: Callable[[], object], advice: str, state: str = BAD) -> Finding:
-    """Returns a finding on whether a system call works."""
+    """Tries a system call. Returns the finding."""
     try:
         call()
     except OSError as error:
@@ -60,7 +60,7 @@ def main(options: Any) -> int:
     """Prints the findings. Returns 0 if the engine works, 1 if not, 2 if the file of ``--bench`` cannot be used."""
     sizes: list[tuple[str, str]] = []
     if options.bench is not None:
-        # First: a wrong name is no finding about the machine.
+        # Checked first, because a wrong file name is not a finding about the machine.
         try:
             sizes = list(host_allocator.batches(options.bench, os.environ))
         except (OSError, ValueError) as error:
@@ -75,9 +75,9 @@ def main(options: Any) -> int:
         for found, advice in sizes:
             yield _finding("pinned batches", found, advice)
 
-    looks = _CHECKS if sys.platform.startswith("linux") else _CHECKS[:2]  # the others need Linux
-    for look in (*looks, _pinned_batches) if options.bench is not None else looks:
-        for finding in _safely(look):
+    checks = _CHECKS if sys.platform.startswith("linux") else _CHECKS[:2]  # the others need Linux
+    for check in (*checks, _pinned_batches) if options.bench is not None else checks:
+        for finding in _findings_of(check):
             findings.append(finding)
             if not options.json:
                 _print(finding)
@@ -91,19 +91,19 @@ def main(options: Any) -> int:
 
 
 def _print(finding: Finding) -> None:
-    words = {OK: "OK", NOTE: "note", BAD: "BAD"}
-    print(f"{words[finding.state]:4}  {finding.subject:22} {finding.found}", flush=True)
+    labels = {OK: "OK", NOTE: "note", BAD: "BAD"}
+    print(f"{labels[finding.state]:4}  {finding.subject:22} {finding.found}", flush=True)
     if finding.advice:
         print(f"{'':28} -> {finding.advice}", flush=True)
 
 
-def _safely(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _findings_of(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
-        yield from look()
+        yield from check()
     except Exception as error:
-        # A check that fails does not hide the others. The trial decides.
-        subject = look.__name__.strip("_").replace("_", " ")
-        yield Finding(subject, f"{type(error).__name__}: {error}", BAD if look is _trial else NOTE)
+        # An error in one check must not hide the other findings. Only an error in the trial is BAD.
+        subject = check.__name__.strip("_").replace("_", " ")
+        yield Finding(subject, f"{type(error).__name__}: {error}", BAD if check is _trial else NOTE)
 
 
 def _system() -> Iterator[Finding]:
@@ -155,8 +155,8 @@ def _accelerator() -> Iterator[Finding]:
     if not torch.accelerator.is_available():
         yield Finding("accelerator", "none: pin_memory=True has no effect")
         return
-    found = torch.accelerator.current_accelerator()
-    kind = found.type if found is not None else "unknown"
+    device = torch.accelerator.current_accelerator()
+    kind = device.type if device is not None else "unknown"
     yield Finding("accelerator", f"{kind} {torch.cuda.get_device_name()}" if kind == "cuda" else kind)
 
 
@@ -195,8 +195,8 @@ def _pidfd() -> Iterator[Finding]:
 def _limits() -> Iterator[Finding]:
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC)
     files, space, size, processes = (resource.getrlimit(kind)[0] for kind in kinds)
-    few = files != resource.RLIM_INFINITY and files < 1024
-    yield _finding("open files", _limit(files), "raise `ulimit -n` to 1024 or more" if few else "")
+    too_few = files != resource.RLIM_INFINITY and files < 1024
+    yield _finding("open files", _limit(files), "raise `ulimit -n` to 1024 or more" if too_few else "")
     left = _address_space_left()
     advice = "raise `ulimit -v`; the engine needs 2 GiB" if left is not None and left < 2 * ARENA_MIN else ""
     found = "unlimited" if left is None else f"{_size(left)} left of {_size(space)}"
@@ -208,7 +208,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _address_space_left() -> int | None:
-    """Returns the remaining address space in bytes; None without a limit."""
+    """Returns the remaining address space in bytes; None if it is unlimited."""
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space == resource.RLIM_INFINITY:
         return None
@@ -225,13 +225,13 @@ def _memory() -> Iterator[Finding]:
     if space is not None:
         parts.append((space, f"{_size(space)} left of the address space"))
     if not parts:
-        yield Finding("memory", "the system does not say", NOTE)
+        yield Finding("memory", "unknown: the system does not report it", NOTE)
         return
-    least = min(parts)[0]
-    advice = "use fewer workers, a smaller prefetch_factor or smaller batches" if least < ARENA_MIN else ""
-    if advice and least == cgroup:
+    available = min(parts)[0]
+    advice = "use fewer workers, a smaller prefetch_factor or smaller batches" if available < ARENA_MIN else ""
+    if advice and available == cgroup:
         advice += ", or raise the cgroup's limit (docker run --memory, Slurm --mem, Kubernetes resources.limits.memory)"
-    yield _finding("memory", "; ".join([f"{_size(least)} left", *(text for _, text in parts)]), advice)
+    yield _finding("memory", "; ".join([f"{_size(available)} left", *(text for _, text in parts)]), advice)
 
 
 def _shared_memory() -> Iterator[Finding]:
@@ -251,17 +251,17 @@ def _huge_pages() -> Iterator[Finding]:
     if text is None:
         yield Finding("huge pages for shmem", f"{path} cannot be read")
         return
-    chosen = re.search(r"\[(\w+)\]", text)
-    found = chosen[1] if chosen else text.strip()
-    wasteful = found in ("always", "force")
-    advice = "a block of any size may take 2 MiB; with `never` or `advise` it takes less" if wasteful else ""
+    selected = re.search(r"\[(\w+)\]", text)
+    found = selected[1] if selected else text.strip()
+    is_wasteful = found in ("always", "force")
+    advice = "a block of any size may take 2 MiB; with `never` or `advise` it takes less" if is_wasteful else ""
     yield _finding("huge pages for shmem", found, advice)
 
 
 def _start_method() -> Iterator[Finding]:
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    again = "workers import the program again; the dataset and its functions must be picklable"
-    yield _finding("start method", method, "" if method == "fork" else again)
+    reimport = "workers import the program again; the dataset and its functions must be picklable"
+    yield _finding("start method", method, "" if method == "fork" else reimport)
 
 
 def _cores() -> Iterator[Finding]:
@@ -284,6 +284,8 @@ def _ray() -> Iterator[Finding]:
 
 
 class _Squares:
+    """A dataset whose sample k is filled with k * k."""
+
     def __len__(self) -> int:
         return 64
 
@@ -299,12 +301,12 @@ def _trial() -> Iterator[Finding]:
     before = rustloader.engine_batches()
     with warnings() as lines:
         loader: Any = rustloader.DataLoader(_Squares(), batch_size=8, num_workers=2, timeout=60)  # type: ignore[arg-type]
-        right = all(int(x) == k * k for k, x in enumerate(x[0, 0] for batch in loader for x in batch))
+        is_right = all(int(x) == k * k for k, x in enumerate(x[0, 0] for batch in loader for x in batch))
     batches = rustloader.engine_batches() - before
-    if not lines and batches == 8 and right:
+    if not lines and batches == 8 and is_right:
         yield Finding("trial, 2 workers", "8 batches by the Rust engine")
     else:
-        found = lines[0] if lines else f"{batches} of 8 batches, right: {right}"
+        found = lines[0] if lines else f"{batches} of 8 batches, correct: {is_right}"
         yield Finding("trial, 2 workers", found, BAD, "see above")
 
 

@@ -1,4 +1,4 @@
-"""The arguments of the command line, and their help."""
+"""Defines the arguments of the command line, and their help."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rustloader.settings.kinds import Bytes, Kind
 from rustloader.settings.options import Option, Options, option_of
 from rustloader.tools.bench.settings import SWEPT
 
-# Upper limit of a duration, in seconds: a year. Clocks and waits of the system overflow after a few hundred years.
+# Maximum duration in seconds: a year. Clocks and waits of the system overflow after a few hundred years.
 _MAX_SECONDS = 366 * 86400
-# Upper limit of workers in a sweep.
+# Maximum number of workers in a sweep.
 _MAX_WORKERS = 1024
 _Number = TypeVar("_Number", int, float)
 
@@ -69,16 +69,16 @@ examples:
   {prog} bench train.py:make_loader --budget 300 --json > bench.json
 """
 _FACTORY = "module:function or file.py:function"
-_A_FACTORY = """
+_FACTORY_EXAMPLE = """
 the factory, in train.py:
   def make_loader():
       return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
 """
 _TOP = """\
-Shows what the loaders of a running process do: for each worker its state, the batch it is at and for how long, where
-its time goes, and its memory; what the main process waits for, batches/s, and the verdict. Without a PID it shows the
-only process of this user that has loaders at work. It reads the shared memory of the loaders and costs the process
-nothing. Ctrl-C or q ends it. Exit status: 0, or 2 if there was nothing to see."""
+Shows what the loaders of a running process do: for each worker its state, its current batch and the time spent on it,
+the breakdown of its time, and its memory; also what the main process waits for, batches/s, and the verdict. Without a
+PID it shows the only process of this user that has loaders at work. It reads the shared memory of the loaders and costs
+the process nothing. Ctrl-C or q ends it. Exit status: 0, or 2 if there was nothing to see."""
 _TOP_EXAMPLES = """\
 examples:
   {prog} top
@@ -89,9 +89,9 @@ examples:
 
 
 _TRACE = """\
-Runs a script as `run` does, and writes what its loaders and their workers do, and when, to a file for
-https://ui.perfetto.dev. `trace merge` makes one file of several, of ranks and of torch.profiler. Exit status: the
-script's."""
+Runs a script as `run` does, and records the work of its loaders and their workers in a file for
+https://ui.perfetto.dev. `trace merge` merges several files into one, also files of other ranks and of torch.profiler.
+Exit status: the script's."""
 _TRACE_EXAMPLES = """\
 examples:
   {prog} trace train.py
@@ -103,7 +103,7 @@ examples:
 
 
 def script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Splits the arguments of `run` or `trace` after the script's name: its own, and those of the script."""
+    """Splits the arguments of `run` or `trace` after the name of the script. The second part belongs to the script."""
     valued = _valued_flags() if arguments[0] == "run" else {"-o", "--output", "--seconds", "--level"}
     k = 1
     while k < len(arguments) and arguments[k].startswith("-"):
@@ -112,60 +112,59 @@ def script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Builds the parser of all commands."""
+    """Creates the parser of all commands."""
     prog = "rustloader" if os.path.basename(sys.argv[0]) == "rustloader" else "python -m rustloader"
 
-    def texts(about: str, examples: str) -> dict[str, Any]:
-        form = argparse.RawDescriptionHelpFormatter
+    def descriptions(about: str, examples: str) -> dict[str, Any]:
         return {
             "description": about,
             "epilog": examples.format(prog=prog),
-            "formatter_class": form,
+            "formatter_class": argparse.RawDescriptionHelpFormatter,
             "allow_abbrev": False,
         }
 
-    parser = argparse.ArgumentParser(prog=prog, **texts(_ABOUT, _EXAMPLES))
+    parser = argparse.ArgumentParser(prog=prog, **descriptions(_ABOUT, _EXAMPLES))
     parser.add_argument("--version", action="store_const", const="version", dest="command", help="print the versions")
     commands = parser.add_subparsers(dest="command", metavar="command")
 
     def command(name: str, help: str, about: str, examples: str = "") -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=help, **texts(about, examples))
+        return commands.add_parser(name, help=help, **descriptions(about, examples))
 
     run = command("run", "run a script on the Rust engine", _RUN, _RUN_EXAMPLES)
     run.add_argument("-m", dest="module", action="store_true", help="the script is a module, as with python -m")
     _add_options(run)
-    run.add_argument("script", help="the script; what follows it are its own arguments")
+    run.add_argument("script", help="the script; the arguments after it belong to the script")
 
     doctor = command("doctor", "check whether the engine works on this machine", _DOCTOR)
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    about_bench = "output of `bench --json`: also print what pinned memory its batches take"
-    doctor.add_argument("--bench", metavar="FILE", help=about_bench)
+    bench_help = "output of `bench --json`: also print the pinned memory that its batches take"
+    doctor.add_argument("--bench", metavar="FILE", help=bench_help)
 
-    check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES + _A_FACTORY)
+    check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES + _FACTORY_EXAMPLE)
     add = check.add_argument
     add("factory", help=_FACTORY)
     add("--batches", type=positive_int, metavar="N", help="compare the first N batches (default: the whole epoch)")
     add("--seed", type=seed, default=0, metavar="N", help="seed for torch, numpy and random (default: 0)")
     _add_shared(add)
 
-    bench = command("bench", "measure a loader on both engines", _BENCH, _BENCH_EXAMPLES + _A_FACTORY)
+    bench = command("bench", "measure a loader on both engines", _BENCH, _BENCH_EXAMPLES + _FACTORY_EXAMPLE)
     add = bench.add_argument
     add("factory", help=_FACTORY)
     add("--workers", type=counts, metavar="N,...", help="measure with each num_workers, and recommend one")
     for name in SWEPT:
         option, values = option_of(name), f"{option_of(name).metavar},..."
         add(option.flag, dest=name, type=_parser_of_list(option), metavar=values, help=f"measure with each {name}")
-    sleep = "simulate a training step by sleeping SECONDS per batch (default: 0)"
-    add("--step", type=seconds, default=0.0, metavar="SECONDS", help=sleep)
+    step_help = "simulate a training step by sleeping SECONDS per batch (default: 0)"
+    add("--step", type=seconds, default=0.0, metavar="SECONDS", help=step_help)
     amount = bench.add_mutually_exclusive_group()
-    budget = "measure for up to SECONDS in all, or until the result is clear (default: 60 per setting)"
-    amount.add_argument("--budget", type=positive_seconds, metavar="SECONDS", help=budget)
+    budget_help = "measure for up to SECONDS in total, or until the result is clear (default: 60 per setting)"
+    amount.add_argument("--budget", type=positive_seconds, metavar="SECONDS", help=budget_help)
     amount.add_argument("--epochs", type=positive_int, metavar="N", help="measure exactly N epochs of each engine")
-    add("--batches", type=positive_int, metavar="N", help="batches per epoch, at most (default: all)")
-    add("--seconds", type=positive_seconds, metavar="S", help="seconds per epoch, at most (default: 3)")
-    add("--ray", action="store_true", help="measure with workers on a Ray cluster too, and say whether they pay")
-    cached = "measure with the dataset in a rustloader.cache of SIZE (such as 8GiB) too, and say whether it fits"
-    add("--cache", type=_parser(Bytes()), metavar="SIZE", help=cached)
+    add("--batches", type=positive_int, metavar="N", help="maximum number of batches per epoch (default: all)")
+    add("--seconds", type=positive_seconds, metavar="S", help="maximum seconds per epoch (default: 3)")
+    add("--ray", action="store_true", help="also measure with workers on a Ray cluster, and say whether they pay off")
+    cache_help = "also measure with the dataset in a rustloader.cache of SIZE (such as 8GiB), and say whether it fits"
+    add("--cache", type=_parser(Bytes()), metavar="SIZE", help=cache_help)
     add("--plot", metavar="FILE", help="draw a timeline of the main process and the workers (needs matplotlib)")
     add("--json", action="store_true", help="print JSON")
     _add_shared(add)
@@ -174,25 +173,27 @@ def make_parser() -> argparse.ArgumentParser:
     top.add_argument("pid", nargs="?", type=positive_int, metavar="PID", help="the process (default: the only one)")
     top.add_argument("--once", action="store_true", help="print it once, as plain text")
     top.add_argument("--json", action="store_true", help="print it once, as JSON")
-    between = "seconds between two samples; rates and shares cover this interval (default: 1)"
-    top.add_argument("--interval", type=positive_seconds, default=1.0, metavar="SECONDS", help=between)
+    interval_help = "seconds between two observations; rates and shares cover this interval (default: 1)"
+    top.add_argument("--interval", type=positive_seconds, default=1.0, metavar="SECONDS", help=interval_help)
 
     trace = command("trace", "run a script, and write a trace of its loaders", _TRACE, _TRACE_EXAMPLES)
     trace.add_argument("-m", dest="module", action="store_true", help="the script is a module, as with python -m")
-    file = "the trace (default: trace.json.gz); {rank} stands for the rank; a name without .gz is not compressed"
-    trace.add_argument("-o", "--output", metavar="FILE", help=file)
-    last = "keep only the last SECONDS of the run"
-    trace.add_argument("--seconds", type=positive_seconds, metavar="SECONDS", help=last)
-    finer = "a slice per batch (default), or one per sample too"
-    trace.add_argument("--level", choices=("batch", "sample"), default="batch", help=finer)
-    trace.add_argument("script", help="the script; what follows it are its own arguments. Or: merge FILE ... -o FILE")
+    output_help = "the trace (default: trace.json.gz); {rank} stands for the rank; a name without .gz is not compressed"
+    trace.add_argument("-o", "--output", metavar="FILE", help=output_help)
+    seconds_help = "keep only the last SECONDS of the run"
+    trace.add_argument("--seconds", type=positive_seconds, metavar="SECONDS", help=seconds_help)
+    level_help = "a slice per batch (default), or per sample as well"
+    trace.add_argument("--level", choices=("batch", "sample"), default="batch", help=level_help)
+    trace.add_argument(
+        "script", help="the script; the arguments after it belong to the script. Or: merge FILE ... -o FILE"
+    )
     return parser
 
 
 def _add_shared(add: Callable[..., object]) -> None:
-    """Adds the options of the commands that run the user's code in other processes."""
-    without = "give up after SECONDS without progress (default: 60)"
-    add("--timeout", type=positive_seconds, default=60.0, metavar="SECONDS", help=without)
+    """Adds the options that are common to commands that run the user's code in other processes."""
+    timeout_help = "give up after SECONDS without progress (default: 60)"
+    add("--timeout", type=positive_seconds, default=60.0, metavar="SECONDS", help=timeout_help)
     add("--verbose", action="store_true", help="print the whole traceback of an error in your code")
 
 
@@ -217,8 +218,9 @@ def positive_seconds(text: str) -> float:
 
 
 def counts(text: str) -> list[int]:
-    """Parses a comma-separated list of integers from 0 to 1,024, sorted, without duplicates: ``"4,0,2"`` is ``[0, 2,
-    4]``.
+    """Parses a comma-separated list of integers from 0 to 1,024. Sorts it and removes duplicates.
+
+    ``"4,0,2"`` becomes ``[0, 2, 4]``.
     """
     expected = f"a comma-separated list of integers, each from 0 to {_MAX_WORKERS:,} (such as 0,2,4)"
     try:
@@ -228,7 +230,7 @@ def counts(text: str) -> list[int]:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each field of ``Options``; the default is None."""
+    """Adds a flag for each field of ``Options``. The default of each is None."""
     for name in Options.__dataclass_fields__:
         option = option_of(name)
         if option.metavar:
@@ -240,7 +242,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _valued_flags() -> set[str]:
-    """Returns the flags of ``Options`` whose value is the next argument."""
+    """Returns the flags of ``Options`` that take the next argument as their value."""
     return {option.flag for option in map(option_of, Options.__dataclass_fields__) if option.metavar}
 
 
@@ -255,7 +257,7 @@ def _parser(kind: Kind) -> Callable[[str], Any]:
 
 
 def _parser_of_list(option: Option) -> Callable[[str], list[Any]]:
-    """Returns the parser of comma-separated values of an option, without duplicates, in their order."""
+    """Returns the parser for comma-separated values of an option. It removes duplicates and keeps the order."""
 
     def parse(text: str) -> list[Any]:
         return list(dict.fromkeys(_parser(option.kind)(part.strip()) for part in text.split(",")))

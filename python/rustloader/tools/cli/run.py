@@ -10,7 +10,7 @@ import sys
 import types
 from typing import Any
 
-from rustloader.installation.environment import follow  # not through the package, which would import torch
+from rustloader.installation.environment import follow  # not `rustloader.installation`, which imports torch
 from rustloader.settings.kinds import text_of
 from rustloader.settings.limits import INSTALL
 from rustloader.settings.options import Options
@@ -19,12 +19,12 @@ from rustloader.system.patches import Patch
 
 
 def main(options: Any, arguments: list[str]) -> int:
-    """Runs the script and returns 0, or 2 if there is no such script."""
+    """Runs the script. Returns 0, or 2 if there is no such script."""
     setting = _setting(options)
-    # First: the script replaces sys.path[0], through which this package may have been found.
+    # Done first, because the script's folder replaces sys.path[0], where this package may be.
     _keep_findable()
     module = types.ModuleType("__main__")
-    # The attributes of a main module depend on Python's version.
+    # Which of these attributes a main module has depends on the version of Python.
     for attribute, value in (("__annotations__", {}), ("__cached__", None)):
         if attribute in vars(sys.modules["__main__"]):
             vars(module)[attribute] = value
@@ -45,11 +45,11 @@ def main(options: Any, arguments: list[str]) -> int:
 
 
 class _NoScript(Exception):
-    """Raised if there is nothing to run, for the reason in the message."""
+    """Raised if there is nothing to run. The message is the reason."""
 
 
 def _setting(options: Any) -> str:
-    """Returns the value of the environment variable for this process and those that it spawns."""
+    """Returns the value of RUSTLOADER_INSTALL for this process and the processes that it spawns."""
     current = os.environ.get(INSTALL, "").strip()
     parts = [current] if "=" in current else []
     for name in Options.__dataclass_fields__:
@@ -59,8 +59,10 @@ def _setting(options: Any) -> str:
 
 
 def _of_file(path: str, module: types.ModuleType) -> tuple[Any, str]:
-    """Returns a script's code, or the error of its compilation, and sys.argv[0]. Sets up the module and sys.path[0] as
-    `python path` does."""
+    """Returns the code of a script, or the error of its compilation, and sys.argv[0].
+
+    Sets up the module and sys.path[0] as `python path` does.
+    """
     if os.path.isdir(path):
         raise _NoScript(f"{path} is a directory; name a script, or -m and a module")
     try:
@@ -81,7 +83,10 @@ def _of_file(path: str, module: types.ModuleType) -> tuple[Any, str]:
 
 
 def _of_module(name: str, module: types.ModuleType) -> tuple[Any, str]:
-    """Does the same as `python -m name`."""
+    """Returns the code of a module, and sys.argv[0].
+
+    Sets up the module and sys.path[0] as `python -m name` does.
+    """
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     try:
@@ -98,7 +103,7 @@ def _of_module(name: str, module: types.ModuleType) -> tuple[Any, str]:
 
 
 def _keep_findable() -> None:
-    """Lets spawned workers find this package after sys.path[0] has become the script's folder."""
+    """Ensures that spawned workers find this package after the script's folder has replaced sys.path[0]."""
     if importlib.machinery.PathFinder.find_spec("rustloader", sys.path[1:]) is None:
         sys.path.append(os.path.dirname(FOLDER))
 

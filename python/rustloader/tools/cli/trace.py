@@ -1,4 +1,4 @@
-"""``trace``: runs a script as ``run`` does, and writes a trace. ``trace merge``: makes one trace of several."""
+"""``trace``: runs a script as ``run`` does, and writes a trace. ``trace merge``: merges several traces into one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rustloader.tools.cli import run
 
 
 def main(options: Any, arguments: list[str]) -> int:
-    """Runs the script and returns 0, or 2 if there is no such script; or merges traces."""
+    """Runs the script, or merges traces. Returns 0, or 2 if the script or a trace cannot be read."""
     if options.script == "merge" and not options.module:
         return _merge(options.output, arguments)
     from rustloader.tracing import core
 
     if not options.module and not os.path.exists(options.script):
-        return run.main(options, arguments)  # says so
+        return run.main(options, arguments)  # prints the error
     rank = local_ranks.global_rank()
     path = options.output or ("trace.json.gz" if rank is None else f"trace-rank{rank}.json.gz")
     for name in Options.__dataclass_fields__:
@@ -46,5 +46,5 @@ def _merge(output: str | None, arguments: list[str]) -> int:
     except (files.NotATrace, OSError) as error:
         print(f"rustloader trace merge: {error}", file=sys.stderr)
         return 2
-    print(f"{options.output}: {count} events of {len(options.files)} files")
+    print(f"{options.output}: {count} events from {len(options.files)} files")
     return 0

@@ -8,6 +8,7 @@ from typing import Any
 
 
 def main(options: Any) -> int:
+    """Prints the versions of rustloader, torch and Python. Returns 0."""
     from rustloader import __version__
 
     try:

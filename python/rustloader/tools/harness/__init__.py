@@ -1,4 +1,4 @@
-"""Measures: rounds, medians and intervals, processes, processor time and memory, tables and JSON.
+"""Tools for measurements: rounds, medians and intervals, processes, processor time and memory, tables and JSON.
 
-``bench``, the programs in benches/ and the demo use it. No module here imports torch when it is imported.
+``bench``, the programs in benches/ and the demo use them. Importing a module of this package does not import torch.
 """

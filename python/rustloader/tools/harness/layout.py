@@ -12,7 +12,7 @@ _OPTION = re.compile(r"(--[a-z]+) ")
 
 
 def listed(items: Sequence[object], last: str = "and") -> str:
-    """Formats items in a sentence: "1, 2 and 4"."""
+    """Joins items for a sentence: "1, 2 and 4"."""
     *others, end = map(str, items)
     return f"{', '.join(others)} {last} {end}" if others else end
 
@@ -28,14 +28,14 @@ def times(ratio: float | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1, gap: int = 3) -> str:
-    """Aligns columns, ``gap`` spaces apart: the first ``left`` of them to the left, the others to the right."""
+    """Formats rows as columns, ``gap`` spaces apart. Aligns the first ``left`` columns left, and the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     form = (" " * gap).join(f"{{:{'<' if k < left else '>'}{width}}}" for k, width in enumerate(widths))
     return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Wraps a paragraph; all lines but the first begin with ``indent``."""
-    held = _OPTION.sub("\\1\0", text)  # keeps an option and its value in one line
-    lines = textwrap.wrap(held, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    """Wraps a paragraph. All lines except the first begin with ``indent``."""
+    joined = _OPTION.sub("\\1\0", text)  # keeps an option and its value on one line
+    lines = textwrap.wrap(joined, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ")

@@ -8,11 +8,11 @@ import resource
 from collections.abc import Iterable
 from typing import Any
 
-from rustloader.metrics.cpu_time import of_threads
+from rustloader.metrics.cpu_time import seconds_of_threads
 
 
 def machine() -> dict[str, Any]:
-    """Describes the processor, the cores this process may use, memory, kernel and versions."""
+    """Describes the processor, the cores that this process may use, the memory, the kernel and versions."""
     import torch
 
     from rustloader import __version__
@@ -32,7 +32,7 @@ def machine() -> dict[str, Any]:
 
 
 def sentence() -> str:
-    """Describes this machine and its versions in a line."""
+    """Describes this machine and its versions in one line."""
     return (
         "{cpu}, {cores} cores, {memory_gib} GiB; Linux {kernel}, Python {python}, torch {torch}, "
         "rustloader {rustloader}".format(**machine())
@@ -40,11 +40,12 @@ def sentence() -> str:
 
 
 def cpu_seconds(workers: Iterable[int]) -> float:
-    """Returns the processor time of this process, of the children it has reaped, and of running workers, given by
-    process id. A worker that has ended counts as 0.
+    """Returns the processor time of this process, of the children that it has reaped, and of running workers.
+
+    ``workers`` are process ids. A worker that has ended counts as 0.
     """
-    total = sum(seconds for seconds in map(of_threads, workers) if seconds is not None)
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
+    total = sum(seconds for seconds in map(seconds_of_threads, workers) if seconds is not None)
+    for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(scope)
         total += usage.ru_utime + usage.ru_stime
     return total

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from rustloader.system.procfs import members, proportional
 
-# Minimum seconds between two samples. At most half of the time is spent on sampling.
+# Minimum seconds between two samples. Sampling takes at most half of the time.
 _SAMPLE_INTERVAL = 0.02
 
 
@@ -19,26 +19,27 @@ class Peak:
     def __init__(self, group: int) -> None:
         self._group = group
         self._due = 0.0
-        self.looks = 0
-        # None if memory is not readable.
+        self.samples = 0
+        # None if the memory is not readable.
         self.bytes: int | None = None
 
-    def look(self) -> None:
-        """Takes a sample, unless the last one is recent."""
+    def sample(self) -> None:
+        """Takes a sample, unless the last sample is recent."""
         begin = time.monotonic()
         if begin < self._due:
             return
         now = used(self._group)
         if now is not None:
             self.bytes = max(now, self.bytes or 0)
-        self.looks += 1
+        self.samples += 1
         end = time.monotonic()
         self._due = end + max(_SAMPLE_INTERVAL, end - begin)
 
 
 def used(group: int) -> int | None:
-    """Returns the memory of a process group in bytes; None if not readable. Pages that several processes map count
-    once, and so does shared memory that is open but not mapped.
+    """Returns the memory of a process group in bytes; None if it is not readable.
+
+    Pages that several processes map count once. Shared memory that is open but not mapped also counts once.
     """
     sizes: list[int] = []
     mapped, files = set(), dict[tuple[int, int], int]()
@@ -54,7 +55,7 @@ def used(group: int) -> int | None:
 
 
 def _mapped(pid: int) -> Iterator[tuple[int, int]]:
-    """Yields (device, inode) of each shared memory file that a process maps."""
+    """Yields the device and inode of each shared memory file that a process maps."""
     with open(f"/proc/{pid}/maps") as file:
         for line in file:
             if "/dev/shm/" in line or "/memfd:" in line:
@@ -64,7 +65,7 @@ def _mapped(pid: int) -> Iterator[tuple[int, int]]:
 
 
 def _shared_files(pid: int) -> dict[tuple[int, int], int]:
-    """Returns the size in bytes of each shared memory file that a process has open, by (device, inode)."""
+    """Returns the size in bytes of each shared memory file that a process has open, by device and inode."""
     sizes = {}
     for name in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{name}"

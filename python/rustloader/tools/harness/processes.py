@@ -1,4 +1,4 @@
-"""Measurements in processes of their own."""
+"""Runs measurements in separate processes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ print(json.dumps(function(*json.loads(sys.argv[4]))))
 
 
 def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function in a new interpreter, which imports its file. Arguments and result go through JSON."""
+    """Calls a function in a new interpreter, which imports its file. Passes arguments and result as JSON."""
     file = Path(inspect.getfile(function)).resolve()
     call = [str(file.parent), file.stem, function.__name__, json.dumps(arguments)]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _CODE, *call], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise Failure(f"the process of {function.__name__}{arguments} ended with {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run([sys.executable, "-W", "ignore", "-c", _CODE, *call], stdout=subprocess.PIPE, text=True)
+    if completed.returncode:
+        raise Failure(f"the process of {function.__name__}{arguments} ended with {completed.returncode}")
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def forked(body: Callable[[], Any]) -> Any:
-    """Calls a function in a fork. Its result goes through JSON."""
+    """Calls a function in a forked process. Passes its result as JSON."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -55,11 +55,11 @@ def forked(body: Callable[[], Any]) -> Any:
 
 
 def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> float:
-    """Returns the seconds that forked processes take for their work. Each prepares its own, then all begin together.
+    """Returns the seconds that forked processes take for their work. All prepare first, then begin together.
 
     Args:
-        processes: how many.
-        prepare: called in each process with its number, returns its work.
+        processes: number of processes.
+        prepare: called in each process with its number; returns the function that does the work.
     """
     (waits, begin), (reader, done) = os.pipe(), os.pipe()
     children = []
@@ -76,12 +76,12 @@ def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> f
             finally:
                 os._exit(0)
         children.append(pid)
-    os.close(done)  # so that the pipe ends with the children
+    os.close(done)  # so that the pipe is closed when all children have ended
     try:
-        _await(reader, processes)
+        _read_all(reader, processes)
         start = time.perf_counter()
         os.write(begin, b"b" * processes)
-        _await(reader, processes)
+        _read_all(reader, processes)
         return time.perf_counter() - start
     finally:
         os.write(begin, b"b" * processes)
@@ -91,9 +91,10 @@ def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> f
             os.close(descriptor)
 
 
-def _await(descriptor: int, count: int) -> None:
+def _read_all(descriptor: int, count: int) -> None:
+    """Reads ``count`` bytes. Raises ``Failure`` at the end of the file."""
     while count:
         data = os.read(descriptor, count)
         if not data:
-            raise Failure("a process that works beside others failed")
+            raise Failure("one of the processes failed")
         count -= len(data)

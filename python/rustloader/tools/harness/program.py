@@ -1,4 +1,4 @@
-"""A program that measures rows: its options, its table, its JSON and its exit status."""
+"""A program that measures rows: its options, table, JSON output and exit status."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from rustloader.tools.harness.rounds import Failure, Rounds, interleave
 class Program:
     """A program of benches/.
 
-    All have ``--rows``, ``--rounds`` and ``--save``; with ``docs`` also ``--docs``, which writes the table between two
-    marks of a document. ``option`` adds others. ``run`` measures row by row, and prints each line of the table at once.
+    Its options are ``--rows``, ``--rounds`` and ``--save``. With ``docs`` there is also ``--docs``, which writes the
+    table between two marks in a document. ``option`` adds an option. ``run`` measures row by row, and prints each line
+    of the table immediately.
 
     Args:
-        text: its purpose, for ``--help``.
-        rows: the names of all rows.
-        rounds: how many by default.
+        text: purpose of the program, for ``--help``.
+        rows: names of all rows.
+        rounds: default number of rounds.
         docs: the document, and the mark in it.
     """
 
@@ -46,7 +47,7 @@ class Program:
         self.table: list[str] = []
 
     def parse(self) -> argparse.Namespace:
-        """Reads the command line; ``rows`` becomes a list of names."""
+        """Parses the command line. Returns the options, with ``rows`` as a list of names."""
         self.options = options = self.parser.parse_args()
         options.rows = self.rows if options.rows is None else options.rows.split(",")
         if unknown := [name for name in options.rows if name not in self.rows]:
@@ -75,7 +76,7 @@ class Program:
         return int(self.failed)
 
     def attempt(self, name: str, measure: Callable[[], object]) -> None:
-        """Measures a row; a ``Failure`` becomes its line."""
+        """Measures a row. If that raises a ``Failure``, prints it as the row's line."""
         try:
             measure()
         except Failure as failure:
@@ -84,7 +85,7 @@ class Program:
             print(report.line([name, f"FAILED: {failure}"]), flush=True)
 
     def interleave(self, sides: dict[str, Callable[[], Any]], label: str, **arguments: Any) -> Rounds:
-        """Calls ``rounds.interleave`` with the rounds of the command line."""
+        """Calls ``rounds.interleave`` with the number of rounds from the command line."""
         return interleave(sides, self.options.rounds, label, **arguments)
 
     def head(self, *cells: str) -> None:
@@ -95,10 +96,10 @@ class Program:
         """Prints a line of the table.
 
         Args:
-            row: its name in the JSON.
-            cells: what is printed.
-            held: whether the row reached its goal; None if it has none.
-            figures: what the JSON has.
+            row: name of the row in the JSON output.
+            cells: the cells of the line.
+            held: whether the row met its goal; None if it has no goal.
+            figures: the figures of the row in the JSON output.
         """
         self._show(report.line(cells))
         if held is False:
@@ -111,10 +112,10 @@ class Program:
 
 
 def missed(held: bool | None) -> str:
-    """Returns the last cell of a line with a goal."""
+    """Returns the last cell of a line with a goal: "missed", or an empty text."""
     return "missed" if held is False else ""
 
 
 def main(program: Program, measure: Callable[[str], object], *head: str) -> None:
-    """Runs a program, and ends it with its exit status."""
+    """Runs a program and exits with its status."""
     sys.exit(program.run(measure, head))

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Progress:
-    """The bar, a context manager. ``total`` is a number of steps or seconds."""
+    """A progress bar, as a context manager. ``total`` is a number of steps or seconds."""
 
     def __init__(self, total: float) -> None:
         self._bar: Any = None
@@ -26,7 +26,7 @@ class Progress:
             self._bar.set_description_str(text)
 
     def step(self, reached: float | None = None) -> None:
-        """Moves the bar by a step, or to ``reached``, but not beyond its end."""
+        """Moves the bar by one step, or to ``reached``, but not beyond its end."""
         if self._bar is not None:
             bar = self._bar
             bar.update(1 if reached is None else max(0.0, min(reached, bar.total) - bar.n))
@@ -40,6 +40,6 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """Shows the current activity in one line on stderr, overwritten if it is a terminal. An empty text removes it."""
+    """Shows the current activity in one line on stderr, if it is a terminal. An empty text removes the line."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and documents that have them between two marks."""
+"""Writes tables in Markdown, and inserts them into documents between two marks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def line(cells: Iterable[object]) -> str:
-    """Returns a line of a table."""
+    """Formats a line of a table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def head(cells: Iterable[object]) -> str:
-    """Returns the first two lines of a table."""
+    """Formats the first two lines of a table."""
     cells = list(cells)
     return f"{line(cells)}\n{'|---' * len(cells)}|"
 
@@ -26,7 +26,7 @@ def around(path: Path, mark: str) -> tuple[str, str]:
     """Returns the text before and after the two marks of a document.
 
     Raises:
-        ValueError: it does not have exactly two.
+        ValueError: the document does not have exactly two marks.
     """
     parts = path.read_text().split(mark)
     if len(parts) != 3:

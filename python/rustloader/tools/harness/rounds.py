@@ -1,4 +1,4 @@
-"""Rounds in which all sides are measured in turn, and the medians and intervals of the measurements."""
+"""Measures sides in turn, round by round, and computes medians and intervals of the measurements."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rustloader.tools.harness.progress import say
 
 Item = TypeVar("Item")
 
-# Target confidence of intervals. It takes 6 values.
+# Target confidence of intervals. At least 6 values are needed to reach it.
 CONFIDENCE = 0.95
-# Maximum ratio of an interval's ends for a narrow interval.
+# Maximum ratio of the ends of a narrow interval.
 _NARROW_RATIO = 1.1
 
 
 class Failure(Exception):
-    """Raised if a side delivered something wrong: its figures mean nothing."""
+    """Raised if a side delivered a wrong result, so that its figures are meaningless."""
 
 
 class Interval(NamedTuple):
@@ -32,7 +32,7 @@ class Interval(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """True if more values would add little."""
+        """True if the interval is so narrow that more values would add little."""
         return self.high <= self.low * _NARROW_RATIO
 
     def overlaps(self, other: Interval) -> bool:
@@ -69,30 +69,30 @@ def spread(values: Sequence[float], form: Callable[[float], str] = number) -> st
 
 
 def in_turn(items: Sequence[Item], number: int) -> list[Item]:
-    """Returns the order of a round. Two items go AB BA BA AB; three go in each of their six orders."""
-    at = number // 2 % len(items)
-    order = [*items[at:], *items[:at]]
+    """Returns the items in the order of a round. Two items go AB BA BA AB; three take each of their six orders."""
+    first = number // 2 % len(items)
+    order = [*items[first:], *items[:first]]
     return order[::-1] if number % 2 else order
 
 
 class Rounds(dict[str, list[Any]]):
-    """The measurements of each side in each round: a number, or a dictionary of several figures."""
+    """The measurements by side, one per round. A measurement is a number, or a dictionary of several figures."""
 
     def of(self, side: str, figure: str | None = None) -> list[float]:
-        """Returns a figure of each round."""
+        """Returns a figure of a side for each round."""
         return [measured if figure is None else measured[figure] for measured in self[side]]
 
     def median(self, side: str, figure: str | None = None) -> float:
-        """Returns the median of a figure."""
+        """Returns the median of a figure of a side."""
         return statistics.median(self.of(side, figure))
 
     def ratios(self, one: str, other: str, figure: str | None = None) -> list[float]:
-        """Returns the ratio of two sides in each round."""
+        """Returns the ratio of two sides for each round."""
         pairs = zip(self.of(one, figure), self.of(other, figure), strict=True)
         return [a / b if b else math.inf for a, b in pairs]
 
     def ratio(self, one: str, other: str, figure: str | None = None) -> float:
-        """Returns the median of the rounds' ratios: a machine's speed changes between rounds."""
+        """Returns the median of the rounds' ratios, because the speed of a machine changes between rounds."""
         return statistics.median(self.ratios(one, other, figure))
 
 
@@ -100,29 +100,29 @@ def interleave(
     sides: Mapping[str, Callable[[], Any]],
     rounds: int,
     label: str = "",
-    beside: Mapping[str, Callable[[], Any]] | None = None,
+    references: Mapping[str, Callable[[], Any]] | None = None,
     after: Callable[[], object] | None = None,
     show: Callable[[str], object] = say,
 ) -> Rounds:
-    """Measures all sides in each round, in turn.
+    """Measures all sides in turn in each round.
 
     Args:
-        sides: the function that measures each side. It returns a number, or a dictionary of figures.
+        sides: functions that measure each side. A function returns a number, or a dictionary of figures.
         rounds: number of rounds.
         label: name of the measurement.
-        beside: bounds and the like, which come last in each round.
-        after: called after the sides of each round, to check what they delivered.
-        show: is called with the name of each measurement before it, and at the end with an empty text.
+        references: functions that measure bounds and other references, which come last in each round.
+        after: called after the sides of each round, to check their results.
+        show: called with a description before each measurement, and with an empty text at the end.
     """
-    beside = beside or {}
-    measured = Rounds({name: [] for name in (*sides, *beside)})
+    references = references or {}
+    measured = Rounds({name: [] for name in (*sides, *references)})
     for turn in range(rounds):
         for name in in_turn(list(sides), turn):
             show(f"{label}: round {turn + 1} of {rounds}, {name}")
             measured[name].append(sides[name]())
         if after is not None:
             after()
-        for name, measure in beside.items():
+        for name, measure in references.items():
             measured[name].append(measure())
     show("")
     return measured

@@ -1,1 +1,1 @@
-"""Runs a user's loader in a process of its own, for ``check`` and ``bench``."""
+"""Runs a user's loader in a separate process, for ``check`` and ``bench``."""

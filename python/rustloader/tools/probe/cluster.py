@@ -1,12 +1,12 @@
-"""Checks that something listens at the address of a Ray cluster."""
+"""Checks that a Ray cluster is reachable."""
 
 import socket
 
 
 def reach(address: str) -> None:
-    """Raises OSError if nothing listens at ``host:port``, where Ray would end the process.
+    """Raises OSError if nothing listens at ``host:port``. Without this check, Ray would end the process.
 
-    Other forms of an address, such as "auto" or "ray://host:port", are not checked: Ray looks them up itself.
+    Other forms of an address, such as "auto" or "ray://host:port", are not checked: Ray resolves them itself.
     """
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "/" not in host:

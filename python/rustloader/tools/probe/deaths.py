@@ -1,7 +1,7 @@
-"""Dead and stuck workers of a process that ``check`` or ``bench`` watches.
+"""Describes dead and stuck workers of a process that ``check`` or ``bench`` watches.
 
-The process installs faulthandler for a signal, which writes the stack without the GIL. Forked workers inherit it; the
-stacks of other workers are unavailable.
+The process installs faulthandler for a signal. It writes the stack without the GIL. Forked workers inherit the handler;
+the stacks of other workers are unavailable.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rustloader.system.procfs import exit_code, members, read, state
-from rustloader.tools.probe.failure import short_path, users
+from rustloader.tools.probe.failure import is_user_code, short_path
 
-# Seconds until a worker's death is reported although its iterator has not noticed it. torch checks every 5 s.
-UNNOTICED = 12.0
+# Seconds after which a worker's death is reported if its iterator has not noticed it. torch checks every 5 s.
+UNNOTICED_SECONDS = 12.0
 # Maximum number of workers whose stacks are read.
 _MAX_STACKS = 8
 # Seconds for processes to end, and for multiprocessing's resource tracker to clean up after them.
 _CLEAN_UP_SECONDS = 10.0
 # Pattern of the text with which torch and the engine report a worker's death.
 _DEATH = re.compile(r"DataLoader worker \(pid")
-# Makes a process write its stack. The engine uses SIGRTMIN+13 for its own stall warnings.
+# The signal that makes a process write its stack. The engine uses SIGRTMIN+13 for its own stall warnings.
 _SIGNAL = signal.SIGRTMIN + 12
 # Seconds for a process to write its stack.
 _STACK_SECONDS = 1.0
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)$')
 
 
-def how(exitcode: int) -> str:
-    """Describes how a process ended, in words."""
+def exit_text(exitcode: int) -> str:
+    """Describes the end of a process in words, from its exit code."""
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
     try:
@@ -44,7 +44,7 @@ def how(exitcode: int) -> str:
 
 
 def advice(death: str) -> str:
-    """Returns the likely cause of a death, and the way out."""
+    """Returns the likely cause of a death, and the remedy."""
     if signal.SIGKILL.name in death:
         return "the system may have been out of memory: use fewer workers or smaller batches"
     if signal.SIGBUS.name in death:
@@ -54,23 +54,23 @@ def advice(death: str) -> str:
     return "its code called sys.exit() or os._exit(), or crashed; run the loader with num_workers=0 to see where"
 
 
-def death(workers: Sequence[Any], error: BaseException) -> str | None:
-    """Returns the worker whose death caused an error of ``next``, as "worker 1 (pid 7) ended with exit code 3", or
-    None.
+def describe_death(workers: Sequence[Any], error: BaseException) -> str | None:
+    """Describes the worker whose death caused an error of ``next``: "worker 1 (pid 7) ended with exit code 3".
 
-    ``workers`` are the process objects of the iterator, which has not been shut down.
+    Returns None if no death caused it. ``workers`` are the process objects of the iterator, which has not been shut
+    down.
     """
-    named = isinstance(error, RuntimeError) and bool(_DEATH.search(str(error)))
-    for number, worker in enumerate(workers or _of_iterator(error)):
+    names_worker = isinstance(error, RuntimeError) and bool(_DEATH.search(str(error)))
+    for number, worker in enumerate(workers or _workers_in_traceback(error)):
         code = _exitcode(worker)
-        # 0 is a normal end of a worker with an iterable dataset, unless the error names the worker.
-        if code or (code == 0 and named and str(worker.pid) in re.findall(r"\d+", str(error))):
-            return f"worker {number} (pid {worker.pid}) {how(code)}"
-    return _by_text(str(error)) if named else None
+        # A worker with an iterable dataset normally ends with 0, so 0 counts only if the error names the worker.
+        if code or (code == 0 and names_worker and str(worker.pid) in re.findall(r"\d+", str(error))):
+            return f"worker {number} (pid {worker.pid}) {exit_text(code)}"
+    return _death_in_message(str(error)) if names_worker else None
 
 
-def _of_iterator(error: BaseException) -> list[Any]:
-    """Returns the workers that an iterator had started when its ``__init__`` failed, from the traceback."""
+def _workers_in_traceback(error: BaseException) -> list[Any]:
+    """Returns the workers that an iterator had started before its ``__init__`` failed, from the traceback."""
     trace = error.__traceback__
     while trace is not None:
         workers = getattr(trace.tb_frame.f_locals.get("self"), "_workers", None)
@@ -80,41 +80,52 @@ def _of_iterator(error: BaseException) -> list[Any]:
     return []
 
 
-def _by_text(text: str) -> str:
-    """Returns a death as torch's message describes it, for a worker that is not in the list."""
+def _death_in_message(text: str) -> str:
+    """Describes the death in a message of torch, for a worker that is not in the list."""
     if match := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
-        return f"a worker (pid {match[1]}) {how(int(match[2]))}"
+        return f"a worker (pid {match[1]}) {exit_text(int(match[2]))}"
     if match := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):
         number = next((number for number in signal.valid_signals() if signal.strsignal(number) == match[2]), None)
-        return f"a worker (pid {match[1]}) " + (f"was killed: {match[2]}" if number is None else how(-number))
+        return f"a worker (pid {match[1]}) " + (f"was killed: {match[2]}" if number is None else exit_text(-number))
     return text.splitlines()[0]
 
 
-def dead(workers: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Returns the number and exit code of failed workers that are not reaped. ``workers``: process ids by number."""
+def failed_workers(workers: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Returns the number and exit code of each failed worker that is not reaped. ``workers`` maps numbers to pids."""
     return [(number, code) for number, pid in workers.items() if (code := exit_code(pid))]
 
 
-def places(group: int, workers: Mapping[int, int], descriptor: int | None) -> Iterator[str]:
-    """Describes a process that hangs: dead or stopped workers, and where the main process and the workers are in user
-    code. If all are outside user code, library frames are shown. ``install`` returned ``descriptor`` in the process
-    ``group``; ``workers`` are process ids by number."""
-    odd = [f"worker {number} (pid {pid}) {problem}" for number, pid in workers.items() if (problem := _why_stuck(pid))]
-    yield from odd[:_MAX_STACKS]
+def hang_details(group: int, workers: Mapping[int, int], descriptor: int | None) -> Iterator[str]:
+    """Describes a process that hangs, line by line.
+
+    Names dead or stopped workers, and the lines of user code where the main process and the workers are. If all are
+    outside user code, the lines are those of libraries.
+
+    Args:
+        group: process id of the main process, which is also that of its group.
+        workers: process ids by worker number.
+        descriptor: the result of ``install`` in the main process.
+    """
+    failed = [
+        f"worker {number} (pid {pid}) {problem}" for number, pid in workers.items() if (problem := _stuck_reason(pid))
+    ]
+    yield from failed[:_MAX_STACKS]
     if descriptor is None:
         return
-    by_owner: dict[bool, list[str]] = {True: [], False: []}
+    by_user_code: dict[bool, list[str]] = {True: [], False: []}
     processes = [("the main process", group), *((f"worker {number}", pid) for number, pid in workers.items())]
     for name, pid in processes[: 1 + _MAX_STACKS]:
-        place, is_users = _place(pid, group, descriptor)
+        place, is_users = _location(pid, group, descriptor)
         if place:
-            by_owner[is_users].append(f"{name} (pid {pid}) is at {place}")
-    yield from by_owner[bool(by_owner[True] or odd)]
+            by_user_code[is_users].append(f"{name} (pid {pid}) is at {place}")
+    yield from by_user_code[bool(by_user_code[True] or failed)]
 
 
 def kill(group: int) -> None:
-    """Kills a process group, except multiprocessing's resource tracker. Waits until that has cleaned up semaphores and
-    shared memory, and has ended by itself."""
+    """Kills a process group, except multiprocessing's resource tracker.
+
+    Waits until the tracker has cleaned up semaphores and shared memory, and has ended by itself.
+    """
     deadline = time.monotonic() + _CLEAN_UP_SECONDS
     while (alive := list(members(group))) and time.monotonic() < deadline:
         for pid in alive:
@@ -124,10 +135,10 @@ def kill(group: int) -> None:
         time.sleep(0.02)
 
 
-def _why_stuck(pid: int) -> str:
-    """Returns the reason why a process makes no progress, if its state shows it; else ""."""
+def _stuck_reason(pid: int) -> str:
+    """Returns the reason why a process makes no progress, or "" if its state does not show one."""
     if code := exit_code(pid):
-        return how(code)
+        return exit_text(code)
     return {"T": "is stopped by a signal", "D": "waits for a disk or a network file system"}.get(state(pid), "")
 
 
@@ -139,8 +150,10 @@ def _exitcode(worker: Any) -> int | None:
 
 
 def install() -> int | None:
-    """Prepares this process and those that it forks. Returns the descriptor of the file that receives the stacks; None
-    if the system does not allow it."""
+    """Makes this process, and those that it forks, write their stacks on a signal.
+
+    Returns the descriptor of the file that receives the stacks; None if the system does not allow it.
+    """
     try:
         fd = os.memfd_create("rustloader-stacks", os.MFD_CLOEXEC)
         faulthandler.register(_SIGNAL, file=fd, all_threads=False)
@@ -149,14 +162,16 @@ def install() -> int | None:
     return fd
 
 
-def _place(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
-    """Returns the innermost frame of a process in user code, as "file.py:12 in function", and True; or its innermost
-    frame in a library, or "", and False. ``install`` returned ``descriptor`` in the process ``owner``.
+def _location(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
+    """Returns the innermost frame of a process, and True if it is in user code.
+
+    Prefers frames in user code. The frame has the form "file.py:12 in function"; it is "" if unavailable.
+    ``descriptor`` is the result of ``install`` in the process ``owner``.
     """
     try:
         with open(f"/proc/{owner}/fd/{descriptor}", "rb") as file:
             before = file.seek(0, os.SEEK_END)
-            if not _catches(pid):
+            if not _handles_signal(pid):
                 return "", False
             os.kill(pid, _SIGNAL)
             return _innermost(_read(file.fileno(), before))
@@ -164,15 +179,15 @@ def _place(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
         return "", False
 
 
-def _catches(pid: int) -> bool:
-    """Returns True if a process handles the signal. It would be killed otherwise."""
+def _handles_signal(pid: int) -> bool:
+    """Returns True if a process handles the signal. Otherwise the signal would kill it."""
     lines = (read(f"/proc/{pid}/status") or "").splitlines()
     caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
     return bool(caught >> (_SIGNAL - 1) & 1)
 
 
 def _read(descriptor: int, offset: int) -> str:
-    """Returns the content of a file from an offset on, once it has stopped growing."""
+    """Returns the content of a file from an offset on, after waiting until the file stops growing."""
     text = b""
     deadline = time.monotonic() + _STACK_SECONDS
     while time.monotonic() < deadline:
@@ -186,7 +201,7 @@ def _read(descriptor: int, offset: int) -> str:
 
 def _innermost(text: str) -> tuple[str, bool]:
     frames = [match.groups() for line in text.splitlines() if (match := _FRAME.match(line))]
-    chosen = next((frame for frame in frames if users(frame[0])), None)
+    chosen = next((frame for frame in frames if is_user_code(frame[0])), None)
     if not frames:
         return "", False
     file, number, name = chosen or frames[0]

@@ -14,20 +14,24 @@ from typing import Any
 from rustloader.settings.options import PREFETCH_FACTOR
 from rustloader.tools.probe.failure import Failure, failure
 
-# The right return value of a factory, by an attribute of an object that it may return by mistake.
-_INSTEAD = {
+# Advice for a factory that returns a wrong object, by an attribute that identifies the object.
+_REMEDIES = {
     "train_dataloader": "return its train_dataloader()",
     "get_train_dataloader": "return its get_train_dataloader()",
     "setup_dataloaders": "return a DataLoader as it is before setup_dataloaders()",
     "prepare_data_loader": "return a DataLoader as it is before prepare()",
 }
 
-_SCRIPT = '\n  put what runs as a script under `if __name__ == "__main__":`'
+_SCRIPT = '\n  put the code of the script under `if __name__ == "__main__":`'
 
 
 class Unusable(Exception):
-    """There is nothing to compare or to measure. ``cause`` names the way out; ``details``, such as a traceback, are
-    printed with ``--verbose``."""
+    """Raised if there is nothing to compare or to measure.
+
+    Args:
+        cause: the reason, with the remedy.
+        details: more of it, such as a traceback; printed with ``--verbose``.
+    """
 
     def __init__(self, cause: str, details: str = "") -> None:
         super().__init__(cause, details)
@@ -37,16 +41,16 @@ class Unusable(Exception):
         return str(self.args[0])
 
     def message(self, verbose: bool) -> str:
-        """Returns the cause, then the details or how to get them."""
+        """Returns the cause, followed by the details or by a hint at ``--verbose``."""
         if not self.details:
             return str(self)
         return f"{self}\n\n{self.details}" if verbose else f"{self}\n  --verbose prints the whole traceback"
 
 
 def check_target(target: str) -> tuple[str, str, bool]:
-    """Checks the form of a target, and that its file exists, without an import.
+    """Checks the form of a target, and that its file exists, without importing it.
 
-    Returns the module or file, the name in it, and whether it is a file. Raises ``Unusable``.
+    Returns the module or file, the name in it, and True if it is a file. Raises ``Unusable``.
     """
     place, colon, name = target.rpartition(":")
     if not (colon and place and name):
@@ -59,7 +63,7 @@ def check_target(target: str) -> tuple[str, str, bool]:
 
 
 def find(target: str) -> Callable[[], Any]:
-    """Imports the function that a target names, or raises ``Unusable``. sys.argv becomes the file or module alone."""
+    """Imports the function that a target names. Sets sys.argv to just the file or module. Raises ``Unusable``."""
     place, name, is_file = check_target(target)
     sys.argv = [place]
     value: Any = _file(place) if is_file else _module(place)
@@ -72,7 +76,7 @@ def find(target: str) -> Callable[[], Any]:
     if not callable(value):
         kind = type(value).__name__
         raise Unusable(
-            f"{target} is {_with_article(kind)}, not a function that returns a DataLoader; write a function for it"
+            f"{target} is {_with_article(kind)}, not a function that returns a DataLoader; write a function that does"
         )
     if missing := _required_parameters(value):
         raise Unusable(
@@ -89,14 +93,14 @@ def make(factory: Callable[[], Any], target: str, workers: int | None = None, re
         factory: the function that ``find`` returned.
         target: its name, for errors.
         workers: num_workers to set; None keeps the factory's, which must not be 0.
-        remedy: what else the user can do about num_workers=0, as a continuation of the sentence.
+        remedy: another remedy for num_workers=0, which continues the sentence.
     """
     from torch.utils.data import DataLoader
 
     try:
         loader = factory()
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        raise _failed(f"{target} failed", error) from None
+        raise _unusable(f"{target} failed", error) from None
     if not isinstance(loader, DataLoader):
         kind = type(loader).__name__
         if inspect.iscoroutine(loader):
@@ -117,7 +121,8 @@ def make(factory: Callable[[], Any], target: str, workers: int | None = None, re
     return loader
 
 
-def _failed(what: str, error: BaseException, advice: str = "") -> Unusable:
+def _unusable(what: str, error: BaseException, advice: str = "") -> Unusable:
+    """Returns the error for an error of the user's code. ``advice`` is added if the code called sys.exit()."""
     cause = failure(error)
     if isinstance(error, SystemExit):
         cause = Failure(f"it called sys.exit({error.code!r})", cause.where, "")
@@ -130,7 +135,7 @@ def _required_parameters(function: Any) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return []  # the call decides
+        return []  # unknown; the call will fail if there are any
     return [
         it.name for it in parameters if it.default is it.empty and it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD)
     ]
@@ -142,7 +147,7 @@ def _with_article(kind: str) -> str:
 
 
 def _hint(returned: Any) -> str:
-    """Returns a hint at what a factory should return instead of the object that it returned."""
+    """Returns advice for a factory that returned a wrong object, as a continuation of the sentence."""
     from torch.utils.data import Dataset
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -157,10 +162,10 @@ def _hint(returned: Any) -> str:
     ):
         if isinstance(returned, types_):
             return f"; {remedy}"
-    for name, instead in _INSTEAD.items():
-        # Not hasattr, which runs properties and __getattr__.
+    for name, remedy in _REMEDIES.items():
+        # Does not use hasattr, which runs properties and __getattr__.
         if inspect.getattr_static(returned, name, None) is not None:
-            return f"; {instead}"
+            return f"; {remedy}"
     if "DataLoader" in type(returned).__name__ or "CombinedLoader" in type(returned).__name__:
         return "; return a DataLoader as it is before a framework wraps it"
     return ""
@@ -179,23 +184,25 @@ def _file(path: str) -> Any:
     name = os.path.splitext(file)[0]
     if name in sys.modules or "." in name:
         raise Unusable(f"{path} cannot be imported by the name {name!r}; give the file another one")
-    # By name, so that spawned workers can import it as well.
+    # Imported by name, so that spawned workers can import it, too.
     sys.path.insert(0, folder)
     try:
         module = _import(name, path)
     except ModuleNotFoundError:
         raise Unusable(f"{path} cannot be imported: the name of the file must end in .py") from None
-    found = getattr(module, "__file__", None)
-    if found is None or os.path.realpath(found) != os.path.realpath(os.path.join(folder, file)):
-        raise Unusable(f"{path} cannot be imported by the name {name!r}, which is {found or 'a package'}: rename one")
+    module_file = getattr(module, "__file__", None)
+    if module_file is None or os.path.realpath(module_file) != os.path.realpath(os.path.join(folder, file)):
+        raise Unusable(
+            f"{path} cannot be imported by the name {name!r}, which is {module_file or 'a package'}: rename one"
+        )
     return module
 
 
 def _import(name: str, shown: str) -> Any:
-    """Imports a module. Raises ModuleNotFoundError only if the module itself, or a package of it, is missing."""
+    """Imports a module. Raises ModuleNotFoundError only if the module itself, or a package around it, is missing."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise
-        raise _failed(f"the import of {shown} failed", error, _SCRIPT) from None
+        raise _unusable(f"the import of {shown} failed", error, _SCRIPT) from None

@@ -1,4 +1,4 @@
-"""Short forms of exceptions: the error, and the innermost frame in user code."""
+"""Describes exceptions in short: the error, and the innermost frame in user code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rustloader.system.package import FOLDER
 # torch's message for an exception raised in a worker.
 _WORKER = re.compile(r"(?:^|: )Caught \S+ in (?:DataLoader (worker) process( \d+)|(pin memory thread).*)\.$")
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)$')
-# Longest first: packages may lie below the standard library.
+# Folders of libraries, longest first: packages may be inside the folder of the standard library.
 _LIBRARIES = sorted(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     key=len,
@@ -27,8 +27,14 @@ _MAX_TEXT = 1000
 
 @dataclass(frozen=True)
 class Failure:
-    """The text of an exception: type and message; the innermost frame in user code as "file.py:12 in function", with
-    the worker if there is one, or ""; and the whole traceback."""
+    """Description of an exception.
+
+    Attributes:
+        text: the type and the message.
+        where: the innermost frame in user code, as "file.py:12 in function", with the worker if it was raised in one;
+            "" if there is no such frame.
+        details: the whole traceback.
+    """
 
     text: str
     where: str
@@ -36,17 +42,17 @@ class Failure:
 
     def __str__(self) -> str:
         text = self.text if len(self.text) <= _MAX_TEXT else self.text[:_MAX_TEXT] + " ..."
-        # Control characters would reach the terminal.
+        # Escapes control characters, which would otherwise reach the terminal.
         text = "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
         return f"{text} ({self.where})" if self.where else text
 
 
 def failure(error: BaseException) -> Failure:
-    """Describes an exception. One that was raised in a worker is described by the worker's traceback."""
+    """Describes an exception. If it was raised in a worker, the description is that of the worker's traceback."""
     text = "".join(traceback.format_exception_only(error)).strip()
     lines = text.splitlines()
     if len(lines) > 2 and _WORKER.search(lines[0]) and lines[1].startswith("Original Traceback"):
-        return _of_worker(lines)
+        return _failure_in_worker(lines)
     trace = error.__traceback__
     while trace is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -58,23 +64,24 @@ def failure(error: BaseException) -> Failure:
     return Failure(text, _innermost(frames), details)
 
 
-def users(file: str) -> bool:
-    """Returns True if a source file is user code: neither in a library nor in this package."""
+def is_user_code(file: str) -> bool:
+    """Returns True if a source file belongs neither to a library nor to this package."""
     return not file.startswith(("<", FOLDER + os.sep, *_LIBRARIES))
 
 
 def short_path(file: str) -> str:
-    """Returns a path relative to the current directory or the folder of the libraries, if it lies below one."""
+    """Returns a path relative to the current directory or a folder of libraries, if it is inside one."""
     for folder in (os.getcwd() + os.sep, *_LIBRARIES):
         if file.startswith(folder):
             return file.removeprefix(folder)
     return file
 
 
-def _of_worker(lines: list[str]) -> Failure:
+def _failure_in_worker(lines: list[str]) -> Failure:
+    """Describes an error that was raised in a worker, from the lines of torch's message."""
     frames = {k: match for k, line in enumerate(lines) if (match := _FRAME.match(line))}
     last = max(frames, default=1)
-    # The error comes after the last frame and its source lines, which are indented.
+    # The error follows the last frame and its source lines, which are indented.
     begin = next((k for k in range(last + 1, len(lines)) if lines[k][:1].strip()), len(lines) - 1)
     where = _innermost((match[1], int(match[2]), match[3]) for match in frames.values())
     match = _WORKER.search(lines[0])
@@ -85,7 +92,7 @@ def _of_worker(lines: list[str]) -> Failure:
 
 def _innermost(frames: Iterator[tuple[str, int, str]]) -> str:
     """Returns the last frame in user code."""
-    own = [f"{short_path(file)}:{number} in {name}" for file, number, name in frames if users(file)]
+    own = [f"{short_path(file)}:{number} in {name}" for file, number, name in frames if is_user_code(file)]
     return own[-1] if own else ""
 
 

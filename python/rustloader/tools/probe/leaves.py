@@ -1,4 +1,4 @@
-"""Compares batches bit for bit, leaf by leaf."""
+"""Compares batches bit by bit, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from rustloader.system.texts import type_name
 
 
 class Leaf(NamedTuple):
-    """A part of a batch without parts of its own, or the type of a container."""
+    """A part of a batch that has no parts itself, or the type of a container."""
 
     path: str
     kind: str
     value: Any
 
 
-def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iterator[Leaf]:
-    """Yields the leaves of a batch in order. A container yields a leaf with its type and length before its parts."""
-    if id(value) in above:
-        yield Leaf(path, "a reference to what it lies in", None)
+def leaves(value: Any, path: str = "batch", ancestors: tuple[int, ...] = ()) -> Iterator[Leaf]:
+    """Yields the leaves of a batch in order. A container yields a leaf with its type and length, then its parts."""
+    if id(value) in ancestors:
+        yield Leaf(path, "a reference to a container that it is in", None)
         return
-    inside = (*above, id(value))
+    enclosing = (*ancestors, id(value))
     if isinstance(value, torch.Tensor):
         yield Leaf(path, _tensor_kind(value), value)
         if type(value) is not torch.Tensor and vars(value):
-            yield from leaves(vars(value), f"{path}.__dict__", inside)
+            yield from leaves(vars(value), f"{path}.__dict__", enclosing)
     elif isinstance(value, np.ndarray) and value.dtype != object:
         order = "Fortran" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
         yield Leaf(path, f"{type_name(value)} {value.dtype} {list(value.shape)}, {order} order", value)
     elif isinstance(value, Mapping):
         yield Leaf(path, f"{type_name(value)} of {len(value)}", None)
         for key in value:
-            yield from leaves(value[key], f"{path}[{key!r}]", inside)
+            yield from leaves(value[key], f"{path}[{key!r}]", enclosing)
     elif isinstance(value, (list, tuple)):
         yield Leaf(path, f"{type_name(value)} of {len(value)}", None)
         for k, item in enumerate(value):
-            yield from leaves(item, f"{path}[{k}]", inside)
+            yield from leaves(item, f"{path}[{k}]", enclosing)
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, bytearray)):
         yield Leaf(path, type_name(value), value)
     elif isinstance(value, type) or not (dataclasses.is_dataclass(value) or hasattr(value, "__dict__")):
@@ -50,14 +50,14 @@ def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iter
     elif dataclasses.is_dataclass(value):
         yield Leaf(path, type_name(value), None)
         for field in dataclasses.fields(value):
-            yield from leaves(getattr(value, field.name, None), f"{path}.{field.name}", inside)
+            yield from leaves(getattr(value, field.name, None), f"{path}.{field.name}", enclosing)
     else:
         yield Leaf(path, type_name(value), None)
-        yield from leaves(vars(value), f"{path}.__dict__", inside)
+        yield from leaves(vars(value), f"{path}.__dict__", enclosing)
 
 
 def summary(batch: Any) -> list[tuple[str, str, bytes]]:
-    """Returns (path, kind, digest) of each leaf. Equal batches have equal summaries."""
+    """Returns the path, kind and digest of each leaf. Equal batches have equal summaries."""
     return [
         (leaf.path, leaf.kind, hashlib.blake2b(_content(leaf.value), digest_size=16).digest()) for leaf in leaves(batch)
     ]
@@ -80,7 +80,7 @@ def difference(theirs: Any, ours: Any) -> str:
             return f"{a.path} ({a.kind}): {_values(a.value, b.value)}"
     if len(first) != len(second):
         return f"torch has {len(first)} parts, rustloader {len(second)}"
-    return "the same now; it changed between two calls"
+    return "no difference any more: a batch has changed since the first comparison"
 
 
 def _tensor_kind(tensor: torch.Tensor) -> str:
@@ -108,7 +108,7 @@ def _content(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception:
-        return repr(type(value)).encode()  # an object that cannot be pickled did not come from a worker
+        return repr(type(value)).encode()  # never from a worker, which could not have sent it
 
 
 def _nbytes(value: Any) -> int:

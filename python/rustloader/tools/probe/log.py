@@ -1,4 +1,4 @@
-"""Captures the package's log."""
+"""Captures the log messages of this package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def warnings() -> Iterator[list[str]]:
-    """Collects the messages that the package logs at WARNING or above."""
+    """Collects the messages that this package logs at WARNING or above. Yields the list."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The command's end of a process with the user's loader on one engine. Every wait has a limit."""
+"""The command's view of a process with the user's loader on one engine. All waits are limited."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from rustloader.system.procfs import members
-from rustloader.tools.probe.deaths import UNNOTICED, advice, dead, how, kill, places
+from rustloader.tools.probe.deaths import UNNOTICED_SECONDS, advice, exit_text, failed_workers, hang_details, kill
 from rustloader.tools.probe.factory import Unusable
 from rustloader.tools.probe.side import Side
 
-# Before `serve` installs its handler there is nothing to clean up: an interrupt ends the process without a traceback.
+# Until `serve` installs its handler, an interrupt ends the process without a traceback: there is nothing to clean up.
 _CODE = """\
 import os, signal, sys
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -33,18 +33,25 @@ MORE_TIME = "if it is slow and not stuck, pass a larger --timeout"
 class Probe:
     """A process with the user's loader on one engine, and its workers.
 
-    They form a process group: Ctrl-C reaches the command alone, and the ``with`` statement ends the whole group.
-    ``answer`` gives up after ``timeout`` seconds without progress. ``environment`` adds variables.
+    They form a separate process group, so Ctrl-C reaches only the command. The ``with`` statement ends the whole group.
+
+    Args:
+        side: the object that answers the requests in the process.
+        timeout: seconds without progress after which ``answer`` gives up.
+        environment: additional environment variables.
     """
 
     def __init__(self, side: Side, timeout: float, environment: Mapping[str, str] | None = None) -> None:
         self.engine, self.target, self.timeout = side.engine, side.target, timeout
-        # The request that is being answered; "ready" until the process has started.
+        # The request that the process is answering; "ready" until the process has started.
         self._awaited = "ready"
+        # The last request.
         self._asked = "ready"
+        # The descriptor of the file for stacks, from `deaths.install` in the process.
         self._stacks: int | None = None
+        # The process ids of the workers, by number.
         self._workers: dict[int, int] = {}
-        # The process will not end by itself.
+        # True if the process may never end by itself.
         self._stuck = False
         self._connection, far_end = multiprocessing.Pipe()
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -53,7 +60,7 @@ class Probe:
                 [sys.executable, *flags, "-c", _CODE, str(far_end.fileno()), str(os.getpid())],
                 pass_fds=[far_end.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=_STDERR,  # stdout is for results alone
+                stdout=_STDERR,  # stdout is only for results
                 process_group=0,
                 env=os.environ | (environment or {}),
             )
@@ -61,7 +68,7 @@ class Probe:
 
     @property
     def group(self) -> int:
-        """The process group."""
+        """The id of the process group."""
         return self._process.pid
 
     def ask(self, *request: Any, meanwhile: Callable[[], object] | None = None) -> Any:
@@ -77,12 +84,15 @@ class Probe:
         self._send(request)
 
     def answer(self, meanwhile: Callable[[], object] | None = None) -> Any:
-        """Waits for the answer to the last request, and calls ``meanwhile`` repeatedly. Raises ``Unusable`` if the
-        process failed or makes no progress, or if a worker died and its iterator does not notice."""
+        """Waits for the answer to the last request, and calls ``meanwhile`` repeatedly.
+
+        Raises ``Unusable`` if the process fails or makes no progress, or if a worker dies and its iterator does not
+        notice.
+        """
         progress = due = time.monotonic()
         unnoticed: dict[int, float] = {}
 
-        def look() -> None:
+        def check() -> None:
             nonlocal due
             if meanwhile is not None:
                 meanwhile()
@@ -90,22 +100,22 @@ class Probe:
             if now < due:
                 return
             due = now + _CHECK_INTERVAL
-            for number, code in dead(self._workers):
-                if now - unnoticed.setdefault(number, now) >= UNNOTICED:
-                    self._stuck = True  # its `next` may never return
-                    raise self.died(f"worker {number} (pid {self._workers[number]}) {how(code)}")
+            for number, code in failed_workers(self._workers):
+                if now - unnoticed.setdefault(number, now) >= UNNOTICED_SECONDS:
+                    self._stuck = True  # the iterator's `next` may never return
+                    raise self.death_error(f"worker {number} (pid {self._workers[number]}) {exit_text(code)}")
             if now - progress >= self.limit(self._awaited):
                 raise self._hang()
 
         while True:
-            name, value = self._receive(look, 0.02 if meanwhile else 0.2)
+            name, value = self._receive(check, 0.02 if meanwhile else 0.2)
             progress = time.monotonic()
             if name == "ready":
                 self._stacks, self._awaited = value, self._asked
             elif name == "workers":
                 self._workers = value
             elif name == "died":
-                raise self.died(*value)
+                raise self.death_error(*value)
             elif name == "unsent":
                 self._stuck = True
                 raise Unusable(f"with {self.engine}'s iterator, a worker cannot send its batch: {value}")
@@ -114,43 +124,43 @@ class Probe:
             elif name != "progress":
                 return value
 
-    # --- limits and texts, which a command may override
+    # --- limits and texts, which a subclass may override
 
     def limit(self, awaited: str) -> float:
-        """Returns the seconds without progress until a request is given up; "ready" is the start of the process."""
+        """Returns the maximum seconds without progress for a request; "ready" is the start of the process."""
         return self.timeout
 
-    def hang(self, awaited: str) -> tuple[str, str]:
-        """Returns the message for a request that hangs, and the way out."""
+    def hang_texts(self, awaited: str) -> tuple[str, str]:
+        """Returns the message for a request that hangs, and the remedy."""
         what = f"{self.target} did not return a loader" if awaited in ("ready", "about") else "no batch came"
         return f"with {self.engine}'s iterator, {what} within {self.timeout:g} s", MORE_TIME
 
-    def died(self, worker: str, details: str = "") -> Unusable:
-        """Returns the error for a dead worker, which ``deaths.death`` has described."""
+    def death_error(self, worker: str, details: str = "") -> Unusable:
+        """Returns the error for a dead worker. ``worker`` is the result of ``deaths.describe_death``."""
         return Unusable(f"with {self.engine}'s iterator, {worker}\n  {advice(worker)}", details)
 
     def _hang(self) -> Unusable:
         self._stuck = True
-        text, remedy = self.hang(self._awaited)
-        return Unusable("\n  ".join([text, *places(self.group, self._workers, self._stacks), remedy]))
+        text, remedy = self.hang_texts(self._awaited)
+        return Unusable("\n  ".join([text, *hang_details(self.group, self._workers, self._stacks), remedy]))
 
     # --- the connection
 
     def _send(self, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the process has ended; `answer` reports it
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, which `answer` reports
             self._connection.send(message)
 
-    def _receive(self, look: Callable[[], object], every: float) -> tuple[str, Any]:
-        """Returns the next message: its name and value. Calls ``look`` every ``every`` seconds."""
+    def _receive(self, check: Callable[[], object], every: float) -> tuple[str, Any]:
+        """Returns the name and value of the next message. Calls ``check`` every ``every`` seconds meanwhile."""
         while not self._connection.poll(every):
-            if self._ended() is not None and not self._connection.poll():
-                raise self._gone()
-            look()
+            if self._exit_status() is not None and not self._connection.poll():
+                raise self._exit_error()
+            check()
         try:
             name, value = self._connection.recv()
         except (EOFError, ConnectionResetError):
-            self._await(lambda: self._ended() is not None, 5.0)
-            raise self._gone() from None
+            self._wait_until(lambda: self._exit_status() is not None, 5.0)
+            raise self._exit_error() from None
         return name, value
 
     # --- the end
@@ -162,22 +172,24 @@ class Probe:
         self._connection.close()
         try:
             if self._stuck or (kind is not None and not issubclass(kind, Exception)):
-                # SIGKILL: workers that are still starting would print tracebacks on other signals.
+                # Uses SIGKILL, because workers that are still starting would print tracebacks on other signals.
                 kill(self.group)
-            # Between two requests the process notices the closed connection.
-            elif not self._await(lambda: self._ended() is not None, 10.0 if kind is None else 2.0):
+            # Between two requests, the process ends when it notices the closed connection.
+            elif not self._wait_until(lambda: self._exit_status() is not None, 10.0 if kind is None else 2.0):
                 os.killpg(self.group, signal.SIGINT)
-                self._await(lambda: self._ended() is not None, 5.0)
-            self._await(lambda: not any(members(self.group)), 1.0)
+                self._wait_until(lambda: self._exit_status() is not None, 5.0)
+            self._wait_until(lambda: not any(members(self.group)), 1.0)
         finally:
-            # The id cannot be reused until the process is reaped.
+            # Safe, because the id cannot be reused before the process is reaped below.
             os.killpg(self.group, signal.SIGKILL)
             self._process.wait()
 
-    def _ended(self) -> os.waitid_result | None:
+    def _exit_status(self) -> os.waitid_result | None:
+        """Returns the exit status of the process without reaping it; None if it is running."""
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
-    def _await(self, condition: Callable[[], bool], seconds: float) -> bool:
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Waits for a condition for up to ``seconds`` seconds. Returns False if it is not met."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() >= deadline:
@@ -185,13 +197,14 @@ class Probe:
             time.sleep(0.02)
         return True
 
-    def _gone(self) -> Unusable:
-        ended = self._ended()
+    def _exit_error(self) -> Unusable:
+        """Returns the error for a process that has ended, or has closed the connection."""
+        ended = self._exit_status()
         if ended is None:
-            how_it_ended = "closed the connection"
+            end_text = "closed the connection"
         elif ended.si_code == os.CLD_EXITED:
-            how_it_ended = how(ended.si_status)
+            end_text = exit_text(ended.si_status)
         else:
-            how_it_ended = how(-ended.si_status)
-            how_it_ended += " (the system may have been out of memory)" if ended.si_status == signal.SIGKILL else ""
-        return Unusable(f"the process with {self.engine}'s iterator {how_it_ended}")
+            end_text = exit_text(-ended.si_status)
+            end_text += " (the system may have been out of memory)" if ended.si_status == signal.SIGKILL else ""
+        return Unusable(f"the process with {self.engine}'s iterator {end_text}")

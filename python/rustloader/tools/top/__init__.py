@@ -1,1 +1,1 @@
-"""``top``: shows the loaders of a running process, from outside."""
+"""``top``: shows the loaders of another process while it runs."""

@@ -1,4 +1,4 @@
-"""``top``: shows the loaders of a running process, from outside."""
+"""``top``: shows the loaders of another process while it runs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import Any
 import rustloader.system.local_ranks as local_ranks
 import rustloader.system.procfs as procfs
 from rustloader.tools.top import processes
-from rustloader.tools.top.model import Loader, Look, take
+from rustloader.tools.top.model import Loader, Observation, observe
 from rustloader.tools.top.view import frame, plain
 
-# Seconds that the verdict of the live view covers.
+# Maximum seconds that the verdict of the live view covers.
 _VERDICT_SECONDS = 60.0
 
 
 def main(options: Any) -> int:
-    """Shows the loaders of a process. Returns 0, or 2 if there is nothing to see."""
+    """Shows the loaders of a process. Returns 0, or 2 if there is nothing to show."""
     once = options.once or options.json or not sys.stdout.isatty()
     if not once and not _has_rich():
         return _refuse("the live view needs rich: pip install 'rustloader[cli]', or use --once or --json")
@@ -52,17 +52,17 @@ def _has_rich() -> bool:
 
 
 def _choose(as_json: bool) -> int | None:
-    """Returns the only process of this user with loaders at work. Lists them and returns None if there are several."""
-    mains = processes.mains()
-    if not mains:
+    """Returns the only process of this user with running loaders. Lists them and returns None if there are several."""
+    main_processes = processes.main_processes()
+    if not main_processes:
         whose = "" if processes.user() == "root" else f" of user {processes.user()}"
         raise processes.NothingToSee(
             f"no process{whose} has a loader at work on rustloader's engine now. Loaders with num_workers=0, and those "
             "that run on torch's own iterator, are not shown"
         )
-    if len(mains) == 1:
-        return next(iter(mains))
-    listed = [_listed(pid, len(own)) for pid, own in mains.items()]
+    if len(main_processes) == 1:
+        return next(iter(main_processes))
+    listed = [_process_row(pid, len(own)) for pid, own in main_processes.items()]
     if as_json:
         print(json.dumps({"processes": listed}, indent=2))
     else:
@@ -75,15 +75,16 @@ def _choose(as_json: bool) -> int | None:
     return None
 
 
-def _listed(pid: int, count: int) -> dict[str, Any]:
-    """Returns a process with the figures of its busiest loader since that began. Ranks show side by side which one
-    waits.
+def _process_row(pid: int, count: int) -> dict[str, Any]:
+    """Returns a row of the list of processes, with the figures of the process's busiest loader since its creation.
+
+    The share of `next` shows which of several ranks waits for its loader.
     """
     rank = local_ranks.number_of(pid)
     identity = {"pid": pid, "local_rank": None if rank is None else rank[1], "loaders": count}
     figures: dict[str, Any] = {"name": "", "batches": 0, "next_share": 0.0, "verdict": "unknown"}
-    with contextlib.suppress(processes.NothingToSee):  # it has ended meanwhile
-        loaders = [Loader(pid, None, look) for look in take(pid)]
+    with contextlib.suppress(processes.NothingToSee):  # the process has ended meanwhile
+        loaders = [Loader(pid, None, observation) for observation in observe(pid)]
         busiest = max(loaders, key=lambda loader: loader.total.batches, default=None)
         if busiest is not None:
             total = busiest.total
@@ -95,8 +96,12 @@ def _listed(pid: int, count: int) -> dict[str, Any]:
 
 
 def _main_process(pid: int, waits: bool) -> int:
-    """Returns the process whose loaders to show: the main process if ``pid`` is a worker. ``waits`` also accepts a
-    process without loaders that uses the engine. Raises ``NothingToSee``.
+    """Returns the process whose loaders are shown: the main process, if ``pid`` is a worker.
+
+    With ``waits``, a process that uses the engine is accepted even if it has no running loader.
+
+    Raises:
+        NothingToSee: There is nothing to show about the process.
     """
     loaders = processes.loaders(pid)
     if procfs.has_ended(pid):
@@ -119,7 +124,7 @@ def _main_process(pid: int, waits: bool) -> int:
     return pid
 
 
-def _parent_of(pid: int, inner: int, loader: processes.Seen) -> int:
+def _parent_of(pid: int, inner: int, loader: processes.LoaderArena) -> int:
     outer = processes.outer_pids(pid)
     main = loader.figures.pid if outer is None else outer.get(loader.figures.pid)
     if main is None or procfs.has_ended(main):
@@ -130,42 +135,43 @@ def _parent_of(pid: int, inner: int, loader: processes.Seen) -> int:
     return int(main)
 
 
-class _Watch:
-    """Samples of a process over time."""
+class _History:
+    """The latest observations of a process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._looks: list[dict[Any, Look]] = []  # the latest last
+        # By iterator, latest last.
+        self._observations: list[dict[Any, Observation]] = []
 
-    def look(self) -> None:
-        """Takes a sample. Raises ``NothingToSee`` if the process has ended."""
-        self._looks.append({it.key: it for it in take(self.pid)})
+    def observe(self) -> None:
+        """Adds an observation. Raises ``NothingToSee`` if the process has ended."""
+        self._observations.append({it.key: it for it in observe(self.pid)})
         now = time.monotonic()
-        # The last two in any case: an interval may be longer than the window.
-        young = [look for look in self._looks[:-2] if _age(look, now) <= _VERDICT_SECONDS]
-        self._looks = (young + self._looks[-2:])[-1000:]
+        # Always keeps the last two: the interval may be longer than the time that a verdict covers.
+        recent = [observation for observation in self._observations[:-2] if _age(observation, now) <= _VERDICT_SECONDS]
+        self._observations = (recent + self._observations[-2:])[-1000:]
 
     def loaders(self) -> list[Loader]:
-        """Returns the loaders of the last sample, the oldest first."""
-        before = self._looks[-2] if len(self._looks) > 1 else {}
+        """Returns the loaders of the latest observation, oldest first."""
+        before = self._observations[-2] if len(self._observations) > 1 else {}
 
         def earliest(key: Any) -> Any:
-            return next((look[key] for look in self._looks[:-1] if key in look), None)
+            return next((observation[key] for observation in self._observations[:-1] if key in observation), None)
 
-        return [Loader(self.pid, before.get(key), now, earliest(key)) for key, now in self._looks[-1].items()]
+        return [Loader(self.pid, before.get(key), now, earliest(key)) for key, now in self._observations[-1].items()]
 
 
-def _age(look: dict[Any, Look], now: float) -> float:
-    return max((now - seen.figures.now for seen in look.values()), default=0.0)
+def _age(observation: dict[Any, Observation], now: float) -> float:
+    return max((now - it.figures.now for it in observation.values()), default=0.0)
 
 
 def _print_once(pid: int, options: Any) -> int:
-    """Prints the result of two samples that are the interval apart."""
-    watch = _Watch(pid)
-    watch.look()
+    """Prints the result of two observations, one interval apart."""
+    history = _History(pid)
+    history.observe()
     time.sleep(options.interval)
-    watch.look()
-    loaders, command = watch.loaders(), processes.command(pid)
+    history.observe()
+    loaders, command = history.loaders(), processes.command(pid)
     if options.json:
         result = {
             "pid": pid,
@@ -184,29 +190,29 @@ def _print_once(pid: int, options: Any) -> int:
 
 
 def _live(pid: int, interval: float) -> int:
-    """Shows the loaders until the user or the end of the process ends the view."""
+    """Shows the loaders until the user quits or the process ends."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    console, watch, command = Console(), _Watch(pid), processes.command(pid)
+    console, history, command = Console(), _History(pid), processes.command(pid)
 
-    def drawn() -> Text:
+    def draw() -> Text:
         width, height = console.size
-        lines = frame(pid, command, watch.loaders(), width, height - 1, processes.caches(pid))
+        lines = frame(pid, command, history.loaders(), width, height - 1, processes.caches(pid))
         lines += [[]] * (height - 1 - len(lines))
         lines.append([(f"every {interval:g} s; q ends", "dim")])
         parts = [part for line in lines for part in (*line, ("\n", ""))]
         return Text.assemble(*parts[:-1], no_wrap=True, overflow="crop")
 
     try:
-        watch.look()
-        with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        history.observe()
+        with _keys() as wait_for_key, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(drawn(), refresh=True)
-                if pressed(interval) == "q":
+                live.update(draw(), refresh=True)
+                if wait_for_key(interval) == "q":
                     return 0
-                watch.look()
+                history.observe()
     except processes.NothingToSee as reason:
         print(f"{str(reason)[0].upper()}{str(reason)[1:]}.")
         return 0
@@ -214,21 +220,21 @@ def _live(pid: int, interval: float) -> int:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yields a function that waits up to the given seconds for a key."""
+    """Yields a function that waits for a key for up to the given seconds. It returns the key, or an empty text."""
     import termios
     import tty
 
-    def pressed(seconds: float) -> str:
+    def wait_for_key(seconds: float) -> str:
         ready, _, _ = select.select(inputs, [], [], seconds)
         return os.read(sys.stdin.fileno(), 1).decode(errors="replace") if ready else ""
 
     inputs = [sys.stdin] if sys.stdin is not None and sys.stdin.isatty() else []
     if not inputs:
-        yield pressed
+        yield wait_for_key
         return
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
-        yield pressed
+        yield wait_for_key
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

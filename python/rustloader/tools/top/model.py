@@ -1,4 +1,4 @@
-"""The model of ``top``: a loader, from two samples of its shared memory."""
+"""The model of ``top``: describes a loader from two observations of its shared memory."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from typing import Any
 
 import rustloader.system.procfs as procfs
 from rustloader._core import Observed, ObservedWorker, WorkerTotals
-from rustloader.metrics.cpu_time import NOTHING, WorkTime, of_process, of_work
-from rustloader.metrics.figures import Stats, counted, worker_stats
-from rustloader.metrics.memory import own
+from rustloader.metrics.cpu_time import NO_TIME, WorkTime, time_of_process, time_of_work
+from rustloader.metrics.figures import Stats, fields_of_counts, worker_stats
+from rustloader.metrics.memory import private_bytes
 from rustloader.metrics.parts import ArenaStats, PinningStats, SchedulingStats, WorkerStats
 from rustloader.metrics.verdict import Verdict
 from rustloader.system.cores import usable_cores
 from rustloader.tools.top import processes
-from rustloader.tools.top.processes import Seen
+from rustloader.tools.top.processes import LoaderArena
 
-# Minimum seconds at one batch, and minimum multiple of the mean time per batch, for a worker that counts as stuck.
+# Minimum seconds at one batch, and minimum multiple of the mean time per batch, for a stuck worker.
 _LONG_SECONDS, _LONG_MULTIPLE = 2.0, 10.0
-# The same for the first batch and for the start of a worker, in seconds.
+# Minimum seconds at the first batch, and of the start, for a stuck worker.
 _LONG_AT_FIRST = 30.0
-# Minimum seconds for a verdict that does not depend on chance.
+# Minimum seconds that a reliable verdict covers.
 _SETTLED_SECONDS = 10.0
+# The names of the states of a busy worker, as shown.
 _BUSY = {"fetch": "fetching", "collate": "collating", "pack": "packing", "publish": "sending"}
 
 
 @dataclass(frozen=True)
-class Look:
-    """A sample of a loader's iterator.
+class Observation:
+    """The state of an iterator at one moment.
 
     Attributes:
-        file: device and inode of its arena.
+        file: device and inode of the arena.
         figures: the result of ``_core.inspect_arena``.
-        pids: process ids of its workers in this PID namespace, if known.
-        times: processor times of their work.
+        pids: process ids of the workers in this PID namespace; None if unknown.
+        times: processor times of the workers' batches.
     """
 
     file: tuple[int, int]
@@ -45,33 +46,35 @@ class Look:
 
     @property
     def key(self) -> tuple[tuple[int, int], float]:
-        """Identifies the iterator: a later one may have the same arena."""
+        """Identifies the iterator. A later iterator may use the same arena, so the start time is part of the key."""
         return self.file, self.figures.started
 
 
-def take(pid: int) -> list[Look]:
-    """Samples the loaders of a process, the oldest first. Raises ``NothingToSee`` if it is gone or not readable."""
+def observe(pid: int) -> list[Observation]:
+    """Observes the iterators of a process, oldest first. Raises ``NothingToSee`` if it is gone or not readable."""
     loaders = processes.loaders(pid)
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
     inner, outer = processes.inner_pid(pid), processes.outer_pids(pid)
-    return [_sample(it, outer) for it in loaders if it.figures.pid == inner]
+    return [_observe_iterator(it, outer) for it in loaders if it.figures.pid == inner]
 
 
-def _sample(loader: Seen, outer: dict[int, int] | None) -> Look:
+def _observe_iterator(loader: LoaderArena, outer: dict[int, int] | None) -> Observation:
     totals = [worker.totals for worker in loader.figures.workers]
     inner = [worker.pid for worker in totals]
     pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
-    times = (None if pid is None else of_process(pid) for pid in pids)
-    work = tuple(of_work(time, worker) for time, worker in zip(times, totals, strict=True))
-    return Look(loader.file, loader.figures, pids, work)
+    times = (None if pid is None else time_of_process(pid) for pid in pids)
+    work = tuple(time_of_work(time, worker) for time, worker in zip(times, totals, strict=True))
+    return Observation(loader.file, loader.figures, pids, work)
 
 
 @dataclass(frozen=True)
 class WorkerView:
-    """A sample of a worker. ``pid`` is in this PID namespace, if known; shares cover the last interval.
-    ``fetch_cpu_share`` is the processor time of the fetches that ended in it, as a share of their time; None if there
-    is none."""
+    """A worker, as shown.
+
+    ``pid`` is the process id in this PID namespace, if known. Shares cover the last interval. ``fetch_cpu_share`` is
+    the processor time of the fetches that ended in the interval as a share of their wall time; None if there are none.
+    """
 
     id: int
     pid: int | None
@@ -92,12 +95,12 @@ class WorkerView:
 
     @property
     def is_busy(self) -> bool:
-        """True if it works on a batch."""
+        """True if the worker is working on a batch."""
         return self.state in _BUSY.values()
 
     @property
     def is_stuck(self) -> bool:
-        """True if its batch, or its start, takes much longer than usual."""
+        """True if the current batch, or the start of the worker, takes much longer than usual."""
         if self.state == "starting":
             return self.seconds >= _LONG_AT_FIRST
         usual = _LONG_AT_FIRST / _LONG_MULTIPLE if self.usual_seconds is None else self.usual_seconds
@@ -105,7 +108,7 @@ class WorkerView:
 
     @property
     def is_marked(self) -> bool:
-        """True if the worker is stuck or stopped, or ended too early."""
+        """True if the worker is stuck or stopped, or has ended too early."""
         return self.is_stuck or self.state in ("ended", "stopped")
 
     def as_dict(self) -> dict[str, Any]:
@@ -115,32 +118,34 @@ class WorkerView:
 
 
 class Loader:
-    """A loader, from two samples.
+    """A loader, described from two observations of its iterator.
 
     Args:
-        pid: its main process.
-        before: the sample at the start of the interval; None if the loader did not exist yet.
-        now: the latest sample.
-        earlier: the sample at the start of the verdict's time; None: the start of the iterator.
+        pid: the main process.
+        before: the observation at the start of the interval; None if the iterator did not exist yet.
+        now: the latest observation.
+        earlier: the observation at the start of the time that the verdict covers; None for the iterator's creation.
     """
 
-    def __init__(self, pid: int, before: Look | None, now: Look, earlier: Look | None = None) -> None:
+    def __init__(
+        self, pid: int, before: Observation | None, now: Observation, earlier: Observation | None = None
+    ) -> None:
         self.pid, self._before, self._now, self._earlier = pid, before, now, earlier
         self.figures = now.figures
 
     @cached_property
     def seconds(self) -> float:
-        """The length of the interval."""
+        """The length of the interval in seconds."""
         return max(1e-9, self.figures.now - (self._before.figures.now if self._before else self.figures.started))
 
     @property
     def age_seconds(self) -> float:
-        """Seconds since the creation of the iterator."""
+        """Seconds since the iterator's creation."""
         return max(1e-9, self.figures.now - self.figures.started)
 
     @cached_property
     def total(self) -> Stats:
-        """The statistics since the creation of the iterator."""
+        """The statistics since the iterator's creation."""
         return stats_of(self.pid, self.workers, self._now)
 
     @cached_property
@@ -150,13 +155,15 @@ class Loader:
 
     @cached_property
     def verdict(self) -> tuple[Verdict, float | None]:
-        """The verdict, and the number of seconds that it covers; None: since the start."""
+        """The verdict, and the number of seconds that it covers; None if it covers the whole life of the iterator."""
         seconds = 0.0 if self._earlier is None else self.figures.now - self._earlier.figures.now
         if seconds >= _SETTLED_SECONDS:
-            verdict = judged(stats_of(self.pid, self.workers, self._now, self._earlier), self.figures).verdict()
+            verdict = stats_for_verdict(
+                stats_of(self.pid, self.workers, self._now, self._earlier), self.figures
+            ).verdict()
             if verdict.kind not in ("too_few", "unknown"):
                 return verdict, seconds
-        return judged(self.total, self.figures).verdict(), None
+        return stats_for_verdict(self.total, self.figures).verdict(), None
 
     @property
     def batches_per_second(self) -> float:
@@ -165,8 +172,10 @@ class Loader:
 
     @property
     def main_shares(self) -> dict[str, float]:
-        """The shares of the interval that the main process spent waiting, in the training step, at work in ``next``,
-        and between two epochs or at the start of one."""
+        """The shares of the interval that the main process spent in each state.
+
+        The states are: waiting, in the training step, at work in ``next``, and between two epochs or starting one.
+        """
         recent = self.recent
         waiting = recent.waited_seconds + recent.first_seconds
         parts = {"waiting": waiting, "step": recent.step_seconds, "next": recent.own_seconds}
@@ -181,14 +190,14 @@ class Loader:
     def _worker(self, number: int, now: ObservedWorker) -> WorkerView:
         totals = now.totals
         spent = totals.since(self._before.figures.workers[number].totals) if self._before else totals
-        states = {
+        seconds = {
             "fetch": spent.fetch,
             "collate": spent.collate,
             "pack": spent.pack + spent.publish,
             "idle": spent.idle,
             "starting": spent.starting,
         }
-        whole = max(sum(states.values()) + spent.left, self.seconds)
+        whole = max(sum(seconds.values()) + spent.left, self.seconds)
         pid = self._now.pids[number]
         at_batch = now.state in _BUSY
         state = _BUSY.get(now.state, now.state)
@@ -198,7 +207,7 @@ class Loader:
             state = "stopped"
         rollup = procfs.rollup(pid) if pid else {}
         busy = totals.fetch + totals.collate + totals.pack + totals.publish
-        # Without the current batch, which is compared with the mean.
+        # The current batch is compared with the mean of the others, so it does not count.
         busy -= now.seconds_at_batch if at_batch else 0.0
         return WorkerView(
             id=number,
@@ -207,21 +216,21 @@ class Loader:
             batch=now.batch if at_batch else None,
             seconds=now.seconds_at_batch if at_batch else now.seconds_in_state,
             index=now.index if at_batch else None,
-            shares={name: seconds / whole for name, seconds in states.items()},
+            shares={name: part / whole for name, part in seconds.items()},
             fetch_cpu_share=spent.fetch_cpu / spent.fetch_measured if spent.fetch_measured else None,
             queued=now.queued,
             ready=now.ready,
             memory_bytes=procfs.resident(pid) if pid else None,
             pss_bytes=rollup.get("Pss"),
-            private_bytes=own(pid, rollup) if pid else None,
+            private_bytes=private_bytes(pid, rollup) if pid else None,
             shared_bytes=now.warm,
             tasks=totals.tasks,
             usual_seconds=max(0.0, busy) / totals.tasks if totals.tasks else None,
         )
 
     @property
-    def stuck(self) -> tuple[WorkerView, ...]:
-        """The marked workers."""
+    def marked_workers(self) -> tuple[WorkerView, ...]:
+        """The workers that are stuck, stopped or ended too early."""
         return tuple(worker for worker in self.workers if worker.is_marked)
 
     @property
@@ -253,8 +262,8 @@ class Loader:
         }
 
 
-def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look | None = None) -> Stats:
-    """Returns the statistics of an iterator between two samples, or since its creation."""
+def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Observation, since: Observation | None = None) -> Stats:
+    """Returns the statistics of an iterator between two observations, or since its creation."""
     figures = now.figures
     counts = figures.counts.since(since.figures.counts) if since else figures.counts
     return Stats(
@@ -262,31 +271,33 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Look, since: Look |
         num_workers=len(workers),
         cores=_cores(pid),
         iterators=1,
-        **counted(counts, (_spent(view, now, since) for view in workers)),
+        **fields_of_counts(counts, (_totals_since(view, now, since) for view in workers)),
         workers=tuple(_worker_stats(view, now, since) for view in workers),
         arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
         pinning=PinningStats(figures.pinning, counts.pinned, counts.pinning_seconds),
     )
 
 
-def judged(stats: Stats, figures: Observed) -> Stats:
-    """Returns the statistics that a verdict is based on: it must know that workers run on other machines. Their other
-    settings are unknown; placeholders stand for them, and no advice depends on these."""
+def stats_for_verdict(stats: Stats, figures: Observed) -> Stats:
+    """Returns the statistics, with settings if the workers run on other machines: the verdict depends on that.
+
+    The settings that cannot be observed have placeholder values, on which no advice depends.
+    """
     if not figures.remote:
         return stats
     prefetch_factor, in_order = figures.prefetch_factor, figures.in_order
-    elsewhere = SchedulingStats(prefetch_factor, in_order, map_style=False, per_sample=False, remote=True)
-    return replace(stats, scheduling=elsewhere)
+    settings = SchedulingStats(prefetch_factor, in_order, map_style=False, per_sample=False, remote=True)
+    return replace(stats, scheduling=settings)
 
 
-def _spent(view: WorkerView, now: Look, since: Look | None) -> WorkerTotals:
-    """Returns a worker's counters between two samples, or since its start."""
+def _totals_since(view: WorkerView, now: Observation, since: Observation | None) -> WorkerTotals:
+    """Returns a worker's counters between two observations, or since the iterator's creation."""
     totals = now.figures.workers[view.id].totals
     return totals.since(since.figures.workers[view.id].totals) if since else totals
 
 
-def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStats:
-    spent, time = _spent(view, now, since), now.times[view.id]
+def _worker_stats(view: WorkerView, now: Observation, since: Observation | None) -> WorkerStats:
+    spent, time = _totals_since(view, now, since), now.times[view.id]
     if since:
         time = _difference(time, since.times[view.id])
     alive = view.state not in ("left", "ended")
@@ -294,19 +305,22 @@ def _worker_stats(view: WorkerView, now: Look, since: Look | None) -> WorkerStat
 
 
 def _difference(now: WorkTime, before: WorkTime) -> WorkTime:
-    """Returns the difference of two processor times; ``NOTHING`` if one is unknown."""
+    """Returns the difference between two processor times; ``NO_TIME`` if one is unknown."""
     if now.cpu is None or before.cpu is None:
-        return NOTHING
+        return NO_TIME
     queued = None if now.queued is None or before.queued is None else max(0.0, now.queued - before.queued)
     return WorkTime(max(0.0, now.cpu - before.cpu), queued)
 
 
 def _cores(pid: int) -> int:
-    """Returns how many cores a process may use by its affinity and, in the cgroup of this process, the CPU quota."""
+    """Returns the number of cores that a process may use by its affinity.
+
+    If the process is in the cgroup of this one, the CPU quota counts, too.
+    """
     try:
         affinity = len(os.sched_getaffinity(pid))
     except OSError:
         affinity = os.cpu_count() or 1
     own, other = (procfs.read(f"/proc/{it}/cgroup") for it in ("self", pid))
-    same = affinity <= len(os.sched_getaffinity(0)) and own == other
-    return usable_cores(affinity) if same else affinity
+    shares_limits = affinity <= len(os.sched_getaffinity(0)) and own == other
+    return usable_cores(affinity) if shares_limits else affinity

@@ -1,4 +1,4 @@
-"""Finds processes of this machine and their loaders through /proc."""
+"""Finds the processes of this machine, and their loaders, through /proc."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ _ARENA = "/memfd:rustloader (deleted)"
 
 
 class NothingToSee(Exception):
-    """Raised if there is nothing to show of a process. Its text is the reason, in one line."""
+    """Raised if there is nothing to show about a process. The message is the reason, in one line."""
 
 
-class Seen(NamedTuple):
-    """A loader's iterator: device and inode of its arena, and the result of ``_core.inspect_arena``."""
+class LoaderArena(NamedTuple):
+    """The arena of a running iterator: its device and inode, and the result of ``_core.inspect_arena``."""
 
     file: tuple[int, int]
     figures: Observed
 
 
-def loaders(pid: int) -> list[Seen]:
-    """Returns the loaders at work whose arenas a process has open or has inherited, the oldest first. Raises
-    ``NothingToSee`` if there is no such process, it belongs to another user, or its arenas cannot be read.
+def loaders(pid: int) -> list[LoaderArena]:
+    """Returns the arenas of running iterators that a process has open or has inherited, oldest first.
+
+    Raises ``NothingToSee`` if there is no such process, it belongs to another user, or its arenas cannot be read.
     """
     try:
         arenas = dict(_open_arenas(pid)) or dict(_mapped_arenas(pid))
@@ -40,16 +41,18 @@ def loaders(pid: int) -> list[Seen]:
         raise NothingToSee(_forbidden(pid)) from None
     except OSError:
         raise NothingToSee(f"there is no process {pid}") from None
-    seen = (Seen(file, figures) for file, figures in arenas.items() if figures is not None)
-    return sorted(seen, key=lambda it: it.figures.started)
+    running = (LoaderArena(file, figures) for file, figures in arenas.items() if figures is not None)
+    return sorted(running, key=lambda it: it.figures.started)
 
 
 def caches(pid: int) -> list[CacheUsage]:
-    """Returns the usage of the caches of a process's datasets, in memory and in files; empty if they are not
-    accessible."""
+    """Returns the usage of the caches of a process's datasets, in memory and in files.
+
+    The list is empty if they are not accessible.
+    """
     usages: dict[tuple[int, int], CacheUsage] = {}
     with contextlib.suppress(OSError):
-        # A cache is a file that is open and mapped to be written to.
+        # The file of a cache is open, and mapped for writing.
         mapped = {line.split(maxsplit=5)[-1] for line in _maps(pid) if " rw-s " in line}
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -60,6 +63,7 @@ def caches(pid: int) -> list[CacheUsage]:
 
 
 def _cache(path: str) -> tuple[tuple[int, int], CacheUsage] | None:
+    """Returns the device and inode of a cache's file, and its usage; None if the file is not a cache."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         return None
@@ -71,8 +75,8 @@ def _cache(path: str) -> tuple[tuple[int, int], CacheUsage] | None:
     return None if usage is None else ((status.st_dev, status.st_ino), usage)
 
 
-def mains() -> dict[int, list[Seen]]:
-    """Returns the processes of this user (for root: of all users) that have loaders of their own at work."""
+def main_processes() -> dict[int, list[LoaderArena]]:
+    """Returns the arenas of running iterators by main process, for processes of this user (for root: all users)."""
     processes = {}
     for pid in pids():
         with contextlib.suppress(OSError, NothingToSee):
@@ -92,7 +96,7 @@ def _open_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
 
 
 def _mapped_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
-    """Yields the arenas of a process that has closed their descriptors. Opening them needs root."""
+    """Yields the arenas of a process that has closed their descriptors. Only root can open them."""
     for line in _maps(pid):
         if line.endswith(_ARENA):
             with contextlib.suppress(FileNotFoundError):
@@ -132,19 +136,19 @@ def has_extension(pid: int) -> bool:
 
 
 def user() -> str:
-    """Returns the name of this process's user."""
-    return _name(os.geteuid())
+    """Returns the name of the user of this process."""
+    return _user_name(os.geteuid())
 
 
 def owner(pid: int) -> str | None:
-    """Returns the name of a process's user; None if there is no such process."""
+    """Returns the name of the user of a process; None if there is no such process."""
     try:
-        return _name(os.stat(f"/proc/{pid}").st_uid)
+        return _user_name(os.stat(f"/proc/{pid}").st_uid)
     except OSError:
         return None
 
 
-def _name(uid: int) -> str:
+def _user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -152,7 +156,7 @@ def _name(uid: int) -> str:
 
 
 def command(pid: int) -> str:
-    """Returns a process's command line, or its name if that is empty."""
+    """Returns the command line of a process, or its name if the command line is empty."""
     text = " ".join((read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").split())
     if text:
         return printable(text)
@@ -161,13 +165,13 @@ def command(pid: int) -> str:
 
 
 def inner_pid(pid: int) -> int:
-    """Returns the id of a process in its own PID namespace, which differs in a container."""
+    """Returns the id of a process in its own PID namespace. In a container it differs from ``pid``."""
     lines = (read(f"/proc/{pid}/status") or "").splitlines()
     return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), pid)
 
 
 def outer_pids(pid: int) -> dict[int, int] | None:
-    """Returns the ids in this PID namespace by the ids in the process's namespace; None if both are the same."""
+    """Maps the process ids in a process's PID namespace to those in this one. Returns None if both are the same."""
     namespace = _namespace(pid)
     if namespace is None or namespace == _namespace(os.getpid()):
         return None

@@ -1,4 +1,4 @@
-"""The view of ``top``: lines for a terminal of any size, and for plain text."""
+"""The view of ``top``: lines for a terminal of any size, and as plain text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rustloader.metrics.tables import cache_line
 from rustloader.system.texts import count_of, size
 from rustloader.tools.top.model import Loader, WorkerView
 
-# Parts of a line, each with a style of rich.
+# The parts of a line, each with its text and its style in rich.
 Line = list[tuple[str, str]]
 
 _COLOURS = {
@@ -24,13 +24,13 @@ _COLOURS = {
     "idle": "dim",
     "left": "dim",
 }
-_ALARM = "bold red"
-# Columns of the table: heading, alignment and width. The index column takes the rest.
+_WARNING_STYLE = "bold red"
+# The columns of the table: heading, alignment and width. The index column takes the remaining width.
 _COLUMNS = {"worker": ">6", "pid": ">7", "state": "<9", "batch": ">6", "for": ">6"}
 _COLUMNS |= {"fetch": ">5", "cpu": ">5", "coll": ">5", "pack": ">5", "idle": ">5", "memory": ">7"}
-# Columns that a terminal with fewer columns than this has no room for.
+# Headings that are left out if the terminal is narrower than this many characters.
 _WIDE, _WIDE_FROM = {"pid", "cpu"}, 96
-# Column of the text in a loader's lines.
+# Indentation of the text in the lines above a table.
 _INDENT = 14
 
 
@@ -47,7 +47,7 @@ def frame(
     height: int | None = None,
     caches: Sequence[CacheUsage] = (),
 ) -> list[Line]:
-    """Returns the lines for a process, its caches and each of its loaders. A height limits the tables."""
+    """Returns the lines for a process, its caches and each of its loaders. ``height`` limits the tables."""
     head = f"process {pid}: "
     lines: list[Line] = [[(head, "bold"), (_cut(command, width - len(head)), "")]]
     lines += [_line("cache", f"{cache_line(usage)}, {size(usage.bytes_left)} left", width) for usage in caches]
@@ -71,21 +71,24 @@ def _summaries(loaders: Sequence[Loader], width: int, compact: bool) -> list[lis
 
 
 def _lines_for_rows(summaries: list[list[Line]], height: int) -> int:
-    """Returns the number of lines for rows of tables, without the summaries and two lines for each loader."""
+    """Returns the number of lines available for rows of tables.
+
+    The summaries take the other lines, and so do an empty line and a heading per loader.
+    """
     return height - sum(len(part) + 2 for part in summaries)
 
 
 def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator[Line]:
-    """Yields the lines above a loader's table; fewer if the terminal is too low for the table."""
+    """Yields the lines above a loader's table. ``compact`` yields fewer, for a terminal with few lines."""
     figures, total = loader.figures, loader.total
     settings = [count_of(len(loader.workers), "worker"), f"prefetch_factor={figures.prefetch_factor}"]
     settings += [] if figures.in_order else ["in_order=False"]
     settings += ["persistent_workers"] if figures.persistent else []
     settings += ["pinned"] if figures.pinning else []
     named = f"{figures.name}: " if figures.name else ""
-    title = f"{named}{', '.join(settings)}; made {_time(loader.age_seconds)} ago"
+    title = f"{named}{', '.join(settings)}; created {_time(loader.age_seconds)} ago"
     yield [(f"{f'loader {number}':<{_INDENT}}", "bold"), (_cut(title, width - _INDENT), "")]
-    yield _line("main", _main(loader), width, "bold yellow" if _waits(loader) else "")
+    yield _line("main", _main(loader), width, "bold yellow" if _main_waits(loader) else "")
     shares = loader.main_shares
     names = [name for name in _SHARES if name != "between" or shares[name] >= 0.01]
     parts = ", ".join(f"{_percent(shares[name])} {_SHARES[name]}" for name in names)
@@ -97,10 +100,11 @@ def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator
     if not compact:
         yield _line("memory", _memory(loader), width)
     yield from _paragraph("verdict", _verdict(loader), width, compact)
-    for worker in loader.stuck:
-        yield from _paragraph("!", _alarm(worker), width, compact, _ALARM)
+    for worker in loader.marked_workers:
+        yield from _paragraph("!", _warning(worker), width, compact, _WARNING_STYLE)
 
 
+# Descriptions of the states of the main process, by their names in `Loader.main_shares`.
 _SHARES = {
     "waiting": "waiting",
     "step": "in the training step",
@@ -111,30 +115,30 @@ _SHARES = {
 
 def _memory(loader: Loader) -> str:
     figures, rss = loader.figures, _shows_rss(loader)
-    workers = [used for worker in loader.workers if (used := _used(worker, rss)) is not None]
+    workers = [used for worker in loader.workers if (used := _memory_of(worker, rss)) is not None]
     shared = f"shared {size(figures.warm)}, {size(figures.leased)} of it in tensors of main; workers "
     return shared + (size(sum(workers)) + (" RSS" if rss else "") if workers else "n/a")
 
 
 def _shows_rss(loader: Loader) -> bool:
-    """Returns True if the memory of workers is shown as RSS, because the PSS of one is not readable."""
+    """Returns True if the memory of workers is shown as RSS, because the PSS of one of them is not readable."""
     return any(worker.memory_bytes is not None and worker.pss_bytes is None for worker in loader.workers)
 
 
-def _used(worker: WorkerView, rss: bool) -> int | None:
+def _memory_of(worker: WorkerView, rss: bool) -> int | None:
     return worker.memory_bytes if rss else worker.pss_bytes
 
 
 def _verdict(loader: Loader) -> str:
-    if loader.stuck and _waits(loader):
-        # The measurements from before say less.
-        who = "worker" if len(loader.stuck) == 1 else "workers"
+    if loader.marked_workers and _main_waits(loader):
+        # The marked workers matter more than earlier measurements.
+        who = "worker" if len(loader.marked_workers) == 1 else "workers"
         return f"The loop waits for the {who} marked below."
     verdict, seconds = loader.verdict
     return f"{verdict.sentence} ({'since the start' if seconds is None else f'last {_time(seconds)}'})"
 
 
-def _waits(loader: Loader) -> bool:
+def _main_waits(loader: Loader) -> bool:
     return loader.figures.state in ("first", "waiting")
 
 
@@ -147,7 +151,7 @@ def _main(loader: Loader) -> str:
         return "shutting down the workers"
     batch = figures.epoch_batches
     at_step = f" of batch {batch - 1}" if batch else ""
-    words = {
+    descriptions = {
         "starting": f"starting workers or an epoch for {time}",
         "next": f"in next() for {time}, at work",
         "first": f"waiting for the first batch of the epoch for {time}",
@@ -155,10 +159,10 @@ def _main(loader: Loader) -> str:
         "step": f"in the training step{at_step} for {time}",
         "between": f"between two epochs for {time}",
     }
-    return words[figures.state]
+    return descriptions[figures.state]
 
 
-def _alarm(worker: WorkerView) -> str:
+def _warning(worker: WorkerView) -> str:
     who = f"worker {worker.id} (pid {worker.pid})" if worker.pid else f"worker {worker.id}"
     indices = f", indices {worker.index}" if worker.index else ""
     at = ("" if worker.batch is None else f" at batch {worker.batch}") + indices
@@ -179,24 +183,24 @@ def _table(loader: Loader, width: int, room: int | None) -> Iterator[Line]:
     yield [(_row(columns, heads, "indices", width), "dim")]
     shown = list(loader.workers)
     if room is not None and len(shown) > room:
-        # Without room for all, marked workers come first.
-        stuck = {worker.id for worker in loader.stuck}
-        first = sorted(shown, key=lambda worker: (worker.id not in stuck, worker.id))[: max(0, room - 1)]
+        # If there is no room for all workers, the marked ones have priority.
+        marked = {worker.id for worker in loader.marked_workers}
+        first = sorted(shown, key=lambda worker: (worker.id not in marked, worker.id))[: max(0, room - 1)]
         shown = sorted(first, key=lambda worker: worker.id)
     for worker in shown:
         row = _row(columns, _cells(worker, rss), worker.index or "", width)
         if worker.is_marked:
-            yield [(row, _ALARM)]
+            yield [(row, _WARNING_STYLE)]
         else:
-            before, state, behind = row.partition(worker.state)
-            yield [(before, ""), (state, _COLOURS.get(worker.state, "")), (behind, "")]
+            before, state, after = row.partition(worker.state)
+            yield [(before, ""), (state, _COLOURS.get(worker.state, "")), (after, "")]
     if len(shown) < len(loader.workers):
         more = count_of(len(loader.workers) - len(shown), "more worker")
         yield [(_cut(f"       ... {more}: make the window taller, or use --once", width), "dim")]
 
 
 def _cells(worker: WorkerView, rss: bool) -> dict[str, str]:
-    shares, used = worker.shares, _used(worker, rss)
+    shares, used = worker.shares, _memory_of(worker, rss)
     return {
         "worker": ("!" if worker.is_marked else "") + str(worker.id),
         "pid": str(worker.pid or "-"),
@@ -222,7 +226,7 @@ def _line(name: str, text: str, width: int, style: str = "") -> Line:
 
 
 def _paragraph(name: str, text: str, width: int, compact: bool, style: str = "") -> Iterator[Line]:
-    """Yields a line if compact, else the wrapped text."""
+    """Yields one line if ``compact``, otherwise the wrapped text."""
     first = f"  {name:<11} "
     if compact:
         yield [(_cut(first + text, width), style)]
@@ -248,6 +252,6 @@ def _time(seconds: float) -> str:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 99.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remaining = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{remaining:02}s"

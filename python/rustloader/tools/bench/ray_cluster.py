@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster, for ``bench --ray``: their use by a loader, and their cost."""
+"""Workers on a Ray cluster, for ``bench --ray``: gives them to a loader, and describes their cost."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from rustloader.tools.probe.factory import Unusable, check_target
 
 # The engine's name in results.
 RAY = "ray"
-# Seconds for which the link is measured, and bytes of a send and of a receive.
-_LINK_SECONDS, _PIECE = 1.0, 1 << 20
-# Seconds without a byte after which the measurement is given up.
+# Seconds for which the link is measured, and maximum bytes of each send and receive.
+_LINK_SECONDS, _CHUNK_BYTES = 1.0, 1 << 20
+# Maximum seconds without a byte during the measurement.
 _LINK_SILENCE = 10.0
 
 
 def check_ray() -> None:
-    """Raises ``Unusable`` where Ray is not installed, before anything runs."""
+    """Raises ``Unusable`` if Ray is not installed. Called before anything runs."""
     if importlib.util.find_spec("ray") is None:
         raise Unusable("--ray needs Ray: pip install rustloader[ray]")
 
 
 def give_workers(loader: Any, engine: str) -> None:
-    """Gives a loader the workers of an engine: on the cluster, or here. A factory's own RayContext is kept."""
+    """Gives a loader the workers of an engine: on the cluster, or on this machine. Keeps the factory's RayContext."""
     from rustloader.remote.context import is_remote
 
     context = loader.multiprocessing_context
@@ -50,9 +50,9 @@ class Cluster:
     """The resources of a cluster for workers.
 
     Attributes:
-        cpus: CPUs that are free.
-        nodes: nodes besides this machine.
-        link: bytes per second over one connection from such a node, or from this machine if there is none.
+        cpus: number of free CPUs.
+        nodes: number of nodes other than this machine.
+        link: bytes per second over one connection from such a node, or from this machine if there is no other node.
     """
 
     cpus: float
@@ -61,7 +61,7 @@ class Cluster:
 
 
 def connect() -> Any:
-    """Connects this process to the cluster that RAY_ADDRESS names, or that runs on this machine. Returns Ray."""
+    """Connects this process to the cluster that RAY_ADDRESS names or that runs on this machine. Returns ``ray``."""
     import ray
 
     if not ray.is_initialized():
@@ -73,40 +73,43 @@ def connect() -> Any:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise Unusable(
                 f"--ray: no Ray cluster answers at {address}: {reason}\n"
-                "  start one (`ray start --head`), or name one by RAY_ADDRESS"
+                "  start one (`ray start --head`), or name one in RAY_ADDRESS"
             ) from None
     return ray
 
 
-def carry(target: str) -> None:
-    """Makes Ray send the definitions of the factory's file: no node can import it. A module must be installed there."""
+def send_by_value(target: str) -> None:
+    """Makes Ray send the definitions of the factory's file, because no node can import it.
+
+    Does nothing for a module, which must be installed on the nodes.
+    """
     place, _, is_file = check_target(target)
     if is_file:
         module = sys.modules[os.path.splitext(os.path.basename(place))[0]]
         connect().cloudpickle.register_pickle_by_value(module)
 
 
-def measure() -> dict[str, Any]:
-    """Returns a ``Cluster`` as a dictionary."""
+def measure_cluster() -> dict[str, Any]:
+    """Measures the resources of the cluster. Returns a ``Cluster`` as a dictionary."""
     ray = connect()
     own_node = ray.get_runtime_context().get_node_id()
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     others = [node for node in nodes if node != own_node]
-    link = _link(ray, (others or nodes)[0])
+    link = _link_rate(ray, (others or nodes)[0])
     return asdict(Cluster(ray.available_resources().get("CPU", 0.0), len(others), link))
 
 
 def _send(address: str, port: int, seconds: float) -> None:
-    """Runs on a node."""
-    piece = bytes(_PIECE)
+    """Sends bytes to an address for ``seconds`` seconds. Runs on a node."""
+    chunk = bytes(_CHUNK_BYTES)
     with socket.create_connection((address, port), timeout=10.0) as connection:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            connection.sendall(piece)
+            connection.sendall(chunk)
 
 
-def _link(ray: Any, node: str) -> float:
-    """Returns the bytes per second that a process of the node sends to this one. Nothing is done with the bytes."""
+def _link_rate(ray: Any, node: str) -> float:
+    """Returns the bytes per second that a process on a node sends to this one, which discards them."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from rustloader.remote import handshake
@@ -118,11 +121,11 @@ def _link(ray: Any, node: str) -> float:
         sent = send.remote(address, listener.getsockname()[1], _LINK_SECONDS)
         while not select.select([listener], [], [], 0.5)[0]:
             if ray.wait([sent], timeout=0)[0]:
-                ray.get(sent)  # it raises why nothing came
+                ray.get(sent)  # raises the error if the node could not send
         connection, _ = listener.accept()
     with connection:
         connection.settimeout(_LINK_SILENCE)
-        total, buffer, begin = 0, bytearray(_PIECE), time.monotonic()
+        total, buffer, begin = 0, bytearray(_CHUNK_BYTES), time.monotonic()
         try:
             while count := connection.recv_into(buffer):
                 total += count
@@ -135,12 +138,13 @@ def _link(ray: Any, node: str) -> float:
 
 @dataclass(frozen=True)
 class Price:
-    """The cost model of workers on a cluster: the formula of the page "Beyond one machine".
+    """The cost model of workers on a cluster: the formula on the page "Beyond one machine".
 
     Attributes:
-        batch_bytes, cpu_seconds: bytes of a batch, and processor time that it takes.
-        cores: cores of this machine for workers.
-        cluster: the cluster.
+        batch_bytes: size of a batch in bytes.
+        cpu_seconds: processor time of a batch in seconds.
+        cores: number of cores of this machine for workers.
+        cluster: resources of the cluster.
     """
 
     batch_bytes: float
@@ -150,22 +154,22 @@ class Price:
 
     @property
     def local(self) -> float:
-        """Batches per second that all cores of this machine make."""
+        """Batches per second that the cores of this machine can make."""
         return self.cores / max(self.cpu_seconds, 1e-9)
 
     @property
     def carried(self) -> float:
-        """Batches per second that the link carries."""
+        """Batches per second that the link can carry."""
         return self.cluster.link / max(self.batch_bytes, 1.0)
 
     @property
     def replaced(self) -> float:
-        """Cores that make as many batches as the link carries."""
+        """Number of cores that make the batches that the link can carry."""
         return self.carried * self.cpu_seconds
 
     @property
     def pays(self) -> bool:
-        """True if workers on the cluster make more batches than this machine's cores, and the link carries more."""
+        """True if the cluster can make, and the link can carry, more batches than the cores of this machine make."""
         return self.replaced > self.cores and self.cluster.cpus > self.cores
 
     def __str__(self) -> str:
@@ -176,14 +180,14 @@ class Price:
         text += f"{number(self.replaced)} cores. "
         free = f"{self.cluster.cpus:g} CPUs are free in the cluster"
         if self.replaced <= self.cores:
-            text += f"Workers on the cluster do not pay: the link carries no more than {cores} here make."
+            text += f"Workers on the cluster do not pay off: the link carries no more than {cores} here make."
         elif self.cluster.cpus <= self.cores:
-            text += f"Workers on the cluster do not pay: {free}, no more than the {cores} here."
+            text += f"Workers on the cluster do not pay off: {free}, no more than the {cores} here."
         else:
-            most = min(self.cluster.cpus, math.ceil(self.replaced))
-            text += f"Workers on the cluster pay from {self.cores + 1} of them on, and gain up to {most:g}: {free}."
+            useful = min(self.cluster.cpus, math.ceil(self.replaced))
+            text += f"At least {self.cores + 1} workers on the cluster pay off, and up to {useful:g} help: {free}."
         if not self.cluster.nodes:
-            text += " It has no node but this machine, so the link is the loopback and its CPUs are the cores here."
+            text += " The cluster is only this machine, so its CPUs are the cores here, and the link is the loopback."
         return text
 
     def as_dict(self) -> dict[str, Any]:
