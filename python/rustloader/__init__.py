@@ -77,25 +77,25 @@ if TYPE_CHECKING:
     from rustloader.installation.api import installed as installed
     from rustloader.installation.api import is_installed as is_installed
     from rustloader.installation.api import uninstall as uninstall
-    from rustloader.metrics.figures import Stats as Stats
+    from rustloader.metrics.fields import ArenaStats as ArenaStats
+    from rustloader.metrics.fields import CacheEstimate as CacheEstimate
+    from rustloader.metrics.fields import CopyStats as CopyStats
+    from rustloader.metrics.fields import CoreUsers as CoreUsers
+    from rustloader.metrics.fields import Fallback as Fallback
+    from rustloader.metrics.fields import FaultStats as FaultStats
+    from rustloader.metrics.fields import LargeAttribute as LargeAttribute
+    from rustloader.metrics.fields import PinningStats as PinningStats
+    from rustloader.metrics.fields import SchedulingStats as SchedulingStats
+    from rustloader.metrics.fields import SlowBatch as SlowBatch
+    from rustloader.metrics.fields import WorkerStats as WorkerStats
     from rustloader.metrics.gathering import report_ranks as report_ranks
-    from rustloader.metrics.parts import ArenaStats as ArenaStats
-    from rustloader.metrics.parts import CacheEstimate as CacheEstimate
-    from rustloader.metrics.parts import CopyStats as CopyStats
-    from rustloader.metrics.parts import CoreUsers as CoreUsers
-    from rustloader.metrics.parts import Fallback as Fallback
-    from rustloader.metrics.parts import FaultStats as FaultStats
-    from rustloader.metrics.parts import LargeAttribute as LargeAttribute
-    from rustloader.metrics.parts import PinningStats as PinningStats
-    from rustloader.metrics.parts import SchedulingStats as SchedulingStats
-    from rustloader.metrics.parts import SlowBatch as SlowBatch
-    from rustloader.metrics.parts import WorkerStats as WorkerStats
+    from rustloader.metrics.loader_stats import stats as stats
     from rustloader.metrics.ranks import RankReport as RankReport
     from rustloader.metrics.ranks import RankStats as RankStats
     from rustloader.metrics.report import report as report
     from rustloader.metrics.serving import MetricsServer as MetricsServer
     from rustloader.metrics.serving import serve_metrics as serve_metrics
-    from rustloader.metrics.stats import stats as stats
+    from rustloader.metrics.stats import Stats as Stats
     from rustloader.metrics.transfers import TransferStats as TransferStats
     from rustloader.metrics.verdict import Verdict as Verdict
     from rustloader.metrics.verdict import VerdictKind as VerdictKind
@@ -115,13 +115,13 @@ _HOMES = {
     "metrics.ranks": ("RankReport", "RankStats"),
     "metrics.report": ("report",),
     "metrics.serving": ("MetricsServer", "serve_metrics"),
-    "metrics.stats": ("stats",),
+    "metrics.loader_stats": ("stats",),
     "dataloader": ("DataLoader",),
     "fetch.failures": ("Failure",),
     "fetch.seeds": ("sample_seed",),
     "errors": ("ErrorLimitExceeded", "LoaderTimeoutError", "WorkerDiedError", "WorkerStalledError"),
-    "metrics.figures": ("Stats",),
-    "metrics.parts": (
+    "metrics.stats": ("Stats",),
+    "metrics.fields": (
         "ArenaStats",
         "CacheEstimate",
         "CoreUsers",
@@ -153,7 +153,7 @@ if not sys.platform.startswith("linux"):
         "metrics.gathering",
         "metrics.report",
         "metrics.serving",
-        "metrics.stats",
+        "metrics.loader_stats",
         "sharing.core",
         "stateful_dataloader.loader",
         "tracing.core",

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, _DatasetKind
 
 from rustloader.fetch import torch_fetcher
 from rustloader.fetch.seeds import Seeding
-from rustloader.metrics.parts import SchedulingStats
+from rustloader.metrics.fields import SchedulingStats
 from rustloader.remote.context import is_remote
 from rustloader.settings import loader_state, options
 from rustloader.settings.config import LoaderConfig, original

@@ -17,8 +17,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader.caching.usage import CacheUsage
 from rustloader.caching.wrapper import Wrapper, check
-from rustloader.metrics.figures import Stats, check_interval, no_loader
 from rustloader.metrics.ranks import RankReport, RankStats
+from rustloader.metrics.stats import Stats, check_interval, no_loader
 from rustloader.metrics.wrappers import loader_in
 from rustloader.settings import options
 from rustloader.system.install_handle import Installed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rustloader.metrics.parts import Figures, SchedulingStats
+from rustloader.metrics.fields import SchedulingStats, StatsFields
 from rustloader.metrics.prediction import Prediction, Scheduler, predict
 from rustloader.metrics.work import Shares, dataset_shares
 from rustloader.settings.kinds import byte_size
@@ -15,7 +15,7 @@ _MIN_GAIN = 1.05
 _MAX_THREADS, _USUAL_THREADS = 64, 16
 
 
-def shared_queue(stats: Figures, workers: int) -> Prediction | None:
+def shared_queue(stats: StatsFields, workers: int) -> Prediction | None:
     """Returns the reorder window to try with ``dispatch="shared_queue"``, and its predicted gain.
 
     Returns None if there is nothing to gain, the option has no effect, or the figures are insufficient.
@@ -34,7 +34,7 @@ def shared_queue(stats: Figures, workers: int) -> Prediction | None:
     return prediction if prediction is not None and prediction.gain >= _MIN_GAIN else None
 
 
-def _window(stats: Figures, settings: SchedulingStats, outstanding: int) -> int:
+def _window(stats: StatsFields, settings: SchedulingStats, outstanding: int) -> int:
     """Returns the reorder window in batches."""
     window = settings.reorder_window
     if isinstance(window, str):
@@ -42,7 +42,7 @@ def _window(stats: Figures, settings: SchedulingStats, outstanding: int) -> int:
     return outstanding if window is None else window
 
 
-def shared_queue_text(stats: Figures, prediction: Prediction) -> str:
+def shared_queue_text(stats: StatsFields, prediction: Prediction) -> str:
     """Formats a prediction as keyword arguments, with the gain."""
     assert stats.scheduling is not None
     options = [] if stats.scheduling.dispatch == "shared_queue" else ['dispatch="shared_queue"']
@@ -50,7 +50,7 @@ def shared_queue_text(stats: Figures, prediction: Prediction) -> str:
     return f"{' and '.join(options)} (predicted to be {prediction.gain:.1f} times as fast)"
 
 
-def worker_threads(stats: Figures, workers: int, needed: int | None, shares: Shares) -> int | None:
+def worker_threads(stats: StatsFields, workers: int, needed: int | None, shares: Shares) -> int | None:
     """Returns the ``worker_threads`` to try; None if more threads do not help, or the figures are insufficient.
 
     Args:

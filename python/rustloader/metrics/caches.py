@@ -9,7 +9,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from rustloader._core import memory_limits
 from rustloader.caching.dataset import CachedDataset
 from rustloader.caching.usage import CacheUsage
-from rustloader.metrics.parts import CacheEstimate, Figures
+from rustloader.metrics.fields import CacheEstimate, StatsFields
 
 # Maximum number of nested datasets that are searched for a cached one.
 _MAX_DEPTH = 8
@@ -38,7 +38,7 @@ def find(dataset: Any) -> CachedDataset | None:
     return None
 
 
-def fields_of(loader: Any, dataset: Any, stats: Figures) -> dict[str, Any]:
+def fields_of(loader: Any, dataset: Any, stats: StatsFields) -> dict[str, Any]:
     """Returns the fields of ``Stats`` about the cache."""
     current = usage(dataset)
     if current is not None:
@@ -46,7 +46,7 @@ def fields_of(loader: Any, dataset: Any, stats: Figures) -> dict[str, Any]:
     return {"cache_estimate": _estimate(loader, dataset, stats)}
 
 
-def _estimate(loader: Any, dataset: Any, stats: Figures) -> CacheEstimate | None:
+def _estimate(loader: Any, dataset: Any, stats: StatsFields) -> CacheEstimate | None:
     size = getattr(loader, "batch_size", None)
     if type(size) is not int or not stats.bytes or isinstance(dataset, IterableDataset):
         return None

@@ -14,8 +14,8 @@ from rustloader._core import WAIT_BOUNDS, Totals, WorkerTotals
 from rustloader.caching.usage import CacheUsage
 from rustloader.metrics import transfers
 from rustloader.metrics.accounts import Account, Accounts, LoaderEntry
-from rustloader.metrics.parts import FaultStats
-from rustloader.metrics.stats import stats_of_ledger
+from rustloader.metrics.fields import FaultStats
+from rustloader.metrics.loader_stats import stats_of_ledger
 from rustloader.system.procfs import resident
 
 _PREFIX = "rustloader_"

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from rustloader.metrics.parts import LargeAttribute
+from rustloader.metrics.fields import LargeAttribute
 
 # Minimum private memory of a worker, in bytes, for a search of attributes.
 MIN_PRIVATE_BYTES = 64 << 20

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from rustloader._core import Meter, WorkerTotals
 from rustloader._core import figures as figures_of
+from rustloader.metrics.fields import CoreUsers
 from rustloader.metrics.memory import Allowance, WorkerMemory
-from rustloader.metrics.parts import CoreUsers
 from rustloader.system.cores import busy_seconds, share_of_cores
 from rustloader.system.procfs import STARTED, read, stat
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 import rustloader.system.local_ranks as local_ranks
 from rustloader.metrics import ledger
-from rustloader.metrics.figures import Stats
+from rustloader.metrics.loader_stats import stats, stats_of_ledger
 from rustloader.metrics.ranks import RankReport, RankStats
-from rustloader.metrics.stats import stats, stats_of_ledger
+from rustloader.metrics.stats import Stats
 
 
 def report_ranks(source: Any = None, group: Any = None) -> RankReport:

@@ -16,8 +16,8 @@ from rustloader._core import Meter, Totals
 from rustloader._core import figures as figures_of
 from rustloader.metrics.cpu_time import Workers, WorkTime, sum_by_worker
 from rustloader.metrics.faults import Faults
+from rustloader.metrics.fields import SchedulingStats
 from rustloader.metrics.memory import Allowance
-from rustloader.metrics.parts import SchedulingStats
 from rustloader.settings import names
 from rustloader.system.forks import at_fork
 from rustloader.system.protocols import IteratorLike, LoaderLike

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rustloader._core import set_reporting
-from rustloader.metrics.figures import Stats, check_interval
-from rustloader.metrics.stats import stats
+from rustloader.metrics.loader_stats import stats
+from rustloader.metrics.stats import Stats, check_interval
 from rustloader.system import hooks
 from rustloader.system.cleanup import clean_up_after
 from rustloader.system.forks import at_fork

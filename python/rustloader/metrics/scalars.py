@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rustloader.metrics.parts import Figures
+from rustloader.metrics.fields import StatsFields
 
 
-def scalars(stats: Figures) -> dict[str, float]:
+def scalars(stats: StatsFields) -> dict[str, float]:
     """Returns the figures that ``Stats.scalars()`` describes."""
     loop = stats.next_seconds + stats.step_seconds
     waited = stats.first_seconds + stats.waited_seconds

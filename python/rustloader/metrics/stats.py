@@ -1,168 +1,215 @@
-"""``rustloader.stats()``: the statistics of a loader."""
+"""``rustloader.Stats``, the result of ``rustloader.stats()``."""
 
-from __future__ import annotations
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from dataclasses import replace
-from typing import Any
+from rustloader.metrics.fields import CopyStats, StatsFields, WorkerStats
+from rustloader.metrics.scalars import scalars
+from rustloader.metrics.tables import headline, html, lines
+from rustloader.metrics.verdict import Verdict, judge
 
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
-
-from rustloader._core import SlowTask, WorkerTotals
-from rustloader.metrics import caches, copied, transfers
-from rustloader.metrics.cpu_time import NO_TIME, WorkTime
-from rustloader.metrics.figures import Stats, fields_of_counts, no_loader, worker_stats
-from rustloader.metrics.ledger import Ledger, find
-from rustloader.metrics.parts import ArenaStats, Fallback, FaultStats, PinningStats, SlowBatch, WorkerStats
-from rustloader.metrics.transfers import TransferStats
-from rustloader.metrics.wrappers import loader_in
-from rustloader.settings import names
-from rustloader.system.cores import usable_cores
-from rustloader.system.procfs import resident
-
-_NO_WORKERS = (
-    "with num_workers=0, torch's own loop runs and there is nothing to accelerate; set num_workers to use the engine"
-)
-_TORCH_ITERATOR = "this is torch's own iterator; call rustloader.install() before it is made"
-_NOTHING_YET = "no iterator has used the engine so far; iterate over a rustloader.DataLoader, or call install() first"
-_TORCH_LOOP = "torch's own loop made the batches: "
+if TYPE_CHECKING:  # `_core` exists only on Linux
+    from rustloader._core import Counts, WorkerTotals
+    from rustloader.metrics.cpu_time import WorkTime
 
 
-def stats(source: Any) -> Stats:
-    """Returns the statistics of a loader or an iterator so far.
+# No `from __future__ import annotations`: field annotations must be types, not strings.
+@dataclass(frozen=True, repr=False)
+class Stats(StatsFields):
+    """Holds the statistics of a loader or an iterator so far, as returned by ``rustloader.stats()``.
 
-    Safe at any time, from any thread. A pickled or copied loader begins at zero.
+    ``print(stats)`` shows text, a notebook shows tables. Times are in seconds of the monotonic clock. The training loop
+    takes ``next_seconds + step_seconds``. Neither includes the time between two epochs.
 
-    Args:
-        source: A ``rustloader.DataLoader``, a ``torch.utils.data.DataLoader``, an iterator of one, or a library's
-            wrapper: an iterable with one loader among its attributes. The figures of a loader cover all of its
-            iterators on the engine, including those that have ended.
-
-    Returns:
-        The current figures. If the engine has served no iterator, ``note`` gives the reason.
-
-    Raises:
-        TypeError: ``source`` is none of these.
+    Attributes:
+        name: The loader's name: the option ``name``, or the file and line that created it.
+        num_workers: Number of workers of the loader or the iterator.
+        cores: Number of processor cores that this process may use by affinity and CPU quota, rounded up.
+        iterators: Number of iterators on the Rust engine, including those that have ended. If it is 0, all times below
+            are 0, even if iterators of torch did work.
+        epochs: Number of epochs begun.
+        batches: Number of batches that the engine has delivered; for a running iterator of torch, those of its epoch.
+        bytes: Size of the engine's batches in bytes.
+        next_seconds: Total time in ``next``.
+        first_seconds: Part of ``next_seconds``: waiting for the first batch of each epoch.
+        waited_seconds: Part of ``next_seconds``: waiting for the other batches.
+        blocked_seconds: Part of ``waited_seconds``: waiting while later batches were ready (head-of-line blocking).
+        sampler_seconds: Part of ``next_seconds``: drawing indices from the sampler and sending them. Measured only
+            after a ``next`` that worked for 50 us or more.
+        step_seconds: Time between two calls of ``next`` in one epoch: the training step.
+        workers: One entry per worker, by its number.
+        slowest: The slowest batches so far, slowest first.
+        blocking: The batches for which ``next`` waited while later ones were ready, longest wait first. The sum of all
+            such waits is ``blocked_seconds``.
+        recent_seconds: Seconds of work on each of the latest batches, up to 256, latest last. ``verdict`` uses them to
+            predict the gain of other settings.
+        scheduling: Settings of the latest iterator on the engine; None if there is none, or if they are unknown.
+        large_attributes: The dataset's large lists, tuples and dicts of Python objects, largest first. They are looked
+            for only if a worker has 64 MiB or more of private memory.
+        arena: Shared memory.
+        copies: Copies that could be avoided.
+        pinning: The pin thread.
+        transfers: Copies to the device, with ``prefetch_to_device``.
+        faults: The faults from which epochs recovered: worker restarts, and failed samples.
+        cache: Size of the dataset's cache, and the counts of its use by all processes; None without
+            ``rustloader.cache``.
+        cache_estimate: The estimated size of a cache of all samples; None if there is a cache, or if it is unknown.
+        core_users: The use of the processor cores while the workers of the latest iterator ran; None if unknown.
+        fallbacks: Iterators that ran on torch's own loop. No other figure includes their work.
+        note: The reason why there are no figures, with the remedy; empty if there are figures.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
         >>> batches = list(loader)
-        >>> rustloader.stats(loader).batches
-        8
+        >>> stats = rustloader.stats(loader)
+        >>> stats.batches, stats.epochs, len(stats.workers)
+        (8, 1, 2)
+        >>> print(stats.verdict().sentence)
+        Too few batches to tell; ask again after 20.
     """
-    copies = transfers.find(source)
-    source = loader_in(source, _has_figures)
-    copies = copies or transfers.find(source)
-    transfer_stats = TransferStats() if copies is None else copies.figures
-    # Only loaders and the engine's iterators have a ledger.
-    ledger = find(source)
-    if isinstance(source, _BaseDataLoaderIter):
-        note = _NO_WORKERS if isinstance(source, _SingleProcessDataLoaderIter) else _TORCH_ITERATOR
-    elif ledger is None and copies is None and not isinstance(source, DataLoader):
-        raise no_loader(source)
-    else:
-        note = _NO_WORKERS if getattr(source, "num_workers", None) == 0 else _NOTHING_YET
-    workers: int = getattr(source, "num_workers", 0) or getattr(source, "_num_workers", 0)
-    if hasattr(workers, "__index__"):
-        workers = int(workers)  # torch accepts NumPy's integers, which `json` cannot write
-    if ledger is not None and ledger.scheduling is not None and ledger.scheduling.auto_workers:
-        workers = ledger.scheduling.auto_workers
-    fallbacks: tuple[Fallback, ...] = ()
-    if ledger is not None:
-        fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
-        if ledger.iterators:
-            figures = stats_of_ledger(ledger, workers, fallbacks, _dataset_of(source))
-            return replace(figures, transfers=transfer_stats, **caches.fields_of(source, _dataset_of(source), figures))
-    if fallbacks:
-        note = _TORCH_LOOP + "; ".join(fallback.reason for fallback in fallbacks)
-    return Stats(
-        name=_name_of(source) if ledger is None else ledger.name,
-        num_workers=workers,
-        cores=usable_cores(),
-        batches=getattr(source, "_num_yielded", 0),
-        transfers=transfer_stats,
-        faults=FaultStats() if ledger is None else ledger.faults.figures(),
-        fallbacks=fallbacks,
-        cache=caches.usage(_dataset_of(source)),
-        note=note,
-    )
+
+    def verdict(self) -> Verdict:
+        """Finds the bottleneck of the loader from these figures.
+
+        Returns:
+            The bottleneck, with the remedy.
+
+        Examples:
+            >>> rustloader.Stats(batches=3).verdict().sentence
+            'Too few batches to tell; ask again after 20.'
+        """
+        return judge(self)
+
+    def as_dict(self, flat: bool = False) -> dict[str, Any]:
+        """Returns the figures as plain values that ``json`` can write.
+
+        Args:
+            flat: False (the default) returns nested dicts and lists. True returns only the numbers, as floats, with
+                names such as ``waited_seconds`` and ``workers_0_fetch_seconds``, and without ``recent_seconds`` and the
+                lists of ``faults``.
+
+        Returns:
+            The figures by name.
+
+        Examples:
+            >>> stats = rustloader.Stats(batches=3, num_workers=2)
+            >>> stats.as_dict()["batches"], stats.as_dict(flat=True)["arena_blocks"]
+            (3, 0.0)
+        """
+        nested = dataclasses.asdict(self, dict_factory=_with_lists)
+        if not flat:
+            return nested
+        del nested["recent_seconds"]  # one value per batch, not a metric
+        del nested["faults"]["failures"], nested["faults"]["deaths"]
+        return dict(_flattened("", nested))
+
+    def scalars(self) -> dict[str, float]:
+        """Returns the main figures as floats with stable names, for TensorBoard and Weights & Biases.
+
+        The page on metrics lists the names. Figures of workers are sums over all workers; ``as_dict(flat=True)`` has
+        them per worker.
+
+        Returns:
+            The figures by name. The names are the same for every loader, except those of a cache.
+
+        Examples:
+            >>> stats = rustloader.Stats(batches=4, next_seconds=1.0, waited_seconds=1.0, step_seconds=3.0)
+            >>> figures = stats.scalars()
+            >>> figures["batches"], figures["wait_share"], figures["batches_per_second"]
+            (4.0, 0.25, 1.0)
+        """
+        return scalars(self)
+
+    def __repr__(self) -> str:
+        return f"<rustloader.Stats: {headline(self)}>"
+
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
+
+    def _repr_html_(self) -> str:
+        return html(self, self.verdict())
 
 
-def _has_figures(source: Any) -> bool:
-    ledger = find(source)
-    return ledger is not None and bool(ledger.iterators or ledger.fallbacks)
+# Pickles name the package that users import.
+Stats.__module__ = "rustloader"
 
 
-def _dataset_of(source: Any) -> Any:
-    """Returns the dataset of a loader or an iterator."""
-    return getattr(source, "_dataset" if isinstance(source, _BaseDataLoaderIter) else "dataset", None)
+def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
 
 
-def _name_of(source: Any) -> str:
-    return "" if isinstance(source, _BaseDataLoaderIter) else names.of(source)
+def _flattened(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yields the numbers in nested dicts and lists, each with the keys that lead to it, joined by underscores."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
+            yield from _flattened(f"{name}_{key}" if name else str(key), inner)
+    elif isinstance(value, int | float):
+        yield name, float(value)
 
 
-def stats_of_ledger(
-    ledger: Ledger,
-    num_workers: int,
-    fallbacks: tuple[Fallback, ...] = (),
-    dataset: Any = None,
-    reads_memory: bool = True,
-) -> Stats:
-    """Returns the statistics from a ledger whose engines have served iterators.
+def no_loader(source: Any) -> TypeError:
+    """Returns the error for an object without statistics."""
+    name = type(source).__qualname__
+    return TypeError(f"rustloader.stats() takes a DataLoader or its iterator, not an object of type {name}")
 
-    Args:
-        ledger: The ledger.
-        num_workers: Current number of workers.
-        fallbacks: Iterators on torch's own loop.
-        dataset: Dataset to search for large attributes; None to skip the search.
-        reads_memory: Whether to read the private memory of the workers, which takes milliseconds per GB.
-    """
-    figures = ledger.figures()
-    counts = figures.counts
-    # Read after the counters. Otherwise the processor time of the latest work would be missing, and the work would look
-    # like waiting.
-    times = ledger.processor_times()
-    processes = ledger.workers()
-    private = processes.private() if processes is not None and reads_memory else []
-    is_remote = ledger.scheduling is not None and ledger.scheduling.remote
-    has_grown = any((size or 0) >= copied.MIN_PRIVATE_BYTES for size in private)
-    return Stats(
-        name=ledger.name,
-        num_workers=num_workers,
-        cores=usable_cores(),
-        iterators=ledger.iterators,
-        **fields_of_counts(counts, figures.workers),
-        workers=tuple(
-            _stats_of_worker(
-                number,
-                totals,
-                times[number] if number < len(times) else NO_TIME,
-                private[number] if number < len(private) else None,
-                is_remote,
-            )
-            for number, totals in enumerate(figures.workers)
+
+def check_interval(every: float) -> None:
+    """Raises ValueError if ``every`` is not a valid interval between two reports."""
+    if not every > 0:
+        raise ValueError(f"every must be a positive number of seconds, got {every!r}")
+
+
+def fields_of_counts(counts: "Counts", workers: Iterable["WorkerTotals"]) -> dict[str, Any]:
+    """Returns the fields of ``Stats`` that come from the counters of an engine and its workers."""
+    adopted = [(worker.adopted, worker.adopted_bytes) for worker in workers]
+    return {
+        "epochs": counts.epochs,
+        "batches": counts.batches,
+        "bytes": counts.bytes,
+        "next_seconds": counts.next_seconds,
+        "first_seconds": counts.first_seconds,
+        "waited_seconds": counts.waited_seconds,
+        "blocked_seconds": counts.blocked_seconds,
+        "sampler_seconds": counts.sampler_seconds,
+        "step_seconds": counts.step_seconds,
+        "copies": CopyStats(
+            counts.copies,
+            counts.copied_bytes,
+            counts.pickled,
+            sum(number for number, _ in adopted),
+            sum(bytes_ for _, bytes_ in adopted),
         ),
-        slowest=tuple(map(_slow_batch, figures.slowest)),
-        blocking=tuple(map(_slow_batch, figures.blocking)),
-        recent_seconds=tuple(figures.recent),
-        scheduling=ledger.scheduling,
-        large_attributes=copied.find(dataset) if has_grown else (),
-        arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
-        pinning=PinningStats(figures.pin_threads > 0, counts.pinned, counts.pinning_seconds),
-        faults=ledger.faults.figures(),
-        core_users=None if processes is None or is_remote else processes.core_users(),
-        fallbacks=fallbacks,
-    )
+    }
 
 
-def _slow_batch(task: SlowTask) -> SlowBatch:
-    return SlowBatch(task.index, task.worker, task.fetch, task.collate, task.pack, task.blocked)
-
-
-def _stats_of_worker(
-    number: int, totals: WorkerTotals, time: WorkTime, private: int | None, is_remote: bool
+def worker_stats(
+    number: int,
+    pid: int,
+    alive: bool,
+    rss_bytes: int,
+    totals: "WorkerTotals",
+    time: "WorkTime",
+    private_bytes: int | None,
 ) -> WorkerStats:
-    # The pid of a process on another machine may belong to any process here.
-    rss = (resident(totals.pid) or 0) if totals.alive and not is_remote else 0
-    return worker_stats(number, totals.pid, totals.alive, rss, totals, time, private)
+    """Returns a worker's statistics from its counters, its processor time and its memory."""
+    return WorkerStats(
+        id=number,
+        pid=pid,
+        alive=alive,
+        rss_bytes=rss_bytes,
+        tasks=totals.tasks,
+        starting_seconds=totals.starting,
+        idle_seconds=totals.idle,
+        fetch_seconds=totals.fetch,
+        collate_seconds=totals.collate,
+        pack_seconds=totals.pack + totals.publish,
+        cpu_seconds=time.cpu,
+        queued_seconds=time.queued,
+        unmeasured_seconds=time.unmeasured,
+        fetch_cpu_seconds=totals.fetch_cpu,
+        fetch_measured_seconds=totals.fetch_measured,
+        private_bytes=private_bytes,
+    )

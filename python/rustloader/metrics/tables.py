@@ -7,7 +7,7 @@ from html import escape
 
 from rustloader.caching.usage import CacheUsage
 from rustloader.metrics.faults import summary
-from rustloader.metrics.parts import Figures, WorkerStats
+from rustloader.metrics.fields import StatsFields, WorkerStats
 from rustloader.metrics.verdict import Verdict, described_attribute
 from rustloader.system.texts import count_of, duration, short_index, size
 
@@ -15,7 +15,7 @@ from rustloader.system.texts import count_of, duration, short_index, size
 _MAX_LISTED, _MAX_WORKERS = 3, 16
 
 
-def headline(stats: Figures) -> str:
+def headline(stats: StatsFields) -> str:
     """Returns a one-line summary."""
     if stats.note:
         return f"no figures: {stats.note}"
@@ -25,7 +25,7 @@ def headline(stats: Figures) -> str:
     return f"{count_of(stats.batches, 'batch')}{bytes_} in {epochs} with {workers}{auto}"
 
 
-def _times(stats: Figures) -> list[tuple[str, float, str]]:
+def _times(stats: StatsFields) -> list[tuple[str, float, str]]:
     """Returns the nonzero parts of the loop's time, each with its name, seconds and description."""
     wait_text = (
         f"{duration(stats.blocked_seconds)} of it while later batches were ready" if stats.blocked_seconds else ""
@@ -67,14 +67,14 @@ def cache_line(usage: CacheUsage) -> str:
     return f"{hits}{share}, {misses}, {size(usage.samples_bytes)} of {size(usage.limit)}"
 
 
-def _arena_text(stats: Figures) -> str:
+def _arena_text(stats: StatsFields) -> str:
     arena = stats.arena
     parts = ((arena.leased_bytes, "leased"), (arena.warm_bytes, "warm"), (arena.high_water_bytes, "at the peak"))
     texts = [f"{size(count)} {what}" for count, what in parts if count]
     return ", ".join(texts + ([count_of(arena.blocks, "block")] if arena.blocks else []))
 
 
-def _other_figures(stats: Figures) -> Iterator[tuple[str, str]]:
+def _other_figures(stats: StatsFields) -> Iterator[tuple[str, str]]:
     """Yields the other nonzero figures, each with its name and text."""
     for task in stats.slowest[:_MAX_LISTED]:
         yield "slow batch", f"{duration(task.seconds)} on worker {task.worker}: {short_index(task.index)}"
@@ -119,7 +119,7 @@ def _other_figures(stats: Figures) -> Iterator[tuple[str, str]]:
         yield "torch's loop", f"{count_of(stats.batches, 'batch')} so far"
 
 
-def lines(stats: Figures) -> Iterator[str]:
+def lines(stats: StatsFields) -> Iterator[str]:
     """Yields the lines of the printed form, without zero figures."""
 
     def line(name: str, text: str) -> str:
@@ -141,7 +141,7 @@ def lines(stats: Figures) -> Iterator[str]:
         yield line(name, text)
 
 
-def html(stats: Figures, verdict: Verdict) -> str:
+def html(stats: StatsFields, verdict: Verdict) -> str:
     """Returns HTML tables for a notebook. They set no colours, so they suit light and dark themes."""
     parts = [f"<p><b>{escape(headline(stats))}</b>"]
     if not stats.note:
@@ -158,7 +158,7 @@ def html(stats: Figures, verdict: Verdict) -> str:
     return f"<div>{''.join(parts)}</div>"
 
 
-def _worker_table(stats: Figures) -> str:
+def _worker_table(stats: StatsFields) -> str:
     shown = stats.workers[:_MAX_WORKERS]
     times = [dict(_worker_times(worker)) for worker in shown]
     # The columns, in the order of a worker's line. Parts that are zero for all workers have none.

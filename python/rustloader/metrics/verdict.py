@@ -7,7 +7,7 @@ from typing import Literal
 
 from rustloader.metrics import advice, work
 from rustloader.metrics.faults import summary
-from rustloader.metrics.parts import Figures, LargeAttribute
+from rustloader.metrics.fields import LargeAttribute, StatsFields
 from rustloader.metrics.transfers import limit_texts
 from rustloader.system.texts import count_of, duration, short_index, size
 
@@ -104,7 +104,7 @@ class Verdict:
 Verdict.__module__ = "rustloader"
 
 
-def judge(stats: Figures, more_do_not_help: bool = False) -> Verdict:
+def judge(stats: StatsFields, more_do_not_help: bool = False) -> Verdict:
     """Returns the verdict, which depends on the arguments alone.
 
     Args:
@@ -133,7 +133,7 @@ def described_attribute(large: LargeAttribute) -> str:
     return f"a {large.kind} of {large.items:,} items, about {size(large.bytes)}"
 
 
-def _cache_advice(stats: Figures) -> str:
+def _cache_advice(stats: StatsFields) -> str:
     """Returns advice on a cache; empty if its gain is unknown or small."""
     estimate, tasks = stats.cache_estimate, sum(worker.tasks for worker in stats.workers)
     if estimate is None or not tasks:
@@ -155,7 +155,7 @@ def _cache_advice(stats: Figures) -> str:
     return f"{text}keeps the samples; pass random transforms as its then=."
 
 
-def _sharing_advice(stats: Figures) -> str:
+def _sharing_advice(stats: StatsFields) -> str:
     """Returns advice on large attributes that workers copy; empty if none are known."""
     if not stats.large_attributes:
         return ""
@@ -168,11 +168,11 @@ def _sharing_advice(stats: Figures) -> str:
     return f"{text}: set {first} = rustloader.share({first}) before creating the loader."
 
 
-def _fallback_reasons(stats: Figures) -> str:
+def _fallback_reasons(stats: StatsFields) -> str:
     return "; ".join(fallback.reason for fallback in stats.fallbacks)
 
 
-def _judge(stats: Figures, more_do_not_help: bool) -> Verdict:
+def _judge(stats: StatsFields, more_do_not_help: bool) -> Verdict:
     if stats.note or (stats.fallbacks and stats.batches == 0):
         why = stats.note or f"torch's own loop made the batches: {_fallback_reasons(stats)}"
         return Verdict("unknown", f"No verdict: {why}.", "the Rust engine has delivered no batch")
@@ -198,7 +198,7 @@ def _judge(stats: Figures, more_do_not_help: bool) -> Verdict:
     return Verdict("step", sentence, times)
 
 
-def _main(stats: Figures, times: str) -> Verdict:
+def _main(stats: StatsFields, times: str) -> Verdict:
     sampler = stats.sampler_seconds / stats.batches
     opening = (stats.own_seconds - stats.sampler_seconds) / stats.batches
     reason = f"{times}; of next() {duration(sampler)} in the sampler, {duration(opening)} opening the batch"
@@ -212,7 +212,7 @@ def _main(stats: Figures, times: str) -> Verdict:
     return Verdict("main", f"The main process is the bottleneck: {what}; more workers do not help.", reason)
 
 
-def _starting(stats: Figures, loop: float) -> Verdict:
+def _starting(stats: StatsFields, loop: float) -> Verdict:
     if stats.epochs < 2:
         sentence = "Too short to tell: the start of the workers takes most of the time. Ask again after a longer run."
         return Verdict("too_few", sentence, f"{count_of(stats.batches, 'batch')} in {duration(loop)}")
@@ -224,7 +224,7 @@ def _starting(stats: Figures, loop: float) -> Verdict:
     return Verdict("starting", f"The start of each epoch is the bottleneck: {remedy}", reason)
 
 
-def _waiting(stats: Figures, loop: float, more_do_not_help: bool) -> Verdict:
+def _waiting(stats: StatsFields, loop: float, more_do_not_help: bool) -> Verdict:
     """Returns the verdict for a loop that waits for batches."""
     tasks = sum(worker.tasks for worker in stats.workers)
     busy = sum(worker.busy_seconds for worker in stats.workers)
@@ -263,7 +263,7 @@ def _waiting(stats: Figures, loop: float, more_do_not_help: bool) -> Verdict:
     return _workers(stats, loop, per_task, more_do_not_help)
 
 
-def _network(stats: Figures, loop: float, busy_share: float, per_task: float) -> Verdict:
+def _network(stats: StatsFields, loop: float, busy_share: float, per_task: float) -> Verdict:
     """Returns the verdict for a loop that waits for workers on other machines, which also wait."""
     size = stats.bytes / stats.batches
     # Batches per second that the workers could make, and that the loop could take.
@@ -279,7 +279,7 @@ def _network(stats: Figures, loop: float, busy_share: float, per_task: float) ->
     return Verdict("network", f"The network is the bottleneck: {rates}. {remedy}", reason)
 
 
-def _workers(stats: Figures, loop: float, per_task: float, more_do_not_help: bool) -> Verdict:
+def _workers(stats: StatsFields, loop: float, per_task: float, more_do_not_help: bool) -> Verdict:
     """Returns the verdict for a loop that waits although all workers are busy."""
     tasks = sum(worker.tasks for worker in stats.workers)
     fetch = sum(worker.fetch_seconds for worker in stats.workers) / tasks
@@ -315,7 +315,7 @@ def _workers(stats: Figures, loop: float, per_task: float, more_do_not_help: boo
     return _computing(stats, needed, "fetch" if fetch > _MAIN_SHARE * per_task else "both", reason, more_do_not_help)
 
 
-def _cores(stats: Figures, own: float | None) -> str:
+def _cores(stats: StatsFields, own: float | None) -> str:
     """Returns the sentence for cores that are used by other work.
 
     ``own`` is the dataset's own work in seconds per batch if it is a limit even without the other work; else None.
@@ -331,19 +331,21 @@ def _cores(stats: Figures, own: float | None) -> str:
     return sentence
 
 
-def _is_remote(stats: Figures) -> bool:
+def _is_remote(stats: StatsFields) -> bool:
     return stats.scheduling is not None and stats.scheduling.remote
 
 
-def _is_auto(stats: Figures) -> bool:
+def _is_auto(stats: StatsFields) -> bool:
     return stats.scheduling is not None and stats.scheduling.auto_workers is not None
 
 
-def _has_step(stats: Figures, loop: float) -> bool:
+def _has_step(stats: StatsFields, loop: float) -> bool:
     return stats.step_seconds >= max(_MIN_STEP * stats.batches, _MIN_STEP_SHARE * loop)
 
 
-def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: str, more_do_not_help: bool) -> Verdict:
+def _storage(
+    stats: StatsFields, needed: int | None, shares: work.Shares, reason: str, more_do_not_help: bool
+) -> Verdict:
     """Returns the verdict for workers that wait for storage. They do not need a core each."""
     waits = "The workers wait for storage or the network for most of their time"
     faster = "faster storage (a local disk, larger files, a cache)"
@@ -374,7 +376,7 @@ def _storage(stats: Figures, needed: int | None, shares: work.Shares, reason: st
 
 
 def _computing(
-    stats: Figures,
+    stats: StatsFields,
     needed: int | None,
     main_part: Literal["fetch", "collate", "both"],
     reason: str,
@@ -414,7 +416,7 @@ def _computing(
     return Verdict("workers" if is_enough else "dataset", sentence, reason, number)
 
 
-def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: float) -> Verdict:
+def _head_of_line(stats: StatsFields, loop: float, busy_share: float, per_task: float) -> Verdict:
     reason = (
         f"{_waiting_text(stats, loop)}, {stats.blocked_seconds / stats.waited_seconds:.0%} of it while later batches "
     )
@@ -445,14 +447,14 @@ def _head_of_line(stats: Figures, loop: float, busy_share: float, per_task: floa
     return Verdict("head_of_line", sentence, reason, predicted_gain=gain)
 
 
-def _has_shared_queue(stats: Figures) -> bool:
+def _has_shared_queue(stats: StatsFields) -> bool:
     return stats.scheduling is not None and stats.scheduling.dispatch == "shared_queue"
 
 
-def _worker_count(stats: Figures) -> int:
+def _worker_count(stats: StatsFields) -> int:
     """Returns the current number of workers. There may have been more before."""
     return stats.num_workers or len(stats.workers)
 
 
-def _waiting_text(stats: Figures, loop: float) -> str:
+def _waiting_text(stats: StatsFields, loop: float) -> str:
     return f"the loop waits for {stats.waited_seconds / loop:.0%} of its time"

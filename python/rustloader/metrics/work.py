@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from rustloader.metrics.parts import Figures, WorkerStats
+from rustloader.metrics.fields import StatsFields, WorkerStats
 
 # A worker that takes at least this many times as long as the others is slow.
 SLOW = 2.0
@@ -25,7 +25,7 @@ class Shares(NamedTuple):
         return 1 - self.cpu - self.queued
 
 
-def dataset_shares(stats: Figures) -> Shares | None:
+def dataset_shares(stats: StatsFields) -> Shares | None:
     """Returns the shares; None if they are unknown.
 
     The time that a fetch waits for a core is not measured. Its share is taken to be that of all work.
@@ -38,7 +38,7 @@ def dataset_shares(stats: Figures) -> Shares | None:
     return Shares(cpu, min(1 - cpu, queued))
 
 
-def queued_share(stats: Figures) -> float | None:
+def queued_share(stats: StatsFields) -> float | None:
     """Returns the time spent waiting for a core as a share of the time at work; None if unknown."""
     known = [worker for worker in stats.workers if worker.queued_seconds is not None]
     busy = sum(worker.busy_seconds - worker.unmeasured_seconds for worker in known)
@@ -47,7 +47,7 @@ def queued_share(stats: Figures) -> float | None:
     return sum(worker.queued_seconds or 0.0 for worker in known) / busy if busy > 0 else None
 
 
-def saturated(stats: Figures, loop: float) -> bool:
+def saturated(stats: StatsFields, loop: float) -> bool:
     """Returns True if the workers alone keep the cores busy.
 
     ``loop`` is the duration of the training loop in seconds, without the waits for first batches.
@@ -58,7 +58,7 @@ def saturated(stats: Figures, loop: float) -> bool:
     return cpu > _SATURATED_SHARE * stats.cores * min(loop + stats.first_seconds, since_start)
 
 
-def slow_worker(stats: Figures) -> tuple[WorkerStats, float] | None:
+def slow_worker(stats: StatsFields) -> tuple[WorkerStats, float] | None:
     """Returns the worker that is much slower than the others, and their median seconds per batch; None without one."""
     workers = sorted((w for w in stats.workers if w.tasks), key=lambda worker: worker.busy_seconds / worker.tasks)
     if len(workers) < 2:

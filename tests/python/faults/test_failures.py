@@ -8,7 +8,7 @@ from support import SOON, DataLoader, LoaderIter, gone, rustloader, wait_until, 
 
 from rustloader.fetch.failures import Failure, Reported, failure_of
 from rustloader.metrics.faults import KEPT_DEATHS, KEPT_FAILURES, Faults
-from rustloader.metrics.parts import FaultStats
+from rustloader.metrics.fields import FaultStats
 
 pytestmark = pytest.mark.ours
 

@@ -18,7 +18,7 @@ PACKAGE = pathlib.Path(rustloader.__file__).parent
 SCHEMA = PACKAGE / "stateful_dataloader" / "schema.py"
 # torch's attributes of the same names.
 ATTRIBUTES = {
-    "metrics/stats.py": {schema.NUM_YIELDED, schema.NUM_WORKERS},
+    "metrics/loader_stats.py": {schema.NUM_YIELDED, schema.NUM_WORKERS},
     "iterator/unsupported.py": {schema.NUM_WORKERS},
 }
 # Keys that are arguments and attributes elsewhere, too.

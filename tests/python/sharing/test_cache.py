@@ -825,7 +825,7 @@ def test_statistics_tell_hits_and_what_a_cache_would_take():
 
 
 def test_the_verdict_on_a_dataset_names_the_cache():
-    from rustloader.metrics.parts import CacheEstimate, WorkerStats
+    from rustloader.metrics.fields import CacheEstimate, WorkerStats
 
     def sentence(estimate, fetch=10.0):
         worker = WorkerStats(id=0, tasks=100, fetch_seconds=fetch, collate_seconds=0.01)

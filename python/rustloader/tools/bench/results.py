@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rustloader.metrics.parts import Figures
+from rustloader.metrics.fields import StatsFields
 from rustloader.metrics.verdict import judge
 from rustloader.system.texts import duration, size
 from rustloader.tools.bench.cached import CacheGain
@@ -41,7 +41,7 @@ class Point:
     ray: SideRates | None = None
     price: Price | None = None
     cache: CacheGain | None = None
-    judged: Figures | None = None
+    judged: StatsFields | None = None
 
     @property
     def setting(self) -> Setting:

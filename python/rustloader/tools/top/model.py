@@ -10,9 +10,9 @@ from typing import Any
 import rustloader.system.procfs as procfs
 from rustloader._core import Observed, ObservedWorker, WorkerTotals
 from rustloader.metrics.cpu_time import NO_TIME, WorkTime, time_of_process, time_of_work
-from rustloader.metrics.figures import Stats, fields_of_counts, worker_stats
+from rustloader.metrics.fields import ArenaStats, PinningStats, SchedulingStats, WorkerStats
 from rustloader.metrics.memory import private_bytes
-from rustloader.metrics.parts import ArenaStats, PinningStats, SchedulingStats, WorkerStats
+from rustloader.metrics.stats import Stats, fields_of_counts, worker_stats
 from rustloader.metrics.verdict import Verdict
 from rustloader.system.cores import usable_cores
 from rustloader.tools.top import processes

@@ -352,7 +352,7 @@ class CoreUsers:
 
 
 @dataclass(frozen=True, repr=False)
-class Figures:
+class StatsFields:
     """The fields of ``Stats``. Verdicts and tables are computed from these alone."""
 
     name: str = ""

@@ -1,0 +1,168 @@
+"""``rustloader.stats()``: the statistics of a loader."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+
+from rustloader._core import SlowTask, WorkerTotals
+from rustloader.metrics import caches, copied, transfers
+from rustloader.metrics.cpu_time import NO_TIME, WorkTime
+from rustloader.metrics.fields import ArenaStats, Fallback, FaultStats, PinningStats, SlowBatch, WorkerStats
+from rustloader.metrics.ledger import Ledger, find
+from rustloader.metrics.stats import Stats, fields_of_counts, no_loader, worker_stats
+from rustloader.metrics.transfers import TransferStats
+from rustloader.metrics.wrappers import loader_in
+from rustloader.settings import names
+from rustloader.system.cores import usable_cores
+from rustloader.system.procfs import resident
+
+_NO_WORKERS = (
+    "with num_workers=0, torch's own loop runs and there is nothing to accelerate; set num_workers to use the engine"
+)
+_TORCH_ITERATOR = "this is torch's own iterator; call rustloader.install() before it is made"
+_NOTHING_YET = "no iterator has used the engine so far; iterate over a rustloader.DataLoader, or call install() first"
+_TORCH_LOOP = "torch's own loop made the batches: "
+
+
+def stats(source: Any) -> Stats:
+    """Returns the statistics of a loader or an iterator so far.
+
+    Safe at any time, from any thread. A pickled or copied loader begins at zero.
+
+    Args:
+        source: A ``rustloader.DataLoader``, a ``torch.utils.data.DataLoader``, an iterator of one, or a library's
+            wrapper: an iterable with one loader among its attributes. The figures of a loader cover all of its
+            iterators on the engine, including those that have ended.
+
+    Returns:
+        The current figures. If the engine has served no iterator, ``note`` gives the reason.
+
+    Raises:
+        TypeError: ``source`` is none of these.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
+        >>> batches = list(loader)
+        >>> rustloader.stats(loader).batches
+        8
+    """
+    copies = transfers.find(source)
+    source = loader_in(source, _has_figures)
+    copies = copies or transfers.find(source)
+    transfer_stats = TransferStats() if copies is None else copies.figures
+    # Only loaders and the engine's iterators have a ledger.
+    ledger = find(source)
+    if isinstance(source, _BaseDataLoaderIter):
+        note = _NO_WORKERS if isinstance(source, _SingleProcessDataLoaderIter) else _TORCH_ITERATOR
+    elif ledger is None and copies is None and not isinstance(source, DataLoader):
+        raise no_loader(source)
+    else:
+        note = _NO_WORKERS if getattr(source, "num_workers", None) == 0 else _NOTHING_YET
+    workers: int = getattr(source, "num_workers", 0) or getattr(source, "_num_workers", 0)
+    if hasattr(workers, "__index__"):
+        workers = int(workers)  # torch accepts NumPy's integers, which `json` cannot write
+    if ledger is not None and ledger.scheduling is not None and ledger.scheduling.auto_workers:
+        workers = ledger.scheduling.auto_workers
+    fallbacks: tuple[Fallback, ...] = ()
+    if ledger is not None:
+        fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
+        if ledger.iterators:
+            figures = stats_of_ledger(ledger, workers, fallbacks, _dataset_of(source))
+            return replace(figures, transfers=transfer_stats, **caches.fields_of(source, _dataset_of(source), figures))
+    if fallbacks:
+        note = _TORCH_LOOP + "; ".join(fallback.reason for fallback in fallbacks)
+    return Stats(
+        name=_name_of(source) if ledger is None else ledger.name,
+        num_workers=workers,
+        cores=usable_cores(),
+        batches=getattr(source, "_num_yielded", 0),
+        transfers=transfer_stats,
+        faults=FaultStats() if ledger is None else ledger.faults.figures(),
+        fallbacks=fallbacks,
+        cache=caches.usage(_dataset_of(source)),
+        note=note,
+    )
+
+
+def _has_figures(source: Any) -> bool:
+    ledger = find(source)
+    return ledger is not None and bool(ledger.iterators or ledger.fallbacks)
+
+
+def _dataset_of(source: Any) -> Any:
+    """Returns the dataset of a loader or an iterator."""
+    return getattr(source, "_dataset" if isinstance(source, _BaseDataLoaderIter) else "dataset", None)
+
+
+def _name_of(source: Any) -> str:
+    return "" if isinstance(source, _BaseDataLoaderIter) else names.of(source)
+
+
+def stats_of_ledger(
+    ledger: Ledger,
+    num_workers: int,
+    fallbacks: tuple[Fallback, ...] = (),
+    dataset: Any = None,
+    reads_memory: bool = True,
+) -> Stats:
+    """Returns the statistics from a ledger whose engines have served iterators.
+
+    Args:
+        ledger: The ledger.
+        num_workers: Current number of workers.
+        fallbacks: Iterators on torch's own loop.
+        dataset: Dataset to search for large attributes; None to skip the search.
+        reads_memory: Whether to read the private memory of the workers, which takes milliseconds per GB.
+    """
+    figures = ledger.figures()
+    counts = figures.counts
+    # Read after the counters. Otherwise the processor time of the latest work would be missing, and the work would look
+    # like waiting.
+    times = ledger.processor_times()
+    processes = ledger.workers()
+    private = processes.private() if processes is not None and reads_memory else []
+    is_remote = ledger.scheduling is not None and ledger.scheduling.remote
+    has_grown = any((size or 0) >= copied.MIN_PRIVATE_BYTES for size in private)
+    return Stats(
+        name=ledger.name,
+        num_workers=num_workers,
+        cores=usable_cores(),
+        iterators=ledger.iterators,
+        **fields_of_counts(counts, figures.workers),
+        workers=tuple(
+            _stats_of_worker(
+                number,
+                totals,
+                times[number] if number < len(times) else NO_TIME,
+                private[number] if number < len(private) else None,
+                is_remote,
+            )
+            for number, totals in enumerate(figures.workers)
+        ),
+        slowest=tuple(map(_slow_batch, figures.slowest)),
+        blocking=tuple(map(_slow_batch, figures.blocking)),
+        recent_seconds=tuple(figures.recent),
+        scheduling=ledger.scheduling,
+        large_attributes=copied.find(dataset) if has_grown else (),
+        arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
+        pinning=PinningStats(figures.pin_threads > 0, counts.pinned, counts.pinning_seconds),
+        faults=ledger.faults.figures(),
+        core_users=None if processes is None or is_remote else processes.core_users(),
+        fallbacks=fallbacks,
+    )
+
+
+def _slow_batch(task: SlowTask) -> SlowBatch:
+    return SlowBatch(task.index, task.worker, task.fetch, task.collate, task.pack, task.blocked)
+
+
+def _stats_of_worker(
+    number: int, totals: WorkerTotals, time: WorkTime, private: int | None, is_remote: bool
+) -> WorkerStats:
+    # The pid of a process on another machine may belong to any process here.
+    rss = (resident(totals.pid) or 0) if totals.alive and not is_remote else 0
+    return worker_stats(number, totals.pid, totals.alive, rss, totals, time, private)
