@@ -22,14 +22,14 @@ pub struct Lease {
 unsafe impl Send for Lease {}
 
 impl Lease {
-    /// Creates a lease on the first `len` bytes of a block that the consumer holds. Checks the block's place.
+    /// Creates a lease on the first `len` bytes of a block that the consumer holds. Checks that they lie in the block.
     pub fn new(arena: &Arc<Arena>, region: u32, block: u32, len: u64) -> Result<Self> {
         let memory = arena.block_memory(region, block, len)?.as_ptr();
         arena.delivered(region, block)?;
         Ok(Self { arena: arena.clone(), region, block, memory, len: len as usize })
     }
 
-    /// Returns the first byte.
+    /// Returns the address of the first byte.
     pub fn ptr(&self) -> *mut u8 {
         self.memory
     }
