@@ -13,7 +13,7 @@ pub enum Row<'a> {
     Int(i64),
     /// A float.
     Float(f64),
-    /// The bytes that the builder was given.
+    /// The bytes that the builder got.
     Record(&'a [u8]),
 }
 
@@ -24,11 +24,11 @@ struct Section {
     len: usize,
 }
 
-/// An image, mapped. Reading takes no lock, and is safe in forked children.
+/// A mapped image. Reading takes no lock, and is safe in forked children.
 #[derive(Debug)]
 pub struct Store {
     map: SealedMap,
-    /// The kind that the builder was given.
+    /// The kind that the builder got.
     pub kind: u64,
     rows: u64,
     uniform: bool,
@@ -39,7 +39,7 @@ pub struct Store {
     data: Section,
 }
 
-/// Returns the error of an image whose contents cannot be right.
+/// Returns the error for an image whose contents are invalid.
 #[cold]
 pub fn damaged(what: &str) -> Error {
     Error::foreign(format!("it is damaged: {what}"))
@@ -58,7 +58,7 @@ fn half(bytes: &[u8], at: usize) -> Option<u32> {
 impl Store {
     /// Maps a finished image.
     ///
-    /// Errors: [`Error::Foreign`] if it is none, or one of another version.
+    /// Errors: [`Error::Foreign`] if the file is not an image, or is one of another version.
     pub fn open(fd: BorrowedFd<'_>) -> Result<Self> {
         let map = SealedMap::new(fd, false)?;
         // SAFETY: the mapping is not writable.
@@ -70,7 +70,7 @@ impl Store {
         }
         let [magic, version, kind, rows, chunk_rows, ..] = words;
         if magic != MAGIC {
-            return Err(Error::foreign("it does not begin with the header of one"));
+            return Err(Error::foreign("it does not begin with the header of a shared object"));
         }
         if version != VERSION {
             return Err(Error::foreign(format!("its version is {version}, not {VERSION}")));
@@ -81,7 +81,7 @@ impl Store {
             let inside = |(at, len): &(usize, usize)| {
                 at.checked_add(*len).is_some_and(|end| end <= bytes.len()) && len.is_multiple_of(each)
             };
-            let (at, len) = range.filter(inside).ok_or_else(|| damaged("a section lies outside"))?;
+            let (at, len) = range.filter(inside).ok_or_else(|| damaged("a section is outside the file"))?;
             Ok::<_, Error>(Section { at, len })
         };
         let (table, slots, odd) = (section(0, 16)?, section(1, 8)?, section(2, 8)?);
@@ -126,7 +126,7 @@ impl Store {
     /// Returns a row. A number below [`Self::rows`] fails only if the image is damaged.
     #[inline]
     pub fn row(&self, row: u64) -> Result<Row<'_>> {
-        self.find(row).ok_or_else(|| damaged("a row lies outside of its chunk"))
+        self.find(row).ok_or_else(|| damaged("a row is outside its chunk"))
     }
 
     #[inline]
@@ -145,7 +145,7 @@ impl Store {
             form::INTS => Some(Row::Int(word(chunk, row.checked_mul(8)?)? as i64)),
             form::FLOATS => Some(Row::Float(f64::from_bits(word(chunk, row.checked_mul(8)?)?))),
             form::RECORDS => {
-                // The rows' ends; of the first one, none before it.
+                // The ends of the rows. The first row begins at 0.
                 let ends = chunk.get(..rows.checked_mul(4)?)?;
                 let begin = if row == 0 { 0 } else { half(ends, row * 4 - 4)? as usize };
                 let end = half(ends, row * 4)? as usize;
@@ -158,7 +158,7 @@ impl Store {
 
     /// Returns the last chunk that begins at or before a row.
     fn chunk_of(table: &[u8], row: u64) -> Option<usize> {
-        // The last entry is the end's.
+        // The last entry marks the end.
         let (mut low, mut high) = (0, table.len() / 16 - 1);
         while low < high {
             let middle = low.midpoint(high);
@@ -167,7 +167,8 @@ impl Store {
         low.checked_sub(1)
     }
 
-    /// Returns the rows whose keys may have a hash: first the likely one. Empty without a table.
+    /// Returns the rows whose keys may have a hash, the most likely one first. Empty if the image has no table of
+    /// hashes.
     pub fn candidates(&self, hash: u64) -> impl Iterator<Item = u64> + '_ {
         let slots = self.section(self.slots);
         let size = slots.len() / 8;

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use super::frame::{self, FIXED, HEAD, Head, Kind, SAMPLE};
 use crate::config::LINK_BUFFER;
 use crate::error::{Error, Result};
-use crate::sys::socket::{Moved, Socket};
+use crate::sys::socket::{Transfer, Socket};
 
 /// The outcome of [`Inflow::arrived`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,10 +39,10 @@ impl Inflow {
             return Ok(Arrived::Head);
         }
         Ok(match self.refill(socket)? {
-            Moved::Bytes(_) if self.end - self.begin >= HEAD => Arrived::Head,
-            Moved::Bytes(_) | Moved::Nothing => Arrived::Nothing,
-            Moved::End if self.begin == self.end => Arrived::End,
-            Moved::End => return Err(cut()),
+            Transfer::Bytes(_) if self.end - self.begin >= HEAD => Arrived::Head,
+            Transfer::Bytes(_) | Transfer::Nothing => Arrived::Nothing,
+            Transfer::End if self.begin == self.end => Arrived::End,
+            Transfer::End => return Err(cut()),
         })
     }
 
@@ -61,7 +61,7 @@ impl Inflow {
             return Ok(true);
         }
         // The end of the connection is ignored here: the link's thread finds it as well.
-        Ok(matches!(self.refill(socket)?, Moved::Bytes(_)) && self.has_whole(most)?)
+        Ok(matches!(self.refill(socket)?, Transfer::Bytes(_)) && self.has_whole(most)?)
     }
 
     /// Returns true if the buffer holds a whole frame.
@@ -91,16 +91,16 @@ impl Inflow {
     }
 
     /// Receives the available bytes into the buffer.
-    fn refill(&mut self, socket: &Socket) -> Result<Moved> {
+    fn refill(&mut self, socket: &Socket) -> Result<Transfer> {
         self.buffer.copy_within(self.begin..self.end, 0);
         (self.begin, self.end) = (0, self.end - self.begin);
         let free = &mut self.buffer[self.end..];
         if free.is_empty() {
-            return Ok(Moved::Nothing);
+            return Ok(Transfer::Nothing);
         }
         // SAFETY: the memory is the rest of the buffer.
         let moved = unsafe { socket.receive((free.as_mut_ptr(), free.len()), (NonNull::dangling().as_ptr(), 0)) }?;
-        if let Moved::Bytes(count) = moved {
+        if let Transfer::Bytes(count) = moved {
             self.end += count;
             self.total += count as u64;
         }
@@ -150,13 +150,13 @@ impl Inflow {
 
 fn until_moved(
     rest: &mut impl FnMut() -> Result<()>,
-    mut receive: impl FnMut() -> Result<Moved>,
+    mut receive: impl FnMut() -> Result<Transfer>,
 ) -> Result<Option<usize>> {
     loop {
         match receive()? {
-            Moved::Bytes(count) => return Ok(Some(count)),
-            Moved::End => return Ok(None),
-            Moved::Nothing => rest()?,
+            Transfer::Bytes(count) => return Ok(Some(count)),
+            Transfer::End => return Ok(None),
+            Transfer::Nothing => rest()?,
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::shm::queue::Claimer;
 use crate::shm::ring::Consumer;
 use crate::sync::Ordering;
 use crate::sys;
-use crate::sys::socket::{Moved, Part, Socket};
+use crate::sys::socket::{Transfer, Part, Socket};
 use crate::wire::{ResultEntry, ResultKind, TaskEntry, TaskKind};
 
 /// The sending side: tasks that were taken from the rings, and are not sent or not answered yet.
@@ -127,8 +127,8 @@ impl Outflow {
         let mut sent = 0;
         while sent < self.out.len() {
             match socket.send(&[Part::new(&self.out[sent..])])? {
-                Moved::Bytes(count) => sent += count,
-                Moved::Nothing | Moved::End => break,
+                Transfer::Bytes(count) => sent += count,
+                Transfer::Nothing | Transfer::End => break,
             }
         }
         self.out.drain(..sent);

@@ -24,7 +24,7 @@ use crate::sync::{Ordering, lock, try_lock};
 use crate::sys;
 use crate::sys::event::EventFd;
 use crate::sys::poll::PollSet;
-use crate::sys::socket::{Moved, Part, Socket};
+use crate::sys::socket::{Transfer, Part, Socket};
 use crate::wire::{self, Leaf, MESSAGE_HEAD, ResultEntry, TaskEntry, TaskKind};
 
 /// The only worker of the arena.
@@ -407,8 +407,8 @@ impl Remote {
         Part::advance(&mut left, 0);
         while !left.is_empty() {
             match self.socket.send(left)? {
-                Moved::Bytes(count) => Part::advance(&mut left, count),
-                Moved::Nothing | Moved::End => {
+                Transfer::Bytes(count) => Part::advance(&mut left, count),
+                Transfer::Nothing | Transfer::End => {
                     self.socket.wait(false, true, None, None)?;
                 }
             }
@@ -492,7 +492,7 @@ impl Outgoing {
         if self.rest.is_empty() {
             return Ok(true);
         }
-        if let Moved::Bytes(count) = remote.socket.send(&[Part::new(&self.rest)])? {
+        if let Transfer::Bytes(count) = remote.socket.send(&[Part::new(&self.rest)])? {
             self.rest.drain(..count);
         }
         Ok(self.rest.is_empty())
