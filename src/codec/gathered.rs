@@ -143,7 +143,7 @@ pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], allocate: &mut Alloca
         if *row >= cache.rows() {
             return Ok(None);
         }
-        let Lookup::Whole(record) = cache.look(*row) else { return Ok(None) };
+        let Lookup::Whole(record) = cache.lookup(*row) else { return Ok(None) };
         // The code for single samples also detects a damaged record, and then creates it again.
         let Ok(Some(sample)) = Sample::of(record, tree) else { return Ok(None) };
         samples.push(sample);

@@ -29,8 +29,8 @@ impl<'a> Outgoing<'a> {
             return false;
         }
         for (leaf, keep) in self.leaves.iter_mut().filter(|(_, keep)| *keep == Keep::Yes) {
-            self.port.hand_over_early(leaf.block);
-            *keep = Keep::HandedOver;
+            self.port.transfer_early(leaf.block);
+            *keep = Keep::TransferredEarly;
         }
         true
     }
@@ -107,7 +107,7 @@ impl Drop for Outgoing<'_> {
             let is_held = match keep {
                 Keep::No | Keep::Freed => true,
                 Keep::Yes => false,
-                Keep::HandedOver => {
+                Keep::TransferredEarly => {
                     self.port.take_back(leaf.block);
                     false
                 }

@@ -58,7 +58,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::time::Duration;
 
-    use super::super::socket::{Transfer, Socket};
+    use super::super::socket::{Socket, Transfer};
 
     #[test]
     fn a_child_does_not_keep_a_connection_open() {

@@ -19,12 +19,8 @@ pub struct Headroom {
 
 /// Returns the tightest of [`limits`].
 pub fn available(roots: &Roots) -> Headroom {
-    let unknown = || Headroom {
-        bytes: u64::MAX,
-        size: u64::MAX,
-        is_cgroup: false,
-        limit: "no memory limit is known".to_owned(),
-    };
+    let unknown =
+        || Headroom { bytes: u64::MAX, size: u64::MAX, is_cgroup: false, limit: "no memory limit is known".to_owned() };
     limits(roots).into_iter().min_by_key(|room| room.bytes).unwrap_or_else(unknown)
 }
 

@@ -44,9 +44,8 @@ pub fn write_at(fd: BorrowedFd<'_>, mut bytes: &[u8], mut at: u64) -> Result<()>
 }
 
 fn too_long(len: u64) -> Error {
-    let hint = format!(
-        "a file of {len} bytes in memory is needed: raise the limit of file sizes (`ulimit -f`, RLIMIT_FSIZE)"
-    );
+    let hint =
+        format!("a file of {len} bytes in memory is needed: raise the limit of file sizes (`ulimit -f`, RLIMIT_FSIZE)");
     Error::Os { call: "pwrite", errno: libc::EFBIG, hint }
 }
 

@@ -66,7 +66,7 @@ impl<'a> Part<'a> {
         let mut done = 0;
         for Self(part, _) in parts.iter_mut() {
             let skipped = part.iov_len.min(count);
-            // `skipped` bytes of the part are there.
+            // The part has at least this many bytes.
             part.iov_base = part.iov_base.wrapping_byte_add(skipped);
             part.iov_len -= skipped;
             count -= skipped;

@@ -1,4 +1,4 @@
-//! Shapes and strides: plans which bytes of a strided view are transferred, and copies them.
+//! Shapes and strides, and plans for the transfer of strided views.
 
 use crate::config::{MAX_DIMS, STREAM_FROM};
 use crate::copy::copy;
@@ -6,7 +6,7 @@ use std::ops::Deref;
 
 use super::gather::Gather;
 
-/// The sizes or strides of a view, kept in place.
+/// The sizes or strides of a view, stored inline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dims {
     len: u8,
@@ -26,13 +26,13 @@ impl Dims {
         Some(dims)
     }
 
-    /// Creates `len` zeros; `None` if too many.
+    /// Creates `len` zeros; `None` if that is too many.
     #[inline]
     pub fn zeros(len: usize) -> Option<Self> {
         (len <= MAX_DIMS).then_some(Self { len: len as u8, values: [0; MAX_DIMS] })
     }
 
-    /// Returns the values, mutable.
+    /// Returns the values as a mutable slice.
     #[inline]
     pub fn as_mut_slice(&mut self) -> &mut [i64] {
         &mut self.values[..usize::from(self.len)]
@@ -71,8 +71,8 @@ pub fn numel(shape: &[i64]) -> Option<i64> {
     shape.iter().try_fold(1i64, |product, &size| product.checked_mul(size))
 }
 
-/// Returns the number of bytes from the first to the last element of a view with strides in elements, none of them
-/// negative; `None` if a number is negative or too large.
+/// Returns the number of bytes from the first to the last element of a view, inclusive. Its strides, in elements, must
+/// not be negative; `None` if a number is negative or too large.
 #[inline]
 pub fn extent(shape: &[i64], strides: &[i64], itemsize: usize) -> Option<usize> {
     if shape.len() != strides.len() || strides.iter().any(|&stride| stride < 0) {
@@ -107,7 +107,7 @@ pub fn is_contiguous(shape: &[i64], strides: &[i64]) -> bool {
     true
 }
 
-/// The rules that a view follows.
+/// The rules for the layout of a delivered view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
     /// torch: dense and expanded layouts keep their strides; otherwise holes are closed in the same order of
@@ -122,7 +122,7 @@ pub enum Style {
 pub struct TransferPlan {
     /// The strides of the delivered view, in elements.
     pub(crate) strides: Dims,
-    /// True if they are exactly those of [`Dims::contiguous`].
+    /// True if these strides are exactly those of [`Dims::contiguous`].
     pub(crate) contiguous: bool,
     /// Bytes to transfer.
     pub(crate) bytes: usize,
@@ -242,7 +242,7 @@ impl TransferPlan {
     }
 }
 
-/// Strides with those of size-1 dimensions set to 0.
+/// Returns the strides with those of dimensions of size 1 set to 0.
 fn zero_unmoved(mut strides: Dims, shape: &[i64]) -> Dims {
     (strides.as_mut_slice().iter_mut().zip(shape)).filter(|(_, size)| **size == 1).for_each(|(s, _)| *s = 0);
     strides
@@ -258,7 +258,8 @@ fn reach(shape: &[i64], byte_strides: &[i64]) -> Option<(i64, i64)> {
     Some((low, high))
 }
 
-/// Strides in elements without holes, in the same order of dimensions, and the number of elements they span.
+/// Returns strides in elements that leave no holes, in the same order of dimensions, and the number of elements that
+/// they span.
 fn compact(shape: &[i64], byte_strides: &[i64], order: &[usize]) -> Option<(Dims, i64)> {
     let mut strides = Dims::zeros(shape.len())?;
     let mut step = 1i64;
@@ -266,7 +267,7 @@ fn compact(shape: &[i64], byte_strides: &[i64], order: &[usize]) -> Option<(Dims
         strides.as_mut_slice()[dim] = step;
         step = step.checked_mul(shape[dim])?;
     }
-    // A dimension of size 1 gets its stride in a contiguous tensor, from its right neighbour.
+    // A dimension of size 1 gets the stride that it has in a contiguous tensor, from its right neighbour.
     for dim in (0..shape.len()).rev() {
         if shape[dim] == 1 && byte_strides[dim] != 0 {
             let right = strides.get(dim + 1).map_or(1, |&stride| stride.max(1).saturating_mul(shape[dim + 1]));
