@@ -29,7 +29,7 @@ pub(super) mod word {
     pub const PROBES: usize = 7;
     /// One bit for each message that was already logged.
     pub const LOGGED: usize = 8;
-    /// The boot in which a machine last used the file.
+    /// A number that identifies the boot during which the file was last used.
     pub const BOOT: usize = 9;
     pub const META_LEN: usize = 10;
     pub const COUNT: usize = 11;

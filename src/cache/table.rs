@@ -39,7 +39,7 @@ pub enum Lookup {
     Whole(Record),
 }
 
-/// A record's bytes, which lie in the mapping.
+/// A record's bytes, which are in the mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// The address of the first byte, valid while the [`Cache`] lives. A broken process may write to the bytes: copy
@@ -54,7 +54,7 @@ impl Record {
     pub fn copy(&self, at: usize, len: usize) -> Vec<u8> {
         let len = len.min(self.len.saturating_sub(at));
         let mut bytes = Vec::with_capacity(len);
-        // SAFETY: the range lies in the record, which lies in the mapping; as many bytes were reserved.
+        // SAFETY: the range is in the record, which is in the mapping; as many bytes were reserved.
         unsafe {
             std::ptr::copy_nonoverlapping(self.ptr.add(at.min(self.len)), bytes.as_mut_ptr(), len);
             bytes.set_len(len);
@@ -90,7 +90,7 @@ pub enum Put {
 pub struct Usage {
     /// Reads that found their sample.
     pub hits: u64,
-    /// Reads that did not find it.
+    /// Reads that did not find their sample.
     pub misses: u64,
     /// Samples that cannot be kept.
     pub refused: u64,
@@ -300,15 +300,15 @@ impl Cache {
         }
     }
 
-    /// Returns true for the first few calls of all processes together. The caller then makes its sample twice, to
-    /// compare.
+    /// Returns true for the first few calls in all processes together. The caller then makes its sample twice, for
+    /// comparison.
     pub fn take_probe(&self) -> bool {
         let probes = self.header(word::PROBES);
         let take = |left: u64| left.checked_sub(1);
         probes.load(Ordering::Relaxed) > 0 && probes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
     }
 
-    /// Returns true for the first call with this bit of all processes together.
+    /// Returns true for the first call with this bit in all processes together.
     pub fn is_news(&self, bit: u64) -> bool {
         self.header(word::LOGGED).fetch_or(bit, Ordering::Relaxed) & bit == 0
     }
@@ -327,7 +327,7 @@ impl Cache {
     /// Looks up a row in the index. The table must have the row.
     #[inline]
     pub fn lookup(&self, row: u64) -> Lookup {
-        // SYNC: row-published (pairs with the Release in `put`): the place implies the record's bytes.
+        // SYNC: row-published (pairs with the Release in `put`): a reader that sees the place sees the record's bytes.
         let at = self.row(row).load(Ordering::Acquire);
         match at {
             state::ABSENT => Lookup::Absent,
@@ -363,7 +363,7 @@ impl Cache {
         None
     }
 
-    /// Returns the record at a place, if the record lies in the heap.
+    /// Returns the record at a place, if the record is in the heap.
     #[inline]
     fn bounded(&self, at: u64) -> Option<Record> {
         let first = at.checked_add(PREFIX).filter(|_| at >= self.heap && at.is_multiple_of(8))?;
@@ -373,7 +373,7 @@ impl Cache {
         (len <= room).then_some(Record { ptr, len: len as usize })
     }
 
-    /// Returns the two halves of a record's prefix. The place must lie in the mapping, at a multiple of 8.
+    /// Returns the two halves of a record's prefix. The place must be in the mapping, at a multiple of 8.
     #[inline]
     fn prefix(&self, at: u64) -> (u32, u32) {
         let word = self.word(at).load(Ordering::Relaxed);
@@ -545,7 +545,7 @@ impl Cache {
     #[inline]
     fn word(&self, at: u64) -> &AtomicU64 {
         assert!(at.is_multiple_of(8) && at + 8 <= self.limit(), "the file has no word at {at}");
-        // SAFETY: the word lies in the mapping and is aligned, and all users of these words use atomics.
+        // SAFETY: the word is in the mapping and aligned, and all users of these words use atomics.
         unsafe { AtomicU64::from_ptr(self.map.as_ptr().add(at as usize).cast()) }
     }
 }
@@ -553,7 +553,7 @@ impl Cache {
 /// Returns `count` words of a mapping, from word `at` on.
 fn words(map: &Mapping, at: usize, count: usize) -> &[AtomicU64] {
     assert!((at + count) * 8 <= map.len(), "the mapping has no words {at}..{}", at + count);
-    // SAFETY: the words lie in the mapping, which begins on a page, and all users of them use atomics.
+    // SAFETY: the words are in the mapping, which begins on a page, and all users of them use atomics.
     unsafe { std::slice::from_raw_parts(map.as_ptr().cast::<AtomicU64>().add(at), count) }
 }
 

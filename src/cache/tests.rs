@@ -150,8 +150,8 @@ fn after_a_crash_of_the_machine_no_record_is_overwritten() {
     write(word::BOOT, 1);
     let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
     cache.put(2, &[b"two"]).unwrap();
-    let found: Vec<_> = (0..3).map(|row| bytes(&cache, row).unwrap()).collect();
-    assert_eq!(found, [b"zero".to_vec(), b"one".to_vec(), b"two".to_vec()]);
+    let records: Vec<_> = (0..3).map(|row| bytes(&cache, row).unwrap()).collect();
+    assert_eq!(records, [b"zero".to_vec(), b"one".to_vec(), b"two".to_vec()]);
 }
 
 #[test]

@@ -76,7 +76,7 @@ impl Sample {
             Place::Outside { leaf: number, offset } => {
                 let record = (*self.leaves.0.get(number as usize)?)?;
                 let end = usize::try_from(offset).ok()?.checked_add(leaf.extent)?;
-                // SAFETY: the offset lies in the record.
+                // SAFETY: the offset is in the record.
                 (end <= record.len).then(|| unsafe { record.ptr.add(end - leaf.extent) })
             }
             Place::Shared { .. } | Place::Empty { .. } => None,

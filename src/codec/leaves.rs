@@ -3,7 +3,7 @@
 use super::{Hold, Sink, Source};
 use crate::engine::completions::Leaves;
 use crate::error::{Error, Result};
-use crate::shm::alloc::settle;
+use crate::shm::alloc::retry_while_reserved;
 use crate::shm::lease::Lease;
 use crate::wire::{Leaf, ResultKind, Timings};
 use crate::worker::port::{Keep, Port};
@@ -45,7 +45,7 @@ impl<'a> Outgoing<'a> {
                 self.leaves[at].1 = Keep::Freed;
                 continue;
             }
-            let (block, target) = settle(|| self.port.allocate(leaf.len), std::thread::sleep)?;
+            let (block, target) = retry_while_reserved(|| self.port.allocate(leaf.len), std::thread::sleep)?;
             let source = self.port.arena().block_memory(self.port.worker(), leaf.block, leaf.len)?;
             let skip = offset as usize;
             copy(source.as_ptr().wrapping_add(skip), target.wrapping_add(skip), leaf.len as usize - skip);
@@ -77,7 +77,7 @@ impl Sink for Outgoing<'_> {
         // refers to. Without the GIL, another thread could resize a storage, which frees its memory, or get a reference
         // through `gc`. Large copies run the same risk, for a shorter time.
         self.port.await_return(len as u64, std::thread::sleep)?;
-        let (block, memory) = settle(|| self.port.allocate(len as u64), std::thread::sleep)?;
+        let (block, memory) = retry_while_reserved(|| self.port.allocate(len as u64), std::thread::sleep)?;
         self.leaves.push((Leaf { block, len: len as u64 }, Keep::No));
         Ok((self.leaves.len() as u32 - 1, memory))
     }

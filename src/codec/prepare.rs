@@ -46,7 +46,7 @@ pub struct PinCallbacks {
     pub loads: DetachedObject,
 }
 
-/// Decodes batches into pinned memory.
+/// A decoder of batches into pinned memory.
 pub struct PinnedDecoder {
     callbacks: PinCallbacks,
     /// Reused for each message.

@@ -1,7 +1,7 @@
 //! Python values as the rows of a shared object, and back.
 //!
-//! A row of bytes is the tree of a plain value. Or it begins with a byte that begins no tree, and a pickle, a tree with
-//! its leaves, or the values of a dict follow. The image's meta has the keys of such dicts, as the tree of a list of
+//! A row of bytes is the tree of a plain value. Or it is a byte with which no tree begins, followed by a pickle, a tree
+//! with its leaves, or the values of a dict. The image's meta has the keys of such dicts, as the tree of a list of
 //! tuples.
 
 use std::ops::Deref;
@@ -139,8 +139,8 @@ pub fn push(
     })
 }
 
-/// Encodes a value and calls `done(is_pickle, parts)`. `is_pickle` is true if the value had to be pickled; the parts
-/// are those of its bytes.
+/// Encodes a value and calls `done(is_pickle, parts)`. `is_pickle` is true if the value had to be pickled; the bytes of
+/// the value are the concatenated `parts`.
 pub fn with_parts<'py, T>(
     value: &Bound<'py, PyAny>,
     pickle: impl FnOnce() -> PyResult<Bound<'py, PyAny>>,

@@ -82,7 +82,7 @@ pub fn split(record: Record) -> Option<(Vec<u8>, Parts)> {
     for len in lengths.as_chunks::<8>().0 {
         let len = number(len)?;
         let end = at.checked_add(len).filter(|end| *end <= record.len)?;
-        // SAFETY: the range lies in the record.
+        // SAFETY: the range is in the record.
         leaves.push(Some(Record { ptr: unsafe { record.ptr.add(at) }, len }));
         at = end;
     }

@@ -9,7 +9,7 @@ const LINEAR_MAX: usize = 16;
 
 /// An object of a batch, or a reference to it.
 pub trait Object {
-    /// Returns its identity while the batch lives.
+    /// Returns the identity of the object, which is valid while the batch lives.
     fn address(&self) -> usize;
 }
 
@@ -20,11 +20,11 @@ pub struct SeenLeaf<O> {
     pub kind: Kind,
     /// True if its elements share memory with each other. The payload then has only a gap for it.
     pub overlaps_itself: bool,
-    /// Start and end of its encoding in the payload.
+    /// Start and end of the leaf's encoding in the payload.
     pub written: (usize, usize),
-    /// Address of its first byte.
+    /// Address of the leaf's first byte.
     pub start: usize,
-    /// Address after its last byte.
+    /// Address after the leaf's last byte.
     pub end: usize,
 }
 
@@ -72,8 +72,8 @@ impl<O> Seen<O> {
     #[inline]
     pub fn object(&mut self, address: usize, at: usize) -> Option<usize> {
         let linear = &mut self.linear[..self.count];
-        if let Some(found) = linear.iter().find(|object| object.0 == address) {
-            return Some(found.1);
+        if let Some(extents_found) = linear.iter().find(|object| object.0 == address) {
+            return Some(extents_found.1);
         }
         if self.count < LINEAR_MAX {
             self.linear[self.count] = (address, at);
@@ -81,7 +81,7 @@ impl<O> Seen<O> {
             return None;
         }
         match self.hashed.entry(address) {
-            std::collections::hash_map::Entry::Occupied(found) => Some(*found.get()),
+            std::collections::hash_map::Entry::Occupied(extents_found) => Some(*extents_found.get()),
             std::collections::hash_map::Entry::Vacant(free) => {
                 free.insert(at);
                 None
@@ -139,13 +139,13 @@ mod tests {
             let overlap = |(a, b): (&(usize, usize), &(usize, usize))| a.0 < b.0 + b.1 && b.0 < a.0 + a.1;
             let pairs = extents.iter().enumerate().flat_map(|(i, a)| extents[i + 1..].iter().map(move |b| (a, b)));
             let expected = overlaps || pairs.into_iter().any(overlap);
-            let found = seen.aliased_extents();
-            prop_assert_eq!(found.is_some(), expected);
-            if let Some(found) = found {
-                prop_assert!(found.is_sorted());
-                let starts = found.iter().map(|it| (extents[it.leaf].0, it.end - it.start));
-                prop_assert!(starts.eq(found.iter().map(|it| (it.start, extents[it.leaf].1))));
-                prop_assert_eq!(found.len(), extents.len());
+            let extents_found = seen.aliased_extents();
+            prop_assert_eq!(extents_found.is_some(), expected);
+            if let Some(extents_found) = extents_found {
+                prop_assert!(extents_found.is_sorted());
+                let starts = extents_found.iter().map(|it| (extents[it.leaf].0, it.end - it.start));
+                prop_assert!(starts.eq(extents_found.iter().map(|it| (it.start, extents[it.leaf].1))));
+                prop_assert_eq!(extents_found.len(), extents.len());
             }
         }
     }

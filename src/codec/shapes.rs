@@ -8,7 +8,8 @@ use pyo3::types::{PyDict, PyString, PyTuple};
 
 use crate::tree::{Group, Writer};
 
-/// Maximum number of shapes of an image. A list of dicts with more shapes has dicts with arbitrary keys.
+/// Maximum number of shapes of an image. If there are more, the keys of the dicts are arbitrary, and further dicts get
+/// no shape.
 const SHAPES_MAX: usize = 256;
 /// Maximum number of keys of a dict that has a shape.
 const KEYS_MAX: usize = 256;

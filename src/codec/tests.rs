@@ -17,7 +17,7 @@ use crate::tree::dtype::Dtype;
 use crate::tree::layout::Dims;
 use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, Writer, walk};
 
-/// Bytes of the memory that all tensors lie in.
+/// Bytes of the memory of all tensors.
 const MEMORY: usize = 64 << 10;
 
 /// A tensor; its number is its identity.

@@ -50,8 +50,8 @@ pub fn release(state: &AtomicU32, bits: u32) -> Left {
         let remaining = seen & !bits & HOLDERS;
         let delivered = if bits & CONSUMER != 0 { 0 } else { seen & DELIVERED };
         let next = if remaining == 0 { RETURNING } else { remaining | delivered };
-        // SYNC: block-released (Release: what the holder read or wrote comes before; Acquire: and what the other
-        // holders did comes before the block is given back).
+        // SYNC: block-released (Release: this holder's reads and writes come before; Acquire: those of the other
+        // holders come before the block is given back).
         match state.compare_exchange_weak(seen, next, Ordering::AcqRel, Ordering::Relaxed) {
             Ok(_) => return if remaining == 0 { Left::Last } else { Left::Held },
             Err(now) => seen = now,
@@ -59,7 +59,7 @@ pub fn release(state: &AtomicU32, bits: u32) -> Left {
     }
 }
 
-/// Clears `bits` inside the owning process; if no holder remains, the block is free at once.
+/// Clears `bits` inside the owning process; if no holder remains, the block is free immediately.
 #[inline]
 pub fn release_owned(state: &AtomicU32, bits: u32) -> Left {
     // SYNC: block-released.
@@ -176,7 +176,7 @@ pub fn take_returned<'a>(
     while link != 0 {
         let id = link - 1;
         if id >= blocks || left == 0 {
-            return Err(Error::corrupt(format!("block {id} of {blocks} on a return stack")));
+            return Err(Error::corrupt(format!("a return stack has a wrong link to block {id} of {blocks}")));
         }
         left -= 1;
         let entry = block(id);

@@ -2,7 +2,7 @@
 //! work.
 //!
 //! [`pause`] joins it before each fork, so that a child inherits none of its locks and Python (from 3.12) does not warn
-//! of a fork with threads. It calls no Python code.
+//! about a fork with threads. It calls no Python code.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -32,7 +32,7 @@ struct State {
 
 static STATE: Mutex<State> = Mutex::new(State { work: None, work_changed: false, thread: None, ended: None, forks: 0 });
 static WAKE: Condvar = Condvar::new();
-/// True after the first [`start`]. In a program that only imports the library, [`tend`] does nothing after a fork.
+/// True after the first [`start`]. In a program that only imports the library, [`restart`] does nothing after a fork.
 static USED: AtomicBool = AtomicBool::new(false);
 /// The fork generation that the state belongs to.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
@@ -53,8 +53,8 @@ fn state() -> Option<MutexGuard<'static, State>> {
     Some(lock(&STATE))
 }
 
-/// Calls `work` on the thread, now and whenever the time that it returned has passed. If no thread can start, later
-/// calls of this function do the same.
+/// Calls `work` on the thread, now, and again whenever the time that it returned has passed. If no thread can be
+/// started, the next call of `start` tries again.
 pub fn start(work: Work) {
     USED.store(true, Ordering::Relaxed);
     let Some(mut state) = state() else { return };
@@ -93,7 +93,7 @@ pub fn pause() {
     }
 }
 
-/// Undoes [`pause`] after the fork. The next [`tend`] starts the thread.
+/// Undoes [`pause`] after the fork. The next [`restart`] starts the thread.
 pub fn resume() {
     if let Some(mut state) = state() {
         state.forks = state.forks.saturating_sub(1);
@@ -101,7 +101,7 @@ pub fn resume() {
 }
 
 /// Starts the thread again if a fork ended it while there was work.
-pub fn tend() {
+pub fn restart() {
     if !USED.load(Ordering::Relaxed) {
         return;
     }
@@ -216,19 +216,19 @@ mod tests {
         pause();
         assert_eq!(threads(), 0, "it is joined before a fork");
         start(count_down);
-        tend();
+        restart();
         assert_eq!(threads(), 0, "it does not start during a fork");
         pause();
         resume();
-        tend();
+        restart();
         assert_eq!(threads(), 0, "another fork is in progress");
         resume();
         assert_eq!(threads(), 0);
         let calls = CALLS.load(Ordering::Relaxed);
-        tend();
+        restart();
         wait_until(|| CALLS.load(Ordering::Relaxed) > calls + 3);
         stop();
-        tend();
+        restart();
         assert_eq!(threads(), 0, "there is no more work");
         // A change ends a long wait.
         start(|| (LEFT.load(Ordering::Relaxed) != 7).then_some(Duration::from_secs(1000)));

@@ -55,7 +55,7 @@ impl Sleeper {
         true
     }
 
-    /// Rings whether or not anyone sleeps.
+    /// Rings even if no thread sleeps.
     pub fn ring_always(&self) {
         // SYNC: bell-rung (pairs with the Acquire in `Sleeper::announce`).
         self.bell.fetch_add(1, Ordering::Release);

@@ -1,9 +1,9 @@
 //! Protection of blocks that forked children of this process may still read.
 //!
-//! Each fork marks the blocks in which live tensors lie. Marked blocks are neither reused nor punched until every
-//! process that came from the fork has ended or called exec. A mapping that only the children keep ([`ForkWitness`])
-//! shows when that is the case: closing all unknown descriptors, as children often do, does not unmap it. The hooks are
-//! registered with pthread_atfork, so forks in C code run them too.
+//! Each fork marks the blocks that hold live tensors. Marked blocks are neither reused nor punched until every process
+//! that came from the fork has ended or called exec. A mapping that only the children keep ([`ForkWitness`]) shows when
+//! that is the case: closing all unknown descriptors, as children often do, does not unmap it. The hooks are registered
+//! with pthread_atfork, so forks in C code run them too.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -125,7 +125,7 @@ pub fn end_group() {
         finish();
     }
     caretaker::resume();
-    caretaker::tend();
+    caretaker::restart();
 }
 
 /// Moves the marks of this thread's forks into the table.
@@ -178,7 +178,7 @@ fn before_fork() {
 fn after_fork_in_parent() {
     if GROUP.with_borrow(|depth| *depth == 0) {
         finish();
-        // No `tend` here: Python counts the threads after the fork has returned.
+        // No `restart` here: Python counts the threads after the fork has returned.
         caretaker::resume();
     }
 }

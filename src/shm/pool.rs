@@ -62,7 +62,7 @@ impl Owner {
 
     /// Makes this loader the owner of an arena that its iterator has taken.
     pub fn begin(&self, arena: &Arena) {
-        // Inserted even if it was announced: in a forked child the pool has lost its owners.
+        // Inserted even if the loader was announced: in a forked child the pool has lost its owners.
         if let Some(mut pool) = pool() {
             pool.owners.insert(self.0, None);
         }
@@ -165,16 +165,16 @@ pub fn put(arena: Arc<Arena>) {
         }
     }
     retire(dropped);
-    caretaker::start(care);
+    caretaker::start(retire_expired);
 }
 
 /// Retires the arenas that have been idle for too long.
 pub fn trim() {
-    care();
+    retire_expired();
 }
 
 /// Does what [`trim`] does, as the work of the caretaker: returns the time until another arena is idle for too long.
-fn care() -> Option<Duration> {
+fn retire_expired() -> Option<Duration> {
     super::forks::reap();
     let now = sys::clock::monotonic();
     let mut pool = pool()?;

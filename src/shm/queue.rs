@@ -12,7 +12,8 @@
 //!                                     state: waiting -> w + 2, or try the next position
 //! ```
 //! A worker reads the entry before it claims it. If the swap succeeds, the state has not changed in between, so nothing
-//! has overwritten the entry. At any moment the state says who holds an entry, even if that process was killed.
+//! has overwritten the entry. At any moment the state shows which worker holds an entry, even if that worker was
+//! killed.
 //!
 //! Entries are claimed in the order of their positions, so the waiting entries are the last ones. A producer with fewer
 //! than `capacity` entries waiting always finds its slot claimed. It may reuse the slot of an entry that is held and
@@ -407,7 +408,7 @@ mod tests {
         let (mut main, mut worker) = (queue.submitter(), queue.claimer(0));
         for position in 0..103 {
             main.push(&entry(position)).unwrap();
-            // The head as a worker saw it long ago, or as a worker left it that was killed before moving it.
+            // The head as a worker saw it long ago, or as it stays if a worker is killed before moving it.
             queue.control().head.0.store(position / 50, Ordering::Relaxed);
             assert_eq!(worker.claim().unwrap(), Some((position, entry(position))));
             assert_eq!(queue.control().head.0.load(Ordering::Relaxed), position + 1);

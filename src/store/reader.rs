@@ -17,7 +17,7 @@ pub enum Row<'a> {
     Record(&'a [u8]),
 }
 
-/// A section of the image: its place and length in bytes, which lie inside the image.
+/// A section of the image: its place and length in bytes, which are checked to be inside the image.
 #[derive(Clone, Copy, Debug)]
 struct Section {
     at: usize,

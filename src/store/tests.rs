@@ -98,9 +98,9 @@ fn keys_are_found_by_their_hash() {
     let fd = builder.finish(0, b"").unwrap();
     let store = Store::open(fd.as_fd()).unwrap();
     for n in 0..3000u64 {
-        let found: Vec<u64> = store.candidates(hash(&(n / 2).to_le_bytes())).collect();
-        assert_eq!(found.contains(&(2 * n)), n % 10 != 9, "key {n}: {found:?}");
-        assert!(found.len() < 6, "{found:?}");
+        let rows: Vec<u64> = store.candidates(hash(&(n / 2).to_le_bytes())).collect();
+        assert_eq!(rows.contains(&(2 * n)), n % 10 != 9, "key {n}: {rows:?}");
+        assert!(rows.len() < 6, "{rows:?}");
     }
     let odd: Vec<u64> = store.odd().collect();
     assert_eq!(odd, (0..300).map(|n| 2 * (10 * n + 9)).collect::<Vec<_>>());

@@ -80,7 +80,7 @@ fn levels_of_line(roots: &Roots, controller: &str, line: &str) -> Vec<Level> {
         _ => return Vec::new(),
     };
     let is_v2 = controllers.is_empty();
-    // In a container the path may contain levels that are not mounted ("/docker/1f.."), or lie above the mount's root
+    // In a container the path may contain levels that are not mounted ("/docker/1f.."), or lead above the mount's root
     // ("/../x"), which is then the container's own level.
     let names = Path::new(path).components().filter_map(|component| match component {
         Component::Normal(name) => Some(name),

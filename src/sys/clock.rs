@@ -12,7 +12,7 @@ pub fn monotonic() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Returns [`monotonic`] in nanoseconds; enough for 584 years.
+/// Returns [`monotonic`] in nanoseconds, which overflows after 584 years.
 pub fn monotonic_ns() -> u64 {
     monotonic().as_nanos() as u64
 }

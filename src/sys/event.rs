@@ -27,7 +27,7 @@ impl EventFd {
         fd.map(Self::from_owned_fd).map_err(|errno| refused("eventfd", errno, descriptor_hint(errno)))
     }
 
-    /// Wraps a descriptor from another process, made by [`EventFd::new`] and so non-blocking.
+    /// Wraps a descriptor from another process. It comes from [`EventFd::new`], so it is non-blocking.
     pub fn from_owned_fd(fd: OwnedFd) -> Self {
         Self(KnownFd::new(fd))
     }

@@ -39,7 +39,7 @@ impl Step {
 pub struct ForkHandlers {
     /// Runs before every fork, in the forking thread.
     pub prepare: fn(),
-    /// Runs in the parent after the fork, in the same thread, also if the fork fails.
+    /// Runs in the parent after the fork, in the same thread, even if the fork fails.
     pub parent: fn(),
     /// Runs in the child. Must be safe after a fork of a process with threads.
     pub child: fn(),

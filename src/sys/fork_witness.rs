@@ -7,7 +7,7 @@ use super::map::{Mapping, page_size};
 use super::memfd;
 use crate::error::Result;
 
-/// A detector of the moment when all processes that were forked while its [`WitnessMapping`] existed have ended.
+/// A witness that shows when all processes that were forked while its [`WitnessMapping`] existed have ended.
 ///
 /// The mapping is that of an otherwise unused file. A child keeps it until it ends or calls exec, whatever descriptors
 /// it closes, and its own children inherit it. While any process maps the file, the kernel refuses to seal it against

@@ -12,7 +12,7 @@ use super::refused;
 use crate::error::Result;
 
 /// The hint of an error when a call is refused.
-const UNMAPPED: &str = "the word must lie in mapped memory";
+const UNMAPPED: &str = "the word must be in mapped memory";
 
 /// The reason for which [`wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub enum Wake {
 }
 
 /// Sleeps until [`wake`] if `word` is `expected`. Without a timeout it sleeps for as long as it takes. The futex is not
-/// private: the word may lie in a mapping that other processes share.
+/// private: the word may be in a mapping that other processes share.
 pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Result<Wake> {
     let timeout = timeout.map(timespec);
     let call = || rustix::thread::futex::wait(word, Flags::empty(), expected, timeout.as_ref());

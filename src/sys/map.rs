@@ -46,8 +46,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `len` bytes of `fd`, which must keep at least that length (be sealed): an access beyond a file's
-    /// end raises SIGBUS.
+    /// Maps the first `len` bytes of `fd`, which must keep at least that length, as a sealed file does: an access
+    /// beyond a file's end raises SIGBUS.
     pub fn new(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
         if len == 0 {
             return Err(Error::usage("a mapping must have at least one byte"));
@@ -152,7 +152,7 @@ impl Mapping {
 
     fn advise(&self, pages: &Range<usize>, advice: Advice) -> rustix::io::Result<()> {
         let start = self.start.as_ptr().wrapping_add(pages.start);
-        // SAFETY: `pages` lies in the mapping, up to the end of its last page, and no advice that is used unmaps pages.
+        // SAFETY: `pages` is in the mapping, up to the end of its last page, and no advice that is used unmaps pages.
         // MADV_REMOVE changes bytes, as the owner of the range requests.
         unsafe { rustix::mm::madvise(start.cast(), pages.len(), advice) }
     }
@@ -160,7 +160,7 @@ impl Mapping {
     /// Writes every page with its current value.
     fn touch(&self, pages: &Range<usize>) {
         for offset in pages.clone().step_by(self.page) {
-            // SAFETY: the byte lies in the mapping; all users of the range use atomics or own it.
+            // SAFETY: the byte is in the mapping; all users of the range use atomics or own it.
             let byte = unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(offset)) };
             // Not fetch_add(0): compilers may turn that into a load, which does not make the page writable.
             let value = byte.load(Ordering::Relaxed);
@@ -240,13 +240,13 @@ mod tests {
 
     fn read(mapping: &Mapping, offset: usize) -> u8 {
         assert!(offset < mapping.len());
-        // SAFETY: the byte lies in the mapping, and this thread alone uses it.
+        // SAFETY: the byte is in the mapping, and only this thread uses it.
         unsafe { mapping.as_ptr().add(offset).read() }
     }
 
     fn write(mapping: &Mapping, offset: usize, value: u8) {
         assert!(offset < mapping.len());
-        // SAFETY: the byte lies in the mapping, and this thread alone uses it.
+        // SAFETY: the byte is in the mapping, and only this thread uses it.
         unsafe { mapping.as_ptr().add(offset).write(value) }
     }
 

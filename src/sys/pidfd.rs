@@ -160,7 +160,7 @@ pub fn is_child(pid: i32) -> bool {
 }
 
 /// Returns true if the process `pid` is a child or grandchild of this one, as under multiprocessing's fork server.
-/// False for this process, and for a number that names a group or no process.
+/// Returns false for this process, and for a number that names a group or no process.
 pub fn descends(pid: i32) -> bool {
     let me = std::process::id() as i32;
     if pid <= 0 || pid == me {

@@ -73,7 +73,7 @@ impl PollSet {
         if self.array.iter().any(|entry| entry.as_fd().as_raw_fd() == fd) {
             return Err(Error::usage(format!("descriptor {fd} is waited on twice")));
         }
-        let fd = by_number(fd).map_err(|errno| refused("poll", errno, "a number that is no descriptor"))?;
+        let fd = by_number(fd).map_err(|errno| refused("poll", errno, "the number is not a descriptor"))?;
         if self.epoll.as_ref().is_some_and(|epoll| register(epoll, fd, token).is_err()) {
             self.epoll = None;
         }

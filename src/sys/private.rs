@@ -104,7 +104,7 @@ mod tests {
         *byte(0) = 1;
         *byte(len - 1) = 2;
         let is_private = in_child(|| {
-            // SAFETY: the whole mapping, to which there is no reference.
+            // SAFETY: the range is the whole mapping, to which there is no reference.
             unsafe { make_private(map.as_ptr(), len) };
             let same = (*byte(0), *byte(len / 2), *byte(len - 1)) == (1, 0, 2);
             *byte(0) = 9;

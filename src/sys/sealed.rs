@@ -49,7 +49,7 @@ fn too_long(len: u64) -> Error {
     Error::Os { call: "pwrite", errno: libc::EFBIG, hint }
 }
 
-/// Seals a memfd against every change, also of its seals.
+/// Seals a memfd against every change of its bytes, its length and its seals.
 pub fn seal_all(fd: BorrowedFd<'_>) -> Result<()> {
     failpoint!("seal", rustix::fs::fcntl_add_seals(fd, SEALS))
         .map_err(|errno| refused("fcntl(F_ADD_SEALS)", errno, "the kernel or its sandbox does not allow seals"))

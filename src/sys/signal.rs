@@ -23,7 +23,7 @@ pub fn block_all_in_this_thread() {
 pub struct Mask(libc::sigset_t);
 
 impl Mask {
-    /// Blocks `signals`, too, in the calling thread. Returns the previous mask.
+    /// Blocks `signals` in the calling thread, in addition to those already blocked. Returns the previous mask.
     pub fn block(signals: &[i32]) -> Self {
         let (mut more, mut before) = (empty_set(), Self(empty_set()));
         // SAFETY: the sets are local; a number that is not a signal is refused.
@@ -109,7 +109,7 @@ pub fn ignore(signal: i32) {
     // SAFETY: a sigaction of zeroes is a valid one, with an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = libc::SIG_IGN;
-    // SAFETY: there is no handler in it.
+    // SAFETY: the action has no handler.
     unsafe { set_action(signal, &action) };
 }
 

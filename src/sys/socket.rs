@@ -109,7 +109,7 @@ impl Socket {
     }
 
     /// Makes the kernel detect that the connection ended without a packet: it probes an idle connection, and gives up
-    /// on bytes that are not acknowledged within `limit`. Does nothing for sockets other than TCP's.
+    /// on bytes that are not acknowledged within `limit`. Does nothing for sockets other than TCP sockets.
     pub fn keep_alive(&self, limit: Duration) {
         let millis = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX) as u32;
         let part = |n| Duration::from_secs(u64::from(millis / 1000 / n).max(1));
@@ -250,7 +250,7 @@ mod tests {
             Part::advance(&mut left, 0);
             for begin in (0..10).step_by(step) {
                 let part = left[0].0;
-                // SAFETY: the remainder of a part lies in `all`.
+                // SAFETY: the remainder of a part is in `all`.
                 let first = unsafe { *part.iov_base.cast::<u8>() };
                 assert_eq!(usize::from(first), begin);
                 assert_eq!(left.iter().map(|part| part.0.iov_len).sum::<usize>(), 10 - begin);

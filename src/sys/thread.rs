@@ -1,4 +1,4 @@
-//! Start and names of the crate's threads.
+//! Starting and naming of the crate's threads.
 
 use std::ffi::CStr;
 

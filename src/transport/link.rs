@@ -69,7 +69,7 @@ struct Intake {
     failed: Option<Error>,
     /// True if the connection has ended, or is damaged.
     has_ended: bool,
-    /// True if the thread must receive the next frame, because that needs a wait for memory.
+    /// True if the thread must receive the next frame, because it has to wait for memory.
     needs_memory: bool,
 }
 

@@ -1,5 +1,5 @@
-//! The sending direction of a link: takes tasks from the rings to the socket, and keeps track of those that are not
-//! answered.
+//! The sending direction of a link, which moves tasks from the rings to the socket and keeps track of those that are
+//! not answered.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

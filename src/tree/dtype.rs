@@ -21,7 +21,7 @@ const fn row(torch: &'static str, dl: (u8, u8, u16), itemsize: u8, align: u8, nu
     Row { torch, dl, itemsize, align, numpy }
 }
 
-/// The order is the wire's: append only.
+/// The order is part of the wire format: append only.
 static ROWS: [Row; 24] = [
     row("bool", (6, 8, 1), 1, 1, "?"),
     row("uint8", (1, 8, 1), 1, 1, "u1"),

@@ -57,7 +57,7 @@ impl Gather {
             [] => unsafe { step(self.run, at, target) },
             [(size, stride)] => {
                 for i in 0..size as isize {
-                    // SAFETY: `i` is below the dimension's size, so the element lies in the view.
+                    // SAFETY: `i` is below the dimension's size, so the element is in the view.
                     unsafe { step(self.run, at.offset(i * stride), target) }
                 }
             }

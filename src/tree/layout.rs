@@ -227,7 +227,7 @@ impl TransferPlan {
     ///
     /// # Safety
     /// `first` is the first element of a readable view with the shape and strides of the plan, and `target` points to
-    /// `self.bytes` writable bytes apart from it.
+    /// `self.bytes` writable bytes that do not overlap it.
     pub unsafe fn copy(&self, first: *const u8, target: *mut u8) {
         match &self.gather {
             // SAFETY: a view copied whole is dense: it has `bytes` bytes from its first element on (the caller's

@@ -118,10 +118,10 @@ mod tests {
 
     #[test]
     fn extents_are_grouped() {
-        let mut found = Vec::new();
+        let mut lengths = Vec::new();
         let extents = [(0, 4), (4, 8), (6, 7), (7, 9), (9, 9), (20, 30), (21, 22), (29, 31)];
-        components(&extents, |&extent| extent, |component| found.push(component.len()));
-        assert_eq!(found, [1, 3, 1, 3]);
+        components(&extents, |&extent| extent, |component| lengths.push(component.len()));
+        assert_eq!(lengths, [1, 3, 1, 3]);
     }
 
     #[test]

@@ -85,7 +85,7 @@ fn sample() -> Vec<u8> {
     w.str("image");
     let plan = TransferPlan::new(&[2, 3], &[12, 4], 4, Style::Tensor).unwrap();
     let data = [1f32; 6];
-    // SAFETY: six floats lie in `data`.
+    // SAFETY: `data` has six floats.
     unsafe {
         w.inline(Kind::Tensor, Dtype::from_dl(2, 32, 1).unwrap(), &[2, 3], &plan, data.as_ptr().cast());
     };
@@ -109,9 +109,9 @@ fn sample() -> Vec<u8> {
 #[test]
 fn a_sample_is_read_back_and_each_truncation_is_detected() {
     let payload = sample();
-    let found = count(&payload).unwrap();
-    assert_eq!((found.leaves, found.ints.as_slice()), (5, &[7, 8, 9][..]));
-    assert_eq!((found.storages, found.kept, found.backs), (2, vec![1, 0], vec![1, 0]));
+    let counted = count(&payload).unwrap();
+    assert_eq!((counted.leaves, counted.ints.as_slice()), (5, &[7, 8, 9][..]));
+    assert_eq!((counted.storages, counted.kept, counted.backs), (2, vec![1, 0], vec![1, 0]));
     for len in 0..payload.len() {
         assert!(matches!(count(&payload[..len]), Err(Error::Corrupt { .. })), "cut at {len}");
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::port::Port;
 use crate::config::{COLLECT_BATCHES, COLLECT_FROM, RETAINED_MAX};
 use crate::error::{Error, Result};
-use crate::shm::alloc::settle;
+use crate::shm::alloc::retry_while_reserved;
 
 /// Accounting of the memory that the worker's objects hold.
 #[derive(Debug, Default)]
@@ -67,7 +67,7 @@ impl WorkerLease {
     /// wake the OOM killer.
     pub fn new(port: &Arc<Port>, kept: &Arc<Kept>, len: usize, pause: impl Fn(Duration)) -> Result<Option<Self>> {
         let returned = port.await_return(len as u64, &pause);
-        let (block, ptr) = match returned.and_then(|()| settle(|| port.allocate(len as u64), pause)) {
+        let (block, ptr) = match returned.and_then(|()| retry_while_reserved(|| port.allocate(len as u64), pause)) {
             Ok(allocated) => allocated,
             Err(error @ Error::NoMemory { .. }) => return Err(error),
             Err(_) => return Ok(None),

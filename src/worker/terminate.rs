@@ -1,14 +1,14 @@
 //! SIGTERM to the process group, as sent to preempt a training run.
 //!
-//! By default all workers would die of it, and `next` would raise before the main process's handler could react. So if
-//! the main process has a handler, a worker notes the signal on its status page, continues, and checks every
+//! By default all workers would die from it, and `next` would raise before the main process's handler could react. So
+//! if the main process has a handler, a worker notes the signal on its status page, continues, and checks every
 //! [`SIGTERM_CHECK`] which other workers have received it:
 //!
 //! | received by | meaning | the worker |
 //! |---|---|---|
 //! | all workers | a signal to the group | continues for at most [`SIGTERM_SERVE`] |
 //! | some of them | perhaps a signal to the group, still in delivery | checks again, for up to twice the limit |
-//! | no other worker, up to the limit | a signal to this worker | dies of it, and the main process names it |
+//! | no other worker, up to the limit | a signal to this worker | dies from it, and the main process names the worker |
 //! | there is no other worker | unknown | continues for [`SIGTERM_ALONE`] |
 //!
 //! A second SIGTERM ends the worker at once, and so does one that the worker sends itself. A SIGTERM from the main

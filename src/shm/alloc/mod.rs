@@ -63,7 +63,7 @@ fn class_pages(class: usize) -> u64 {
 
 /// Retries `attempt` while it fails only because of other workers' reservations, for at most [`RESERVATION_WAIT`].
 /// `pause` sleeps; the caller must hold no lock or memory that others wait for.
-pub fn settle<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(Duration)) -> Result<R> {
+pub fn retry_while_reserved<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(Duration)) -> Result<R> {
     let mut start = None;
     loop {
         let result = attempt();
@@ -109,11 +109,11 @@ pub struct Allocator {
     slab_end: u64,
     /// Bytes of each block that are in this process's page tables.
     mapped: Vec<u64>,
-    /// Blocks that were sent in a message since their allocation and in which an object of the owner still lies.
+    /// Blocks that were sent in a message since their allocation and still contain an object of the owner.
     sent: HashSet<u32>,
     /// Allocations left in this window.
     window: u32,
-    /// Batches of this window.
+    /// Number of batches in this window.
     batches: u32,
     /// The time of the last [`TRIM_BATCHES`]th batch of this window, or of the window's beginning.
     since: Duration,
@@ -440,7 +440,7 @@ impl Allocator {
     }
 
     /// Checks that the machine has `fresh` bytes left, at most once per [`HEADROOM_CHECK`] bytes. Does not wait for
-    /// other workers: see [`settle`].
+    /// other workers: see [`retry_while_reserved`].
     fn check_headroom(&mut self, fresh: u64) -> Result<()> {
         if fresh <= self.credit {
             self.credit -= fresh;
@@ -464,7 +464,7 @@ impl Allocator {
                 let passing = fresh <= free;
                 return Err(Error::NoMemory { wanted: fresh, limit: room.limit, headroom, passing });
             }
-            // Idle blocks of other sizes may use the memory.
+            // Idle blocks of other sizes may have the memory.
             trimmed = true;
             self.trim(0)?;
         }
@@ -506,7 +506,7 @@ impl Allocator {
     fn end_window(&mut self) -> Result<()> {
         (self.window, self.batches, self.since) = (TRIM_WINDOW, 0, sys::clock::monotonic());
         self.peak = [0, self.peak[0]];
-        // In a worker, only this call notices that children which the dataset forked have ended.
+        // In a worker, only this call notices when children that the dataset forked have ended.
         forks::reap();
         self.collect()?;
         for class in 0..CLASSES {

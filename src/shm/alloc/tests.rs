@@ -171,7 +171,7 @@ fn callers_of_the_allocator_wait_for_reservations_of_others() {
     let refused = a.allocate(1 << 20, WORKER);
     assert!(matches!(refused, Err(Error::NoMemory { passing: true, .. })), "{refused:?}");
     let mut pauses = 0;
-    let allocated = settle(
+    let allocated = retry_while_reserved(
         || a.allocate(1 << 20, WORKER),
         |_| {
             pauses += 1;
@@ -181,7 +181,7 @@ fn callers_of_the_allocator_wait_for_reservations_of_others() {
     assert!(allocated.is_ok() && pauses == 1);
     // A request that no machine has memory for is refused at once.
     let refused = || Err::<(), _>(Error::NoMemory { wanted: 1, limit: String::new(), headroom: 0, passing: false });
-    assert!(settle(refused, |_| panic!("it waits")).is_err());
+    assert!(retry_while_reserved(refused, |_| panic!("it waits")).is_err());
 }
 
 #[test]

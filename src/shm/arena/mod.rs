@@ -22,10 +22,10 @@ use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
 use crate::sys;
 
-/// Number of blocks in all arenas of this process in which delivered tensors lie. At 0 a fork needs no further check.
+/// Number of blocks in all arenas of this process that hold delivered tensors. At 0 a fork needs no further check.
 static DELIVERED_BLOCKS: AtomicUsize = AtomicUsize::new(0);
 
-/// Returns the number of blocks in which tensors delivered by this process lie now.
+/// Returns the number of blocks that now hold tensors delivered by this process.
 pub(crate) fn delivered_blocks() -> usize {
     DELIVERED_BLOCKS.load(Ordering::Relaxed)
 }
@@ -40,7 +40,7 @@ pub struct Arena {
     generation: u64,
     /// True in the process that created the arena and releases its pages.
     made_here: bool,
-    /// True once the arena is retired: no worker attaches again.
+    /// True after the arena is retired: no worker attaches again.
     retired: AtomicBool,
     /// Set while no worker is attached because the arena is in the pool or retired: released blocks lose their pages at
     /// once.
@@ -134,7 +134,7 @@ impl Arena {
         Self { map, fd, geometry, generation, made_here, retired, parking, owner: AtomicU64::new(0) }
     }
 
-    /// Returns the arena of a forked worker, over the inherited mapping: a second one would cost address space.
+    /// Returns the arena of a forked worker, over the inherited mapping: a second mapping would cost address space.
     pub fn inherited(&self) -> Arc<Self> {
         Arc::new(Self::over(self.map.clone(), self.fd.clone(), self.geometry, false))
     }
@@ -165,13 +165,14 @@ impl Arena {
         &self.slice::<T>(offset, 1)[0]
     }
 
-    /// Returns a reference to `len` `T`s at `offset`, for the layout's types of atomics alone.
+    /// Returns a reference to `len` `T`s at `offset`. `T` must be a type of the layout, which consists of atomics.
     #[inline]
     fn slice<T>(&self, offset: u64, len: u32) -> &[T] {
         let bytes = u64::from(len) * size_of::<T>() as u64;
         assert!(offset.is_multiple_of(align_of::<T>() as u64) && offset + bytes <= self.map.len() as u64);
-        // SAFETY: the range lies in the mapping, which lives as long as self and cannot shrink (sealed); it is aligned;
-        // T consists of atomics, for which every bit pattern is valid and which may change under the reference.
+        // SAFETY: the range is in the mapping, which lives as long as self and cannot shrink (it is sealed); it is
+        // aligned; T consists of atomics, for which every bit pattern is valid and which may change under the
+        // reference.
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize).cast::<T>(), len as usize) }
     }
 
@@ -272,19 +273,19 @@ impl Arena {
             )));
         }
         let start = (self.geometry.data(region) + offset) as usize;
-        // SAFETY: start lies inside the mapping, by the checks above.
+        // SAFETY: start is inside the mapping, by the checks above.
         Ok(unsafe { NonNull::new_unchecked(self.map.as_ptr().add(start)) })
     }
 
-    /// Replaces the contents of `buffer` with the first `len` bytes of a block, after checking that they lie in it.
+    /// Replaces the contents of `buffer` with the first `len` bytes of a block, after checking that the block has them.
     pub fn read_block(&self, region: u32, id: u32, len: u64, buffer: &mut Vec<u8>) -> Result<()> {
         let memory = self.block_memory(region, id, len)?;
         let len = len as usize;
         buffer.clear();
         buffer.reserve(len);
-        // SAFETY: `block_memory` has checked that the range lies in the mapping, and the buffer, which lies outside,
-        // has room for it. No reference to the block is made: a broken process may write to it during the copy, which
-        // then holds old bytes, new ones or both. The caller checks them like everything that other processes write.
+        // SAFETY: `block_memory` has checked that the range is in the mapping, and the buffer, which is outside, has
+        // room for it. No reference to the block is made: a broken process may write to it during the copy, which then
+        // holds old bytes, new ones or both. The caller checks them like everything that other processes write.
         unsafe {
             std::ptr::copy_nonoverlapping(memory.as_ptr(), buffer.as_mut_ptr(), len);
             buffer.set_len(len);
@@ -295,7 +296,7 @@ impl Arena {
     /// Returns the address of a region's data in this process.
     pub fn region_base(&self, region: u32) -> *mut u8 {
         assert!(region < self.geometry.regions());
-        // SAFETY: the region lies inside the mapping.
+        // SAFETY: the region is inside the mapping.
         unsafe { self.map.as_ptr().add(self.geometry.data(region) as usize) }
     }
 
@@ -315,7 +316,8 @@ impl Arena {
     pub fn populate_table(&self, region: u32, id: u32) -> Result<()> {
         let (row, start) = (size_of::<BlockEntry>() as u64, self.geometry.table(region));
         let (begin, end) = (start + u64::from(id) * row, start + u64::from(id + 1) * row);
-        // Rows do not straddle pages: the table begins on one, and a page is a multiple of a row.
+        // Rows do not straddle pages: the table begins at a page boundary, and the size of a page is a multiple of that
+        // of a row.
         if !begin.is_multiple_of(PAGE) {
             return Ok(());
         }
@@ -329,7 +331,7 @@ impl Arena {
     }
 
     /// Marks a block as holding the user's tensors, so that a fork marks it. Returns an error unless the consumer holds
-    /// the block and no tensors lie in it yet.
+    /// the block and the block holds no tensors yet.
     pub fn delivered(&self, region: u32, id: u32) -> Result<()> {
         let state = &self.table(region)[id as usize].state;
         let mut seen = state.load(Ordering::Relaxed);
@@ -426,7 +428,7 @@ impl Arena {
     }
 
     /// Resets a worker's rings, status page and region for its next process; other workers, and the consumer's blocks
-    /// in this region, stay as they are. The worker's process must have ended, wherever it was, and its results must
+    /// in this region, are unchanged. The worker's process must have ended, in whatever state, and its results must
     /// have been received, so this process acts as the region's owner. `withdrawn` is called with each task that the
     /// worker had not taken. Two kinds of blocks stay held until the arena is retired: those of an unpublished message,
     /// and those that a child of the worker may read.
@@ -461,7 +463,7 @@ impl Arena {
 
     /// Recovers the arena after all workers have left cleanly and all results were released: takes back the blocks that
     /// only workers held, and keeps as many warm pages as the batches under way needed. Returns the bytes of warm
-    /// pages, or `None` when a child of a worker may still read a block: the arena is then not reusable.
+    /// pages, or `None` if a child of a worker may still read a block: the arena is then not reusable.
     pub fn recover(&self) -> Option<u64> {
         self.parking.begin();
         let mut idle = 0;
@@ -543,7 +545,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // Processes that were forked may still map the arena, which would keep its pages.
+        // Forked processes may still map the arena, which would keep its pages in memory.
         self.retire();
     }
 }

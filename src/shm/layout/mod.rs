@@ -56,7 +56,7 @@ unsafe impl Shared for QueueSlot {}
 #[cfg(not(loom))]
 unsafe impl Shared for RingSlot {}
 
-/// A value on a cache line of its own.
+/// A value on its own cache line.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct Line<T>(pub T);
@@ -96,7 +96,7 @@ pub struct MainPage {
     /// A [`MainState`].
     pub(crate) state: AtomicU32,
     pub(crate) pid: AtomicU32,
-    /// Monotonic nanoseconds at which the state began; for both kinds of waiting, the start of that `next`.
+    /// Monotonic nanoseconds at which the state began; for both kinds of waiting, at which the call of `next` began.
     pub(crate) since_ns: AtomicU64,
     /// Monotonic nanoseconds at which the wait not yet in the counters began; valid in both kinds of waiting.
     pub(crate) wait_since_ns: AtomicU64,
@@ -234,7 +234,7 @@ pub struct QueueControl {
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct QueueSlot {
-    /// The entry's position and who holds it; see `queue.rs`.
+    /// The entry's position and its holder; see `queue.rs`.
     pub state: AtomicU64,
     /// The entry.
     pub entry: [AtomicU64; SLOT_WORDS],
@@ -283,13 +283,13 @@ pub struct StatusPage {
     pub(crate) index_task: AtomicU64,
     /// CPU nanoseconds of the process when it first left `Starting`; 0 before.
     pub start_cpu_ns: AtomicU64,
-    /// Nanoseconds that its main thread had waited for a core by then; 0 if unknown. Stored first.
+    /// Nanoseconds that the worker's main thread had waited for a core by then; 0 if unknown. Stored first.
     pub start_queued_ns: AtomicU64,
     /// CPU nanoseconds of the process during the measured fetches.
     pub(crate) fetch_cpu_ns: AtomicU64,
     /// Nanoseconds of wall time of these fetches. Stored first.
     pub(crate) fetch_measured_ns: AtomicU64,
-    /// The place of the current sample in the index batch of `task`, plus one; 0 if unknown; [`NOT_BEGUN`].
+    /// The place of the current sample in the index batch of `task`, plus one; 0 if unknown; or [`NOT_BEGUN`].
     pub(crate) place: AtomicU64,
 }
 
@@ -345,9 +345,9 @@ impl StatusPage {
 }
 
 numbered_enum! {
-    /// The processes that received a SIGTERM, as far as a worker knows that survives one; see `worker/terminate.rs`.
+    /// The workers that received a SIGTERM, as far as a worker that survives it knows; see `worker/terminate.rs`.
     pub enum Terminated {
-        /// None received.
+        /// The worker received none.
         No = 0 => "no",
         /// This worker received one. It does not know of another that did.
         Alone = 1 => "alone",
@@ -448,7 +448,7 @@ pub struct ControlPage {
 pub struct TraceHead {
     /// Worker to main.
     pub ring: RingControl,
-    /// Events that found the ring full; written by the worker alone.
+    /// Number of events that were lost because the ring was full; written by the worker alone.
     pub lost: Line<AtomicU64>,
 }
 

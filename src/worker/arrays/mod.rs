@@ -2,7 +2,7 @@
 //!
 //! A batch with such an array is sent without a copy if nothing in the worker can change it any more. The proof has two
 //! parts. While the batch exists, the encoder checks the references that lead to the array's memory: the containers
-//! around it, the array and the arrays that it is a view of must have one reference each, and no weak ones. So no
+//! around it, the array and the arrays that it is a view of must have one reference each, and no weak references. So no
 //! finalizer that runs when the batch is dropped can reach the memory. Everything else is copied at once.
 //!
 //! Then the packer notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] shows
@@ -26,7 +26,7 @@ use self::table::{Array, Arrays};
 use super::port::Port;
 use crate::config::{ARRAYS_BATCHES, ARRAYS_FROM, PRIVATE_WAIT};
 use crate::error::{Error, Result};
-use crate::shm::alloc::settle;
+use crate::shm::alloc::retry_while_reserved;
 use crate::shm::layout::PAGE;
 use crate::sync::{Ordering, lock};
 use crate::sys::fork::{ForkHandlers, Step, on_fork};
@@ -52,7 +52,7 @@ impl Port {
     /// worker. Returns [`Error::NoMemory`] if the machine or the memory cgroup has no memory left, so that ordinary
     /// memory would wake the OOM killer. Waits only while other workers reserve too much.
     pub fn allocate_array(&self, len: usize, zeroed: bool) -> Result<Option<NonNull<u8>>> {
-        let memory = match settle(|| self.new_array(len), std::thread::sleep) {
+        let memory = match retry_while_reserved(|| self.new_array(len), std::thread::sleep) {
             Ok(memory) => memory,
             Err(error @ Error::NoMemory { .. }) => {
                 *lock(&self.refused_array) = Some((self.task(), error.clone()));
@@ -128,7 +128,7 @@ impl Port {
         Resized::InPlace
     }
 
-    /// Returns true if an array lies in a block.
+    /// Returns true if a block contains an array.
     pub fn has_array(&self, block: u32) -> bool {
         self.arrays().is_some_and(|arrays| arrays.live.contains_key(&block))
     }

@@ -1,4 +1,4 @@
-//! The holders of a leaf's block after its message was sent.
+//! The worker's hold on the blocks of a message's leaves.
 
 /// The worker's hold on a leaf's block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,7 +4,7 @@ use super::core::Port;
 use super::ends::Ends;
 use super::keep::Keep;
 use crate::error::{Error, Result};
-use crate::shm::alloc::settle;
+use crate::shm::alloc::retry_while_reserved;
 use crate::shm::block::CONSUMER;
 use crate::shm::doorbell;
 use crate::shm::layout::StatusPage;
@@ -24,7 +24,7 @@ impl Port {
     ) -> Result<()> {
         self.check_ours()?;
         let len = wire::message_len(leaves.len(), payload.len());
-        let block = settle(|| self.allocate_message(len), std::thread::sleep)?;
+        let block = retry_while_reserved(|| self.allocate_message(len), std::thread::sleep)?;
         let load = load_of(len, leaves);
         self.note_size(load.bytes);
         let mut ends = lock(&self.ends);
@@ -68,7 +68,7 @@ impl Port {
         let len = wire::message_len(0, payload.len());
         // The main process waits for the first snapshot, and should learn of an error: both may use the reserve.
         let block = match count == 0 || is_error {
-            true => settle(|| self.allocate_message(len), std::thread::sleep),
+            true => retry_while_reserved(|| self.allocate_message(len), std::thread::sleep),
             false => lock(&self.allocator).allocate(len, CONSUMER),
         };
         let block = match block {

@@ -39,7 +39,7 @@ fn an_error_can_be_sent_when_the_region_is_full() {
 }
 
 #[test]
-fn a_snapshot_for_which_there_is_no_memory_is_left_out_but_the_first_and_an_error_are_reported() {
+fn a_snapshot_without_memory_is_omitted_but_the_first_and_an_error_are_reported() {
     let port = port(64 << 20);
     let mut held = Vec::new();
     for len in [1 << 20, 64 << 10, 4096] {
@@ -51,7 +51,8 @@ fn a_snapshot_for_which_there_is_no_memory_is_left_out_but_the_first_and_an_erro
     let mut entry = || results.pop().unwrap().map(|words| ResultEntry::from_words(&words).unwrap());
     assert!(!port.send_snapshot(1, b"state", false).unwrap());
     assert_eq!(entry(), None);
-    // The reserve is for these, if it has room. The main process waits for the first one in any case.
+    // The first snapshot and an error may use the reserve, if it has room. The main process waits for the first one in
+    // any case.
     assert!(port.send_snapshot(0, b"state", false).unwrap());
     assert!(entry().unwrap().block.is_some());
     assert!(!port.send_snapshot(0, b"state", false).unwrap());
@@ -61,7 +62,7 @@ fn a_snapshot_for_which_there_is_no_memory_is_left_out_but_the_first_and_an_erro
     assert!(port.send_snapshot(3, b"error", true).unwrap());
     let error = entry().unwrap();
     assert_eq!((error.kind, error.block.is_some(), error.task), (ResultKind::FailedSnapshot, true, 3));
-    // A large one does not fit into the reserve.
+    // A large snapshot does not fit into the reserve.
     assert!(!port.send_snapshot(0, &[0; 1 << 20], false).unwrap());
     assert_eq!(entry().unwrap().block, None);
     held.into_iter().for_each(|block| port.release(block));
@@ -220,7 +221,7 @@ fn a_large_block_of_the_loop_is_awaited_for_a_moment() {
 }
 
 #[test]
-fn a_batch_of_a_replay_renews_the_time_of_the_task() {
+fn a_batch_of_a_replay_restarts_the_time_of_the_task() {
     let port = port(64 << 20);
     let since = || port.status().task_since_ns.load(Ordering::Relaxed);
     assert_eq!(since(), 0);
@@ -230,7 +231,7 @@ fn a_batch_of_a_replay_renews_the_time_of_the_task() {
 }
 
 #[test]
-fn a_task_is_begun_after_the_replay_before_it() {
+fn a_task_begins_after_its_replay() {
     let port = port(64 << 20);
     let page = port.status();
     page.begin(0, TaskKind::Resume, 1);
@@ -253,7 +254,7 @@ fn a_task_is_begun_after_the_replay_before_it() {
     page.reset();
     assert!(!page.has_begun());
     port.enter(WorkerState::Left);
-    assert!(!page.has_begun(), "the start has failed");
+    assert!(!page.has_begun(), "the start failed");
 }
 
 #[test]

@@ -35,8 +35,8 @@ fn blocks(a: &Allocator) -> Vec<(u32, u64, u64, u32)> {
 }
 
 fn block_of(a: &Allocator, id: u32) -> (u64, u64) {
-    let found = blocks(a).into_iter().find(|block| block.0 == id).expect("it has bytes");
-    (found.1, found.2)
+    let (_, offset, capacity, _) = blocks(a).into_iter().find(|block| block.0 == id).expect("it has bytes");
+    (offset, capacity)
 }
 
 fn bytes_of(table: &[BlockEntry], ids: impl IntoIterator<Item = u32>) -> u64 {
@@ -44,7 +44,7 @@ fn bytes_of(table: &[BlockEntry], ids: impl IntoIterator<Item = u32>) -> u64 {
 }
 
 /// Checks that the blocks cover the region up to `fresh` without a gap, that each idle block is in the list of its
-/// class once and no other block is in a list, and that the owner's records of them are right.
+/// class once and no other block is in a list, and that the owner's private records match the blocks.
 fn check(a: &Allocator) {
     let table = a.arena.table(a.region);
     let blocks = blocks(a);
@@ -179,7 +179,7 @@ fn pages_of_joined_blocks_are_released() {
     let before = pages(&a);
     let ids = fill(&mut a, 100 * KIB);
     ids.iter().for_each(|id| a.release(*id));
-    // It keeps only the pages at its start, and gets those that were asked for.
+    // The joined block keeps only the pages at its start, and gets new ones for the requested bytes.
     let id = a.allocate(region_len(&a) / 2, WORKER).unwrap();
     check(&a);
     a.release(id);
@@ -207,8 +207,7 @@ fn entries_of_joined_blocks_are_used_again() {
 
 #[test]
 fn a_killed_owner_leaves_no_gap_and_no_overlap() {
-    // A full region in which four neighbours are idle, after `before` held blocks. With `at_the_end`, `before` counts
-    // the blocks that are left out at its start.
+    // A full region in which four neighbours are idle: those after `before` held blocks, or the last four.
     let make = |before: usize, at_the_end: bool| {
         let mut a = allocator();
         let mut ids = fill(&mut a, 64 * KIB);
@@ -247,9 +246,9 @@ fn a_killed_owner_leaves_no_gap_and_no_overlap() {
 #[derive(Clone, Debug)]
 enum Act {
     Allocate(u64, u32),
-    /// The holders of some bits release a block.
+    /// Some holders, given by their bits, release a block.
     Release(usize, u32),
-    /// A message is delivered: tensors lie in its block.
+    /// A message is delivered: its block holds tensors.
     Deliver(usize),
     /// The main process forks.
     Fork(usize),
@@ -314,7 +313,7 @@ fn run(acts: Vec<Act>) {
                     let new = Model { id, len, place: block_of(&a, id), bits: holder, delivered: false, stamp };
                     assert!(held.iter().all(|other| other.id != id));
                     for word in new.words(&arena) {
-                        // SAFETY: the block is new, and the word lies in it.
+                        // SAFETY: the block is new, and the word is in it.
                         unsafe { word.write_unaligned(stamp) };
                     }
                     held.push(new);
@@ -443,7 +442,7 @@ fn batches_of_log_normal_sizes_fit() {
         let (owner, under_way) = &mut owners[batch % WORKERS as usize];
         let len = ((16.0 * KIB as f64 * (1.5 * random.normal()).exp()) as u64).clamp(4 * KIB, LARGEST);
         if under_way.len() >= 4 {
-            // Mostly the oldest one.
+            // Usually the oldest batch is released.
             let which = if random.next().is_multiple_of(8) { random.next() as usize % 4 } else { 0 };
             let id: u32 = under_way.remove(which).unwrap();
             arena.release(owner.region(), id, CONSUMER);
