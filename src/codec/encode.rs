@@ -58,7 +58,7 @@ pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<
     let before = out.len();
     // Held from the first address that is recorded to the last copy.
     let _reading = reading(batch.py());
-    let Ok(copies) = plain(Some(bridge), batch, out, sink.takes_arrays()) else {
+    let Ok(copies) = write_plain(Some(bridge), batch, out, sink.takes_arrays()) else {
         out.truncate(before);
         return Ok(false);
     };
@@ -82,16 +82,16 @@ pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<
 /// Appends an index batch to `out`. Returns false if it must be pickled; `out` is then unchanged.
 pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     let before = out.len();
-    let plain = plain(None, index, out, false).is_ok();
-    if !plain {
+    let is_plain = write_plain(None, index, out, false).is_ok();
+    if !is_plain {
         out.truncate(before);
     }
-    plain
+    is_plain
 }
 
 /// Writes a plain tree and returns the pending copies. `is_sole` is true if the list that holds the value has the only
 /// reference to it, and false if all arrays must be copied. After an error `out` holds a part of the tree.
-fn plain<'py>(
+fn write_plain<'py>(
     bridge: Option<&Bridge>,
     value: &Bound<'py, PyAny>,
     out: &mut Vec<u8>,

@@ -160,12 +160,12 @@ mod tests {
         drop(outgoing);
         assert_eq!(port.allocate(LEN as u64).unwrap(), (tensor, memory));
         assert_eq!(port.array_len(array), LEN);
-        let mut again = Outgoing::new(&port, true);
-        assert_eq!(again.adopt(array, LEN, Hold::Sole), Some((0, 0)));
-        assert!(again.begin_settling());
+        let mut second = Outgoing::new(&port, true);
+        assert_eq!(second.adopt(array, LEN, Hold::Sole), Some((0, 0)));
+        assert!(second.begin_settling());
         port.free_array(array);
-        again.settle(|_, _, _| panic!("it was freed")).unwrap();
-        drop(again);
+        second.settle(|_, _, _| panic!("it was freed")).unwrap();
+        drop(second);
         assert_eq!(port.allocate_array(LEN, false).unwrap().unwrap().as_ptr(), array);
     }
 }

@@ -54,7 +54,7 @@ impl Rows {
     /// Returns the keys of a shape.
     fn keys<'py>(&self, py: Python<'py>, number: u32) -> PyResult<&Bound<'py, PyTuple>> {
         let shapes = self.shapes.get_or_try_init(py, || {
-            let list = plain(py, self.meta())?;
+            let list = decode_plain(py, self.meta())?;
             let list = list.cast::<PyList>().map_err(|_| damaged("the keys of its dicts"))?;
             let tuples = list.iter().map(|keys| keys.cast_into::<PyTuple>().map(Bound::unbind));
             let tuples = tuples.collect::<std::result::Result<Vec<_>, _>>();
@@ -214,13 +214,13 @@ pub fn value<'py>(py: Python<'py>, rows: &Rows, row: u64) -> PyResult<Bound<'py,
     }
     match bytes.split_first() {
         Some((&PICKLE, pickle)) => loads(py)?.call1((PyBytes::new(py, pickle),)),
-        Some((&SHAPED, rest)) => shaped(py, rows, rest),
-        _ => plain(py, bytes),
+        Some((&SHAPED, rest)) => decode_shaped(py, rows, rest),
+        _ => decode_plain(py, bytes),
     }
 }
 
 /// Returns the value of a tree with or without leaves.
-fn plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
+fn decode_plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let value = match bytes.split_first() {
         Some((&LEAVES, rest)) => {
             let (tree, mut leaves) = split(rest).ok_or_else(|| damaged("a row's leaves"))?;
@@ -232,11 +232,11 @@ fn plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
 }
 
 /// Returns the dict of a row that begins with [`SHAPED`].
-fn shaped<'py>(py: Python<'py>, rows: &Rows, rest: &[u8]) -> PyResult<Bound<'py, PyAny>> {
+fn decode_shaped<'py>(py: Python<'py>, rows: &Rows, rest: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let wrong = || damaged("a dict's values");
     let (number, rest) = rest.split_first_chunk::<4>().ok_or_else(wrong)?;
     let keys = rows.keys(py, u32::from_le_bytes(*number))?;
-    let values = plain(py, rest)?;
+    let values = decode_plain(py, rest)?;
     let values = values.cast::<PyTuple>().map_err(|_| wrong())?;
     if values.len() != keys.len() {
         return Err(wrong().into());
@@ -372,7 +372,7 @@ pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>
         wanted.hash()?;
     }
     let rows: Box<dyn Iterator<Item = u64>> = match hash {
-        Some(_) => Box::new(store.odd()),
+        Some(_) => Box::new(store.unhashed()),
         // The table cannot be searched without a hash: every key may be equal.
         None => Box::new((0..store.rows()).step_by(2)),
     };

@@ -175,12 +175,12 @@ impl Build for Rebuilt {
     type Error = Error;
 
     fn atom(&mut self, atom: Atom<'_>) -> Result<()> {
-        let made = match atom {
+        let tensor = match atom {
             Atom::Leaf(leaf) => Rc::new(self.tensor(leaf)),
             Atom::Back(mark) => Rc::clone(&self.kept[&mark]),
             other => panic!("no tensor: {other:?}"),
         };
-        self.stack.push(made);
+        self.stack.push(tensor);
         Ok(())
     }
 
@@ -256,15 +256,15 @@ proptest! {
             return Ok(());
         };
         let bytes = source(&batch[0]);
-        let made = decode(&payload, leaves);
-        prop_assert_eq!(made.stack.len(), batch.len());
+        let decoded = decode(&payload, leaves);
+        prop_assert_eq!(decoded.stack.len(), batch.len());
         let (mut there, mut back) = (HashMap::new(), HashMap::new());
-        for (tensor, found) in batch.iter().zip(&made.stack) {
-            prop_assert_eq!(&tensor.shape, &found.shape);
+        for (tensor, copy) in batch.iter().zip(&decoded.stack) {
+            prop_assert_eq!(&tensor.shape, &copy.shape);
             let places = tensor.bytes();
-            prop_assert_eq!(places.len(), found.bytes.len());
-            for (&place, &at) in places.iter().zip(&found.bytes) {
-                prop_assert_eq!(bytes[place], made.memories[at.0][at.1]);
+            prop_assert_eq!(places.len(), copy.bytes.len());
+            for (&place, &at) in places.iter().zip(&copy.bytes) {
+                prop_assert_eq!(bytes[place], decoded.memories[at.0][at.1]);
                 if tensor.kind == Kind::Tensor {
                     prop_assert_eq!(*there.entry(place).or_insert(at), at, "shared memory was separated");
                     prop_assert_eq!(*back.entry(at).or_insert(place), place, "separate memory is shared");
@@ -273,7 +273,7 @@ proptest! {
         }
         for (i, tensor) in batch.iter().enumerate() {
             for (j, other) in batch.iter().enumerate() {
-                let same = Rc::ptr_eq(&made.stack[i], &made.stack[j]);
+                let same = Rc::ptr_eq(&decoded.stack[i], &decoded.stack[j]);
                 prop_assert_eq!(same, tensor.id == other.id, "items {} and {}", i, j);
             }
         }

@@ -63,10 +63,10 @@ fn table() -> MutexGuard<'static, Table> {
         let fresh = Box::into_raw(Box::<Mutex<Table>>::default());
         match TABLE.compare_exchange(std::ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => current = fresh,
-            Err(theirs) => {
+            Err(published) => {
                 // SAFETY: `fresh` was not published; no other thread has it.
                 drop(unsafe { Box::from_raw(fresh) });
-                current = theirs;
+                current = published;
             }
         }
     }

@@ -217,7 +217,7 @@ impl<M: QueueMemory> Claimer<M> {
                 return self.check_passed(position).map(|()| None);
             }
             if count - 1 != position {
-                position = self.overtaken(position, count - 1)?;
+                position = self.next_after(position, count - 1)?;
                 continue;
             }
             if seen == state_of(position, WAITING) {
@@ -253,7 +253,7 @@ impl<M: QueueMemory> Claimer<M> {
     /// Returns the position to try next if the slot of `position` has the entry `newer`: all entries that are at least
     /// the queue's capacity older than `newer` have been claimed.
     #[cold]
-    fn overtaken(&self, position: u64, newer: u64) -> Result<u64> {
+    fn next_after(&self, position: u64, newer: u64) -> Result<u64> {
         let capacity = self.memory.slots().len() as u64;
         if !(newer - position).is_multiple_of(capacity) {
             return Err(Error::corrupt(format!(

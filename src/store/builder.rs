@@ -36,7 +36,7 @@ pub struct Builder {
     /// The hashes of rows, with their numbers.
     hashes: Vec<(u64, u64)>,
     /// The rows without a hash.
-    odd: Vec<u64>,
+    unhashed: Vec<u64>,
     /// Bytes of raw data.
     data: u64,
 }
@@ -53,7 +53,7 @@ impl Builder {
             table: Vec::new(),
             uniform: true,
             hashes: Vec::new(),
-            odd: Vec::new(),
+            unhashed: Vec::new(),
             data: 0,
         })
     }
@@ -82,9 +82,9 @@ impl Builder {
         }
         match &mut self.pending {
             Pending::Ints(values) => values.push(value),
-            _ => return self.mixed(|writer| writer.int(value)),
+            _ => return self.push_number(|writer| writer.int(value)),
         }
-        self.added()
+        self.count_row()
     }
 
     /// Appends a row of a float.
@@ -96,13 +96,13 @@ impl Builder {
         }
         match &mut self.pending {
             Pending::Floats(values) => values.push(value),
-            _ => return self.mixed(|writer| writer.float(value)),
+            _ => return self.push_number(|writer| writer.float(value)),
         }
-        self.added()
+        self.count_row()
     }
 
     /// Appends a number to a chunk of other rows, as a row of bytes with a tree.
-    fn mixed(&mut self, write: impl FnOnce(&mut Writer<'_>)) -> Result<()> {
+    fn push_number(&mut self, write: impl FnOnce(&mut Writer<'_>)) -> Result<()> {
         let mut record = Vec::with_capacity(16);
         write(&mut Writer::new(&mut record));
         self.record(&[&record])
@@ -113,7 +113,7 @@ impl Builder {
         let len = parts.iter().map(|part| part.len()).sum::<usize>();
         if len >= CHUNK {
             self.flush()?;
-            return self.lone(parts, len);
+            return self.push_alone(parts, len);
         }
         self.unify();
         if let Pending::Records(ends, bytes) = &mut self.pending {
@@ -125,7 +125,7 @@ impl Builder {
             // At most 1 MiB, so it fits into a u32.
             ends.push(bytes.len() as u32);
         }
-        self.added()
+        self.count_row()
     }
 
     /// Converts the pending numbers to rows of bytes.
@@ -148,7 +148,7 @@ impl Builder {
         let row = self.rows.saturating_sub(1);
         match hash {
             Some(hash) => self.hashes.push((hash, row)),
-            None => self.odd.push(row),
+            None => self.unhashed.push(row),
         }
     }
 
@@ -209,7 +209,7 @@ impl Builder {
         }
     }
 
-    fn added(&mut self) -> Result<()> {
+    fn count_row(&mut self) -> Result<()> {
         self.rows += 1;
         let pending = match &self.pending {
             Pending::Ints(values) => values.len(),
@@ -250,7 +250,7 @@ impl Builder {
     }
 
     /// Writes a large row as its own chunk.
-    fn lone(&mut self, parts: &[&[u8]], len: usize) -> Result<()> {
+    fn push_alone(&mut self, parts: &[&[u8]], len: usize) -> Result<()> {
         self.check(len as u64, len as u64, 1)?;
         self.rows += 1;
         self.begin(form::LONE, 1);
@@ -304,12 +304,12 @@ impl Builder {
         let table = self.section(table.iter().chain(&end).flat_map(|(first, at)| [*first, *at]))?;
         let slots = self.slots();
         let slots = self.section(slots.into_iter())?;
-        let odd = std::mem::take(&mut self.odd);
-        let odd = self.section(odd.into_iter())?;
+        let unhashed = std::mem::take(&mut self.unhashed);
+        let unhashed = self.section(unhashed.into_iter())?;
         let meta_at = [self.at, meta.len() as u64];
         self.write(meta)?;
         let head = [MAGIC, VERSION, kind, self.rows, if self.uniform { ROWS } else { 0 }];
-        let header = head.into_iter().chain([table, slots, odd, meta_at, data].into_iter().flatten());
+        let header = head.into_iter().chain([table, slots, unhashed, meta_at, data].into_iter().flatten());
         let mut header: Vec<u8> = header.flat_map(u64::to_le_bytes).collect();
         // Padded, because a file that is empty or ends within the header could not be opened.
         header.resize(HEADER as usize, 0);

@@ -1,14 +1,14 @@
 //! Objects that processes share: rows of bytes or raw data in one sealed memfd, which are read in place.
 //!
 //! ```text
-//! image  := header, then in any order: chunks or data, table, slots, odd rows, meta
-//! header := 16 words: magic version kind rows chunk_rows table:section slots:section odd:section meta:section data:section
+//! image  := header, then in any order: chunks or data, table, slots, unhashed rows, meta
+//! header := 16 words: magic version kind rows chunk_rows table:section slots:section unhashed:section meta:section data:section
 //! section:= at:u64 length:u64, in bytes
 //! table  := (first row:u64 place:u64) for each chunk, and once more for the end
 //! place  := position of the chunk (bits 0-55) and its form (bits 56-63)
 //! chunk  := (form 1) i64 ...  (form 2) f64 ...  (form 3) end:u32 for each row, bytes  (form 4) length:u64, bytes of one row
 //! slots  := words of an open-addressed table: 0, or row + 1 (bits 0-39) and the top of the row's hash (bits 40-63)
-//! odd    := row:u64 of each row without a hash
+//! unhashed := row:u64 of each row without a hash
 //! ```
 //! Numbers are little-endian. A chunk has 1,024 rows, or fewer if these would exceed 1 MiB; `chunk_rows` is 1,024 if
 //! all chunks but the last have 1,024 rows, otherwise 0. `python` defines the meaning of a row's bytes, the kind and

@@ -34,10 +34,10 @@ impl Value {
     fn is(&self, row: Row<'_>) -> bool {
         let mut tree = Vec::new();
         match (self, row) {
-            (Value::Int(given), Row::Int(found)) => return *given == found,
-            (Value::Float(given), Row::Float(found)) => return given.to_bits() == found.to_bits(),
-            (Value::Int(given), _) => Writer::new(&mut tree).int(*given),
-            (Value::Float(given), _) => Writer::new(&mut tree).float(*given),
+            (Value::Int(value), Row::Int(read)) => return *value == read,
+            (Value::Float(value), Row::Float(read)) => return value.to_bits() == read.to_bits(),
+            (Value::Int(value), _) => Writer::new(&mut tree).int(*value),
+            (Value::Float(value), _) => Writer::new(&mut tree).float(*value),
             (Value::Record(bytes), _) => tree.extend_from_slice(bytes),
         }
         matches!(row, Row::Record(found) if found == tree)
@@ -56,9 +56,9 @@ fn check(rows: &[Value]) {
     let fd = image(rows);
     let store = Store::open(fd.as_fd()).unwrap();
     assert_eq!((store.rows(), store.kind, store.meta()), (rows.len() as u64, 7, &b"meta"[..]));
-    for (at, given) in rows.iter().enumerate() {
+    for (at, value) in rows.iter().enumerate() {
         let row = store.row(at as u64).unwrap();
-        assert!(given.is(row), "row {at}: {given:?} is {row:?}");
+        assert!(value.is(row), "row {at}: {value:?} is {row:?}");
     }
     assert!(store.row(rows.len() as u64).is_err());
     assert!(store.row(u64::MAX).is_err());
@@ -102,8 +102,8 @@ fn keys_are_found_by_their_hash() {
         assert_eq!(rows.contains(&(2 * n)), n % 10 != 9, "key {n}: {rows:?}");
         assert!(rows.len() < 6, "{rows:?}");
     }
-    let odd: Vec<u64> = store.odd().collect();
-    assert_eq!(odd, (0..300).map(|n| 2 * (10 * n + 9)).collect::<Vec<_>>());
+    let unhashed: Vec<u64> = store.unhashed().collect();
+    assert_eq!(unhashed, (0..300).map(|n| 2 * (10 * n + 9)).collect::<Vec<_>>());
     assert_eq!(store.candidates(hash(b"missing")).count(), 0);
 }
 
@@ -133,7 +133,7 @@ fn raw_data_begin_on_a_page() {
     let (at, len) = store.data();
     assert_eq!((at % 4096, len), (0, 10000));
     assert_eq!(store.bytes()[at + 4999..at + 5001], [1, 2]);
-    assert_eq!(store.candidates(1).count() + store.odd().count(), 0);
+    assert_eq!(store.candidates(1).count() + store.unhashed().count(), 0);
 }
 
 /// Returns a sealed file of any bytes.
@@ -157,7 +157,7 @@ fn read_all(bytes: &[u8]) {
             Err(error) => assert!(matches!(error, Error::Foreign { .. }), "{error}"),
         }
     }
-    let seen = store.candidates(hash(b"1")).count() + store.odd().count();
+    let seen = store.candidates(hash(b"1")).count() + store.unhashed().count();
     assert!(seen <= store.bytes().len());
     let (at, len) = store.data();
     assert!(store.meta().len() <= store.bytes().len() && at + len <= store.bytes().len());
@@ -176,7 +176,7 @@ fn short_and_foreign_files_are_refused() {
     assert!(error.contains("version is 2, not 1"), "{error}");
 }
 
-fn given() -> impl Strategy<Value = Value> {
+fn values() -> impl Strategy<Value = Value> {
     prop_oneof![
         any::<i64>().prop_map(Value::Int),
         any::<f64>().prop_map(Value::Float),
@@ -186,7 +186,7 @@ fn given() -> impl Strategy<Value = Value> {
 
 /// Returns a strategy for runs of rows of one kind, so that chunks of each kind are full.
 fn rows() -> impl Strategy<Value = Vec<Value>> {
-    prop::collection::vec((given(), 1usize..1500), 0..5)
+    prop::collection::vec((values(), 1usize..1500), 0..5)
         .prop_map(|runs| runs.into_iter().flat_map(|(row, count)| vec![row; count]).collect())
 }
 

@@ -60,8 +60,8 @@ impl Deferred {
     /// Restores the handlers, then raises in this thread the signals that arrived and that no other caller defers.
     /// Raising comes last, because a handler's exception ends the caller's work.
     pub fn release(self) {
-        let mine = || DEFERRALS.iter().zip(self.0).filter(|(_, deferred)| *deferred).map(|(it, _)| it);
-        let arrived: Vec<i32> = mine().filter(|it| it.end()).map(|it| it.signal).collect();
+        let deferrals = || DEFERRALS.iter().zip(self.0).filter(|(_, deferred)| *deferred).map(|(it, _)| it);
+        let arrived: Vec<i32> = deferrals().filter(|it| it.end()).map(|it| it.signal).collect();
         for signal in arrived {
             // SAFETY: raise takes a number.
             unsafe { libc::raise(signal) };
@@ -307,10 +307,10 @@ mod tests {
         deferral.owner.store(getpid() + 1, Ordering::SeqCst);
         raise(signal);
         assert_eq!(seen(), 5);
-        let mine = defer(&[signal]);
+        let own = defer(&[signal]);
         raise(signal);
         assert_eq!(seen(), 5);
-        mine.release();
+        own.release();
         assert_eq!(seen(), 6);
         parents.release();
         assert_eq!(seen(), 6, "there is nothing to release");

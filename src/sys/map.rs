@@ -207,7 +207,7 @@ pub(super) fn address_space_hint(wanted: u64) -> String {
 
 /// Returns the error for an errno of a populating madvise that concerns memory.
 fn out_of_memory(pages: &Range<usize>, errno: Errno) -> Option<Error> {
-    let why = match errno {
+    let reason = match errno {
         Errno::HWPOISON => "the machine's memory has a hardware fault there",
         Errno::FAULT | Errno::NOMEM | Errno::AGAIN => "the kernel has no free page for it",
         _ => return None,
@@ -215,7 +215,7 @@ fn out_of_memory(pages: &Range<usize>, errno: Errno) -> Option<Error> {
     let room = memory::available(&Roots::default());
     Some(Error::NoMemory {
         wanted: pages.len() as u64,
-        limit: format!("{why} (madvise: {}); {}", std::io::Error::from(errno), room.limit),
+        limit: format!("{reason} (madvise: {}); {}", std::io::Error::from(errno), room.limit),
         headroom: room.bytes,
         passing: false,
     })

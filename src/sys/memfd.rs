@@ -31,8 +31,8 @@ pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
 /// Sets the length of a file. Checks the limit of file sizes first: exceeding it raises SIGXFSZ, which ends a
 /// process that does not ignore it.
 pub fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
-    let refused = |errno, why: &str| {
-        let hint = format!("a file of {len} bytes in memory is needed{why}");
+    let refused = |errno, remedy: &str| {
+        let hint = format!("a file of {len} bytes in memory is needed{remedy}");
         refused("ftruncate", errno, hint)
     };
     let too_long = ": raise the limit of file sizes (`ulimit -f`, RLIMIT_FSIZE)";

@@ -225,7 +225,7 @@ impl Link {
         }
         let frame_begin = intake.inflow.begin();
         let head = intake.inflow.head(max_len)?;
-        match self.take_in(head, intake, false) {
+        match self.receive_body(head, intake, false) {
             Ok(()) => Ok(Some(head.kind)),
             Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => {
                 // The thread waits for memory.
@@ -319,7 +319,7 @@ impl Link {
                 Arrived::Nothing => return Ok(arrived),
             }
             let head = intake.inflow.head(max_len)?;
-            self.take_in(head, intake, true)?;
+            self.receive_body(head, intake, true)?;
             self.received.store(intake.inflow.total, Ordering::Relaxed);
         }
     }
@@ -362,7 +362,7 @@ impl Link {
     }
 
     /// Receives the remainder of a frame.
-    fn take_in(&self, head: Head, intake: &mut Intake, waits: bool) -> Result<()> {
+    fn receive_body(&self, head: Head, intake: &mut Intake, waits: bool) -> Result<()> {
         match head.kind {
             _ if intake.has_left => return Err(Error::connection("a frame after the worker's last one")),
             Kind::Ready => {

@@ -169,9 +169,9 @@ impl Remote {
         let _ = self.bell.ring();
         let ended = lock(&self.ended);
         let waited = self.has_ended.wait_timeout_while(ended, limit, |ended| !*ended);
-        let all = waited.is_ok_and(|(ended, _)| *ended);
+        let sent_all = waited.is_ok_and(|(ended, _)| *ended);
         self.socket.shut_down(std::net::Shutdown::Both);
-        all
+        sent_all
     }
 
     /// Ends the connection of a worker that cannot begin. The main process treats this as a death.
@@ -238,11 +238,11 @@ impl Remote {
     /// Receives the frames that have arrived. Returns true if there were any. The end of the connection makes the
     /// worker leave.
     fn receive(&self, intake: &mut Intake) -> bool {
-        let mut any = false;
+        let mut received_any = false;
         while !intake.has_ended {
             match intake.receive(self) {
-                Ok(Arrived::Head) => any = true,
-                Ok(Arrived::Nothing) => return any,
+                Ok(Arrived::Head) => received_any = true,
+                Ok(Arrived::Nothing) => return received_any,
                 Ok(Arrived::End) | Err(_) => {
                     intake.has_ended = true;
                     self.leave();
@@ -277,7 +277,7 @@ impl Remote {
                 self.socket.shut_down(std::net::Shutdown::Write);
                 return Ok(());
             }
-            if !self.idles() {
+            if !self.stays_idle() {
                 continue;
             }
             let sleeper = &self.arena.header().doorbell.0;
@@ -341,7 +341,7 @@ impl Remote {
     }
 
     /// Yields for a moment, because the next result often comes soon. Returns false as soon as there is one.
-    fn idles(&self) -> bool {
+    fn stays_idle(&self) -> bool {
         let start = sys::clock::monotonic();
         while sys::clock::monotonic() - start < YIELD_FOR {
             sys::clock::yield_now();
@@ -430,7 +430,7 @@ impl Intake {
         let head = self.inflow.head(remote.arena.geometry().region_len)?;
         match head.kind {
             Kind::Task => {
-                let entry = self.take_in(remote, head)?;
+                let entry = self.receive_body(remote, head)?;
                 let full = || Error::connection("more tasks than may be outstanding");
                 self.tasks.push(&entry.to_words()).map_err(|_| full())?;
                 let sleeper = remote.arena.sleeper_of(WORKER);
@@ -446,7 +446,7 @@ impl Intake {
     }
 
     /// Receives the remainder of a task.
-    fn take_in(&mut self, remote: &Remote, head: Head) -> Result<TaskEntry> {
+    fn receive_body(&mut self, remote: &Remote, head: Head) -> Result<TaskEntry> {
         let socket = &remote.socket;
         let pause = &mut || socket.wait(true, false, None, None).map(drop);
         let kind = TaskKind::of_number(head.count);

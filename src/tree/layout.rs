@@ -142,7 +142,7 @@ impl TransferPlan {
         let count = numel(shape)?;
         let natural = Dims::contiguous(shape)?;
         let total = usize::try_from(count.checked_mul(item)?).ok()?;
-        let exact = natural.iter().zip(byte_strides).all(|(&want, &have)| want.wrapping_mul(item) == have);
+        let exact = natural.iter().zip(byte_strides).all(|(&expected, &actual)| expected.wrapping_mul(item) == actual);
         let whole = |strides: Dims, bytes: usize| Self {
             strides,
             contiguous: *strides == *natural,
@@ -154,11 +154,11 @@ impl TransferPlan {
         if exact {
             return Some(whole(natural, total));
         }
-        let mut given = Dims::new(byte_strides)?;
-        given.as_mut_slice().iter_mut().for_each(|stride| *stride /= item);
+        let mut strides = Dims::new(byte_strides)?;
+        strides.as_mut_slice().iter_mut().for_each(|stride| *stride /= item);
         if count == 0 {
-            let keep = style == Style::Tensor && given.iter().all(|&stride| stride >= 0);
-            return Some(whole(if keep { given } else { natural }, 0));
+            let keep = style == Style::Tensor && strides.iter().all(|&stride| stride >= 0);
+            return Some(whole(if keep { strides } else { natural }, 0));
         }
 
         // Dimensions with a stride, widest first.
@@ -182,18 +182,20 @@ impl TransferPlan {
             fits
         });
         // NumPy's pickles, and so torch's loader, keep only C and F order.
-        let kept = style == Style::Tensor || order.is_sorted() || order.iter().rev().is_sorted();
-        if dense && kept && !(expanded && style == Style::Array) {
-            let bytes = extent(shape, &zero_unmoved(given, shape), itemsize)?;
+        let keeps_order = style == Style::Tensor || order.is_sorted() || order.iter().rev().is_sorted();
+        if dense && keeps_order && !(expanded && style == Style::Array) {
+            let bytes = extent(shape, &zero_unmoved(strides, shape), itemsize)?;
             if style == Style::Array {
                 // The stride of a dimension of size 1 does not matter; NumPy's may be anything.
-                (given.as_mut_slice().iter_mut().zip(shape)).filter(|(_, size)| **size == 1).for_each(|(s, _)| *s = 1);
-            } else if given.iter().any(|&stride| stride < 0) {
+                (strides.as_mut_slice().iter_mut().zip(shape))
+                    .filter(|(_, size)| **size == 1)
+                    .for_each(|(s, _)| *s = 1);
+            } else if strides.iter().any(|&stride| stride < 0) {
                 return None;
             }
-            return Some(whole(given, bytes));
+            return Some(whole(strides, bytes));
         }
-        let (low, high) = reach(shape, byte_strides)?;
+        let (low, high) = offset_range(shape, byte_strides)?;
         let span = usize::try_from(high.checked_sub(low)?.checked_add(item)?).ok()?;
         let (strides, bytes, gather) = match style {
             Style::Array => {
@@ -249,7 +251,7 @@ fn zero_unmoved(mut strides: Dims, shape: &[i64]) -> Dims {
 }
 
 /// Returns the lowest and highest byte offset at which an element of the view starts.
-fn reach(shape: &[i64], byte_strides: &[i64]) -> Option<(i64, i64)> {
+fn offset_range(shape: &[i64], byte_strides: &[i64]) -> Option<(i64, i64)> {
     let (mut low, mut high) = (0i64, 0i64);
     for (&size, &stride) in shape.iter().zip(byte_strides) {
         let end = if size == 1 { 0 } else { (size - 1).checked_mul(stride)? };

@@ -150,8 +150,8 @@ mod tests {
             let second = lattice(b.0, &b_dims.0, &b_dims.1, 1 << b.2);
             let mut views = [first, second];
             views.sort_by_key(|view| view.start);
-            let want = !bytes(&first).is_disjoint(&bytes(&second));
-            prop_assert_eq!(any_shared(&views, 1 << 20), want);
+            let expected = !bytes(&first).is_disjoint(&bytes(&second));
+            prop_assert_eq!(any_shared(&views, 1 << 20), expected);
         }
     }
 }

@@ -232,8 +232,8 @@ proptest! {
             prop_assert_eq!(extent(&shape, &plan.strides, 4), Some(plan.bytes));
             prop_assert_eq!(plan.contiguous, Dims::contiguous(&shape).unwrap() == plan.strides);
             if numel(&shape) != Some(0) {
-                let got = elements(&shape, &plan.strides, &target, 0);
-                prop_assert_eq!(got, elements(&shape, &strides, &data, first));
+                let copied = elements(&shape, &plan.strides, &target, 0);
+                prop_assert_eq!(copied, elements(&shape, &strides, &data, first));
             }
             if plan.contiguous {
                 prop_assert!(is_contiguous(&shape, &plan.strides));

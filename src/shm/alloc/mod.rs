@@ -204,7 +204,7 @@ impl Allocator {
         let pages = len.div_ceil(PAGE).max(1);
         let class = class_of(pages);
         if class >= CLASSES || pages * PAGE > self.arena.geometry().region_len {
-            return Err(self.full(len));
+            return Err(self.full_error(len));
         }
         let list = &self.free[class];
         if list.blocks.len() == list.cold {
@@ -212,7 +212,7 @@ impl Allocator {
         }
         let id = match self.take(self.warm_class(class)) {
             Some(id) => id,
-            None => self.make(class, pages * PAGE)?,
+            None => self.create_block(class, pages * PAGE)?,
         };
         if let Err(error) = self.reserve(id, pages * PAGE) {
             self.put(id);
@@ -254,7 +254,7 @@ impl Allocator {
     pub fn extend(&mut self, id: u32, len: u64) -> Result<()> {
         let pages = len.div_ceil(PAGE).max(1);
         if pages * PAGE > self.arena.table(self.region)[id as usize].capacity.load(Ordering::Relaxed) {
-            return Err(self.full(len));
+            return Err(self.full_error(len));
         }
         self.reserve(id, pages * PAGE)
     }
@@ -307,10 +307,10 @@ impl Allocator {
 
     /// Creates a block after the last one. If the region or its table is full, cuts the block from a larger idle one,
     /// or joins idle neighbours.
-    fn make(&mut self, class: usize, min_bytes: u64) -> Result<u32> {
+    fn create_block(&mut self, class: usize, min_bytes: u64) -> Result<u32> {
         let capacity = class_pages(class) * PAGE;
         if capacity <= self.tail() && self.has_entry()? {
-            return self.make_fresh(capacity);
+            return self.create_fresh(capacity);
         }
         let larger = (class + 1..CLASSES).find(|&class| !self.free[class].blocks.is_empty());
         match larger.and_then(|class| self.take(class)) {
@@ -343,7 +343,7 @@ impl Allocator {
 
     /// Creates a block of `capacity` bytes after the last one, with an entry that [`Allocator::has_entry`] has
     /// provided.
-    fn make_fresh(&mut self, capacity: u64) -> Result<u32> {
+    fn create_fresh(&mut self, capacity: u64) -> Result<u32> {
         let offset = self.fresh;
         let mut reserved = 0;
         if capacity < SLAB {
@@ -355,7 +355,7 @@ impl Allocator {
                 self.slab_end = end;
             }
         }
-        let Some(id) = self.spare.pop() else { return Err(self.full(capacity)) };
+        let Some(id) = self.spare.pop() else { return Err(self.full_error(capacity)) };
         let entry = &self.arena.table(self.region)[id as usize];
         entry.warm.store(reserved, Ordering::Relaxed);
         entry.offset.store(offset, Ordering::Relaxed);
@@ -417,12 +417,12 @@ impl Allocator {
                 Some((self.idle_since[*list.blocks.get(list.cold)? as usize], class))
             };
             let Some((_, class)) = (class_of(SLAB / PAGE)..CLASSES).filter_map(oldest).min() else { return };
-            self.cool(class);
+            self.punch_oldest(class);
         }
     }
 
     /// Punches the block of a class that has been idle longest.
-    fn cool(&mut self, class: usize) {
+    fn punch_oldest(&mut self, class: usize) {
         let list = &mut self.free[class];
         let id = list.blocks[list.cold];
         list.cold += 1;
@@ -522,7 +522,7 @@ impl Allocator {
                 continue;
             }
             list.patience = 0;
-            (0..surplus).for_each(|_| self.cool(class));
+            (0..surplus).for_each(|_| self.punch_oldest(class));
         }
         Ok(())
     }
@@ -563,7 +563,7 @@ impl Allocator {
         self.collect()?;
         for class in 0..CLASSES {
             while self.warm > budget && self.free[class].cold < self.free[class].blocks.len() {
-                self.cool(class);
+                self.punch_oldest(class);
             }
         }
         Ok(())

@@ -125,10 +125,15 @@ impl Arena {
     fn map(fd: OwnedFd, geometry: Geometry, made_here: bool) -> Result<Self> {
         sys::fork::count_forks()?;
         let map = Arc::new(sys::map::Mapping::new(fd.as_fd(), geometry.total as usize)?);
-        Ok(Self::over(map, Arc::new(sys::owned::HomeFd::new(fd)), geometry, made_here))
+        Ok(Self::with_mapping(map, Arc::new(sys::owned::HomeFd::new(fd)), geometry, made_here))
     }
 
-    fn over(map: Arc<sys::map::Mapping>, fd: Arc<sys::owned::HomeFd>, geometry: Geometry, made_here: bool) -> Self {
+    fn with_mapping(
+        map: Arc<sys::map::Mapping>,
+        fd: Arc<sys::owned::HomeFd>,
+        geometry: Geometry,
+        made_here: bool,
+    ) -> Self {
         let generation = sys::fork::generation();
         let (retired, parking) = (AtomicBool::new(false), Parking::default());
         Self { map, fd, geometry, generation, made_here, retired, parking, owner: AtomicU64::new(0) }
@@ -136,7 +141,7 @@ impl Arena {
 
     /// Returns the arena of a forked worker, over the inherited mapping: a second mapping would cost address space.
     pub fn inherited(&self) -> Arc<Self> {
-        Arc::new(Self::over(self.map.clone(), self.fd.clone(), self.geometry, false))
+        Arc::new(Self::with_mapping(self.map.clone(), self.fd.clone(), self.geometry, false))
     }
 
     /// Returns the sizes and offsets.

@@ -269,8 +269,11 @@ mod tests {
             sizes.into_iter().flat_map(|size| [(size, (1, false)), (size, (3, true))])
         {
             let needs = Needs { workers, outstanding: 6, shared_queue, snapshots: true };
-            let made = Geometry::new(Geometry::total_for(wanted, needs).unwrap() / PAGE * PAGE, needs).unwrap();
-            assert!(made.region_len <= wanted && made.region_len >= wanted - wanted / 1000, "{wanted} {made:?}");
+            let geometry = Geometry::new(Geometry::total_for(wanted, needs).unwrap() / PAGE * PAGE, needs).unwrap();
+            assert!(
+                geometry.region_len <= wanted && geometry.region_len >= wanted - wanted / 1000,
+                "{wanted} {geometry:?}"
+            );
         }
     }
 
@@ -279,9 +282,9 @@ mod tests {
         for (workers, outstanding) in [(1, 0), (1, 2), (3, 6), (64, 128), (2, TASKS_MAX)] {
             for (shared_queue, snapshots) in [(false, false), (true, false), (false, true), (true, true)] {
                 let needs = Needs { workers, outstanding, shared_queue, snapshots };
-                let made = Geometry::new(64 << 30, needs).unwrap();
-                let read = Geometry::of_file(made.total, workers, made.ring_slots, shared_queue);
-                assert_eq!(read.unwrap(), made);
+                let geometry = Geometry::new(64 << 30, needs).unwrap();
+                let read = Geometry::of_file(geometry.total, workers, geometry.ring_slots, shared_queue);
+                assert_eq!(read.unwrap(), geometry);
             }
         }
         for (workers, ring_slots) in [(0, 8), (WORKERS_MAX + 1, 8), (2, 0), (2, 2), (2, 12), (2, 1 << 27)] {

@@ -139,8 +139,8 @@ fn arrays_have_a_part_of_the_region_and_none_after_the_end() {
     port.free_array(arrays[0].as_ptr());
     assert_eq!(port.resize_array(arrays[1].as_ptr(), each - 4096), Resized::InPlace);
     assert_eq!(array_of(&port, each + 4097, false), None);
-    let again = array_of(&port, each + 4096, false).unwrap();
-    port.free_array(again.as_ptr());
+    let larger = array_of(&port, each + 4096, false).unwrap();
+    port.free_array(larger.as_ptr());
     port.leave();
     assert_eq!(array_of(&port, LEN, false), None);
     port.free_array(arrays[2].as_ptr());
@@ -173,13 +173,13 @@ fn a_child_has_private_copies_and_changes_nothing() {
     if pid == 0 {
         // SAFETY: the child's private copy of the array.
         unsafe { array.write_bytes(9, LEN) };
-        let mut fine = first() == 9 && array_of(&port, LEN, false).is_none();
-        fine &= port.array_len(array.as_ptr()) == LEN && port.array_len(std::ptr::null_mut()) == 0;
-        fine &= port.resize_array(array.as_ptr(), LEN) == Resized::Move(LEN);
+        let mut as_expected = first() == 9 && array_of(&port, LEN, false).is_none();
+        as_expected &= port.array_len(array.as_ptr()) == LEN && port.array_len(std::ptr::null_mut()) == 0;
+        as_expected &= port.resize_array(array.as_ptr(), LEN) == Resized::Move(LEN);
         port.free_array(array.as_ptr());
-        fine &= !port.has_array(0) && !port.note_array(0) && !port.take_freed(0);
+        as_expected &= !port.has_array(0) && !port.note_array(0) && !port.take_freed(0);
         // SAFETY: no exit handler runs.
-        unsafe { libc::_exit(i32::from(!fine)) };
+        unsafe { libc::_exit(i32::from(!as_expected)) };
     }
     // The fork has waited until the child had its copy.
     // SAFETY: an array of LEN bytes.

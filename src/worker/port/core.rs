@@ -166,7 +166,7 @@ impl Port {
         {
             remote.at_sample(self.status().task.load(Ordering::Relaxed), 0);
         }
-        self.fetch_ends(spent);
+        self.end_fetch(spent);
         if state == WorkerState::Idle {
             self.stack.check_handler(self.status(), now);
         }
@@ -238,14 +238,14 @@ impl Port {
     }
 
     /// Begins to measure the CPU time of a fetch.
-    fn fetch_begins(&self) {
+    fn begin_fetch(&self) {
         let began = if self.status().measures_fetch() { sys::clock::process_cpu_ns() } else { 0 };
         self.fetch_began.store(began, Ordering::Relaxed);
     }
 
     /// Ends the measurement of a fetch that took `wall` nanoseconds, if there is one.
     #[inline]
-    fn fetch_ends(&self, wall: u64) {
+    fn end_fetch(&self, wall: u64) {
         let began = self.fetch_began.load(Ordering::Relaxed);
         if began != 0 {
             self.fetch_began.store(0, Ordering::Relaxed);
@@ -299,7 +299,7 @@ impl Port {
             && !self.stopping()
             && remote.wait(self.slice())?
         {
-            return self.waited();
+            return self.end_wait();
         }
         let start = sys::clock::monotonic();
         while sys::clock::monotonic() - start < YIELD_FOR {
@@ -319,7 +319,7 @@ impl Port {
                 std::thread::sleep(Duration::from_millis(1));
             }
             if woken.is_ok() {
-                return self.waited();
+                return self.end_wait();
             }
             return Ok(self.poll()?.map_or(Received::Nothing, Received::Task));
         }
@@ -328,7 +328,7 @@ impl Port {
     }
 
     /// Ends a wait, because there is a task, the time has passed, or the loop has released a block.
-    fn waited(&self) -> Result<Received> {
+    fn end_wait(&self) -> Result<Received> {
         let entry = self.poll()?;
         if entry.is_none() {
             self.trim()?;
@@ -368,7 +368,7 @@ impl Port {
             status.show_index(&entry, &entry.inline[..entry.len as usize]);
         }
         if matches!(entry.kind, TaskKind::Plain | TaskKind::Pickle) {
-            self.fetch_begins();
+            self.begin_fetch();
         }
         Ok(Some(entry))
     }

@@ -265,17 +265,17 @@ fn a_child_takes_no_lock_that_another_thread_may_hold() {
     // SAFETY: the child leaves by _exit; what it calls allocates nothing.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        let nothing = port.adoptable(memory as usize, 40_000).is_none();
+        let is_none = port.adoptable(memory as usize, 40_000).is_none();
         port.release(block);
         // SAFETY: no exit handler runs.
-        unsafe { libc::_exit(if nothing { 0 } else { 1 }) };
+        unsafe { libc::_exit(if is_none { 0 } else { 1 }) };
     }
     let mut status = -1;
     // SAFETY: `status` is a local number that the kernel fills.
-    let mut gone = || unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } == pid;
+    let mut has_ended = || unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } == pid;
     let begin = std::time::Instant::now();
     let ended = loop {
-        match gone() {
+        match has_ended() {
             true => break true,
             false if begin.elapsed() > Duration::from_secs(20) => break false,
             false => std::thread::sleep(Duration::from_millis(1)),
@@ -303,8 +303,8 @@ fn a_sent_block_is_not_adopted_again() {
     port.arena.release(0, block, CONSUMER);
     assert_eq!(port.adoptable(memory as usize, 40_000), None);
     port.release(block);
-    let (again, memory) = port.allocate(40_000).unwrap();
-    assert_eq!(again, block);
+    let (reused, memory) = port.allocate(40_000).unwrap();
+    assert_eq!(reused, block);
     assert!(port.adoptable(memory as usize, 40_000).is_some());
 }
 

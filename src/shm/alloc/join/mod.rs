@@ -61,9 +61,9 @@ impl Allocator {
         let runs = idle.chunk_by(|a, b| a.end() == b.offset);
         let Some(run) = runs.filter(|run| self.room(run) >= min_bytes).min_by_key(preference) else {
             return if tail >= min_bytes && self.has_entry()? {
-                self.make_fresh(tail)
+                self.create_fresh(tail)
             } else {
-                Err(self.full(min_bytes))
+                Err(self.full_error(min_bytes))
             };
         };
         let wanted = capacity.min(self.room(run));
@@ -117,7 +117,7 @@ impl Allocator {
         if others.iter().any(|block| warm(block) > 0)
             && arena.punch_hole(self.region, first.offset + warm(&first).min(first.capacity), end).is_err()
         {
-            return Err(self.full(min_bytes));
+            return Err(self.full_error(min_bytes));
         }
         self.remove(first)?;
         self.idle = self.idle.saturating_sub(warm(&first));
@@ -175,7 +175,7 @@ impl Allocator {
     }
 
     /// Returns the error for a request of `len` bytes that the region has no room for.
-    pub(super) fn full(&self, len: u64) -> Error {
+    pub(super) fn full_error(&self, len: u64) -> Error {
         let idle = self.idle_blocks();
         let bytes = idle.iter().fold(self.tail(), |sum, block| sum.saturating_add(block.capacity));
         let runs = idle.chunk_by(|a, b| a.end() == b.offset);
