@@ -22,7 +22,7 @@ impl<'a> Outgoing<'a> {
         Self { port, leaves: Vec::new(), takes_arrays }
     }
 
-    /// Returns true if arrays of the worker were adopted. Then drop the batch, and call [`Outgoing::settle`]. From this
+    /// Returns true if arrays of the worker were adopted: then drop the batch, and call [`Outgoing::settle`]. From this
     /// call on the message holds all other blocks, because objects of the batch may be their last holders.
     pub fn begin_settling(&mut self) -> bool {
         if !self.leaves.iter().any(|(_, keep)| matches!(keep, Keep::Unknown { .. })) {

@@ -34,7 +34,7 @@ const HEADER: u64 = 4096;
 const WORDS: usize = 15;
 /// Rows of a full chunk.
 const ROWS: u64 = 1024;
-/// Maximum bytes of the rows of a chunk. A row of at least this many is its own chunk.
+/// Maximum bytes of the rows of a chunk. A row of at least this many bytes is its own chunk.
 const CHUNK: usize = 1 << 20;
 /// Number of bits of a place that hold the position of a chunk.
 const PLACE_BITS: u32 = 56;

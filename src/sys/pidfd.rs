@@ -84,7 +84,7 @@ impl PidFd {
         wait_status(WaitId::PidFd(self.as_fd())).unwrap_or_else(|_| self.recorded_status())
     }
 
-    /// Returns the exit status that the kernel keeps of a process that another process has reaped.
+    /// Returns the exit status that the kernel keeps for a process that was reaped elsewhere.
     fn recorded_status(&self) -> Option<ExitStatus> {
         let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..PidfdInfo::default() };
         // SAFETY: the request number encodes a size of 64 bytes, that of `info`.

@@ -156,7 +156,7 @@ impl Link {
         self.pump();
     }
 
-    /// Returns true if the connection has a reason to end, as after [`Link::cut`].
+    /// Returns true if a reason for the end of the connection is recorded, as by [`Link::cut`].
     fn is_cut(&self) -> bool {
         lock(&self.reason).is_some()
     }

@@ -97,12 +97,12 @@ fn checks_in(time: Duration) -> u32 {
 /// Returns the reaction after `checks_done` checks, if `flagged` of `others` workers have received the signal; and the
 /// new value of `checks_done`.
 fn next(checks_done: u32, max_checks: u32, others: u32, flagged: u32) -> (Reaction, u32) {
-    let max_checks_now = if flagged > 0 { 2 * max_checks } else { max_checks };
+    let limit = if flagged > 0 { 2 * max_checks } else { max_checks };
     match checks_done {
         DECIDED => (Reaction::Die, DECIDED),
         _ if others == 0 => (Reaction::AskAgain(SIGTERM_ALONE - SIGTERM_CHECK), DECIDED),
         _ if flagged == others => (Reaction::AskAgain(SIGTERM_SERVE), DECIDED),
-        _ if checks_done + 1 < max_checks_now => (Reaction::AskAgain(SIGTERM_CHECK), checks_done + 1),
+        _ if checks_done + 1 < limit => (Reaction::AskAgain(SIGTERM_CHECK), checks_done + 1),
         _ => (Reaction::Die, DECIDED),
     }
 }
@@ -128,8 +128,8 @@ mod tests {
     fn any_time_allows_at_least_one_check() {
         let max_checks = |seconds| checks_in(Duration::from_secs_f64(seconds));
         assert_eq!((max_checks(0.5), max_checks(0.0), max_checks(60.0)), (5, 1, 600));
-        let max_checks_now = max_checks(1e12);
-        assert_eq!(next(2 * max_checks_now - 1, max_checks_now, 3, 1).0, Reaction::Die);
+        let limit = max_checks(1e12);
+        assert_eq!(next(2 * limit - 1, limit, 3, 1).0, Reaction::Die);
     }
 
     #[test]

@@ -557,7 +557,8 @@ impl Allocator {
         table.iter().map(|entry| entry.state.load(Ordering::Relaxed))
     }
 
-    /// Punches idle blocks until the region has at most `budget` bytes of pages. Called by an idle worker.
+    /// Punches idle blocks until the region has at most `budget` bytes of pages. An idle worker calls it; so does a
+    /// check that finds too little memory.
     pub fn trim(&mut self, budget: u64) -> Result<()> {
         forks::reap();
         self.collect()?;

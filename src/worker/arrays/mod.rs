@@ -5,7 +5,7 @@
 //! around it, the array and the arrays that it is a view of must have one reference each, and no weak references. So no
 //! finalizer that runs when the batch is dropped can reach the memory. Everything else is copied at once.
 //!
-//! Then the packer notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] shows
+//! Then the codec notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] shows
 //! whether the memory was freed in between: every view, buffer and tensor over it keeps it alive. If it was freed, the
 //! block passes to the consumer; if not, its bytes are copied.
 //!
