@@ -272,7 +272,8 @@ pub fn is_text(store: &Store, row: u64, wanted: &str) -> Option<bool> {
 /// Appends bytes to `out` by which every process finds a key; equal keys have equal bytes. Returns false if the key has
 /// none.
 ///
-/// Strings, bytes, None, numbers and tuples of them have such bytes. Hashes of other objects may differ between processes.
+/// Strings, bytes, None, numbers and tuples of them have such bytes. The hashes of other objects may differ between
+/// processes.
 pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResult<bool> {
     let py = value.py();
     if let Ok(text) = value.cast::<PyString>() {

@@ -206,7 +206,7 @@ impl<M: QueueMemory> Claimer<M> {
     pub fn claim(&mut self) -> Result<Option<(u64, Entry)>> {
         let control = self.memory.control();
         // The head is only a hint: a stale value costs steps, and the states decide.
-        // SYNC: head-moved (pairs with the Release below): a worker that sees a head sees that no entry before it waits.
+        // SYNC: head-moved (pairs with the Release below): a worker that sees a head sees no waiting entry before it.
         let mut position = control.head.0.load(Ordering::Acquire);
         loop {
             let slot = self.memory.slot(position);

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! image  := header, then in any order: chunks or data, table, slots, unhashed rows, meta
-//! header := 16 words: magic version kind rows chunk_rows table:section slots:section unhashed:section meta:section data:section
+//! header := 16 words: magic version kind rows chunk_rows table:section slots:section
+//!           unhashed:section meta:section data:section
 //! section:= at:u64 length:u64, in bytes
 //! table  := (first row:u64 place:u64) for each chunk, and once more for the end
 //! place  := position of the chunk (bits 0-55) and its form (bits 56-63)

@@ -136,8 +136,8 @@ impl Port {
 
     /// Returns [`Error::Child`] in a child that the dataset forked: rings, status page and region belong to its parent.
     pub(super) fn check_ours(&self) -> Result<()> {
-        let message = "a process that was forked in a DataLoader worker returned to the worker's loop; it must end with \
-                       os._exit()";
+        let message = "a process that was forked in a DataLoader worker returned to the worker's loop; it must end \
+                       with os._exit()";
         if self.arena.is_ours() { Ok(()) } else { Err(Error::Child { what: message }) }
     }
 

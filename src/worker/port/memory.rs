@@ -56,7 +56,8 @@ impl Port {
         }
     }
 
-    /// Allocates a block of `len` bytes, held by this worker. Does not wait; see [`crate::shm::alloc::retry_while_reserved`].
+    /// Allocates a block of `len` bytes, held by this worker. Does not wait; see
+    /// [`crate::shm::alloc::retry_while_reserved`].
     pub fn allocate(&self, len: u64) -> Result<(u32, *mut u8)> {
         self.check_ours()?;
         let id = lock(&self.allocator).allocate(len, WORKER)?;
