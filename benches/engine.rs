@@ -1,5 +1,5 @@
-//! Doorbell to delivery: a worker's answer through ring, bitmap, scheduler and message, with 1 to 1,024 rings
-//! (goal: equally flat).
+//! Doorbell to delivery: a worker's answer through ring, bitmap, scheduler and message, with 1 to 1,024 rings (goal:
+//! the time per batch does not grow).
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use rustloader::shm::arena::Arena;
 use rustloader::wire::{ResultKind, TaskKind, Timings};
 use rustloader::worker::port::{Port, Received};
 
-/// A worker takes its next task and answers it.
+/// Lets a worker take its next task and answer it.
 fn answer(port: &Port) {
     let Ok(Received::Task(task)) = port.receive() else { panic!("a worker without a task") };
     port.send(task.task, ResultKind::Plain, &[], &[1; 40], Timings::default()).unwrap();
 }
 
-/// The next batch, with the submission that it calls for.
+/// Delivers the next batch, and submits the task that the engine asks for. Returns the buffer.
 fn deliver(arena: &Arc<Arena>, engine: &mut Engine<u64>, buffer: Vec<u8>) -> Vec<u8> {
     loop {
         match engine.step().unwrap() {
@@ -56,7 +56,7 @@ fn delivery(c: &mut Criterion) {
             b.iter_custom(|iterations| {
                 let (mut spent, mut left) = (Duration::ZERO, iterations);
                 while left > 0 {
-                    // All workers answer all their tasks; only the main process's part is timed.
+                    // All workers answer all their tasks. Only the main process's part is timed.
                     for _ in 0..2 {
                         ports.iter().for_each(answer);
                     }

@@ -1,4 +1,4 @@
-//! One ring: push and pop of an entry, on one thread (goal: 30 ns or less).
+//! One ring: pushing and popping an entry on one thread (goal: 30 ns or less).
 
 use std::hint::black_box;
 

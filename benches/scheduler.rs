@@ -1,7 +1,7 @@
-//! What the scheduler costs for one batch: dispatch, completion and delivery, without a thread and a clock.
+//! The cost of the scheduler per batch: dispatch, completion and delivery, without threads or clocks.
 //!
-//! Completions come in a seeded random order within the window; they are drawn beforehand, so that only the
-//! scheduler is timed. `Melem/s` counts batches: 10 Melem/s is 100 ns for a batch.
+//! Completions come in a seeded random order within the window; they are drawn beforehand, so that only the scheduler
+//! is timed. `Melem/s` counts batches: 10 Melem/s is 100 ns per batch.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use rustloader::id::{TaskId, WorkerId};
@@ -9,7 +9,7 @@ use rustloader::scheduler::{Decision, Dispatch, Event, Placement, Scheduler, Set
 use std::hint::black_box;
 use std::time::Duration;
 
-/// Batches of one run: many windows, also for 1,024 workers.
+/// Number of batches of one run: many windows, even for 1,024 workers.
 const BATCHES: usize = 100_000;
 
 type Bench = Scheduler<u64, u64>;
@@ -39,8 +39,8 @@ fn scheduler(workers: usize, case: Case) -> Bench {
     Bench::new(settings).expect("these settings are in range")
 }
 
-/// Primes the window, then feeds completions and takes batches until `BATCHES` have come. `submitted` sees each
-/// dispatched task, `complete` names the next one to be completed.
+/// Primes the window, then feeds completions and takes batches until `BATCHES` have come. `submitted` is called with
+/// each dispatched task; `complete` returns the next task to complete, and its worker.
 fn run(
     mut scheduler: Bench,
     mut submitted: impl FnMut(TaskId, Placement),
@@ -73,7 +73,7 @@ fn run(
     }
 }
 
-/// The completions of a run in which a random worker among those that hold tasks finishes next.
+/// Returns the completions of a run in which a random worker that has tasks finishes next.
 fn trace(workers: usize, case: Case) -> Vec<(TaskId, WorkerId)> {
     let fifos = std::cell::RefCell::new(vec![std::collections::VecDeque::new(); workers]);
     let mut trace = Vec::with_capacity(BATCHES + 2 * workers);
@@ -82,7 +82,7 @@ fn trace(workers: usize, case: Case) -> Vec<(TaskId, WorkerId)> {
         scheduler(workers, case),
         |task, placement| {
             let mut fifos = fifos.borrow_mut();
-            // A worker of the shared queue takes one task after the other; any of them may have taken this one.
+            // A worker of the shared queue takes one task after the other; any worker may have taken this one.
             let worker = match placement {
                 Placement::Worker(worker) => worker.index(),
                 Placement::Queue => task.0 as usize % fifos.len(),

@@ -4,38 +4,38 @@
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"RLCACHE1");
 /// The version of the layout, and of how samples are encoded.
 pub const VERSION: u64 = 1;
-/// Bytes of the header with the counters.
+/// Bytes of the header and the counters.
 pub const HEADER: u64 = 8192;
 /// Position at which the meta begins.
 pub(super) const META: u64 = 256;
-/// The most bytes of a meta.
-pub(super) const MOST_META: usize = 3840;
-/// Bytes before those of a record.
+/// Maximum bytes of a meta.
+pub(super) const META_MAX: usize = 3840;
+/// Bytes of a record before its contents.
 pub(super) const PREFIX: u64 = 8;
 
-/// The words of the header.
+/// Numbers of the header's words.
 pub(super) mod word {
     pub const MAGIC: usize = 0;
     pub const VERSION: usize = 1;
     pub const ROWS: usize = 2;
     /// The file's length.
     pub const LIMIT: usize = 3;
-    /// Position at which the heap's unused part begins.
+    /// Position at which the unused part of the heap begins.
     pub const END: usize = 4;
     /// Bytes of published records.
     pub const STORED: usize = 5;
     pub const CLOSED: usize = 6;
-    /// Samples that are still to be made twice.
+    /// Number of samples that are still to be made twice, for comparison.
     pub const PROBES: usize = 7;
-    /// Bits of the messages that were logged already.
-    pub const TOLD: usize = 8;
-    /// The boot of the machine that last used the file.
+    /// One bit for each message that was already logged.
+    pub const LOGGED: usize = 8;
+    /// A number that identifies the boot during which the file was last used.
     pub const BOOT: usize = 9;
     pub const META_LEN: usize = 10;
     pub const COUNT: usize = 11;
 }
 
-/// Words of the index that are not positions.
+/// Values of index words that are not positions.
 pub(super) mod state {
     pub const ABSENT: u64 = 0;
     pub const NEVER: u64 = 1;
@@ -43,12 +43,12 @@ pub(super) mod state {
 
 /// The word at which the counters begin.
 pub(super) const COUNTERS: usize = 512;
-/// Stripes of the counters: processes count in different cache lines.
+/// Number of stripes of the counters, so that processes count in different cache lines.
 pub(super) const STRIPES: usize = 64;
 /// Words of a stripe.
 pub(super) const STRIPE: usize = 8;
 
-/// The words of a stripe.
+/// Numbers of a stripe's words.
 pub(super) mod counter {
     pub const HITS: usize = 0;
     pub const MISSES: usize = 1;

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::format::{COUNTERS, HEADER, MAGIC, META, MOST_META, PREFIX, STRIPE, STRIPES, VERSION, counter, state, word};
+use super::format::{COUNTERS, HEADER, MAGIC, META, META_MAX, PREFIX, STRIPE, STRIPES, VERSION, counter, state, word};
 use crate::config::{HEADROOM_CHECK, HEADROOM_MARGIN};
 use crate::error::{Error, Result};
 use crate::sys::cgroup::Roots;
@@ -12,7 +12,7 @@ use crate::sys::owned::KnownFd;
 use crate::sys::{fork, identity, memfd, memory, sealed};
 use crate::wire::checksum;
 
-/// Bytes of a record that are joined before they are written: one call instead of several.
+/// Maximum bytes of a record's parts that are joined, so that one call writes them instead of several.
 const JOINED: usize = 64 << 10;
 
 /// The header of a file.
@@ -24,26 +24,26 @@ pub struct Head {
     pub rows: u64,
     /// The length that the file may have.
     pub limit: u64,
-    /// The bytes that its maker has stored with it.
+    /// The bytes that the creator of the file stored with it.
     pub meta: Vec<u8>,
 }
 
 /// The state of a row in the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lookup {
-    /// Nothing yet.
+    /// The row has no record yet.
     Absent,
-    /// Its sample cannot be kept.
+    /// The row's sample cannot be kept.
     Never,
-    /// It is whole.
+    /// The row has a whole record.
     Whole(Record),
 }
 
-/// A record's bytes, which lie in the mapping.
+/// A record's bytes, which are in the mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// The first byte. It stays while the [`Cache`] lives. A broken process may write to it: copy the bytes before you
-    /// check them.
+    /// The address of the first byte, valid while the [`Cache`] lives. A broken process may write to the bytes: copy
+    /// them before you check them.
     pub ptr: *const u8,
     /// The number of bytes.
     pub len: usize,
@@ -54,7 +54,7 @@ impl Record {
     pub fn copy(&self, at: usize, len: usize) -> Vec<u8> {
         let len = len.min(self.len.saturating_sub(at));
         let mut bytes = Vec::with_capacity(len);
-        // SAFETY: the range lies in the record, which lies in the mapping; as many bytes were reserved.
+        // SAFETY: the range is in the record, which is in the mapping; as many bytes were reserved.
         unsafe {
             std::ptr::copy_nonoverlapping(self.ptr.add(at.min(self.len)), bytes.as_mut_ptr(), len);
             bytes.set_len(len);
@@ -66,9 +66,9 @@ impl Record {
 /// The reason for which a cache takes no more samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Closed {
-    /// None: it takes more.
+    /// There is none: the cache takes more samples.
     Open = 0,
-    /// Its limit is reached.
+    /// The cache's limit is reached.
     Full = 1,
     /// The machine, a memory cgroup or a disk has no more room.
     NoRoom = 2,
@@ -77,7 +77,7 @@ pub enum Closed {
 /// The outcome of [`Cache::put`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Put {
-    /// It is published.
+    /// The record is published.
     Stored,
     /// Another process has already published the row, or marked it.
     Known,
@@ -90,7 +90,7 @@ pub enum Put {
 pub struct Usage {
     /// Reads that found their sample.
     pub hits: u64,
-    /// Reads that did not find it.
+    /// Reads that did not find their sample.
     pub misses: u64,
     /// Samples that cannot be kept.
     pub refused: u64,
@@ -98,12 +98,12 @@ pub struct Usage {
     pub damaged: u64,
     /// Bytes of whole records.
     pub stored: u64,
-    /// Bytes of the heap that no record uses: those of killed writers, and of rows that were made twice at the same
+    /// Bytes of the heap that no record uses: those of killed writers, and of rows that were written twice at the same
     /// time.
     pub unused: u64,
-    /// Bytes of the heap that are left.
+    /// Bytes of the heap that no writer has taken yet.
     pub left: u64,
-    /// The most bytes that it takes, with its index.
+    /// Maximum bytes of the cache, including its index.
     pub limit: u64,
 }
 
@@ -124,8 +124,8 @@ impl Usage {
         }
     }
 
-    /// Reads the usage from the first [`HEADER`] bytes of a file, which may be another process's; `None` if it is no
-    /// table of this version.
+    /// Reads the usage from the first [`HEADER`] bytes of a file, which another process may use; `None` if the file is
+    /// not a table of this version.
     pub fn of_header(header: &[u8]) -> Option<Self> {
         let words = header.get(..HEADER as usize)?.as_chunks::<8>().0;
         let word = |at: usize| u64::from_ne_bytes(words[at]);
@@ -139,12 +139,13 @@ pub struct Cache {
     map: Mapping,
     fd: KnownFd,
     rows: u64,
+    /// The position at which the heap begins.
     heap: u64,
-    /// The position up to which the memory that is left was checked.
+    /// The position up to which a check has found enough memory.
     checked: AtomicU64,
-    /// True if its pages are memory that nothing can reclaim.
+    /// True if the file's pages are memory that nothing can reclaim.
     in_memory: bool,
-    /// Bits of the rows whose record this process has checked; empty where none needs to be.
+    /// One bit for each row whose record this process has checked; empty if records need no check.
     verified: Box<[AtomicU64]>,
     /// The stripe of this process, and the fork generation that it was chosen in.
     stripe: AtomicU64,
@@ -164,11 +165,12 @@ impl Cache {
         rows.saturating_mul(8).saturating_add(HEADER).next_multiple_of(4096)
     }
 
-    /// Formats a file of `limit` zero bytes as an empty table. The magic is stored last: a file without it is no table.
+    /// Formats a file of `limit` zero bytes as an empty table. The magic is stored last: a file without it is not a
+    /// table.
     pub fn format(fd: BorrowedFd<'_>, rows: u64, limit: u64, meta: &[u8]) -> Result<()> {
         let heap = Self::overhead(rows);
-        if heap >= limit || meta.len() > MOST_META || usize::try_from(limit).is_err() {
-            return Err(Error::usage(format!("a cache of {rows} rows in {limit} bytes")));
+        if heap >= limit || meta.len() > META_MAX || usize::try_from(limit).is_err() {
+            return Err(Error::usage(format!("a cache of {rows} rows does not fit into {limit} bytes")));
         }
         let mut words = [0; word::COUNT];
         words[word::VERSION] = VERSION;
@@ -184,13 +186,13 @@ impl Cache {
         sealed::write_at(fd, &MAGIC.to_ne_bytes(), 0)
     }
 
-    /// Reads the header of a file; `None` if it is no table.
+    /// Reads the header of a file; `None` if the file is not a table.
     pub fn head(fd: BorrowedFd<'_>) -> Result<Option<Head>> {
         let Ok(map) = Mapping::new(fd, HEADER as usize) else { return Ok(None) };
         let words: &[AtomicU64] = words(&map, 0, word::COUNT);
         let read = |at: usize| words[at].load(Ordering::Acquire);
         let len = read(word::META_LEN) as usize;
-        if read(word::MAGIC) != MAGIC || len > MOST_META {
+        if read(word::MAGIC) != MAGIC || len > META_MAX {
             return Ok(None);
         }
         let meta = Record { ptr: map.as_ptr().wrapping_add(META as usize), len }.copy(0, len);
@@ -200,12 +202,12 @@ impl Cache {
     }
 
     /// Maps a table of [`Self::create`], or of [`Self::format`] in a file that is at least as long as its limit.
-    /// `in_memory`: true if its pages are memory that nothing can reclaim.
+    /// `in_memory` is true if the file's pages are memory that nothing can reclaim.
     ///
-    /// Errors: [`Error::Foreign`] if it is no table of this version.
+    /// Errors: [`Error::Foreign`] if the file is not a table of this version.
     pub fn open(fd: OwnedFd, in_memory: bool) -> Result<Self> {
         let head = Self::head(fd.as_fd())?.filter(|head| head.version == VERSION);
-        let head = head.ok_or_else(|| Error::foreign("it is no cache of this version"))?;
+        let head = head.ok_or_else(|| Error::foreign("it is not a cache of this version"))?;
         let limit = usize::try_from(head.limit).map_err(|_| Error::foreign("its limit is damaged"))?;
         let heap = Self::overhead(head.rows);
         let map = Mapping::new(fd.as_fd(), limit)?;
@@ -221,10 +223,10 @@ impl Cache {
         })
     }
 
-    /// As [`Self::open`], for a file that outlives its programs. The caller holds the file's lock. `whole`: the length
-    /// that it had; records beyond it are lost. After the machine has gone down, the index and the end of the heap may
-    /// not match: the end is then computed from the index. Rows whose samples could not be kept become absent, because
-    /// their class may be picklable now.
+    /// Maps a table as [`Self::open`] does, in a file that outlives the programs that use it. The caller must hold the
+    /// file's lock. `whole` is the length that the file had; records beyond it are lost. After a crash of the machine,
+    /// the index and the end of the heap may not match: the end is then computed from the index. Rows whose samples
+    /// could not be kept become absent, because their class may be picklable now.
     pub fn open_file(fd: OwnedFd, in_memory: bool, whole: u64) -> Result<Self> {
         let mut cache = Self::open(fd, in_memory)?;
         cache.verified = (0..cache.rows.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
@@ -234,8 +236,9 @@ impl Cache {
             (0..STRIPES).for_each(|stripe| cache.counter(stripe, counter::REFUSED).store(0, Ordering::Relaxed));
         }
         if is_cut || cache.header(word::BOOT).load(Ordering::Relaxed) != boot() {
-            let ends = (0..cache.rows).filter_map(|row| Some((cache.end_of(row)?, cache.size_at(row)?)));
-            let (end, stored) = ends.fold((cache.heap, 0), |(end, sum), (its, size)| (end.max(its), sum + size));
+            let ends = (0..cache.rows).filter_map(|row| Some((cache.end_of(row)?, cache.space_at(row)?)));
+            let (end, stored) =
+                ends.fold((cache.heap, 0), |(end, sum), (record_end, size)| (end.max(record_end), sum + size));
             cache.header(word::END).store(end, Ordering::Relaxed);
             cache.header(word::STORED).store(stored, Ordering::Relaxed);
             cache.header(word::BOOT).store(boot(), Ordering::Relaxed);
@@ -253,21 +256,21 @@ impl Cache {
         }
     }
 
-    /// Returns up to `most` rows that are whole, out of some over the whole table.
-    pub fn some_rows(&self, most: usize) -> Vec<u64> {
+    /// Returns up to `max_rows` whole rows, which are taken from all parts of the table.
+    pub fn some_rows(&self, max_rows: usize) -> Vec<u64> {
         let step = self.rows.div_ceil(1 << 16).max(1) as usize;
-        let whole = (0..self.rows).step_by(step).filter(|row| matches!(self.look(*row), Lookup::Whole(_)));
-        whole.take(most).collect()
+        let whole = (0..self.rows).step_by(step).filter(|row| matches!(self.lookup(*row), Lookup::Whole(_)));
+        whole.take(max_rows).collect()
     }
 
-    /// Raises the limit to the length that the file has now. The table is then to be opened again.
+    /// Raises the limit to the length that the file has now. The caller must then open the table again.
     pub fn grow(&self, limit: u64) {
         if self.header(word::LIMIT).fetch_max(limit, Ordering::Relaxed) < limit {
             self.header(word::CLOSED).store(Closed::Open as u64, Ordering::Relaxed);
         }
     }
 
-    /// Takes more samples again, after [`Closed::NoRoom`].
+    /// Lets the cache take samples again after [`Closed::NoRoom`].
     pub fn reopen(&self) {
         let (no_room, open) = (Closed::NoRoom as u64, Closed::Open as u64);
         let _ = self.header(word::CLOSED).compare_exchange(no_room, open, Ordering::Relaxed, Ordering::Relaxed);
@@ -288,7 +291,7 @@ impl Cache {
         self.map.len() as u64
     }
 
-    /// Returns the reason for which it takes no more samples.
+    /// Returns the reason for which the cache takes no more samples.
     pub fn closed(&self) -> Closed {
         match self.header(word::CLOSED).load(Ordering::Relaxed) {
             0 => Closed::Open,
@@ -297,16 +300,17 @@ impl Cache {
         }
     }
 
-    /// Returns true for the first few calls, over all processes: the sample is to be made twice.
+    /// Returns true for the first few calls in all processes together. The caller then makes its sample twice, for
+    /// comparison.
     pub fn take_probe(&self) -> bool {
         let probes = self.header(word::PROBES);
         let take = |left: u64| left.checked_sub(1);
         probes.load(Ordering::Relaxed) > 0 && probes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
     }
 
-    /// Returns true for the first call with that bit, over all processes.
+    /// Returns true for the first call with this bit in all processes together.
     pub fn is_news(&self, bit: u64) -> bool {
-        self.header(word::TOLD).fetch_or(bit, Ordering::Relaxed) & bit == 0
+        self.header(word::LOGGED).fetch_or(bit, Ordering::Relaxed) & bit == 0
     }
 
     /// Counts hits.
@@ -320,10 +324,10 @@ impl Cache {
         self.count(counter::MISSES);
     }
 
-    /// Looks up a row, which must be one of the table's, in the index.
+    /// Looks up a row in the index. The table must have the row.
     #[inline]
-    pub fn look(&self, row: u64) -> Lookup {
-        // SYNC: row-published (pairs with the Release in `put`): the place implies the record's bytes.
+    pub fn lookup(&self, row: u64) -> Lookup {
+        // SYNC: row-published (pairs with the Release in `put`): a reader that sees the place sees the record's bytes.
         let at = self.row(row).load(Ordering::Acquire);
         match at {
             state::ABSENT => Lookup::Absent,
@@ -332,8 +336,8 @@ impl Cache {
         }
     }
 
-    /// Returns the record at a place; `None` if it is damaged. The row is then absent, and is made again. A place
-    /// behind this mapping's end is no damage: another program has raised the limit.
+    /// Returns the record at a place; `None` if it is damaged. The row then becomes absent, and its sample is made
+    /// again. A place beyond the end of this mapping is not damage: another program has raised the limit.
     #[inline]
     fn record(&self, row: u64, at: u64) -> Option<Record> {
         if at >= self.limit() && at.is_multiple_of(8) {
@@ -352,14 +356,14 @@ impl Cache {
             word.fetch_or(bit, Ordering::Relaxed);
             return whole;
         }
-        let now = self.row(row).compare_exchange(at, state::ABSENT, Ordering::Relaxed, Ordering::Relaxed);
-        if now.is_ok() {
+        let removed = self.row(row).compare_exchange(at, state::ABSENT, Ordering::Relaxed, Ordering::Relaxed);
+        if removed.is_ok() {
             self.count(counter::DAMAGED);
         }
         None
     }
 
-    /// Returns the record at a place, if it lies in the heap.
+    /// Returns the record at a place, if the record is in the heap.
     #[inline]
     fn bounded(&self, at: u64) -> Option<Record> {
         let first = at.checked_add(PREFIX).filter(|_| at >= self.heap && at.is_multiple_of(8))?;
@@ -369,7 +373,7 @@ impl Cache {
         (len <= room).then_some(Record { ptr, len: len as usize })
     }
 
-    /// Returns the two halves of a record's prefix; the place lies in the mapping, at a multiple of 8.
+    /// Returns the two halves of a record's prefix. The place must be in the mapping, at a multiple of 8.
     #[inline]
     fn prefix(&self, at: u64) -> (u32, u32) {
         let word = self.word(at).load(Ordering::Relaxed);
@@ -379,12 +383,12 @@ impl Cache {
     /// Returns the position at which a row's record ends.
     fn end_of(&self, row: u64) -> Option<u64> {
         let at = self.row(row).load(Ordering::Relaxed);
-        self.bounded(at).map(|record| at + size_of(record.len as u64))
+        self.bounded(at).map(|record| at + space_of(record.len as u64))
     }
 
-    /// Returns the space of a row's record.
-    fn size_at(&self, row: u64) -> Option<u64> {
-        self.bounded(self.row(row).load(Ordering::Relaxed)).map(|record| size_of(record.len as u64))
+    /// Returns the number of bytes that a row's record takes in the heap.
+    fn space_at(&self, row: u64) -> Option<u64> {
+        self.bounded(self.row(row).load(Ordering::Relaxed)).map(|record| space_of(record.len as u64))
     }
 
     /// Writes a record, given in parts, and publishes it.
@@ -399,7 +403,7 @@ impl Cache {
         }
         let len = parts.iter().map(|part| part.len()).sum::<usize>();
         let Ok(len) = u32::try_from(len) else { return Ok(self.never(row)) };
-        let size = size_of(u64::from(len));
+        let size = space_of(u64::from(len));
         let Some(fd) = self.fd() else { return Ok(self.close(Closed::NoRoom)) };
         let Some(at) = self.reserve(size) else {
             // Other programs may have mapped more of the file than this one.
@@ -411,7 +415,7 @@ impl Cache {
             Ok(true) => self.row(row).compare_exchange(
                 state::ABSENT,
                 at,
-                // SYNC: row-published (pairs with the Acquire in `look`).
+                // SYNC: row-published (pairs with the Acquire in `lookup`).
                 Ordering::Release,
                 Ordering::Relaxed,
             ),
@@ -421,7 +425,7 @@ impl Cache {
             self.header(word::STORED).fetch_add(size, Ordering::Relaxed);
             return Ok(Put::Stored);
         }
-        // No row refers to this space. It can be given back if no other process has taken space behind it.
+        // No row refers to this space. It can be given back if no other process has taken space after it.
         let end = self.header(word::END);
         let _ = end.compare_exchange(at + size, at, Ordering::Relaxed, Ordering::Relaxed);
         match written {
@@ -449,20 +453,21 @@ impl Cache {
         self.header(word::END).fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).ok()
     }
 
-    /// Writes a record into its space; false if there is no memory for it.
+    /// Writes a record into its space. Returns false if there is no memory for it.
     fn write(&self, fd: BorrowedFd<'_>, row: u64, at: u64, len: u32, parts: &[&[u8]]) -> Result<bool> {
-        if !self.has_memory(at, at + size_of(u64::from(len))) {
+        if !self.has_memory(at, at + space_of(u64::from(len))) {
             return Ok(false);
         }
         let mut bytes = u64::from(len).to_ne_bytes().to_vec();
-        let (mut rest, mut to) = (parts, at);
-        while let Some((part, behind)) = rest.split_first().filter(|(part, _)| bytes.len() + part.len() <= JOINED) {
+        let (mut remaining, mut to) = (parts, at);
+        while let Some((part, others)) = remaining.split_first().filter(|(part, _)| bytes.len() + part.len() <= JOINED)
+        {
             bytes.extend_from_slice(part);
-            rest = behind;
+            remaining = others;
         }
         sealed::write_at(fd, &bytes, to)?;
         to += bytes.len() as u64;
-        for part in rest {
+        for part in remaining {
             sealed::write_at(fd, part, to)?;
             to += part.len() as u64;
         }
@@ -474,7 +479,7 @@ impl Cache {
         Ok(true)
     }
 
-    /// Returns true if there is memory up to a position of the heap. Looks at the system now and then.
+    /// Returns true if there is memory up to a position of the heap. Asks the system only now and then.
     fn has_memory(&self, from: u64, to: u64) -> bool {
         if !self.in_memory || to <= self.checked.load(Ordering::Relaxed) {
             return true;
@@ -488,10 +493,10 @@ impl Cache {
         enough
     }
 
-    fn close(&self, why: Closed) -> Put {
+    fn close(&self, reason: Closed) -> Put {
         let before = self.header(word::CLOSED).compare_exchange(
             Closed::Open as u64,
-            why as u64,
+            reason as u64,
             Ordering::Relaxed,
             Ordering::Relaxed,
         );
@@ -511,9 +516,9 @@ impl Cache {
     /// Returns the stripe of this process.
     #[inline]
     fn stripe(&self) -> usize {
-        let (known, generation) = (self.stripe.load(Ordering::Relaxed), fork::generation() << 8);
-        if known & !0xff == generation {
-            return known as usize & 0xff;
+        let (stored, generation) = (self.stripe.load(Ordering::Relaxed), fork::generation() << 8);
+        if stored & !0xff == generation {
+            return stored as usize & 0xff;
         }
         let stripe = std::process::id() as usize % STRIPES;
         self.stripe.store(generation | stripe as u64, Ordering::Relaxed);
@@ -532,28 +537,28 @@ impl Cache {
 
     #[inline]
     fn row(&self, row: u64) -> &AtomicU64 {
-        assert!(row < self.rows, "a row of the table");
+        assert!(row < self.rows, "the table has no row {row}");
         self.word(HEADER + row * 8)
     }
 
-    /// Returns the word at a place in the file, which must be a multiple of 8 in front of the file's end.
+    /// Returns the word at a place in the file, which must be a multiple of 8 before the file's end.
     #[inline]
     fn word(&self, at: u64) -> &AtomicU64 {
-        assert!(at.is_multiple_of(8) && at + 8 <= self.limit(), "a word of the file");
-        // SAFETY: it lies in the mapping, aligned, and all users of these words use atomics.
+        assert!(at.is_multiple_of(8) && at + 8 <= self.limit(), "the file has no word at {at}");
+        // SAFETY: the word is in the mapping and aligned, and all users of these words use atomics.
         unsafe { AtomicU64::from_ptr(self.map.as_ptr().add(at as usize).cast()) }
     }
 }
 
 /// Returns `count` words of a mapping, from word `at` on.
 fn words(map: &Mapping, at: usize, count: usize) -> &[AtomicU64] {
-    assert!((at + count) * 8 <= map.len(), "words of the mapping");
-    // SAFETY: they lie in the mapping, which begins on a page, and all users of them use atomics.
+    assert!((at + count) * 8 <= map.len(), "the mapping has no words {at}..{}", at + count);
+    // SAFETY: the words are in the mapping, which begins on a page, and all users of them use atomics.
     unsafe { std::slice::from_raw_parts(map.as_ptr().cast::<AtomicU64>().add(at), count) }
 }
 
-/// Returns the space of a record of `len` bytes.
-fn size_of(len: u64) -> u64 {
+/// Returns the number of bytes that a record of `len` bytes takes in the heap.
+fn space_of(len: u64) -> u64 {
     (len + PREFIX).next_multiple_of(8)
 }
 

@@ -9,13 +9,13 @@ use crate::error::Error;
 const LIMIT: u64 = 1 << 20;
 
 fn bytes(cache: &Cache, row: u64) -> Option<Vec<u8>> {
-    match cache.look(row) {
+    match cache.lookup(row) {
         Lookup::Whole(record) => Some(record.copy(0, usize::MAX)),
         _ => None,
     }
 }
 
-/// A file without a name that stands for one on a disk.
+/// Returns a file without a name, which serves as a file on a disk.
 fn file(len: u64) -> File {
     let fd = crate::sys::memfd::create("rustloader-test", len).unwrap();
     File::from(fd)
@@ -28,7 +28,7 @@ fn copy_of(file: &File) -> OwnedFd {
 #[test]
 fn a_record_is_absent_and_then_whole() {
     let cache = Cache::create(10, LIMIT, b"meta").unwrap();
-    assert_eq!(cache.look(3), Lookup::Absent);
+    assert_eq!(cache.lookup(3), Lookup::Absent);
     assert_eq!(cache.put(3, &[b"hel", b"lo"]).unwrap(), Put::Stored);
     assert_eq!(bytes(&cache, 3).as_deref(), Some(&b"hello"[..]));
     assert_eq!(cache.put(3, &[b"other"]).unwrap(), Put::Known);
@@ -47,10 +47,10 @@ fn a_record_is_absent_and_then_whole() {
 }
 
 #[test]
-fn a_row_that_cannot_be_kept_stays_so() {
+fn a_row_whose_sample_cannot_be_kept_stays_marked() {
     let cache = Cache::create(2, LIMIT, b"").unwrap();
     cache.never(1);
-    assert_eq!(cache.look(1), Lookup::Never);
+    assert_eq!(cache.lookup(1), Lookup::Never);
     assert_eq!(cache.put(1, &[b"x"]).unwrap(), Put::Known);
     cache.never(1);
     assert_eq!((cache.usage().refused, cache.usage().stored), (1, 0));
@@ -136,7 +136,7 @@ fn damaged_records_of_a_file_are_made_again() {
 }
 
 #[test]
-fn after_a_machine_went_down_no_record_is_written_over() {
+fn after_a_crash_of_the_machine_no_record_is_overwritten() {
     let file = file(LIMIT);
     Cache::format(file.as_fd(), 10, LIMIT, b"").unwrap();
     let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
@@ -150,8 +150,8 @@ fn after_a_machine_went_down_no_record_is_written_over() {
     write(word::BOOT, 1);
     let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
     cache.put(2, &[b"two"]).unwrap();
-    let found: Vec<_> = (0..3).map(|row| bytes(&cache, row).unwrap()).collect();
-    assert_eq!(found, [b"zero".to_vec(), b"one".to_vec(), b"two".to_vec()]);
+    let records: Vec<_> = (0..3).map(|row| bytes(&cache, row).unwrap()).collect();
+    assert_eq!(records, [b"zero".to_vec(), b"one".to_vec(), b"two".to_vec()]);
 }
 
 #[test]
@@ -166,10 +166,10 @@ fn a_larger_limit_opens_a_full_file() {
     let larger = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
     assert_eq!(larger.put(1, &[&[1; 90]]).unwrap(), Put::Stored);
     assert_eq!(larger.put(2, &[&[2; 90]]).unwrap(), Put::Stored);
-    // The program with the old limit is full, and the file is not.
+    // For the program with the old limit the cache is full, but the file is not.
     assert_eq!(cache.put(3, &[&[3; 90]]).unwrap(), Put::Closed(false));
     assert_eq!(larger.closed(), Closed::Open);
-    // It does not see records behind its limit, and does not count them as damaged.
+    // That program does not see records beyond its limit, and does not count them as damaged.
     assert_eq!(bytes(&cache, 2), None);
     assert_eq!((bytes(&larger, 2), larger.usage().damaged), (Some(vec![2; 90]), 0));
 }
@@ -183,7 +183,7 @@ fn threads_fill_one_table() {
         let cache = Arc::clone(&cache);
         move || {
             for row in (0..ROWS).map(|row| (row + start) % ROWS) {
-                match cache.look(row) {
+                match cache.lookup(row) {
                     Lookup::Whole(record) => assert_eq!(record.copy(0, usize::MAX), content(row)),
                     _ => drop(cache.put(row, &[&content(row)]).unwrap()),
                 }
@@ -201,7 +201,7 @@ fn threads_fill_one_table() {
 }
 
 #[test]
-fn what_was_cut_off_is_absent_and_its_space_is_used_again() {
+fn truncated_records_are_absent_and_their_space_is_reused() {
     let file = file(LIMIT);
     Cache::format(file.as_fd(), 10, LIMIT, b"").unwrap();
     let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();

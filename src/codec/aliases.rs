@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use super::draft::{NotPlain, PendingCopy, Plain};
-use super::seen::{Extent, Met, Object, Seen};
+use super::seen::{Extent, Object, Seen, SeenLeaf};
 use crate::config::{INLINE_LIMIT, OVERLAP_STEPS, STORAGE_WASTE};
 use crate::interop::view::TensorView;
 use crate::tree::layout::{Style, TransferPlan};
@@ -18,8 +18,8 @@ pub trait Tensors {
     /// Returns the memory of a tensor; `None` if it is no longer plain.
     fn view<'t>(&self, tensor: &'t Self::Object) -> Option<TensorView<'t>>;
 
-    /// Creates an object that keeps several tensors alive.
-    fn together(&self, tensors: Vec<&Self::Object>) -> Option<Self::Object>;
+    /// Returns an object that keeps all these tensors alive.
+    fn keep_alive(&self, tensors: Vec<&Self::Object>) -> Option<Self::Object>;
 }
 
 /// The replacement of a part of the payload.
@@ -27,17 +27,17 @@ pub trait Tensors {
 enum Change {
     /// Replaces nothing; marks the value that follows.
     Mark,
-    /// A repeated object, by the start of its first encoding.
+    /// A reference to a repeated object, given by the start of its first encoding.
     Back(usize),
-    /// A tensor, by its position in [`Seen::leaves`], in a storage that begins at address `low`.
+    /// A tensor in a common storage that begins at address `low`. `leaf` is its position in [`Seen::leaves`].
     Shared { leaf: usize, storage: usize, low: usize },
 }
 
-/// Memory that is copied once.
+/// Memory of several tensors that is copied once.
 struct SharedMemory<O> {
     low: usize,
     len: usize,
-    /// The largest alignment of their elements.
+    /// The largest alignment of the tensors' elements.
     align: usize,
     /// The tensors in it, which keep it alive.
     tensors: O,
@@ -45,14 +45,14 @@ struct SharedMemory<O> {
 
 struct Aliases<'a, T: Tensors> {
     tensors: &'a T,
-    leaves: &'a [Met<T::Object>],
+    leaves: &'a [SeenLeaf<T::Object>],
     /// (start and end of the replaced part, replacement).
     changes: Vec<(usize, usize, Change)>,
     storages: Vec<SharedMemory<T::Object>>,
 }
 
-/// Rewrites the payload `out` from `from` on, and the placeholders of `copies`. An error: the tensors share memory in a
-/// way that cannot be described.
+/// Rewrites the payload `out` from `from` on, and the placeholders of `copies`. Returns an error if the tensors share
+/// memory in a way that the payload cannot describe.
 pub fn resolve<T: Tensors>(
     tensors: &T,
     seen: &Seen<T::Object>,
@@ -62,19 +62,19 @@ pub fn resolve<T: Tensors>(
     copies: Vec<PendingCopy<T::Object>>,
 ) -> Plain<Vec<PendingCopy<T::Object>>> {
     let mut aliases = Aliases { tensors, leaves: &seen.leaves, changes: Vec::new(), storages: Vec::new() };
-    aliases.changes.extend(seen.again.iter().map(|&(at, first)| (at, at + 1, Change::Back(first))));
+    aliases.changes.extend(seen.repeats.iter().map(|&(at, first)| (at, at + 1, Change::Back(first))));
     let unique = aliases.repeated_leaves(extents);
-    let mut fits = Ok(());
+    let mut result = Ok(());
     components(
         &unique,
         |extent| (extent.start, extent.end),
         |component| {
-            if fits.is_ok() {
-                fits = aliases.component(component);
+            if result.is_ok() {
+                result = aliases.component(component);
             }
         },
     );
-    fits?;
+    result?;
     let old = out.split_off(from);
     Ok(aliases.write(&old, out, from, copies))
 }
@@ -88,12 +88,12 @@ impl<T: Tensors> Aliases<'_, T> {
         ordered.sort_unstable_by_key(|extent| extent.leaf);
         let mut unique = Vec::new();
         for extent in ordered {
-            let met = &self.leaves[extent.leaf];
-            let earlier = *first.entry(met.object.address()).or_insert(extent.leaf);
+            let seen_leaf = &self.leaves[extent.leaf];
+            let earlier = *first.entry(seen_leaf.object.address()).or_insert(extent.leaf);
             if earlier != extent.leaf {
                 let first = self.leaves[earlier].written.0;
-                self.changes.push((met.written.0, met.written.1, Change::Back(first)));
-            } else if met.kind == Kind::Tensor {
+                self.changes.push((seen_leaf.written.0, seen_leaf.written.1, Change::Back(first)));
+            } else if seen_leaf.kind == Kind::Tensor {
                 unique.push(*extent);
             }
         }
@@ -101,10 +101,10 @@ impl<T: Tensors> Aliases<'_, T> {
         unique
     }
 
-    /// Decides how tensors with overlapping extents travel.
+    /// Decides how tensors with overlapping extents are sent.
     fn component(&mut self, component: &[Extent]) -> Plain {
         if let [Extent { leaf, .. }] = component
-            && !self.leaves[*leaf].window
+            && !self.leaves[*leaf].overlaps_itself
         {
             return Ok(());
         }
@@ -115,12 +115,12 @@ impl<T: Tensors> Aliases<'_, T> {
         };
         let views = component.iter().map(view).collect::<Result<Vec<_>, _>>()?;
         let lattices: Vec<_> = component.iter().zip(&views).map(|(e, view)| lattice(e, view)).collect();
-        let shown: usize = lattices.iter().zip(&views).map(|(lattice, view)| shown(lattice, view)).sum();
+        let bytes: usize = lattices.iter().zip(&views).map(|(lattice, view)| bytes_alone(lattice, view)).sum();
         let low = component[0].start;
         let len = component.iter().map(|extent| extent.end).max().unwrap_or(low) - low;
-        if len > shown.saturating_mul(STORAGE_WASTE) && !any_shared(&lattices, OVERLAP_STEPS) {
+        if len > bytes.saturating_mul(STORAGE_WASTE) && !any_shared(&lattices, OVERLAP_STEPS) {
             for (extent, view) in component.iter().zip(&views) {
-                if leaves[extent.leaf].window {
+                if leaves[extent.leaf].overlaps_itself {
                     self.share(std::slice::from_ref(extent), std::slice::from_ref(view), extent.end - extent.start)?;
                 }
             }
@@ -140,13 +140,13 @@ impl<T: Tensors> Aliases<'_, T> {
             self.changes.push((at, end, Change::Shared { leaf: extent.leaf, storage, low }));
         }
         let objects = extents.iter().map(|extent| &self.leaves[extent.leaf].object);
-        let tensors = self.tensors.together(objects.collect()).ok_or(NotPlain)?;
+        let tensors = self.tensors.keep_alive(objects.collect()).ok_or(NotPlain)?;
         let align = views.iter().map(|view| view.dtype.align()).max().unwrap_or(1);
         self.storages.push(SharedMemory { low, len, align, tensors });
         Ok(())
     }
 
-    /// Writes the payload again: the storages, then the old payload with the changes.
+    /// Writes the new payload: the storages, then the old payload with the changes.
     fn write(
         mut self,
         old: &[u8],
@@ -163,20 +163,20 @@ impl<T: Tensors> Aliases<'_, T> {
         self.changes.sort_unstable_by_key(|&(at, _, change)| (at, change));
 
         let mut writer = Writer::new(out);
-        let mut made = self.write_storages(&mut writer);
+        let mut new_copies = self.write_storages(&mut writer);
         let mut copies = copies.into_iter().peekable();
         let mut copied = from;
         let end = (from + old.len(), from + old.len(), None);
-        for (at, behind, change) in self.changes.iter().map(|&(a, b, c)| (a, b, Some(c))).chain([end]) {
-            let moved = writer.len();
+        for (at, part_end, change) in self.changes.iter().map(|&(a, b, c)| (a, b, Some(c))).chain([end]) {
+            let new_at = writer.len();
             while let Some(mut copy) = copies.next_if(|copy| copy.place.at() < at) {
-                copy.place = Placeholder::moved(copy.place.at() - copied + moved);
-                made.push(copy);
+                copy.place = Placeholder::moved(copy.place.at() - copied + new_at);
+                new_copies.push(copy);
             }
             writer.raw(&old[copied - from..at - from]);
             // The replaced part needs no copies.
-            while copies.next_if(|copy| copy.place.at() < behind).is_some() {}
-            copied = behind;
+            while copies.next_if(|copy| copy.place.at() < part_end).is_some() {}
+            copied = part_end;
             match change {
                 Some(Change::Mark) => writer.mark(),
                 Some(Change::Back(first)) => writer.back(marks.partition_point(|&mark| mark < first)),
@@ -186,7 +186,7 @@ impl<T: Tensors> Aliases<'_, T> {
                 None => {}
             }
         }
-        made
+        new_copies
     }
 
     fn write_storages(&self, writer: &mut Writer<'_>) -> Vec<PendingCopy<T::Object>> {
@@ -207,7 +207,7 @@ impl<T: Tensors> Aliases<'_, T> {
 
     fn write_shared(&self, writer: &mut Writer<'_>, leaf: usize, storage: usize, low: usize) {
         let view = self.tensors.view(&self.leaves[leaf].object);
-        // `share` has just read it. If it were gone, the reader would refuse the payload.
+        // `share` has just read the view. If the tensor were no longer plain, the reader would refuse the payload.
         if let Some(TensorView { dtype, shape, strides, ptr, .. }) = view {
             writer.shared(dtype, &shape, &strides, storage, ptr as usize - low);
         }
@@ -224,8 +224,8 @@ fn lattice<'a>(extent: &Extent, view: &'a TensorView<'_>) -> Lattice<'a> {
     }
 }
 
-/// Returns the number of bytes of a tensor that travels alone.
-fn shown(lattice: &Lattice<'_>, view: &TensorView<'_>) -> usize {
+/// Returns the number of bytes that a tensor takes if it is sent alone.
+fn bytes_alone(lattice: &Lattice<'_>, view: &TensorView<'_>) -> usize {
     let item = lattice.itemsize as i64;
     let mut bytes = view.strides;
     bytes.as_mut_slice().iter_mut().for_each(|stride| *stride = stride.saturating_mul(item));

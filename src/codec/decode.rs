@@ -1,4 +1,4 @@
-//! Decoding: bytes and leaves become a batch.
+//! Decoding of bytes and leaves into a batch.
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::ffi;
@@ -15,13 +15,13 @@ use crate::interop::tensor::{Bridge, SharedStorage};
 use crate::interop::view::Form;
 use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, walk};
 
-/// Builds the batch of a payload, with its large leaves from `source`. Nothing in the payload is trusted: a damaged one
-/// is [`Error::Corrupt`].
+/// Builds the batch of a payload, with its large leaves from `source`. Trusts nothing in the payload: returns
+/// [`Error::Corrupt`] if it is damaged.
 pub fn decode<S: Source>(py: Python<'_>, bridge: &Bridge, payload: &[u8], source: &mut S) -> PyResult<Py<PyAny>> {
     Decoder::new(py, Some(bridge), source).build(payload)
 }
 
-/// As [`decode`], with the tensors in pinned memory. The copies fill them.
+/// Decodes as [`decode`] does, with the tensors in pinned memory. The returned copies fill them.
 pub fn decode_pinned<'py, S: Source>(
     bridge: &Bridge,
     payload: &[u8],
@@ -37,13 +37,13 @@ pub fn decode_pinned<'py, S: Source>(
 
 /// Builds the index batch that [`super::encode_indices`] wrote.
 pub fn decode_indices(py: Python<'_>, payload: &[u8]) -> PyResult<Py<PyAny>> {
-    Decoder::new(py, None, &mut Nothing).build(payload)
+    Decoder::new(py, None, &mut NoLeaves).build(payload)
 }
 
 /// The source of a payload without leaves.
-struct Nothing;
+struct NoLeaves;
 
-impl Source for Nothing {
+impl Source for NoLeaves {
     type Memory = Heap;
 
     fn leaf(&mut self, index: u32) -> Result<Heap, Error> {
@@ -56,10 +56,10 @@ struct Decoder<'a, 'py, S: Source> {
     bridge: Option<&'a Bridge>,
     source: &'a mut S,
     stack: Vec<Bound<'py, PyAny>>,
-    /// Objects that may occur again, by the numbers of their marks; `None` until complete.
+    /// Objects that may be repeated, by the numbers of their marks; `None` until they are complete.
     kept: Vec<Option<Bound<'py, PyAny>>>,
     storages: Vec<SharedStorage>,
-    /// Memory for the tensors, if it is pinned.
+    /// Pinned memory for the tensors; `None` without pinning.
     pinned: Option<Pinned<'py, S::Memory>>,
 }
 
@@ -97,7 +97,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
     fn close(&mut self, group: Group, count: usize) -> PyResult<()> {
         let py = self.py;
         let values = if group == Group::Dict { count * 2 } else { count };
-        // An error rather than a panic, should the walk be wrong.
+        // If the walk has an error, this returns one instead of panicking.
         let start = self.stack.len().checked_sub(values).ok_or_else(|| PyRuntimeError::new_err("unbalanced batch"))?;
         let mut values = self.stack.drain(start..);
         let value = if group == Group::Dict {
@@ -107,7 +107,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
             }
             // A replaced value would be released before its memory is filled.
             if dict.len() != count {
-                return Err(Error::corrupt("a dict with a key that comes twice").into());
+                return Err(Error::corrupt("a dict that has a key twice").into());
             }
             dict.into_any()
         } else {
@@ -137,7 +137,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
                 bridge.storage(py, lease, offset, storage.len)?
             }
             Place::Shared { .. } | Place::Empty { .. } => {
-                return Err(Error::corrupt("a storage that lies in a storage").into());
+                return Err(Error::corrupt("a storage inside another storage").into());
             }
         };
         self.storages.push(object);
@@ -159,8 +159,8 @@ fn sequence<'py>(
     values: impl Iterator<Item = PyResult<Bound<'py, PyAny>>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let size = len as ffi::Py_ssize_t;
-    // SAFETY: new references, or null with an exception set. Slots stay null until set, which both types tolerate on
-    // drop; the object is not returned before all are set.
+    // SAFETY: new references, or null with an exception set. Slots are null until they are set, which both types
+    // tolerate on drop; the object is returned only after all are set.
     let object = unsafe {
         let object = if group == Group::List { ffi::PyList_New(size) } else { ffi::PyTuple_New(size) };
         Bound::from_owned_ptr_or_err(py, object)?
@@ -190,8 +190,8 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
     }
 
     fn bridge(&self) -> PyResult<&'a Bridge> {
-        let what = "an index batch holds a tensor or an array";
-        Ok(self.bridge.ok_or_else(|| Error::corrupt(what))?)
+        let message = "an index batch holds a tensor or an array";
+        Ok(self.bridge.ok_or_else(|| Error::corrupt(message))?)
     }
 
     fn build(&mut self, payload: &[u8]) -> PyResult<Py<PyAny>> {
@@ -252,9 +252,9 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
                 }
             }
             Place::Shared { storage, offset } => {
-                let found = self.storages.get(storage).zip(usize::try_from(offset).ok());
+                let place = self.storages.get(storage).zip(usize::try_from(offset).ok());
                 let missing = || Error::corrupt(format!("a tensor at byte {offset} of storage {storage}"));
-                let (storage, offset) = found.ok_or_else(missing)?;
+                let (storage, offset) = place.ok_or_else(missing)?;
                 bridge.tensor_shared(py, storage, offset, form)
             }
             Place::Empty { offset } => bridge.tensor_empty(py, offset, form),

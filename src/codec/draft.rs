@@ -1,6 +1,6 @@
-//! The first pass over a batch: writes as if no object repeats, and records what the second pass needs.
+//! The first pass over a batch. It writes as if no object repeats, and records what the second pass needs.
 
-use super::seen::{Met, Object, Seen};
+use super::seen::{Object, Seen, SeenLeaf};
 use super::{Hold, Sink};
 use crate::config::{INLINE_LIMIT, MAX_DEPTH};
 use crate::error::Error;
@@ -8,34 +8,35 @@ use crate::interop::view::LeafView;
 use crate::tree::layout::{Style, TransferPlan, extent, numel};
 use crate::tree::{Kind, Placeholder, Writer};
 
-/// The batch is not a plain tree.
+/// The error for a batch that is not a plain tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotPlain;
 
 pub type Plain<T = ()> = Result<T, NotPlain>;
 
-/// A leaf to copy once the whole batch is known to be plain.
+/// A leaf to copy when the whole batch is known to be plain.
 #[derive(Debug)]
 pub struct PendingCopy<O> {
     /// Keeps the memory alive while the GIL is released.
     _owner: O,
-    /// The place of its number in the payload.
+    /// The place of the leaf's number in the payload.
     pub place: Placeholder,
     first: *const u8,
     plan: TransferPlan,
-    /// Bytes that its address in shared memory is a multiple of.
+    /// Required alignment of the leaf's address in shared memory, in bytes.
     align: usize,
     /// See [`Sink::adopt`].
     hold: Hold,
 }
 
 impl<O> PendingCopy<O> {
-    /// Copies `len` bytes from `first` on, which `owner` keeps alive, to an address that is a multiple of `align`.
+    /// Describes a copy of `len` bytes from `first` on, which `owner` keeps alive, to an address that is a multiple of
+    /// `align`.
     pub fn of_bytes(owner: O, place: Placeholder, first: *const u8, len: usize, align: usize) -> Self {
         Self { _owner: owner, place, first, plan: TransferPlan::bytes(len), align, hold: Hold::Shared }
     }
 
-    /// Puts the leaf into the sink: adopted memory, or a copy by `copy(plan, source, target)`.
+    /// Passes the leaf to the sink, which adopts its memory or reserves room for `copy(plan, source, target)`.
     pub fn run<S: Sink>(
         &self,
         out: &mut Writer<'_>,
@@ -73,12 +74,13 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Self { out: Writer::new(out), seen: Seen::new(), open: Vec::new(), copies: Vec::new() }
     }
 
-    /// Returns the record of objects, and the pending copies.
+    /// Returns the seen objects, and the pending copies.
     pub fn finish(self) -> (Seen<O>, Vec<PendingCopy<O>>) {
         (self.seen, self.copies)
     }
 
-    /// Records an object. False: it is repeated, and a gap stands for it. An object inside itself is an error.
+    /// Records an object. Returns false if it is repeated: its place then has a gap. Returns an error if it is inside
+    /// itself.
     #[inline]
     pub fn is_new(&mut self, value: &O) -> Plain<bool> {
         let (address, at) = (value.address(), self.out.len());
@@ -86,13 +88,13 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         if self.open.contains(&address) {
             return Err(NotPlain);
         }
-        self.seen.again.push((at, first));
+        self.seen.repeats.push((at, first));
         self.out.gap();
         Ok(false)
     }
 
-    /// Records a container at a depth; false as for [`Self::is_new`]. [`Self::leave`] ends it. Too deep a one is an
-    /// error.
+    /// Records a container at a depth. Returns false as [`Self::is_new`] does, and an error if it is too deep.
+    /// [`Self::leave`] ends it.
     #[inline]
     pub fn enter(&mut self, value: &O, depth: usize) -> Plain<bool> {
         if depth >= MAX_DEPTH {
@@ -120,8 +122,8 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(())
     }
 
-    /// Writes a tensor or an array. `is_sole`: see [`Hold::Sole`]. `storage_offset` returns the offset of a tensor
-    /// without elements, in elements.
+    /// Writes a tensor or an array. For `is_sole` see [`Hold::Sole`]. `storage_offset` returns the storage offset, in
+    /// elements, of a tensor without elements.
     ///
     /// # Safety
     /// The view describes memory that `value` keeps alive.
@@ -137,10 +139,10 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         let style = if kind == Kind::Tensor { Style::Tensor } else { Style::Array };
         let at = self.out.len();
         let Some(plan) = TransferPlan::new(shape, byte_strides, dtype.itemsize(), style) else {
-            return self.window(value, view);
+            return self.self_overlapping(value, view);
         };
         if plan.span == 0 {
-            // Without memory only the object shows a repetition.
+            // Without memory, only the object itself shows that it is repeated.
             if !self.is_new(value)? {
                 return Ok(());
             }
@@ -166,13 +168,13 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
             let start = first.wrapping_offset(plan.low) as usize;
             let end = start.saturating_add(plan.span);
             let written = (at, self.out.len());
-            self.seen.leaf(Met { object: value.clone(), kind, window: false, written, start, end });
+            self.seen.leaf(SeenLeaf { object: value.clone(), kind, overlaps_itself: false, written, start, end });
         }
         Ok(())
     }
 
-    /// Leaves a gap for a tensor whose elements share memory. Alias resolution fills it.
-    fn window(&mut self, value: &O, view: &LeafView) -> Plain {
+    /// Leaves a gap for a tensor whose elements share memory with each other. Alias resolution fills it.
+    fn self_overlapping(&mut self, value: &O, view: &LeafView) -> Plain {
         let &LeafView { kind, dtype, ref shape, byte_strides: mut strides, first } = view;
         let item = dtype.itemsize() as i64;
         strides.as_mut_slice().iter_mut().for_each(|stride| *stride /= item);
@@ -181,10 +183,10 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         let (Kind::Tensor, Some(_), Some(span)) = (kind, count, span) else { return Err(NotPlain) };
         let at = self.out.len();
         self.out.gap();
-        self.seen.windows = true;
+        self.seen.has_self_overlaps = true;
         let (start, end) = (first as usize, (first as usize).saturating_add(span));
         let written = (at, self.out.len());
-        self.seen.leaf(Met { object: value.clone(), kind, window: true, written, start, end });
+        self.seen.leaf(SeenLeaf { object: value.clone(), kind, overlaps_itself: true, written, start, end });
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Encoding: a batch becomes bytes and leaves.
+//! Encoding of a batch as bytes and leaves.
 
 use pyo3::ffi;
 use pyo3::intern;
@@ -37,28 +37,28 @@ impl<'py> Tensors for BatchTensors<'_, 'py> {
         self.bridge?.view(tensor)
     }
 
-    fn together(&self, tensors: Vec<&Self::Object>) -> Option<Self::Object> {
+    fn keep_alive(&self, tensors: Vec<&Self::Object>) -> Option<Self::Object> {
         PyList::new(self.py, tensors).ok().map(Bound::into_any)
     }
 }
 
 struct Encoder<'a, 'py> {
-    /// None: tensors and arrays are not plain.
+    /// `None` if tensors and arrays do not count as plain.
     bridge: Option<&'a Bridge>,
     draft: Draft<'a, Bound<'py, PyAny>>,
-    /// The containers around the current value have one reference each: they go with the batch.
+    /// True if each container around the current value has one reference, so that it ends with the batch.
     is_sole: bool,
-    /// The value is a key of a dict, or a part of one.
+    /// True if the current value is a key of a dict, or a part of one.
     is_key: bool,
 }
 
-/// Appends `batch` to `out`, with its large leaves in `sink`. False: it is not a plain tree and must be pickled; `out`
-/// is unchanged.
+/// Appends `batch` to `out`, with its large leaves in `sink`. Returns false if it is not a plain tree and must be
+/// pickled; `out` is then unchanged.
 pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<u8>, sink: &mut S) -> PyResult<bool> {
     let before = out.len();
-    // From the first address that is noted to the last copy.
+    // Held from the first address that is recorded to the last copy.
     let _reading = reading(batch.py());
-    let Ok(copies) = plain(Some(bridge), batch, out, sink.takes_arrays()) else {
+    let Ok(copies) = write_plain(Some(bridge), batch, out, sink.takes_arrays()) else {
         out.truncate(before);
         return Ok(false);
     };
@@ -79,19 +79,19 @@ pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<
     Ok(true)
 }
 
-/// Appends an index batch to `out`. False: it must be pickled, and `out` is unchanged.
+/// Appends an index batch to `out`. Returns false if it must be pickled; `out` is then unchanged.
 pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     let before = out.len();
-    let plain = plain(None, index, out, false).is_ok();
-    if !plain {
+    let is_plain = write_plain(None, index, out, false).is_ok();
+    if !is_plain {
         out.truncate(before);
     }
-    plain
+    is_plain
 }
 
-/// Writes a plain tree and returns the pending copies. `is_sole`: only its list refers to the value, or arrays are
-/// copied in any case. On an error `out` holds a part.
-fn plain<'py>(
+/// Writes a plain tree and returns the pending copies. `is_sole` is true if the list that holds the value has the only
+/// reference to it, and false if all arrays must be copied. After an error `out` holds a part of the tree.
+fn write_plain<'py>(
     bridge: Option<&Bridge>,
     value: &Bound<'py, PyAny>,
     out: &mut Vec<u8>,
@@ -101,7 +101,7 @@ fn plain<'py>(
     let mut encoder = Encoder { bridge, draft: Draft::new(out), is_sole, is_key: false };
     encoder.value(value, 0)?;
     let (seen, copies) = encoder.draft.finish();
-    match seen.tangled() {
+    match seen.aliased_extents() {
         Some(extents) => resolve(&BatchTensors { py: value.py(), bridge }, &seen, &extents, out, from, copies),
         None => Ok(copies),
     }
@@ -123,8 +123,8 @@ fn storage_offset(value: &Bound<'_, PyAny>) -> Plain<Option<u64>> {
     Ok((offset > 0).then_some(offset))
 }
 
-/// Returns true if an object has only two references: that of its container, or of the list that holds a batch, and
-/// `value`.
+/// Returns true if an object has only two references: `value`, and the one of its container or of the list that holds
+/// the batch.
 #[inline]
 fn is_sole(value: &Bound<'_, PyAny>) -> bool {
     // SAFETY: a live object; the GIL is held.
@@ -141,8 +141,8 @@ impl<'py> Encoder<'_, 'py> {
         let kind = value.get_type_ptr();
         // Exact types, by the address of the type object.
         if self.bridge.is_some_and(|bridge| bridge.is_tensor(value)) {
-            // Its hash is a function in Python, where a signal handler may raise: a plain batch has to arrive without
-            // any.
+            // A tensor's hash is a Python function, in which a signal handler may raise. A plain batch must arrive
+            // without running Python code.
             return if self.is_key { Err(NotPlain) } else { self.tensor(value) };
         }
         if kind == &raw mut ffi::PyLong_Type {
@@ -207,10 +207,10 @@ impl<'py> Encoder<'_, 'py> {
         if has_identity && !self.draft.enter(value, depth)? {
             return Ok(());
         }
-        let outside = self.is_sole;
+        let outer = self.is_sole;
         self.is_sole &= is_sole(value);
         self.items(group, len, get, depth)?;
-        self.is_sole = outside;
+        self.is_sole = outer;
         if has_identity {
             self.draft.leave();
         }
@@ -256,14 +256,14 @@ impl<'py> Encoder<'_, 'py> {
         // SAFETY: an exact dict (the caller checked its type); the GIL is held.
         let len = unsafe { ffi::PyDict_Size(value.as_ptr()) };
         let len = usize::try_from(len).map_err(|_| NotPlain)?;
-        let outside = self.is_sole;
+        let outer = self.is_sole;
         self.is_sole &= is_sole(value);
         self.draft.out.open(Group::Dict, len);
         let (mut position, mut visited) = (0, 0);
         loop {
             let (mut key, mut item) = (std::ptr::null_mut(), std::ptr::null_mut());
-            // SAFETY: an exact dict; a concurrent change makes the walk miss entries, but never invalid. The borrowed
-            // references become owned before any other code runs.
+            // SAFETY: an exact dict. A concurrent change can make the walk miss entries, but not make it invalid. The
+            // borrowed references become owned before any other code runs.
             let (key, item) = unsafe {
                 if ffi::PyDict_Next(value.as_ptr(), &mut position, &mut key, &mut item) == 0 {
                     break;
@@ -274,12 +274,12 @@ impl<'py> Encoder<'_, 'py> {
             if visited > len {
                 return Err(NotPlain);
             }
-            let outside = std::mem::replace(&mut self.is_key, true);
+            let outer = std::mem::replace(&mut self.is_key, true);
             self.value(&key, depth + 1)?;
-            self.is_key = outside;
+            self.is_key = outer;
             self.value(&item, depth + 1)?;
         }
-        self.is_sole = outside;
+        self.is_sole = outer;
         self.draft.leave();
         if visited == len { Ok(()) } else { Err(NotPlain) }
     }
@@ -302,14 +302,13 @@ impl<'py> Encoder<'_, 'py> {
         let bytes = numel(&view.shape).and_then(|count| count.checked_mul(view.dtype.itemsize() as i64));
         let is_large = bytes.is_some_and(|bytes| bytes >= ARRAY_MIN as i64);
         let is_sole = self.is_sole && is_large && is_sole(value);
-        // An error here does not fail the batch: the array is copied.
+        // After an error here the array is copied, and the batch does not fail.
         let is_sole = is_sole && bridge.has_alone(value).unwrap_or(false);
         // SAFETY: NumPy has just described this view; the batch keeps the array alive.
         unsafe { self.draft.leaf(value, &view, is_sole, || Ok(None)) }
     }
 
-    /// Encodes an `ArrayTensor`, which has `array`. Its memory may be another leaf's, too: then alias resolution gives
-    /// up.
+    /// Encodes an `ArrayTensor`, which wraps `array`. If another leaf has the same memory, alias resolution gives up.
     fn array_tensor(&mut self, value: &Bound<'py, PyAny>, array: Bound<'py, PyAny>) -> Plain {
         let bridge = self.bridge.ok_or(NotPlain)?;
         let view = bridge.view_as_tensor(&array).ok_or(NotPlain)?;

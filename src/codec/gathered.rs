@@ -1,4 +1,4 @@
-//! The batch that default_collate makes of cached samples, gathered from the cache without an object for each sample.
+//! Collation of cached samples, as default_collate does it but without an object for each sample.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -15,13 +15,14 @@ use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, is_contiguous};
 use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, walk};
 
-/// Makes the tensor of a plan: its first byte, which has room for all, and the tensor.
-type Make<'a> = dyn FnMut(&StackPlan) -> PyResult<(*mut u8, Py<PyAny>)> + 'a;
+/// A function that allocates the tensor of a plan. It returns the address of its memory, which has room for the whole
+/// plan, and the tensor.
+type Allocate<'a> = dyn FnMut(&StackPlan) -> PyResult<(*mut u8, Py<PyAny>)> + 'a;
 
 /// One part of a sample.
 #[derive(Clone, Copy)]
 enum Part {
-    /// A contiguous tensor: where its bytes are. They lie in the cache, or in a tree that is kept.
+    /// A contiguous tensor: the address and number of its bytes. They are in the cache, or in a tree that is kept.
     Tensor(*const u8, usize),
     Int(i64),
     Float(f64),
@@ -49,7 +50,7 @@ struct Sample {
 }
 
 impl Sample {
-    /// Reads a record; `tree` keeps the bytes of its small tensors. `None`: it is another kind of sample.
+    /// Reads a record; `tree` keeps the bytes of its small tensors. Returns `None` for any other kind of sample.
     fn of(record: Record, tree: &mut Vec<u8>) -> Result<Option<Self>, Error> {
         let mut sample = Self::default();
         match record.copy(0, 1).first() {
@@ -68,14 +69,14 @@ impl Sample {
         Ok((!sample.is_other && is_whole && is_one && !sample.parts.is_empty()).then_some(sample))
     }
 
-    /// Returns the bytes of a contiguous tensor.
+    /// Returns the address of a contiguous tensor's bytes.
     fn bytes(&self, leaf: &Leaf<'_>) -> Option<*const u8> {
         match leaf.place {
             Place::Inline(bytes) => Some(bytes.as_ptr()),
             Place::Outside { leaf: number, offset } => {
                 let record = (*self.leaves.0.get(number as usize)?)?;
                 let end = usize::try_from(offset).ok()?.checked_add(leaf.extent)?;
-                // SAFETY: the offset lies in the record.
+                // SAFETY: the offset is in the record.
                 (end <= record.len).then(|| unsafe { record.ptr.add(end - leaf.extent) })
             }
             Place::Shared { .. } | Place::Empty { .. } => None,
@@ -97,7 +98,7 @@ impl Build for Sample {
             }
             Atom::Int(value) => (Column::Int, Part::Int(value)),
             Atom::Float(value) => (Column::Float, Part::Float(value)),
-            // A key. With a string elsewhere there are more keys than values.
+            // A key. A string in any other place makes more keys than values.
             Atom::Str(text) if self.keys.len() == self.parts.len() => {
                 self.keys.push(text.to_owned());
                 return Ok(());
@@ -128,10 +129,10 @@ impl Build for Sample {
     }
 }
 
-/// Collates some rows, as torch's default_collate does. `None` leaves it to torch: a row is missing, or the
+/// Collates some rows as torch's default_collate does. Returns `None` if torch must do it: a row is missing, the
 /// samples do not have the same form, or that form is neither a tensor nor a flat list, tuple or dict (with strings as
 /// keys) of contiguous tensors, ints and floats.
-pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], make: &mut Make<'_>) -> PyResult<Option<Py<PyAny>>> {
+pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], allocate: &mut Allocate<'_>) -> PyResult<Option<Py<PyAny>>> {
     let bridge = Bridge::get(py)?;
     if bridge.has_modes(py)? || !bridge.default_is_cpu(py)? {
         return Ok(None);
@@ -142,15 +143,15 @@ pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], make: &mut Make<'_>) 
         if *row >= cache.rows() {
             return Ok(None);
         }
-        let Lookup::Whole(record) = cache.look(*row) else { return Ok(None) };
-        // The code for single samples finds a damaged record, too, and makes it again.
+        let Lookup::Whole(record) = cache.lookup(*row) else { return Ok(None) };
+        // The code for single samples also detects a damaged record, and then creates it again.
         let Ok(Some(sample)) = Sample::of(record, tree) else { return Ok(None) };
         samples.push(sample);
     }
     let Some(first) = samples.first() else { return Ok(None) };
-    let is_like =
+    let has_same_form =
         |sample: &Sample| sample.group == first.group && sample.columns == first.columns && sample.keys == first.keys;
-    if !samples.iter().all(is_like) {
+    if !samples.iter().all(has_same_form) {
         return Ok(None);
     }
     let mut stacked = Vec::with_capacity(first.columns.len());
@@ -175,7 +176,7 @@ pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], make: &mut Make<'_>) 
                     _ => None,
                 });
                 let Some(sources) = sources.collect::<Option<Vec<_>>>() else { return Ok(None) };
-                let (to, tensor) = make(&plan)?;
+                let (to, tensor) = allocate(&plan)?;
                 let (to, each, streams) = (to as usize, plan.each, plan.total >= STREAM_FROM);
                 let fill = move || {
                     for (i, from) in sources.into_iter().enumerate() {

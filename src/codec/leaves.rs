@@ -1,19 +1,19 @@
-//! Leaves in shared memory, on the worker's side and on the main process's.
+//! Leaves in shared memory, in the worker and in the main process.
 
 use super::{Hold, Sink, Source};
 use crate::engine::completions::Leaves;
 use crate::error::{Error, Result};
-use crate::shm::alloc::settle;
+use crate::shm::alloc::retry_while_reserved;
 use crate::shm::lease::Lease;
 use crate::wire::{Leaf, ResultKind, Timings};
 use crate::worker::port::{Keep, Port};
 
-/// The blocks of an unsent message. Dropping releases them.
+/// The blocks of an unsent message. Dropping it releases them.
 #[derive(Debug)]
 pub struct Outgoing<'a> {
     port: &'a Port,
     leaves: Vec<(Leaf, Keep)>,
-    /// True if arrays may be adopted. Their batch is then dropped before [`Outgoing::settle`].
+    /// True if arrays may be adopted. The batch is then dropped before [`Outgoing::settle`].
     takes_arrays: bool,
 }
 
@@ -22,21 +22,21 @@ impl<'a> Outgoing<'a> {
         Self { port, leaves: Vec::new(), takes_arrays }
     }
 
-    /// Returns true if arrays of the worker were adopted: drop the batch, then call [`Outgoing::settle`]. The message
-    /// holds all other blocks from here on, because objects of the batch may be their last holders.
+    /// Returns true if arrays of the worker were adopted: then drop the batch, and call [`Outgoing::settle`]. From this
+    /// call on the message holds all other blocks, because objects of the batch may be their last holders.
     pub fn begin_settling(&mut self) -> bool {
         if !self.leaves.iter().any(|(_, keep)| matches!(keep, Keep::Unknown { .. })) {
             return false;
         }
         for (leaf, keep) in self.leaves.iter_mut().filter(|(_, keep)| *keep == Keep::Yes) {
-            self.port.hand_over_early(leaf.block);
-            *keep = Keep::HandedOver;
+            self.port.transfer_early(leaf.block);
+            *keep = Keep::TransferredEarly;
         }
         true
     }
 
-    /// Takes the blocks of the adopted arrays that nothing in the worker refers to any more, and copies the others by
-    /// `copy(source, target, bytes)`.
+    /// Takes over the blocks of adopted arrays to which nothing in the worker refers any more, and copies the other
+    /// arrays with `copy(source, target, bytes)`.
     pub fn settle(&mut self, copy: impl Fn(*const u8, *mut u8, usize)) -> Result<()> {
         for at in 0..self.leaves.len() {
             let (leaf, Keep::Unknown { offset }) = self.leaves[at] else { continue };
@@ -45,12 +45,12 @@ impl<'a> Outgoing<'a> {
                 self.leaves[at].1 = Keep::Freed;
                 continue;
             }
-            let (block, target) = settle(|| self.port.allocate(leaf.len), std::thread::sleep)?;
+            let (block, target) = retry_while_reserved(|| self.port.allocate(leaf.len), std::thread::sleep)?;
             let source = self.port.arena().block_memory(self.port.worker(), leaf.block, leaf.len)?;
             let skip = offset as usize;
             copy(source.as_ptr().wrapping_add(skip), target.wrapping_add(skip), leaf.len as usize - skip);
             self.leaves[at] = (Leaf { block, len: leaf.len }, Keep::No);
-            // Another thread may have freed it during the copy.
+            // Another thread may have freed the array during the copy.
             if self.port.take_freed(leaf.block) {
                 self.port.release(leaf.block);
             }
@@ -58,7 +58,7 @@ impl<'a> Outgoing<'a> {
         Ok(())
     }
 
-    /// Returns the size of all leaves.
+    /// Returns the size of all leaves in bytes.
     pub fn bytes(&self) -> u64 {
         self.leaves.iter().map(|(leaf, _)| leaf.len).sum()
     }
@@ -73,11 +73,11 @@ impl<'a> Outgoing<'a> {
 
 impl Sink for Outgoing<'_> {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
-        // Sleeps with the GIL. The draft has addresses of tensors and arrays by now, and knows which of them only the
-        // batch refers to: another thread could resize a storage, which frees its memory, or find a reference through
-        // `gc`. Large copies run the same risk, for a shorter time.
+        // Sleeps with the GIL. The draft has recorded addresses of tensors and arrays, and which of them only the batch
+        // refers to. Without the GIL, another thread could resize a storage, which frees its memory, or get a reference
+        // through `gc`. Large copies run the same risk, for a shorter time.
         self.port.await_return(len as u64, std::thread::sleep)?;
-        let (block, memory) = settle(|| self.port.allocate(len as u64), std::thread::sleep)?;
+        let (block, memory) = retry_while_reserved(|| self.port.allocate(len as u64), std::thread::sleep)?;
         self.leaves.push((Leaf { block, len: len as u64 }, Keep::No));
         Ok((self.leaves.len() as u32 - 1, memory))
     }
@@ -104,16 +104,16 @@ impl Sink for Outgoing<'_> {
 impl Drop for Outgoing<'_> {
     fn drop(&mut self) {
         for (leaf, keep) in &self.leaves {
-            let is_ours = match keep {
+            let is_held = match keep {
                 Keep::No | Keep::Freed => true,
                 Keep::Yes => false,
-                Keep::HandedOver => {
+                Keep::TransferredEarly => {
                     self.port.take_back(leaf.block);
                     false
                 }
                 Keep::Unknown { .. } => self.port.take_freed(leaf.block),
             };
-            if is_ours {
+            if is_held {
                 self.port.release(leaf.block);
             }
         }
@@ -139,14 +139,14 @@ mod tests {
     const LEN: usize = 100_000;
 
     #[test]
-    fn a_message_that_cannot_be_settled_leaves_everything_as_it_was() {
+    fn a_message_that_cannot_be_settled_changes_nothing() {
         let doorbell = EventFd::new().unwrap().as_fd().try_clone_to_owned().unwrap();
         let port = Arc::new(Port::open(Arena::create_sized(64 << 20, 1, 8).unwrap(), 0, doorbell).unwrap());
         let array = port.allocate_array(LEN, true).unwrap().unwrap().as_ptr();
         let (tensor, memory) = port.allocate(LEN as u64).unwrap();
         let mut outgoing = Outgoing::new(&port, true);
         assert_eq!(outgoing.adopt(memory, LEN, Hold::Shared), Some((0, 0)));
-        assert!(!outgoing.begin_settling(), "there is no array in it");
+        assert!(!outgoing.begin_settling(), "the message has no array");
         assert_eq!(outgoing.adopt(array, LEN, Hold::Sole), Some((1, 0)));
         assert!(outgoing.begin_settling());
         // The batch is dropped, and the worker keeps the array.
@@ -160,12 +160,12 @@ mod tests {
         drop(outgoing);
         assert_eq!(port.allocate(LEN as u64).unwrap(), (tensor, memory));
         assert_eq!(port.array_len(array), LEN);
-        let mut again = Outgoing::new(&port, true);
-        assert_eq!(again.adopt(array, LEN, Hold::Sole), Some((0, 0)));
-        assert!(again.begin_settling());
+        let mut second = Outgoing::new(&port, true);
+        assert_eq!(second.adopt(array, LEN, Hold::Sole), Some((0, 0)));
+        assert!(second.begin_settling());
         port.free_array(array);
-        again.settle(|_, _, _| panic!("it was freed")).unwrap();
-        drop(again);
+        second.settle(|_, _, _| panic!("it was freed")).unwrap();
+        drop(second);
         assert_eq!(port.allocate_array(LEN, false).unwrap().unwrap().as_ptr(), array);
     }
 }

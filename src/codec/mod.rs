@@ -51,35 +51,35 @@ pub use pinned::Pinned;
 #[cfg(feature = "python")]
 pub use shapes::Shapes;
 
-/// Frees a buffer that a large message has enlarged.
+/// Frees a buffer that has become large because of a message.
 pub fn shrink(buffer: &mut Vec<u8>) {
     if buffer.capacity() > BUFFER_KEPT {
         *buffer = Vec::new();
     }
 }
 
-/// The side that may change the bytes of a leaf once it is sent.
+/// The side that may change the bytes of a leaf after it is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hold {
-    /// Neither: only the batch refers to the array, and dropping the batch does not write to it.
+    /// Neither side: only the batch refers to the array, and dropping the batch does not write to it.
     Sole,
-    /// The worker, as in torch: a tensor that it keeps shares memory with the one that arrives.
+    /// The worker, as in torch: a tensor that it keeps shares memory with the delivered one.
     Shared,
-    /// The worker, and the array that arrives must not change.
+    /// The worker. But the delivered array must not change.
     Private,
 }
 
 /// The encoder's destination for large leaves, which are numbered from 0 in order.
 pub trait Sink {
-    /// Allocates a leaf, page aligned: its number and its memory.
+    /// Allocates a page-aligned leaf. Returns its number and its memory.
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)>;
 
-    /// Returns true if arrays can be adopted to which only the batch refers.
+    /// Returns true if the sink can adopt arrays to which only the batch refers.
     fn takes_arrays(&self) -> bool {
         false
     }
 
-    /// Returns the leaf and the offset of bytes in memory that can travel without a copy. Called only for at least
+    /// Returns the leaf and the offset of bytes that can be sent without a copy. Called only for at least
     /// `INLINE_LIMIT` bytes.
     fn adopt(&mut self, ptr: *const u8, len: usize, hold: Hold) -> Option<(u32, u64)>;
 }
@@ -88,11 +88,12 @@ pub trait Sink {
 pub trait Source {
     type Memory: Memory;
 
-    /// Takes a leaf. It is an error if the leaf does not exist or was taken: the payload may be damaged.
+    /// Takes a leaf. Returns an error if the leaf does not exist or was already taken, because the payload may be
+    /// damaged.
     fn leaf(&mut self, index: u32) -> Result<Self::Memory>;
 }
 
-/// Checks that `len` bytes at `offset` lie inside the leaf and are aligned; else the payload is [`Error::Corrupt`].
+/// Checks that `len` bytes at `offset` are inside the leaf and aligned. Returns [`Error::Corrupt`] if not.
 #[inline]
 pub fn within<M: Memory>(memory: &M, leaf: u32, offset: u64, len: usize, align: usize) -> Result<usize> {
     let offset = usize::try_from(offset).ok().filter(|offset| {

@@ -17,7 +17,8 @@ pub struct Pickled {
     pub is_batch: bool,
 }
 
-/// Returns the checksum of a pickle that travels in a leaf. A message's checksum covers its payload alone.
+/// Returns the checksum of a pickle that is sent in a leaf; 0 for a smaller one. A message's own checksum covers only
+/// its payload.
 pub fn pickle_sum(pickle: &Bound<'_, PyBytes>) -> i64 {
     let bytes = pickle.as_bytes();
     if bytes.len() < INLINE_LIMIT {
@@ -26,11 +27,11 @@ pub fn pickle_sum(pickle: &Bound<'_, PyBytes>) -> i64 {
     pickle.py().detach(|| wire::checksum(bytes)) as i64
 }
 
-/// Returns a pickle and its out-of-band objects from a decoded payload; verifies the checksum.
+/// Returns a pickle and its out-of-band objects from a decoded payload. Verifies the checksum.
 pub fn pickle_of<'py>(decoded: &Bound<'py, PyAny>) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyList>)> {
     let (pickle, objects, sum): (Bound<'py, PyBytes>, Bound<'py, PyList>, i64) = decoded.extract()?;
     if pickle_sum(&pickle) != sum {
-        return Err(Error::corrupt("the checksum of a pickled batch does not fit").into());
+        return Err(Error::corrupt("the checksum of a pickled batch does not match").into());
     }
     Ok((pickle, objects))
 }

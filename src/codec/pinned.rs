@@ -1,4 +1,4 @@
-//! Decoding into pinned memory: the batch is built first, and its memory is filled afterwards without the GIL.
+//! Decoding into pinned memory. The batch is built first, and its memory is filled afterwards without the GIL.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -13,12 +13,13 @@ use crate::tree::Group;
 
 /// Pinned memory for the tensors of one batch.
 pub struct Pinned<'py, M> {
-    /// A Python function: number of bytes -> a pinned `uint8` tensor of that size.
+    /// A Python function that takes a number of bytes and returns a pinned `uint8` tensor of that size.
     allocate: Bound<'py, PyAny>,
     /// True if tuples become lists, as in older versions of torch.
     tuples_become_lists: bool,
-    /// The memory of all small tensors, and how much of it is in use.
+    /// The memory of all small tensors, and the number of its bytes in use.
     slab: Option<(PinnedMemory, usize)>,
+    /// Bytes of that memory.
     slab_len: usize,
     pub copies: Copies<M>,
 }
@@ -30,7 +31,7 @@ struct PinnedMemory {
 }
 
 impl<'py, M: Memory> Pinned<'py, M> {
-    /// Returns memory for one payload; `None` if it needs torch's function, see [`small_bytes`].
+    /// Returns memory for one payload; `None` if the payload needs torch's function (see [`small_bytes`]).
     pub fn new(payload: &[u8], allocate: Bound<'py, PyAny>, tuples_become_lists: bool) -> Result<Option<Self>, Error> {
         let slab_len = small_bytes(payload, tuples_become_lists)?;
         let copies = Copies::new();
@@ -55,13 +56,13 @@ impl<'py, M: Memory> Pinned<'py, M> {
         if self.slab.is_none() {
             self.slab = Some((self.memory(self.slab_len)?, 0));
         }
-        let Some((memory, used)) = &mut self.slab else { unreachable!("it has just been made") };
+        let Some((memory, used)) = &mut self.slab else { unreachable!("it has just been created") };
         let at = *used;
         *used += bytes.len().next_multiple_of(ALIGN);
         if *used > self.slab_len {
             return Err(Error::corrupt("a batch whose small tensors have grown").into());
         }
-        // SAFETY: these lie inside the `slab_len` bytes of the slab, which nothing else uses yet.
+        // SAFETY: the target is inside the `slab_len` bytes of the slab, and nothing else uses it yet.
         unsafe { memory.ptr.add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok((&memory.storage, at))
     }

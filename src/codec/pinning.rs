@@ -1,4 +1,4 @@
-//! The part of pinned decoding without Python: scanning payloads, and the copies.
+//! The part of pinned decoding that needs no Python: scans of payloads, and the copies.
 
 use crate::config::STREAM_FROM;
 use crate::copy::copy;
@@ -40,7 +40,7 @@ impl<M: Memory> Copies<M> {
         self.0.push(LeasedCopy { from, offset, len, to });
     }
 
-    /// Makes the copies and releases the leases. Call it without the GIL, while the batch lives.
+    /// Performs the copies and releases the leases. Call it without the GIL, while the batch lives.
     pub fn run(self) {
         for LeasedCopy { from, offset, len, to } in self.0 {
             // SAFETY: the caller of `push` vouched for both ranges.
@@ -62,7 +62,7 @@ pub fn small_bytes(payload: &[u8], tuples_become_lists: bool) -> Result<Option<u
 struct Scan {
     tuples_become_lists: bool,
     slab_len: usize,
-    /// An object occurs twice, or pinning would change the key of a dict.
+    /// True if an object occurs twice, or pinning would change a key of a dict.
     needs_torch: bool,
     /// For each value of the stack, true if pinning changes it.
     changes: Vec<bool>,
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn small_tensors_lie_one_behind_the_other() {
+    fn small_tensors_are_placed_one_after_the_other() {
         let sum = scanned(false, |writer| {
             writer.open(Group::List, 4);
             tensor(writer, &[1; 64]);
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn torchs_function_sees_marks_and_keys_that_pinning_changes() {
+    fn the_function_of_torch_gets_marks_and_keys_that_pinning_changes() {
         let keyed = |writer: &mut Writer<'_>| {
             writer.open(Group::Dict, 1);
             writer.open_ints(Group::Tuple, 1);

@@ -1,4 +1,5 @@
-//! Batches that are prepared before `next` delivers them; on the pin thread, in memory of torch's pinned allocator.
+//! Preparation of batches before `next` delivers them. The pin thread prepares them in memory of torch's pinned
+//! allocator.
 
 use std::sync::Arc;
 
@@ -23,21 +24,21 @@ use crate::wire::ResultKind;
 #[derive(Debug)]
 pub enum Ready {
     Batch(DetachedObject),
-    /// The error of unpickling.
+    /// The error that unpickling raised.
     Raised(PyErr),
-    /// torch's `ExceptionWrapper` of the error of pinning.
+    /// torch's `ExceptionWrapper` of the error that pinning raised.
     Error(DetachedObject),
-    /// Not ready: a signal handler interrupted the unpickling.
+    /// A result that is not ready, because a signal handler interrupted the unpickling.
     Pickled(Pickled),
 }
 
 /// The Python functions that the pin thread calls; `_core.pyi` has their types.
 pub struct PinCallbacks {
-    /// Called once, on the thread.
+    /// Called once, on the pin thread.
     pub begin: DetachedObject,
     /// Returns the allocator and whether tuples become lists; None if torch's function was replaced.
     pub plain: DetachedObject,
-    /// torch's function.
+    /// torch's function that pins a batch.
     pub pin: DetachedObject,
     /// Wraps an exception.
     pub failure: DetachedObject,
@@ -45,7 +46,7 @@ pub struct PinCallbacks {
     pub loads: DetachedObject,
 }
 
-/// Decodes batches into pinned memory.
+/// A decoder of batches into pinned memory.
 pub struct PinnedDecoder {
     callbacks: PinCallbacks,
     /// Reused for each message.
@@ -57,12 +58,13 @@ impl PinnedDecoder {
         Self { callbacks, buffer: Vec::new() }
     }
 
-    /// Registers the thread with Python. Call it on the thread.
+    /// Registers the pin thread with Python. Call it on that thread.
     pub fn begin(&self, py: Python<'_>) -> PyResult<()> {
         call(&self.callbacks.begin.bind(py), PyTuple::empty(py)).map(drop)
     }
 
-    /// Builds a batch. A plain one lies in pinned memory that the copies fill; torch's function pins any other.
+    /// Builds a batch. The tensors of a plain one are in pinned memory, which the returned copies fill; torch's
+    /// function pins any other batch.
     fn build<'py>(
         &self,
         py: Python<'py>,

@@ -1,4 +1,4 @@
-//! The codec over ordinary memory, for tests. `_core.pyi` documents the functions.
+//! The codec in ordinary memory, for tests. `_core.pyi` documents the functions.
 
 use pyo3::prelude::*;
 
@@ -7,13 +7,13 @@ use crate::error::Error;
 use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::Bridge;
 
-type Made = Option<Py<PyAny>>;
+type Decoded = Option<Py<PyAny>>;
 
 /// Leaves in ordinary memory.
 #[derive(Default)]
 struct HeapLeaves {
     leaves: Vec<Option<Heap>>,
-    /// If set, every leaf counts as part of a larger one, with this many bytes before it.
+    /// If set, every leaf is adopted as a part of a larger one, at this offset.
     adopt: Option<usize>,
 }
 
@@ -28,7 +28,7 @@ impl Sink for HeapLeaves {
     fn adopt(&mut self, ptr: *const u8, len: usize, _: Hold) -> Option<(u32, u64)> {
         let offset = self.adopt?;
         let (leaf, memory) = self.reserve(offset + len).ok()?;
-        // SAFETY: the encoder passes the bytes of a live tensor; as many were reserved behind the offset.
+        // SAFETY: the encoder passes the bytes of a live tensor; as many were reserved after the offset.
         unsafe { memory.add(offset).copy_from_nonoverlapping(ptr, len) };
         Some((leaf, offset as u64))
     }
@@ -39,7 +39,7 @@ impl Source for HeapLeaves {
 
     fn leaf(&mut self, index: u32) -> Result<Heap, Error> {
         let leaf = self.leaves.get_mut(index as usize).and_then(Option::take);
-        leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} is not there, or was taken before")))
+        leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} does not exist, or was already taken")))
     }
 }
 
@@ -53,7 +53,7 @@ pub fn _roundtrip(
     indices: bool,
     raw: bool,
     adopt: Option<usize>,
-) -> PyResult<(bool, Made)> {
+) -> PyResult<(bool, Decoded)> {
     let own;
     let bridge = if exchange {
         Bridge::get(py)?
@@ -88,7 +88,7 @@ pub fn _roundtrip(
 }
 
 #[pyfunction]
-pub fn _collate(py: Python<'_>, batch: &Bound<'_, PyAny>) -> PyResult<(Made, Made)> {
+pub fn _collate(py: Python<'_>, batch: &Bound<'_, PyAny>) -> PyResult<(Decoded, Decoded)> {
     let bridge = Bridge::get(py)?;
     let stacked = crate::interop::collate::stack(py, bridge, batch, &mut |len| Ok(Heap::new(len).ok()))?;
     Ok((stacked, crate::interop::collate::numbers(py, bridge, batch)?))

@@ -1,7 +1,8 @@
 //! Python values as the rows of a shared object, and back.
 //!
-//! A row of bytes is the tree of a plain value; or, behind a byte that begins no tree, a pickle, a tree with its
-//! leaves, or the values of a dict. The image's meta has the keys of such dicts, as the tree of a list of tuples.
+//! A row of bytes is the tree of a plain value. Or it is a byte with which no tree begins, followed by a pickle, a tree
+//! with its leaves, or the values of a dict. The image's meta has the keys of such dicts, as the tree of a list of
+//! tuples.
 
 use std::ops::Deref;
 
@@ -21,11 +22,11 @@ use crate::tree::text;
 
 /// The first byte of a pickle.
 pub(super) const PICKLE: u8 = 0xf0;
-/// The first byte of a tree with leaves: the tree's length, the number of leaves, each one's length, all u64; the tree;
-/// the leaves.
+/// The first byte of a tree with leaves. After it come the tree's length, the number of leaves and the length of each
+/// leaf, all u64; then the tree and the leaves.
 pub(super) const LEAVES: u8 = 0xf1;
-/// The first byte of a dict that has a shape: the shape's number, u32; the tuple of the values, a tree with or without
-/// leaves.
+/// The first byte of a dict that has a shape. After it come the shape's number, a u32, and the tuple of the values, a
+/// tree with or without leaves.
 const SHAPED: u8 = 0xf2;
 
 /// A mapped image of rows.
@@ -53,7 +54,7 @@ impl Rows {
     /// Returns the keys of a shape.
     fn keys<'py>(&self, py: Python<'py>, number: u32) -> PyResult<&Bound<'py, PyTuple>> {
         let shapes = self.shapes.get_or_try_init(py, || {
-            let list = plain(py, self.meta())?;
+            let list = decode_plain(py, self.meta())?;
             let list = list.cast::<PyList>().map_err(|_| damaged("the keys of its dicts"))?;
             let tuples = list.iter().map(|keys| keys.cast_into::<PyTuple>().map(Bound::unbind));
             let tuples = tuples.collect::<std::result::Result<Vec<_>, _>>();
@@ -63,17 +64,17 @@ impl Rows {
     }
 }
 
-/// Memory that is kept from value to value: a large allocation for each would make the allocator return pages to the
-/// system, and the dataset fault them in again.
+/// Memory that is reused from value to value. With a large allocation for each value, the allocator would return pages
+/// to the system, and the dataset would have to fault them in again.
 #[derive(Default)]
 pub struct Scratch {
     tree: Vec<u8>,
     leaves: Vec<Heap>,
 }
 
-/// Leaves of 16 KiB and more of a value, in ordinary memory until the row is written.
+/// The leaves of a value, each of 16 KiB or more, in ordinary memory until the row is written.
 struct Leaves {
-    /// With the number of bytes that are in use.
+    /// Each leaf with the number of its bytes in use.
     filled: Vec<(Heap, usize)>,
     spare: Vec<Heap>,
 }
@@ -84,11 +85,12 @@ impl Leaves {
         self.filled.iter().map(|(leaf, len)| unsafe { std::slice::from_raw_parts(leaf.ptr(), *len) })
     }
 
-    /// Returns the memory that is worth keeping, and frees the rest.
+    /// Returns up to [`BUFFER_KEPT`] bytes of the memory, and frees the remainder.
     fn into_spare(self) -> Vec<Heap> {
-        let mut left = BUFFER_KEPT;
+        let mut budget = BUFFER_KEPT;
         let all = self.filled.into_iter().map(|(leaf, _)| leaf).chain(self.spare);
-        all.take_while(|leaf| left.checked_sub(leaf.len()).inspect(|rest| left = *rest).is_some()).collect()
+        all.take_while(|leaf| budget.checked_sub(leaf.len()).inspect(|remaining| budget = *remaining).is_some())
+            .collect()
     }
 }
 
@@ -137,7 +139,8 @@ pub fn push(
     })
 }
 
-/// Calls `done` with whether a value had to be pickled, and with the parts of its bytes.
+/// Encodes a value and calls `done(is_pickle, parts)`. `is_pickle` is true if the value had to be pickled; the bytes of
+/// the value are the concatenated `parts`.
 pub fn with_parts<'py, T>(
     value: &Bound<'py, PyAny>,
     pickle: impl FnOnce() -> PyResult<Bound<'py, PyAny>>,
@@ -191,14 +194,14 @@ fn split(bytes: &[u8]) -> Option<(&[u8], Parts<'_>)> {
     let (tree, mut rest) = rest.split_at_checked(tree)?;
     let mut leaves = Vec::with_capacity(count);
     for len in lengths.as_chunks::<8>().0 {
-        let (leaf, behind) = rest.split_at_checked(number(len)?)?;
+        let (leaf, after) = rest.split_at_checked(number(len)?)?;
         leaves.push(Some(leaf));
-        rest = behind;
+        rest = after;
     }
     Some((tree, Parts(leaves)))
 }
 
-/// Returns the value of a row: a new object.
+/// Returns the value of a row, as a new object.
 #[inline]
 pub fn value<'py>(py: Python<'py>, rows: &Rows, row: u64) -> PyResult<Bound<'py, PyAny>> {
     let bytes = match rows.row(row)? {
@@ -211,13 +214,13 @@ pub fn value<'py>(py: Python<'py>, rows: &Rows, row: u64) -> PyResult<Bound<'py,
     }
     match bytes.split_first() {
         Some((&PICKLE, pickle)) => loads(py)?.call1((PyBytes::new(py, pickle),)),
-        Some((&SHAPED, rest)) => shaped(py, rows, rest),
-        _ => plain(py, bytes),
+        Some((&SHAPED, rest)) => decode_shaped(py, rows, rest),
+        _ => decode_plain(py, bytes),
     }
 }
 
 /// Returns the value of a tree with or without leaves.
-fn plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
+fn decode_plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let value = match bytes.split_first() {
         Some((&LEAVES, rest)) => {
             let (tree, mut leaves) = split(rest).ok_or_else(|| damaged("a row's leaves"))?;
@@ -229,11 +232,11 @@ fn plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
 }
 
 /// Returns the dict of a row that begins with [`SHAPED`].
-fn shaped<'py>(py: Python<'py>, rows: &Rows, rest: &[u8]) -> PyResult<Bound<'py, PyAny>> {
+fn decode_shaped<'py>(py: Python<'py>, rows: &Rows, rest: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let wrong = || damaged("a dict's values");
     let (number, rest) = rest.split_first_chunk::<4>().ok_or_else(wrong)?;
     let keys = rows.keys(py, u32::from_le_bytes(*number))?;
-    let values = plain(py, rest)?;
+    let values = decode_plain(py, rest)?;
     let values = values.cast::<PyTuple>().map_err(|_| wrong())?;
     if values.len() != keys.len() {
         return Err(wrong().into());
@@ -251,13 +254,13 @@ pub(super) fn loads(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
     Ok(LOADS.get_or_try_init(py, || py.import("pickle")?.getattr("loads").map(Bound::unbind))?.bind(py))
 }
 
-/// Returns true if a row is equal to a str; `None` if only the row's value can tell.
+/// Returns true if a row is equal to a str; `None` if only a comparison with the row's value can tell.
 #[inline]
 pub fn is_text(store: &Store, row: u64, wanted: &str) -> Option<bool> {
     match store.row(row) {
         Ok(Row::Record(bytes)) => match text(bytes) {
             Some(text) => Some(text == wanted),
-            // An object of its own class may be equal to a str.
+            // An object of another class may be equal to a str.
             None if bytes.first() == Some(&PICKLE) => None,
             None => Some(false),
         },
@@ -266,20 +269,22 @@ pub fn is_text(store: &Store, row: u64, wanted: &str) -> Option<bool> {
     }
 }
 
-/// Returns the bytes by which a key is found in every process; false if there are none. Equal keys have equal bytes.
+/// Appends bytes to `out` by which every process finds a key; equal keys have equal bytes. Returns false if the key has
+/// none.
 ///
-/// These are strings, bytes, None, numbers and tuples of them. Hashes of other objects may differ between processes.
+/// Strings, bytes, None, numbers and tuples of them have such bytes. The hashes of other objects may differ between
+/// processes.
 pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResult<bool> {
     let py = value.py();
     if let Ok(text) = value.cast::<PyString>() {
-        // A subclass may define an equality and a hash of its own.
+        // A subclass may define its own equality and hash.
         if value.cast_exact::<PyString>().is_err() && !hashes_like(value, &py.get_type::<PyString>())? {
             return Ok(false);
         }
         let Ok(text) = text.to_str() else { return Ok(false) };
         out.push(b's');
         out.extend_from_slice(text.as_bytes());
-        // A byte that UTF-8 does not have, so that tuples of different parts have different bytes.
+        // A byte that UTF-8 does not use, so that tuples of different parts have different bytes.
         out.push(0xff);
     } else if value.cast_exact::<PyInt>().is_ok()
         || value.cast_exact::<PyFloat>().is_ok()
@@ -311,8 +316,8 @@ pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResul
     Ok(true)
 }
 
-/// Returns true if an object is a number whose hash is the same in every process: of NumPy or the standard library, or
-/// with the hash of Python's own.
+/// Returns true if an object is a number whose hash is the same in every process: a number of NumPy or the standard
+/// library, or one with the hash of Python's own numbers.
 fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     static NUMBER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = value.py();
@@ -328,7 +333,7 @@ fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(matches!(package, Some("numpy" | "decimal" | "fractions")) && value.is_instance(number.bind(py))?)
 }
 
-/// Returns true if an instance of a subclass has the hash and the equality of a base.
+/// Returns true if an instance of a subclass has the hash and the equality of the base class.
 fn hashes_like(value: &Bound<'_, PyAny>, base: &Bound<'_, PyType>) -> PyResult<bool> {
     let (py, kind) = (value.py(), value.get_type());
     for name in [intern!(py, "__hash__"), intern!(py, "__eq__")] {
@@ -339,13 +344,13 @@ fn hashes_like(value: &Bound<'_, PyAny>, base: &Bound<'_, PyType>) -> PyResult<b
     Ok(true)
 }
 
-/// Returns the hash of a key, or `None` if it has none that all processes share.
+/// Returns the hash of a key; `None` if its hash differs between processes.
 pub fn key_hash(value: &Bound<'_, PyAny>, buffer: &mut Vec<u8>) -> PyResult<Option<u64>> {
     buffer.clear();
     Ok(key(value, buffer, 0)?.then(|| hash(buffer)))
 }
 
-/// Returns the row of a key among rows of keys and values, as in a dict.
+/// Returns the row of a key in a store whose rows are keys and values in turn.
 pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
     let py = wanted.py();
     let mut buffer = Vec::new();
@@ -353,7 +358,7 @@ pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>
     let text = wanted.cast_exact::<PyString>().ok().map(|text| text.to_str()).and_then(std::result::Result::ok);
     let is_key = |row: u64| -> PyResult<bool> {
         match text.and_then(|text| is_text(store, row, text)) {
-            Some(known) => Ok(known),
+            Some(is_equal) => Ok(is_equal),
             None => value(py, store, row)?.eq(wanted),
         }
     };
@@ -368,13 +373,13 @@ pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>
         wanted.hash()?;
     }
     let rows: Box<dyn Iterator<Item = u64>> = match hash {
-        Some(_) => Box::new(store.odd()),
-        // The table cannot be searched by its hash: every key may be equal.
+        Some(_) => Box::new(store.unhashed()),
+        // The table cannot be searched without a hash: every key may be equal.
         None => Box::new((0..store.rows()).step_by(2)),
     };
     for row in rows {
-        let found = value(py, store, row)?;
-        if found.hash()? == wanted.hash()? && found.eq(wanted)? {
+        let key = value(py, store, row)?;
+        if key.hash()? == wanted.hash()? && key.eq(wanted)? {
             return Ok(Some(row));
         }
     }

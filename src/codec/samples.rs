@@ -1,5 +1,5 @@
-//! Samples as the records of a cache, and back: the rows of [`super::rows`], read out of memory that other processes
-//! map, too.
+//! Samples as the records of a cache, and back. The records have the form of the rows of [`super::rows`], and are read
+//! from memory that other processes also map.
 
 use std::ptr;
 
@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::Bridge;
 
-/// Keeps a sample. `dumps` pickles one that is no plain tree.
+/// Stores a sample in the cache. `dumps` pickles a sample that is not a plain tree.
 pub fn put(
     cache: &Cache,
     row: u64,
@@ -24,7 +24,7 @@ pub fn put(
     let pickle = || dumps.call1((sample,));
     with_parts(sample, pickle, scratch, |_, parts| {
         let len = parts.iter().map(|part| part.len()).sum::<usize>();
-        // Large writes wait for the disk, or for page faults.
+        // Large writes may wait for the disk or for page faults.
         if len < crate::config::DETACH_FROM {
             return Ok(cache.put(row, parts)?);
         }
@@ -32,13 +32,13 @@ pub fn put(
     })
 }
 
-/// Returns the sample of a record: a new object.
+/// Returns the sample of a record, as a new object.
 pub fn value<'py>(py: Python<'py>, record: Record) -> PyResult<Bound<'py, PyAny>> {
     let bridge = Bridge::get(py)?;
     match record.copy(0, 1).first() {
         Some(&PICKLE) => {
             let fill = |bytes: &mut [u8]| {
-                // SAFETY: the record has one byte more than the bytes object.
+                // SAFETY: the record is one byte longer than the bytes object.
                 unsafe { ptr::copy_nonoverlapping(record.ptr.add(1), bytes.as_mut_ptr(), bytes.len()) };
                 Ok(())
             };
@@ -63,7 +63,7 @@ impl Source for Parts {
         let leaf = self.0.get_mut(index as usize).and_then(Option::take);
         let leaf = leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} of a record")))?;
         let heap = Heap::new(leaf.len)?;
-        // SAFETY: both have as many bytes, and the new memory is elsewhere.
+        // SAFETY: both have `leaf.len` bytes, and the new memory does not overlap the record.
         unsafe { heap.ptr().copy_from_nonoverlapping(leaf.ptr, leaf.len) };
         Ok(heap)
     }
@@ -82,7 +82,7 @@ pub fn split(record: Record) -> Option<(Vec<u8>, Parts)> {
     for len in lengths.as_chunks::<8>().0 {
         let len = number(len)?;
         let end = at.checked_add(len).filter(|end| *end <= record.len)?;
-        // SAFETY: the range lies in the record.
+        // SAFETY: the range is in the record.
         leaves.push(Some(Record { ptr: unsafe { record.ptr.add(at) }, len }));
         at = end;
     }

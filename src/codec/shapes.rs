@@ -1,5 +1,5 @@
-//! Dicts with the same keys. A row has the number of their shape and their values; the image has the keys of each shape
-//! once.
+//! Shapes: the keys that many dicts have in common. The row of a dict has the number of its shape and its values; the
+//! image has the keys of each shape once.
 
 use std::collections::HashMap;
 
@@ -8,26 +8,28 @@ use pyo3::types::{PyDict, PyString, PyTuple};
 
 use crate::tree::{Group, Writer};
 
-/// Shapes of an image: a list with more has dicts of any keys.
-const MOST: usize = 256;
-/// Keys of a dict that has a shape.
-const KEYS: usize = 256;
+/// Maximum number of shapes of an image. If there are more, the keys of the dicts are arbitrary, and further dicts get
+/// no shape.
+const SHAPES_MAX: usize = 256;
+/// Maximum number of keys of a dict that has a shape.
+const KEYS_MAX: usize = 256;
 
 /// The shapes of an image that is being written.
 #[derive(Default)]
 pub struct Shapes {
-    /// By the tree of the tuple of keys.
+    /// The numbers of the shapes. The key is the tree of the tuple of the shape's keys.
     numbers: HashMap<Vec<u8>, u32>,
-    /// These trees, in the order of their numbers.
+    /// These trees, in the order of the numbers.
     trees: Vec<u8>,
     buffer: Vec<u8>,
 }
 
 impl Shapes {
-    /// Returns the number of a dict's shape, and its values; `None` for another object, and for a dict without a shape.
+    /// Returns the number of a dict's shape, and the dict's values; `None` for another object, and for a dict without a
+    /// shape.
     pub fn split<'py>(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Option<(u32, Bound<'py, PyTuple>)>> {
         let Ok(dict) = value.cast_exact::<PyDict>() else { return Ok(None) };
-        if dict.is_empty() || dict.len() > KEYS {
+        if dict.is_empty() || dict.len() > KEYS_MAX {
             return Ok(None);
         }
         let mut values = Vec::with_capacity(dict.len());
@@ -42,7 +44,7 @@ impl Shapes {
         }
         let number = match self.numbers.get(&self.buffer) {
             Some(number) => *number,
-            None if self.numbers.len() >= MOST => return Ok(None),
+            None if self.numbers.len() >= SHAPES_MAX => return Ok(None),
             None => {
                 let number = self.numbers.len() as u32;
                 self.trees.extend_from_slice(&self.buffer);
@@ -53,7 +55,7 @@ impl Shapes {
         Ok(Some((number, PyTuple::new(value.py(), values)?)))
     }
 
-    /// Returns the tree of the list of the shapes' keys; empty without shapes.
+    /// Returns the tree of the list of all shapes' keys; empty without shapes.
     pub fn finish(self) -> Vec<u8> {
         let mut out = Vec::new();
         if !self.numbers.is_empty() {

@@ -17,7 +17,7 @@ use crate::tree::dtype::Dtype;
 use crate::tree::layout::Dims;
 use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, Writer, walk};
 
-/// Bytes of the memory that all tensors lie in.
+/// Bytes of the memory of all tensors.
 const MEMORY: usize = 64 << 10;
 
 /// A tensor; its number is its identity.
@@ -37,7 +37,7 @@ impl Tensor {
         self.memory.as_ptr().cast::<u8>().wrapping_add(self.offset)
     }
 
-    /// Returns the position of each element, in bytes from that of the first, in C order.
+    /// Returns the offset in bytes of each element from the first, in C order.
     fn elements(shape: &[i64], strides: &[i64], itemsize: usize) -> Vec<usize> {
         let mut all = vec![0];
         for (&size, &stride) in shape.iter().zip(strides) {
@@ -47,7 +47,7 @@ impl Tensor {
         all
     }
 
-    /// The places of all bytes that it shows.
+    /// Returns the offsets of all bytes of the elements.
     fn bytes(&self) -> Vec<usize> {
         let size = self.dtype.itemsize();
         let elements = Self::elements(&self.shape, &self.strides, size);
@@ -71,7 +71,7 @@ impl Tensors for Batch {
         Some(TensorView::new(tensor.first(), tensor.dtype, shape, strides))
     }
 
-    fn together(&self, tensors: Vec<&Tensor>) -> Option<Tensor> {
+    fn keep_alive(&self, tensors: Vec<&Tensor>) -> Option<Tensor> {
         tensors.first().map(|&tensor| tensor.clone())
     }
 }
@@ -93,7 +93,7 @@ impl Sink for HeapLeaves {
     }
 }
 
-/// A list of tensors as the codec writes it.
+/// Returns a list of tensors as the codec writes it.
 fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, HeapLeaves)> {
     let mut payload = vec![1, 2, 3];
     let from = payload.len();
@@ -105,11 +105,11 @@ fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, HeapLeaves)> {
         let Tensor { kind, dtype, shape, .. } = tensor;
         let (shape, byte_strides) = (Dims::new(shape).unwrap(), Dims::new(&byte_strides).unwrap());
         let view = LeafView { kind: *kind, dtype: *dtype, shape, byte_strides, first: tensor.first() };
-        // SAFETY: the strategy makes views inside of the memory.
+        // SAFETY: the strategy creates views inside of the memory.
         unsafe { draft.leaf(tensor, &view, false, || Ok(None)) }?;
     }
     let (seen, mut copies) = draft.finish();
-    if let Some(extents) = seen.tangled() {
+    if let Some(extents) = seen.aliased_extents() {
         copies = resolve(&Batch, &seen, &extents, &mut payload, from, copies)?;
     }
     let (mut leaves, mut out) = (HeapLeaves::default(), Writer::new(&mut payload));
@@ -122,25 +122,25 @@ fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, HeapLeaves)> {
     Ok((payload, leaves))
 }
 
-/// Memory that was read back: its number, and the position in it.
+/// A byte that was read back: the number of its memory, and the offset in it.
 type At = (usize, usize);
 
-/// A tensor that was read back: where the bytes of its elements lie, in C order.
+/// A tensor that was read back, with the places of its elements' bytes in C order.
 #[derive(Debug)]
-struct Made {
+struct DecodedTensor {
     shape: Vec<i64>,
     bytes: Vec<At>,
 }
 
-/// Reads a list of tensors. A reference to another object shares its `Rc`.
+/// Reads a list of tensors. A reference to an earlier object shares its `Rc`.
 #[derive(Default)]
 struct Rebuilt {
     memories: Vec<Vec<u8>>,
     leaves: Vec<Option<Vec<u8>>>,
     /// The memory of each storage.
     storages: Vec<usize>,
-    stack: Vec<Rc<Made>>,
-    kept: HashMap<usize, Rc<Made>>,
+    stack: Vec<Rc<DecodedTensor>>,
+    kept: HashMap<usize, Rc<DecodedTensor>>,
     done: bool,
 }
 
@@ -162,12 +162,12 @@ impl Rebuilt {
         }
     }
 
-    fn tensor(&mut self, leaf: &Leaf<'_>) -> Made {
+    fn tensor(&mut self, leaf: &Leaf<'_>) -> DecodedTensor {
         let (memory, offset) = self.place(&leaf.place);
         let size = leaf.dtype.itemsize();
         let elements = Tensor::elements(&leaf.shape, &leaf.strides, size);
         let bytes = elements.iter().flat_map(|at| (0..size).map(move |byte| (memory, offset + at + byte)));
-        Made { shape: leaf.shape.to_vec(), bytes: bytes.collect() }
+        DecodedTensor { shape: leaf.shape.to_vec(), bytes: bytes.collect() }
     }
 }
 
@@ -175,12 +175,12 @@ impl Build for Rebuilt {
     type Error = Error;
 
     fn atom(&mut self, atom: Atom<'_>) -> Result<()> {
-        let made = match atom {
+        let tensor = match atom {
             Atom::Leaf(leaf) => Rc::new(self.tensor(leaf)),
             Atom::Back(mark) => Rc::clone(&self.kept[&mark]),
             other => panic!("no tensor: {other:?}"),
         };
-        self.stack.push(made);
+        self.stack.push(tensor);
         Ok(())
     }
 
@@ -211,10 +211,10 @@ fn decode(payload: &[u8], leaves: HeapLeaves) -> Rebuilt {
     reader
 }
 
-/// Its word, its element type, sizes and strides, whether it is an array.
+/// The view's first word, its element type, its sizes and strides, and true for an array.
 type View = (usize, Dtype, Vec<(i64, i64)>, bool);
 
-/// Views inside of the memory; a batch names them by their positions, some more than once.
+/// Returns a strategy for batches of views inside of the memory. A batch may have a view more than once.
 fn batches() -> impl Strategy<Value = Vec<Tensor>> {
     let small = proptest::collection::vec((1i64..6, 0i64..12), 0..4);
     let large =
@@ -236,7 +236,7 @@ fn batches() -> impl Strategy<Value = Vec<Tensor>> {
     })
 }
 
-/// The memory's bytes.
+/// Returns the bytes of the memory.
 fn source(tensor: &Tensor) -> Vec<u8> {
     tensor.memory.iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
@@ -244,35 +244,36 @@ fn source(tensor: &Tensor) -> Vec<u8> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
-    /// The decoded batch shares exactly what the batch shares: the bytes that tensors show correspond one to one.
+    /// The decoded batch shares exactly the memory that the batch shares: the bytes of the tensors' elements correspond
+    /// one to one.
     #[test]
-    fn tensors_come_back_with_their_values_and_what_they_share(batch in batches()) {
+    fn tensors_come_back_with_their_values_and_shared_memory(batch in batches()) {
         let Ok((payload, leaves)) = encode(&batch) else {
-            // Arrays whose elements share memory are left to pickle.
+            // Pickle handles arrays whose elements share memory.
             let windows = |it: &Tensor| it.kind == Kind::Array && has_duplicates(it);
             let odd = batch.iter().any(|it| !it.offset.is_multiple_of(it.dtype.itemsize()));
             prop_assert!(odd || batch.iter().any(windows));
             return Ok(());
         };
         let bytes = source(&batch[0]);
-        let made = decode(&payload, leaves);
-        prop_assert_eq!(made.stack.len(), batch.len());
+        let decoded = decode(&payload, leaves);
+        prop_assert_eq!(decoded.stack.len(), batch.len());
         let (mut there, mut back) = (HashMap::new(), HashMap::new());
-        for (tensor, found) in batch.iter().zip(&made.stack) {
-            prop_assert_eq!(&tensor.shape, &found.shape);
+        for (tensor, copy) in batch.iter().zip(&decoded.stack) {
+            prop_assert_eq!(&tensor.shape, &copy.shape);
             let places = tensor.bytes();
-            prop_assert_eq!(places.len(), found.bytes.len());
-            for (&place, &at) in places.iter().zip(&found.bytes) {
-                prop_assert_eq!(bytes[place], made.memories[at.0][at.1]);
+            prop_assert_eq!(places.len(), copy.bytes.len());
+            for (&place, &at) in places.iter().zip(&copy.bytes) {
+                prop_assert_eq!(bytes[place], decoded.memories[at.0][at.1]);
                 if tensor.kind == Kind::Tensor {
-                    prop_assert_eq!(*there.entry(place).or_insert(at), at, "what was shared lies apart");
-                    prop_assert_eq!(*back.entry(at).or_insert(place), place, "what lay apart is shared");
+                    prop_assert_eq!(*there.entry(place).or_insert(at), at, "shared memory was separated");
+                    prop_assert_eq!(*back.entry(at).or_insert(place), place, "separate memory is shared");
                 }
             }
         }
         for (i, tensor) in batch.iter().enumerate() {
             for (j, other) in batch.iter().enumerate() {
-                let same = Rc::ptr_eq(&made.stack[i], &made.stack[j]);
+                let same = Rc::ptr_eq(&decoded.stack[i], &decoded.stack[j]);
                 prop_assert_eq!(same, tensor.id == other.id, "items {} and {}", i, j);
             }
         }
@@ -308,7 +309,7 @@ fn an_object_inside_itself_or_too_deep_is_not_plain() {
     assert_eq!(draft.enter(&list, 0), Ok(true));
     assert_eq!(draft.enter(&list, 1), Err(NotPlain));
     draft.leave();
-    assert_eq!(draft.enter(&list, 1), Ok(false), "beside itself");
+    assert_eq!(draft.enter(&list, 1), Ok(false), "next to itself");
     assert_eq!(draft.enter(&tensor(6, 0, &[], &[]), MAX_DEPTH), Err(NotPlain));
 }
 

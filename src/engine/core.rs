@@ -196,7 +196,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Sends an encoded index batch to the next worker. If no worker takes tasks, drops the tag, as torch does, and
-    /// returns `None`. Does not wait for memory; see [`settle`](crate::shm::alloc::settle).
+    /// returns `None`. Does not wait for memory; see [`retry_while_reserved`](crate::shm::alloc::retry_while_reserved).
     pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
         // A sampler or a signal handler may have forked during `next`.
         self.handle.check_ours()?;

@@ -137,7 +137,7 @@ impl PyCache {
     fn get<'py>(&self, index: &Bound<'py, PyAny>, missing: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let row = exact_int(index).and_then(|index| u64::try_from(index).ok());
         let Some(row) = row.filter(|row| *row < self.cache.rows()) else { return Ok(missing) };
-        let Lookup::Whole(record) = self.cache.look(row) else {
+        let Lookup::Whole(record) = self.cache.lookup(row) else {
             self.cache.count_miss();
             return Ok(missing);
         };
@@ -160,7 +160,7 @@ impl PyCache {
     /// Returns true if a missing row is worth keeping: nothing marks it, and there may be room.
     fn takes(&self, row: u64) -> PyResult<bool> {
         let is_open = self.cache.closed() == Closed::Open;
-        Ok(is_open && self.cache.look(self.row(row)?) == Lookup::Absent)
+        Ok(is_open && self.cache.lookup(self.row(row)?) == Lookup::Absent)
     }
 
     /// Keeps a sample. If this call has closed the cache, returns the reason why it takes no more samples.

@@ -118,7 +118,7 @@ impl Drop for WarmPages {
 
 #[pyfunction]
 pub fn tend_pages(py: Python<'_>) {
-    py.detach(caretaker::tend);
+    py.detach(caretaker::restart);
 }
 
 #[pyfunction]

@@ -47,19 +47,19 @@ pub fn release(state: &AtomicU32, bits: u32) -> Left {
             // The bits are not set: a broken worker has overwritten the word. Leave it alone.
             return Left::Held;
         }
-        let rest = seen & !bits & HOLDERS;
+        let remaining = seen & !bits & HOLDERS;
         let delivered = if bits & CONSUMER != 0 { 0 } else { seen & DELIVERED };
-        let next = if rest == 0 { RETURNING } else { rest | delivered };
-        // SYNC: block-released (Release: what the holder read or wrote comes before; Acquire: and what the other
-        // holders did comes before the block is given back).
+        let next = if remaining == 0 { RETURNING } else { remaining | delivered };
+        // SYNC: block-released (Release: this holder's reads and writes come before; Acquire: those of the other
+        // holders come before the block is given back).
         match state.compare_exchange_weak(seen, next, Ordering::AcqRel, Ordering::Relaxed) {
-            Ok(_) => return if rest == 0 { Left::Last } else { Left::Held },
+            Ok(_) => return if remaining == 0 { Left::Last } else { Left::Held },
             Err(now) => seen = now,
         }
     }
 }
 
-/// Clears `bits` inside the owning process; if no holder remains, the block is free at once.
+/// Clears `bits` inside the owning process; if no holder remains, the block is free immediately.
 #[inline]
 pub fn release_owned(state: &AtomicU32, bits: u32) -> Left {
     // SYNC: block-released.
@@ -67,7 +67,7 @@ pub fn release_owned(state: &AtomicU32, bits: u32) -> Left {
     if before & bits != 0 && before & !bits & (HOLDERS | RETURNING) == 0 { Left::Last } else { Left::Held }
 }
 
-/// Sets `bits` if `holder` holds the block; returns whether it does.
+/// Sets `bits` if `holder` holds the block. Returns true if it does.
 #[inline]
 pub fn mark_if(state: &AtomicU32, holder: u32, bits: u32) -> bool {
     let mut seen = state.load(Ordering::Relaxed);
@@ -80,27 +80,28 @@ pub fn mark_if(state: &AtomicU32, holder: u32, bits: u32) -> bool {
     false
 }
 
-/// Set while no worker is attached, because the arena is in the pool or retired: a released block then loses its pages
-/// at once. Parking scans all blocks after setting the flag, and a release checks the flag after its step: one sees the
-/// other.
+/// A flag that is set while no worker is attached, because the arena is in the pool or retired: a released block then
+/// loses its pages at once. The parking thread sets the flag and then scans all blocks; a release changes the block's
+/// state and then checks the flag. So at least one of them sees the other.
 #[derive(Debug, Default)]
 pub struct Parking(AtomicU32);
 
 impl Parking {
-    /// Call it after the last worker has left, before scanning the blocks with [`recover`] or [`is_unseen`].
+    /// Sets the flag. Call it after the last worker has left and before scanning the blocks with [`recover`] or
+    /// [`is_unseen`].
     pub fn begin(&self) {
         self.0.store(1, Ordering::Relaxed);
         // SYNC: parked-or-released (pairs with the fence in `give_back`).
         fence(Ordering::SeqCst);
     }
 
-    /// Call it before new workers attach.
+    /// Clears the flag. Call it before new workers attach.
     pub fn end(&self) {
         self.0.store(0, Ordering::Relaxed);
     }
 }
 
-/// Pushes a block for which [`release`] returned [`Left::Last`], after `punch` if the arena is parked.
+/// Pushes a block for which [`release`] returned [`Left::Last`]. Calls `punch` first if the arena is parked.
 #[inline]
 pub fn give_back(parking: &Parking, head: &AtomicU32, block: &BlockEntry, id: u32, punch: impl FnOnce()) {
     // SYNC: parked-or-released (pairs with the fence in `Parking::begin`).
@@ -108,11 +109,11 @@ pub fn give_back(parking: &Parking, head: &AtomicU32, block: &BlockEntry, id: u3
     if parking.0.load(Ordering::Relaxed) != 0 {
         punch();
     }
-    // Last: from here on a new owner may use the block.
+    // The push comes last: after it a new owner may use the block.
     push_returned(head, block, id);
 }
 
-/// The holders of a block that remain after the workers' end, see [`recover`].
+/// The hold on a block that remains after the workers have ended; see [`recover`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remains {
     /// A holder remains.
@@ -123,7 +124,8 @@ pub enum Remains {
     WorkersChild,
 }
 
-/// Clears a block's holds of an ended worker, and the consumer's if it was never delivered. The arena is parked.
+/// Clears the hold of an ended worker on a block, and the consumer's hold if the block was never delivered. The arena
+/// must be parked.
 pub fn recover(state: &AtomicU32) -> Remains {
     // SYNC: block-held, block-released (pairs with the owner's store and the Release of each holder).
     let seen = state.load(Ordering::Acquire);
@@ -131,11 +133,12 @@ pub fn recover(state: &AtomicU32) -> Remains {
         return Remains::WorkersChild;
     }
     let holds = WORKER | if seen & DELIVERED == 0 { CONSUMER } else { 0 };
-    let rest = state.fetch_and(!holds, Ordering::AcqRel) & !holds;
-    if rest & !RETURNING == 0 { Remains::Idle } else { Remains::Held }
+    let remaining = state.fetch_and(!holds, Ordering::AcqRel) & !holds;
+    if remaining & !RETURNING == 0 { Remains::Idle } else { Remains::Held }
 }
 
-/// Returns true if neither the user nor any child can read a block, so that its pages may go. The arena is retired.
+/// Returns true if neither the user nor any child can read a block, so that its pages can be released. The arena must
+/// be retired.
 pub fn is_unseen(state: &AtomicU32) -> bool {
     // SYNC: block-released.
     state.load(Ordering::Acquire) & (DELIVERED | FORKED | WORKER_FORKED) == 0
@@ -156,8 +159,8 @@ pub fn push_returned(head: &AtomicU32, block: &BlockEntry, id: u32) {
     }
 }
 
-/// Empties the return stack: each block on it becomes free and is passed to `freed`. A link out of the table, or more
-/// links than blocks, is [`Error::Corrupt`].
+/// Empties the return stack: each block on it becomes free and is passed to `freed`. Returns [`Error::Corrupt`] if a
+/// link leads out of the table, or there are more links than blocks.
 pub fn take_returned<'a>(
     head: &AtomicU32,
     blocks: u32,
@@ -173,7 +176,7 @@ pub fn take_returned<'a>(
     while link != 0 {
         let id = link - 1;
         if id >= blocks || left == 0 {
-            return Err(Error::corrupt(format!("block {id} of {blocks} on a return stack")));
+            return Err(Error::corrupt(format!("a return stack has a wrong link to block {id} of {blocks}")));
         }
         left -= 1;
         let entry = block(id);

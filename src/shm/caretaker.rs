@@ -1,7 +1,8 @@
-//! A thread that does work which comes due without a call of the library. It lives only while there is such work.
+//! A background thread for work that comes due between two calls of the library. It lives only while there is such
+//! work.
 //!
-//! No fork finds it: [`pause`] joins it before, so that a child inherits none of its locks, and Python (from 3.12) does
-//! not warn of a fork with threads. It calls no Python code.
+//! [`pause`] joins it before each fork, so that a child inherits none of its locks and Python (from 3.12) does not warn
+//! about a fork with threads. It calls no Python code.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,25 +13,26 @@ use crate::config::CARETAKER_STACK;
 use crate::sync::{Ordering, lock};
 use crate::sys;
 
-/// Does the work that is due. Returns the time until the next call, or `None` if nothing is left to do.
+/// A function that does the work that is due. It returns the time until its next call, or `None` if there is no more
+/// work.
 pub type Work = fn() -> Option<Duration>;
 
 #[derive(Default)]
 struct State {
-    /// The work, while there is some.
+    /// The work; `None` if there is none.
     work: Option<Work>,
-    /// There may be other work than at the last call.
-    asked: bool,
+    /// The work may have changed since its last call.
+    work_changed: bool,
     thread: Option<JoinHandle<()>>,
-    /// A thread that has nothing more to do, not joined yet.
+    /// A thread that has finished and is not joined yet.
     ended: Option<JoinHandle<()>>,
     /// Forks in progress.
     forks: u32,
 }
 
-static STATE: Mutex<State> = Mutex::new(State { work: None, asked: false, thread: None, ended: None, forks: 0 });
+static STATE: Mutex<State> = Mutex::new(State { work: None, work_changed: false, thread: None, ended: None, forks: 0 });
 static WAKE: Condvar = Condvar::new();
-/// True once there was any work. A program that only imports the library forks without a hook of it.
+/// True after the first [`start`]. In a program that only imports the library, [`restart`] does nothing after a fork.
 static USED: AtomicBool = AtomicBool::new(false);
 /// The fork generation that the state belongs to.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
@@ -41,29 +43,31 @@ fn state() -> Option<MutexGuard<'static, State>> {
     // SYNC: caretaker-left (pairs with the Release below).
     if GENERATION.load(Ordering::Acquire) != current {
         let mut inherited = STATE.try_lock().ok()?;
-        // The threads are the parent's: nothing of them may be touched.
+        // The thread handles are the parent's: this process must not join or drop them.
         std::mem::forget(std::mem::take(&mut *inherited));
-        // SYNC: caretaker-left (pairs with the Acquire above): a thread that sees it finds a new state.
+        // SYNC: caretaker-left (pairs with the Acquire above): a thread that sees the new generation sees the new
+        // state.
         GENERATION.store(current, Ordering::Release);
         return Some(inherited);
     }
     Some(lock(&STATE))
 }
 
-/// Calls `work` on the thread, now and as often as it asks. Without a thread the work is left to later calls.
+/// Calls `work` on the thread, now, and again whenever the time that it returned has passed. If no thread can be
+/// started, the next call of `start` tries again.
 pub fn start(work: Work) {
     USED.store(true, Ordering::Relaxed);
     let Some(mut state) = state() else { return };
     state.work = Some(work);
-    state.asked = true;
+    state.work_changed = true;
     state.spawn();
     WAKE.notify_all();
 }
 
-/// Lets the thread see that its work has changed.
+/// Tells the thread that its work has changed.
 pub fn wake() {
     let Some(mut state) = state() else { return };
-    state.asked = true;
+    state.work_changed = true;
     WAKE.notify_all();
 }
 
@@ -84,20 +88,20 @@ pub fn pause() {
     drop(state);
     WAKE.notify_all();
     for thread in threads.into_iter().flatten() {
-        // It has panicked: the pages stay until a later call.
+        // An error means that the thread has panicked: the pages then stay until a later call.
         let _ = thread.join();
     }
 }
 
-/// Undoes [`pause`] after the fork. The thread starts with [`tend`].
+/// Undoes [`pause`] after the fork. The next [`restart`] starts the thread.
 pub fn resume() {
     if let Some(mut state) = state() {
         state.forks = state.forks.saturating_sub(1);
     }
 }
 
-/// Starts the thread again if a fork has ended it with work left.
-pub fn tend() {
+/// Starts the thread again if a fork ended it while there was work.
+pub fn restart() {
     if !USED.load(Ordering::Relaxed) {
         return;
     }
@@ -124,18 +128,18 @@ impl State {
     }
 }
 
-/// Runs the thread: works until nothing is left, or until a fork.
+/// Runs on the thread: works until there is no more work, or until a fork.
 fn run(work: Work) {
     let mut state = lock(&STATE);
     loop {
         if state.forks > 0 {
             return;
         }
-        state.asked = false;
+        state.work_changed = false;
         drop(state);
         let wait = work();
         state = lock(&STATE);
-        if state.asked || state.forks > 0 {
+        if state.work_changed || state.forks > 0 {
             continue;
         }
         let Some(wait) = wait else {
@@ -167,9 +171,9 @@ mod tests {
         Some(Duration::from_millis(1))
     }
 
-    fn wait_until(what: impl Fn() -> bool) {
+    fn wait_until(condition: impl Fn() -> bool) {
         let end = Instant::now() + Duration::from_secs(60);
-        while !what() {
+        while !condition() {
             assert!(Instant::now() < end);
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -185,9 +189,9 @@ mod tests {
             .count()
     }
 
-    /// Other tests fork, which pauses the caretaker of their process.
+    /// Runs the test below in another process, because other tests fork, which pauses the caretaker.
     #[test]
-    fn the_thread_has_a_life_of_its_own() {
+    fn the_thread_is_tested_in_another_process() {
         let name = "shm::caretaker::tests::the_thread_lives_while_there_is_work_and_no_fork";
         let mut test = std::process::Command::new(std::env::current_exe().unwrap());
         let output = test.args(["--exact", name, "--ignored"]).output().unwrap();
@@ -196,36 +200,36 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "run by the_thread_has_a_life_of_its_own, in another process"]
+    #[ignore = "run by the_thread_is_tested_in_another_process"]
     fn the_thread_lives_while_there_is_work_and_no_fork() {
-        // One test: the state is the process's.
+        // A single test, because the state is global to the process.
         LEFT.store(5, Ordering::Relaxed);
         start(count_down);
         wait_until(|| LEFT.load(Ordering::Relaxed) == 0 && threads() == 0);
         let calls = CALLS.load(Ordering::Relaxed);
-        // An ended thread is followed by another one.
+        // A new thread starts after one has ended.
         LEFT.store(u32::MAX, Ordering::Relaxed);
         start(count_down);
         start(count_down);
         wait_until(|| CALLS.load(Ordering::Relaxed) > calls + 3);
         assert_eq!(threads(), 1);
         pause();
-        assert_eq!(threads(), 0, "before a fork it is joined");
+        assert_eq!(threads(), 0, "it is joined before a fork");
         start(count_down);
-        tend();
-        assert_eq!(threads(), 0, "and does not start within one");
+        restart();
+        assert_eq!(threads(), 0, "it does not start during a fork");
         pause();
         resume();
-        tend();
+        restart();
         assert_eq!(threads(), 0, "another fork is in progress");
         resume();
         assert_eq!(threads(), 0);
         let calls = CALLS.load(Ordering::Relaxed);
-        tend();
+        restart();
         wait_until(|| CALLS.load(Ordering::Relaxed) > calls + 3);
         stop();
-        tend();
-        assert_eq!(threads(), 0, "nothing is left to do");
+        restart();
+        assert_eq!(threads(), 0, "there is no more work");
         // A change ends a long wait.
         start(|| (LEFT.load(Ordering::Relaxed) != 7).then_some(Duration::from_secs(1000)));
         wait_until(|| threads() == 1);

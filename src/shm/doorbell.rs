@@ -1,4 +1,4 @@
-//! Wakes the other side only when it sleeps, and marks the rings with results in a bitmap.
+//! Wake-ups of the other side, which happen only if it sleeps, and the bitmap of rings with results.
 //!
 //! A sleeper announces itself, checks for work once more, and only then waits:
 //!
@@ -7,24 +7,25 @@
 //! asleep += 1                              publish (a ring's tail, a bit of the bitmap)
 //! fence                                    fence
 //! ticket = bell                            asleep > 0 ? bell += 1, wake : nothing
-//! anything there? yes: asleep -= 1, go on
+//! anything there? yes: asleep -= 1, return
 //! wait until bell != ticket
 //! asleep -= 1
 //! ```
-//! One fence comes first: either the ringer sees `asleep`, or the sleeper sees the published entry. Only the sleeper
-//! clears its mark, so a ringer that stops between its two steps hides no other ring. A spurious ring is harmless, and
-//! so is the mark of a sleeper that was killed.
+//! One of the two fences comes first: either the ringer sees `asleep`, or the sleeper sees the published entry. Only
+//! the sleeper subtracts its 1 from `asleep`, so a ringer that stops between its two steps does not suppress the rings
+//! of others. A spurious ring is harmless, and so is the 1 of a sleeper that was killed.
 
 use super::layout::Sleeper;
 use crate::sync::{AtomicU64, Ordering, fence};
 
-/// The bell as read by [`Sleeper::announce`]: check for work before waiting on it.
+/// The value of the bell at [`Sleeper::announce`]. Check for work before waiting for it to change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket(pub u32);
 
 impl Sleeper {
-    /// Announces that the caller, who belongs to this side, is about to sleep. The caller checks for work once more,
-    /// waits until the bell differs from the ticket if there is none, and calls [`Sleeper::awake`].
+    /// Announces that the caller, which belongs to this side, is about to sleep. The caller then checks for work once
+    /// more; if there is none, it waits until the bell differs from the ticket. In both cases it calls
+    /// [`Sleeper::awake`] afterwards.
     #[inline]
     pub fn announce(&self) -> Ticket {
         self.asleep.fetch_add(1, Ordering::Relaxed);
@@ -54,7 +55,7 @@ impl Sleeper {
         true
     }
 
-    /// Rings whether or not anyone sleeps.
+    /// Rings even if no thread sleeps.
     pub fn ring_always(&self) {
         // SYNC: bell-rung (pairs with the Acquire in `Sleeper::announce`).
         self.bell.fetch_add(1, Ordering::Release);

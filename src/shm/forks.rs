@@ -1,9 +1,9 @@
-//! Protects blocks that forked children of this process may still read.
+//! Protection of blocks that forked children of this process may still read.
 //!
-//! Each fork marks the blocks in which live tensors lie. Marked blocks are neither reused nor punched until every
-//! process that came from the fork has ended or called exec. A mapping that only the children keep ([`ForkWitness`])
-//! reveals that end: closing all unknown descriptors, as children often do, does not unmap it. The hooks are
-//! pthread_atfork's, which C code's forks run too.
+//! Each fork marks the blocks that hold live tensors. Marked blocks are neither reused nor punched until every process
+//! that came from the fork has ended or called exec. A mapping that only the children keep ([`ForkWitness`]) shows when
+//! that is the case: closing all unknown descriptors, as children often do, does not unmap it. The hooks are registered
+//! with pthread_atfork, so forks in C code run them too.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -18,13 +18,13 @@ use crate::sync::{Ordering, lock};
 use crate::sys::fork::{ForkHandlers, Step, on_fork};
 use crate::sys::fork_witness::{ForkWitness, WitnessMapping};
 
-/// Address of an arena, region, block.
+/// A block: the address of its arena, its region and its number.
 type Key = (usize, u32, u32);
 
 /// The blocks marked by one fork, or by the forks of one group.
 #[derive(Debug)]
 struct ForkMarks {
-    /// Watches the children; `None` if the system refuses a witness: the marks then stay.
+    /// Watches the children. `None` if the system refuses a witness: the marks then stay forever.
     witness: Option<ForkWitness>,
     marked: HashSet<Key>,
 }
@@ -33,7 +33,7 @@ struct ForkMarks {
 #[derive(Debug)]
 struct Watched {
     arena: Weak<Arena>,
-    /// The region that a worker process owns; `None` in the main process, which holds leases in all.
+    /// The region that a worker process owns; `None` in the main process, which holds leases in all regions.
     owned: Option<u32>,
 }
 
@@ -41,11 +41,12 @@ struct Watched {
 struct Table {
     arenas: HashMap<usize, Watched>,
     marks: Vec<ForkMarks>,
-    /// The number of forks that have marked a block.
+    /// The number of forks that marked each block.
     counts: HashMap<Key, u32>,
 }
 
-/// The table of this process. A child starts with none: its copy of the lock may be held by a thread that it lacks.
+/// The table of this process. A forked child starts without one, because a thread that it lacks may hold its copy of
+/// the lock.
 static TABLE: AtomicPtr<Mutex<Table>> = AtomicPtr::new(std::ptr::null_mut());
 
 thread_local! {
@@ -62,10 +63,10 @@ fn table() -> MutexGuard<'static, Table> {
         let fresh = Box::into_raw(Box::<Mutex<Table>>::default());
         match TABLE.compare_exchange(std::ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => current = fresh,
-            Err(theirs) => {
+            Err(published) => {
                 // SAFETY: `fresh` was not published; no other thread has it.
                 drop(unsafe { Box::from_raw(fresh) });
-                current = theirs;
+                current = published;
             }
         }
     }
@@ -73,8 +74,8 @@ fn table() -> MutexGuard<'static, Table> {
     lock(unsafe { &*current })
 }
 
-/// Marks the blocks of `arena` at every later fork. `owned` is the region that a worker process allocates in. Fails
-/// where forks cannot be hooked: then no block of the arena may be delivered.
+/// Marks the blocks of `arena` at every later fork. `owned` is the region that a worker process allocates in. Fails if
+/// the hooks cannot be registered: then no block of the arena may be delivered.
 pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
     static HANDLERS: ForkHandlers =
         ForkHandlers { prepare: before_fork, parent: after_fork_in_parent, child: after_fork_in_child };
@@ -86,7 +87,7 @@ pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
     Ok(())
 }
 
-/// Releases the blocks that only ended children could read.
+/// Releases the marked blocks that no live child can read any more.
 pub fn reap() {
     let table = &mut *table();
     let mut index = 0;
@@ -111,7 +112,7 @@ pub fn reap() {
     }
 }
 
-/// Counts the forks of this thread until [`end_group`] as one: the workers of one iterator.
+/// Counts the forks of this thread until [`end_group`] as one fork. The workers of one iterator are such a group.
 pub fn begin_group() {
     caretaker::pause();
     GROUP.with_borrow_mut(|depth| *depth += 1);
@@ -124,7 +125,7 @@ pub fn end_group() {
         finish();
     }
     caretaker::resume();
-    caretaker::tend();
+    caretaker::restart();
 }
 
 /// Moves the marks of this thread's forks into the table.
@@ -177,7 +178,7 @@ fn before_fork() {
 fn after_fork_in_parent() {
     if GROUP.with_borrow(|depth| *depth == 0) {
         finish();
-        // Not `tend`: Python counts the threads when the fork has returned.
+        // No `restart` here: Python counts the threads after the fork has returned.
         caretaker::resume();
     }
 }
@@ -188,7 +189,7 @@ fn after_fork_in_child() {
     GROUP.with_borrow_mut(|depth| *depth = 0);
     if let Some((mapping, marks)) = PENDING.take() {
         drop(marks.witness);
-        // It stays until this process ends; the child drops everything else.
+        // The mapping stays until this process ends; everything else is dropped.
         std::mem::forget(mapping);
     }
 }
@@ -245,7 +246,7 @@ mod tests {
         end_group();
         drop(lease);
         let late = Child::fork();
-        // Time to close what they have.
+        // Gives the children time to close their descriptors.
         for _ in 0..50 {
             assert!(forked());
             std::thread::sleep(Duration::from_millis(1));
@@ -253,13 +254,13 @@ mod tests {
         first.end();
         assert!(forked());
         second.end();
-        assert!(forked(), "one child of that fork is left");
+        assert!(forked(), "one child of that fork still lives");
         assert_ne!(allocator.allocate(20_000, CONSUMER).unwrap(), id);
         third.end();
-        // Children that other tests fork concurrently have it mapped for a moment.
+        // Children that other tests fork at the same time map the witness for a moment.
         let end = std::time::Instant::now() + Duration::from_secs(60);
         while forked() {
-            assert!(std::time::Instant::now() < end, "a process keeps it mapped");
+            assert!(std::time::Instant::now() < end, "a process keeps the witness mapped");
             std::thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(allocator.allocate(20_000, CONSUMER).unwrap(), id, "the last child never saw the lease");

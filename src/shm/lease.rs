@@ -1,4 +1,4 @@
-//! Leases: holds on one block each, owned by the tensors that lie in it.
+//! Leases. Each is a hold on one block, owned by the tensors in that block.
 
 use std::sync::Arc;
 
@@ -17,19 +17,19 @@ pub struct Lease {
     len: usize,
 }
 
-// SAFETY: the memory is shared between processes anyway; the lease hands out a raw pointer only, and its release
-// uses atomics.
+// SAFETY: the memory is shared between processes anyway; the lease provides only a raw pointer, and its release uses
+// atomics.
 unsafe impl Send for Lease {}
 
 impl Lease {
-    /// Creates a lease on the first `len` bytes of a block that the consumer holds. Checks the block's place.
+    /// Creates a lease on the first `len` bytes of a block that the consumer holds. Checks that the block has them.
     pub fn new(arena: &Arc<Arena>, region: u32, block: u32, len: u64) -> Result<Self> {
         let memory = arena.block_memory(region, block, len)?.as_ptr();
         arena.delivered(region, block)?;
         Ok(Self { arena: arena.clone(), region, block, memory, len: len as usize })
     }
 
-    /// Returns the first byte.
+    /// Returns the address of the first byte.
     pub fn ptr(&self) -> *mut u8 {
         self.memory
     }

@@ -1,11 +1,13 @@
 //! A pool of arenas that outlive their iterators: the next epoch finds warm pages.
 //!
-//! The pool belongs to the process and holds at most [`POOL_ARENAS`] arenas, idle pages up to a sixteenth of the
-//! machine's memory and half of the available memory, for at most [`POOL_IDLE`]. Then the [`caretaker`] retires them.
+//! The pool belongs to the process. It holds at most [`POOL_ARENAS`] arenas, each for at most [`POOL_IDLE`]: then the
+//! [`caretaker`] retires it. The idle pages of all take at most a sixteenth of the machine's memory and half of the
+//! available memory.
 //!
-//! An arena waits for the next epoch of its [`Owner`], the loader that used it last, and goes with it. A loader that
-//! has not begun may inherit it: a program that makes a loader for each epoch binds the new one to the name of the old
-//! one, which ends just before the new one begins. Any loader may take any arena that fits.
+//! A pooled arena waits for the next epoch of its [`Owner`], the loader that used it last, and is retired when that
+//! loader is dropped. But a loader that has not begun may inherit it: a program that makes a loader for each epoch
+//! assigns it to the variable of the previous one, which is dropped just before the new one begins. Any loader may take
+//! any arena that fits.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64 as Stamp;
@@ -30,14 +32,14 @@ struct Idle {
 
 struct Pool {
     idle: Vec<Idle>,
-    /// The owners that live, with the number of workers of those that have not begun.
+    /// The live owners. The value is the number of workers of an owner that has not begun, and `None` for the others.
     owners: BTreeMap<u64, Option<u32>>,
 }
 
 static POOL: Mutex<Pool> = Mutex::new(Pool { idle: Vec::new(), owners: BTreeMap::new() });
 /// The fork generation whose process the pool's contents belong to.
 static GENERATION: Stamp = Stamp::new(0);
-/// The number of the last owner.
+/// The number of the newest owner.
 static OWNERS: Stamp = Stamp::new(0);
 
 /// A loader. Its idle arenas are released when it is dropped.
@@ -58,9 +60,9 @@ impl Owner {
         }
     }
 
-    /// Makes it the owner of an arena that its iterator has taken.
+    /// Makes this loader the owner of an arena that its iterator has taken.
     pub fn begin(&self, arena: &Arena) {
-        // Also in a forked child, where the pool knows no owners.
+        // Inserted even if the loader was announced: in a forked child the pool has lost its owners.
         if let Some(mut pool) = pool() {
             pool.owners.insert(self.0, None);
         }
@@ -89,10 +91,10 @@ impl Drop for Owner {
     }
 }
 
-/// A loader that has not begun, and has as many workers.
+/// Returns a loader that has not begun and has as many workers as the arena.
 fn heir(owners: &BTreeMap<u64, Option<u32>>, arena: &Arena) -> Option<u64> {
     let workers = Some(arena.geometry().workers);
-    owners.iter().find_map(|(owner, waits)| (*waits == workers).then_some(*owner))
+    owners.iter().find_map(|(owner, announced)| (*announced == workers).then_some(*owner))
 }
 
 /// Locks the pool; `None` in a child that was forked while another thread held the lock.
@@ -104,14 +106,15 @@ fn pool() -> Option<MutexGuard<'static, Pool>> {
         let mut inherited = POOL.try_lock().ok()?;
         inherited.idle.drain(..).for_each(|idle| std::mem::forget(idle.arena));
         inherited.owners.clear();
-        // SYNC: pool-emptied (pairs with the Acquire above): a thread that sees it finds nothing of the parent.
+        // SYNC: pool-emptied (pairs with the Acquire above): a thread that sees the new generation finds nothing of the
+        // parent's.
         GENERATION.store(current, Ordering::Release);
         return Some(inherited);
     }
     Some(lock(&POOL))
 }
 
-/// Takes a pooled or new arena, without an owner.
+/// Returns a pooled or new arena, which has no owner yet.
 pub fn take(needs: Needs) -> crate::error::Result<Arc<Arena>> {
     trim();
     let ring_slots = Geometry::ring_slots_of(needs)?;
@@ -138,12 +141,12 @@ pub fn take(needs: Needs) -> crate::error::Result<Arc<Arena>> {
     Ok(arena)
 }
 
-/// Returns an arena whose workers have all left cleanly. Retires it if its owner is gone without an heir.
+/// Puts back an arena whose workers have all left cleanly. Retires it if its owner was dropped and has no heir.
 pub fn put(arena: Arc<Arena>) {
     super::forks::reap();
     let Some(bytes) = arena.recover() else { return arena.retire() };
     let room = sys::memory::available(&sys::cgroup::Roots::default());
-    let most = (sys::memory::total_ram_and_swap() / POOL_SHARE).min(room.bytes / 2);
+    let max_bytes = (sys::memory::total_ram_and_swap() / POOL_SHARE).min(room.bytes / 2);
     let mut dropped = Vec::new();
     if let Some(mut pool) = pool() {
         let mut owner = arena.owner.load(Ordering::Relaxed);
@@ -156,22 +159,22 @@ pub fn put(arena: Arc<Arena>) {
         }
         pool.idle.push(Idle { arena, bytes, since: sys::clock::monotonic(), owner });
         while pool.idle.len() > POOL_ARENAS
-            || !pool.idle.is_empty() && pool.idle.iter().map(|idle| idle.bytes).sum::<u64>() > most
+            || !pool.idle.is_empty() && pool.idle.iter().map(|idle| idle.bytes).sum::<u64>() > max_bytes
         {
             dropped.push(pool.idle.remove(0));
         }
     }
     retire(dropped);
-    caretaker::start(care);
+    caretaker::start(retire_expired);
 }
 
-/// Retires the arenas that were idle for too long.
+/// Retires the arenas that have been idle for too long.
 pub fn trim() {
-    care();
+    retire_expired();
 }
 
-/// As [`trim`]. Returns the time until the next arena has been idle for too long.
-fn care() -> Option<Duration> {
+/// Does what [`trim`] does, as the work of the caretaker: returns the time until another arena is idle for too long.
+fn retire_expired() -> Option<Duration> {
     super::forks::reap();
     let now = sys::clock::monotonic();
     let mut pool = pool()?;
@@ -192,7 +195,8 @@ pub fn clear() -> usize {
     count
 }
 
-/// Runs outside the pool's lock: releasing pages takes milliseconds. Leases may keep an arena mapped for longer.
+/// Retires arenas. Call it without the pool's lock: releasing pages takes milliseconds. Leases may keep an arena mapped
+/// for longer.
 fn retire(idle: Vec<Idle>) {
     idle.into_iter().for_each(|idle| idle.arena.retire());
 }

@@ -11,19 +11,21 @@
 //! state = (position + 1) << 18        read the entry
 //!                                     state: waiting -> w + 2, or try the next position
 //! ```
-//! A worker reads the entry before it claims it. If the swap succeeds, the state was the same all the time, so nothing
-//! has overwritten the entry. At any moment the state says who holds an entry, even if that process was killed.
+//! A worker reads the entry before it claims it. If the swap succeeds, the state has not changed in between, so nothing
+//! has overwritten the entry. At any moment the state shows which worker holds an entry, even if that worker was
+//! killed.
 //!
-//! Entries are claimed in the order of their positions, so those that wait are the last ones. A producer with fewer
+//! Entries are claimed in the order of their positions, so the waiting entries are the last ones. A producer with fewer
 //! than `capacity` entries waiting always finds its slot claimed. It may reuse the slot of an entry that is held and
-//! not answered yet: [`Submitter`] then remembers the holder. A slot of zeroes holds the entry before the first one.
+//! not answered yet: [`Submitter`] then remembers the holder. A slot of zeroes counts as the slot of an entry before
+//! the first one.
 
 use super::layout::{QueueControl, QueueSlot, SLOT_WORDS};
 use super::ring::{Entry, Full};
 use crate::error::{Error, Result};
 use crate::sync::Ordering;
 
-/// Bits of a state for the holder: the numbers of all workers, and two more.
+/// Number of a state's bits for the holder: enough for all workers and two special values.
 const HOLDER_BITS: u32 = 18;
 /// No worker has claimed the entry.
 const WAITING: u64 = 0;
@@ -118,7 +120,7 @@ impl<M: QueueMemory> Submitter<M> {
         Ok(position)
     }
 
-    /// Takes an entry back that no worker has claimed, and returns it. No worker gets it any more.
+    /// Takes back and returns an entry that no worker has claimed. No worker can claim it afterwards.
     pub fn withdraw(&mut self, position: u64) -> Option<Entry> {
         let place = self.place(position);
         if self.unanswered[place] != Some(position) {
@@ -132,7 +134,7 @@ impl<M: QueueMemory> Submitter<M> {
         Some(read(slot))
     }
 
-    /// Notes the answer of `worker` to an entry. Returns whether it held the entry and had not answered it.
+    /// Notes the answer of `worker` to an entry. Returns true if the worker held the entry and had not answered it.
     #[inline]
     pub fn answered(&mut self, position: u64, worker: u32) -> bool {
         let place = self.place(position);
@@ -143,8 +145,8 @@ impl<M: QueueMemory> Submitter<M> {
             }
             return held;
         }
-        let found = self.displaced.iter().position(|it| *it == (position, worker));
-        found.map(|index| self.displaced.swap_remove(index)).is_some()
+        let index = self.displaced.iter().position(|it| *it == (position, worker));
+        index.map(|index| self.displaced.swap_remove(index)).is_some()
     }
 
     /// Returns the worker that holds an entry that is not answered.
@@ -154,8 +156,8 @@ impl<M: QueueMemory> Submitter<M> {
             let displaced = self.displaced.iter().find(|(displaced, _)| *displaced == position);
             return displaced.map(|(_, worker)| *worker);
         }
-        // The worker's answer orders its claim before this load, and so does its end. Before either the claim may be
-        // missed.
+        // A worker's claim happens before its answer and before its end, so a load after either of them sees it. An
+        // earlier load may miss the claim.
         worker_of(self.memory.slot(position).state.load(Ordering::Relaxed))
     }
 
@@ -198,13 +200,13 @@ impl<M: QueueMemory> Claimer<M> {
         &self.memory
     }
 
-    /// Claims the oldest entry; `None` if none waits. The worker holds it until it answers. [`Error::Corrupt`] if a
-    /// slot has the entry of another slot, or an entry waits before the head.
+    /// Claims the oldest entry; `None` if none waits. The worker holds the entry until it answers. Returns
+    /// [`Error::Corrupt`] if a slot has the entry of another slot, or an entry waits before the head.
     #[inline]
     pub fn claim(&mut self) -> Result<Option<(u64, Entry)>> {
         let control = self.memory.control();
-        // A hint. A late value costs steps: the states decide.
-        // SYNC: head-moved (pairs with the Release below): who sees a head sees that no entry before it waits.
+        // The head is only a hint: a stale value costs steps, and the states decide.
+        // SYNC: head-moved (pairs with the Release below): a worker that sees a head sees no waiting entry before it.
         let mut position = control.head.0.load(Ordering::Acquire);
         loop {
             let slot = self.memory.slot(position);
@@ -215,7 +217,7 @@ impl<M: QueueMemory> Claimer<M> {
                 return self.check_passed(position).map(|()| None);
             }
             if count - 1 != position {
-                position = self.overtaken(position, count - 1)?;
+                position = self.next_after(position, count - 1)?;
                 continue;
             }
             if seen == state_of(position, WAITING) {
@@ -232,11 +234,11 @@ impl<M: QueueMemory> Claimer<M> {
         }
     }
 
-    /// Checks that no entry before `position` waits. A damaged head would hide it from all workers.
+    /// Checks that no entry before `position` waits. A damaged head would hide such an entry from all workers.
     #[inline]
     fn check_passed(&self, position: u64) -> Result<()> {
         for slot in self.memory.slots() {
-            // Those that moved the head saw the claims before they did, and this side sees what they saw.
+            // Each worker that moved the head had seen the earlier claims, and this worker sees what it saw.
             let state = slot.state.load(Ordering::Relaxed);
             if is_waiting(state) && state >> HOLDER_BITS <= position {
                 let waiting = (state >> HOLDER_BITS) - 1;
@@ -248,10 +250,10 @@ impl<M: QueueMemory> Claimer<M> {
         Ok(())
     }
 
-    /// Returns the position to try after a slot whose entry is `newer`, not `position`: all that are older by the
-    /// queue's capacity have been claimed.
+    /// Returns the position to try next if the slot of `position` has the entry `newer`: all entries that are at least
+    /// the queue's capacity older than `newer` have been claimed.
     #[cold]
-    fn overtaken(&self, position: u64, newer: u64) -> Result<u64> {
+    fn next_after(&self, position: u64, newer: u64) -> Result<u64> {
         let capacity = self.memory.slots().len() as u64;
         if !(newer - position).is_multiple_of(capacity) {
             return Err(Error::corrupt(format!(
@@ -329,7 +331,7 @@ mod tests {
             for position in round * 4..round * 4 + 4 {
                 assert_eq!(main.push(&entry(position)), Ok(position));
             }
-            assert_eq!(main.push(&entry(0)), Err(Full), "an entry that waits is not overwritten");
+            assert_eq!(main.push(&entry(0)), Err(Full), "a waiting entry is not overwritten");
             for position in round * 4..round * 4 + 4 {
                 let (worker, id) = [(0, 0), (1, 65_535)][position as usize % 2];
                 assert_eq!(workers[worker].claim().unwrap(), Some((position, entry(position))));
@@ -345,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_withdrawn_is_not_claimed_and_what_is_claimed_is_not_withdrawn() {
+    fn withdrawn_entries_are_not_claimed_and_claimed_entries_not_withdrawn() {
         let queue = HeapQueue::new(4);
         let (mut main, mut worker) = (queue.submitter(), queue.claimer(3));
         (0..4).for_each(|position| assert_eq!(main.push(&entry(position)), Ok(position)));
@@ -360,7 +362,7 @@ mod tests {
         assert_eq!((worker.claim().unwrap(), main.oldest_waiting()), (None, None));
         assert!(!main.answered(1, 3));
         assert!(main.answered(0, 3) && main.answered(2, 3));
-        // The slots of withdrawn entries serve again.
+        // The slots of withdrawn entries are used again.
         (4..8).for_each(|position| assert_eq!(main.push(&entry(position)), Ok(position)));
         assert_eq!(main.withdraw(3), None);
         (4..8).for_each(|position| assert_eq!(worker.claim().unwrap(), Some((position, entry(position)))));
@@ -401,12 +403,12 @@ mod tests {
     }
 
     #[test]
-    fn a_head_that_stayed_behind_or_a_worker_that_slept_costs_steps_only() {
+    fn a_stale_head_or_a_worker_that_slept_only_costs_steps() {
         let queue = HeapQueue::new(4);
         let (mut main, mut worker) = (queue.submitter(), queue.claimer(0));
         for position in 0..103 {
             main.push(&entry(position)).unwrap();
-            // The head as a worker saw it long ago, or one that ended before it moved the head.
+            // The head as a worker saw it long ago, or as it stays if a worker is killed before moving it.
             queue.control().head.0.store(position / 50, Ordering::Relaxed);
             assert_eq!(worker.claim().unwrap(), Some((position, entry(position))));
             assert_eq!(queue.control().head.0.load(Ordering::Relaxed), position + 1);
@@ -416,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_that_has_passed_an_entry_that_waits_is_an_error() {
+    fn a_head_that_has_passed_a_waiting_entry_is_an_error() {
         for head in [1, 2, 3, 4, 6, 1 << 40, u64::MAX] {
             let queue = HeapQueue::new(4);
             let (mut main, mut worker) = (queue.submitter(), queue.claimer(0));

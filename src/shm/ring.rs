@@ -29,7 +29,7 @@ pub struct Producer<M> {
     memory: M,
     /// The private counter; `tail` is only written from it.
     tail: u32,
-    /// `head` as last read: a lower bound of the free slots.
+    /// The last value read from `head`. It gives a lower bound for the number of free slots.
     head: u32,
 }
 
@@ -39,12 +39,12 @@ pub struct Consumer<M> {
     memory: M,
     /// The private counter; `head` is only written from it.
     head: u32,
-    /// `tail` as last read: a lower bound of the entries.
+    /// The last value read from `tail`. It gives a lower bound for the number of entries.
     tail: u32,
 }
 
 impl<M: RingMemory> Producer<M> {
-    /// Returns the producer's end of a ring, from the counters that another producer left.
+    /// Returns the producer's end of a ring. It continues with the counters that an earlier producer left.
     pub fn new(memory: M) -> Self {
         let tail = memory.control().tail.0.load(Ordering::Relaxed);
         let head = memory.control().head.0.load(Ordering::Acquire);
@@ -75,12 +75,13 @@ impl<M: RingMemory> Producer<M> {
 }
 
 impl<M: RingMemory> Producer<M> {
-    /// Returns the number of entries that were ever published, modulo 2^32.
+    /// Returns the number of entries published so far, modulo 2^32.
     pub fn filled(&self) -> u32 {
         self.tail
     }
 
-    /// Returns true if the consumer has taken all entries up to a [`Producer::filled`] of at most 2^31 entries ago.
+    /// Returns true if the consumer has taken the first `filled` entries. `filled` is an earlier result of
+    /// [`Producer::filled`], at most 2^31 entries old.
     pub fn has_taken(&mut self, filled: u32) -> bool {
         // SYNC: slot-taken (pairs with the Release store in `Consumer::pop`).
         self.head = self.memory.control().head.0.load(Ordering::Acquire);
@@ -89,14 +90,14 @@ impl<M: RingMemory> Producer<M> {
 }
 
 impl<M: RingMemory> Consumer<M> {
-    /// Returns the consumer's end of a ring, from the counters that another consumer left.
+    /// Returns the consumer's end of a ring. It continues with the counters that an earlier consumer left.
     pub fn new(memory: M) -> Self {
         let head = memory.control().head.0.load(Ordering::Relaxed);
         Self { memory, head, tail: head }
     }
 
-    /// Takes the oldest entry; `None` when the ring is empty. [`Error::Corrupt`] if the other side's counter claims
-    /// more entries than the ring has slots.
+    /// Takes the oldest entry; `None` if the ring is empty. Returns [`Error::Corrupt`] if the other side's counter
+    /// claims more entries than the ring has slots.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Entry>> {
         let slots = self.memory.slots();

@@ -1,4 +1,4 @@
-//! The writing side: rows come one after the other, and leave for the file chunk by chunk.
+//! The writing side: rows are added one after the other, and written to the file chunk by chunk.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -12,11 +12,11 @@ use crate::tree::Writer;
 /// Words of a section that are written at a time.
 const PIECE: usize = 64 << 10;
 
-/// The rows that are not written yet.
+/// The rows of the chunk that is not written yet.
 enum Pending {
     Ints(Vec<i64>),
     Floats(Vec<f64>),
-    /// Each row's end in the bytes.
+    /// The end of each row in the bytes, and the bytes.
     Records(Vec<u32>, Vec<u8>),
 }
 
@@ -25,7 +25,7 @@ pub struct Builder {
     fd: OwnedFd,
     /// The file's length so far.
     at: u64,
-    /// The length up to which the memory that is left was checked.
+    /// The length of the file up to which a check has found enough memory.
     checked: u64,
     pending: Pending,
     rows: u64,
@@ -35,7 +35,9 @@ pub struct Builder {
     uniform: bool,
     /// The hashes of rows, with their numbers.
     hashes: Vec<(u64, u64)>,
-    odd: Vec<u64>,
+    /// The rows without a hash.
+    unhashed: Vec<u64>,
+    /// Bytes of raw data.
     data: u64,
 }
 
@@ -51,7 +53,7 @@ impl Builder {
             table: Vec::new(),
             uniform: true,
             hashes: Vec::new(),
-            odd: Vec::new(),
+            unhashed: Vec::new(),
             data: 0,
         })
     }
@@ -80,9 +82,9 @@ impl Builder {
         }
         match &mut self.pending {
             Pending::Ints(values) => values.push(value),
-            _ => return self.mixed(|writer| writer.int(value)),
+            _ => return self.push_number(|writer| writer.int(value)),
         }
-        self.added()
+        self.count_row()
     }
 
     /// Appends a row of a float.
@@ -94,13 +96,13 @@ impl Builder {
         }
         match &mut self.pending {
             Pending::Floats(values) => values.push(value),
-            _ => return self.mixed(|writer| writer.float(value)),
+            _ => return self.push_number(|writer| writer.float(value)),
         }
-        self.added()
+        self.count_row()
     }
 
-    /// Appends a row of a number among rows of bytes, as a tree.
-    fn mixed(&mut self, write: impl FnOnce(&mut Writer<'_>)) -> Result<()> {
+    /// Appends a number to a chunk of other rows, as a row of bytes with a tree.
+    fn push_number(&mut self, write: impl FnOnce(&mut Writer<'_>)) -> Result<()> {
         let mut record = Vec::with_capacity(16);
         write(&mut Writer::new(&mut record));
         self.record(&[&record])
@@ -111,7 +113,7 @@ impl Builder {
         let len = parts.iter().map(|part| part.len()).sum::<usize>();
         if len >= CHUNK {
             self.flush()?;
-            return self.lone(parts, len);
+            return self.push_alone(parts, len);
         }
         self.unify();
         if let Pending::Records(ends, bytes) = &mut self.pending {
@@ -120,33 +122,33 @@ impl Builder {
                 return self.record(parts);
             }
             parts.iter().for_each(|part| bytes.extend_from_slice(part));
-            // At most 1 MiB: it fits.
+            // At most 1 MiB, so it fits into a u32.
             ends.push(bytes.len() as u32);
         }
-        self.added()
+        self.count_row()
     }
 
-    /// Makes the pending numbers rows of bytes.
+    /// Converts the pending numbers to rows of bytes.
     fn unify(&mut self) {
         let (mut ends, mut bytes) = (Vec::new(), Vec::new());
-        let mut put = |write: &dyn Fn(&mut Writer<'_>)| {
+        let mut add = |write: &dyn Fn(&mut Writer<'_>)| {
             write(&mut Writer::new(&mut bytes));
             ends.push(bytes.len() as u32);
         };
         match &self.pending {
-            Pending::Ints(values) => values.iter().for_each(|value| put(&|out| out.int(*value))),
-            Pending::Floats(values) => values.iter().for_each(|value| put(&|out| out.float(*value))),
+            Pending::Ints(values) => values.iter().for_each(|value| add(&|out| out.int(*value))),
+            Pending::Floats(values) => values.iter().for_each(|value| add(&|out| out.float(*value))),
             Pending::Records(..) => return,
         }
         self.pending = Pending::Records(ends, bytes);
     }
 
-    /// Notes the hash of the newest row; `None`: it has none.
+    /// Records the hash of the newest row; `None` if it has none.
     pub fn key(&mut self, hash: Option<u64>) {
         let row = self.rows.saturating_sub(1);
         match hash {
             Some(hash) => self.hashes.push((hash, row)),
-            None => self.odd.push(row),
+            None => self.unhashed.push(row),
         }
     }
 
@@ -158,13 +160,13 @@ impl Builder {
     }
 
     /// Checks that there is memory for `len` bytes of raw data, and address space for the two mappings that readers of
-    /// raw data make.
+    /// raw data create.
     pub fn expect(&mut self, len: u64) -> Result<()> {
         self.check(len, len, 2)
     }
 
-    /// Checks that there is memory for `len` more bytes, and address space for as many mappings of the image. If there
-    /// is memory for `ahead` bytes, these need no further check.
+    /// Checks that there is memory for `len` more bytes, and address space for `mappings` mappings of the image. If
+    /// there is memory for `ahead` bytes, these need no further check.
     fn check(&mut self, len: u64, ahead: u64, mappings: u64) -> Result<()> {
         if let Some(left) = map::address_space_left()
             && self.at.saturating_add(len).saturating_mul(mappings) > left
@@ -207,7 +209,7 @@ impl Builder {
         }
     }
 
-    fn added(&mut self) -> Result<()> {
+    fn count_row(&mut self) -> Result<()> {
         self.rows += 1;
         let pending = match &self.pending {
             Pending::Ints(values) => values.len(),
@@ -217,7 +219,7 @@ impl Builder {
         if pending as u64 >= ROWS { self.flush() } else { Ok(()) }
     }
 
-    /// Begins a chunk of `rows` rows that were counted already.
+    /// Begins a chunk of `rows` rows that are already counted.
     fn begin(&mut self, form: u64, rows: usize) {
         let first = self.rows - rows as u64;
         self.uniform &= first == self.table.len() as u64 * ROWS;
@@ -247,12 +249,12 @@ impl Builder {
         self.write(&chunk)
     }
 
-    /// Writes a row that is a chunk of its own.
-    fn lone(&mut self, parts: &[&[u8]], len: usize) -> Result<()> {
+    /// Writes a large row as its own chunk.
+    fn push_alone(&mut self, parts: &[&[u8]], len: usize) -> Result<()> {
         self.check(len as u64, len as u64, 1)?;
         self.rows += 1;
         self.begin(form::LONE, 1);
-        // The table's next entry cannot name the exact end: chunks begin at multiples of 8.
+        // The exact end cannot be taken from the table's next entry, because chunks begin at multiples of 8.
         self.write(&(len as u64).to_le_bytes())?;
         for part in parts {
             self.write(part)?;
@@ -260,7 +262,7 @@ impl Builder {
         self.write(&[0; 8][..len.next_multiple_of(8) - len])
     }
 
-    /// Writes words as a section; its place and length.
+    /// Writes words as a section. Returns its place and length.
     fn section(&mut self, mut words: impl Iterator<Item = u64>) -> Result<[u64; 2]> {
         let at = self.at;
         loop {
@@ -272,7 +274,7 @@ impl Builder {
         }
     }
 
-    /// Takes the hashes, and makes an open-addressed table of them.
+    /// Takes the hashes, and returns an open-addressed table of them.
     fn slots(&mut self) -> Vec<u64> {
         let hashes = std::mem::take(&mut self.hashes);
         if hashes.is_empty() {
@@ -290,7 +292,7 @@ impl Builder {
         slots
     }
 
-    /// Writes the rest, and seals the file. Readers get `kind` and `meta` as they are.
+    /// Writes the remaining parts, and seals the file. Readers get `kind` and `meta` unchanged.
     pub fn finish(mut self, kind: u64, meta: &[u8]) -> Result<OwnedFd> {
         self.flush()?;
         if self.rows >> (ROW_BITS - 1) != 0 {
@@ -302,14 +304,14 @@ impl Builder {
         let table = self.section(table.iter().chain(&end).flat_map(|(first, at)| [*first, *at]))?;
         let slots = self.slots();
         let slots = self.section(slots.into_iter())?;
-        let odd = std::mem::take(&mut self.odd);
-        let odd = self.section(odd.into_iter())?;
+        let unhashed = std::mem::take(&mut self.unhashed);
+        let unhashed = self.section(unhashed.into_iter())?;
         let meta_at = [self.at, meta.len() as u64];
         self.write(meta)?;
-        // An empty file could not be mapped, nor could one that ends in the header.
         let head = [MAGIC, VERSION, kind, self.rows, if self.uniform { ROWS } else { 0 }];
-        let header = head.into_iter().chain([table, slots, odd, meta_at, data].into_iter().flatten());
+        let header = head.into_iter().chain([table, slots, unhashed, meta_at, data].into_iter().flatten());
         let mut header: Vec<u8> = header.flat_map(u64::to_le_bytes).collect();
+        // Padded, because a file that is empty or ends within the header could not be opened.
         header.resize(HEADER as usize, 0);
         sealed::write_at(self.fd.as_fd(), &header, 0)?;
         sealed::seal_all(self.fd.as_fd())?;

@@ -1,19 +1,20 @@
-//! Objects that processes share: rows of bytes or raw data in one sealed memfd, read where they lie.
+//! Objects that processes share: rows of bytes or raw data in one sealed memfd, which are read in place.
 //!
 //! ```text
-//! image  := header, then in any order: chunks or data, table, slots, odd rows, meta
-//! header := 16 words: magic version kind rows chunk_rows table:section slots:section odd:section meta:section data:section
+//! image  := header, then in any order: chunks or data, table, slots, unhashed rows, meta
+//! header := 16 words: magic version kind rows chunk_rows table:section slots:section
+//!           unhashed:section meta:section data:section
 //! section:= at:u64 length:u64, in bytes
 //! table  := (first row:u64 place:u64) for each chunk, and once more for the end
-//! place  := where the chunk begins (bits 0-55) and its form (bits 56-63)
+//! place  := position of the chunk (bits 0-55) and its form (bits 56-63)
 //! chunk  := (form 1) i64 ...  (form 2) f64 ...  (form 3) end:u32 for each row, bytes  (form 4) length:u64, bytes of one row
 //! slots  := words of an open-addressed table: 0, or row + 1 (bits 0-39) and the top of the row's hash (bits 40-63)
-//! odd    := row:u64 of each row without a hash
+//! unhashed := row:u64 of each row without a hash
 //! ```
 //! Numbers are little-endian. A chunk has 1,024 rows, or fewer if these would exceed 1 MiB; `chunk_rows` is 1,024 if
-//! all but the last have as many, else 0. `python` defines the meaning of a row's bytes, the kind and the meta. The
-//! seals guarantee length and bytes; everything else is checked at each access, because the descriptor may come from
-//! elsewhere.
+//! all chunks but the last have 1,024 rows, otherwise 0. `python` defines the meaning of a row's bytes, the kind and
+//! the meta. The seals guarantee that length and bytes never change; everything else is checked at each access, because
+//! the descriptor may come from another program.
 
 mod builder;
 mod reader;
@@ -28,17 +29,17 @@ use crate::wire;
 /// The first word of an image: "RLSHARED".
 const MAGIC: u64 = u64::from_le_bytes(*b"RLSHARED");
 const VERSION: u64 = 1;
-/// Bytes before the first chunk: raw data begin on a page.
+/// Bytes before the first chunk, a whole page, so that raw data begin on a page.
 const HEADER: u64 = 4096;
-/// Words of the header that are used.
+/// Number of used words of the header.
 const WORDS: usize = 15;
 /// Rows of a full chunk.
 const ROWS: u64 = 1024;
-/// Bytes from which a chunk is complete.
+/// Maximum bytes of the rows of a chunk. A row of at least this many bytes is its own chunk.
 const CHUNK: usize = 1 << 20;
-/// Bits of a place that hold where a chunk begins.
+/// Number of bits of a place that hold the position of a chunk.
 const PLACE_BITS: u32 = 56;
-/// Bits of a slot that hold a row's number plus 1.
+/// Number of bits of a slot that hold a row's number plus 1.
 const ROW_BITS: u32 = 40;
 const ROW_MASK: u64 = (1 << ROW_BITS) - 1;
 
@@ -54,7 +55,7 @@ pub fn hash(bytes: &[u8]) -> u64 {
     wire::checksum(bytes)
 }
 
-/// Returns the top of a hash, as a slot holds it.
+/// Returns the top bits of a hash, as a slot holds them.
 fn tag(hash: u64) -> u64 {
     hash & !ROW_MASK
 }

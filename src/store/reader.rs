@@ -13,52 +13,52 @@ pub enum Row<'a> {
     Int(i64),
     /// A float.
     Float(f64),
-    /// The bytes that the builder was given.
+    /// The bytes that the builder got.
     Record(&'a [u8]),
 }
 
-/// A section of the image: its place and length in bytes, which lie inside the image.
+/// A section of the image: its place and length in bytes, which are checked to be inside the image.
 #[derive(Clone, Copy, Debug)]
 struct Section {
     at: usize,
     len: usize,
 }
 
-/// An image, mapped. Reading takes no lock, and is safe in forked children.
+/// A mapped image. Reading takes no lock, and is safe in forked children.
 #[derive(Debug)]
 pub struct Store {
     map: SealedMap,
-    /// The kind that the builder was given.
+    /// The kind that the builder got.
     pub kind: u64,
     rows: u64,
     uniform: bool,
     table: Section,
     slots: Section,
-    odd: Section,
+    unhashed: Section,
     meta: Section,
     data: Section,
 }
 
-/// Returns the error of an image whose contents cannot be right.
+/// Returns the error for an image whose contents are invalid.
 #[cold]
 pub fn damaged(what: &str) -> Error {
     Error::foreign(format!("it is damaged: {what}"))
 }
 
 #[inline]
-fn word(bytes: &[u8], at: usize) -> Option<u64> {
+fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
 #[inline]
-fn half(bytes: &[u8], at: usize) -> Option<u32> {
+fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
 impl Store {
     /// Maps a finished image.
     ///
-    /// Errors: [`Error::Foreign`] if it is none, or one of another version.
+    /// Errors: [`Error::Foreign`] if the file is not an image, or is one of another version.
     pub fn open(fd: BorrowedFd<'_>) -> Result<Self> {
         let map = SealedMap::new(fd, false)?;
         // SAFETY: the mapping is not writable.
@@ -66,11 +66,11 @@ impl Store {
         let header = bytes.get(..HEADER as usize).ok_or_else(|| Error::foreign("it is too short"))?;
         let mut words = [0; WORDS];
         for (at, slot) in words.iter_mut().enumerate() {
-            *slot = word(header, at * 8).unwrap_or(0);
+            *slot = u64_at(header, at * 8).unwrap_or(0);
         }
         let [magic, version, kind, rows, chunk_rows, ..] = words;
         if magic != MAGIC {
-            return Err(Error::foreign("it does not begin with the header of one"));
+            return Err(Error::foreign("it does not begin with the header of a shared object"));
         }
         if version != VERSION {
             return Err(Error::foreign(format!("its version is {version}, not {VERSION}")));
@@ -81,10 +81,10 @@ impl Store {
             let inside = |(at, len): &(usize, usize)| {
                 at.checked_add(*len).is_some_and(|end| end <= bytes.len()) && len.is_multiple_of(each)
             };
-            let (at, len) = range.filter(inside).ok_or_else(|| damaged("a section lies outside"))?;
+            let (at, len) = range.filter(inside).ok_or_else(|| damaged("a section is outside the file"))?;
             Ok::<_, Error>(Section { at, len })
         };
-        let (table, slots, odd) = (section(0, 16)?, section(1, 8)?, section(2, 8)?);
+        let (table, slots, unhashed) = (section(0, 16)?, section(1, 8)?, section(2, 8)?);
         let (meta, data) = (section(3, 1)?, section(4, 1)?);
         if table.len == 0 || !(slots.len == 0 || (slots.len / 8).is_power_of_two()) {
             return Err(damaged("a table has a wrong length"));
@@ -92,7 +92,7 @@ impl Store {
         if rows > ROW_MASK || (chunk_rows != 0 && chunk_rows != ROWS) {
             return Err(damaged("the number of rows"));
         }
-        Ok(Self { kind, rows, uniform: chunk_rows == ROWS, table, slots, odd, meta, data, map })
+        Ok(Self { kind, rows, uniform: chunk_rows == ROWS, table, slots, unhashed, meta, data, map })
     }
 
     /// Returns the whole image.
@@ -126,7 +126,7 @@ impl Store {
     /// Returns a row. A number below [`Self::rows`] fails only if the image is damaged.
     #[inline]
     pub fn row(&self, row: u64) -> Result<Row<'_>> {
-        self.find(row).ok_or_else(|| damaged("a row lies outside of its chunk"))
+        self.find(row).ok_or_else(|| damaged("a row is outside its chunk"))
     }
 
     #[inline]
@@ -134,7 +134,7 @@ impl Store {
         let table = self.section(self.table);
         let chunk = if self.uniform { (row / ROWS) as usize } else { Self::chunk_of(table, row)? };
         let entry: &[u8; 32] = table.get(chunk.checked_mul(16)?..)?.first_chunk()?;
-        let [first, place, next, end] = [0, 8, 16, 24].map(|at| word(entry, at).unwrap_or(0));
+        let [first, place, next, end] = [0, 8, 16, 24].map(|at| u64_at(entry, at).unwrap_or(0));
         let place_of = |word: u64| (word & ((1 << PLACE_BITS) - 1)) as usize;
         let chunk = self.bytes().get(place_of(place)..place_of(end))?;
         if row >= next {
@@ -142,37 +142,38 @@ impl Store {
         }
         let (row, rows) = (row.checked_sub(first)? as usize, (next - first) as usize);
         match place >> PLACE_BITS {
-            form::INTS => Some(Row::Int(word(chunk, row.checked_mul(8)?)? as i64)),
-            form::FLOATS => Some(Row::Float(f64::from_bits(word(chunk, row.checked_mul(8)?)?))),
+            form::INTS => Some(Row::Int(u64_at(chunk, row.checked_mul(8)?)? as i64)),
+            form::FLOATS => Some(Row::Float(f64::from_bits(u64_at(chunk, row.checked_mul(8)?)?))),
             form::RECORDS => {
-                // The rows' ends; of the first one, none before it.
+                // The ends of the rows. The first row begins at 0.
                 let ends = chunk.get(..rows.checked_mul(4)?)?;
-                let begin = if row == 0 { 0 } else { half(ends, row * 4 - 4)? as usize };
-                let end = half(ends, row * 4)? as usize;
+                let begin = if row == 0 { 0 } else { u32_at(ends, row * 4 - 4)? as usize };
+                let end = u32_at(ends, row * 4)? as usize;
                 Some(Row::Record(chunk.get(ends.len()..)?.get(begin..end)?))
             }
-            form::LONE => Some(Row::Record(chunk.get(8..)?.get(..usize::try_from(word(chunk, 0)?).ok()?)?)),
+            form::LONE => Some(Row::Record(chunk.get(8..)?.get(..usize::try_from(u64_at(chunk, 0)?).ok()?)?)),
             _ => None,
         }
     }
 
     /// Returns the last chunk that begins at or before a row.
     fn chunk_of(table: &[u8], row: u64) -> Option<usize> {
-        // The last entry is the end's.
+        // The last entry marks the end.
         let (mut low, mut high) = (0, table.len() / 16 - 1);
         while low < high {
             let middle = low.midpoint(high);
-            if word(table, middle * 16)? <= row { low = middle + 1 } else { high = middle }
+            if u64_at(table, middle * 16)? <= row { low = middle + 1 } else { high = middle }
         }
         low.checked_sub(1)
     }
 
-    /// Returns the rows whose keys may have a hash: first the likely one. Empty without a table.
+    /// Returns the rows whose keys may have a hash, the most likely one first. Empty if the image has no table of
+    /// hashes.
     pub fn candidates(&self, hash: u64) -> impl Iterator<Item = u64> + '_ {
         let slots = self.section(self.slots);
         let size = slots.len() / 8;
         let start = hash as usize;
-        let probes = (0..size).map(move |step| word(slots, (start.wrapping_add(step) & (size - 1)) * 8));
+        let probes = (0..size).map(move |step| u64_at(slots, (start.wrapping_add(step) & (size - 1)) * 8));
         let filled = probes.map_while(|slot| slot.filter(|slot| *slot != 0));
         let likely = filled.filter(move |slot| tag(*slot) == tag(hash));
         let rows = likely.filter_map(|slot| (slot & ROW_MASK).checked_sub(1));
@@ -180,8 +181,8 @@ impl Store {
     }
 
     /// Returns the rows without a hash.
-    pub fn odd(&self) -> impl Iterator<Item = u64> + '_ {
-        let odd = self.section(self.odd);
-        (0..odd.len() / 8).filter_map(|at| word(odd, at * 8)).filter(|row| *row < self.rows)
+    pub fn unhashed(&self) -> impl Iterator<Item = u64> + '_ {
+        let unhashed = self.section(self.unhashed);
+        (0..unhashed.len() / 8).filter_map(|at| u64_at(unhashed, at * 8)).filter(|row| *row < self.rows)
     }
 }

@@ -1,4 +1,5 @@
-//! Rows come back as they were given, and no bytes of an image lead to a panic or an access outside.
+//! Checks that rows are read as they were written, and that no bytes of an image lead to a panic or an access outside
+//! it.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -10,18 +11,18 @@ use crate::sys::{memfd, sealed};
 use crate::tree::Writer;
 
 #[derive(Clone, Debug)]
-enum Given {
+enum Value {
     Int(i64),
     Float(f64),
     Record(Vec<u8>),
 }
 
-impl Given {
+impl Value {
     fn push(&self, builder: &mut Builder) {
         match self {
-            Given::Int(value) => builder.int(*value),
-            Given::Float(value) => builder.float(*value),
-            Given::Record(bytes) => {
+            Value::Int(value) => builder.int(*value),
+            Value::Float(value) => builder.float(*value),
+            Value::Record(bytes) => {
                 let (one, two) = bytes.split_at(bytes.len() / 2);
                 builder.record(&[one, two])
             }
@@ -33,17 +34,17 @@ impl Given {
     fn is(&self, row: Row<'_>) -> bool {
         let mut tree = Vec::new();
         match (self, row) {
-            (Given::Int(given), Row::Int(found)) => return *given == found,
-            (Given::Float(given), Row::Float(found)) => return given.to_bits() == found.to_bits(),
-            (Given::Int(given), _) => Writer::new(&mut tree).int(*given),
-            (Given::Float(given), _) => Writer::new(&mut tree).float(*given),
-            (Given::Record(bytes), _) => tree.extend_from_slice(bytes),
+            (Value::Int(value), Row::Int(read)) => return *value == read,
+            (Value::Float(value), Row::Float(read)) => return value.to_bits() == read.to_bits(),
+            (Value::Int(value), _) => Writer::new(&mut tree).int(*value),
+            (Value::Float(value), _) => Writer::new(&mut tree).float(*value),
+            (Value::Record(bytes), _) => tree.extend_from_slice(bytes),
         }
         matches!(row, Row::Record(found) if found == tree)
     }
 }
 
-fn image(rows: &[Given]) -> OwnedFd {
+fn image(rows: &[Value]) -> OwnedFd {
     let mut builder = Builder::new().unwrap();
     for row in rows {
         row.push(&mut builder);
@@ -51,34 +52,34 @@ fn image(rows: &[Given]) -> OwnedFd {
     builder.finish(7, b"meta").unwrap()
 }
 
-fn check(rows: &[Given]) {
+fn check(rows: &[Value]) {
     let fd = image(rows);
     let store = Store::open(fd.as_fd()).unwrap();
     assert_eq!((store.rows(), store.kind, store.meta()), (rows.len() as u64, 7, &b"meta"[..]));
-    for (at, given) in rows.iter().enumerate() {
+    for (at, value) in rows.iter().enumerate() {
         let row = store.row(at as u64).unwrap();
-        assert!(given.is(row), "row {at}: {given:?} is {row:?}");
+        assert!(value.is(row), "row {at}: {value:?} is {row:?}");
     }
     assert!(store.row(rows.len() as u64).is_err());
     assert!(store.row(u64::MAX).is_err());
 }
 
-fn record(len: usize, seed: usize) -> Given {
-    Given::Record((0..len).map(|at| (at * 31 + seed) as u8).collect())
+fn record(len: usize, seed: usize) -> Value {
+    Value::Record((0..len).map(|at| (at * 31 + seed) as u8).collect())
 }
 
 #[test]
 fn rows_of_one_kind_fill_chunks() {
     for count in [0, 1, 1023, 1024, 1025, 5000] {
-        check(&(0..count).map(|n| Given::Int(n - 7)).collect::<Vec<_>>());
-        check(&(0..count).map(|n| Given::Float(n as f64 / 3.0)).collect::<Vec<_>>());
+        check(&(0..count).map(|n| Value::Int(n - 7)).collect::<Vec<_>>());
+        check(&(0..count).map(|n| Value::Float(n as f64 / 3.0)).collect::<Vec<_>>());
         check(&(0..count).map(|n| record(n as usize % 40, n as usize)).collect::<Vec<_>>());
     }
-    check(&[Given::Float(f64::from_bits(0x7ff8_0000_0000_1234)), Given::Float(-0.0)]);
+    check(&[Value::Float(f64::from_bits(0x7ff8_0000_0000_1234)), Value::Float(-0.0)]);
 }
 
 #[test]
-fn large_rows_have_chunks_of_their_own() {
+fn large_rows_have_their_own_chunks() {
     let sizes = [10, CHUNK - 1, 10, CHUNK, CHUNK + 3, 0, 3 * CHUNK, CHUNK / 2, CHUNK / 2 + 1, 5];
     let mut rows: Vec<_> = sizes.iter().enumerate().map(|(n, len)| record(*len, n)).collect();
     rows.extend((0..3000).map(|n| record(n % 9, n)));
@@ -90,19 +91,19 @@ fn keys_are_found_by_their_hash() {
     let mut builder = Builder::new().unwrap();
     for n in 0..3000u64 {
         builder.record(&[&n.to_le_bytes()]).unwrap();
-        // Half of them collide.
+        // Half of the hashes collide.
         builder.key((n % 10 != 9).then(|| hash(&(n / 2).to_le_bytes())));
         builder.int(n as i64).unwrap();
     }
     let fd = builder.finish(0, b"").unwrap();
     let store = Store::open(fd.as_fd()).unwrap();
     for n in 0..3000u64 {
-        let found: Vec<u64> = store.candidates(hash(&(n / 2).to_le_bytes())).collect();
-        assert_eq!(found.contains(&(2 * n)), n % 10 != 9, "key {n}: {found:?}");
-        assert!(found.len() < 6, "{found:?}");
+        let rows: Vec<u64> = store.candidates(hash(&(n / 2).to_le_bytes())).collect();
+        assert_eq!(rows.contains(&(2 * n)), n % 10 != 9, "key {n}: {rows:?}");
+        assert!(rows.len() < 6, "{rows:?}");
     }
-    let odd: Vec<u64> = store.odd().collect();
-    assert_eq!(odd, (0..300).map(|n| 2 * (10 * n + 9)).collect::<Vec<_>>());
+    let unhashed: Vec<u64> = store.unhashed().collect();
+    assert_eq!(unhashed, (0..300).map(|n| 2 * (10 * n + 9)).collect::<Vec<_>>());
     assert_eq!(store.candidates(hash(b"missing")).count(), 0);
 }
 
@@ -132,10 +133,10 @@ fn raw_data_begin_on_a_page() {
     let (at, len) = store.data();
     assert_eq!((at % 4096, len), (0, 10000));
     assert_eq!(store.bytes()[at + 4999..at + 5001], [1, 2]);
-    assert_eq!(store.candidates(1).count() + store.odd().count(), 0);
+    assert_eq!(store.candidates(1).count() + store.unhashed().count(), 0);
 }
 
-/// A sealed file of any bytes.
+/// Returns a sealed file of any bytes.
 fn file(bytes: &[u8]) -> OwnedFd {
     let fd = memfd::create("rustloader-test", 0).unwrap();
     sealed::write_at(fd.as_fd(), bytes, 0).unwrap();
@@ -156,7 +157,7 @@ fn read_all(bytes: &[u8]) {
             Err(error) => assert!(matches!(error, Error::Foreign { .. }), "{error}"),
         }
     }
-    let seen = store.candidates(hash(b"1")).count() + store.odd().count();
+    let seen = store.candidates(hash(b"1")).count() + store.unhashed().count();
     assert!(seen <= store.bytes().len());
     let (at, len) = store.data();
     assert!(store.meta().len() <= store.bytes().len() && at + len <= store.bytes().len());
@@ -168,24 +169,24 @@ fn short_and_foreign_files_are_refused() {
         let fd = file(bytes);
         assert!(matches!(Store::open(fd.as_fd()), Err(Error::Foreign { .. })));
     }
-    let whole = Store::open(image(&[Given::Int(1)]).as_fd()).unwrap();
+    let whole = Store::open(image(&[Value::Int(1)]).as_fd()).unwrap();
     let mut newer = whole.bytes().to_vec();
     newer[8] = 2;
     let error = Store::open(file(&newer).as_fd()).unwrap_err().to_string();
     assert!(error.contains("version is 2, not 1"), "{error}");
 }
 
-fn given() -> impl Strategy<Value = Given> {
+fn values() -> impl Strategy<Value = Value> {
     prop_oneof![
-        any::<i64>().prop_map(Given::Int),
-        any::<f64>().prop_map(Given::Float),
-        prop::collection::vec(any::<u8>(), 0..30).prop_map(Given::Record),
+        any::<i64>().prop_map(Value::Int),
+        any::<f64>().prop_map(Value::Float),
+        prop::collection::vec(any::<u8>(), 0..30).prop_map(Value::Record),
     ]
 }
 
-/// Runs of rows of one kind, so that chunks of each kind are full.
-fn rows() -> impl Strategy<Value = Vec<Given>> {
-    prop::collection::vec((given(), 1usize..1500), 0..5)
+/// Returns a strategy for runs of rows of one kind, so that chunks of each kind are full.
+fn rows() -> impl Strategy<Value = Vec<Value>> {
+    prop::collection::vec((values(), 1usize..1500), 0..5)
         .prop_map(|runs| runs.into_iter().flat_map(|(row, count)| vec![row; count]).collect())
 }
 

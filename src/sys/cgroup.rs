@@ -14,7 +14,8 @@ pub struct Roots {
 }
 
 impl Default for Roots {
-    /// The system's; for tests with failpoints, trees under the directory that `RUSTLOADER_MEMORY_ROOT` names.
+    /// Returns the system's roots. In tests with failpoints, returns folders of the directory that
+    /// `RUSTLOADER_MEMORY_ROOT` names.
     fn default() -> Self {
         #[cfg(feature = "failpoints")]
         if let Some(root) = super::failpoint::environment(c"RUSTLOADER_MEMORY_ROOT") {
@@ -27,15 +28,15 @@ impl Default for Roots {
 
 /// One level of a cgroup hierarchy.
 pub(super) struct Level {
-    /// True if it belongs to version 2, which has other files.
+    /// True if the level belongs to version 2, which has other files.
     pub is_v2: bool,
     pub folder: PathBuf,
-    /// Its path from the hierarchy's root in this process's view: "/a/b".
+    /// The path of the level from the root of the hierarchy as this process sees it, such as "/a/b".
     pub name: PathBuf,
 }
 
 impl Level {
-    /// Returns a trimmed file of this level; `None` if unreadable.
+    /// Returns the trimmed text of a file of this level; `None` if it is unreadable.
     pub fn text(&self, file: &str) -> Option<String> {
         text(&self.folder.join(file)).map(|text| text.trim().to_owned())
     }
@@ -49,7 +50,7 @@ impl Level {
         } else {
             (self.text("cpu.cfs_quota_us")?, self.text("cpu.cfs_period_us")?)
         };
-        // "max", and -1 in version 1, are no quota.
+        // "max", and -1 in version 1, mean that there is no quota.
         let (quota, period) = (quota.parse::<u64>().ok()?, period.parse::<u64>().ok()?);
         (quota > 0 && period > 0).then(|| quota as f64 / period as f64)
     }
@@ -79,7 +80,7 @@ fn levels_of_line(roots: &Roots, controller: &str, line: &str) -> Vec<Level> {
         _ => return Vec::new(),
     };
     let is_v2 = controllers.is_empty();
-    // In a container the path may contain levels that are not mounted ("/docker/1f.."), or lie above the mount's root
+    // In a container the path may contain levels that are not mounted ("/docker/1f.."), or lead above the mount's root
     // ("/../x"), which is then the container's own level.
     let names = Path::new(path).components().filter_map(|component| match component {
         Component::Normal(name) => Some(name),
@@ -93,7 +94,7 @@ fn levels_of_line(roots: &Roots, controller: &str, line: &str) -> Vec<Level> {
     levels
 }
 
-/// Reads a file; `None` if unreadable.
+/// Returns the text of a file; `None` if it is unreadable.
 pub(super) fn text(path: &Path) -> Option<String> {
     String::from_utf8(read_file(path).ok()?).ok()
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use rustix::event::Timespec;
 
-/// Returns the time since an unspecified point (boot) common to all processes of the machine.
+/// Returns the time since an unspecified point (boot) that all processes of the machine share.
 pub fn monotonic() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is a local struct that the kernel fills.
@@ -12,7 +12,7 @@ pub fn monotonic() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Returns [`monotonic`] in nanoseconds; enough for 584 years.
+/// Returns [`monotonic`] in nanoseconds, which overflows after 584 years.
 pub fn monotonic_ns() -> u64 {
     monotonic().as_nanos() as u64
 }
@@ -33,7 +33,7 @@ pub fn process_cpu_ns() -> u64 {
     (all.as_nanos() as u64).max(1)
 }
 
-/// Nanoseconds that this process's main thread was ready to run without a core; 0 if unknown.
+/// Returns the nanoseconds during which this process's main thread was ready to run but had no core; 0 if unknown.
 pub fn queued_ns() -> u64 {
     let bytes = super::read_file("/proc/self/schedstat".as_ref()).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes);
@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn processor_time_is_that_of_work() {
+    fn processor_time_grows_with_work() {
         let (cpu, before) = (process_cpu_ns(), monotonic());
         while process_cpu_ns() < cpu + 1_000_000 {
             assert!(monotonic() - before < Duration::from_secs(60));

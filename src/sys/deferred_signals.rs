@@ -1,11 +1,11 @@
-//! Defers signals that have a handler while workers are forked.
+//! Deferral of signals that have a handler, while workers are forked.
 //!
 //! Blocking them in the starting thread is not enough: the kernel gives a process's signal to any thread that does not
-//! block it, and libraries have threads of their own. Python would run its handler within the fork's hooks, where
-//! exceptions are lost. So a handler that records the signal replaces the process's.
+//! block it, and libraries have their own threads. Python would run its handler within the fork's hooks, where
+//! exceptions are lost. So a handler that records the signal replaces the handler of the process.
 //!
-//! Callers hold the GIL, so one at a time is in here. There is no lock: a fork may come at any moment, and in the child
-//! the signals must have their earlier effect.
+//! Callers hold the GIL, so only one at a time runs this code. There is no lock: a fork may happen at any moment, and
+//! in the child the signals must have their earlier effect.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicUsize, Ordering};
 
@@ -14,23 +14,24 @@ use super::signal::{action_of, set_action};
 /// One signal that can be deferred.
 struct Deferral {
     signal: i32,
-    /// The process in which it is deferred; 0 for none.
+    /// The process in which the signal is deferred; 0 for none.
     owner: AtomicI32,
-    /// Number of callers that defer it there.
+    /// Number of callers that defer the signal in that process.
     holders: AtomicU32,
-    /// It arrived while deferred.
-    came: AtomicBool,
-    /// The replaced handler, and whether it takes three arguments.
+    /// True if the signal arrived while it was deferred.
+    arrived: AtomicBool,
+    /// The replaced handler.
     old: AtomicUsize,
+    /// True if that handler takes three arguments.
     old_takes_info: AtomicBool,
-    /// The recording handler is installed, or another handler has replaced it and may call it.
-    placed: AtomicBool,
+    /// True if the recording handler is installed, or another handler has replaced it and may call it.
+    installed: AtomicBool,
 }
 
 /// Number of signals that can be deferred.
 const COUNT: usize = 10;
 
-/// The signals that programs handle. A fault of the program itself, such as SIGSEGV, cannot wait.
+/// The signals that programs handle. Signals of a program's own faults, such as SIGSEGV, cannot wait.
 static DEFERRALS: [Deferral; COUNT] = [
     Deferral::new(libc::SIGINT),
     Deferral::new(libc::SIGTERM),
@@ -59,9 +60,9 @@ impl Deferred {
     /// Restores the handlers, then raises in this thread the signals that arrived and that no other caller defers.
     /// Raising comes last, because a handler's exception ends the caller's work.
     pub fn release(self) {
-        let mine = || DEFERRALS.iter().zip(self.0).filter(|(_, deferred)| *deferred).map(|(it, _)| it);
-        let came: Vec<i32> = mine().filter(|it| it.end()).map(|it| it.signal).collect();
-        for signal in came {
+        let deferrals = || DEFERRALS.iter().zip(self.0).filter(|(_, deferred)| *deferred).map(|(it, _)| it);
+        let arrived: Vec<i32> = deferrals().filter(|it| it.end()).map(|it| it.signal).collect();
+        for signal in arrived {
             // SAFETY: raise takes a number.
             unsafe { libc::raise(signal) };
         }
@@ -72,20 +73,20 @@ extern "C" fn handler(signal: libc::c_int, info: *mut libc::siginfo_t, context: 
     let Some(deferral) = deferral_of(signal) else { return };
     let pid = getpid();
     if deferral.owner.load(Ordering::SeqCst) == pid {
-        deferral.came.store(true, Ordering::SeqCst);
-        // `Deferral::end` sees the note unless it ran in between.
-        if deferral.owner.load(Ordering::SeqCst) == pid || !deferral.came.swap(false, Ordering::SeqCst) {
+        deferral.arrived.store(true, Ordering::SeqCst);
+        // `Deferral::end` sees this store unless it ran in between.
+        if deferral.owner.load(Ordering::SeqCst) == pid || !deferral.arrived.swap(false, Ordering::SeqCst) {
             return;
         }
     }
     let old = deferral.old.load(Ordering::Relaxed);
     if deferral.old_takes_info.load(Ordering::Relaxed) {
-        // SAFETY: it was installed with SA_SIGINFO, so it has this type.
+        // SAFETY: the handler was installed with SA_SIGINFO, so it has this type.
         let old: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
             unsafe { std::mem::transmute(old) };
         old(signal, info, context);
     } else {
-        // SAFETY: it was installed without SA_SIGINFO, so it has this type.
+        // SAFETY: the handler was installed without SA_SIGINFO, so it has this type.
         let old: extern "C" fn(libc::c_int) = unsafe { std::mem::transmute(old) };
         old(signal);
     }
@@ -105,14 +106,14 @@ impl Deferral {
             signal,
             owner: AtomicI32::new(0),
             holders: AtomicU32::new(0),
-            came: AtomicBool::new(false),
+            arrived: AtomicBool::new(false),
             old: AtomicUsize::new(0),
             old_takes_info: AtomicBool::new(false),
-            placed: AtomicBool::new(false),
+            installed: AtomicBool::new(false),
         }
     }
 
-    /// Starts deferring it; returns whether it is deferred.
+    /// Starts to defer the signal. Returns true if it is deferred.
     fn begin(&self) -> bool {
         let pid = getpid();
         if self.owner.load(Ordering::Relaxed) == pid {
@@ -123,13 +124,13 @@ impl Deferral {
         if [libc::SIG_DFL, libc::SIG_IGN].contains(&action.sa_sigaction) {
             return false;
         }
-        self.came.store(false, Ordering::Relaxed);
+        self.arrived.store(false, Ordering::Relaxed);
         self.holders.store(1, Ordering::Relaxed);
-        // A child of a process that deferred it has the recording handler already. A handler that has replaced that one
-        // may call it. If it were replaced in turn, each would call the other without end, so it stays. What it passes
-        // on is deferred.
+        // A child of a process that deferred the signal already has the recording handler. A handler that has replaced
+        // the recording one may call it. If the recording handler replaced it in turn, each would call the other
+        // without end. So that handler stays, and the signals that it passes on are deferred.
         let old = self.old.load(Ordering::Relaxed);
-        let replaced = self.placed.load(Ordering::Relaxed) && action.sa_sigaction != old;
+        let replaced = self.installed.load(Ordering::Relaxed) && action.sa_sigaction != old;
         if action.sa_sigaction != handler as *const () as usize && !replaced {
             self.old.store(action.sa_sigaction, Ordering::Relaxed);
             self.old_takes_info.store(action.sa_flags & libc::SA_SIGINFO != 0, Ordering::Relaxed);
@@ -138,28 +139,29 @@ impl Deferral {
             if !self.set(&action) {
                 return false;
             }
-            self.placed.store(true, Ordering::Relaxed);
+            self.installed.store(true, Ordering::Relaxed);
         }
         self.owner.store(pid, Ordering::SeqCst);
         true
     }
 
-    /// Ends one [`Deferral::begin`]. The last call restores the handler; returns whether the signal arrived.
+    /// Ends one [`Deferral::begin`]. The last call restores the handler. Returns true if it did so and the signal had
+    /// arrived.
     fn end(&self) -> bool {
         if self.owner.load(Ordering::Relaxed) != getpid() || self.holders.fetch_sub(1, Ordering::Relaxed) > 1 {
             return false;
         }
         self.owner.store(0, Ordering::SeqCst);
-        // Unless the program has set another one.
+        // The handler is not restored if the program has set another one.
         if let Some(mut action) = self.action().filter(|action| action.sa_sigaction == handler as *const () as usize) {
             action.sa_sigaction = self.old.load(Ordering::Relaxed);
             if !self.old_takes_info.load(Ordering::Relaxed) {
                 action.sa_flags &= !libc::SA_SIGINFO;
             }
             let removed = self.set(&action);
-            self.placed.store(!removed, Ordering::Relaxed);
+            self.installed.store(!removed, Ordering::Relaxed);
         }
-        self.came.swap(false, Ordering::SeqCst)
+        self.arrived.swap(false, Ordering::SeqCst)
     }
 
     /// Returns the signal's current action.
@@ -187,8 +189,9 @@ mod tests {
         TOO_SOON.fetch_add(u32::from(signal == libc::SIGINT && term != 0), Ordering::SeqCst);
     }
 
-    /// Calls of the handler of a library, and the handler that it has replaced.
+    /// Calls of a library's handler.
     static CHAINED: AtomicU32 = AtomicU32::new(0);
+    /// The handler that the library's handler has replaced.
     static REPLACED: AtomicUsize = AtomicUsize::new(0);
 
     extern "C" fn chaining(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
@@ -208,9 +211,9 @@ mod tests {
         BELOW.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// On a signal that no other test uses: they run at the same time.
+    /// Uses a signal that no other test uses, because tests run at the same time.
     #[test]
-    fn a_handler_that_calls_ours_is_not_called_by_it() {
+    fn a_handler_that_calls_the_recording_one_is_not_called_by_it() {
         let signal = libc::SIGVTALRM;
         let deferral = deferral_of(signal).unwrap();
         let default = deferral.action().unwrap();
@@ -219,7 +222,7 @@ mod tests {
             (action.sa_sigaction, action.sa_flags) = (handler, flags);
             assert!(deferral.set(&action));
         };
-        // The calls of the library's handler and of the program's since the last look.
+        // The calls of the library's handler and of the program's since the last call of `calls`.
         let calls = || (CHAINED.swap(0, Ordering::SeqCst), BELOW.swap(0, Ordering::SeqCst));
         install(below as *const () as usize, 0);
 
@@ -230,14 +233,14 @@ mod tests {
         for _ in 0..2 {
             let deferred = defer(&[signal]);
             raise(signal);
-            assert_eq!(BELOW.load(Ordering::SeqCst), 0, "what it calls is deferred");
+            assert_eq!(BELOW.load(Ordering::SeqCst), 0, "the call of the recording handler is deferred");
             deferred.release();
-            assert_eq!(calls(), (2, 1), "the library's handler at once and once more");
+            assert_eq!(calls(), (2, 1), "the library's handler runs at once and at the release");
             raise(signal);
             assert_eq!(calls(), (1, 1));
         }
 
-        // The library restores the handler that it replaced: the state is that of the start.
+        // The library restores the handler that it replaced, which brings back the initial state.
         install(REPLACED.load(Ordering::SeqCst), libc::SA_SIGINFO);
         raise(signal);
         assert_eq!(calls(), (0, 1));
@@ -269,11 +272,11 @@ mod tests {
         SEEN.load(Ordering::SeqCst)
     }
 
-    /// One test: the signals are the process's.
+    /// A single test, because the signals are global to the process.
     #[test]
-    fn a_deferred_signal_comes_once_and_afterwards() {
+    fn a_deferred_signal_arrives_once_after_the_release() {
         let (signal, both) = (libc::SIGTERM, [libc::SIGINT, libc::SIGTERM]);
-        assert_eq!(defer(&[libc::SIGUSR1, signal]).0, [false; COUNT], "no handler, nothing to defer");
+        assert_eq!(defer(&[libc::SIGUSR1, signal]).0, [false; COUNT], "without a handler there is nothing to defer");
         let defaults = both.map(|signal| deferral_of(signal).unwrap().action().unwrap());
         for (signal, mut action) in both.into_iter().zip(defaults) {
             action.sa_sigaction = note as *const () as usize;
@@ -285,32 +288,32 @@ mod tests {
         raise(signal);
         raise(signal);
         first.release();
-        assert_eq!(seen(), 0, "one still defers it");
+        assert_eq!(seen(), 0, "one caller still defers it");
         second.release();
         assert_eq!(seen(), 1);
         assert_eq!(deferral.action().unwrap().sa_sigaction, note as *const () as usize);
         raise(signal);
         assert_eq!(seen(), 2);
 
-        // Two are let in together: the handler of the one may raise.
+        // Two signals are released together, because the handler of one may raise.
         let deferred = defer(&both);
         both.into_iter().for_each(raise);
         assert_eq!(seen(), 2);
         deferred.release();
         assert_eq!((seen(), TOO_SOON.load(Ordering::SeqCst)), (4, 0));
 
-        // In a fork it has the same effect as before.
+        // In a forked child the signal has the same effect as before.
         let parents = defer(&[signal]);
         deferral.owner.store(getpid() + 1, Ordering::SeqCst);
         raise(signal);
         assert_eq!(seen(), 5);
-        let mine = defer(&[signal]);
+        let own = defer(&[signal]);
         raise(signal);
         assert_eq!(seen(), 5);
-        mine.release();
+        own.release();
         assert_eq!(seen(), 6);
         parents.release();
-        assert_eq!(seen(), 6, "nothing to be released");
+        assert_eq!(seen(), 6, "there is nothing to release");
         for (signal, action) in both.into_iter().zip(defaults) {
             assert!(deferral_of(signal).unwrap().set(&action));
         }

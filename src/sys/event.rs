@@ -10,29 +10,29 @@ use super::owned::KnownFd;
 use super::{descriptor_hint, refused, retry_on_intr};
 use crate::error::Result;
 
-/// The remedy when the descriptor no longer names the eventfd.
+/// The hint of an error when the descriptor no longer names the eventfd.
 const REPLACED: &str = "the descriptor was closed or replaced by other code";
 
 /// A kernel counter that is readable while it is not zero. Neither end blocks on it.
 ///
-/// Once its number names another file, ringing and draining do nothing; waiters also check periodically.
+/// If its number names another file, ringing and draining do nothing. Waiters therefore also check periodically.
 #[derive(Debug)]
 pub struct EventFd(KnownFd);
 
 impl EventFd {
-    /// Creates one, at zero and closed on exec.
+    /// Creates an eventfd at zero, which is closed on exec.
     pub fn new() -> Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let fd = failpoint!("eventfd", rustix::event::eventfd(0, flags));
         fd.map(Self::from_owned_fd).map_err(|errno| refused("eventfd", errno, descriptor_hint(errno)))
     }
 
-    /// Wraps a descriptor from another process, made by [`EventFd::new`] and so non-blocking.
+    /// Wraps a descriptor from another process. It comes from [`EventFd::new`], so it is non-blocking.
     pub fn from_owned_fd(fd: OwnedFd) -> Self {
         Self(KnownFd::new(fd))
     }
 
-    /// Makes it readable.
+    /// Makes the eventfd readable.
     pub fn ring(&self) -> Result<()> {
         if !self.0.is_intact() {
             return Ok(());
@@ -45,8 +45,8 @@ impl EventFd {
         }
     }
 
-    /// Makes it unreadable until the next ring; false if its number names another file. Call it before checking what
-    /// the rings announced.
+    /// Makes the eventfd unreadable until the next ring. Returns false if its number names another file. Call it before
+    /// checking for the work that the rings announced.
     pub fn drain(&self) -> Result<bool> {
         if !self.0.is_intact() {
             return Ok(false);
@@ -94,31 +94,31 @@ mod tests {
 
     #[test]
     fn a_full_counter_is_no_error() {
-        let made = EventFd::new().unwrap();
-        let event = EventFd::from_owned_fd(made.as_fd().try_clone_to_owned().unwrap());
-        let most = (u64::MAX - 1).to_ne_bytes();
-        assert_eq!(rustix::io::write(event.as_fd(), &most), Ok(8));
+        let original = EventFd::new().unwrap();
+        let event = EventFd::from_owned_fd(original.as_fd().try_clone_to_owned().unwrap());
+        let max = (u64::MAX - 1).to_ne_bytes();
+        assert_eq!(rustix::io::write(event.as_fd(), &max), Ok(8));
         event.ring().unwrap();
         assert!(readable(&event));
     }
 
     #[test]
-    fn a_file_that_has_got_its_number_is_neither_written_nor_read() {
+    fn another_file_with_its_number_is_neither_written_nor_read() {
         let (reader, mut writer) = std::io::pipe().unwrap();
-        writer.write_all(b"somebody else's").unwrap();
+        writer.write_all(b"another file's").unwrap();
         for other in [reader.as_raw_fd(), writer.as_raw_fd()] {
             let event = EventFd::new().unwrap();
-            // SAFETY: dup2 takes plain numbers; the one that is taken over is `event`'s.
+            // SAFETY: dup2 takes plain numbers; the number that it replaces is `event`'s.
             assert!(unsafe { libc::dup2(other, event.as_fd().as_raw_fd()) } != -1);
             event.ring().unwrap();
             assert!(!event.drain().unwrap());
         }
         drop(writer);
-        assert_eq!(std::io::read_to_string(reader).unwrap(), "somebody else's");
+        assert_eq!(std::io::read_to_string(reader).unwrap(), "another file's");
     }
 
     #[test]
-    fn a_descriptor_of_something_else_is_an_error() {
+    fn a_descriptor_of_another_file_is_an_error() {
         let file = std::fs::File::open("/proc/self/exe").unwrap();
         let error = EventFd::from_owned_fd(file.into()).ring().unwrap_err();
         assert!(matches!(error, Error::Os { call: "write(eventfd)", errno: libc::EBADF, .. }), "{error}");

@@ -1,20 +1,20 @@
 //! Failpoints, for tests: the n-th system call of a kind fails, or ends the process. Two moments of a worker's task
-//! have one as well (`moment.rs`).
+//! also have one (`moment.rs`).
 //!
-//! Without the cargo feature `failpoints` nothing of this is compiled, and [`failpoint!`] is the bare call.
-//! Only atomics are used, so failpoints work in forked children.
+//! Without the cargo feature `failpoints` none of this is compiled, and [`failpoint!`] is the bare call. Only atomics
+//! are used, so failpoints work in forked children.
 
-/// `failpoint!("kind", call)`: the result of `call`, or the error of a failpoint that applies.
+/// `failpoint!("kind", call)` evaluates to the result of `call`, or to the error of a failpoint that applies.
 macro_rules! failpoint {
     ($kind:literal, $call:expr) => {{
         #[cfg(feature = "failpoints")]
-        let answer = match $crate::sys::failpoint::hit($kind) {
+        let result = match $crate::sys::failpoint::hit($kind) {
             Some(errno) => Err(From::from(errno)),
             None => $call,
         };
         #[cfg(not(feature = "failpoints"))]
-        let answer = $call;
-        answer
+        let result = $call;
+        result
     }};
 }
 pub(super) use failpoint;
@@ -31,20 +31,20 @@ mod seam {
 
     use crate::error::{Error, Result};
 
-    /// The effect in place of the chosen call.
+    /// The effect of a failpoint, in place of the call.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Effect {
-        /// It fails with this `errno`.
+        /// The call fails with this `errno`.
         Errno(i32),
         /// The process ends by `_exit` with this code.
         Exit(i32),
         /// The process kills itself by SIGKILL.
         Kill,
-        /// The process stops itself by SIGSTOP; the call continues when it does.
+        /// The process stops itself by SIGSTOP. When it continues, the call is made.
         Stop,
     }
 
-    /// The words as strings.
+    /// Expands to the names as strings.
     macro_rules! names {
         ($($name:ident)*) => { &[$(stringify!($name)),*] };
     }
@@ -62,9 +62,9 @@ mod seam {
     struct Point {
         /// Calls so far in this process.
         calls: AtomicU64,
-        /// The first call that is hit; 0 for none.
+        /// The number of the first call that the failpoint affects; 0 for none.
         first: AtomicU64,
-        /// The last call that is hit.
+        /// The number of the last call that the failpoint affects.
         last: AtomicU64,
         /// The number of the effect: 0 errno, 1 exit, 2 kill, 3 stop.
         effect: AtomicI32,
@@ -96,26 +96,26 @@ mod seam {
         point(kind).map_or(0, |point| point.calls.load(Ordering::Acquire))
     }
 
-    /// Gives the `nth` next call of `kind` in this process (from 1) the `effect`.
+    /// Sets the effect of the `nth` next call of `kind` in this process, counted from 1.
     pub fn set(kind: &str, nth: u64, effect: Effect) -> Result<()> {
         read_environment();
         arm(kind, nth, false, effect)
     }
 
-    /// Like [`set`], for every call from the `nth` on.
+    /// Sets the effect of every call of `kind` from the `nth` next one on.
     pub fn set_from(kind: &str, nth: u64, effect: Effect) -> Result<()> {
         read_environment();
         arm(kind, nth, true, effect)
     }
 
-    /// Removes every failpoint. Counts stay.
+    /// Removes every failpoint. The counts of calls stay.
     pub fn clear() {
         for point in &POINTS {
             point.first.store(0, Ordering::Release);
         }
     }
 
-    /// Counts a call of `kind`; returns the error with which it must fail. For the macro.
+    /// Counts a call of `kind`, for the macro. Returns the error with which the call must fail.
     #[doc(hidden)]
     pub fn hit(kind: &str) -> Option<Errno> {
         read_environment();
@@ -167,11 +167,11 @@ mod seam {
     }
 
     /// Arms the failpoints of `RUSTLOADER_FAILPOINT`, once per process: `kind:nth:effect`, separated by commas. `nth+`
-    /// means "from there on"; an effect is an errno's name or number, `exit=code`, `kill` or `stop`.
+    /// means "every call from there on"; an effect is an errno's name or number, `exit=code`, `kill` or `stop`.
     ///
-    /// Each process reads it at its first call and counts from there; a child keeps no failpoints or counts of its
-    /// parent. So a variable set after main's first call and before a fork affects the children alone, and one removed
-    /// there main alone.
+    /// Each process reads the variable at its first call and counts from there; a child keeps no failpoints or counts
+    /// of its parent. So a variable that is set between the main process's first call and a fork affects only the
+    /// children. One that is removed there affects only the main process.
     fn read_environment() {
         // SAFETY: getpid has no precondition.
         let me = unsafe { libc::getpid() };
@@ -193,14 +193,14 @@ mod seam {
         }
     }
 
-    /// Reads an environment variable. std::env takes a lock that a forked child may inherit locked.
+    /// Reads an environment variable, without the lock of std::env, which a forked child may inherit locked.
     pub fn environment(name: &CStr) -> Option<String> {
         // SAFETY: the name is a C string; tests do not change the environment while others read it.
         let text = unsafe { libc::getenv(name.as_ptr()) };
         if text.is_null() {
             return None;
         }
-        // SAFETY: getenv answered a C string, which stays until the variable is changed.
+        // SAFETY: getenv returned a C string, which stays until the variable is changed.
         Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     }
 

@@ -1,4 +1,4 @@
-//! Detects the end of forked children.
+//! Detection of the end of forked children.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
@@ -7,10 +7,11 @@ use super::map::{Mapping, page_size};
 use super::memfd;
 use crate::error::Result;
 
-/// Detects when all processes forked while its [`WitnessMapping`] existed have ended.
+/// A witness that shows when all processes that were forked while its [`WitnessMapping`] existed have ended.
 ///
-/// The mapping is of an unused file. A child keeps it until it ends or calls exec, whatever descriptors it closes, and
-/// its own children inherit it. While any process maps the file, the kernel refuses to seal it against writing.
+/// The mapping is that of an otherwise unused file. A child keeps it until it ends or calls exec, whatever descriptors
+/// it closes, and its own children inherit it. While any process maps the file, the kernel refuses to seal it against
+/// writing.
 #[derive(Debug)]
 pub struct ForkWitness {
     file: OwnedFd,
@@ -30,7 +31,7 @@ impl ForkWitness {
         Ok((Self { file, identity }, mapping))
     }
 
-    /// Returns true if no process has the mapping. Never blocks. False if unknown.
+    /// Returns true if no process has the mapping, and false if that is unknown. Never blocks.
     pub fn all_ended(&self) -> bool {
         // The number may name another file by now, which must not be sealed.
         self.identity.same_inode(self.file.as_raw_fd()) && memfd::seal_writing(self.file.as_fd())
@@ -42,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_comes_when_no_process_has_the_mapping() {
+    fn all_have_ended_when_no_process_has_the_mapping() {
         let (witness, mapping) = ForkWitness::new().unwrap();
         assert!(!witness.all_ended());
         drop(mapping);

@@ -1,4 +1,4 @@
-//! Sleeps on a word in memory that processes share.
+//! Sleeping on a word in memory that processes share, and waking.
 
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use super::failpoint::failpoint;
 use super::refused;
 use crate::error::Result;
 
-/// The remedy when a call is refused.
-const UNMAPPED: &str = "the word must lie in mapped memory";
+/// The hint of an error when a call is refused.
+const UNMAPPED: &str = "the word must be in mapped memory";
 
 /// The reason for which [`wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
-    /// By [`wake`], or spuriously: check the word again.
+    /// [`wake`] was called, or the wake-up is spurious: check the word again.
     Woken,
     /// The word differed from the expected value, so there was no sleep.
     Changed,
@@ -27,8 +27,8 @@ pub enum Wake {
     Interrupted,
 }
 
-/// Sleeps until [`wake`] while `word` is `expected`, without a timeout for as long as it takes. The futex is not
-/// private: the word may lie in a mapping that other processes share.
+/// Sleeps until [`wake`] if `word` is `expected`. Without a timeout it sleeps for as long as it takes. The futex is not
+/// private: the word may be in a mapping that other processes share.
 pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Result<Wake> {
     let timeout = timeout.map(timespec);
     let call = || rustix::thread::futex::wait(word, Flags::empty(), expected, timeout.as_ref());
@@ -41,7 +41,7 @@ pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Resul
     }
 }
 
-/// Wakes up to `n` threads, of any process, that sleep on `word`; returns their number.
+/// Wakes up to `n` threads of any process that sleep on `word`. Returns the number of woken threads.
 pub fn wake(word: &AtomicU32, n: u32) -> Result<u32> {
     let n = n.min(i32::MAX as u32);
     let woken = failpoint!("futex_wake", rustix::thread::futex::wake(word, Flags::empty(), n));
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_runs_out() {
+    fn a_wait_times_out() {
         let word = AtomicU32::new(0);
         assert_eq!(wait(&word, 0, Some(Duration::from_millis(1))).unwrap(), Wake::TimedOut);
         assert_eq!(wait(&word, 0, Some(Duration::ZERO)).unwrap(), Wake::TimedOut);

@@ -1,4 +1,4 @@
-//! Detects whether a descriptor's number still names the same file.
+//! The identity of an open file, which shows whether a descriptor's number still names the same file.
 
 use std::os::fd::RawFd;
 
@@ -6,26 +6,26 @@ use super::failpoint::failpoint;
 use super::{by_number, read_file, refused};
 use crate::error::Result;
 
-/// Identifies an open file by device, inode and kind.
+/// The identity of an open file: its device, inode and kind.
 ///
-/// Not distinguished: two descriptors of one file; eventfds, epolls and other files that share one inode (pidfds before
-/// Linux 6.9); a file that got a deleted file's inode. /proc/self/fdinfo numbers eventfds, but reading it at each ring
-/// would cost three more system calls.
+/// It does not distinguish two descriptors of one file; eventfds, epolls and other files that share one inode (pidfds
+/// before Linux 6.9); and a deleted file from the file that got its inode. /proc/self/fdinfo numbers eventfds, but
+/// reading it at each ring would cost three more system calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FdIdentity {
     device: u64,
     inode: u64,
-    /// The kind of the file; 0 for files without an inode of their own.
+    /// The kind of the file; 0 for files without their own inode.
     kind: u32,
 }
 
 impl FdIdentity {
     /// Returns the identity of the file that `fd` names. Takes no lock, so a forked child can call it.
     pub fn of(fd: RawFd) -> Result<Self> {
-        Self::look(fd).map_err(|errno| refused("fstat", errno, format!("descriptor {fd} was closed by other code")))
+        Self::read(fd).map_err(|errno| refused("fstat", errno, format!("descriptor {fd} was closed by other code")))
     }
 
-    fn look(fd: RawFd) -> rustix::io::Result<Self> {
+    fn read(fd: RawFd) -> rustix::io::Result<Self> {
         let stat = failpoint!("fstat", by_number(fd).and_then(rustix::fs::fstat))?;
         Ok(Self { device: stat.st_dev, inode: stat.st_ino, kind: stat.st_mode & libc::S_IFMT })
     }
@@ -37,7 +37,7 @@ impl FdIdentity {
 
     /// Returns true if `fd` names a file of the same inode; false for a closed one.
     pub fn same_inode(&self, fd: RawFd) -> bool {
-        Self::look(fd) == Ok(*self)
+        Self::read(fd) == Ok(*self)
     }
 }
 
@@ -57,7 +57,7 @@ mod tests {
     use crate::error::Error;
 
     #[test]
-    fn files_pipes_and_memfds_are_told_apart() {
+    fn files_pipes_and_memfds_are_distinguished() {
         let (one, two) = (memfd::create("a", 1).unwrap(), memfd::create("a", 1).unwrap());
         let (reader, writer) = std::io::pipe().unwrap();
         let file = File::open("/proc/self/exe").unwrap();
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_descriptor_is_nothing() {
+    fn a_closed_descriptor_has_no_identity() {
         assert!(matches!(FdIdentity::of(-1), Err(Error::Os { call: "fstat", errno: libc::EBADF, .. })));
         let event = EventFd::new().unwrap();
         let identity = FdIdentity::of(event.as_fd().as_raw_fd()).unwrap();

@@ -1,4 +1,4 @@
-//! Descriptors that a forked child closes at once: a connection ends with its last holder.
+//! Descriptors that a forked child closes at once, because a connection ends only when its last holder closes it.
 
 use std::cell::RefCell;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
@@ -13,12 +13,12 @@ type Open = Vec<(RawFd, FdIdentity)>;
 static OPEN: Mutex<Open> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// The lock, from before a fork of this thread until after it: the child can use its copy.
+    /// The lock of [`OPEN`], held from before a fork of this thread until after it, so that the child can use its copy.
     static HELD: RefCell<Option<MutexGuard<'static, Open>>> = const { RefCell::new(None) };
 }
 
-/// Lets later forks close a descriptor in the child, if the system lets forks be hooked. [`forget`] it before it is
-/// closed.
+/// Makes the children of later forks close a descriptor, if fork hooks can be registered. Call [`forget`] before the
+/// descriptor is closed.
 pub(super) fn leave_behind(fd: BorrowedFd<'_>) {
     static HANDLERS: ForkHandlers = ForkHandlers { prepare, parent, child };
     let _ = on_fork(Step::Connections, &HANDLERS);
@@ -33,7 +33,7 @@ pub(super) fn forget(fd: BorrowedFd<'_>) {
 }
 
 fn prepare() {
-    // A thread whose locals are gone leaves them open.
+    // If the thread-locals of this thread are gone, the child keeps the descriptors open.
     let _ = HELD.try_with(|held| held.replace(Some(lock(&OPEN))));
 }
 
@@ -44,7 +44,7 @@ fn parent() {
 fn child() {
     let Ok(Some(mut open)) = HELD.try_with(RefCell::take) else { return };
     for (fd, identity) in open.iter() {
-        // The program may have closed it, and the number may name another file.
+        // The program may have closed the descriptor, and the number may name another file.
         if identity.same_inode(*fd) {
             // SAFETY: the file is this process's copy, which nothing here uses.
             unsafe { libc::close(*fd) };
@@ -58,7 +58,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::time::Duration;
 
-    use super::super::socket::{Moved, Socket};
+    use super::super::socket::{Socket, Transfer};
 
     #[test]
     fn a_child_does_not_keep_a_connection_open() {
@@ -73,16 +73,16 @@ mod tests {
             pid => pid,
         };
         drop(one);
-        let found = other.wait(true, false, None, Some(Duration::from_secs(30))).unwrap();
+        let readiness = other.wait(true, false, None, Some(Duration::from_secs(30))).unwrap();
         let mut byte = 0;
         // SAFETY: the byte is a local, and none is received into the second part.
-        let moved = unsafe { other.receive((&raw mut byte, 1), (std::ptr::dangling_mut(), 0)) };
+        let received = unsafe { other.receive((&raw mut byte, 1), (std::ptr::dangling_mut(), 0)) };
         // SAFETY: the process is our own child, and nothing else waits for it.
         unsafe {
             libc::kill(pid, libc::SIGKILL);
             libc::waitpid(pid, std::ptr::null_mut(), 0);
         }
-        assert!(found.readable);
-        assert_eq!(moved.unwrap(), Moved::End);
+        assert!(readiness.readable);
+        assert_eq!(received.unwrap(), Transfer::End);
     }
 }

@@ -33,7 +33,7 @@ pub fn address_space_left() -> Option<u64> {
 /// change the bytes at any time: only atomics and raw copies may access them.
 #[derive(Debug)]
 pub struct Mapping {
-    /// The first byte; on a page boundary.
+    /// The address of the first byte; on a page boundary.
     start: NonNull<u8>,
     len: usize,
     /// The size of a page.
@@ -42,22 +42,22 @@ pub struct Mapping {
 
 // SAFETY: a mapping belongs to the process, not to a thread; users of the pointer synchronize their accesses.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; the methods hand out no reference into it.
+// SAFETY: as above; the methods return no reference into it.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `len` bytes of `fd`, which must keep at least that length (be sealed): an access behind a file's
-    /// end is SIGBUS.
+    /// Maps the first `len` bytes of `fd`, which must keep at least that length, as a sealed file does: an access
+    /// beyond a file's end raises SIGBUS.
     pub fn new(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
         if len == 0 {
-            return Err(Error::usage("a mapping of 0 bytes"));
+            return Err(Error::usage("a mapping must have at least one byte"));
         }
         let size = size_of_file(fd)?;
         if size < len as u64 {
-            return Err(Error::usage(format!("a mapping of {len} bytes of a file that has {size}")));
+            return Err(Error::usage(format!("{len} bytes of a file that has {size} bytes cannot be mapped")));
         }
-        // Not accessible yet: after mlockall(MCL_FUTURE) the kernel would populate every page, more than the machine's
-        // memory.
+        // The pages are not accessible yet: after mlockall(MCL_FUTURE) the kernel would populate every page, which
+        // takes more than the machine's memory.
         let start = map_file(fd, len, ProtFlags::empty(), MapFlags::SHARED)?;
         let mapping = Self { start, len, page: page_size() };
         let start = start.as_ptr().cast();
@@ -73,7 +73,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Returns the first byte, valid for [`Mapping::len`] bytes while the mapping lives.
+    /// Returns the address of the first byte, valid for [`Mapping::len`] bytes while the mapping lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
@@ -86,9 +86,9 @@ impl Mapping {
 
     /// Ensures that every page that `range` touches has memory and can be written without a fault.
     ///
-    /// Errors: [`Error::NoMemory`] if the kernel has no page, [`Error::Usage`] outside of the mapping. Before Linux
-    /// 5.14, and where a sandbox refuses the call, a machine without a free page raises SIGBUS. A memory cgroup kills
-    /// instead of refusing: check [`memory::available`] first.
+    /// Errors: [`Error::NoMemory`] if the kernel has no page, [`Error::Usage`] outside the mapping. Before Linux 5.14,
+    /// and where a sandbox refuses the call, a machine without a free page raises SIGBUS. A memory cgroup kills the
+    /// process instead of refusing the call: check [`memory::available`] first.
     pub fn populate(&self, range: Range<usize>) -> Result<()> {
         let pages = self.touched(&range)?;
         let call = || failpoint!("populate", self.advise(&pages, Advice::LinuxPopulateWrite));
@@ -108,7 +108,7 @@ impl Mapping {
     /// write, so later writes do not fault. For such pages it takes less than half the time of [`Mapping::populate`]
     /// (0.38 us each, not 0.92).
     ///
-    /// Errors: as of [`Mapping::populate`]. Without kernel support it does nothing.
+    /// Errors: as for [`Mapping::populate`]. Without kernel support it does nothing.
     pub fn map_in(&self, range: Range<usize>) -> Result<()> {
         let pages = self.touched(&range)?;
         let call = || failpoint!("map_in", self.advise(&pages, Advice::LinuxPopulateRead));
@@ -119,7 +119,7 @@ impl Mapping {
     }
 
     /// Releases the memory of the whole pages inside `range`, for all processes; they read as zeroes afterwards. The
-    /// rest of `range` stays.
+    /// remainder of `range` is unchanged.
     pub fn remove(&self, range: Range<usize>) -> Result<()> {
         self.check(&range)?;
         let Some(pages) = self.inside(&range) else { return Ok(()) };
@@ -132,7 +132,7 @@ impl Mapping {
         if range.start <= range.end && range.end <= self.len {
             return Ok(());
         }
-        Err(Error::usage(format!("bytes {range:?} of a mapping of {} bytes", self.len)))
+        Err(Error::usage(format!("bytes {range:?} are outside a mapping of {} bytes", self.len)))
     }
 
     /// Returns the pages that `range` touches.
@@ -152,15 +152,15 @@ impl Mapping {
 
     fn advise(&self, pages: &Range<usize>, advice: Advice) -> rustix::io::Result<()> {
         let start = self.start.as_ptr().wrapping_add(pages.start);
-        // SAFETY: `pages` lies in the mapping up to its last page's end, and none of the advices unmaps; MADV_REMOVE
-        // changes bytes, as the owner of the range requests.
+        // SAFETY: `pages` is in the mapping, up to the end of its last page, and no advice that is used unmaps pages.
+        // MADV_REMOVE changes bytes, as the owner of the range requests.
         unsafe { rustix::mm::madvise(start.cast(), pages.len(), advice) }
     }
 
     /// Writes every page with its current value.
     fn touch(&self, pages: &Range<usize>) {
         for offset in pages.clone().step_by(self.page) {
-            // SAFETY: the byte lies in the mapping; all users of the range use atomics or own it.
+            // SAFETY: the byte is in the mapping; all users of the range use atomics or own it.
             let byte = unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(offset)) };
             // Not fetch_add(0): compilers may turn that into a load, which does not make the page writable.
             let value = byte.load(Ordering::Relaxed);
@@ -189,25 +189,25 @@ pub(super) fn map_file(fd: BorrowedFd<'_>, len: usize, protection: ProtFlags, fl
     // SAFETY: the kernel chooses a free address range.
     let start = failpoint!("mmap", unsafe { rustix::mm::mmap(any, len, protection, flags, fd, 0) })
         .map_err(|errno| refused("mmap", errno, address_space_hint(len as u64)))?;
-    NonNull::new(start.cast()).ok_or_else(|| Error::usage("mmap answered address 0"))
+    NonNull::new(start.cast()).ok_or_else(|| Error::usage("mmap returned address 0"))
 }
 
 /// Returns the error of [`Mapping::new`] in a process with only `left` bytes of address space.
 pub fn no_address_space(wanted: u64, left: u64) -> Error {
-    let hint = format!("{}; {left} bytes of it are left", address_space_hint(wanted));
+    let hint = format!("{}; {left} bytes are left", address_space_hint(wanted));
     Error::Os { call: "mmap", errno: libc::ENOMEM, hint }
 }
 
 pub(super) fn address_space_hint(wanted: u64) -> String {
     format!(
-        "{wanted} bytes of address space were wanted: raise `ulimit -v` (RLIMIT_AS), or run without the sanitizer or \
+        "{wanted} bytes of address space are needed: raise `ulimit -v` (RLIMIT_AS), or run without the sanitizer or \
          tool that restricts address space"
     )
 }
 
 /// Returns the error for an errno of a populating madvise that concerns memory.
 fn out_of_memory(pages: &Range<usize>, errno: Errno) -> Option<Error> {
-    let why = match errno {
+    let reason = match errno {
         Errno::HWPOISON => "the machine's memory has a hardware fault there",
         Errno::FAULT | Errno::NOMEM | Errno::AGAIN => "the kernel has no free page for it",
         _ => return None,
@@ -215,7 +215,7 @@ fn out_of_memory(pages: &Range<usize>, errno: Errno) -> Option<Error> {
     let room = memory::available(&Roots::default());
     Some(Error::NoMemory {
         wanted: pages.len() as u64,
-        limit: format!("{why} (madvise: {}); {}", std::io::Error::from(errno), room.limit),
+        limit: format!("{reason} (madvise: {}); {}", std::io::Error::from(errno), room.limit),
         headroom: room.bytes,
         passing: false,
     })
@@ -232,7 +232,7 @@ mod tests {
         memfd::create("rustloader-test", len as u64).unwrap()
     }
 
-    /// Bytes of memory that the file takes.
+    /// Returns the number of bytes of memory that the file takes.
     fn used(fd: &OwnedFd) -> u64 {
         use std::os::unix::fs::MetadataExt;
         std::fs::File::from(fd.try_clone().unwrap()).metadata().unwrap().blocks() * 512
@@ -240,17 +240,17 @@ mod tests {
 
     fn read(mapping: &Mapping, offset: usize) -> u8 {
         assert!(offset < mapping.len());
-        // SAFETY: the byte lies in the mapping, and this thread alone uses it.
+        // SAFETY: the byte is in the mapping, and only this thread uses it.
         unsafe { mapping.as_ptr().add(offset).read() }
     }
 
     fn write(mapping: &Mapping, offset: usize, value: u8) {
         assert!(offset < mapping.len());
-        // SAFETY: the byte lies in the mapping, and this thread alone uses it.
+        // SAFETY: the byte is in the mapping, and only this thread uses it.
         unsafe { mapping.as_ptr().add(offset).write(value) }
     }
 
-    /// Page faults of this thread so far that found their page.
+    /// Returns the number of page faults of this thread so far that found their page in memory.
     fn faults() -> i64 {
         // SAFETY: a rusage of zeroes is a valid one, and the kernel fills it.
         unsafe {
@@ -264,8 +264,8 @@ mod tests {
     fn pages_that_were_mapped_in_are_written_without_a_fault() {
         let (page, count) = (page_size(), 256);
         let fd = file(count * page);
-        let maker = Mapping::new(fd.as_fd(), count * page).unwrap();
-        maker.populate(0..count * page).unwrap();
+        let creator = Mapping::new(fd.as_fd(), count * page).unwrap();
+        creator.populate(0..count * page).unwrap();
         let other = Mapping::new(fd.as_fd(), count * page).unwrap();
         other.map_in(0..count / 2 * page).unwrap();
         other.map_in(0..0).unwrap();
@@ -274,7 +274,7 @@ mod tests {
             range.for_each(|n| write(&other, n * page, 1));
             faults() - before
         };
-        // A few for the test's own stack and code, and a sanitizer's shadow of the bytes.
+        // A few faults come from the test's own stack and code, and from a sanitizer's shadow of the bytes.
         let mapped = writes(0..count / 2);
         assert!(mapped < count as i64 / 8, "{mapped} faults");
         let unmapped = writes(count / 2..count);

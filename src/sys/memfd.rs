@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 
 /// Creates a file of `len` bytes without pages, closed on exec. /proc shows `name`.
 ///
-/// Errors: [`Error::Os`] of `memfd_create`, or of `ftruncate` where `len` is too much (`EFBIG`, `ENOSPC`, `EINVAL`).
+/// Errors: [`Error::Os`] of `memfd_create`, or of `ftruncate` if `len` is too large (`EFBIG`, `ENOSPC`, `EINVAL`).
 pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
     let name = CString::new(name).map_err(|_| Error::usage("the name of a memfd has a NUL byte"))?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -21,7 +21,7 @@ pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
     // With this flag (Linux 6.3) the file can never be made executable. It also sets `F_SEAL_EXEC`.
     let fd = match open(flags | MemfdFlags::NOEXEC_SEAL) {
         Err(Errno::INVAL) => open(flags),
-        made => made,
+        result => result,
     };
     let fd = fd.map_err(|errno| refused("memfd_create", errno, descriptor_hint(errno)))?;
     set_len(&fd, len)?;
@@ -31,8 +31,8 @@ pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
 /// Sets the length of a file. Checks the limit of file sizes first: exceeding it raises SIGXFSZ, which ends a
 /// process that does not ignore it.
 pub fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
-    let refused = |errno, why: &str| {
-        let hint = format!("a file of {len} bytes in memory was wanted{why}");
+    let refused = |errno, remedy: &str| {
+        let hint = format!("a file of {len} bytes in memory is needed{remedy}");
         refused("ftruncate", errno, hint)
     };
     let too_long = ": raise the limit of file sizes (`ulimit -f`, RLIMIT_FSIZE)";
@@ -46,21 +46,21 @@ pub fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
         .map_err(|errno| refused(errno, if errno == Errno::FBIG { too_long } else { "" }))
 }
 
-/// Seals the length of a file of [`create`], so that no access to its mapping can be SIGBUS for want of length, and
-/// seals the seals. Punching holes stays allowed. Sealing again is no error.
+/// Seals the length of a file of [`create`], so that no access to its mapping can raise SIGBUS because the file is too
+/// short. Also seals the set of seals. Holes can still be punched. Sealing a file twice is no error.
 pub fn seal(fd: BorrowedFd<'_>) -> Result<()> {
     let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-    let has_them = || rustix::fs::fcntl_get_seals(fd).is_ok_and(|present| present.contains(seals));
+    let is_sealed = || rustix::fs::fcntl_get_seals(fd).is_ok_and(|present| present.contains(seals));
     match failpoint!("seal", rustix::fs::fcntl_add_seals(fd, seals)) {
-        Err(errno) if !has_them() => {
+        Err(errno) if !is_sealed() => {
             Err(refused("fcntl(F_ADD_SEALS)", errno, "the file must be a memfd that allows seals"))
         }
         _ => Ok(()),
     }
 }
 
-/// Seals a file of [`create`] against writing, which the kernel refuses while any process maps it writable; returns
-/// whether it is sealed.
+/// Seals a file of [`create`] against writing, which the kernel refuses while any process has a writable mapping of it.
+/// Returns true if the file is sealed.
 pub fn seal_writing(fd: BorrowedFd<'_>) -> bool {
     failpoint!("seal_write", rustix::fs::fcntl_add_seals(fd, SealFlags::WRITE)).is_ok()
 }
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_length_that_the_kernel_cannot_have_is_refused() {
+    fn a_length_that_is_too_large_is_refused() {
         let error = create("rustloader-test", u64::MAX).unwrap_err();
         assert!(matches!(error, Error::Os { call: "ftruncate", errno: libc::EFBIG, .. }), "{error}");
         assert!(matches!(create("a\0b", 1), Err(Error::Usage { .. })));

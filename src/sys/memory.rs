@@ -1,4 +1,4 @@
-//! The memory left before the kernel refuses or kills.
+//! The memory that is left before the kernel refuses allocations or kills processes.
 
 use super::cgroup::{Level, Roots, levels, text};
 use super::checked;
@@ -9,9 +9,9 @@ use super::failpoint::failpoint;
 pub struct Headroom {
     /// Bytes left; `u64::MAX` without a known limit.
     pub bytes: u64,
-    /// The limit in bytes, used or not.
+    /// The limit itself, in bytes.
     pub size: u64,
-    /// True if it is a cgroup's limit, not the machine's.
+    /// True for the limit of a cgroup, false for that of the machine.
     pub is_cgroup: bool,
     /// A description of the limit, with its size.
     pub limit: String,
@@ -19,28 +19,24 @@ pub struct Headroom {
 
 /// Returns the tightest of [`limits`].
 pub fn available(roots: &Roots) -> Headroom {
-    let unknown = || Headroom {
-        bytes: u64::MAX,
-        size: u64::MAX,
-        is_cgroup: false,
-        limit: "no limit of memory is known".to_owned(),
-    };
+    let unknown =
+        || Headroom { bytes: u64::MAX, size: u64::MAX, is_cgroup: false, limit: "no memory limit is known".to_owned() };
     limits(roots).into_iter().min_by_key(|room| room.bytes).unwrap_or_else(unknown)
 }
 
 /// Returns the headroom of the machine (free and reclaimable memory, and swap) and of each level of the process's
-/// memory cgroup (v1 and v2). Reclaimable page cache counts as free. A missing or unreadable file is no limit. Reads a
-/// handful of small files, which takes tens of microseconds.
+/// memory cgroup (v1 and v2). Reclaimable page cache counts as free. A missing or unreadable file counts as no limit.
+/// Reads a few small files, which takes tens of microseconds.
 pub fn limits(roots: &Roots) -> Vec<Headroom> {
     let levels = levels(roots, "memory");
     machine(roots).into_iter().chain(levels.iter().filter_map(of_level)).collect()
 }
 
-/// Returns the memory and swap of the machine in bytes, used or not.
+/// Returns the memory and swap of the machine in bytes, including the used part.
 pub fn total_ram_and_swap() -> u64 {
     // SAFETY: a sysinfo of zeroes is a valid one.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
-    // SAFETY: `info` is a local struct that the kernel fills. Refused, it stays 0.
+    // SAFETY: `info` is a local struct that the kernel fills. If the call is refused, the struct stays 0.
     let _ = failpoint!("sysinfo", checked(unsafe { libc::sysinfo(&mut info) }));
     // The fields' types differ between architectures.
     let unit = u64::from(info.mem_unit).max(1);
@@ -60,9 +56,9 @@ fn machine(roots: &Roots) -> Option<Headroom> {
     })
 }
 
-/// Returns the headroom of a memory cgroup level. Page cache of this level and those below counts as free, also pages
-/// that were read more than once ("active"): after a few epochs it often fills the rest of the limit, and the kernel
-/// drops it before it refuses memory.
+/// Returns the headroom of a memory cgroup level. Page cache of this level and those below counts as free, even pages
+/// that were read more than once ("active"). After a few epochs page cache often fills the remainder of the limit, and
+/// the kernel drops it before it refuses memory.
 fn of_level(level: &Level) -> Option<Headroom> {
     let (file, usage, caches) = if level.is_v2 {
         ("memory.max", "memory.current", ["inactive_file", "active_file"])
@@ -70,7 +66,7 @@ fn of_level(level: &Level) -> Option<Headroom> {
         ("memory.limit_in_bytes", "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"])
     };
     let number = |name| level.text(name)?.parse::<u64>().ok();
-    // v2's "max" is no number; v1's default is near 2^63.
+    // In v2 "max" is not a number; in v1 the default is near 2^63.
     let size = number(file).filter(|size| *size < 1 << 62)?;
     let usage = number(usage)?;
     let stat = level.text("memory.stat").unwrap_or_default();
@@ -83,7 +79,7 @@ fn of_level(level: &Level) -> Option<Headroom> {
     })
 }
 
-/// Returns the number behind `name` at the start of a line.
+/// Returns the number after `name` at the start of a line.
 fn field(text: &str, name: &str) -> Option<u64> {
     let mut lines = text.lines().map(str::split_ascii_whitespace);
     let mut words = lines.find_map(|mut words| (words.next() == Some(name)).then_some(words))?;

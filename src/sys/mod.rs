@@ -1,21 +1,21 @@
 //! Every system call of the crate.
 //!
 //! Code that a forked child can reach takes no process-wide lock and logs nothing. Each error names the call and the
-//! remedy. Calls interrupted by a signal are repeated, except waits, which report it.
+//! remedy. Calls that a signal interrupts are repeated, except waits, which report the signal.
 //!
-//! Calls go through rustix: its types carry the rules that `unsafe` would state, and it enters the kernel without the C
-//! library. Each call is written with its whole path, so that `tests/sys_calls.rs` finds it. These stay the C
-//! library's:
+//! Calls go through rustix: its types express the rules that `unsafe` would state, and it enters the kernel without the
+//! C library. Each call is written with its full path, so that `tests/sys_calls.rs` finds it. These calls use the C
+//! library:
 //!
 //! - `clock_gettime` and `sysconf`: for them rustix reads the auxiliary vector, before Linux 6.4 from /proc with an
-//!   allocation; the C library knows it already. The clock is no faster.
+//!   allocation; the C library already knows it. The clock of rustix is no faster.
 //! - `getrlimit` and `sysinfo`: rustix does not check their result, which a sandbox may refuse.
-//! - `sendmsg` and `recvmsg`: rustix takes slices, but others may change the bytes meanwhile.
-//! - `kill` and `pidfd_send_signal`: rustix names neither signal 0 nor real-time signals without `unsafe`.
-//! - `close` of a number, in [`left_behind`]: no safer in rustix.
+//! - `sendmsg` and `recvmsg`: rustix takes slices, but other processes may change the bytes during the call.
+//! - `kill` and `pidfd_send_signal`: rustix has neither signal 0 nor real-time signals without `unsafe`.
+//! - `close` of a number, in [`left_behind`]: it is no safer in rustix.
 //! - `ioctl` of a pidfd: rustix has no type for the request, and its general call is no safer.
 //! - `pthread_atfork`, `sigaction`, signal masks, `timer_create`, `raise`, `_exit`, `getrusage`, `strsignal`, `dlopen`:
-//!   rustix has no stable call for them, and the C library keeps state of its own for most.
+//!   rustix has no stable call for them, and the C library keeps its own state for most of them.
 
 pub mod cgroup;
 pub mod clock;
@@ -63,22 +63,24 @@ fn refused(call: &'static str, errno: Errno, hint: impl Into<String>) -> Error {
     Error::Os { call, errno: errno.raw_os_error(), hint: hint.into() }
 }
 
-/// Returns a descriptor by its number alone: for calls that ask the kernel what it names, or whether it is readable.
+/// Returns a descriptor for a number alone. It is for calls that ask the kernel what the number names, or whether that
+/// is readable.
 fn by_number(fd: RawFd) -> rustix::io::Result<BorrowedFd<'static>> {
     if fd < 0 {
         return Err(Errno::BADF);
     }
-    // SAFETY: it is not -1. If other code has closed it, the kernel refuses it, or names another file.
+    // SAFETY: the number is not -1. If other code has closed the descriptor, the kernel refuses the call or the number
+    // names another file.
     Ok(unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
-/// Returns a limit of this process; `None` without one, and where the system does not report it.
+/// Returns a limit of this process; `None` if there is none, or the system does not report it.
 fn limit(resource: Resource) -> Option<u64> {
     let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is a local struct that the kernel fills.
     let mut call = || checked(unsafe { libc::getrlimit64(resource as _, &mut limit) });
-    let known = failpoint::failpoint!("getrlimit", call()).is_ok();
-    (known && limit.rlim_cur != libc::RLIM64_INFINITY).then_some(limit.rlim_cur)
+    let is_known = failpoint::failpoint!("getrlimit", call()).is_ok();
+    (is_known && limit.rlim_cur != libc::RLIM64_INFINITY).then_some(limit.rlim_cur)
 }
 
 /// Reads a file of /proc or /sys.
@@ -86,7 +88,7 @@ fn read_file(path: &std::path::Path) -> std::io::Result<Vec<u8>> {
     failpoint::failpoint!("proc", std::fs::read(path))
 }
 
-/// Returns the remedy when a new descriptor is refused.
+/// Returns the hint of an error when a new descriptor is refused.
 fn descriptor_hint(errno: Errno) -> &'static str {
     match errno {
         Errno::MFILE => {

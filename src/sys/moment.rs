@@ -3,7 +3,7 @@
 
 use super::failpoint::failpoint;
 
-/// Marks the moment at which a worker has taken a task or a control message, and has not looked at it.
+/// Marks the moment at which a worker has taken a task or a control message, and has not read it yet.
 #[inline]
 pub fn task_taken() {
     let _: rustix::io::Result<()> = failpoint!("task_taken", Ok(()));

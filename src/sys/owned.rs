@@ -6,7 +6,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use super::fork::generation;
 use super::identity::FdIdentity;
 
-/// A descriptor that a forked child forgets instead of closing: its number may by then name a file of the child's.
+/// A descriptor that a forked child forgets instead of closing, because its number may then name one of the child's
+/// files.
 #[derive(Debug)]
 pub struct HomeFd {
     fd: ManuallyDrop<OwnedFd>,
@@ -30,14 +31,14 @@ impl AsFd for HomeFd {
 impl Drop for HomeFd {
     fn drop(&mut self) {
         if self.generation == generation() {
-            // SAFETY: dropped here alone, and not used afterwards.
+            // SAFETY: the descriptor is dropped only here, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.fd) }
         }
     }
 }
 
-/// A [`HomeFd`] that knows its file: a program may close all descriptors of the process, and the number then names
-/// another file, which must not be read or written.
+/// A [`HomeFd`] that knows the identity of its file. A program may close all descriptors of the process, and the number
+/// may then name another file, which must not be read or written.
 #[derive(Debug)]
 pub struct KnownFd {
     fd: HomeFd,
@@ -52,12 +53,12 @@ impl KnownFd {
         Self { fd: HomeFd::new(fd), identity }
     }
 
-    /// Returns true if its number certainly still names the same file, as far as [`FdIdentity`] can tell.
+    /// Returns true if the number is known to still name the same file, as far as [`FdIdentity`] can tell.
     pub fn is_intact(&self) -> bool {
         self.identity.is_some_and(|identity| identity.same_inode(self.fd.as_fd().as_raw_fd()))
     }
 
-    /// Returns true if its number certainly names another file, or none.
+    /// Returns true if the number is known to name another file, or none.
     pub fn is_replaced(&self) -> bool {
         self.identity.is_some() && !self.is_intact()
     }

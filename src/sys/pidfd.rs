@@ -17,7 +17,7 @@ const PIDFD_GET_INFO: u64 = 0xC040_FF0B;
 /// Requests `exit_code`, and reports that it is valid (Linux 6.15).
 const PIDFD_INFO_EXIT: u64 = 1 << 3;
 
-/// `struct pidfd_info` of <linux/pidfd.h>, its first published size.
+/// `struct pidfd_info` of <linux/pidfd.h>, in its first published size.
 #[repr(C)]
 #[derive(Default)]
 struct PidfdInfo {
@@ -42,7 +42,7 @@ pub enum ExitStatus {
     Signal(i32),
 }
 
-/// A process, protected from recycling of its number.
+/// A handle of a process. It never names another process that gets the same number.
 #[derive(Debug)]
 pub struct PidFd(KnownFd);
 
@@ -52,8 +52,8 @@ impl PidFd {
         let call = || rustix::process::pidfd_open(numbered(pid)?, PidfdFlags::empty());
         let fd = failpoint!("pidfd_open", call()).map_err(|errno| {
             let hint = match errno {
-                Errno::SRCH => format!("there is no process {pid} any more"),
-                Errno::INVAL => format!("{pid} is no process"),
+                Errno::SRCH => format!("process {pid} no longer exists"),
+                Errno::INVAL => format!("{pid} is not a process"),
                 errno => descriptor_hint(errno).to_owned(),
             };
             refused("pidfd_open", errno, hint)
@@ -79,12 +79,12 @@ impl PidFd {
     }
 
     /// Returns the exit status, without reaping. `None` while the process lives, or if the kernel does not report it:
-    /// before Linux 6.15 it does only for unreaped children of this process.
+    /// before Linux 6.15 it reports only unreaped children of this process.
     pub fn status(&self) -> Option<ExitStatus> {
         wait_status(WaitId::PidFd(self.as_fd())).unwrap_or_else(|_| self.recorded_status())
     }
 
-    /// Returns the kernel's record of a process reaped elsewhere.
+    /// Returns the exit status that the kernel keeps for a process that was reaped elsewhere.
     fn recorded_status(&self) -> Option<ExitStatus> {
         let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..PidfdInfo::default() };
         // SAFETY: the request number encodes a size of 64 bytes, that of `info`.
@@ -100,7 +100,7 @@ impl PidFd {
         })
     }
 
-    /// Sends `signal` to the process; an ended one is no error.
+    /// Sends `signal` to the process. It is no error if the process has ended.
     pub fn send_signal(&self, signal: i32) -> Result<()> {
         let (fd, none) = (self.0.as_fd().as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
         // SAFETY: a null siginfo asks the kernel to fill in what kill(2) would.
@@ -111,25 +111,26 @@ impl PidFd {
         }
     }
 
-    /// Returns the descriptor, readable once the process has ended.
+    /// Returns the descriptor, which is readable after the process has ended.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
-/// Returns true if the process `pid` started at `start_time` (0: any) has ended, for systems without pidfds. Children
-/// are checked by waitid: /proc shows a zombie while other threads of it run, before its status is available.
+/// Returns true if the process `pid` that started at `start_time` (at any time if 0) has ended, for systems without
+/// pidfds. Children are checked by waitid: /proc shows a zombie while other threads of it run, before its status is
+/// available.
 pub fn has_exited(pid: i32, start_time: u64) -> bool {
     match status_of_child(pid) {
         Ok(Some(_)) => true,
-        // A different start time: another child reused the number.
+        // With a different start time, it is another child that reused the number.
         Ok(None) => self::start_time(pid).is_ok_and(|time| start_time != 0 && time != start_time),
         Err(_) => !runs(pid, start_time),
     }
 }
 
-/// Returns the exit status of the child `pid`, without reaping, for systems without pidfds. `None` while it lives, and
-/// for a process that is no child or was reaped.
+/// Returns the exit status of the child `pid`, without reaping, for systems without pidfds. `None` while the child
+/// lives, and for a process that is not a child or was reaped.
 pub fn child_status(pid: i32) -> Option<ExitStatus> {
     status_of_child(pid).ok().flatten()
 }
@@ -148,7 +149,7 @@ fn wait_status(id: WaitId<'_>) -> rustix::io::Result<Option<ExitStatus>> {
     }))
 }
 
-/// Returns a process by its number, for the kernel: `EINVAL` for a number that no process has.
+/// Returns the number of a process as rustix takes it, or `EINVAL` for a number that no process can have.
 fn numbered(pid: i32) -> rustix::io::Result<Pid> {
     Pid::from_raw(pid.max(0)).ok_or(Errno::INVAL)
 }
@@ -159,14 +160,14 @@ pub fn is_child(pid: i32) -> bool {
 }
 
 /// Returns true if the process `pid` is a child or grandchild of this one, as under multiprocessing's fork server.
-/// False for this process, and for a number that names a group or no process.
+/// Returns false for this process, and for a number that names a group or no process.
 pub fn descends(pid: i32) -> bool {
     let me = std::process::id() as i32;
     if pid <= 0 || pid == me {
         return false;
     }
     let parent = parent(pid);
-    // waitid serves where /proc is unreadable or shows other numbers.
+    // waitid still works if /proc is unreadable or shows the numbers of another namespace.
     parent == Some(me) || is_child(pid) || parent.is_some_and(|parent| parent > 0 && is_child(parent))
 }
 
@@ -176,7 +177,8 @@ fn parent(pid: i32) -> Option<i32> {
     parse_field(&stat, 4)
 }
 
-/// Reads the start time of the process `pid`, in clock ticks since boot. With the number it identifies the process.
+/// Returns the start time of the process `pid`, in clock ticks since boot. Together with the number it identifies the
+/// process.
 pub fn start_time(pid: i32) -> Result<u64> {
     let path = format!("/proc/{pid}/stat");
     let text = read_file(path.as_ref()).map_err(|error| Error::Os {
@@ -191,13 +193,13 @@ pub fn start_time(pid: i32) -> Result<u64> {
     })
 }
 
-/// Returns true if the process `pid` started at `start_time` (0: any) runs; a zombie does not. Where /proc is
-/// unreadable, signal 0 decides, which counts a zombie as running.
+/// Returns true if the process `pid` that started at `start_time` (at any time if 0) runs; a zombie does not. If /proc
+/// is unreadable, signal 0 decides, which counts a zombie as running.
 pub fn runs(pid: i32, start_time: u64) -> bool {
     let stat = match read_file(format!("/proc/{pid}/stat").as_ref()) {
         Ok(stat) => stat,
-        // A missing file means a dead process only if other files of /proc exist; other errors (no descriptor left,
-        // say) do not tell.
+        // A missing file means a dead process only if other files of /proc exist. Other errors, such as a lack of
+        // descriptors, do not show whether the process lives.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound && read_file("/proc/self/stat".as_ref()).is_ok() => {
             return false;
         }
@@ -219,12 +221,12 @@ fn parse_start_time(stat: &[u8]) -> Option<u64> {
     parse_field(stat, 22)
 }
 
-/// Returns a field by its number in proc(5), from 3. Field 2 is the program's name in parentheses, which may contain
-/// blanks and parentheses.
+/// Returns a field by its number in proc(5), which is at least 3. Field 2 is the program's name in parentheses, which
+/// may contain blanks and parentheses.
 fn parse_field<T: std::str::FromStr>(stat: &[u8], number: usize) -> Option<T> {
     let end = stat.iter().rposition(|byte| *byte == b')')?;
-    let rest = std::str::from_utf8(&stat[end + 1..]).ok()?;
-    rest.split_ascii_whitespace().nth(number - 3)?.parse().ok()
+    let fields = std::str::from_utf8(&stat[end + 1..]).ok()?;
+    fields.split_ascii_whitespace().nth(number - 3)?.parse().ok()
 }
 
 /// Returns the C library's name of a signal, like "Killed" or "Segmentation fault".

@@ -1,4 +1,4 @@
-//! Waits for many descriptors at once.
+//! Waiting for many descriptors at once.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -25,16 +25,17 @@ pub enum WaitOutcome {
     Interrupted,
 }
 
-/// Descriptors to wait on until one is readable, each with a token of the caller's: ppoll for a few, epoll for more.
+/// Descriptors to wait on until one is readable, each with a token that the caller chooses. Uses ppoll for a few
+/// descriptors, and epoll for more.
 ///
-/// A descriptor must be removed before it is closed. The set works only in the process that made it: a forked child
-/// shares the epoll with its parent, where its changes would apply too. In a child, dropping it does nothing.
+/// A descriptor must be removed before it is closed. The set works only in the process that created it: a forked child
+/// shares the epoll with its parent, so its changes would apply there too. In a child, dropping the set does nothing.
 #[derive(Debug)]
 pub struct PollSet {
     /// `array[i]` belongs to `tokens[i]`.
     array: Vec<PollFd<'static>>,
     tokens: Vec<u64>,
-    /// Used once there were more than [`POLL_MAX`] descriptors, unless refused.
+    /// Used after there were more than [`POLL_MAX`] descriptors; `None` before, and if the system refuses it.
     epoll: Option<OwnedFd>,
     pid: u32,
 }
@@ -72,14 +73,14 @@ impl PollSet {
         if self.array.iter().any(|entry| entry.as_fd().as_raw_fd() == fd) {
             return Err(Error::usage(format!("descriptor {fd} is waited on twice")));
         }
-        let fd = by_number(fd).map_err(|errno| refused("poll", errno, "a number that is no descriptor"))?;
+        let fd = by_number(fd).map_err(|errno| refused("poll", errno, "the number is not a descriptor"))?;
         if self.epoll.as_ref().is_some_and(|epoll| register(epoll, fd, token).is_err()) {
             self.epoll = None;
         }
         self.array.push(PollFd::from_borrowed_fd(fd, PollFlags::IN));
         self.tokens.push(token);
         if self.epoll.is_none() && self.array.len() > POLL_MAX {
-            // If that fails (no descriptor left), ppoll serves any number.
+            // If that fails (for lack of a descriptor, say), ppoll works for any number.
             self.epoll = self.new_epoll().ok();
         }
         Ok(())
@@ -99,13 +100,14 @@ impl PollSet {
         if failpoint!("epoll_ctl", rustix::event::epoll::delete(epoll, entry.as_fd())).is_ok() {
             return Ok(());
         }
-        // It was closed before. If a forked process still holds its file, the epoll reports it forever and only a new
-        // one forgets it. Where that fails too, ppoll names the descriptor.
+        // The descriptor was closed before. If a forked process still has its file open, the old epoll reports it
+        // forever, so a new epoll replaces it. If that fails because another descriptor was closed too, ppoll names
+        // that one.
         self.epoll = self.new_epoll().ok();
         Ok(())
     }
 
-    /// Waits until a descriptor is readable, for at most `timeout`, and writes the tokens of those that are into
+    /// Waits until a descriptor is readable, for at most `timeout`, and stores the tokens of the readable ones in
     /// `ready`. An end of file, an error and an exited process count as readable. epoll reports at most 64 per wait.
     ///
     /// Errors: [`Error::Os`] `EBADF` for a descriptor closed before it was removed, [`Error::Usage`] in a forked child.
@@ -125,9 +127,9 @@ impl PollSet {
 
     fn ppoll(&mut self, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {
         let timeout = timeout.map(timespec);
-        let answer = failpoint!("ppoll", rustix::event::poll(&mut self.array, timeout.as_ref()));
-        if !matches!(answer, Ok(1..)) {
-            return nothing(answer, "ppoll");
+        let result = failpoint!("ppoll", rustix::event::poll(&mut self.array, timeout.as_ref()));
+        if !matches!(result, Ok(1..)) {
+            return no_event(result, "ppoll");
         }
         for (entry, token) in self.array.iter().zip(&self.tokens) {
             if entry.revents().contains(PollFlags::NVAL) {
@@ -155,14 +157,14 @@ impl PollSet {
         if self.pid == std::process::id() {
             return Ok(());
         }
-        Err(Error::usage("a poll set was used in a forked child of the process that made it"))
+        Err(Error::usage("a poll set was used in a forked child of the process that created it"))
     }
 }
 
 impl Drop for PollSet {
     fn drop(&mut self) {
         if self.pid != std::process::id() {
-            // The number may name a file of the child's by now.
+            // The number may now name one of the child's files.
             std::mem::forget(self.epoll.take());
         }
     }
@@ -180,22 +182,22 @@ fn register(epoll: &OwnedFd, fd: BorrowedFd<'_>, token: u64) -> Result<()> {
 }
 
 fn epoll_wait(epoll: &OwnedFd, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {
-    // The kernel's limit for epoll, in milliseconds. rustix rounds up, so that the caller does not spin through the
-    // last fraction of one.
+    // epoll takes at most this many milliseconds. rustix rounds up, so that the caller does not spin during the last
+    // fraction of a millisecond.
     let timeout = timeout.map(|time| timespec(time.min(Duration::from_millis(i32::MAX as u64))));
     let mut events = [const { MaybeUninit::uninit() }; EPOLL_EVENTS];
     match failpoint!("epoll_wait", rustix::event::epoll::wait(epoll, &mut events, timeout.as_ref())) {
-        Ok((found, _)) if !found.is_empty() => {
-            ready.extend(found.iter().map(|event| event.data.u64()));
+        Ok((occurred, _)) if !occurred.is_empty() => {
+            ready.extend(occurred.iter().map(|event| event.data.u64()));
             Ok(WaitOutcome::Ready)
         }
-        answer => nothing(answer.map(|_| 0), "epoll_wait"),
+        result => no_event(result.map(|_| 0), "epoll_wait"),
     }
 }
 
-/// Returns the outcome of a wait that found nothing.
-fn nothing(answer: rustix::io::Result<usize>, call: &'static str) -> Result<WaitOutcome> {
-    match answer {
+/// Returns the outcome of a wait in which no descriptor became readable.
+fn no_event(result: rustix::io::Result<usize>, call: &'static str) -> Result<WaitOutcome> {
+    match result {
         Ok(_) => Ok(WaitOutcome::TimedOut),
         Err(Errno::INTR) => Ok(WaitOutcome::Interrupted),
         Err(errno) => Err(refused(call, errno, descriptor_hint(errno))),

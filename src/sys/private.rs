@@ -10,9 +10,9 @@ use super::clock::timespec;
 use super::failpoint::failpoint;
 use super::retry_on_intr;
 
-/// Replaces the whole pages from `start` on, `len` bytes, by private ones with the same bytes: ordinary memory of this
-/// process. If the system refuses, they become inaccessible, so that an access ends the process and changes nothing.
-/// Takes no lock.
+/// Replaces `len` bytes of whole pages, from `start` on, with private pages that have the same contents: ordinary
+/// memory of this process. If the system refuses, the pages become inaccessible, so that an access ends the process
+/// instead of changing shared memory. Takes no lock.
 ///
 /// # Safety
 /// The range is mapped and readable, it belongs to no other thread, and no reference to it is used during the call.
@@ -24,7 +24,7 @@ pub unsafe fn make_private(start: *mut u8, len: usize) {
         // SAFETY: both ranges have `len` bytes, the caller's is readable, and the copy's is new.
         unsafe { std::ptr::copy_nonoverlapping(start, copy.cast(), len) };
         let (flags, place) = (MremapFlags::MAYMOVE, start.cast());
-        // SAFETY: moves the copy over the caller's range, which nothing else uses.
+        // SAFETY: the call moves the copy over the caller's range, which nothing else uses.
         if unsafe { rustix::mm::mremap_fixed(copy, len, len, flags, place) }.is_ok() {
             return;
         }
@@ -33,10 +33,10 @@ pub unsafe fn make_private(start: *mut u8, len: usize) {
     unsafe { make_inaccessible(start, len) };
 }
 
-/// Makes the whole pages from `start` on, `len` bytes, inaccessible to this process.
+/// Makes `len` bytes of whole pages, from `start` on, inaccessible to this process.
 ///
 /// # Safety
-/// As of [`make_private`].
+/// As for [`make_private`].
 pub unsafe fn make_inaccessible(start: *mut u8, len: usize) {
     // SAFETY: the caller's range.
     if unsafe { rustix::mm::mprotect(start.cast(), len, MprotectFlags::empty()) }.is_err() {
@@ -45,7 +45,7 @@ pub unsafe fn make_inaccessible(start: *mut u8, len: usize) {
     }
 }
 
-/// Lets a parent wait after a fork until its child has passed a point, or has ended.
+/// A gate at which a parent waits after a fork until its child has passed a point or has ended.
 #[derive(Debug)]
 pub struct ForkGate {
     reader: PipeReader,
@@ -53,14 +53,14 @@ pub struct ForkGate {
 }
 
 impl ForkGate {
-    /// Opens a gate, before the fork. `None`: the system refuses a pipe.
+    /// Creates a gate. Call it before the fork. Returns `None` if the system refuses a pipe.
     pub fn new() -> Option<Self> {
         let (reader, writer) = failpoint!("pipe", std::io::pipe()).ok()?;
         Some(Self { reader, writer })
     }
 
-    /// Waits, in the parent, until the child has dropped the gate or ended, at most for `limit`. Returns at once if
-    /// there is no child.
+    /// Waits in the parent until the child has dropped the gate or ended, for at most `limit`. Returns at once if there
+    /// is no child.
     pub fn wait(self, limit: Duration) {
         drop(self.writer);
         let mut entry = [PollFd::new(&self.reader, PollFlags::IN)];
@@ -82,7 +82,7 @@ mod tests {
     use super::super::memfd;
     use super::*;
 
-    /// Runs `check` in a child. Returns whether it was true.
+    /// Runs `check` in a child and returns its result.
     fn in_child(check: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child leaves by _exit; what it calls takes no lock.
         let pid = unsafe { libc::fork() };
@@ -103,27 +103,27 @@ mod tests {
         let byte = |n: usize| unsafe { &mut *map.as_ptr().add(n) };
         *byte(0) = 1;
         *byte(len - 1) = 2;
-        let made = in_child(|| {
-            // SAFETY: the whole mapping, to which there is no reference.
+        let is_private = in_child(|| {
+            // SAFETY: the range is the whole mapping, to which there is no reference.
             unsafe { make_private(map.as_ptr(), len) };
             let same = (*byte(0), *byte(len / 2), *byte(len - 1)) == (1, 0, 2);
             *byte(0) = 9;
             *byte(len / 2) = 9;
             same && *byte(0) == 9
         });
-        assert!(made);
+        assert!(is_private);
         assert_eq!((*byte(0), *byte(len / 2), *byte(len - 1)), (1, 0, 2));
     }
 
     #[test]
-    fn a_gate_opens_when_the_child_drops_it_or_ends_or_is_none() {
+    fn a_gate_opens_when_the_child_drops_it_or_ends_or_does_not_exist() {
         const LONG: Duration = Duration::from_secs(600);
         ForkGate::new().unwrap().wait(LONG);
         let gate = ForkGate::new().unwrap();
         // SAFETY: the child calls nothing but the kernel.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
-            // SAFETY: closes its copies of the gate, and sleeps until the parent ends it.
+            // SAFETY: the child closes its copies of the gate, and sleeps until the parent ends it.
             unsafe {
                 libc::close(gate.reader.as_raw_fd());
                 libc::close(gate.writer.as_raw_fd());

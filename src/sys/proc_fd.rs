@@ -1,4 +1,4 @@
-//! Reads files of another process through /proc.
+//! Access to open files of another process through /proc.
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
@@ -10,10 +10,10 @@ use super::identity::FdIdentity;
 use super::{descriptor_hint, refused};
 use crate::error::Result;
 
-/// Opens the file that the process `pid` has under the number `fd`, if it has this device and inode. No other file is
-/// opened: that would wake a FIFO's peer, and may have any effect on a device.
+/// Opens the file that the process `pid` has under the number `fd`, if the file has this device and inode. Does not
+/// open any other file: that would wake a FIFO's peer, and may have any effect on a device.
 ///
-/// Errors: [`Error::Os`] `EBADF` for another file; else that of `open`, where /proc is not mounted, hides the
+/// Errors: [`Error::Os`] with `EBADF` for another file. The error of `open` if /proc is not mounted, hides the
 /// process's files, or has no such number.
 pub fn open(pid: i32, fd: i32, place: (u64, u64)) -> Result<OwnedFd> {
     // O_PATH: a reference that allows only fstat.
@@ -21,7 +21,7 @@ pub fn open(pid: i32, fd: i32, place: (u64, u64)) -> Result<OwnedFd> {
     if FdIdentity::of(file.as_raw_fd())?.place() == place {
         return open_path(&format!("/proc/self/fd/{}", file.as_raw_fd()), OFlags::RDONLY);
     }
-    let hint = format!("process {pid} has another file under the number {fd} by now");
+    let hint = format!("process {pid} has another file under the number {fd} now");
     Err(refused("open(/proc/PID/fd)", Errno::BADF, hint))
 }
 
@@ -30,9 +30,9 @@ fn open_path(path: &str, flags: OFlags) -> Result<OwnedFd> {
     failpoint!("peek", call()).map_err(|errno| refused("open(/proc/PID/fd)", errno, descriptor_hint(errno)))
 }
 
-/// Reads at most `most` bytes from `start` on.
-pub fn read(file: BorrowedFd<'_>, start: usize, most: usize) -> Vec<u8> {
-    let mut bytes = vec![0; most];
+/// Reads at most `max_len` bytes from `start` on.
+pub fn read(file: BorrowedFd<'_>, start: usize, max_len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; max_len];
     let len = rustix::io::pread(file, &mut bytes, start as u64);
     bytes.truncate(len.unwrap_or(0));
     bytes
@@ -40,7 +40,7 @@ pub fn read(file: BorrowedFd<'_>, start: usize, most: usize) -> Vec<u8> {
 
 /// Returns the file's length in bytes; 0 if unknown.
 pub fn len(file: BorrowedFd<'_>) -> usize {
-    // The descriptor's position is not used.
+    // Nothing else uses the position of the descriptor.
     rustix::fs::seek(file, SeekFrom::End(0)).map_or(0, |end| end as usize)
 }
 
@@ -56,7 +56,7 @@ mod tests {
     use crate::error::Error;
 
     #[test]
-    fn only_the_file_that_is_meant_is_opened() {
+    fn only_the_expected_file_is_opened() {
         let me = std::process::id() as i32;
         let file = memfd::create("rustloader-test", 0).unwrap();
         let place = FdIdentity::of(file.as_raw_fd()).unwrap().place();
@@ -91,7 +91,7 @@ mod tests {
         assert!(matches!(open(me, fifo.as_raw_fd(), place), Err(Error::Os { errno: libc::EBADF, .. })));
         assert!(!was_opened());
         drop(std::fs::File::options().read(true).write(true).open(&path).unwrap());
-        assert!(was_opened(), "the kernel tells of none");
+        assert!(was_opened(), "inotify reports no opening");
         std::fs::remove_file(&path).unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! Memfds that can no longer be changed: written once by calls, sealed, then mapped.
+//! Memfds that can no longer be changed: they are written once by system calls, then sealed, then mapped.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -13,13 +13,13 @@ use super::map::{map_file, size_of_file};
 use super::{limit, refused, retry_on_intr};
 use crate::error::{Error, Result};
 
-/// The seals of such a file: with them no access to a mapping of it can be SIGBUS, and its bytes never change.
+/// The seals of such a file. With them no access to a mapping of it can raise SIGBUS, and its bytes never change.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::WRITE).union(SealFlags::SEAL);
 
-/// Writes all bytes at a position of a memfd. Its pages come into being within the call, so that a lack of memory is an
-/// error and not a SIGBUS.
+/// Writes all bytes at a position of a memfd. The call allocates its pages, so that a lack of memory is an error and
+/// not a SIGBUS.
 ///
-/// Errors: [`Error::Os`], with `ENOMEM` or `ENOSPC` where the kernel has no page.
+/// Errors: [`Error::Os`], with `ENOMEM` or `ENOSPC` if the kernel has no page.
 pub fn write_at(fd: BorrowedFd<'_>, mut bytes: &[u8], mut at: u64) -> Result<()> {
     while !bytes.is_empty() {
         let end = at.checked_add(bytes.len() as u64).filter(|end| i64::try_from(*end).is_ok());
@@ -44,23 +44,22 @@ pub fn write_at(fd: BorrowedFd<'_>, mut bytes: &[u8], mut at: u64) -> Result<()>
 }
 
 fn too_long(len: u64) -> Error {
-    let hint = format!(
-        "a file of {len} bytes in memory was wanted: raise the limit of file sizes (`ulimit -f`, RLIMIT_FSIZE)"
-    );
+    let hint =
+        format!("a file of {len} bytes in memory is needed: raise the limit of file sizes (`ulimit -f`, RLIMIT_FSIZE)");
     Error::Os { call: "pwrite", errno: libc::EFBIG, hint }
 }
 
-/// Seals a memfd against every change, and the seals.
+/// Seals a memfd against every change of its bytes, its length and its seals.
 pub fn seal_all(fd: BorrowedFd<'_>) -> Result<()> {
     failpoint!("seal", rustix::fs::fcntl_add_seals(fd, SEALS))
         .map_err(|errno| refused("fcntl(F_ADD_SEALS)", errno, "the kernel or its sandbox does not allow seals"))
 }
 
-/// A private mapping of a sealed file, inherited by forked children. A write through it, if it is writable, changes
-/// this process's copy of a page alone.
+/// A private mapping of a sealed file, inherited by forked children. A write through a writable mapping changes only
+/// this process's copy of a page.
 #[derive(Debug)]
 pub struct SealedMap {
-    /// The first byte; on a page boundary.
+    /// The address of the first byte; on a page boundary.
     start: NonNull<u8>,
     len: usize,
 }
@@ -73,7 +72,7 @@ unsafe impl Sync for SealedMap {}
 impl SealedMap {
     /// Maps a whole file, which must have all seals.
     ///
-    /// Errors: [`Error::Foreign`] if it lacks them or is empty, [`Error::Os`] of a refused call.
+    /// Errors: [`Error::Foreign`] if the file lacks a seal or is empty, [`Error::Os`] for a refused call.
     pub fn new(fd: BorrowedFd<'_>, is_writable: bool) -> Result<Self> {
         match failpoint!("get_seals", rustix::fs::fcntl_get_seals(fd)) {
             Ok(seals) if seals.contains(SEALS) => {}
@@ -81,7 +80,7 @@ impl SealedMap {
                 let hint = "the descriptor was closed by other code";
                 return Err(refused("fcntl(F_GET_SEALS)", errno, hint));
             }
-            _ => return Err(Error::foreign("it is no sealed file in memory")),
+            _ => return Err(Error::foreign("it is not a sealed file in memory")),
         }
         let Some(len) = usize::try_from(size_of_file(fd)?).ok().filter(|len| *len > 0) else {
             return Err(Error::foreign("it is empty"));
@@ -91,7 +90,7 @@ impl SealedMap {
         Ok(Self { start, len })
     }
 
-    /// Returns the first byte, valid for [`SealedMap::len`] bytes while the mapping lives.
+    /// Returns the address of the first byte, valid for [`SealedMap::len`] bytes while the mapping lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
@@ -107,7 +106,7 @@ impl SealedMap {
     /// # Safety
     /// Nothing writes through this mapping: it is not writable.
     pub unsafe fn bytes(&self) -> &[u8] {
-        // SAFETY: the file has this length, and its seals keep length and bytes.
+        // SAFETY: the file has this length, and its seals preserve length and bytes.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }

@@ -1,4 +1,4 @@
-//! Signals of this thread and to other processes; the immediate exit of this one.
+//! Signal masks, signal actions, and signals to other processes; the immediate exit of this process.
 
 use rustix::io::Errno;
 use rustix::process::Pid;
@@ -8,7 +8,7 @@ use super::{checked, refused};
 use crate::config::STACK_SIGNAL;
 use crate::error::{Error, Result};
 
-/// Blocks every signal in the calling thread, so that the user's threads alone receive them.
+/// Blocks every signal in the calling thread, so that only the program's own threads receive signals.
 pub fn block_all_in_this_thread() {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigfillset fills the whole set, which pthread_sigmask then reads.
@@ -23,10 +23,10 @@ pub fn block_all_in_this_thread() {
 pub struct Mask(libc::sigset_t);
 
 impl Mask {
-    /// Also blocks `signals` in the calling thread; returns the previous mask.
+    /// Blocks `signals` in the calling thread, in addition to those already blocked. Returns the previous mask.
     pub fn block(signals: &[i32]) -> Self {
         let (mut more, mut before) = (empty_set(), Self(empty_set()));
-        // SAFETY: local sets; a number that is no signal is refused.
+        // SAFETY: the sets are local; a number that is not a signal is refused.
         unsafe {
             for &signal in signals {
                 libc::sigaddset(&mut more, signal);
@@ -44,7 +44,7 @@ impl Mask {
 
     /// Returns true if `signal` is blocked.
     pub fn has(&self, signal: i32) -> bool {
-        // SAFETY: a valid set; a number that is no signal is refused.
+        // SAFETY: the set is valid; a number that is not a signal is refused.
         unsafe { libc::sigismember(&self.0, signal) == 1 }
     }
 }
@@ -58,11 +58,11 @@ fn empty_set() -> libc::sigset_t {
     }
 }
 
-/// Sends `signal` to the process `pid`; an ended process is no error. Prefer
+/// Sends `signal` to the process `pid`. It is no error if the process has ended. Prefer
 /// [`PidFd::send_signal`](super::pidfd::PidFd::send_signal), which cannot hit another process with a recycled number.
 pub fn kill(pid: i32, signal: i32) -> Result<()> {
     if pid <= 0 {
-        return Err(Error::usage(format!("kill of {pid}, which is a group and no process")));
+        return Err(Error::usage(format!("kill of {pid}, which is a group and not a process")));
     }
     // SAFETY: kill takes plain numbers.
     match failpoint!("kill", checked(unsafe { libc::kill(pid, signal) })) {
@@ -71,13 +71,13 @@ pub fn kill(pid: i32, signal: i32) -> Result<()> {
     }
 }
 
-/// Returns the signal on which a worker dumps its stack: real-time, because programs use the others, and from the
-/// middle of the range, because C libraries and debuggers use both ends.
+/// Returns the signal on which a worker dumps its stack. It is a real-time signal, because programs use the others, and
+/// from the middle of the range, because C libraries and debuggers use both ends.
 pub fn stack_signal() -> i32 {
     libc::SIGRTMIN() + STACK_SIGNAL
 }
 
-/// The default action.
+/// The default action of a signal.
 pub const DEFAULT: usize = libc::SIG_DFL;
 
 /// Returns the address of this process's handler of `signal`, [`DEFAULT`] or `SIG_IGN`; `None` if unknown.
@@ -94,32 +94,32 @@ pub(super) fn action_of(signal: i32) -> Option<libc::sigaction> {
     failpoint!("sigaction", checked(call())).is_ok().then_some(now)
 }
 
-/// Sets the action of `signal`; returns whether that succeeded.
+/// Sets the action of `signal`. Returns true on success.
 ///
 /// # Safety
-/// A handler in `action` is of the type that its flags say, and async-signal-safe.
+/// A handler in `action` has the type that the flags state, and is async-signal-safe.
 pub(super) unsafe fn set_action(signal: i32, action: &libc::sigaction) -> bool {
     // SAFETY: the caller's contract; the old action is not requested.
     let call = || unsafe { libc::sigaction(signal, action, std::ptr::null_mut()) };
     failpoint!("sigaction", checked(call())).is_ok()
 }
 
-/// Makes this process ignore `signal`; if refused, its action stays.
+/// Makes this process ignore `signal`. If the system refuses, the action stays as it is.
 pub fn ignore(signal: i32) {
     // SAFETY: a sigaction of zeroes is a valid one, with an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = libc::SIG_IGN;
-    // SAFETY: there is no handler in it.
+    // SAFETY: the action has no handler.
     unsafe { set_action(signal, &action) };
 }
 
-/// Returns true if the process `pid` has a handler for `signal`, by /proc; false if unknown.
+/// Returns true if the process `pid` has a handler for `signal` according to /proc; false if unknown.
 pub fn catches(pid: i32, signal: i32) -> bool {
     is_in_mask(pid, b"SigCgt:", signal)
 }
 
-/// Returns true if the main thread of the process `pid` blocks `signal`, as it does while the handler runs, by /proc;
-/// false if unknown.
+/// Returns true if the main thread of the process `pid` blocks `signal` according to /proc, as it does while the
+/// handler runs; false if unknown.
 pub fn blocks(pid: i32, signal: i32) -> bool {
     is_in_mask(pid, b"SigBlk:", signal)
 }
@@ -137,7 +137,7 @@ pub fn exit_now(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
-/// Returns the parent process.
+/// Returns the id of the parent process.
 pub fn getppid() -> i32 {
     Pid::as_raw(rustix::process::getppid())
 }
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mask_is_as_it_was_before() {
+    fn a_mask_is_restored() {
         let thread = std::thread::spawn(|| {
             let before = Mask::block(&[libc::SIGUSR1]);
             let meanwhile = Mask::block(&[libc::SIGUSR2]);
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_main_thread_blocks_is_told() {
+    fn signals_that_the_main_thread_blocks_are_reported() {
         let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
         let me = std::process::id() as i32;
         // The main thread blocks all signals while it starts the threads of tests.
@@ -197,7 +197,7 @@ mod tests {
             assert!(std::time::Instant::now() < end);
         }
         assert!(!blocks(i32::MAX, stack_signal()));
-        // A test runs in a thread of its own: only a child's main thread is this test's to set.
+        // A test does not run in the main thread, so it can set only the mask of a child's main thread.
         // SAFETY: the child calls nothing but the kernel, and ends by the signal that it then gets.
         let child = unsafe { libc::fork() };
         if child == 0 {
@@ -218,19 +218,19 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_no_target() {
+    fn groups_are_not_signalled() {
         assert!(matches!(kill(-1, 0), Err(Error::Usage { .. })));
         assert!(matches!(kill(0, 0), Err(Error::Usage { .. })));
     }
 
     #[test]
-    fn a_process_that_is_gone_is_no_error() {
+    fn an_ended_process_is_no_error() {
         kill(std::process::id() as i32, 0).unwrap();
         kill(i32::MAX, 0).unwrap();
     }
 
     #[test]
-    fn the_main_thread_has_the_number_of_the_process_and_others_have_not() {
+    fn only_the_main_thread_has_the_number_of_the_process() {
         let other = std::thread::spawn(gettid).join().unwrap();
         assert!(other > 0);
         assert_ne!(other, std::process::id() as i32);

@@ -1,7 +1,7 @@
-//! A handler for SIGTERM that can postpone the end.
+//! A handler for SIGTERM that can postpone the end of the process.
 //!
-//! The handler is async-signal-safe: atomics, and the system calls getpid, timer_settime, sigaction, raise and _exit. A
-//! timer that sends SIGTERM calls it again, so nothing waits and no thread is woken.
+//! The handler is async-signal-safe: it uses only atomics and the system calls getpid, timer_settime, sigaction, raise
+//! and _exit. A timer that sends SIGTERM calls it again, so nothing waits and no thread is woken.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -14,12 +14,12 @@ use crate::error::{Error, Result};
 /// The reason for which the handler runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// A process sent the signal; 0 for another pid namespace or the kernel.
+    /// A process sent the signal.
     Sent {
-        /// The sender's process id.
+        /// The sender's process id; 0 for the kernel, and for a process in another pid namespace.
         by: i32,
     },
-    /// The time of [`Reaction::AskAgain`] is up.
+    /// The time of [`Reaction::AskAgain`] has passed.
     Time,
 }
 
@@ -35,26 +35,27 @@ pub enum Reaction {
 }
 
 /// The handler's state.
-struct Seat {
-    /// The process that installed it. A forked child has the handler but no timer: there the signal has its default
-    /// effect.
+struct HandlerState {
+    /// The process that installed the handler. A forked child has the handler but no timer: there the signal has its
+    /// default effect.
     pid: i32,
     /// A `timer_t`.
     timer: usize,
     decide: fn(Cause) -> Reaction,
 }
 
-static SEAT: OnceLock<Seat> = OnceLock::new();
+static STATE: OnceLock<HandlerState> = OnceLock::new();
 
-/// Makes SIGTERM call `decide`, in the handler: it may use atomics, but no lock, allocation or thread-local. Once per
-/// process, by a thread that lives as long as the process. A later handler replaces it.
+/// Makes SIGTERM call `decide` in the handler, where it may use atomics, but no lock, allocation or thread-local. Call
+/// it once per process, in a thread that lives as long as the process. A handler that is installed later replaces this
+/// one.
 ///
 /// # Errors
-/// [`Error::Os`] if the system refuses a timer or the handler; nothing has changed then.
+/// [`Error::Os`] if the system refuses a timer or the handler; SIGTERM then has its earlier effect.
 pub fn install(decide: fn(Cause) -> Reaction) -> Result<()> {
     // SAFETY: a sigevent of zeroes is a valid one.
     let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
-    // To this thread: one to the process would merge with another pending SIGTERM.
+    // The timer signals this thread, because a signal to the process would merge with another pending SIGTERM.
     event.sigev_notify = libc::SIGEV_THREAD_ID;
     event.sigev_notify_thread_id = super::signal::gettid();
     event.sigev_signo = libc::SIGTERM;
@@ -64,12 +65,12 @@ pub fn install(decide: fn(Cause) -> Reaction) -> Result<()> {
     failpoint!("timer", checked(call()))
         .map_err(|errno| refused("timer_create", errno, "raise `ulimit -i` (RLIMIT_SIGPENDING)"))?;
     // SAFETY: getpid has no precondition.
-    let seat = Seat { pid: unsafe { libc::getpid() }, timer: timer as usize, decide };
-    SEAT.set(seat).map_err(|_| Error::usage("a second handler for SIGTERM"))?;
+    let state = HandlerState { pid: unsafe { libc::getpid() }, timer: timer as usize, decide };
+    STATE.set(state).map_err(|_| Error::usage("there is already a handler for SIGTERM"))?;
     // SAFETY: a sigaction of zeroes is a valid one, with an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = handler as *const () as usize;
-    // Interrupted system calls restart; it runs on the alternate stack where the thread has one.
+    // Interrupted system calls restart; the handler runs on the thread's alternate stack, if it has one.
     action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART | libc::SA_ONSTACK;
     // SAFETY: the handler has the type of SA_SIGINFO and stays as long as the process.
     let call = || unsafe { libc::sigaction(libc::SIGTERM, &action, std::ptr::null_mut()) };
@@ -86,11 +87,11 @@ extern "C" fn handler(_signal: libc::c_int, info: *const libc::siginfo_t, _conte
     let cause = if code == libc::SI_TIMER { Cause::Time } else { Cause::Sent { by } };
     // SAFETY: getpid has no precondition.
     let pid = unsafe { libc::getpid() };
-    // A plain atomic load: it was set before the handler was installed.
-    let seat = SEAT.get().filter(|seat| seat.pid == pid);
-    let reaction = seat.map_or(Reaction::Die, |seat| (seat.decide)(cause));
-    match (reaction, seat) {
-        (Reaction::AskAgain(after), Some(seat)) if set_timer(seat.timer, after) => {}
+    // A plain atomic load, because the state was set before the handler was installed.
+    let state = STATE.get().filter(|state| state.pid == pid);
+    let reaction = state.map_or(Reaction::Die, |state| (state.decide)(cause));
+    match (reaction, state) {
+        (Reaction::AskAgain(after), Some(state)) if set_timer(state.timer, after) => {}
         (Reaction::Leave, _) => super::signal::exit_now(0),
         _ => die(),
     }

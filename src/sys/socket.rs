@@ -1,4 +1,4 @@
-//! A connected stream socket that never blocks, and its wait.
+//! A connected stream socket. Only its `wait` blocks.
 
 use std::marker::PhantomData;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -15,33 +15,33 @@ use super::owned::KnownFd;
 use super::{checked, refused, retry_on_intr};
 use crate::error::Result;
 
-/// The remedy when the connection breaks.
-const BROKEN: &str = "the other end has gone, or the network between the machines is down";
+/// The hint of an error when the connection breaks.
+const BROKEN: &str = "the other end is gone, or the network between the machines is down";
 
-/// The remedy when the descriptor no longer names the socket.
+/// The hint of an error when the descriptor no longer names the socket.
 const REPLACED: &str = "the descriptor was closed or replaced by other code";
 
 /// The outcome of one call that sends or receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Moved {
-    /// This many bytes, at least one.
+pub enum Transfer {
+    /// This many bytes were transferred; at least one.
     Bytes(usize),
-    /// None now.
+    /// No bytes can be transferred at the moment.
     Nothing,
-    /// None any more: the other end has closed its side.
+    /// No more bytes will come: the other end has closed its side.
     End,
 }
 
 /// The outcome of [`Socket::wait`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Readiness {
-    /// The socket has bytes, or its end.
+    /// The socket has bytes, or is at its end.
     pub readable: bool,
-    /// The other descriptor is readable.
+    /// The bell is readable.
     pub rung: bool,
 }
 
-/// Bytes to send, by pointer and length. Others may change them meanwhile, which a slice does not allow.
+/// Bytes to send, as pointer and length. Other processes may change them during the call, which a slice does not allow.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub struct Part<'a>(libc::iovec, PhantomData<&'a [u8]>);
@@ -53,23 +53,23 @@ impl<'a> Part<'a> {
         unsafe { Self::raw(bytes.as_ptr(), bytes.len()) }
     }
 
-    /// `len` bytes at `memory`.
+    /// Returns the `len` bytes at `memory`.
     ///
     /// # Safety
-    /// They stay mapped and readable for `'a`. Their values may change.
+    /// The bytes stay mapped and readable for `'a`. Their values may change.
     pub unsafe fn raw(memory: *const u8, len: usize) -> Self {
         Self(libc::iovec { iov_base: memory.cast_mut().cast(), iov_len: len }, PhantomData)
     }
 
-    /// Passes over `count` bytes of `parts`, and over the parts that are empty after that.
+    /// Skips `count` bytes of `parts`, and the leading parts that are then empty.
     pub fn advance(parts: &mut &mut [Self], mut count: usize) {
         let mut done = 0;
         for Self(part, _) in parts.iter_mut() {
-            let passed = part.iov_len.min(count);
-            // `passed` bytes of the part are there.
-            part.iov_base = part.iov_base.wrapping_byte_add(passed);
-            part.iov_len -= passed;
-            count -= passed;
+            let skipped = part.iov_len.min(count);
+            // The part has at least this many bytes.
+            part.iov_base = part.iov_base.wrapping_byte_add(skipped);
+            part.iov_len -= skipped;
+            count -= skipped;
             if part.iov_len > 0 {
                 break;
             }
@@ -80,13 +80,13 @@ impl<'a> Part<'a> {
     }
 }
 
-/// A connected stream socket. A forked child closes its copy at once. Once its number names another file, nothing is
-/// sent or received by it.
+/// A connected stream socket. A forked child closes its copy at once. If the number names another file, the socket
+/// sends and receives nothing.
 #[derive(Debug)]
 pub struct Socket(KnownFd);
 
 impl Socket {
-    /// Takes a connected socket over.
+    /// Takes ownership of a connected socket.
     pub fn new(fd: OwnedFd) -> Self {
         left_behind::leave_behind(fd.as_fd());
         Self(KnownFd::new(fd))
@@ -108,8 +108,8 @@ impl Socket {
         }
     }
 
-    /// Lets the kernel find an end of the connection without a packet: it probes an idle connection, and gives up on
-    /// bytes that are not acknowledged within `limit`. Does nothing for other sockets than TCP's.
+    /// Makes the kernel detect that the connection ended without a packet: it probes an idle connection, and gives up
+    /// on bytes that are not acknowledged within `limit`. Does nothing for sockets other than TCP sockets.
     pub fn keep_alive(&self, limit: Duration) {
         let millis = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX) as u32;
         let part = |n| Duration::from_secs(u64::from(millis / 1000 / n).max(1));
@@ -122,7 +122,7 @@ impl Socket {
     }
 
     /// Sends as many bytes as fit into the socket's buffer.
-    pub fn send(&self, parts: &[Part<'_>]) -> Result<Moved> {
+    pub fn send(&self, parts: &[Part<'_>]) -> Result<Transfer> {
         self.check("sendmsg")?;
         // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -130,18 +130,18 @@ impl Socket {
         message.msg_iov = parts.as_ptr().cast_mut().cast();
         message.msg_iovlen = parts.len() as _;
         let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-        // SAFETY: the header names `parts`, whose bytes stay readable during the call. The kernel alone reads them: if
-        // they change meanwhile, old or new ones are sent.
+        // SAFETY: the header names `parts`, whose bytes stay readable during the call. Only the kernel reads them: if
+        // they change during the call, old or new bytes are sent.
         let call = || unsafe { libc::sendmsg(self.raw(), &message, flags) };
-        moved(retry_on_intr(|| failpoint!("socket_send", checked(call()))), "sendmsg", false)
+        transfer(retry_on_intr(|| failpoint!("socket_send", checked(call()))), "sendmsg", false)
     }
 
-    /// Receives the available bytes into `first`, and those beyond its length into `second`: each an address and its
-    /// bytes.
+    /// Receives the available bytes into `first`, and those beyond its length into `second`. Each is an address and a
+    /// number of bytes.
     ///
     /// # Safety
     /// The caller owns these bytes.
-    pub unsafe fn receive(&self, first: (*mut u8, usize), second: (*mut u8, usize)) -> Result<Moved> {
+    pub unsafe fn receive(&self, first: (*mut u8, usize), second: (*mut u8, usize)) -> Result<Transfer> {
         self.check("recvmsg")?;
         let mut parts = [first, second].map(|(memory, len)| libc::iovec { iov_base: memory.cast(), iov_len: len });
         // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
@@ -150,11 +150,11 @@ impl Socket {
         message.msg_iovlen = parts.len() as _;
         // SAFETY: the header names `parts`, whose bytes the caller owns.
         let mut call = || unsafe { libc::recvmsg(self.raw(), &raw mut message, libc::MSG_DONTWAIT) };
-        moved(retry_on_intr(|| failpoint!("socket_receive", checked(call()))), "recvmsg", true)
+        transfer(retry_on_intr(|| failpoint!("socket_receive", checked(call()))), "recvmsg", true)
     }
 
-    /// Waits until there is something to receive if `receives`, or room to send if `sends`, or until `bell` is
-    /// readable, or a signal arrives, at most `limit`.
+    /// Waits for bytes to receive if `receives` is set, for room to send if `sends` is set, for `bell` to become
+    /// readable, or for a signal. Waits for at most `limit`.
     pub fn wait(
         &self,
         receives: bool,
@@ -168,8 +168,8 @@ impl Socket {
         let second = bell.unwrap_or(self.as_fd());
         let mut entries =
             [(self.as_fd(), events), (second, PollFlags::IN)].map(|(fd, events)| PollFd::from_borrowed_fd(fd, events));
-        let asked = &mut entries[..=usize::from(bell.is_some())];
-        match failpoint!("ppoll", rustix::event::poll(asked, limit.map(timespec).as_ref())) {
+        let watched = &mut entries[..=usize::from(bell.is_some())];
+        match failpoint!("ppoll", rustix::event::poll(watched, limit.map(timespec).as_ref())) {
             Err(Errno::INTR) => Ok(Readiness::default()),
             Err(errno) => Err(refused("ppoll", errno, BROKEN)),
             Ok(_) => Ok(Readiness {
@@ -189,7 +189,7 @@ impl Socket {
             std::net::Shutdown::Write => Shutdown::Write,
             std::net::Shutdown::Both => Shutdown::Both,
         };
-        // Refused only where the connection has ended.
+        // The system refuses this only if the connection has ended.
         let _ = rustix::net::shutdown(self.as_fd(), how);
     }
 }
@@ -200,11 +200,11 @@ impl Drop for Socket {
     }
 }
 
-fn moved(count: rustix::io::Result<isize>, call: &'static str, receives: bool) -> Result<Moved> {
+fn transfer(count: rustix::io::Result<isize>, call: &'static str, receives: bool) -> Result<Transfer> {
     match count {
-        Ok(0) if receives => Ok(Moved::End),
-        Ok(0) | Err(Errno::AGAIN) => Ok(Moved::Nothing),
-        Ok(count) => Ok(Moved::Bytes(count as usize)),
+        Ok(0) if receives => Ok(Transfer::End),
+        Ok(0) | Err(Errno::AGAIN) => Ok(Transfer::Nothing),
+        Ok(count) => Ok(Transfer::Bytes(count as usize)),
         Err(errno) => Err(refused(call, errno, BROKEN)),
     }
 }
@@ -219,7 +219,7 @@ mod tests {
     use crate::sys::event::EventFd;
 
     #[test]
-    fn a_call_moves_what_it_can_and_tells_the_end() {
+    fn a_call_transfers_available_bytes_and_reports_the_end() {
         let (one, other) = UnixStream::pair().unwrap();
         let (one, other) = (Socket::new(one.into()), Socket::new(other.into()));
         one.keep_alive(Duration::from_secs(10));
@@ -229,19 +229,19 @@ mod tests {
             let (first, second) = bytes.split_at_mut(2);
             other.receive((first.as_mut_ptr(), 2), (second.as_mut_ptr(), 6))
         };
-        assert_eq!(receive().unwrap(), Moved::Nothing);
-        assert_eq!(one.send(&[Part::new(b"ab"), Part::new(b"c")]).unwrap(), Moved::Bytes(3));
-        assert_eq!(receive().unwrap(), Moved::Bytes(3));
-        while one.send(&[Part::new(&[0; 4096])]).unwrap() != Moved::Nothing {}
-        while receive().unwrap() != Moved::Nothing {}
+        assert_eq!(receive().unwrap(), Transfer::Nothing);
+        assert_eq!(one.send(&[Part::new(b"ab"), Part::new(b"c")]).unwrap(), Transfer::Bytes(3));
+        assert_eq!(receive().unwrap(), Transfer::Bytes(3));
+        while one.send(&[Part::new(&[0; 4096])]).unwrap() != Transfer::Nothing {}
+        while receive().unwrap() != Transfer::Nothing {}
         one.shut_down(std::net::Shutdown::Both);
-        assert_eq!(receive().unwrap(), Moved::End);
+        assert_eq!(receive().unwrap(), Transfer::End);
         assert!(one.send(&[Part::new(b"d")]).is_err());
         assert_eq!(&bytes[..1], [0]);
     }
 
     #[test]
-    fn parts_are_passed_over_byte_by_byte_and_empty_ones_at_once() {
+    fn bytes_of_parts_are_skipped_and_empty_parts_removed() {
         let all: Vec<u8> = (0..10).collect();
         let parts = || [&all[..0], &all[..3], &all[3..3], &all[3..4], &all[4..]].map(Part::new);
         for step in 1..=10 {
@@ -250,7 +250,7 @@ mod tests {
             Part::advance(&mut left, 0);
             for begin in (0..10).step_by(step) {
                 let part = left[0].0;
-                // SAFETY: what is left of a part lies in `all`.
+                // SAFETY: the remainder of a part is in `all`.
                 let first = unsafe { *part.iov_base.cast::<u8>() };
                 assert_eq!(usize::from(first), begin);
                 assert_eq!(left.iter().map(|part| part.0.iov_len).sum::<usize>(), 10 - begin);
@@ -262,20 +262,20 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "1 bytes more than the parts have")]
-    fn no_more_is_passed_over_than_there_is() {
+    fn more_bytes_than_there_are_cannot_be_skipped() {
         Part::advance(&mut &mut [Part::new(b"ab")][..], 3);
     }
 
     #[test]
-    fn a_socket_that_has_got_its_number_is_neither_read_nor_written_nor_ended() {
+    fn another_socket_with_its_number_is_neither_read_nor_written_nor_shut_down() {
         let (one, _other) = UnixStream::pair().unwrap();
         let (mut theirs, mut reader) = UnixStream::pair().unwrap();
         theirs.write_all(b"not our message").unwrap();
         let socket = Socket::new(one.into());
-        // SAFETY: dup2 takes plain numbers; the one that is taken over is `socket`'s.
+        // SAFETY: dup2 takes plain numbers; the number that it replaces is `socket`'s.
         assert!(unsafe { libc::dup2(reader.as_raw_fd(), socket.raw()) } != -1);
         let mut bytes = [0; 15];
-        let replaced = |moved| matches!(moved, Err(Error::Os { errno: libc::EBADF, .. }));
+        let replaced = |transfer| matches!(transfer, Err(Error::Os { errno: libc::EBADF, .. }));
         // SAFETY: `bytes` is a local array.
         assert!(replaced(unsafe { socket.receive((bytes.as_mut_ptr(), 8), (bytes.as_mut_ptr(), 0)) }));
         assert!(replaced(socket.send(&[Part::new(b"a")])));
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_ends_with_bytes_with_the_bell_or_with_its_time() {
+    fn a_wait_ends_with_bytes_with_the_bell_or_at_its_limit() {
         let (one, other) = UnixStream::pair().unwrap();
         let (one, other) = (Socket::new(one.into()), Socket::new(other.into()));
         let bell = EventFd::new().unwrap();

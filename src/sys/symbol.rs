@@ -1,8 +1,9 @@
 //! Functions of libraries that the process has already loaded.
 
 use std::ffi::CStr;
-/// Returns the address of a symbol of a loaded library, given by soname. It stays valid while the library is loaded,
-/// for the libraries of a Python extension as long as the process.
+
+/// Returns the address of a symbol of a loaded library, given by its soname. The address is valid while the library is
+/// loaded; the libraries of a Python extension stay loaded until the process ends.
 pub fn find(library: &CStr, symbol: &CStr) -> Option<*mut libc::c_void> {
     // SAFETY: both are C strings; RTLD_NOLOAD loads nothing and runs no code.
     let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };

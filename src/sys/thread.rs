@@ -1,4 +1,4 @@
-//! Starts the crate's threads, and names the calling one.
+//! Starting and naming of the crate's threads.
 
 use std::ffi::CStr;
 
@@ -9,7 +9,7 @@ pub fn spawn(name: &str, stack: usize, work: impl FnOnce() + Send + 'static) -> 
     spawn_joinable(name, stack, work).map(drop)
 }
 
-/// As [`spawn`], for a thread that is joined.
+/// Starts a thread as [`spawn`] does, and returns a handle to join it.
 pub fn spawn_joinable(
     name: &str,
     stack: usize,
@@ -19,7 +19,7 @@ pub fn spawn_joinable(
     failpoint!("thread", builder.spawn(work))
 }
 
-/// Names the calling thread for `ps -L`, `py-spy` and debuggers, up to the kernel's 15 bytes.
+/// Names the calling thread for `ps -L`, `py-spy` and debuggers. The kernel keeps at most 15 bytes.
 pub fn set_name(name: &str) {
     let mut text = [0_u8; 16];
     let mut end = name.len().min(15);

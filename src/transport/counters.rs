@@ -1,5 +1,5 @@
-//! The counters of a worker's status page, as they travel, and the page that the main process has for a worker on
-//! another machine.
+//! The counters of a worker's status page as frames carry them, and the status page that the main process keeps for a
+//! worker on another machine.
 
 use crate::shm::layout::{StatusPage, WorkerState};
 use crate::sync::{AtomicU64, Ordering};
@@ -35,17 +35,17 @@ pub fn read(page: &StatusPage) -> [u64; COUNTERS] {
     counters(page).map(|word| word.load(Ordering::Relaxed))
 }
 
-/// Shows counters that have arrived.
-pub fn show(page: &StatusPage, values: &[u64; COUNTERS]) {
+/// Stores received counters in a page.
+pub fn store(page: &StatusPage, values: &[u64; COUNTERS]) {
     for (word, value) in counters(page).into_iter().zip(values) {
         word.store(*value, Ordering::Release);
     }
 }
 
-/// Shows a state that begins at `now`, with the task that the worker is at.
+/// Stores a state that begins at `now`, and the task that the worker has begun, if any.
 pub fn enter(page: &StatusPage, state: WorkerState, task: Option<u64>, now: u64) {
     if let Some(task) = task {
-        // Before the state: a stall check must not mistake the previous task for this one.
+        // Stored before the state, so that a stall check does not mistake the previous task for this one.
         page.task_since_ns.store(now, Ordering::Relaxed);
         page.place.store(0, Ordering::Relaxed);
         page.task.store(task, Ordering::Relaxed);

@@ -5,8 +5,8 @@
 //! task     kind of task in `count`, bytes of the payload in `length`; then the task's number u64, the payload
 //! result   leaves in `count`, bytes of the payload in `length`; then the entry (8 words), the worker's counters,
 //!          the leaves' lengths (u64 each), the payload, the leaves
-//! sample   task u64, place of the sample in its index batch and 1, or 0 after the last one u64
-//! ready, stop, kill, left, again: the head alone
+//! sample   task u64; u64: place of the sample in its index batch plus 1, or 0 after the last sample
+//! ready, stop, kill, left, replay: the head alone
 //! ```
 
 use super::counters::COUNTERS;
@@ -35,21 +35,21 @@ numbered_enum! {
         Ready = 4,
         /// From the worker: an answer to a task, or a snapshot.
         Result = 5,
-        /// From the worker: it has left its loop; nothing follows.
+        /// From the worker: it has left its loop; no frame follows.
         Left = 6,
         /// From the worker: it begins a sample of a task, or its collation.
         Sample = 7,
         /// From the worker: it begins a batch of a replay.
-        Again = 8,
+        Replay = 8,
     }
 }
 
 /// The beginning of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
-    /// The kind.
+    /// The kind of the frame.
     pub kind: Kind,
-    /// Of a task its kind, of a result the number of leaves.
+    /// The kind of a task, or the number of leaves of a result.
     pub count: u32,
     /// Bytes of the payload.
     pub len: u64,
@@ -61,7 +61,7 @@ impl Head {
         Self { kind, count: 0, len: 0 }
     }
 
-    /// Encodes it.
+    /// Encodes the head.
     pub fn to_bytes(self) -> [u8; HEAD] {
         let mut bytes = [0; HEAD];
         bytes[..4].copy_from_slice(&(self.kind as u32).to_le_bytes());
@@ -70,17 +70,17 @@ impl Head {
         bytes
     }
 
-    /// Decodes and checks it. `most` limits the payload.
-    pub fn from_bytes(bytes: &[u8; HEAD], most: u64) -> Result<Self> {
+    /// Decodes and checks a head. `max_len` limits the payload.
+    pub fn from_bytes(bytes: &[u8; HEAD], max_len: u64) -> Result<Self> {
         let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let len = u64::from(number(8)) | u64::from(number(12)) << 32;
         let (kind, count) = (Kind::of_number(number(0)), number(4));
         let bad = || Error::connection(format!("a frame of kind {} with {count} parts and {len} bytes", number(0)));
         let head = Self { kind: kind.ok_or_else(bad)?, count, len };
         let fits = match head.kind {
-            Kind::Task => len <= most,
-            Kind::Result => count <= LINK_LEAVES && len <= most,
-            Kind::Stop | Kind::Kill | Kind::Ready | Kind::Left | Kind::Sample | Kind::Again => count == 0 && len == 0,
+            Kind::Task => len <= max_len,
+            Kind::Result => count <= LINK_LEAVES && len <= max_len,
+            Kind::Stop | Kind::Kill | Kind::Ready | Kind::Left | Kind::Sample | Kind::Replay => count == 0 && len == 0,
         };
         if fits { Ok(head) } else { Err(bad()) }
     }
@@ -108,26 +108,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn heads_come_back_as_they_went_and_damaged_ones_are_errors() {
-        let most = 1 << 20;
+    fn heads_are_decoded_as_encoded_and_damaged_ones_are_errors() {
+        let max_len = 1 << 20;
         for head in [
-            Head { kind: Kind::Task, count: 2, len: most },
+            Head { kind: Kind::Task, count: 2, len: max_len },
             Head { kind: Kind::Result, count: LINK_LEAVES, len: 0 },
             Head::bare(Kind::Stop),
             Head::bare(Kind::Left),
         ] {
-            assert_eq!(Head::from_bytes(&head.to_bytes(), most).unwrap(), head);
+            assert_eq!(Head::from_bytes(&head.to_bytes(), max_len).unwrap(), head);
         }
         for head in [
-            Head { kind: Kind::Task, count: 2, len: most + 1 },
+            Head { kind: Kind::Task, count: 2, len: max_len + 1 },
             Head { kind: Kind::Result, count: LINK_LEAVES + 1, len: 0 },
             Head { kind: Kind::Result, count: 0, len: u64::MAX },
             Head { kind: Kind::Kill, count: 0, len: 1 },
             Head { kind: Kind::Ready, count: 1, len: 0 },
         ] {
-            assert!(Head::from_bytes(&head.to_bytes(), most).is_err(), "{head:?}");
+            assert!(Head::from_bytes(&head.to_bytes(), max_len).is_err(), "{head:?}");
         }
-        assert!(Head::from_bytes(&[0; HEAD], most).is_err());
-        assert!(Head::from_bytes(&[0xff; HEAD], most).is_err());
+        assert!(Head::from_bytes(&[0; HEAD], max_len).is_err());
+        assert!(Head::from_bytes(&[0xff; HEAD], max_len).is_err());
     }
 }

@@ -1,11 +1,10 @@
 //! The main process's end of a connection to a worker.
 //!
-//! Tasks are sent by the thread that has queued one ([`Link::pump`]). A thread of the link receives results; it sleeps
-//! on the socket and on an eventfd. A consumer that waits for a small result receives it itself
-//! ([`Link::receive_now`]), because a hop to another thread costs more than most small batches. While it does so again
-//! and again, the link's thread is *off duty*: it does not sleep on the socket, where each result would wake it for
-//! nothing. It is on duty again once the consumer sleeps ([`Link::on_duty`]), or has received nothing for
-//! [`LINK_OFF_DUTY`].
+//! A task is sent by the thread that queues it ([`Link::pump`]). A thread of the link receives results; it sleeps on
+//! the socket and on an eventfd. A consumer that waits for a small result receives it itself ([`Link::receive_now`]),
+//! because a hop to another thread costs more than most small batches. While the consumer does so repeatedly, the
+//! link's thread is *off duty*: it does not sleep on the socket, where each result would wake it for nothing. It is on
+//! duty again when the consumer sleeps ([`Link::on_duty`]), or has received nothing for [`LINK_OFF_DUTY`].
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
@@ -14,8 +13,8 @@ use std::time::Duration;
 
 use super::counters;
 use super::frame::{self, FIXED, Head, Kind, SAMPLE};
-use super::inflow::{Arrived, Inflow};
-use super::outflow::Outflow;
+use super::frame_reader::{Arrived, FrameReader};
+use super::frame_writer::FrameWriter;
 use crate::config::{
     IDLE_SLICE, LINK_MEMORY_CHECK, LINK_MEMORY_WAIT, LINK_OFF_DUTY, LINK_SILENCE, LINK_STACK, LINK_STREAK,
     SMALL_MESSAGE, YIELD_FOR,
@@ -39,21 +38,22 @@ pub struct Link {
     socket: Socket,
     arena: Arc<Arena>,
     worker: u32,
-    outflow: Mutex<Outflow>,
+    writer: Mutex<FrameWriter>,
     intake: Mutex<Intake>,
-    /// The socket has no room: the thread sends the rest.
+    /// True if the socket has no room: the thread sends the remaining bytes.
     blocked: AtomicBool,
-    /// Results that the consumer has received itself since it last slept.
+    /// Number of results that the consumer itself has received since it last slept.
     streak: AtomicU32,
+    /// True while the thread is off duty.
     off_duty: AtomicBool,
-    /// Rings the engine.
+    /// Wakes the engine.
     doorbell: Arc<EventFd>,
     /// Wakes the thread.
     bell: EventFd,
     /// Readable once the connection has ended.
     end: EventFd,
     ended: AtomicBool,
-    /// The reason for its end, unless the worker has left.
+    /// The reason for the end of the connection, unless the worker has left.
     reason: Mutex<Option<String>>,
     received: AtomicU64,
 }
@@ -61,29 +61,29 @@ pub struct Link {
 /// The receiving side.
 #[derive(Debug)]
 struct Intake {
-    inflow: Inflow,
+    reader: FrameReader,
     allocator: Allocator,
     results: Producer<ArenaRing>,
     has_left: bool,
     /// The error of the consumer's attempt to receive, for the thread.
     failed: Option<Error>,
-    /// The connection has ended, or is damaged.
+    /// True if the connection has ended, or is damaged.
     has_ended: bool,
-    /// The next frame is left to the thread, which waits for memory.
+    /// True if the thread must receive the next frame, because it has to wait for memory.
     needs_memory: bool,
 }
 
 impl Link {
-    /// Serves worker `worker` of this process's arena over a connected socket, in a thread of its own. `doorbell` wakes
-    /// the engine. The slot of the worker must be empty, as a process would find it at its start.
+    /// Starts a thread that serves worker `worker` of this process's arena over a connected socket. `doorbell` wakes
+    /// the engine. The worker's slot must be empty, as for a new process.
     pub fn start(arena: &Arc<Arena>, worker: u32, socket: OwnedFd, doorbell: Arc<EventFd>) -> Result<Arc<Self>> {
         let link = Arc::new(Self {
             socket: Socket::new(socket),
             arena: arena.clone(),
             worker,
-            outflow: Mutex::new(Outflow::new(arena, worker)),
+            writer: Mutex::new(FrameWriter::new(arena, worker)),
             intake: Mutex::new(Intake {
-                inflow: Inflow::new(),
+                reader: FrameReader::new(),
                 allocator: Allocator::new(arena.clone(), worker),
                 results: Producer::new(arena.result_ring(worker)),
                 has_left: false,
@@ -141,22 +141,22 @@ impl Link {
     /// Returns the number of tasks that are sent and not answered; `None` if no other task of a shared queue may be
     /// sent.
     pub fn under_way(&self) -> Option<usize> {
-        let outflow = lock(&self.outflow);
-        (!self.has_ended() && outflow.has_credit()).then(|| outflow.under_way())
+        let writer = lock(&self.writer);
+        (!self.has_ended() && writer.has_credit()).then(|| writer.under_way())
     }
 
-    /// Makes the thread look at the rings and flags.
+    /// Makes the thread check the rings and flags.
     pub fn wake(&self) {
         let _ = self.bell.ring();
     }
 
     /// Asks the worker's process to end at once.
     pub fn kill(&self) {
-        lock(&self.outflow).put(Kind::Kill);
+        lock(&self.writer).put(Kind::Kill);
         self.pump();
     }
 
-    /// Returns true if this end has given up the connection.
+    /// Returns true if a reason for the end of the connection is recorded, as by [`Link::cut`].
     fn is_cut(&self) -> bool {
         lock(&self.reason).is_some()
     }
@@ -174,20 +174,21 @@ impl Link {
         }
     }
 
-    /// Sends the entries of the rings; false if the socket has no room for all, `None` after the end.
+    /// Sends the entries of the rings. Returns false if the socket has no room for all, `None` after the end of the
+    /// connection.
     fn send_queued(&self) -> Option<bool> {
-        let mut outflow = lock(&self.outflow);
+        let mut writer = lock(&self.writer);
         if self.has_ended() {
             return None;
         }
-        let sent = outflow.take_up().and_then(|()| outflow.flush(&self.socket));
+        let sent = writer.take_up().and_then(|()| writer.flush(&self.socket));
         self.blocked.store(matches!(sent, Ok(false)), Ordering::Relaxed);
-        drop(outflow);
+        drop(writer);
         sent.inspect_err(|error| self.cut(&error.to_string())).ok()
     }
 
-    /// Receives small frames that have arrived whole; leaves all else to the thread, and waits for nothing. The thread
-    /// that waits for results calls it.
+    /// Receives small frames that have arrived completely, and leaves everything else to the link's thread. Does not
+    /// wait. The thread that waits for results calls it.
     pub fn receive_now(&self) {
         let Some(mut intake) = try_lock(&self.intake) else { return };
         let mut results = 0;
@@ -202,12 +203,12 @@ impl Link {
             }
         }
         if results > 0 {
-            self.received.store(intake.inflow.total, Ordering::Relaxed);
+            self.received.store(intake.reader.total, Ordering::Relaxed);
             self.streak.fetch_add(results, Ordering::Relaxed);
         }
         let is_for_thread = intake.failed.is_some() || intake.needs_memory;
-        // It may sleep on the socket, which has been emptied. After the lock: it would find that taken, and sleep
-        // again.
+        // The thread may sleep on the socket, which is now empty. It is woken after the lock is released: otherwise it
+        // would find the lock taken, and sleep again.
         drop(intake);
         if is_for_thread {
             self.wake();
@@ -218,17 +219,17 @@ impl Link {
         if intake.has_ended || intake.has_left || intake.needs_memory {
             return Ok(None);
         }
-        let most = self.arena.geometry().region_len;
-        if !intake.inflow.has_arrived(&self.socket, most)? {
+        let max_len = self.arena.geometry().region_len;
+        if !intake.reader.has_arrived(&self.socket, max_len)? {
             return Ok(None);
         }
-        let began = intake.inflow.begin();
-        let head = intake.inflow.head(most)?;
-        match self.take_in(head, intake, false) {
+        let frame_begin = intake.reader.begin();
+        let head = intake.reader.head(max_len)?;
+        match self.receive_body(head, intake, false) {
             Ok(()) => Ok(Some(head.kind)),
             Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => {
                 // The thread waits for memory.
-                intake.inflow.rewind(began);
+                intake.reader.rewind(frame_begin);
                 intake.needs_memory = true;
                 Ok(None)
             }
@@ -246,14 +247,14 @@ impl Link {
         }
     }
 
-    /// Runs the thread.
+    /// Runs the link's thread until the connection ends.
     fn run(&self) {
         sys::signal::block_all_in_this_thread();
         sys::thread::set_name("rl_link");
         let served = self.serve();
         let has_left = lock(&self.intake).has_left;
         let reason = match served {
-            // A reset by a worker that has left is no error.
+            // A reset by a worker that has left is not an error.
             Ok(()) | Err(Error::Os { .. }) if has_left => None,
             Ok(()) => Some("the connection was closed".to_owned()),
             Err(error) => Some(error.to_string()),
@@ -262,18 +263,18 @@ impl Link {
             lock(&self.reason).get_or_insert(reason);
         }
         self.socket.shut_down(std::net::Shutdown::Both);
-        // The locks: no thread sends, receives or uses the rings after this.
-        let (mut intake, outflow) = (lock(&self.intake), lock(&self.outflow));
+        // With both locks, so that no thread sends, receives or uses the rings after this.
+        let (mut intake, writer) = (lock(&self.intake), lock(&self.writer));
         intake.has_ended = true;
         // SYNC: link-ended (pairs with the Acquire in `has_ended`).
         self.ended.store(true, Ordering::Release);
-        drop((intake, outflow));
+        drop((intake, writer));
         let _ = self.end.ring();
         let _ = self.doorbell.ring();
     }
 
     fn serve(&self) -> Result<()> {
-        // What was queued before the thread began.
+        // Sends the tasks that were queued before the thread began.
         self.pump();
         let mut idle = None;
         loop {
@@ -285,18 +286,18 @@ impl Link {
                     if self.streak.load(Ordering::Relaxed) >= LINK_STREAK && !self.blocked.load(Ordering::Relaxed) {
                         self.stay_off_duty()?;
                     } else if now - *idle.get_or_insert(now) < YIELD_FOR {
-                        // The next result is often under way.
+                        // The next result often comes soon.
                         sys::clock::yield_now();
                     } else {
-                        self.rest(true)?;
+                        self.sleep(true)?;
                     }
                 }
             }
         }
     }
 
-    /// Receives what has arrived, and waits for the rest of a frame that has begun. Finds nothing while the consumer
-    /// receives.
+    /// Receives the frames that have arrived, and waits for the remainder of a frame that has begun. Receives nothing
+    /// while the consumer receives.
     fn receive_arrived(&self) -> Result<Arrived> {
         let Some(mut intake) = try_lock(&self.intake) else { return Ok(Arrived::Nothing) };
         if let Some(error) = intake.failed.take() {
@@ -309,21 +310,21 @@ impl Link {
     }
 
     fn take_arrived(&self, intake: &mut Intake) -> Result<Arrived> {
-        let most = self.arena.geometry().region_len;
+        let max_len = self.arena.geometry().region_len;
         let mut arrived = Arrived::Nothing;
         loop {
-            match intake.inflow.arrived(&self.socket)? {
+            match intake.reader.arrived(&self.socket)? {
                 Arrived::Head => arrived = Arrived::Head,
                 Arrived::End => return Ok(Arrived::End),
                 Arrived::Nothing => return Ok(arrived),
             }
-            let head = intake.inflow.head(most)?;
-            self.take_in(head, intake, true)?;
-            self.received.store(intake.inflow.total, Ordering::Relaxed);
+            let head = intake.reader.head(max_len)?;
+            self.receive_body(head, intake, true)?;
+            self.received.store(intake.reader.total, Ordering::Relaxed);
         }
     }
 
-    /// Sleeps while the consumer receives, until it sleeps itself or there is something to send.
+    /// Sleeps while the consumer receives, until the consumer sleeps or there is something to send.
     fn stay_off_duty(&self) -> Result<()> {
         self.off_duty.store(true, Ordering::Relaxed);
         // SYNC: off-duty (pairs with the fence in `on_duty`).
@@ -343,8 +344,9 @@ impl Link {
         readiness.map(drop)
     }
 
-    /// Sleeps until there is something to receive, or to send. An idle one trims the region.
-    fn rest(&self, trims: bool) -> Result<()> {
+    /// Sleeps until there is something to receive or to send. If `trims` is set, trims the region when there is
+    /// neither.
+    fn sleep(&self, trims: bool) -> Result<()> {
         let blocked = self.blocked.load(Ordering::Relaxed);
         let readiness = self.socket.wait(true, blocked, Some(self.bell.as_fd()), Some(IDLE_SLICE))?;
         if readiness.rung {
@@ -359,23 +361,23 @@ impl Link {
         Ok(())
     }
 
-    /// Receives the rest of a frame.
-    fn take_in(&self, head: Head, intake: &mut Intake, waits: bool) -> Result<()> {
+    /// Receives the remainder of a frame.
+    fn receive_body(&self, head: Head, intake: &mut Intake, waits: bool) -> Result<()> {
         match head.kind {
             _ if intake.has_left => return Err(Error::connection("a frame after the worker's last one")),
             Kind::Ready => {
-                lock(&self.outflow).ready();
-                // From now on it takes tasks of a shared queue.
+                lock(&self.writer).ready();
+                // From now on the worker takes tasks of a shared queue.
                 self.pump();
             }
             Kind::Result => self.take_result(head, intake, waits)?,
             Kind::Sample => {
                 let mut body = [0; SAMPLE];
-                intake.inflow.fill(&self.socket, &mut body, &mut || self.rest(false))?;
-                lock(&self.outflow).at_sample(frame::words(&body));
+                intake.reader.fill(&self.socket, &mut body, &mut || self.sleep(false))?;
+                lock(&self.writer).at_sample(frame::words(&body));
             }
-            // Its time counts from now.
-            Kind::Again => {
+            // The time of the batch counts from now.
+            Kind::Replay => {
                 self.page().task_since_ns.store(sys::clock::monotonic_ns(), Ordering::Relaxed);
                 self.page().place.store(NOT_BEGUN, Ordering::Relaxed);
             }
@@ -392,16 +394,16 @@ impl Link {
 
     /// Receives a result into blocks of the worker's region, and publishes it. Waits for memory if `waits`.
     fn take_result(&self, head: Head, intake: &mut Intake, waits: bool) -> Result<()> {
-        let Intake { inflow, allocator, results, .. } = intake;
+        let Intake { reader, allocator, results, .. } = intake;
         let mut fixed = [0; FIXED];
-        inflow.fill(&self.socket, &mut fixed, &mut || self.rest(false))?;
+        reader.fill(&self.socket, &mut fixed, &mut || self.sleep(false))?;
         let (words, counted) = frame::read_fixed(&fixed);
         let mut entry = ResultEntry::from_words(&words).map_err(Error::received)?;
         self.check(&entry, head)?;
         let mut held = Held { link: self, blocks: Vec::new(), waits, start: None };
         if entry.block.is_some() {
             let mut table = vec![0; head.count as usize * 8];
-            inflow.fill(&self.socket, &mut table, &mut || self.rest(false))?;
+            reader.fill(&self.socket, &mut table, &mut || self.sleep(false))?;
             let lens: Vec<u64> = frame::words(&table).collect();
             let len = wire::message_len(lens.len(), head.len as usize);
             let sum = lens.iter().try_fold(len, |sum, len| sum.checked_add(*len));
@@ -421,25 +423,25 @@ impl Link {
             unsafe {
                 std::ptr::copy_nonoverlapping(rows.as_ptr(), memory, rows.len());
                 let payload = memory.add(rows.len());
-                inflow.read(&self.socket, payload, head.len as usize, &mut || self.rest(false))?;
+                reader.read(&self.socket, payload, head.len as usize, &mut || self.sleep(false))?;
             }
             for leaf in &leaves {
                 let memory = self.arena.block_memory(self.worker, leaf.block, leaf.len)?.as_ptr();
                 let len = leaf.len as usize;
                 // SAFETY: the block has these bytes, and nothing else uses it yet.
-                unsafe { inflow.read(&self.socket, memory, len, &mut || self.rest(false))? };
+                unsafe { reader.read(&self.socket, memory, len, &mut || self.sleep(false))? };
             }
             (entry.block, entry.len, entry.load.bytes) = (Some(block), len, bytes);
         }
-        counters::show(self.page(), &counted);
+        counters::store(self.page(), &counted);
         let full = || Error::connection("more results than may be outstanding");
         if !entry.kind.is_snapshot() {
-            lock(&self.outflow).answered(&entry)?;
+            lock(&self.writer).answered(&entry)?;
         }
         results.push(&entry.to_words()).map_err(|_| full())?;
         held.blocks.clear();
         doorbell::mark(self.arena.bitmap(), self.worker);
-        // A snapshot but the first is followed by a result, which rings.
+        // Rings for snapshots, too: the first one is not followed by a result.
         if self.arena.header().doorbell.0.must_ring() {
             let _ = self.doorbell.ring();
         }
@@ -465,7 +467,7 @@ impl Link {
     }
 }
 
-/// Blocks of a result that is not published yet.
+/// Blocks of a result that is not published yet. Dropping it releases them.
 struct Held<'a> {
     link: &'a Link,
     blocks: Vec<u32>,
@@ -475,8 +477,8 @@ struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// Allocates a block of `len` bytes. Waits while the consumer holds all memory, if it may: [`LINK_MEMORY_WAIT`] for
-    /// all blocks, and not beyond the end of the connection.
+    /// Allocates a block of `len` bytes. If `waits` is set, waits while the consumer holds all memory: for
+    /// [`LINK_MEMORY_WAIT`] at most in all, and not beyond the end of the connection.
     fn allocate(&mut self, allocator: &mut Allocator, len: u64) -> Result<u32> {
         if len <= SMALL_MESSAGE {
             allocator.trust(SMALL_MESSAGE);
@@ -491,8 +493,8 @@ impl Held<'_> {
                     let now = sys::clock::monotonic();
                     let stops = self.link.arena.header().stop.0.load(Ordering::Relaxed) != 0;
                     let waited = now - *self.start.get_or_insert(now);
-                    let over = stops || self.link.is_cut() || waited >= LINK_MEMORY_WAIT;
-                    if over || !self.waits {
+                    let gives_up = stops || self.link.is_cut() || waited >= LINK_MEMORY_WAIT;
+                    if gives_up || !self.waits {
                         return Err(error);
                     }
                 }

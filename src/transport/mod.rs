@@ -1,34 +1,36 @@
 //! Tasks and batches over a connection to another machine.
 //!
-//! The contract between the engine and a worker is a pair of rings in an arena, with blocks for what does not fit into
-//! an entry. A worker on another machine has such an arena of its own, and this module copies between the two:
+//! The contract between the engine and a worker is a pair of rings in an arena, with blocks for data that do not fit
+//! into an entry. A worker on another machine has its own arena, and this module copies between the two arenas:
 //!
 //! ```text
 //! main process                                      the worker's machine
 //! engine -> task ring -> Link  == socket ==>  Remote -> task ring -> Port, the worker's loop
 //! engine <- result ring <- Link  <== socket ==  Remote <- result ring <- Port
 //! ```
-//! So neither the engine nor the worker's loop knows about the connection, the local way pays nothing for it, and one
-//! suite (`tests/transport.rs`) holds both ways to the same rules. A [`Link`] owns the worker's region of the main
-//! process's arena, as a local worker does, and receives batches straight into blocks of it. It needs no GIL.
+//! So neither the engine nor the worker's loop knows about the connection, local workers pay nothing for it, and one
+//! test suite (`tests/transport.rs`) checks that both kinds of workers follow the same rules. A [`Link`] owns the
+//! worker's region of the main process's arena, as a local worker does, and receives batches directly into blocks of
+//! that region. It needs no GIL.
 //!
-//! A frame begins with [`frame::Head`]. Lengths are checked against the sizes of the arena before anything is received
-//! for them. Any damage ends the connection, and the end of a connection is the end of its worker: the engine waits on
-//! an eventfd of the link in place of a pidfd, so deaths, restarts and shutdown are those of local workers. The exit
-//! status is unknown. The kernel probes an idle connection ([`LINK_SILENCE`](crate::config::LINK_SILENCE)), so there
-//! are no heartbeats.
+//! A frame begins with [`frame::Head`]. Lengths are checked against the sizes of the arena before their bytes are
+//! received. Any damage ends the connection, and the end of a connection counts as the end of its worker: the engine
+//! waits on an eventfd of the link in place of a pidfd, so deaths, restarts and shutdown work as for local workers. The
+//! exit status is unknown. The kernel probes an idle connection ([`LINK_SILENCE`](crate::config::LINK_SILENCE)), so
+//! there are no heartbeats.
 //!
 //! While the consumer holds all memory of the region, the link takes nothing from the socket; after
-//! [`LINK_MEMORY_WAIT`](crate::config::LINK_MEMORY_WAIT) it gives the worker up. The worker's regions are no larger
-//! than the main process's, so it refuses a batch that has no room there. A shared queue is dealt by the links: each
-//! claims tasks for its worker, up to [`LINK_CREDIT`](crate::config::LINK_CREDIT). The status page in the main
-//! process's arena shows the task that is due, as the link sees it, and the counters that came with the last result.
+//! [`LINK_MEMORY_WAIT`](crate::config::LINK_MEMORY_WAIT) it gives up the worker. The worker's regions are no larger
+//! than the main process's, so the worker itself refuses a batch that is too large for them. The links distribute a
+//! shared queue: each claims tasks for its worker, up to [`LINK_CREDIT`](crate::config::LINK_CREDIT). The status page
+//! in the main process's arena shows the task that is due, as the link sees it, and the counters that came with the
+//! last result.
 
 pub mod counters;
 pub mod frame;
-mod inflow;
+mod frame_reader;
+mod frame_writer;
 pub mod link;
-mod outflow;
 pub mod remote;
 
 pub use self::link::Link;

@@ -1,8 +1,9 @@
-//! The worker's end of a connection: an arena of its own for the worker's loop.
+//! The worker's end of a connection, which has its own arena for the worker's loop.
 //!
 //! The worker's thread itself receives while it waits for a task ([`Remote::wait`]), and sends small results
-//! ([`Remote::send_now`]): a hop to another thread costs more than most small batches. Two threads do the rest: one
-//! sends large results and those for which the socket has no room, one receives while the worker makes a batch.
+//! ([`Remote::send_now`]): a hop to another thread costs more than most small batches. Two threads do the remaining
+//! work: one sends large results and those for which the socket has no room, the other one receives while the worker
+//! prepares a batch.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
@@ -11,7 +12,7 @@ use std::time::Duration;
 
 use super::counters;
 use super::frame::{self, Head, Kind};
-use super::inflow::{Arrived, Inflow};
+use super::frame_reader::{Arrived, FrameReader};
 use crate::config::{IDLE_SLICE, LINK_AT_ONCE, LINK_SILENCE, LINK_STACK, LINK_TICK, SMALL_MESSAGE, YIELD_FOR};
 use crate::error::{Error, Result};
 use crate::shm::alloc::Allocator;
@@ -24,12 +25,12 @@ use crate::sync::{Ordering, lock, try_lock};
 use crate::sys;
 use crate::sys::event::EventFd;
 use crate::sys::poll::PollSet;
-use crate::sys::socket::{Moved, Part, Socket};
+use crate::sys::socket::{Part, Socket, Transfer};
 use crate::wire::{self, Leaf, MESSAGE_HEAD, ResultEntry, TaskEntry, TaskKind};
 
 /// The only worker of the arena.
 const WORKER: u32 = 0;
-/// Parts of one call of `sendmsg`; Linux takes 1024.
+/// Maximum parts of one call of `sendmsg`; Linux takes 1024.
 const PARTS: usize = 512;
 
 /// The worker's end of a connection.
@@ -39,12 +40,12 @@ pub struct Remote {
     arena: Arc<Arena>,
     intake: Mutex<Intake>,
     outgoing: Mutex<Outgoing>,
-    /// The sending thread has something to send. Only the worker's thread sets it.
+    /// True if the sending thread has something to send. Only the worker's thread sets it.
     left_to_thread: AtomicBool,
     /// Rung by the worker's port.
     bell: EventFd,
     finishing: AtomicBool,
-    /// The connection has ended, or everything has been sent.
+    /// True if the connection has ended, or everything has been sent.
     ended: Mutex<bool>,
     has_ended: Condvar,
 }
@@ -52,10 +53,10 @@ pub struct Remote {
 /// The receiving side.
 #[derive(Debug)]
 struct Intake {
-    inflow: Inflow,
+    reader: FrameReader,
     allocator: Allocator,
     tasks: Producer<ArenaRing>,
-    /// The main process asks for the process's end.
+    /// True if the main process has asked this process to end.
     kill: bool,
     has_ended: bool,
 }
@@ -64,15 +65,15 @@ struct Intake {
 #[derive(Debug)]
 struct Outgoing {
     results: Consumer<ArenaRing>,
-    /// Bytes of small results that the socket had no room for.
-    rest: Vec<u8>,
+    /// Bytes of small results for which the socket had no room.
+    unsent: Vec<u8>,
 }
 
 impl Remote {
-    /// Serves the worker of a new arena over a connected socket. `ring_slots` and `region_len` are those of the main
-    /// process's arena: a batch that has no room there is refused here. `lost` runs in a thread when the connection
-    /// ends before [`Remote::finish`], after the worker has been asked to leave; `killed` when the main process asks
-    /// for the process's end.
+    /// Creates an arena, and serves its worker over a connected socket. `ring_slots` and `region_len` are those of the
+    /// main process's arena, so that a batch that has no room there is refused here. `lost` runs in a thread if the
+    /// connection ends before [`Remote::finish`], after the worker has been asked to leave. `killed` runs in a thread
+    /// when the main process asks this process to end.
     pub fn start(
         socket: OwnedFd,
         ring_slots: u32,
@@ -85,13 +86,13 @@ impl Remote {
         let remote = Arc::new(Self {
             socket: Socket::new(socket),
             intake: Mutex::new(Intake {
-                inflow: Inflow::new(),
+                reader: FrameReader::new(),
                 allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
                 tasks: Producer::new(arena.task_ring(WORKER)),
                 kill: false,
                 has_ended: false,
             }),
-            outgoing: Mutex::new(Outgoing { results: Consumer::new(arena.result_ring(WORKER)), rest: Vec::new() }),
+            outgoing: Mutex::new(Outgoing { results: Consumer::new(arena.result_ring(WORKER)), unsent: Vec::new() }),
             left_to_thread: AtomicBool::new(false),
             arena,
             bell: EventFd::new()?,
@@ -101,14 +102,14 @@ impl Remote {
         });
         remote.socket.keep_alive(LINK_SILENCE);
         let (sending, receiving) = (remote.clone(), remote.clone());
-        let begun = spawn("rl_receive", move || {
+        let started = spawn("rl_receive", move || {
             receiving.receive_between(&killed);
             if !receiving.finishing.load(Ordering::Relaxed) {
                 lost();
             }
         });
-        let begun = begun.and_then(|()| spawn("rl_send", move || sending.send_all()));
-        if let Err(error) = begun {
+        let started = started.and_then(|()| spawn("rl_send", move || sending.send_all()));
+        if let Err(error) = started {
             // Ends the first thread, if the second one was refused.
             remote.finishing.store(true, Ordering::Relaxed);
             remote.socket.shut_down(std::net::Shutdown::Both);
@@ -136,8 +137,9 @@ impl Remote {
         self.send_notice(&Head::bare(Kind::Ready).to_bytes());
     }
 
-    /// Notifies the main process which sample of a task the worker begins, by its place in the index batch and 1, or
-    /// that none is under way (0). Returns when the kernel has it: the sample may end the process.
+    /// Notifies the main process that the worker begins a sample of a task. `place` is its place in the index batch
+    /// plus 1, or 0 if no sample is in progress. Returns when the kernel has the frame, because the sample may end the
+    /// process.
     pub fn at_sample(&self, task: u64, place: u64) {
         let mut frame = Head::bare(Kind::Sample).to_bytes().to_vec();
         frame::put_words(&mut frame, &[task, place]);
@@ -145,18 +147,19 @@ impl Remote {
     }
 
     /// Notifies the main process that the worker begins a batch of a replay.
-    pub fn again(&self) {
-        self.send_notice(&Head::bare(Kind::Again).to_bytes());
+    pub fn begin_replay(&self) {
+        self.send_notice(&Head::bare(Kind::Replay).to_bytes());
     }
 
     fn send_notice(&self, frame: &[u8]) {
         let mut outgoing = lock(&self.outgoing);
-        if outgoing.send_rest(self).and_then(|()| self.send(&[Part::new(frame)])).is_err() {
+        if outgoing.send_unsent(self).and_then(|()| self.send(&[Part::new(frame)])).is_err() {
             self.socket.shut_down(std::net::Shutdown::Both);
         }
     }
 
-    /// Sends the results that the worker has published, then its end. Returns true if all were sent within `limit`.
+    /// Sends the results that the worker has published, and then that it has left. Returns true if all were sent within
+    /// `limit`.
     pub fn finish(&self, limit: Duration) -> bool {
         // A child that the dataset forked has no connection.
         if !self.arena.is_ours() {
@@ -166,14 +169,14 @@ impl Remote {
         let _ = self.bell.ring();
         let ended = lock(&self.ended);
         let waited = self.has_ended.wait_timeout_while(ended, limit, |ended| !*ended);
-        let all = waited.is_ok_and(|(ended, _)| *ended);
+        let sent_all = waited.is_ok_and(|(ended, _)| *ended);
         self.socket.shut_down(std::net::Shutdown::Both);
-        all
+        sent_all
     }
 
-    /// Ends the connection of a worker that cannot begin. The main process takes it for a death.
+    /// Ends the connection of a worker that cannot begin. The main process treats this as a death.
     pub fn give_up(&self) {
-        // The lock: the sending thread cannot report an orderly end in between.
+        // Holds the lock, so that the sending thread cannot report an orderly end meanwhile.
         let _outgoing = lock(&self.outgoing);
         self.finishing.store(true, Ordering::Release);
         self.socket.shut_down(std::net::Shutdown::Both);
@@ -188,15 +191,15 @@ impl Remote {
         let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
     }
 
-    /// Waits up to `limit` for a task, which it receives into the ring, or a signal. Returns false while another thread
-    /// receives.
+    /// Waits up to `limit` for a task, which it receives into the ring, or for a signal. Returns false if another
+    /// thread is receiving.
     pub fn wait(&self, limit: Duration) -> Result<bool> {
         let start = sys::clock::monotonic();
         let yields = || {
             sys::clock::yield_now();
             sys::clock::monotonic() - start < YIELD_FOR
         };
-        // The receiving thread looks for microseconds, unless it is within a frame.
+        // The receiving thread holds the lock for microseconds, unless it is in the middle of a frame.
         let mut intake = loop {
             match try_lock(&self.intake) {
                 Some(intake) => break intake,
@@ -214,8 +217,8 @@ impl Remote {
         Ok(true)
     }
 
-    /// Runs the receiving thread: receives the frames of the main process while the worker makes a batch, and notices
-    /// the end of the connection.
+    /// Runs the receiving thread: receives the frames of the main process while the worker prepares a batch, and
+    /// detects the end of the connection.
     fn receive_between(&self, killed: &dyn Fn()) {
         sys::signal::block_all_in_this_thread();
         loop {
@@ -235,11 +238,11 @@ impl Remote {
     /// Receives the frames that have arrived. Returns true if there were any. The end of the connection makes the
     /// worker leave.
     fn receive(&self, intake: &mut Intake) -> bool {
-        let mut any = false;
+        let mut received_any = false;
         while !intake.has_ended {
             match intake.receive(self) {
-                Ok(Arrived::Head) => any = true,
-                Ok(Arrived::Nothing) => return any,
+                Ok(Arrived::Head) => received_any = true,
+                Ok(Arrived::Nothing) => return received_any,
                 Ok(Arrived::End) | Err(_) => {
                     intake.has_ended = true;
                     self.leave();
@@ -253,7 +256,7 @@ impl Remote {
     fn send_all(&self) {
         sys::signal::block_all_in_this_thread();
         if self.send_published().is_err() {
-            // The receiving thread finds the end, too.
+            // The receiving thread also detects the end.
             self.socket.shut_down(std::net::Shutdown::Both);
         }
         *lock(&self.ended) = true;
@@ -265,7 +268,7 @@ impl Remote {
         poll.add(self.bell.as_fd().as_raw_fd(), 0)?;
         let mut fired = Vec::new();
         loop {
-            // Before the last look at the ring: what was published before `finish` is sent.
+            // Read before the last check of the ring, so that results published before `finish` are sent.
             let finishing = self.finishing.load(Ordering::Acquire);
             self.send_waiting()?;
             if finishing {
@@ -274,7 +277,7 @@ impl Remote {
                 self.socket.shut_down(std::net::Shutdown::Write);
                 return Ok(());
             }
-            if !self.idles() {
+            if !self.stays_idle() {
                 continue;
             }
             let sleeper = &self.arena.header().doorbell.0;
@@ -290,13 +293,13 @@ impl Remote {
         }
     }
 
-    /// Sends all that waits.
+    /// Sends all results that wait.
     fn send_waiting(&self) -> Result<()> {
         let mut outgoing = lock(&self.outgoing);
         // SYNC: left-to-thread (pairs with the Release in `leave_to_thread`).
         self.left_to_thread.swap(false, Ordering::Acquire);
         doorbell::take(&self.arena.bitmap()[0]);
-        outgoing.send_rest(self)?;
+        outgoing.send_unsent(self)?;
         let mut head = Vec::new();
         while let Some(words) = outgoing.results.pop()? {
             self.send_result(&ResultEntry::from_words(&words)?, &mut head)?;
@@ -327,7 +330,7 @@ impl Remote {
         let Some(mut outgoing) = try_lock(&self.outgoing) else { return false };
         doorbell::take(&self.arena.bitmap()[0]);
         outgoing.send_small(self).unwrap_or_else(|_| {
-            // The receiving thread finds the end, too.
+            // The receiving thread also detects the end.
             self.socket.shut_down(std::net::Shutdown::Both);
             true
         })
@@ -337,8 +340,8 @@ impl Remote {
         self.left_to_thread.load(Ordering::Acquire) || self.arena.bitmap()[0].load(Ordering::Relaxed) != 0
     }
 
-    /// Yields for a moment, as the next result is often under way; false once there is one.
-    fn idles(&self) -> bool {
+    /// Yields for a moment, because the next result often comes soon. Returns false as soon as there is one.
+    fn stays_idle(&self) -> bool {
         let start = sys::clock::monotonic();
         while sys::clock::monotonic() - start < YIELD_FOR {
             sys::clock::yield_now();
@@ -349,7 +352,7 @@ impl Remote {
         true
     }
 
-    /// Sends a published result, and releases its blocks. `head` is a buffer.
+    /// Sends a published result, and releases its blocks. `head` is a reusable buffer.
     fn send_result(&self, entry: &ResultEntry, head: &mut Vec<u8>) -> Result<()> {
         head.clear();
         let Some((block, leaves, start)) = self.write_head(entry, head)? else {
@@ -357,13 +360,13 @@ impl Remote {
         };
         let payload = entry.len - start;
         let message = self.arena.block_memory(WORKER, block, entry.len)?.as_ptr();
-        // SAFETY: `payload` bytes of the block begin there, and it belongs to this thread until `let_go`.
+        // SAFETY: the block has `payload` bytes from there on, and belongs to this thread until `let_go`.
         let payload = unsafe { Part::raw(message.add(start as usize), payload as usize) };
         let mut parts = vec![Part::new(head), payload];
         for leaf in &leaves {
             let memory = self.arena.block_memory(WORKER, leaf.block, leaf.len)?.as_ptr();
-            // SAFETY: as above. An object of the worker may write into it at the same time, as it may with a local
-            // worker.
+            // SAFETY: as above. An object of the worker may write into the leaf at the same time, as it may with a
+            // local worker.
             parts.push(unsafe { Part::raw(memory, leaf.len as usize) });
         }
         let sent = parts.chunks(PARTS).try_for_each(|parts| self.send(parts));
@@ -371,8 +374,8 @@ impl Remote {
         sent
     }
 
-    /// Appends the part of a result that precedes its payload. Returns its block, its leaves and the position of its
-    /// payload in the block; `None` if it has none.
+    /// Appends the part of a result that precedes its payload. Returns the result's block, its leaves and the position
+    /// of its payload in the block; `None` if it has no block.
     fn write_head(&self, entry: &ResultEntry, out: &mut Vec<u8>) -> Result<Option<(u32, Vec<Leaf>, u64)>> {
         let counted = counters::read(&self.arena.control(WORKER).status);
         let mut put = |count: usize, len| {
@@ -403,12 +406,12 @@ impl Remote {
     /// Sends all of `parts`, waiting for room. The caller holds `outgoing`.
     fn send(&self, parts: &[Part<'_>]) -> Result<()> {
         let mut parts = parts.to_vec();
-        let mut left = &mut parts[..];
-        Part::advance(&mut left, 0);
-        while !left.is_empty() {
-            match self.socket.send(left)? {
-                Moved::Bytes(count) => Part::advance(&mut left, count),
-                Moved::Nothing | Moved::End => {
+        let mut unsent = &mut parts[..];
+        Part::advance(&mut unsent, 0);
+        while !unsent.is_empty() {
+            match self.socket.send(unsent)? {
+                Transfer::Bytes(count) => Part::advance(&mut unsent, count),
+                Transfer::Nothing | Transfer::End => {
                     self.socket.wait(false, true, None, None)?;
                 }
             }
@@ -420,14 +423,14 @@ impl Remote {
 impl Intake {
     /// Receives a frame, if its head has arrived.
     fn receive(&mut self, remote: &Remote) -> Result<Arrived> {
-        let arrived = self.inflow.arrived(&remote.socket)?;
+        let arrived = self.reader.arrived(&remote.socket)?;
         if arrived != Arrived::Head {
             return Ok(arrived);
         }
-        let head = self.inflow.head(remote.arena.geometry().region_len)?;
+        let head = self.reader.head(remote.arena.geometry().region_len)?;
         match head.kind {
             Kind::Task => {
-                let entry = self.take_in(remote, head)?;
+                let entry = self.receive_body(remote, head)?;
                 let full = || Error::connection("more tasks than may be outstanding");
                 self.tasks.push(&entry.to_words()).map_err(|_| full())?;
                 let sleeper = remote.arena.sleeper_of(WORKER);
@@ -442,18 +445,18 @@ impl Intake {
         Ok(arrived)
     }
 
-    /// Receives the rest of a task.
-    fn take_in(&mut self, remote: &Remote, head: Head) -> Result<TaskEntry> {
+    /// Receives the remainder of a task.
+    fn receive_body(&mut self, remote: &Remote, head: Head) -> Result<TaskEntry> {
         let socket = &remote.socket;
-        let rest = &mut || socket.wait(true, false, None, None).map(drop);
+        let pause = &mut || socket.wait(true, false, None, None).map(drop);
         let kind = TaskKind::of_number(head.count);
         let kind = kind.ok_or_else(|| Error::connection(format!("a task of kind {}", head.count)))?;
         let mut task = [0; 8];
-        self.inflow.fill(socket, &mut task, rest)?;
+        self.reader.fill(socket, &mut task, pause)?;
         let task = u64::from_le_bytes(task);
         let mut inline = [0; wire::INLINE_BYTES];
         if let Some(payload) = inline.get_mut(..head.len as usize) {
-            self.inflow.fill(socket, payload, rest)?;
+            self.reader.fill(socket, payload, pause)?;
             let entry = TaskEntry::inline(task, kind, payload);
             return entry.ok_or_else(|| Error::usage("a short payload is inline"));
         }
@@ -463,39 +466,39 @@ impl Intake {
         let block = self.allocator.allocate(head.len, CONSUMER)?;
         let memory = remote.arena.block_memory(self.allocator.region(), block, head.len)?.as_ptr();
         // SAFETY: the block has these bytes, and nothing else uses it yet.
-        unsafe { self.inflow.read(socket, memory, head.len as usize, rest)? };
+        unsafe { self.reader.read(socket, memory, head.len as usize, pause)? };
         Ok(TaskEntry::in_block(task, kind, block, head.len))
     }
 }
 
 impl Outgoing {
     /// Sends the bytes for which the socket had no room.
-    fn send_rest(&mut self, remote: &Remote) -> Result<()> {
-        remote.send(&[Part::new(&std::mem::take(&mut self.rest))])
+    fn send_unsent(&mut self, remote: &Remote) -> Result<()> {
+        remote.send(&[Part::new(&std::mem::take(&mut self.unsent))])
     }
 
-    /// Sends published results, which are small, as far as the socket has room. Returns whether that was all.
+    /// Sends published results, which are small, as far as the socket has room. Returns true if it sent all of them.
     fn send_small(&mut self, remote: &Remote) -> Result<bool> {
         let mut part = Vec::new();
         while let Some(words) = self.results.pop()? {
             let entry = ResultEntry::from_words(&words)?;
-            if let Some((block, leaves, start)) = remote.write_head(&entry, &mut self.rest)? {
+            if let Some((block, leaves, start)) = remote.write_head(&entry, &mut self.unsent)? {
                 remote.arena.read_block(WORKER, block, entry.len, &mut part)?;
-                self.rest.extend_from_slice(&part[start as usize..]);
+                self.unsent.extend_from_slice(&part[start as usize..]);
                 for leaf in &leaves {
                     remote.arena.read_block(WORKER, leaf.block, leaf.len, &mut part)?;
-                    self.rest.extend_from_slice(&part);
+                    self.unsent.extend_from_slice(&part);
                 }
                 remote.let_go(block, &leaves);
             }
         }
-        if self.rest.is_empty() {
+        if self.unsent.is_empty() {
             return Ok(true);
         }
-        if let Moved::Bytes(count) = remote.socket.send(&[Part::new(&self.rest)])? {
-            self.rest.drain(..count);
+        if let Transfer::Bytes(count) = remote.socket.send(&[Part::new(&self.unsent)])? {
+            self.unsent.drain(..count);
         }
-        Ok(self.rest.is_empty())
+        Ok(self.unsent.is_empty())
     }
 }
 

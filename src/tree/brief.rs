@@ -86,11 +86,11 @@ impl Prefix<'_> {
         }
     }
 
-    /// Reads a string, which may continue behind the bytes.
+    /// Reads a string, which may continue beyond the bytes.
     fn text(&mut self) -> Option<String> {
         let len = usize::try_from(self.varint()?).ok()?;
-        let there = self.bytes.len().min(len);
-        let shown = self.take(there)?.get(..there.min(KEY_BYTES_SHOWN))?;
+        let available = self.bytes.len().min(len);
+        let shown = self.take(available)?.get(..available.min(KEY_BYTES_SHOWN))?;
         let valid = match std::str::from_utf8(shown) {
             Ok(text) => text,
             // A truncated character.
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_the_bytes_are_there_is_no_panic() {
+    fn arbitrary_bytes_do_not_panic() {
         let mut state = 1u64;
         for round in 0..20_000 {
             let mut bytes = [0u8; SHORT];

@@ -21,7 +21,7 @@ const fn row(torch: &'static str, dl: (u8, u8, u16), itemsize: u8, align: u8, nu
     Row { torch, dl, itemsize, align, numpy }
 }
 
-/// The order is the wire's: append only.
+/// The order is part of the wire format: append only.
 static ROWS: [Row; 24] = [
     row("bool", (6, 8, 1), 1, 1, "?"),
     row("uint8", (1, 8, 1), 1, 1, "u1"),
@@ -86,13 +86,13 @@ impl Dtype {
         usize::from(self.row().itemsize)
     }
 
-    /// Returns the alignment of an element in bytes (of a complex number: that of its parts).
+    /// Returns the alignment of an element in bytes (for a complex number, that of its parts).
     #[inline]
     pub fn align(self) -> usize {
         usize::from(self.row().align)
     }
 
-    /// DLPack's (code, bits, lanes); `None` for the types that only NumPy has.
+    /// Returns DLPack's (code, bits, lanes); `None` for the types that only NumPy has.
     #[inline]
     pub fn dl(self) -> Option<(u8, u8, u16)> {
         let dl = self.row().dl;
@@ -115,7 +115,7 @@ impl Dtype {
         (!name.is_empty()).then_some(name)
     }
 
-    /// NumPy's type string, native byte order.
+    /// Returns NumPy's type string, in native byte order.
     pub fn numpy_name(self) -> Option<&'static str> {
         let name = self.row().numpy;
         (!name.is_empty()).then_some(name)
@@ -139,7 +139,7 @@ mod tests {
     use super::Dtype;
 
     #[test]
-    fn codes_and_dlpack_names_lead_back() {
+    fn codes_and_dlpack_types_are_decoded_as_encoded() {
         for dtype in Dtype::all() {
             assert_eq!(Dtype::from_code(dtype.code()), Some(dtype));
             if let Some((code, bits, lanes)) = dtype.dl() {
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn constants_are_what_they_say() {
+    fn constants_have_the_types_of_their_names() {
         for (dtype, name) in
             [(Dtype::UINT8, "uint8"), (Dtype::INT8, "int8"), (Dtype::INT64, "int64"), (Dtype::FLOAT64, "float64")]
         {

@@ -1,4 +1,4 @@
-//! Copies a strided view into dense memory.
+//! Copying of a strided view into dense memory.
 
 use crate::config::MAX_DIMS;
 
@@ -13,7 +13,7 @@ pub struct Gather {
 }
 
 impl Gather {
-    /// Returns the loops over the dimensions in `order`, which must include all of more than one element.
+    /// Returns the loops over the dimensions in `order`, which must include all dimensions of more than one element.
     pub fn new(order: impl Iterator<Item = usize>, shape: &[i64], byte_strides: &[i64], itemsize: usize) -> Self {
         let mut gather = Self { loops: 0, dims: [(0, 0); MAX_DIMS], run: itemsize };
         for dim in order {
@@ -44,7 +44,7 @@ impl Gather {
     /// # Safety
     /// As for [`TransferPlan::copy`](super::layout::TransferPlan::copy).
     pub unsafe fn copy(&self, first: *const u8, target: &mut *mut u8) {
-        // SAFETY: the caller's promise is that of the outermost level.
+        // SAFETY: the caller's promise is the one for the outermost level.
         unsafe { self.level(0, first, target) }
     }
 
@@ -57,7 +57,7 @@ impl Gather {
             [] => unsafe { step(self.run, at, target) },
             [(size, stride)] => {
                 for i in 0..size as isize {
-                    // SAFETY: `i` is below the dimension's size, so the element lies in the view.
+                    // SAFETY: `i` is below the dimension's size, so the element is in the view.
                     unsafe { step(self.run, at.offset(i * stride), target) }
                 }
             }

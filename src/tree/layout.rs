@@ -1,4 +1,4 @@
-//! Shapes and strides: plans which bytes of a strided view are transferred, and copies them.
+//! Shapes and strides, and plans for the transfer of strided views.
 
 use crate::config::{MAX_DIMS, STREAM_FROM};
 use crate::copy::copy;
@@ -6,7 +6,7 @@ use std::ops::Deref;
 
 use super::gather::Gather;
 
-/// The sizes or strides of a view, kept in place.
+/// The sizes or strides of a view, stored inline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dims {
     len: u8,
@@ -26,13 +26,13 @@ impl Dims {
         Some(dims)
     }
 
-    /// Creates `len` zeros; `None` if too many.
+    /// Creates `len` zeros; `None` if that is too many.
     #[inline]
     pub fn zeros(len: usize) -> Option<Self> {
         (len <= MAX_DIMS).then_some(Self { len: len as u8, values: [0; MAX_DIMS] })
     }
 
-    /// Returns the values, mutable.
+    /// Returns the values as a mutable slice.
     #[inline]
     pub fn as_mut_slice(&mut self) -> &mut [i64] {
         &mut self.values[..usize::from(self.len)]
@@ -71,8 +71,8 @@ pub fn numel(shape: &[i64]) -> Option<i64> {
     shape.iter().try_fold(1i64, |product, &size| product.checked_mul(size))
 }
 
-/// Returns the number of bytes from the first to the last element of a view with strides in elements, none of them
-/// negative; `None` if a number is negative or too large.
+/// Returns the number of bytes from the first to the last element of a view, inclusive. Its strides, in elements, must
+/// not be negative; `None` if a number is negative or too large.
 #[inline]
 pub fn extent(shape: &[i64], strides: &[i64], itemsize: usize) -> Option<usize> {
     if shape.len() != strides.len() || strides.iter().any(|&stride| stride < 0) {
@@ -107,7 +107,7 @@ pub fn is_contiguous(shape: &[i64], strides: &[i64]) -> bool {
     true
 }
 
-/// The rules that a view follows.
+/// The rules for the layout of a delivered view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
     /// torch: dense and expanded layouts keep their strides; otherwise holes are closed in the same order of
@@ -122,7 +122,7 @@ pub enum Style {
 pub struct TransferPlan {
     /// The strides of the delivered view, in elements.
     pub(crate) strides: Dims,
-    /// True if they are exactly those of [`Dims::contiguous`].
+    /// True if these strides are exactly those of [`Dims::contiguous`].
     pub(crate) contiguous: bool,
     /// Bytes to transfer.
     pub(crate) bytes: usize,
@@ -142,7 +142,7 @@ impl TransferPlan {
         let count = numel(shape)?;
         let natural = Dims::contiguous(shape)?;
         let total = usize::try_from(count.checked_mul(item)?).ok()?;
-        let exact = natural.iter().zip(byte_strides).all(|(&want, &have)| want.wrapping_mul(item) == have);
+        let exact = natural.iter().zip(byte_strides).all(|(&expected, &actual)| expected.wrapping_mul(item) == actual);
         let whole = |strides: Dims, bytes: usize| Self {
             strides,
             contiguous: *strides == *natural,
@@ -154,11 +154,11 @@ impl TransferPlan {
         if exact {
             return Some(whole(natural, total));
         }
-        let mut given = Dims::new(byte_strides)?;
-        given.as_mut_slice().iter_mut().for_each(|stride| *stride /= item);
+        let mut strides = Dims::new(byte_strides)?;
+        strides.as_mut_slice().iter_mut().for_each(|stride| *stride /= item);
         if count == 0 {
-            let keep = style == Style::Tensor && given.iter().all(|&stride| stride >= 0);
-            return Some(whole(if keep { given } else { natural }, 0));
+            let keep = style == Style::Tensor && strides.iter().all(|&stride| stride >= 0);
+            return Some(whole(if keep { strides } else { natural }, 0));
         }
 
         // Dimensions with a stride, widest first.
@@ -182,18 +182,20 @@ impl TransferPlan {
             fits
         });
         // NumPy's pickles, and so torch's loader, keep only C and F order.
-        let kept = style == Style::Tensor || order.is_sorted() || order.iter().rev().is_sorted();
-        if dense && kept && !(expanded && style == Style::Array) {
-            let bytes = extent(shape, &zero_unmoved(given, shape), itemsize)?;
+        let keeps_order = style == Style::Tensor || order.is_sorted() || order.iter().rev().is_sorted();
+        if dense && keeps_order && !(expanded && style == Style::Array) {
+            let bytes = extent(shape, &zero_unmoved(strides, shape), itemsize)?;
             if style == Style::Array {
                 // The stride of a dimension of size 1 does not matter; NumPy's may be anything.
-                (given.as_mut_slice().iter_mut().zip(shape)).filter(|(_, size)| **size == 1).for_each(|(s, _)| *s = 1);
-            } else if given.iter().any(|&stride| stride < 0) {
+                (strides.as_mut_slice().iter_mut().zip(shape))
+                    .filter(|(_, size)| **size == 1)
+                    .for_each(|(s, _)| *s = 1);
+            } else if strides.iter().any(|&stride| stride < 0) {
                 return None;
             }
-            return Some(whole(given, bytes));
+            return Some(whole(strides, bytes));
         }
-        let (low, high) = reach(shape, byte_strides)?;
+        let (low, high) = offset_range(shape, byte_strides)?;
         let span = usize::try_from(high.checked_sub(low)?.checked_add(item)?).ok()?;
         let (strides, bytes, gather) = match style {
             Style::Array => {
@@ -227,7 +229,7 @@ impl TransferPlan {
     ///
     /// # Safety
     /// `first` is the first element of a readable view with the shape and strides of the plan, and `target` points to
-    /// `self.bytes` writable bytes apart from it.
+    /// `self.bytes` writable bytes that do not overlap it.
     pub unsafe fn copy(&self, first: *const u8, target: *mut u8) {
         match &self.gather {
             // SAFETY: a view copied whole is dense: it has `bytes` bytes from its first element on (the caller's
@@ -242,14 +244,14 @@ impl TransferPlan {
     }
 }
 
-/// Strides with those of size-1 dimensions set to 0.
+/// Returns the strides with those of dimensions of size 1 set to 0.
 fn zero_unmoved(mut strides: Dims, shape: &[i64]) -> Dims {
     (strides.as_mut_slice().iter_mut().zip(shape)).filter(|(_, size)| **size == 1).for_each(|(s, _)| *s = 0);
     strides
 }
 
 /// Returns the lowest and highest byte offset at which an element of the view starts.
-fn reach(shape: &[i64], byte_strides: &[i64]) -> Option<(i64, i64)> {
+fn offset_range(shape: &[i64], byte_strides: &[i64]) -> Option<(i64, i64)> {
     let (mut low, mut high) = (0i64, 0i64);
     for (&size, &stride) in shape.iter().zip(byte_strides) {
         let end = if size == 1 { 0 } else { (size - 1).checked_mul(stride)? };
@@ -258,7 +260,8 @@ fn reach(shape: &[i64], byte_strides: &[i64]) -> Option<(i64, i64)> {
     Some((low, high))
 }
 
-/// Strides in elements without holes, in the same order of dimensions, and the number of elements they span.
+/// Returns strides in elements that leave no holes, in the same order of dimensions, and the number of elements that
+/// they span.
 fn compact(shape: &[i64], byte_strides: &[i64], order: &[usize]) -> Option<(Dims, i64)> {
     let mut strides = Dims::zeros(shape.len())?;
     let mut step = 1i64;
@@ -266,7 +269,7 @@ fn compact(shape: &[i64], byte_strides: &[i64], order: &[usize]) -> Option<(Dims
         strides.as_mut_slice()[dim] = step;
         step = step.checked_mul(shape[dim])?;
     }
-    // A dimension of size 1 gets its stride in a contiguous tensor, from its right neighbour.
+    // A dimension of size 1 gets the stride that it has in a contiguous tensor, from its right neighbour.
     for dim in (0..shape.len()).rev() {
         if shape[dim] == 1 && byte_strides[dim] != 0 {
             let right = strides.get(dim + 1).map_or(1, |&stride| stride.max(1).saturating_mul(shape[dim + 1]));

@@ -5,9 +5,9 @@
 //! None, False, True  -            Int    i64              Float  f64          Complex f64 f64
 //! Str    varint, UTF-8            Bytes  varint, bytes    Ints   group:u8 varint, i64 ...
 //! List, Tuple        varint, that many values             Dict   varint, that many (key, value)
-//! BytesOutside       varint, place (the bytes lie in a memory leaf)
+//! BytesOutside       varint, place (the bytes are in a memory leaf)
 //! Tensor, Array      dtype:u8 form:u8 size:varint ... [stride:varint ...] place
-//! form   := number of dimensions (bits 0-4) | strides follow (bit 5) | data lies in a memory leaf (bit 6) or in a
+//! form   := number of dimensions (bits 0-4) | strides follow (bit 5) | data is in a memory leaf (bit 6) or in a
 //!           storage (bit 7); both bits: no elements, but an offset
 //! place  := bit 6: leaf:u32 offset:u64; bit 7: storage:varint offset:varint; both: offset:varint in elements;
 //!           neither: the bytes themselves

@@ -1,4 +1,4 @@
-//! Finds overlapping views, and decides whether two share an element.
+//! Detection of overlapping views, and of views that share an element.
 
 /// A strided view's place in memory; its strides are not negative.
 #[derive(Clone, Copy, Debug)]
@@ -51,15 +51,15 @@ struct Dimension {
     stride: i128,
     low: i128,
     high: i128,
-    /// The range of the sum of the dimensions behind this one.
-    behind: (i128, i128),
+    /// The range of the sum over the dimensions after this one.
+    later: (i128, i128),
 }
 
 /// Returns true if an element of `first` and one of `second` share a byte.
 ///
 /// The difference of their addresses is a sum of coefficients times strides, one per dimension of either. The search
-/// looks for a sum closer to 0 than an element is wide, the widest stride first. With nested strides hardly more than
-/// one coefficient per dimension is in reach.
+/// looks for a sum closer to 0 than an element is wide, and tries the widest stride first. With nested strides, little
+/// more than one coefficient per dimension can lead to such a sum.
 fn shares(first: &Lattice<'_>, second: &Lattice<'_>, budget: &mut u32) -> bool {
     let mut dimensions: Vec<Dimension> = Vec::new();
     for (view, sign) in [(first, 1), (second, -1)] {
@@ -71,15 +71,15 @@ fn shares(first: &Lattice<'_>, second: &Lattice<'_>, budget: &mut u32) -> bool {
                 Some(dimension) => {
                     (dimension.low, dimension.high) = (dimension.low + low, dimension.high + high);
                 }
-                None => dimensions.push(Dimension { stride, low, high, behind: (0, 0) }),
+                None => dimensions.push(Dimension { stride, low, high, later: (0, 0) }),
             }
         }
     }
     dimensions.sort_unstable_by_key(|dimension| std::cmp::Reverse(dimension.stride));
-    let mut behind = (0, 0);
+    let mut later = (0, 0);
     for dimension in dimensions.iter_mut().rev() {
-        dimension.behind = behind;
-        behind = (behind.0 + dimension.low * dimension.stride, behind.1 + dimension.high * dimension.stride);
+        dimension.later = later;
+        later = (later.0 + dimension.low * dimension.stride, later.1 + dimension.high * dimension.stride);
     }
     let near = (1 - first.itemsize as i128, second.itemsize as i128 - 1);
     search(&dimensions, first.start as i128 - second.start as i128, near, budget)
@@ -89,9 +89,9 @@ fn search(dimensions: &[Dimension], at: i128, near: (i128, i128), budget: &mut u
     let Some(left) = budget.checked_sub(1) else { return true };
     *budget = left;
     let Some((dimension, rest)) = dimensions.split_first() else { return (near.0..=near.1).contains(&at) };
-    let Dimension { stride, low, high, behind } = *dimension;
-    let low = low.max(-(at + behind.1 - near.0).div_euclid(stride));
-    let high = high.min((near.1 - at - behind.0).div_euclid(stride));
+    let Dimension { stride, low, high, later } = *dimension;
+    let low = low.max(-(at + later.1 - near.0).div_euclid(stride));
+    let high = high.min((near.1 - at - later.0).div_euclid(stride));
     (low..=high).any(|coefficient| search(rest, at + coefficient * stride, near, budget))
 }
 
@@ -106,7 +106,7 @@ mod tests {
         Lattice { start, extent, shape, strides, itemsize }
     }
 
-    /// The bytes that a view's elements take.
+    /// Returns the addresses of the bytes of a view's elements.
     fn bytes(view: &Lattice<'_>) -> std::collections::HashSet<usize> {
         let mut all = vec![view.start];
         for (&size, &stride) in view.shape.iter().zip(view.strides) {
@@ -118,10 +118,10 @@ mod tests {
 
     #[test]
     fn extents_are_grouped() {
-        let mut found = Vec::new();
+        let mut lengths = Vec::new();
         let extents = [(0, 4), (4, 8), (6, 7), (7, 9), (9, 9), (20, 30), (21, 22), (29, 31)];
-        components(&extents, |&extent| extent, |component| found.push(component.len()));
-        assert_eq!(found, [1, 3, 1, 3]);
+        components(&extents, |&extent| extent, |component| lengths.push(component.len()));
+        assert_eq!(lengths, [1, 3, 1, 3]);
     }
 
     #[test]
@@ -134,13 +134,13 @@ mod tests {
         let grid = |at| lattice(at, &[500, 50], &[200, 2], 8);
         assert!(!shares(&[grid(0), grid(8), grid(808)]));
         assert!(shares(&[lattice(0, &[1000], &[100], 8), lattice(2400, &[100], &[1], 8)]), "row and column");
-        assert!(!shares(&[lattice(0, &[1000], &[100], 8), lattice(2408, &[99], &[1], 8)]), "the rest of it");
-        assert!(any_shared(&[column(0), column(4), column(8)], 2), "too dear to find out");
+        assert!(!shares(&[lattice(0, &[1000], &[100], 8), lattice(2408, &[99], &[1], 8)]), "the remainder of the row");
+        assert!(any_shared(&[column(0), column(4), column(8)], 2), "too many steps to decide");
     }
 
     proptest! {
         #[test]
-        fn two_views_share_what_their_bytes_share(
+        fn two_views_share_an_element_if_their_bytes_overlap(
             a in (0usize..60, proptest::collection::vec((1i64..5, 0i64..9), 0..4), 0u32..3),
             b in (0usize..60, proptest::collection::vec((1i64..5, 0i64..9), 0..4), 0u32..3),
         ) {
@@ -150,8 +150,8 @@ mod tests {
             let second = lattice(b.0, &b_dims.0, &b_dims.1, 1 << b.2);
             let mut views = [first, second];
             views.sort_by_key(|view| view.start);
-            let want = !bytes(&first).is_disjoint(&bytes(&second));
-            prop_assert_eq!(any_shared(&views, 1 << 20), want);
+            let expected = !bytes(&first).is_disjoint(&bytes(&second));
+            prop_assert_eq!(any_shared(&views, 1 << 20), expected);
         }
     }
 }

@@ -8,7 +8,7 @@ use super::{FORM_DIMS, FORM_OUTSIDE, FORM_SHARED, FORM_STRIDES, Group, Kind, tag
 use crate::config::{MAX_DEPTH, MAX_DIMS};
 use crate::error::{Error, Result};
 
-/// A value that is no container.
+/// A value that is not a container.
 #[derive(Debug)]
 pub enum Atom<'a> {
     /// `None`.
@@ -25,7 +25,7 @@ pub enum Atom<'a> {
     Str(&'a str),
     /// A bytes object.
     Bytes(&'a [u8]),
-    /// A bytes object in a memory leaf; to be checked against its length.
+    /// A bytes object in a memory leaf. The builder must check it against the leaf's length.
     BytesOutside {
         /// Number of bytes.
         len: usize,
@@ -38,11 +38,11 @@ pub enum Atom<'a> {
     Ints(Group, &'a [[u8; 8]]),
     /// A tensor or an array.
     Leaf(&'a Leaf<'a>),
-    /// The object passed to [`Build::keep`] with this number; to be checked that it exists.
+    /// The object passed to [`Build::keep`] with this number. The builder must check that it exists.
     Back(usize),
 }
 
-/// A tensor or an array, its sizes and strides checked against each other, and against the payload if it is inline.
+/// A tensor or an array. Its sizes and strides are checked against each other, and against the payload if it is inline.
 #[derive(Debug)]
 pub struct Leaf<'a> {
     /// The kind of object that it becomes.
@@ -62,16 +62,16 @@ pub struct Leaf<'a> {
 /// The place of a leaf's bytes.
 #[derive(Debug)]
 pub enum Place<'a> {
-    /// In the payload: exactly the leaf's extent.
+    /// In the payload: exactly the bytes of the leaf's extent.
     Inline(&'a [u8]),
-    /// In a memory leaf; to be checked against the leaf's extent.
+    /// In a memory leaf. The builder must check it against the leaf's extent.
     Outside {
         /// The number of the memory leaf.
         leaf: u32,
         /// Offset of the first element, in bytes.
         offset: u64,
     },
-    /// In a storage; to be checked against the leaf's extent.
+    /// In a storage. The builder must check it against the leaf's extent.
     Shared {
         /// The number of the storage, from 0 in the order of [`Build::storage`].
         storage: usize,
@@ -94,8 +94,8 @@ pub struct Storage<'a> {
     pub place: Place<'a>,
 }
 
-/// The builder of [`walk`]. Values lie on a stack: an atom pushes one, the end of a container replaces its values by
-/// one.
+/// The builder of [`walk`]. Values are on a stack: an atom pushes one, and the end of a container replaces the
+/// container's values with one.
 pub trait Build {
     /// The builder's error; damaged payloads are [`Error::Corrupt`].
     type Error: From<Error>;
@@ -103,7 +103,7 @@ pub trait Build {
     /// Pushes a value.
     fn atom(&mut self, atom: Atom<'_>) -> std::result::Result<(), Self::Error>;
 
-    /// Replaces the last `count` values (2 x `count` for a dict: key, value, key, ...) by a container.
+    /// Replaces the last `count` values (2 x `count` for a dict: key, value, key, ...) with a container.
     fn close(&mut self, group: Group, count: usize) -> std::result::Result<(), Self::Error>;
 
     /// Keeps the last value for [`Atom::Back`]. Numbers are below the payload's length in bytes.
@@ -137,7 +137,7 @@ struct Open {
     /// The mark before it.
     mark: Option<Mark>,
     count: usize,
-    /// Values still to come.
+    /// Number of values that are still to come.
     missing: usize,
 }
 
@@ -165,7 +165,7 @@ impl Stack {
         Some(())
     }
 
-    /// Returns the innermost one.
+    /// Returns the innermost container.
     #[inline]
     fn last_mut(&mut self) -> Option<&mut Open> {
         let last = self.depth.checked_sub(1)?;
@@ -221,10 +221,10 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
             break;
         }
     }
-    if reader.at == payload.len() { Ok(()) } else { Err(reader.corrupt("bytes behind the batch").into()) }
+    if reader.at == payload.len() { Ok(()) } else { Err(reader.corrupt("bytes after the batch").into()) }
 }
 
-/// Returns the string of a payload that is one; `None` for any other payload.
+/// Returns the string of a payload that is a single string; `None` for any other payload.
 #[inline]
 pub fn text(payload: &[u8]) -> Option<&str> {
     if payload.first() != Some(&tag::STR) {
@@ -290,7 +290,7 @@ impl<'a> Reader<'a> {
         Err(self.corrupt("a number is too long"))
     }
 
-    /// Reads a count of items of at least `each` bytes, which the rest must have room for.
+    /// Reads a count of items of at least `each` bytes, for which the remaining bytes must have room.
     fn count(&mut self, each: usize) -> Result<usize> {
         let count = self.varint()?;
         let room = (self.bytes.len() - self.at) / each;

@@ -85,7 +85,7 @@ fn sample() -> Vec<u8> {
     w.str("image");
     let plan = TransferPlan::new(&[2, 3], &[12, 4], 4, Style::Tensor).unwrap();
     let data = [1f32; 6];
-    // SAFETY: six floats lie in `data`.
+    // SAFETY: `data` has six floats.
     unsafe {
         w.inline(Kind::Tensor, Dtype::from_dl(2, 32, 1).unwrap(), &[2, 3], &plan, data.as_ptr().cast());
     };
@@ -107,11 +107,11 @@ fn sample() -> Vec<u8> {
 }
 
 #[test]
-fn a_sample_is_read_back_and_each_cut_is_found() {
+fn a_sample_is_read_back_and_each_truncation_is_detected() {
     let payload = sample();
-    let found = count(&payload).unwrap();
-    assert_eq!((found.leaves, found.ints.as_slice()), (5, &[7, 8, 9][..]));
-    assert_eq!((found.storages, found.kept, found.backs), (2, vec![1, 0], vec![1, 0]));
+    let counted = count(&payload).unwrap();
+    assert_eq!((counted.leaves, counted.ints.as_slice()), (5, &[7, 8, 9][..]));
+    assert_eq!((counted.storages, counted.kept, counted.backs), (2, vec![1, 0], vec![1, 0]));
     for len in 0..payload.len() {
         assert!(matches!(count(&payload[..len]), Err(Error::Corrupt { .. })), "cut at {len}");
     }
@@ -139,7 +139,7 @@ fn huge_counts_are_refused() {
 }
 
 #[test]
-fn marks_and_storages_stand_before_values() {
+fn marks_and_storages_come_before_values() {
     assert!(count(&[tag::MARK, tag::NONE]).is_ok());
     assert!(count(&[tag::STORAGE, 0, 0, tag::NONE]).is_ok());
     for broken in [
@@ -168,7 +168,7 @@ fn plans_of_known_layouts() {
     assert!(t.gather.is_some() && t.contiguous && t.bytes == 60 && t.span == 4 * 24 + 16 + 4);
     let t = plan(&[3, 5], &[8, 24], Style::Tensor).unwrap();
     assert!(strides(&t) == [1, 3]);
-    assert!(plan(&[3, 3], &[4, 4], Style::Tensor).is_none(), "windows share elements");
+    assert!(plan(&[3, 3], &[4, 4], Style::Tensor).is_none(), "overlapping windows share elements");
     let a = plan(&[3, 3], &[4, 4], Style::Array).unwrap();
     assert!(a.contiguous && a.bytes == 36 && a.span == 20);
     let a = plan(&[4], &[-4], Style::Array).unwrap();
@@ -182,7 +182,7 @@ fn plans_of_known_layouts() {
     assert!(t.contiguous && t.bytes == 4);
 }
 
-/// The elements of a view over 0, 1, 2, ... in the order of its indices.
+/// Returns the elements of a view over 0, 1, 2, ... in the order of its indices.
 fn elements(shape: &[i64], strides: &[i64], data: &[i32], first: usize) -> Vec<i32> {
     let mut all = vec![first as i64];
     for (&size, &stride) in shape.iter().zip(strides) {
@@ -232,14 +232,14 @@ proptest! {
             prop_assert_eq!(extent(&shape, &plan.strides, 4), Some(plan.bytes));
             prop_assert_eq!(plan.contiguous, Dims::contiguous(&shape).unwrap() == plan.strides);
             if numel(&shape) != Some(0) {
-                let got = elements(&shape, &plan.strides, &target, 0);
-                prop_assert_eq!(got, elements(&shape, &strides, &data, first));
+                let copied = elements(&shape, &plan.strides, &target, 0);
+                prop_assert_eq!(copied, elements(&shape, &strides, &data, first));
             }
             if plan.contiguous {
                 prop_assert!(is_contiguous(&shape, &plan.strides));
             }
         } else {
-            prop_assert!(!array, "every array can travel");
+            prop_assert!(!array, "every array can be sent");
         }
     }
 }

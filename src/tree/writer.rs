@@ -4,12 +4,12 @@ use super::dtype::Dtype;
 use super::layout::{Dims, TransferPlan};
 use super::{FORM_OUTSIDE, FORM_SHARED, FORM_STRIDES, Group, Kind, tag};
 
-/// Appends values to a payload.
+/// A writer that appends values to a payload.
 pub struct Writer<'a> {
     out: &'a mut Vec<u8>,
 }
 
-/// Position of a leaf's number and offset, which are written once known.
+/// The position of a leaf's number and offset, which are written when they are known.
 #[derive(Clone, Copy, Debug)]
 pub struct Placeholder(usize);
 
@@ -97,7 +97,7 @@ impl<'a> Writer<'a> {
         self.out.extend_from_slice(value);
     }
 
-    /// Writes a bytes object of `len` bytes in a leaf, given by [`Self::fill`].
+    /// Writes a bytes object of `len` bytes in a leaf. [`Self::fill`] gives its place.
     pub fn bytes_outside(&mut self, len: usize) -> Placeholder {
         self.out.push(tag::BYTES_OUTSIDE);
         self.varint(len as u64);
@@ -153,14 +153,14 @@ impl<'a> Writer<'a> {
         self.out.reserve(plan.bytes);
         let at = self.out.len();
         if plan.bytes > 0 {
-            // SAFETY: `bytes` bytes were reserved behind `at`; the caller vouches for the source.
+            // SAFETY: `bytes` bytes were reserved after `at`; the caller vouches for the source.
             unsafe { plan.copy(first, self.out.as_mut_ptr().add(at)) };
         }
         // SAFETY: exactly these bytes were reserved and written.
         unsafe { self.out.set_len(at + plan.bytes) };
     }
 
-    /// Writes a leaf outside of the payload, given by [`Self::fill`].
+    /// Writes a leaf outside the payload. [`Self::fill`] gives its place.
     pub fn outside(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &TransferPlan) -> Placeholder {
         self.leaf(kind, dtype, shape, plan, FORM_OUTSIDE);
         self.slot()
@@ -182,7 +182,7 @@ impl<'a> Writer<'a> {
         self.out.push(tag::MARK);
     }
 
-    /// Writes the object of a mark.
+    /// Writes a reference to the object with a mark.
     pub fn back(&mut self, mark: usize) {
         self.out.push(tag::BACK);
         self.varint(mark as u64);
@@ -195,7 +195,7 @@ impl<'a> Writer<'a> {
         self.out.extend_from_slice(bytes);
     }
 
-    /// Writes a storage outside of the payload, given by [`Self::fill`].
+    /// Writes a storage outside the payload. [`Self::fill`] gives its place.
     pub fn storage_outside(&mut self, len: usize) -> Placeholder {
         self.out.extend_from_slice(&[tag::STORAGE, FORM_OUTSIDE]);
         self.varint(len as u64);

@@ -1,4 +1,4 @@
-//! Blocks of a worker's region that its own objects hold: collated batches, and storages of the dataset.
+//! Blocks of a worker's region that the worker's own objects hold: collated batches, and storages of the dataset.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::port::Port;
 use crate::config::{COLLECT_BATCHES, COLLECT_FROM, RETAINED_MAX};
 use crate::error::{Error, Result};
-use crate::shm::alloc::settle;
+use crate::shm::alloc::retry_while_reserved;
 
 /// Accounting of the memory that the worker's objects hold.
 #[derive(Debug, Default)]
@@ -16,7 +16,7 @@ pub struct Kept {
     bytes: AtomicU64,
     /// Bytes of the largest batch.
     largest: AtomicU64,
-    /// Bytes from which the garbage collector runs again.
+    /// Number of held bytes at which the garbage collector runs again.
     collect_at: AtomicU64,
 }
 
@@ -50,23 +50,24 @@ pub struct WorkerLease {
     port: Arc<Port>,
     kept: Arc<Kept>,
     block: u32,
-    /// The address.
+    /// The address of the block's memory.
     pub ptr: *mut u8,
     /// Number of bytes.
     pub len: usize,
 }
 
-// SAFETY: a raw pointer into a shared mapping; the release takes the allocator's lock.
+// SAFETY: the lease has only a raw pointer into a shared mapping; its release takes the allocator's lock.
 unsafe impl Send for WorkerLease {}
 
 impl WorkerLease {
     /// Allocates a block. `pause` sleeps. `None` if the region is full, or in a child of the worker: use the heap
     /// instead.
     ///
-    /// Errors: [`Error::NoMemory`] if the machine or cgroup has no memory left. The heap would wake the OOM killer.
+    /// Errors: [`Error::NoMemory`] if the machine or cgroup has no memory left. An allocation on the heap would then
+    /// wake the OOM killer.
     pub fn new(port: &Arc<Port>, kept: &Arc<Kept>, len: usize, pause: impl Fn(Duration)) -> Result<Option<Self>> {
         let returned = port.await_return(len as u64, &pause);
-        let (block, ptr) = match returned.and_then(|()| settle(|| port.allocate(len as u64), pause)) {
+        let (block, ptr) = match returned.and_then(|()| retry_while_reserved(|| port.allocate(len as u64), pause)) {
             Ok(allocated) => allocated,
             Err(error @ Error::NoMemory { .. }) => return Err(error),
             Err(_) => return Ok(None),
@@ -92,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn the_collector_is_called_where_much_is_held() {
+    fn the_collector_runs_when_much_memory_is_held() {
         let never = || panic!("nothing to collect");
         assert!(holding(0).has_room(COLLECT_FROM, never));
         let large = holding(COLLECT_FROM);
@@ -105,11 +106,11 @@ mod tests {
             kept.bytes.store(0, Ordering::Relaxed);
         }));
         assert!(collected);
-        assert!(kept.has_room(1, never), "the garbage has gone");
+        assert!(kept.has_room(1, never), "the garbage is gone");
     }
 
     #[test]
-    fn who_keeps_too_much_gets_ordinary_memory() {
+    fn a_worker_that_holds_too_much_gets_ordinary_memory() {
         let kept = holding(RETAINED_MAX);
         let mut calls = 0;
         assert!(!kept.has_room(1, || calls += 1));

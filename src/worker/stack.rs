@@ -12,13 +12,13 @@ use crate::sys;
 pub(super) struct StackOffer {
     /// Address of the handler that dumps the stack; 0 without one.
     handler: AtomicUsize,
-    /// Monotonic nanoseconds of the last check that the handler is installed.
+    /// Monotonic nanoseconds of the last check whether the handler is still installed.
     checked: AtomicU64,
 }
 
 impl StackOffer {
-    /// Creates the file for stack dumps. `None`: the status page says why. Never closed, because its number may be
-    /// reused.
+    /// Creates the file for stack dumps. Returns `None` if there can be none; the status page then has the reason. The
+    /// file is never closed, because its number may be reused.
     pub fn make_file(status: &StatusPage) -> Option<i32> {
         let handler = sys::signal::handler_of(sys::signal::stack_signal());
         if handler.is_some_and(|handler| handler != sys::signal::DEFAULT) {
@@ -37,7 +37,7 @@ impl StackOffer {
         Some(file.into_raw_fd())
     }
 
-    /// Offers dumps into the file `fd` by the installed handler; `None` if there is no handler.
+    /// Offers stack dumps, which the installed handler writes to the file `fd`; `None` if there is no handler.
     pub fn offer(&self, status: &StatusPage, fd: Option<i32>) {
         let handler = sys::signal::handler_of(sys::signal::stack_signal()).unwrap_or(0);
         self.handler.store(if fd.is_some() { handler } else { 0 }, Ordering::Relaxed);

@@ -9,7 +9,7 @@ use crate::wire::{TaskEntry, TaskKind};
 impl StatusPage {
     /// Begins a task. Returns the nanoseconds spent in the previous state.
     pub(super) fn begin(&self, task: u64, kind: TaskKind, now: u64) -> u64 {
-        // Before the state: a stall check must not mistake the previous task for this one.
+        // Stored before the state, so that a stall check does not mistake the previous task for this one.
         self.task_since_ns.store(now, Ordering::Relaxed);
         // The message that begins an epoch has the number of the first task.
         self.place.store(if kind.begins_epoch() { NOT_BEGUN } else { 0 }, Ordering::Relaxed);
@@ -17,7 +17,7 @@ impl StatusPage {
         self.change(WorkerState::Fetch, now)
     }
 
-    /// Shows the place of the current sample in its index batch. Returns false, and shows nothing, in a replay.
+    /// Stores the place of the current sample in its index batch. In a replay, stores nothing and returns false.
     #[inline]
     pub(super) fn at_sample(&self, place: u64) -> bool {
         let is_begun = self.place.load(Ordering::Relaxed) != NOT_BEGUN;
@@ -36,18 +36,18 @@ impl StatusPage {
             self.start_cpu_ns.store(sys::clock::process_cpu_ns(), Ordering::Release);
         }
         let spent = now.saturating_sub(self.since_ns.load(Ordering::Relaxed));
-        // Before the sum: a reader must not count this interval twice.
+        // Stored before the sum, so that a reader does not count this interval twice.
         self.since_ns.store(now, Ordering::Relaxed);
         let sum = &self.spent_ns[before as usize];
         // SYNC: time-spent (pairs with the Acquire in `WorkerTotals::of`).
         sum.store(sum.load(Ordering::Relaxed).wrapping_add(spent), Ordering::Release);
-        // For reports. `Left` counts only after the end of the process (`Handle::all_left`).
+        // The state is for reports. `Left` counts only after the end of the process (`Handle::all_left`).
         self.state.store(state as u32, Ordering::Relaxed);
         spent
     }
 
-    /// Returns true if the CPU time of the next fetch is to be measured: that of every fetch if the mean one is long,
-    /// otherwise that of a sample.
+    /// Returns true if the CPU time of the next fetch must be measured. If fetches are long on average, each is
+    /// measured, otherwise one in [`FETCH_SAMPLE`].
     pub(super) fn measures_fetch(&self) -> bool {
         let fetched = self.spent_ns[WorkerState::Fetch as usize].load(Ordering::Relaxed);
         let sent = self.sent.load(Ordering::Relaxed);
@@ -59,13 +59,13 @@ impl StatusPage {
         let add = |word: &AtomicU64, more, order| {
             word.store(word.load(Ordering::Relaxed).wrapping_add(more), order);
         };
-        // The wall time first: a reader between the two sees too little CPU time, never too much.
+        // The wall time is stored first: a reader between the two stores sees too little CPU time, never too much.
         add(&self.fetch_measured_ns, wall, Ordering::Relaxed);
         // SYNC: fetch-measured (pairs with the Acquire in `WorkerTotals::of`).
         add(&self.fetch_cpu_ns, cpu, Ordering::Release);
     }
 
-    /// Shows the beginning of an index batch, for `rustloader top`, which opens no pickles.
+    /// Stores the beginning of an index batch for `rustloader top`, but nothing of a pickle, because `top` opens none.
     pub(super) fn show_index(&self, entry: &TaskEntry, payload: &[u8]) {
         let payload = if entry.kind == TaskKind::Plain { payload } else { &[] };
         let mut head = [0; INDEX_BYTES];
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_fetches_are_all_measured_and_short_ones_now_and_then() {
+    fn all_long_fetches_are_measured_and_a_sample_of_short_ones() {
         let page = StatusPage::default();
         let measured = |sent, mean| {
             page.sent.store(sent, Ordering::Relaxed);

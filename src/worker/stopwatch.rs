@@ -14,7 +14,7 @@ pub struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// Ends an interval in the dataset; `next` begins.
+    /// Ends an interval in the dataset; the state `next` begins.
     pub fn end_fetch(&self, port: &Port, next: WorkerState) {
         self.fetch_us.fetch_add(port.enter(next), Ordering::Relaxed);
     }

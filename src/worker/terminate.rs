@@ -1,18 +1,19 @@
 //! SIGTERM to the process group, as sent to preempt a training run.
 //!
-//! By default all workers would die of it, and `next` would raise before the main process's handler could react. So if
-//! the main process has a handler, a worker notes the signal on its status page, continues, and checks every
+//! By default all workers would die from it, and `next` would raise before the main process's handler could react. So
+//! if the main process has a handler, a worker notes the signal on its status page, continues, and checks every
 //! [`SIGTERM_CHECK`] which other workers have received it:
 //!
 //! | received by | meaning | the worker |
 //! |---|---|---|
 //! | all workers | a signal to the group | continues for at most [`SIGTERM_SERVE`] |
 //! | some of them | perhaps a signal to the group, still in delivery | checks again, for up to twice the limit |
-//! | no other worker, up to the limit | a signal to this worker | dies of it, and the main process names it |
+//! | no other worker, up to the limit | a signal to this worker | dies from it, and the main process names the worker |
 //! | there is no other worker | unknown | continues for [`SIGTERM_ALONE`] |
 //!
-//! A second SIGTERM ends the worker at once, and so does one that it sends itself. On one from the main process, part
-//! of a shutdown, it leaves. [`decide`] runs in the signal handler: it only loads and stores atomics.
+//! A second SIGTERM ends the worker at once, and so does one that the worker sends itself. A SIGTERM from the main
+//! process, which is part of a shutdown, makes it leave. [`decide`] runs in the signal handler: it only loads and
+//! stores atomics.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -29,9 +30,9 @@ use crate::sys::sigterm::{self, Cause, Reaction};
 struct Input {
     arena: Arc<Arena>,
     worker: u32,
-    /// This process, and the main process.
+    /// The ids of this process and of the main process.
     pids: (i32, i32),
-    /// Limit of checks if no other worker has received the signal; twice as many if some have.
+    /// Limit of checks if no other worker has received the signal. The limit is twice as high if some have.
     max_checks: u32,
 }
 
@@ -42,12 +43,12 @@ static CHECKS_DONE: AtomicU32 = AtomicU32::new(0);
 const DECIDED: u32 = u32::MAX;
 
 /// Makes this worker survive a SIGTERM to the group. `main` is the main process's pid. If no other worker receives the
-/// signal within `alone`, it was sent to this worker only; on a busy machine delivery may take that long. An error
-/// leaves SIGTERM as it was.
+/// signal within `alone`, it was sent to this worker only; on a busy machine delivery may take that long. After an
+/// error SIGTERM has its earlier effect.
 pub fn survive_group_signal(port: &Port, main: i32, alone: Duration) -> Result<()> {
     let pids = (std::process::id() as i32, main);
     let input = Input { arena: port.arena().clone(), worker: port.worker(), pids, max_checks: checks_in(alone) };
-    INPUT.set(input).map_err(|_| Error::usage("a second handler for SIGTERM"))?;
+    INPUT.set(input).map_err(|_| Error::usage("there is already a handler for SIGTERM"))?;
     sigterm::install(decide)
 }
 
@@ -65,7 +66,7 @@ fn decide(cause: Cause) -> Reaction {
         },
         Cause::Time => {
             let workers = 0..input.arena.geometry().workers;
-            let others = workers.filter(|worker| *worker != input.worker).map(page).filter(|page| works(page));
+            let others = workers.filter(|worker| *worker != input.worker).map(page).filter(|page| is_active(page));
             let (mut count, mut flagged) = (0, 0);
             for page in others {
                 count += 1;
@@ -82,7 +83,7 @@ fn decide(cause: Cause) -> Reaction {
 }
 
 /// Returns true if a worker has started and not left.
-fn works(page: &StatusPage) -> bool {
+fn is_active(page: &StatusPage) -> bool {
     let left = page.state.load(Ordering::Relaxed) == WorkerState::Left as u32;
     page.pid.load(Ordering::Relaxed) != 0 && !left
 }
@@ -96,12 +97,12 @@ fn checks_in(time: Duration) -> u32 {
 /// Returns the reaction after `checks_done` checks, if `flagged` of `others` workers have received the signal; and the
 /// new value of `checks_done`.
 fn next(checks_done: u32, max_checks: u32, others: u32, flagged: u32) -> (Reaction, u32) {
-    let most = if flagged > 0 { 2 * max_checks } else { max_checks };
+    let limit = if flagged > 0 { 2 * max_checks } else { max_checks };
     match checks_done {
         DECIDED => (Reaction::Die, DECIDED),
         _ if others == 0 => (Reaction::AskAgain(SIGTERM_ALONE - SIGTERM_CHECK), DECIDED),
         _ if flagged == others => (Reaction::AskAgain(SIGTERM_SERVE), DECIDED),
-        _ if checks_done + 1 < most => (Reaction::AskAgain(SIGTERM_CHECK), checks_done + 1),
+        _ if checks_done + 1 < limit => (Reaction::AskAgain(SIGTERM_CHECK), checks_done + 1),
         _ => (Reaction::Die, DECIDED),
     }
 }
@@ -124,15 +125,15 @@ mod tests {
     }
 
     #[test]
-    fn a_time_is_some_looks_whatever_it_is() {
+    fn any_time_allows_at_least_one_check() {
         let max_checks = |seconds| checks_in(Duration::from_secs_f64(seconds));
         assert_eq!((max_checks(0.5), max_checks(0.0), max_checks(60.0)), (5, 1, 600));
-        let most = max_checks(1e12);
-        assert_eq!(next(2 * most - 1, most, 3, 1).0, Reaction::Die);
+        let limit = max_checks(1e12);
+        assert_eq!(next(2 * limit - 1, limit, 3, 1).0, Reaction::Die);
     }
 
     #[test]
-    fn others_may_get_it_a_little_later_but_not_much() {
+    fn other_workers_may_receive_the_signal_a_little_later() {
         let mut checks_done = 0;
         for _ in 1..10 {
             let (reaction, now) = next(checks_done, 5, 3, 2);

@@ -1,4 +1,4 @@
-//! A thread that ends the worker after the main process, even inside an item of the dataset.
+//! A thread that ends the worker after the main process has ended, even while the dataset makes an item.
 //!
 //! It waits on a pidfd, or if that is refused checks every [`PARENT_CHECK`] for a process with that pid and start time.
 //! (Not PR_SET_PDEATHSIG, which fires when the forking *thread* ends.) Then it stops the worker, and ends it after
@@ -17,7 +17,7 @@ pub struct Parent {
     pub pid: i32,
     /// Start time in kernel ticks since boot; 0 if unreadable.
     pub start_time: u64,
-    /// It is the direct parent; at its end another process becomes the parent.
+    /// True if it is the direct parent: when it ends, another process becomes the parent.
     is_direct: bool,
 }
 
@@ -33,7 +33,7 @@ impl Parent {
         Self { pid, start_time, is_direct: sys::signal::getppid() == pid }
     }
 
-    /// Returns true if it runs.
+    /// Returns true if the main process runs.
     pub fn is_alive(&self) -> bool {
         match self.is_direct {
             true => sys::signal::getppid() == self.pid,
@@ -42,7 +42,7 @@ impl Parent {
     }
 }
 
-/// Starts the thread.
+/// Starts the watchdog's thread.
 pub fn start(port: Arc<Port>, parent: Parent) -> std::io::Result<()> {
     let watch = move || {
         sys::signal::block_all_in_this_thread();
@@ -56,7 +56,7 @@ pub fn start(port: Arc<Port>, parent: Parent) -> std::io::Result<()> {
 }
 
 fn wait_for_the_end(parent: Parent) {
-    // A single poll: the kernel keeps waiting on the pidfd even if a dataset closes it. `is_alive` checks the answer.
+    // A single poll: the kernel keeps waiting on the pidfd even if a dataset closes it. `is_alive` checks the result.
     let pidfd = sys::pidfd::PidFd::open(parent.pid).ok();
     if let Some(pidfd) = &pidfd
         && parent.is_alive()
@@ -67,7 +67,7 @@ fn wait_for_the_end(parent: Parent) {
             let _ = set.wait(None, &mut ready);
         }
     }
-    // Not closed: the number may belong to another file now.
+    // Forgotten instead of closed, because the number may belong to another file now.
     std::mem::forget(pidfd);
     while parent.is_alive() {
         std::thread::sleep(PARENT_CHECK);

@@ -57,7 +57,7 @@ _OWN_WORK_TEXT = (
 _NO_NUMBER = (
     "The number of workers needed is unknown: this loop has no training step. Ask again in a loop that has one."
 )
-_AUTO_TEXT = 'num_workers="auto" decides at the next iter() whether to use more workers.'
+_AUTO_TEXT = 'num_workers="auto" decides at the next iter() whether to add workers.'
 
 
 @dataclass(frozen=True, repr=False)

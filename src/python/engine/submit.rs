@@ -10,7 +10,7 @@ use crate::codec;
 use crate::engine::delivery::Event;
 use crate::error::Error;
 use crate::interop::exit_guard::{call, next_item};
-use crate::shm::alloc::settle;
+use crate::shm::alloc::retry_while_reserved;
 use crate::wire::TaskKind;
 
 impl<'py> Call<'_, 'py> {
@@ -74,7 +74,7 @@ impl<'py> Call<'_, 'py> {
         let pickle = self.encode(index.bind(py))?;
         let State { engine, payload, .. } = &mut *self.state;
         let (kind, bytes) = encoded(&pickle, payload);
-        settle(|| engine.resend(kind, bytes), |time| py.detach(|| std::thread::sleep(time)))?;
+        retry_while_reserved(|| engine.resend(kind, bytes), |time| py.detach(|| std::thread::sleep(time)))?;
         codec::shrink(payload);
         Ok(())
     }
@@ -104,7 +104,7 @@ impl<'py> Call<'_, 'py> {
         let State { engine, payload, .. } = &mut *self.state;
         let (kind, bytes) = encoded(&pickle, payload);
         let pause = |time| py.detach(|| std::thread::sleep(time));
-        let sent = settle(|| engine.submit(index.clone().unbind(), kind, bytes), pause);
+        let sent = retry_while_reserved(|| engine.submit(index.clone().unbind(), kind, bytes), pause);
         if let Err(Error::NoMemory { .. } | Error::RegionFull { .. }) = sent {
             engine.delivery().on_event(Event::IndexUnsent(index.unbind()));
         }

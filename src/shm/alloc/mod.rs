@@ -1,17 +1,17 @@
 //! The allocator of one region. Its free lists are private to the owner; the region's block table has the data that
 //! other processes need.
 //!
-//! Size classes are virtual: a block has the capacity of its class, but only the pages that its contents
-//! need. Free blocks are reused last-in first-out, while their pages are warm.
+//! Size classes are virtual: a block has the capacity of its class, but only the pages that its contents need. Free
+//! blocks are reused last-in first-out, while their pages are warm.
 //!
 //! Idle pages are released in three cases. A class whose low-water mark of idle blocks stayed above zero through
 //! [`TRIM_PATIENCE`] windows punches the surplus; a window is [`TRIM_WINDOW`] allocations, or fewer if batches are
-//! slow. With varying sizes, idle pages beyond the recent peak and an [`IDLE_SHARE`]th are punched before fresh ones are
-//! reserved; a warm block of a slightly larger class is reused first. An idle worker keeps only what the batches under
-//! way need, and nothing if it is ahead of the loop.
+//! slow. With varying sizes, idle pages beyond the recent peak and an [`IDLE_SHARE`]th are punched before fresh ones
+//! are reserved; a warm block of a slightly larger class is reused first. An idle worker keeps only the pages that the
+//! batches under way need, and none if it is ahead of the program's loop.
 //!
-//! Once there is no room behind the last block, a request that no idle block of its class serves is cut from a larger
-//! one, or from idle neighbours that are joined: see `join`.
+//! If no idle block of its class serves a request and there is no room after the last block, the block is cut from a
+//! larger one, or from idle neighbours that are joined: see `join`.
 
 mod join;
 
@@ -33,7 +33,8 @@ use crate::sys;
 
 /// Number of size classes: enough for regions of 1 TiB.
 const CLASSES: usize = 112;
-/// The size class of a block of `pages` pages.
+
+/// Returns the size class of a block of `pages` pages.
 fn class_of(pages: u64) -> usize {
     if pages <= 8 {
         return pages.max(1) as usize - 1;
@@ -43,15 +44,15 @@ fn class_of(pages: u64) -> usize {
     8 + (shift as usize - 1) * 4 + ((last >> shift) as usize - 4)
 }
 
-/// The largest class whose blocks a block of `capacity` bytes can stand in for. Blocks that were joined or cut may be
-/// larger.
+/// Returns the largest class whose blocks a block of `capacity` bytes can replace. Blocks that were joined or cut may
+/// be larger than their class.
 fn class_within(capacity: u64) -> usize {
     let pages = capacity / PAGE;
     let class = class_of(pages);
     (if class_pages(class) > pages { class.saturating_sub(1) } else { class }).min(CLASSES - 1)
 }
 
-/// The pages of a block of a class.
+/// Returns the number of pages of a block of a class.
 fn class_pages(class: usize) -> u64 {
     if class < 8 {
         return class as u64 + 1;
@@ -60,9 +61,9 @@ fn class_pages(class: usize) -> u64 {
     (quarter as u64 + 1) << shift
 }
 
-/// Retries `attempt` while only the reservations of other workers prevent it, for at most [`RESERVATION_WAIT`].
-/// `pause` sleeps; the caller must hold nothing that others wait for.
-pub fn settle<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(Duration)) -> Result<R> {
+/// Retries `attempt` while it fails only because of other workers' reservations, for at most [`RESERVATION_WAIT`].
+/// `pause` sleeps; the caller must hold no lock or memory that others wait for.
+pub fn retry_while_reserved<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(Duration)) -> Result<R> {
     let mut start = None;
     loop {
         let result = attempt();
@@ -74,19 +75,19 @@ pub fn settle<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(D
         if now - *start.get_or_insert(now) >= RESERVATION_WAIT {
             return result;
         }
-        // The process id keeps workers out of step.
+        // The process id staggers the workers.
         pause(Duration::from_millis(1 + u64::from(std::process::id() % 8)));
     }
 }
 
-/// One class's idle blocks.
+/// The idle blocks of one class.
 #[derive(Debug, Default)]
 struct FreeList {
     /// Idle blocks, the warmest last.
     blocks: Vec<u32>,
     /// Number of leading blocks without pages.
     cold: usize,
-    /// Minimum of idle blocks in this window.
+    /// Lowest number of idle blocks in this window.
     low: usize,
     /// Consecutive windows with a surplus.
     patience: u8,
@@ -98,28 +99,29 @@ pub struct Allocator {
     arena: Arc<Arena>,
     region: u32,
     free: Vec<FreeList>,
-    /// Offset of the next new block.
+    /// Offset of the next new block: the end of the last one.
     fresh: u64,
-    /// Blocks by their offsets.
+    /// Numbers of the blocks by their offsets.
     places: BTreeMap<u64, u32>,
-    /// Entries of the block table without a block.
+    /// Numbers of the block table's entries that have no block.
     spare: Vec<u32>,
     /// Offset up to which pages are reserved ahead for small blocks.
     slab_end: u64,
-    /// Bytes of each block in this process's page tables.
+    /// Bytes of each block that are in this process's page tables.
     mapped: Vec<u64>,
-    /// Blocks sent in a message since their allocation, in which an object of the owner still lies.
+    /// Blocks that were sent in a message since their allocation and still contain an object of the owner.
     sent: HashSet<u32>,
     /// Allocations left in this window.
     window: u32,
-    /// Batches of this window, and the time of the last [`TRIM_BATCHES`]th of them, or of its beginning.
+    /// Number of batches in this window.
     batches: u32,
+    /// The time of the last [`TRIM_BATCHES`]th batch of this window, or of the window's beginning.
     since: Duration,
     /// Bytes that may be reserved before the next headroom check.
     credit: u64,
     /// Bytes of pages in the region.
     warm: u64,
-    /// Of these, bytes in idle blocks.
+    /// Bytes of pages in idle blocks of the region.
     idle: u64,
     /// The value of `clock` at which each block became idle.
     idle_since: Vec<u64>,
@@ -130,8 +132,8 @@ pub struct Allocator {
 }
 
 impl Allocator {
-    /// The allocator of a region without a live owner. Reuses the blocks whose state is free; held ones come back over
-    /// the return stack.
+    /// Creates the allocator of a region without a live owner. Reuses the blocks whose state is free; held ones come
+    /// back over the return stack.
     pub fn new(arena: Arc<Arena>, region: u32) -> Self {
         let count = arena.block_count(region);
         let table = &arena.table(region)[..count as usize];
@@ -175,22 +177,24 @@ impl Allocator {
         }
     }
 
-    /// The region's number.
+    /// Returns the region's number.
     pub fn region(&self) -> u32 {
         self.region
     }
 
-    /// Bytes of pages that the region holds.
+    /// Returns the number of bytes of pages that the region has.
     pub fn warm_bytes(&self) -> u64 {
         self.warm
     }
 
-    /// Bytes of pages in held blocks. Saturates: a broken worker may have damaged the table.
+    /// Returns the number of bytes of pages in held blocks. Saturates, because a broken worker may have damaged the
+    /// table.
     fn in_use(&self) -> u64 {
         self.warm.saturating_sub(self.idle)
     }
 
-    /// A block with at least `len` bytes of reserved memory, held by `holder` (one bit of `block.rs`).
+    /// Allocates a block with at least `len` bytes of reserved memory, held by `holder` (one bit of `block.rs`).
+    /// Returns its number.
     pub fn allocate(&mut self, len: u64, holder: u32) -> Result<u32> {
         self.clock += 1;
         self.window -= 1;
@@ -200,7 +204,7 @@ impl Allocator {
         let pages = len.div_ceil(PAGE).max(1);
         let class = class_of(pages);
         if class >= CLASSES || pages * PAGE > self.arena.geometry().region_len {
-            return Err(self.full(len));
+            return Err(self.full_error(len));
         }
         let list = &self.free[class];
         if list.blocks.len() == list.cold {
@@ -208,7 +212,7 @@ impl Allocator {
         }
         let id = match self.take(self.warm_class(class)) {
             Some(id) => id,
-            None => self.make(class, pages * PAGE)?,
+            None => self.create_block(class, pages * PAGE)?,
         };
         if let Err(error) = self.reserve(id, pages * PAGE) {
             self.put(id);
@@ -224,14 +228,15 @@ impl Allocator {
         Ok(id)
     }
 
-    /// As [`Allocator::allocate`], for the owner's arrays. They do not count in the window that measures how long other
-    /// blocks are idle, because a batch may make any number of them.
+    /// Allocates a block for an array of the owner, as [`Allocator::allocate`] does. Arrays do not count in the window
+    /// that measures how long other blocks are idle, because a batch may create any number of them.
     pub fn allocate_array(&mut self, len: u64) -> Result<u32> {
         self.window += 1;
         self.allocate(len, WORKER)
     }
 
-    /// Counts a batch. Ends the window if its batches are slow: the next [`TRIM_WINDOW`] allocations may take minutes.
+    /// Counts a batch. Ends the window if its batches are slow, because [`TRIM_WINDOW`] allocations could then take
+    /// minutes.
     pub fn count_batch(&mut self, now: impl FnOnce() -> Duration) -> Result<()> {
         self.batches += 1;
         if self.batches.is_multiple_of(TRIM_BATCHES) {
@@ -244,11 +249,12 @@ impl Allocator {
         Ok(())
     }
 
-    /// Lets a held block have `len` bytes. An error if it is too small, or the memory is not there.
+    /// Reserves the first `len` bytes of a held block. Returns an error if the block is too small or the memory is not
+    /// available.
     pub fn extend(&mut self, id: u32, len: u64) -> Result<()> {
         let pages = len.div_ceil(PAGE).max(1);
         if pages * PAGE > self.arena.table(self.region)[id as usize].capacity.load(Ordering::Relaxed) {
-            return Err(self.full(len));
+            return Err(self.full_error(len));
         }
         self.reserve(id, pages * PAGE)
     }
@@ -263,7 +269,7 @@ impl Allocator {
         self.sent.contains(&id)
     }
 
-    /// The class to take a block from: a warm block of a slightly larger class is cheaper than fresh pages.
+    /// Returns the class to take a block from: a warm block of a slightly larger class is cheaper than fresh pages.
     fn warm_class(&self, class: usize) -> usize {
         let warm = |class: &usize| self.free[*class].blocks.len() > self.free[*class].cold;
         let nearest = if class_pages(class) * PAGE < SLAB { class } else { (class + REUSE_CLASSES).min(CLASSES - 1) };
@@ -284,7 +290,7 @@ impl Allocator {
     pub fn collect(&mut self) -> Result<()> {
         let Self { arena, region, free, idle, idle_since, clock, .. } = self;
         let table = arena.table(*region);
-        // The private count: the one in shared memory may be damaged.
+        // The private count, because the one in shared memory may be damaged.
         let count = idle_since.len() as u32;
         block::take_returned(
             &arena.region_head(*region).returned,
@@ -299,12 +305,12 @@ impl Allocator {
         )
     }
 
-    /// Creates a block behind the last one. Once the region or its table is used up, cuts it from a larger idle block,
+    /// Creates a block after the last one. If the region or its table is full, cuts the block from a larger idle one,
     /// or joins idle neighbours.
-    fn make(&mut self, class: usize, least: u64) -> Result<u32> {
+    fn create_block(&mut self, class: usize, min_bytes: u64) -> Result<u32> {
         let capacity = class_pages(class) * PAGE;
         if capacity <= self.tail() && self.has_entry()? {
-            return self.make_fresh(capacity);
+            return self.create_fresh(capacity);
         }
         let larger = (class + 1..CLASSES).find(|&class| !self.free[class].blocks.is_empty());
         match larger.and_then(|class| self.take(class)) {
@@ -312,11 +318,11 @@ impl Allocator {
                 self.split(id, capacity);
                 Ok(id)
             }
-            None => self.join(capacity, least),
+            None => self.join(capacity, min_bytes),
         }
     }
 
-    /// Returns true if the table has an entry for another block.
+    /// Returns true if the table has an entry for another block. Adds one to the table if there is room.
     fn has_entry(&mut self) -> Result<bool> {
         let id = self.mapped.len() as u32;
         if !self.spare.is_empty() || id == self.arena.geometry().table_len {
@@ -335,24 +341,25 @@ impl Allocator {
         Ok(true)
     }
 
-    /// Creates a block of `capacity` bytes behind the last one, with an entry that [`Allocator::has_entry`] has found.
-    fn make_fresh(&mut self, capacity: u64) -> Result<u32> {
+    /// Creates a block of `capacity` bytes after the last one, with an entry that [`Allocator::has_entry`] has
+    /// provided.
+    fn create_fresh(&mut self, capacity: u64) -> Result<u32> {
         let offset = self.fresh;
         let mut reserved = 0;
         if capacity < SLAB {
             reserved = capacity;
-            self.look(capacity)?;
+            self.check_headroom(capacity)?;
             if offset + capacity > self.slab_end {
                 let end = (offset + SLAB).min(self.arena.geometry().region_len);
                 self.populate(offset, end)?;
                 self.slab_end = end;
             }
         }
-        let Some(id) = self.spare.pop() else { return Err(self.full(capacity)) };
+        let Some(id) = self.spare.pop() else { return Err(self.full_error(capacity)) };
         let entry = &self.arena.table(self.region)[id as usize];
         entry.warm.store(reserved, Ordering::Relaxed);
         entry.offset.store(offset, Ordering::Relaxed);
-        // Last: an owner that is killed before leaves no block.
+        // Stored last: an owner that is killed before this store leaves no block.
         entry.capacity.store(capacity, Ordering::Release);
         self.add_warm(reserved);
         self.fresh += capacity;
@@ -361,8 +368,8 @@ impl Allocator {
         Ok(id)
     }
 
-    /// Reserves pages for the first `len` bytes of a block. Those of a large block enter this process's page tables in
-    /// one call, much cheaper than a fault per page.
+    /// Reserves pages for the first `len` bytes of a block. The pages of a large block enter this process's page tables
+    /// in one call, which is much cheaper than a fault per page.
     fn reserve(&mut self, id: u32, len: u64) -> Result<()> {
         let mapped = self.mapped[id as usize];
         if len <= mapped {
@@ -377,7 +384,7 @@ impl Allocator {
         }
         if len > warm {
             self.make_room(len - warm);
-            self.look(len - warm)?;
+            self.check_headroom(len - warm)?;
             self.populate(offset + warm.max(mapped), offset + len)?;
             entry.warm.store(len, Ordering::Relaxed);
             self.add_warm(len - warm);
@@ -399,29 +406,30 @@ impl Allocator {
         self.credit = self.credit.max(bytes);
     }
 
-    /// Before fresh pages are reserved: cools the blocks of other sizes that were idle longest, while the total would
-    /// exceed the recent peak by more than an [`IDLE_SHARE`]th.
+    /// Punches blocks of other sizes before `fresh` bytes are reserved, those first that have been idle longest, while
+    /// the total would exceed the recent peak by more than an [`IDLE_SHARE`]th.
     fn make_room(&mut self, fresh: u64) {
         let peak = self.peak[0].max(self.peak[1]).max(self.in_use() + fresh);
-        let most = peak + peak / IDLE_SHARE;
-        while self.warm + fresh > most {
+        let limit = peak + peak / IDLE_SHARE;
+        while self.warm + fresh > limit {
             let oldest = |class: usize| {
                 let list = &self.free[class];
                 Some((self.idle_since[*list.blocks.get(list.cold)? as usize], class))
             };
             let Some((_, class)) = (class_of(SLAB / PAGE)..CLASSES).filter_map(oldest).min() else { return };
-            self.cool(class);
+            self.punch_oldest(class);
         }
     }
 
-    /// Punches the block of a class that was idle longest.
-    fn cool(&mut self, class: usize) {
+    /// Punches the block of a class that has been idle longest.
+    fn punch_oldest(&mut self, class: usize) {
         let list = &mut self.free[class];
         let id = list.blocks[list.cold];
         list.cold += 1;
         let entry = &self.arena.table(self.region)[id as usize];
         let (offset, warm) = (entry.offset.load(Ordering::Relaxed), entry.warm.load(Ordering::Relaxed));
-        // Pages of a small block may have been reserved with its neighbours: not worth a system call.
+        // The pages of a small block are not worth a system call; they may have been reserved with those of its
+        // neighbours.
         if warm < SLAB || self.arena.punch_hole(self.region, offset, offset + warm).is_err() {
             return;
         }
@@ -431,9 +439,9 @@ impl Allocator {
         self.idle = self.idle.saturating_sub(warm);
     }
 
-    /// Checks that the machine has `fresh` bytes left, at most every [`HEADROOM_CHECK`] bytes. Does not wait for other
-    /// workers: see [`settle`].
-    fn look(&mut self, fresh: u64) -> Result<()> {
+    /// Checks that the machine has `fresh` bytes left, at most once per [`HEADROOM_CHECK`] bytes. Does not wait for
+    /// other workers: see [`retry_while_reserved`].
+    fn check_headroom(&mut self, fresh: u64) -> Result<()> {
         if fresh <= self.credit {
             self.credit -= fresh;
             return Ok(());
@@ -456,13 +464,13 @@ impl Allocator {
                 let passing = fresh <= free;
                 return Err(Error::NoMemory { wanted: fresh, limit: room.limit, headroom, passing });
             }
-            // Idle blocks of other sizes may use the memory.
+            // Idle blocks of other sizes may have the memory.
             trimmed = true;
             self.trim(0)?;
         }
     }
 
-    /// Populates pages that [`Allocator::look`] has granted.
+    /// Populates pages that [`Allocator::check_headroom`] has granted.
     fn populate(&self, from: u64, to: u64) -> Result<()> {
         let populated = self.arena.populate(self.region, from, to);
         self.arena.promise(self.region, 0);
@@ -485,7 +493,7 @@ impl Allocator {
         }
     }
 
-    /// The block of this region that contains `address`, and the offset in it.
+    /// Returns the block of this region that contains `address`, and the offset of the address in the block.
     pub fn find(&self, address: usize) -> Option<(u32, u64)> {
         let base = self.arena.region_base(self.region) as usize;
         let offset = address.checked_sub(base)? as u64;
@@ -498,7 +506,7 @@ impl Allocator {
     fn end_window(&mut self) -> Result<()> {
         (self.window, self.batches, self.since) = (TRIM_WINDOW, 0, sys::clock::monotonic());
         self.peak = [0, self.peak[0]];
-        // In a worker only this notices the end of children that the dataset has forked.
+        // In a worker, only this call notices when children that the dataset forked have ended.
         forks::reap();
         self.collect()?;
         for class in 0..CLASSES {
@@ -514,7 +522,7 @@ impl Allocator {
                 continue;
             }
             list.patience = 0;
-            (0..surplus).for_each(|_| self.cool(class));
+            (0..surplus).for_each(|_| self.punch_oldest(class));
         }
         Ok(())
     }
@@ -525,7 +533,7 @@ impl Allocator {
         self.states().any(|state| state & (CONSUMER | DELIVERED) == CONSUMER)
     }
 
-    /// Returns true if a large block of `len` bytes would take fresh pages, while the loop holds one that fits.
+    /// Returns true if a large block of `len` bytes would take fresh pages while the loop holds a block that fits.
     pub fn awaits(&mut self, len: u64) -> Result<bool> {
         if len < LARGE {
             return Ok(false);
@@ -549,13 +557,14 @@ impl Allocator {
         table.iter().map(|entry| entry.state.load(Ordering::Relaxed))
     }
 
-    /// Punches idle blocks until the region holds at most `budget` bytes of pages. For an idle worker.
+    /// Punches idle blocks until the region has at most `budget` bytes of pages. An idle worker calls it; so does a
+    /// check that finds too little memory.
     pub fn trim(&mut self, budget: u64) -> Result<()> {
         forks::reap();
         self.collect()?;
         for class in 0..CLASSES {
             while self.warm > budget && self.free[class].cold < self.free[class].blocks.len() {
-                self.cool(class);
+                self.punch_oldest(class);
             }
         }
         Ok(())

@@ -16,7 +16,7 @@ fn classes_cover_all_sizes() {
 }
 
 #[test]
-fn a_block_comes_back_warm_and_last_in_first_out() {
+fn blocks_are_reused_warm_and_last_in_first_out() {
     let mut a = allocator();
     let one = a.allocate(100_000, WORKER).unwrap();
     let two = a.allocate(100_000, WORKER).unwrap();
@@ -44,7 +44,7 @@ fn a_large_block_is_awaited_while_the_loop_holds_one_that_fits() {
     assert!(!a.awaits(LEN).unwrap(), "nothing is held");
     let id = a.allocate(LEN, CONSUMER).unwrap();
     assert!(a.is_ahead());
-    assert!(!a.awaits(LEN).unwrap(), "the loop has not had it yet");
+    assert!(!a.awaits(LEN).unwrap(), "the loop does not have it yet");
     a.arena.clone().delivered(0, id).unwrap();
     assert!(!a.is_ahead());
     assert!(a.awaits(LEN).unwrap() && a.awaits(LEN * 3 / 4).unwrap());
@@ -57,12 +57,12 @@ fn a_large_block_is_awaited_while_the_loop_holds_one_that_fits() {
     a.trim(0).unwrap();
     assert!(a.awaits(LEN).unwrap());
     a.arena.clone().release_delivered(0, id);
-    assert!(!a.awaits(LEN).unwrap(), "it has come back");
+    assert!(!a.awaits(LEN).unwrap(), "it was returned");
     assert_eq!(a.allocate(LEN, WORKER).unwrap(), id);
 }
 
 #[test]
-fn surplus_pages_are_given_back_and_the_working_set_stays() {
+fn surplus_pages_are_released_and_the_working_set_stays() {
     let mut a = allocator();
     let burst: Vec<u32> = (0..32).map(|_| a.allocate(1 << 20, WORKER).unwrap()).collect();
     let peak = a.warm_bytes();
@@ -76,7 +76,7 @@ fn surplus_pages_are_given_back_and_the_working_set_stays() {
 }
 
 #[test]
-fn slow_batches_give_a_warm_up_s_pages_back_after_a_few() {
+fn slow_batches_release_the_pages_of_a_warm_up_before_the_window_ends() {
     let later = || sys::clock::monotonic() + TRIM_AFTER;
     let mut a = allocator();
     let warm_up: Vec<u32> = (0..4).map(|_| a.allocate(1 << 20, WORKER).unwrap()).collect();
@@ -89,10 +89,14 @@ fn slow_batches_give_a_warm_up_s_pages_back_after_a_few() {
         }
         a.warm_bytes()
     };
-    assert_eq!(batches(TRIM_BATCHES * 3, &sys::clock::monotonic), 4 << 20, "quick ones wait for a window's end");
-    // The first window still has the low-water mark of its beginning; then there is patience.
-    let rest = batches(TRIM_BATCHES * (1 + u32::from(TRIM_PATIENCE)), &later);
-    assert_eq!(rest, 2 << 20, "what two blocks need stays");
+    assert_eq!(
+        batches(TRIM_BATCHES * 3, &sys::clock::monotonic),
+        4 << 20,
+        "quick batches wait for the end of a window"
+    );
+    // The first window still has the low-water mark of its beginning; then [`TRIM_PATIENCE`] windows pass.
+    let warm = batches(TRIM_BATCHES * (1 + u32::from(TRIM_PATIENCE)), &later);
+    assert_eq!(warm, 2 << 20, "the pages of two blocks stay");
 }
 
 #[test]
@@ -112,19 +116,19 @@ fn blocks_of_other_sizes_do_not_pile_up() {
 }
 
 #[test]
-fn a_warm_block_of_nearly_the_size_is_taken() {
+fn a_warm_block_of_a_similar_size_is_taken() {
     let mut a = allocator();
     let id = a.allocate(16 << 20, WORKER).unwrap();
     a.release(id);
     let near = a.allocate(9 << 20, WORKER).unwrap();
     assert_eq!(near, id);
     a.release(near);
-    assert_ne!(a.allocate(8 << 20, WORKER).unwrap(), id, "half of it would lie idle");
+    assert_ne!(a.allocate(8 << 20, WORKER).unwrap(), id, "half of it would be idle");
     assert_ne!(a.allocate(17 << 20, WORKER).unwrap(), id);
 }
 
 #[test]
-fn a_new_owner_finds_what_is_free_and_leaves_what_is_held() {
+fn a_new_owner_reuses_free_blocks_and_leaves_held_ones() {
     let mut a = allocator();
     let held = a.allocate(50_000, CONSUMER).unwrap();
     let idle = a.allocate(50_000, WORKER).unwrap();
@@ -147,7 +151,7 @@ fn a_full_region_is_an_error_that_names_its_size() {
 }
 
 #[test]
-fn what_others_are_reserving_counts_until_it_is_done() {
+fn reservations_of_others_count_until_they_are_done() {
     let arena = Arena::create_sized(1 << 30, 3, 8).unwrap();
     arena.promise(0, 5);
     arena.promise(2, 7);
@@ -160,14 +164,14 @@ fn what_others_are_reserving_counts_until_it_is_done() {
 }
 
 #[test]
-fn what_others_are_reserving_is_waited_for_outside_of_the_allocator() {
+fn callers_of_the_allocator_wait_for_reservations_of_others() {
     let arena = Arena::create_sized(1 << 30, 2, 8).unwrap();
     let mut a = Allocator::new(arena.clone(), 1);
     arena.promise(0, u64::MAX / 2);
     let refused = a.allocate(1 << 20, WORKER);
     assert!(matches!(refused, Err(Error::NoMemory { passing: true, .. })), "{refused:?}");
     let mut pauses = 0;
-    let allocated = settle(
+    let allocated = retry_while_reserved(
         || a.allocate(1 << 20, WORKER),
         |_| {
             pauses += 1;
@@ -177,11 +181,11 @@ fn what_others_are_reserving_is_waited_for_outside_of_the_allocator() {
     assert!(allocated.is_ok() && pauses == 1);
     // A request that no machine has memory for is refused at once.
     let refused = || Err::<(), _>(Error::NoMemory { wanted: 1, limit: String::new(), headroom: 0, passing: false });
-    assert!(settle(refused, |_| panic!("it waits")).is_err());
+    assert!(retry_while_reserved(refused, |_| panic!("it waits")).is_err());
 }
 
 #[test]
-fn a_block_is_read_out_as_far_as_it_reaches() {
+fn a_block_is_read_up_to_its_capacity() {
     let mut a = allocator();
     let id = a.allocate(5000, CONSUMER).unwrap();
     let bytes: Vec<u8> = (0..5000).map(|i| i as u8).collect();

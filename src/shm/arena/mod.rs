@@ -22,10 +22,10 @@ use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
 use crate::sys;
 
-/// Blocks of all arenas of this process in which delivered tensors lie; at 0 a fork checks no further.
+/// Number of blocks in all arenas of this process that hold delivered tensors. At 0 a fork needs no further check.
 static DELIVERED_BLOCKS: AtomicUsize = AtomicUsize::new(0);
 
-/// Returns the number of blocks in which tensors delivered by this process lie now.
+/// Returns the number of blocks that now hold tensors delivered by this process.
 pub(crate) fn delivered_blocks() -> usize {
     DELIVERED_BLOCKS.load(Ordering::Relaxed)
 }
@@ -36,32 +36,33 @@ pub struct Arena {
     map: Arc<sys::map::Mapping>,
     fd: Arc<sys::owned::HomeFd>,
     geometry: Geometry,
-    /// The fork generation of the process that mapped it; in a forked child the arena is unusable.
+    /// The fork generation of the process that mapped the arena. In a forked child the arena is unusable.
     generation: u64,
     /// True in the process that created the arena and releases its pages.
     made_here: bool,
-    /// No worker attaches again.
+    /// True after the arena is retired: no worker attaches again.
     retired: AtomicBool,
-    /// No worker is attached: the arena is in the pool or retired, and released blocks lose their pages at once.
+    /// Set while no worker is attached because the arena is in the pool or retired: released blocks lose their pages at
+    /// once.
     parking: Parking,
-    /// The number of the loader that it waits for in the pool; 0 for none.
+    /// The number of the loader that the arena waits for in the pool; 0 for none.
     pub(super) owner: AtomicU64,
 }
 
 impl Arena {
-    /// Creates an arena, as large as the system allows between 1 GiB and 1 TiB (pages exist only when touched), and
-    /// with at most half of a limited address space.
+    /// Creates an arena as large as the system allows, between 1 GiB and 1 TiB (pages exist only when touched). It
+    /// takes at most half of a limited address space.
     pub fn create(needs: Needs) -> Result<Arc<Self>> {
         Self::create_within(ARENA_MAX, needs)
     }
 
-    /// Creates an arena of at most `most` bytes, if a smaller one will do.
-    pub fn create_within(most: u64, needs: Needs) -> Result<Arc<Self>> {
-        let usual = (sys::memory::total_ram_and_swap().saturating_mul(8)).clamp(ARENA_USUAL, ARENA_MAX);
-        let mut total = usual.min(most);
+    /// Creates an arena of at most `max_bytes`, halving the size until the system allows it.
+    pub fn create_within(max_bytes: u64, needs: Needs) -> Result<Arc<Self>> {
+        let usual_bytes = (sys::memory::total_ram_and_swap().saturating_mul(8)).clamp(ARENA_USUAL, ARENA_MAX);
+        let mut total = usual_bytes.min(max_bytes);
         if let Some(left) = sys::map::address_space_left() {
             total = total.min(left / 2);
-            if total < ARENA_MIN.min(most) {
+            if total < ARENA_MIN.min(max_bytes) {
                 return Err(sys::map::no_address_space(2 * ARENA_MIN, left));
             }
         }
@@ -85,7 +86,7 @@ impl Arena {
         let fd = sys::memfd::create("rustloader", geometry.total)?;
         sys::memfd::seal(fd.as_fd())?;
         let arena = Self::map(fd, geometry, true)?;
-        // Every batch touches the control part: reserving it now turns a full machine into an error here.
+        // Every batch touches the control part. Reserving it now turns a lack of memory into an error here.
         arena.map.populate(0..geometry.region_head(geometry.regions()) as usize)?;
         let header = arena.header();
         header.workers.store(geometry.workers, Ordering::Relaxed);
@@ -124,21 +125,26 @@ impl Arena {
     fn map(fd: OwnedFd, geometry: Geometry, made_here: bool) -> Result<Self> {
         sys::fork::count_forks()?;
         let map = Arc::new(sys::map::Mapping::new(fd.as_fd(), geometry.total as usize)?);
-        Ok(Self::over(map, Arc::new(sys::owned::HomeFd::new(fd)), geometry, made_here))
+        Ok(Self::with_mapping(map, Arc::new(sys::owned::HomeFd::new(fd)), geometry, made_here))
     }
 
-    fn over(map: Arc<sys::map::Mapping>, fd: Arc<sys::owned::HomeFd>, geometry: Geometry, made_here: bool) -> Self {
+    fn with_mapping(
+        map: Arc<sys::map::Mapping>,
+        fd: Arc<sys::owned::HomeFd>,
+        geometry: Geometry,
+        made_here: bool,
+    ) -> Self {
         let generation = sys::fork::generation();
         let (retired, parking) = (AtomicBool::new(false), Parking::default());
         Self { map, fd, geometry, generation, made_here, retired, parking, owner: AtomicU64::new(0) }
     }
 
-    /// Returns the arena of a forked worker, over the inherited mapping: a second one would cost address space.
+    /// Returns the arena of a forked worker, over the inherited mapping: a second mapping would cost address space.
     pub fn inherited(&self) -> Arc<Self> {
-        Arc::new(Self::over(self.map.clone(), self.fd.clone(), self.geometry, false))
+        Arc::new(Self::with_mapping(self.map.clone(), self.fd.clone(), self.geometry, false))
     }
 
-    /// Sizes and offsets.
+    /// Returns the sizes and offsets.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry
     }
@@ -164,13 +170,14 @@ impl Arena {
         &self.slice::<T>(offset, 1)[0]
     }
 
-    /// Returns a reference to `len` `T`s at `offset`, for the layout's types of atomics alone.
+    /// Returns a reference to `len` `T`s at `offset`. `T` must be a type of the layout, which consists of atomics.
     #[inline]
     fn slice<T>(&self, offset: u64, len: u32) -> &[T] {
         let bytes = u64::from(len) * size_of::<T>() as u64;
         assert!(offset.is_multiple_of(align_of::<T>() as u64) && offset + bytes <= self.map.len() as u64);
-        // SAFETY: the range lies in the mapping, which lives as long as self and cannot shrink (sealed); it is aligned;
-        // T consists of atomics, for which every bit pattern is valid and which may change under the reference.
+        // SAFETY: the range is in the mapping, which lives as long as self and cannot shrink (it is sealed); it is
+        // aligned; T consists of atomics, for which every bit pattern is valid and which may change under the
+        // reference.
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize).cast::<T>(), len as usize) }
     }
 
@@ -220,18 +227,18 @@ impl Arena {
         self.map.populate(self.geometry.trace_head(0) as usize..end as usize)
     }
 
-    /// Returns the head of the queue that the workers share, if they do.
+    /// Returns the head of the shared queue, if the arena has one.
     pub fn queue_control(&self) -> Option<&QueueControl> {
         self.geometry.shared_queue.then(|| self.at(self.geometry.queue_control()))
     }
 
-    /// Returns the queue that the workers share, if they do.
+    /// Returns the shared queue, if the arena has one.
     pub fn queue(self: &Arc<Self>) -> Option<ArenaQueue> {
         let slots = self.slice::<QueueSlot>(self.geometry.queue(), self.geometry.queue_slots());
         self.queue_control().map(|control| ArenaQueue::new(self.clone(), control, slots))
     }
 
-    /// Returns the sleeper of a worker: its own, or the one of the queue that all workers share.
+    /// Returns the sleeper of a worker: its own, or that of the shared queue.
     pub fn sleeper_of(&self, worker: u32) -> &Sleeper {
         let queue = self.queue_control().map(|control| &control.sleeper.0);
         queue.unwrap_or_else(|| &self.control(worker).sleeper.0)
@@ -271,19 +278,19 @@ impl Arena {
             )));
         }
         let start = (self.geometry.data(region) + offset) as usize;
-        // SAFETY: start lies inside the mapping, by the checks above.
+        // SAFETY: start is inside the mapping, by the checks above.
         Ok(unsafe { NonNull::new_unchecked(self.map.as_ptr().add(start)) })
     }
 
-    /// Replaces the contents of `buffer` by the first `len` bytes of a block, whose place is checked.
+    /// Replaces the contents of `buffer` with the first `len` bytes of a block, after checking that the block has them.
     pub fn read_block(&self, region: u32, id: u32, len: u64, buffer: &mut Vec<u8>) -> Result<()> {
         let memory = self.block_memory(region, id, len)?;
         let len = len as usize;
         buffer.clear();
         buffer.reserve(len);
-        // SAFETY: `block_memory` has checked that the range lies in the mapping, and the buffer, which lies outside,
-        // has room for it. No reference to the block is made: a broken process may write to it during the copy, which
-        // then holds old bytes, new ones or both. The caller checks them like everything that other processes write.
+        // SAFETY: `block_memory` has checked that the range is in the mapping, and the buffer, which is outside, has
+        // room for it. No reference to the block is made: a broken process may write to it during the copy, which then
+        // holds old bytes, new ones or both. The caller checks them like everything that other processes write.
         unsafe {
             std::ptr::copy_nonoverlapping(memory.as_ptr(), buffer.as_mut_ptr(), len);
             buffer.set_len(len);
@@ -294,7 +301,7 @@ impl Arena {
     /// Returns the address of a region's data in this process.
     pub fn region_base(&self, region: u32) -> *mut u8 {
         assert!(region < self.geometry.regions());
-        // SAFETY: the region lies inside the mapping.
+        // SAFETY: the region is inside the mapping.
         unsafe { self.map.as_ptr().add(self.geometry.data(region) as usize) }
     }
 
@@ -314,7 +321,8 @@ impl Arena {
     pub fn populate_table(&self, region: u32, id: u32) -> Result<()> {
         let (row, start) = (size_of::<BlockEntry>() as u64, self.geometry.table(region));
         let (begin, end) = (start + u64::from(id) * row, start + u64::from(id + 1) * row);
-        // Rows do not straddle pages: the table begins on one, and a page is a multiple of a row.
+        // Rows do not straddle pages: the table begins at a page boundary, and the size of a page is a multiple of that
+        // of a row.
         if !begin.is_multiple_of(PAGE) {
             return Ok(());
         }
@@ -327,8 +335,8 @@ impl Arena {
         self.map.remove((start + from) as usize..(start + to) as usize)
     }
 
-    /// Marks a block as holding the user's tensors, so that a fork marks it. An error unless the consumer holds the
-    /// block and no tensors lie in it yet.
+    /// Marks a block as holding the user's tensors, so that a fork marks it. Returns an error unless the consumer holds
+    /// the block and the block holds no tensors yet.
     pub fn delivered(&self, region: u32, id: u32) -> Result<()> {
         let state = &self.table(region)[id as usize].state;
         let mut seen = state.load(Ordering::Relaxed);
@@ -351,8 +359,8 @@ impl Arena {
         self.release(region, id, CONSUMER);
     }
 
-    /// Clears the holders `bits` of a block from outside its owner; the last holder returns it to the owner. Does
-    /// nothing in a forked child. Takes no lock; any thread may call it.
+    /// Clears the holders `bits` of a block in a process that does not own it; the last holder returns the block to its
+    /// owner. Does nothing in a forked child. Takes no lock; any thread may call it.
     #[inline]
     pub fn release(&self, region: u32, id: u32, bits: u32) {
         if !self.is_ours() || id >= self.geometry.table_len {
@@ -370,8 +378,8 @@ impl Arena {
         }
     }
 
-    /// Wakes a worker that has been idle for some time when a large block has come back, so that it can return the
-    /// pages. Workers that share a queue share a bell, too, and look by themselves.
+    /// Wakes a worker that has been idle for some time, after a large block was returned to it, so that it can release
+    /// the pages. Workers of a shared queue share one bell; they check by themselves.
     fn notify_idle(&self, region: u32) {
         if region >= self.geometry.workers || self.queue_control().is_some() {
             return;
@@ -380,7 +388,7 @@ impl Arena {
         let since = Duration::from_nanos(status.since_ns.load(Ordering::Relaxed));
         let is_idle = status.state.load(Ordering::Relaxed) == WorkerState::Idle as u32;
         if is_idle && sys::clock::monotonic().saturating_sub(since) >= status.long_idle() && sleeper.0.must_ring() {
-            // It looks by itself later.
+            // If this fails, the worker checks by itself later.
             let _ = sys::futex::wake(&sleeper.0.bell, 1);
         }
     }
@@ -425,17 +433,17 @@ impl Arena {
     }
 
     /// Resets a worker's rings, status page and region for its next process; other workers, and the consumer's blocks
-    /// in this region, stay as they are. The worker's process has ended, at any point, and its results have been
-    /// received, so this process acts as the region's owner. `withdrawn` gets each task that the worker had not taken.
-    /// Blocks outside any result stay held until the arena is retired: those of an unpublished message, and those that
-    /// a child of the worker may read.
+    /// in this region, are unchanged. The worker's process must have ended, in whatever state, and its results must
+    /// have been received, so this process acts as the region's owner. `withdrawn` is called with each task that the
+    /// worker had not taken. Two kinds of blocks stay held until the arena is retired: those of an unpublished message,
+    /// and those that a child of the worker may read.
     ///
     /// Errors: [`Error::Usage`] for a result in the completion ring, [`Error::Corrupt`] for a damaged ring or region.
     pub fn reset_worker(self: &Arc<Self>, worker: u32, mut withdrawn: impl FnMut(Entry)) -> Result<()> {
         let control = self.control(worker);
         let RingControl { tail, head } = &control.results;
         if tail.0.load(Ordering::Relaxed) != head.0.load(Ordering::Relaxed) {
-            return Err(Error::usage(format!("results of worker {worker} have not been taken in")));
+            return Err(Error::usage(format!("results of worker {worker} have not been received")));
         }
         // The counters continue, so the main process's ends of both rings stay valid.
         let mut tasks = Consumer::new(self.task_ring(worker));
@@ -449,7 +457,8 @@ impl Arena {
         block::take_returned(returned, table.len() as u32, |id| &table[id as usize], |_| {})?;
         for entry in table {
             block::release_owned(&entry.state, WORKER);
-            // On no stack if the owner ended while it emptied the stack. Another thread may also be about to push it.
+            // The block is on no stack if the owner was killed while it emptied the stack, or if another thread is
+            // about to push it.
             if entry.state.load(Ordering::Relaxed) == RETURNING {
                 self.punch_block(worker, entry);
             }
@@ -459,7 +468,7 @@ impl Arena {
 
     /// Recovers the arena after all workers have left cleanly and all results were released: takes back the blocks that
     /// only workers held, and keeps as many warm pages as the batches under way needed. Returns the bytes of warm
-    /// pages, or `None` when a child of a worker may still read a block: the arena is then not reusable.
+    /// pages, or `None` if a child of a worker may still read a block: the arena is then not reusable.
     pub fn recover(&self) -> Option<u64> {
         self.parking.begin();
         let mut idle = 0;
@@ -486,7 +495,7 @@ impl Arena {
         Some(idle)
     }
 
-    /// Announces how many bytes a worker is reserving; 0 once their pages exist.
+    /// Announces the number of bytes that a worker is reserving; 0 when their pages exist.
     pub fn promise(&self, region: u32, bytes: u64) {
         if region < self.geometry.workers {
             // SYNC: pages-or-promise (pairs with the Acquire in `promised_by_others`).
@@ -494,9 +503,9 @@ impl Arena {
         }
     }
 
-    /// Returns the number of bytes that the other workers are reserving. Call it after the own promise and before the
-    /// headroom check: of two concurrent checks one sees the other's promise, and what is no longer promised has its
-    /// pages.
+    /// Returns the number of bytes that the other workers are reserving. Call it after this worker's promise and before
+    /// the headroom check: of two concurrent checks at least one sees the other's promise, and bytes that are no longer
+    /// promised have their pages.
     pub fn promised_by_others(&self, region: u32) -> u64 {
         fence(Ordering::SeqCst);
         let others = (0..self.geometry.workers).filter(|worker| *worker != region);
@@ -511,7 +520,7 @@ impl Arena {
     }
 
     /// Retires the arena: no worker attaches again. Releases all pages except those with tensors of this process or its
-    /// children, and from now on those of each released block.
+    /// children. From then on each released block loses its pages at once.
     pub fn retire(&self) {
         if !self.made_here || !self.is_ours() || self.retired.swap(true, Ordering::AcqRel) {
             return;
@@ -541,7 +550,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // Forked processes may still map the arena, which would keep its pages.
+        // Forked processes may still map the arena, which would keep its pages in memory.
         self.retire();
     }
 }

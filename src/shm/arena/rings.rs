@@ -8,7 +8,7 @@ use crate::shm::layout::{QueueControl, QueueSlot, RingControl, RingSlot};
 use crate::shm::queue::QueueMemory;
 use crate::shm::ring::RingMemory;
 
-/// A control and its slots in an arena, whose memory `_arena` keeps mapped.
+/// Counters and slots in an arena, whose memory `_arena` keeps mapped.
 #[derive(Debug)]
 pub struct Mapped<C, S> {
     _arena: Arc<Arena>,
@@ -21,7 +21,7 @@ pub type ArenaRing = Mapped<RingControl, RingSlot>;
 /// The shared queue of an arena.
 pub type ArenaQueue = Mapped<QueueControl, QueueSlot>;
 
-// SAFETY: the pointers stand for shared references into memory that `_arena` keeps mapped, and references to `Sync`
+// SAFETY: the pointers represent shared references into memory that `_arena` keeps mapped, and references to `Sync`
 // types are Send; so is `Arc<Arena>`.
 unsafe impl<C: Sync, S: Sync> Send for Mapped<C, S> {}
 

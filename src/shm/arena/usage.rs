@@ -24,7 +24,7 @@ impl Usage {
         let warm = entry.warm.load(Ordering::Relaxed);
         let state = entry.state.load(Ordering::Relaxed);
         self.warm = self.warm.saturating_add(warm);
-        // An entry without bytes is none: its block was joined to another.
+        // An entry with a capacity of 0 has no block: its block was joined to another.
         self.blocks += u64::from(entry.capacity.load(Ordering::Relaxed) > 0);
         if state & !block::RETURNING != 0 {
             self.held = self.held.saturating_add(warm);

@@ -1,7 +1,7 @@
-//! The places of an arena's parts.
+//! Sizes of an arena, and offsets of its parts.
 //!
 //! The control part takes about workers² x prefetch_factor x 128 bytes (64 workers: 2 MiB; 1,000: 250 MiB). Its pages
-//! exist from the start, so that a full machine is an error at once and not a SIGBUS later.
+//! exist from the start, so that a lack of memory is an error at once and not a SIGBUS later.
 
 use super::{BlockEntry, ControlPage, Header, PAGE, QueueControl, QueueSlot, RegionHead, RingSlot, TraceHead};
 use crate::config::{BYTES_PER_BLOCK, REGION_MIN, TABLE_MAX, TABLE_MIN, TASKS_MAX, TRACE_SLOTS, WORKERS_MAX};
@@ -41,15 +41,15 @@ const fn round_up(value: u64, to: u64) -> u64 {
     value.div_ceil(to) * to
 }
 
-/// Slots of a ring for `outstanding` tasks and control messages: two that begin an epoch early, one that begins
-/// another, and the one to leave. A worker sends a snapshot with each result, one at the start and one at the end of an
-/// epoch, one for an error, and one at the start of the next epoch.
+/// Returns the number of slots of a ring for `outstanding` tasks and four control messages: two that begin an epoch
+/// early, one that begins another epoch, and one to leave. A worker that sends snapshots sends one with each result,
+/// one at the start and one at the end of an epoch, one for an error, and one at the start of the next epoch.
 const fn ring_slots_for(outstanding: u32, snapshots: bool) -> u32 {
     let results = outstanding + 4;
     (if snapshots { 2 * results } else { results }).next_power_of_two()
 }
 
-/// Entries of the table of a region, given its share of the arena.
+/// Returns the number of entries of a region's block table, given the region's share of the arena.
 fn table_len_for(share: u64) -> u32 {
     (share / BYTES_PER_BLOCK).clamp(TABLE_MIN, TABLE_MAX) as u32
 }
@@ -60,15 +60,14 @@ fn too_many(workers: u32, outstanding: u32, limit: String) -> Error {
 }
 
 impl Geometry {
-    /// Returns the geometry of an arena of at most `total` bytes; an error if that leaves less than 1 MiB of data per
-    /// region.
+    /// Returns the geometry of an arena of at most `total` bytes, or an error if that leaves less than 1 MiB of data
+    /// per region.
     pub fn new(total: u64, needs: Needs) -> Result<Self> {
         let Needs { workers, outstanding, shared_queue, .. } = needs;
         let ring_slots = Self::ring_slots_of(needs)?;
         Self::lay_out(total, workers, ring_slots, shared_queue).ok_or_else(|| {
-            let limit = format!(
-                "they do not fit into the {total} bytes of address space that are there (RLIMIT_AS, `ulimit -v`)"
-            );
+            let limit =
+                format!("they do not fit into the {total} bytes of available address space (RLIMIT_AS, `ulimit -v`)");
             too_many(workers, outstanding, limit)
         })
     }
@@ -82,21 +81,21 @@ impl Geometry {
         (region_len >= REGION_MIN).then_some(Self { region_len, ..geometry })
     }
 
-    /// Returns the number of bytes of an arena whose regions have at most, and nearly, `region_len` bytes of data.
+    /// Returns the number of bytes of an arena whose regions have at most `region_len` bytes of data, and hardly less.
     pub fn total_for(region_len: u64, needs: Needs) -> Result<u64> {
         let Needs { workers, shared_queue, .. } = needs;
         let (ring_slots, table_len) = (Self::ring_slots_of(needs)?, table_len_for(region_len));
-        // A table for the whole share of a region may be longer, and then its data are fewer.
+        // `new` computes the table from the whole share of a region. It may then be longer, which leaves less data.
         let geometry = Self { workers, ring_slots, shared_queue, table_len, region_len: 0, total: 0 };
         let data = region_len.saturating_mul(u64::from(geometry.regions()));
         Ok(data.saturating_add(geometry.data_start()))
     }
 
-    /// Slots of each ring.
+    /// Returns the number of slots of each ring.
     pub fn ring_slots_of(needs: Needs) -> Result<u32> {
         let Needs { workers, outstanding, snapshots, .. } = needs;
         if workers == 0 {
-            return Err(Error::usage("an arena for no workers"));
+            return Err(Error::usage("an arena needs at least one worker"));
         }
         if workers > WORKERS_MAX || outstanding > TASKS_MAX {
             let limit = format!("the engine has room for {WORKERS_MAX} workers and {TASKS_MAX} batches under way");
@@ -105,7 +104,7 @@ impl Geometry {
         Ok(ring_slots_for(outstanding, snapshots))
     }
 
-    /// Returns the geometry of a file of `total` bytes, given its header; an error if the header cannot be valid.
+    /// Returns the geometry of a file of `total` bytes, given its header, or an error if the header cannot be valid.
     pub fn of_file(total: u64, workers: u32, ring_slots: u32, shared_queue: bool) -> Result<Self> {
         let possible = (1..=WORKERS_MAX).contains(&workers)
             && ring_slots.is_power_of_two()
@@ -123,8 +122,8 @@ impl Geometry {
         self.workers + 1
     }
 
-    /// Returns the number of batches of one worker that need warm pages at a time: those outstanding, the one in work,
-    /// the one that the user holds, and a spare.
+    /// Returns the number of batches of one worker that need warm pages at the same time: the outstanding ones, the one
+    /// in progress, the one that the user holds, and a spare.
     pub fn batches_under_way(&self) -> u64 {
         u64::from(self.ring_slots / self.workers) + 3
     }
@@ -134,7 +133,7 @@ impl Geometry {
         self.workers
     }
 
-    /// Words of the bitmap of rings that hold results.
+    /// Returns the number of words of the bitmap.
     pub fn bitmap_words(&self) -> u32 {
         self.workers.div_ceil(64)
     }
@@ -144,7 +143,7 @@ impl Geometry {
         round_up(size_of::<Header>() as u64, 64)
     }
 
-    /// Slots of the shared queue: 0 without one.
+    /// Returns the number of slots of the shared queue; 0 without one.
     pub fn queue_slots(&self) -> u32 {
         if self.shared_queue { self.ring_slots } else { 0 }
     }
@@ -205,7 +204,8 @@ impl Geometry {
         round_up(self.table(self.regions()), PAGE)
     }
 
-    /// Returns the offset of a worker's [`TraceHead`]. Its pages, and those of the slots, come with the first trace.
+    /// Returns the offset of a worker's [`TraceHead`]. Its pages, and those of the slots, are reserved by the first
+    /// trace.
     pub fn trace_head(&self, worker: u32) -> u64 {
         let slots = u64::from(TRACE_SLOTS) * size_of::<RingSlot>() as u64;
         self.traces() + u64::from(worker) * (size_of::<TraceHead>() as u64 + slots)
@@ -269,8 +269,11 @@ mod tests {
             sizes.into_iter().flat_map(|size| [(size, (1, false)), (size, (3, true))])
         {
             let needs = Needs { workers, outstanding: 6, shared_queue, snapshots: true };
-            let made = Geometry::new(Geometry::total_for(wanted, needs).unwrap() / PAGE * PAGE, needs).unwrap();
-            assert!(made.region_len <= wanted && made.region_len >= wanted - wanted / 1000, "{wanted} {made:?}");
+            let geometry = Geometry::new(Geometry::total_for(wanted, needs).unwrap() / PAGE * PAGE, needs).unwrap();
+            assert!(
+                geometry.region_len <= wanted && geometry.region_len >= wanted - wanted / 1000,
+                "{wanted} {geometry:?}"
+            );
         }
     }
 
@@ -279,9 +282,9 @@ mod tests {
         for (workers, outstanding) in [(1, 0), (1, 2), (3, 6), (64, 128), (2, TASKS_MAX)] {
             for (shared_queue, snapshots) in [(false, false), (true, false), (false, true), (true, true)] {
                 let needs = Needs { workers, outstanding, shared_queue, snapshots };
-                let made = Geometry::new(64 << 30, needs).unwrap();
-                let read = Geometry::of_file(made.total, workers, made.ring_slots, shared_queue);
-                assert_eq!(read.unwrap(), made);
+                let geometry = Geometry::new(64 << 30, needs).unwrap();
+                let read = Geometry::of_file(geometry.total, workers, geometry.ring_slots, shared_queue);
+                assert_eq!(read.unwrap(), geometry);
             }
         }
         for (workers, ring_slots) in [(0, 8), (WORKERS_MAX + 1, 8), (2, 0), (2, 2), (2, 12), (2, 1 << 27)] {

@@ -4,7 +4,7 @@
 //! Header | bitmap | queue | ControlPage of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | TraceHead of worker 0, 1, ... |
 //! data of region 0 ... n
 //! ```
-//! The queue is there only if the engine's workers share one: [`QueueControl`] and its slots. Worker `i` alone
+//! The queue, a [`QueueControl`] and its slots, exists only if the engine's workers share one. Worker `i` alone
 //! allocates in region `i < n`; region `n` belongs to the main process and carries index batches. All shared words are
 //! atomics: reading the words of a broken worker is defined, and the readers check their values.
 
@@ -21,23 +21,23 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
 /// The version of this layout, stored last, so that an incomplete arena is never used.
 pub const VERSION: u32 = 7;
-/// Bytes of a page: blocks begin on pages, and pages are reserved and released.
+/// Bytes of a page. Blocks begin at page boundaries; memory is reserved and released in pages.
 pub const PAGE: u64 = 4096;
-/// Counters of the main process: see `metrics.rs`.
+/// Number of counters of the main process; see `metrics.rs`.
 pub const COUNTS: usize = 14;
-/// Bytes of an index batch that a worker shows on its status page.
+/// Maximum bytes of an index batch that a worker shows on its status page.
 pub const INDEX_BYTES: usize = 64;
-/// Bytes of a loader's name that its page shows.
+/// Maximum bytes of a loader's name that its page shows.
 pub const NAME_BYTES: usize = 64;
 
-/// A struct of the layout: atomics alone, so any bytes are a valid value.
+/// A struct of the layout. It consists of atomics alone, so any bytes are a valid value.
 ///
 /// # Safety
-/// It is `repr(C)`, and every field is an atomic integer, an array of these, or such a struct.
+/// The type is `repr(C)`, and every field is an atomic integer, an array of these, or another `Shared` type.
 #[cfg(not(loom))]
 pub unsafe trait Shared {}
 
-// SAFETY: atomics and such structs alone.
+// SAFETY: all fields are atomics or other `Shared` types.
 #[cfg(not(loom))]
 unsafe impl Shared for Header {}
 // SAFETY: as above.
@@ -56,7 +56,7 @@ unsafe impl Shared for QueueSlot {}
 #[cfg(not(loom))]
 unsafe impl Shared for RingSlot {}
 
-/// A value on a cache line of its own.
+/// A value on its own cache line.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct Line<T>(pub T);
@@ -81,21 +81,22 @@ pub struct Header {
     pub shared_queue: AtomicU32,
     /// The main process's side of the doorbell.
     pub doorbell: Line<Sleeper>,
-    /// Not 0 when the workers must leave.
+    /// Not 0 if the workers must leave.
     pub stop: Line<AtomicU32>,
-    /// The level of the workers' records for a trace: 0 for nothing, 1 for batches, 2 for samples, too.
+    /// The events that workers record for a trace: 0 for none, 1 for batches, 2 for batches and samples.
     pub trace: Line<AtomicU32>,
     pub(crate) main: MainPage,
 }
 
-/// The main process's status: plain stores under exclusive access to the iterator, read only by `rustloader top`.
+/// The main process's status. It is written by plain stores under exclusive access to the iterator, and only
+/// `rustloader top` reads it.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct MainPage {
     /// A [`MainState`].
     pub(crate) state: AtomicU32,
     pub(crate) pid: AtomicU32,
-    /// Monotonic nanoseconds at which the state began; for both kinds of waiting, the start of that `next`.
+    /// Monotonic nanoseconds at which the state began; for both kinds of waiting, at which the call of `next` began.
     pub(crate) since_ns: AtomicU64,
     /// Monotonic nanoseconds at which the wait not yet in the counters began; valid in both kinds of waiting.
     pub(crate) wait_since_ns: AtomicU64,
@@ -124,7 +125,7 @@ pub const PINNING: u32 = 4;
 pub const REMOTE: u32 = 8;
 
 impl MainPage {
-    /// Zeroes the page: no iterator uses the arena.
+    /// Zeroes the page. Call it when no iterator uses the arena.
     pub fn reset(&self) {
         for word in [&self.state, &self.pid, &self.prefetch_factor, &self.options] {
             word.store(0, Ordering::Relaxed);
@@ -134,7 +135,7 @@ impl MainPage {
         words.for_each(|word| word.store(0, Ordering::Relaxed));
     }
 
-    /// Shows a loader's name, as far as there is room.
+    /// Stores a loader's name, cut to at most [`NAME_BYTES`].
     pub fn set_name(&self, name: &str) {
         let end = (0..=name.len().min(NAME_BYTES)).rfind(|&end| name.is_char_boundary(end)).unwrap_or(0);
         let mut bytes = [0; NAME_BYTES];
@@ -183,8 +184,8 @@ impl MainState {
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct Sleeper {
-    /// Number of this side's processes that sleep or are about to. Each adds and subtracts itself; one that is killed
-    /// in its sleep stays counted.
+    /// Number of this side's processes that sleep or are about to. Each process adds and subtracts 1; a process that is
+    /// killed in its sleep stays counted.
     pub asleep: AtomicU32,
     /// Counts the rings; the word that a worker's futex waits on.
     pub bell: AtomicU32,
@@ -201,11 +202,11 @@ pub struct RingControl {
 }
 
 impl RingControl {
-    /// Entries that wait in the ring.
+    /// Returns the number of entries that wait in the ring.
     pub fn waiting(&self) -> u32 {
         let (tail, head) = (self.tail.0.load(Ordering::Relaxed), self.head.0.load(Ordering::Relaxed));
         let count = tail.wrapping_sub(head);
-        // Not read atomically: the head may be ahead.
+        // The two loads are not one atomic step: the head may be ahead.
         if count > u32::MAX / 2 { 0 } else { count }
     }
 }
@@ -222,10 +223,10 @@ pub struct RingSlot(pub [AtomicU64; SLOT_WORDS]);
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct QueueControl {
-    /// Position at which the search for the next entry begins: a hint, because a worker may end between taking an entry
-    /// and moving it.
+    /// Position at which the search for the next entry begins. It is a hint, because a worker may end between claiming
+    /// an entry and moving the head.
     pub head: Line<AtomicU64>,
-    /// The side of the workers, all on one bell.
+    /// The workers' side. All workers wait on one bell.
     pub sleeper: Line<Sleeper>,
 }
 
@@ -233,13 +234,13 @@ pub struct QueueControl {
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct QueueSlot {
-    /// The entry's position and who holds it; see `queue.rs`.
+    /// The entry's position and its holder; see `queue.rs`.
     pub state: AtomicU64,
     /// The entry.
     pub entry: [AtomicU64; SLOT_WORDS],
 }
 
-/// A worker's status: plain stores by the worker alone, read by errors, stall reports and statistics.
+/// A worker's status. Only the worker writes it, by plain stores; error messages, stall reports and statistics read it.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct StatusPage {
@@ -257,12 +258,13 @@ pub struct StatusPage {
     pub(crate) spent_ns: [AtomicU64; WorkerState::COUNT],
     /// Batches and errors sent so far.
     pub(crate) sent: AtomicU64,
-    /// Leaves sent from where they lay, without a copy, and their bytes.
+    /// Leaves sent without a copy, from where they were.
     pub(crate) adopted: AtomicU64,
+    /// Bytes of these leaves.
     pub(crate) adopted_bytes: AtomicU64,
     /// Bytes of the largest recent batch and its message.
     pub(crate) largest: AtomicU64,
-    /// Bytes that the worker is reserving, as announced to the headroom checks of others.
+    /// Bytes that the worker is reserving. The headroom checks of other workers subtract them.
     pub(crate) promised: AtomicU64,
     /// Monotonic nanoseconds at which the current or last task was taken, or the last batch of a replay began.
     pub(crate) task_since_ns: AtomicU64,
@@ -279,23 +281,24 @@ pub struct StatusPage {
     pub(crate) index_len: AtomicU64,
     /// The task of `index` plus one, or 0 for none. Stored last.
     pub(crate) index_task: AtomicU64,
-    /// CPU nanoseconds of the process when it left its first `Starting`; 0 before.
+    /// CPU nanoseconds of the process when it first left `Starting`; 0 before.
     pub start_cpu_ns: AtomicU64,
-    /// Nanoseconds that its main thread had waited for a core by then; 0 if unknown. Stored first.
+    /// Nanoseconds that the worker's main thread had waited for a core by then; 0 if unknown. Stored first.
     pub start_queued_ns: AtomicU64,
     /// CPU nanoseconds of the process during the measured fetches.
     pub(crate) fetch_cpu_ns: AtomicU64,
     /// Nanoseconds of wall time of these fetches. Stored first.
     pub(crate) fetch_measured_ns: AtomicU64,
-    /// The place of the current sample in the index batch of `task`, plus one; 0 if unknown; [`NOT_BEGUN`].
+    /// The place of the current sample in the index batch of `task`, plus one; 0 if unknown; or [`NOT_BEGUN`].
     pub(crate) place: AtomicU64,
 }
 
-/// `StatusPage::place` of a worker that has not begun `task`: it begins an epoch, or makes earlier batches again.
+/// `StatusPage::place` of a worker that has not begun `task`, because it begins an epoch or replays earlier batches.
 pub(crate) const NOT_BEGUN: u64 = u64::MAX;
 
 impl StatusPage {
-    /// Returns true if the worker has begun `task`, and not finished it: the task may be to blame for its death.
+    /// Returns true if the worker has begun `task` and not finished it. The task may then be the cause of the worker's
+    /// death.
     pub fn has_begun(&self) -> bool {
         let is_waiting = [WorkerState::Starting, WorkerState::Idle].map(|state| state as u32).contains(&self.state());
         !is_waiting
@@ -303,8 +306,8 @@ impl StatusPage {
             && self.place.load(Ordering::Relaxed) != NOT_BEGUN
     }
 
-    /// Returns the usual wait of an idle worker: as long as its last batch took, or [`AHEAD`] if that is longer. On a
-    /// busy machine both become longer.
+    /// Returns the longest usual wait of an idle worker: the time that its last batch took, but at least [`AHEAD`]. On
+    /// a busy machine batches and waits both become longer.
     pub fn long_idle(&self) -> Duration {
         let [since, taken] = [&self.since_ns, &self.task_since_ns].map(|at| at.load(Ordering::Relaxed));
         AHEAD.max(Duration::from_nanos(since.saturating_sub(taken)))
@@ -315,7 +318,7 @@ impl StatusPage {
         self.state.load(Ordering::Relaxed)
     }
 
-    /// Zeroes the page: no process uses it.
+    /// Zeroes the page. Call it when no process uses it.
     pub fn reset(&self) {
         for word in [&self.state, &self.pid, &self.stack, &self.terminated] {
             word.store(0, Ordering::Relaxed);
@@ -342,11 +345,11 @@ impl StatusPage {
 }
 
 numbered_enum! {
-    /// A worker's knowledge of a SIGTERM that it survives: see `worker/terminate.rs`.
+    /// The workers that received a SIGTERM, as far as a worker that survives it knows; see `worker/terminate.rs`.
     pub enum Terminated {
-        /// None received.
+        /// The worker received none.
         No = 0 => "no",
-        /// One received, as far as it knows by this worker alone.
+        /// This worker received one. It does not know of another that did.
         Alone = 1 => "alone",
         /// All workers received it.
         Group = 2 => "group",
@@ -365,19 +368,19 @@ impl Terminated {
 pub enum StackFile {
     /// The worker has not created it yet.
     NotYet,
-    /// The system, or Python's faulthandler, refused it.
+    /// The system or Python's faulthandler refused to create it.
     Refused,
-    /// The user has a handler for the signal.
+    /// The program has its own handler for the signal.
     SignalTaken,
     /// The number of the worker's descriptor.
     Descriptor(i32),
 }
 
 impl StackFile {
-    /// The values numbered below the descriptors.
+    /// The values whose numbers are below those of the descriptors.
     const NUMBERED: [Self; 3] = [Self::NotYet, Self::Refused, Self::SignalTaken];
 
-    /// Encodes it for the status page.
+    /// Encodes the value for the status page.
     pub fn to_u32(self) -> u32 {
         match self {
             Self::Descriptor(fd) => fd as u32 + Self::NUMBERED.len() as u32,
@@ -438,14 +441,14 @@ pub struct ControlPage {
     pub results: RingControl,
 }
 
-/// The head of a worker's ring of trace events; its slots follow it. It continues from trace to trace and from process
-/// to process: nothing resets it.
+/// The head of a worker's ring of trace events; its slots follow it. Its counters continue from trace to trace and from
+/// process to process: nothing resets them.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct TraceHead {
     /// Worker to main.
     pub ring: RingControl,
-    /// Events that found the ring full; written by the worker alone.
+    /// Number of events that were lost because the ring was full; written by the worker alone.
     pub lost: Line<AtomicU64>,
 }
 
@@ -455,7 +458,7 @@ pub struct TraceHead {
 pub struct RegionHead {
     /// The return stack's first block plus one; 0 when it is empty.
     pub returned: AtomicU32,
-    /// Entries of the block table in use; written by the owner alone.
+    /// Used entries of the block table; written by the owner alone.
     pub blocks: AtomicU32,
     /// Peak of the bytes with pages under this owner; written by the owner alone.
     pub(crate) high_water: AtomicU64,

@@ -2,15 +2,16 @@
 //!
 //! A batch with such an array is sent without a copy if nothing in the worker can change it any more. The proof has two
 //! parts. While the batch exists, the encoder checks the references that lead to the array's memory: the containers
-//! around it, the array and the arrays that it is a view of must have one reference each, and no weak ones. So no
+//! around it, the array and the arrays that it is a view of must have one reference each, and no weak references. So no
 //! finalizer that runs when the batch is dropped can reach the memory. Everything else is copied at once.
 //!
-//! Then the packer notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] says
-//! whether the memory was freed in between: every view, buffer and tensor over it keeps it alive. If it was, the block
-//! passes to the consumer; if not, its bytes are copied.
+//! Then the codec notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] shows
+//! whether the memory was freed in between: every view, buffer and tensor over it keeps it alive. If it was freed, the
+//! block passes to the consumer; if not, its bytes are copied.
 //!
-//! Ordinary memory is private to a child that the dataset forks. Blocks are shared memory, so the child replaces those
-//! of live arrays by private copies before any other code runs there, and the forking thread waits for that.
+//! Ordinary memory is private to a child that the dataset forks. Blocks are shared memory, so the child replaces the
+//! blocks of live arrays with private copies before any other code runs there, and the forking thread waits until this
+//! is done.
 //!
 //! One lock covers the table and is taken before the allocator's. A child takes neither.
 
@@ -25,18 +26,18 @@ use self::table::{Array, Arrays};
 use super::port::Port;
 use crate::config::{ARRAYS_BATCHES, ARRAYS_FROM, PRIVATE_WAIT};
 use crate::error::{Error, Result};
-use crate::shm::alloc::settle;
+use crate::shm::alloc::retry_while_reserved;
 use crate::shm::layout::PAGE;
 use crate::sync::{Ordering, lock};
 use crate::sys::fork::{ForkHandlers, Step, on_fork};
 use crate::sys::private::{ForkGate, make_inaccessible, make_private};
 
-/// The outcome of a request for another size of an array.
+/// The outcome of [`Port::resize_array`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resized {
-    /// It has the new size.
+    /// The array has the new size.
     InPlace,
-    /// It must move; it has this many bytes now.
+    /// The array must move. It has this many bytes now.
     Move(usize),
 }
 
@@ -46,12 +47,12 @@ impl Port {
         self.arena().is_ours().then(|| lock(&self.arrays))
     }
 
-    /// Allocates memory for an array of `len` bytes, zeroes if asked for. `None`: use ordinary memory, because the
-    /// arrays have enough of the region, there is no room, or this is a child of the worker. [`Error::NoMemory`]: the
-    /// machine or the memory cgroup has none left, and ordinary memory would wake the OOM killer. Waits only while
-    /// other workers reserve too much.
+    /// Allocates memory for an array of `len` bytes, filled with zeroes if `zeroed` is set. Returns `None` if the array
+    /// must use ordinary memory: the arrays have enough of the region, there is no room, or this is a child of the
+    /// worker. Returns [`Error::NoMemory`] if the machine or the memory cgroup has no memory left, so that ordinary
+    /// memory would wake the OOM killer. Waits only while other workers reserve too much.
     pub fn allocate_array(&self, len: usize, zeroed: bool) -> Result<Option<NonNull<u8>>> {
-        let memory = match settle(|| self.new_array(len), std::thread::sleep) {
+        let memory = match retry_while_reserved(|| self.new_array(len), std::thread::sleep) {
             Ok(memory) => memory,
             Err(error @ Error::NoMemory { .. }) => {
                 *lock(&self.refused_array) = Some((self.task(), error.clone()));
@@ -82,7 +83,7 @@ impl Port {
         Ok(Some(memory))
     }
 
-    /// Takes the error for which an array of the current task was refused.
+    /// Takes the error with which an array of the current task was refused.
     pub fn take_refusal(&self) -> Option<Error> {
         let (task, error) = self.arena().is_ours().then(|| lock(&self.refused_array).take())??;
         (task == self.task()).then_some(error)
@@ -111,7 +112,7 @@ impl Port {
         array.map_or(0, |array| array.len as usize)
     }
 
-    /// Gives an array `len` bytes where it lies, if its block has room.
+    /// Resizes an array to `len` bytes in place, if its block has room.
     pub fn resize_array(&self, memory: *mut u8, len: usize) -> Resized {
         let Some(mut arrays) = self.arrays() else { return Resized::Move(private_len(memory as usize)) };
         let mut allocator = lock(&self.allocator);
@@ -127,25 +128,26 @@ impl Port {
         Resized::InPlace
     }
 
-    /// Returns true if an array lies in a block.
+    /// Returns true if a block contains an array.
     pub fn has_array(&self, block: u32) -> bool {
         self.arrays().is_some_and(|arrays| arrays.live.contains_key(&block))
     }
 
-    /// Notes that an unpublished message has an array's block. False if there is none, or another message has it.
+    /// Notes that an unpublished message has an array's block. Returns false if the block has no array, or another
+    /// message has it.
     pub fn note_array(&self, block: u32) -> bool {
         let Some(mut arrays) = self.arrays() else { return false };
         let array = arrays.live.get_mut(&block).filter(|array| !array.noted);
         array.map(|array| array.noted = true).is_some()
     }
 
-    /// Returns true if a noted array was freed. Its memory stays as it is.
+    /// Returns true if a noted array was freed. Its memory is unchanged.
     pub fn is_freed(&self, block: u32) -> bool {
         self.arrays().is_some_and(|arrays| arrays.live.get(&block).is_some_and(|array| array.freed))
     }
 
-    /// Withdraws the note of [`Port::note_array`]. True: the array was freed, and its block belongs to the caller.
-    /// False: the array lives on.
+    /// Withdraws the note of [`Port::note_array`]. Returns true if the array was freed: its block then belongs to the
+    /// caller. Returns false if the array is still alive.
     pub fn take_freed(&self, block: u32) -> bool {
         let Some(mut arrays) = self.arrays() else { return false };
         let Some(array) = arrays.live.get_mut(&block) else { return false };
@@ -157,7 +159,7 @@ impl Port {
         freed
     }
 
-    /// Leaves all arrays where they are, from the worker's end on.
+    /// Ends all changes to arrays, because the worker has ended. Their memory stays as it is.
     pub(super) fn end_arrays(&self) {
         if let Some(mut arrays) = self.arrays() {
             arrays.ended = true;
@@ -165,7 +167,7 @@ impl Port {
     }
 }
 
-/// The ports of this process that give memory to arrays, the latest first. An inherited one belongs to the parent.
+/// The ports of this process that give memory to arrays, the latest first. An inherited port belongs to the parent.
 static WATCHED: AtomicPtr<Watched> = AtomicPtr::new(std::ptr::null_mut());
 
 struct Watched {
@@ -173,14 +175,15 @@ struct Watched {
     next: Option<&'static Watched>,
 }
 
-/// The ranges that a child has copied, and those that its parents had copied: addresses and lengths.
+/// The addresses and lengths of the ranges that this child has copied, and of those that its parents had copied.
 static PRIVATE: AtomicPtr<Vec<(usize, usize)>> = AtomicPtr::new(std::ptr::null_mut());
 
+/// A fork in progress.
 struct Forking {
     /// Addresses and lengths of live arrays.
     arrays: Vec<(usize, usize)>,
     gate: Option<ForkGate>,
-    /// No array is made or freed until the fork is done.
+    /// While these are held, no array is created or freed.
     _locks: Vec<MutexGuard<'static, Arrays>>,
 }
 
@@ -189,17 +192,17 @@ thread_local! {
     static FORKING: RefCell<Option<Forking>> = const { RefCell::new(None) };
 }
 
-/// Gives children of this process private copies of a port's arrays. Call it before the first array. The port stays for
-/// good.
+/// Gives children of this process private copies of a port's arrays. Call it before the first array. The port is never
+/// freed afterwards.
 pub fn watch(port: &Arc<Port>) -> Result<()> {
     static HANDLERS: ForkHandlers =
         ForkHandlers { prepare: before_fork, parent: after_fork_in_parent, child: after_fork_in_child };
     on_fork(Step::Arrays, &HANDLERS)?;
     let watched = Box::leak(Box::new(Watched { port: port.clone(), next: None }));
-    // SYNC: arrays-watched (both ends): who sees the pointer sees the port.
+    // SYNC: arrays-watched (both ends): a thread that sees the pointer sees the port.
     let mut first = WATCHED.load(Ordering::Acquire);
     loop {
-        // SAFETY: what was published there is never freed.
+        // SAFETY: a published value is never freed.
         watched.next = unsafe { first.as_ref() };
         match WATCHED.compare_exchange(first, watched, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => return Ok(()),
@@ -211,7 +214,7 @@ pub fn watch(port: &Arc<Port>) -> Result<()> {
 /// Returns the length of an array that this child has as a private copy; 0 for others.
 fn private_len(address: usize) -> usize {
     // SYNC: arrays-private
-    // SAFETY: what was published there is never freed.
+    // SAFETY: a published value is never freed.
     let arrays = unsafe { PRIVATE.load(Ordering::Acquire).as_ref() };
     arrays.and_then(|arrays| arrays.iter().rev().find(|array| array.0 == address)).map_or(0, |array| array.1)
 }
@@ -219,7 +222,7 @@ fn private_len(address: usize) -> usize {
 fn before_fork() {
     let (mut extents, mut locks) = (Vec::new(), Vec::new());
     // SYNC: arrays-watched
-    // SAFETY: what was published there is never freed.
+    // SAFETY: a published value is never freed.
     let mut next = unsafe { WATCHED.load(Ordering::Acquire).as_ref() };
     while let Some(Watched { port, next: following }) = next {
         next = *following;
@@ -243,17 +246,17 @@ fn after_fork_in_parent() {
 
 fn after_fork_in_child() {
     let Some(Forking { arrays, gate, _locks }) = FORKING.take() else { return };
-    // A lock that this thread took in the parent.
+    // This thread took the locks in the parent, and a child must not release them.
     std::mem::forget(_locks);
     // Without a gate the parent does not wait, and may change an array while it is copied.
-    let part = if gate.is_some() { make_private } else { make_inaccessible };
+    let protect = if gate.is_some() { make_private } else { make_inaccessible };
     for &(address, len) in &arrays {
         // SAFETY: a live array in a block of whole pages; this is the child's only thread.
-        unsafe { part(address as *mut u8, len.next_multiple_of(PAGE as usize)) };
+        unsafe { protect(address as *mut u8, len.next_multiple_of(PAGE as usize)) };
     }
     drop(gate);
-    // SYNC: arrays-private (both ends): who sees the pointer sees the list.
-    // SAFETY: what was published there is never freed.
+    // SYNC: arrays-private (both ends): a thread that sees the pointer sees the list.
+    // SAFETY: a published value is never freed.
     let inherited = unsafe { PRIVATE.load(Ordering::Acquire).as_ref() };
     let all = inherited.into_iter().flatten().copied().chain(arrays).collect();
     PRIVATE.store(Box::into_raw(Box::<Vec<_>>::new(all)), Ordering::Release);

@@ -6,20 +6,20 @@ use std::collections::HashMap;
 #[derive(Debug)]
 pub(super) struct Array {
     pub(super) len: u64,
-    /// A message that is not published yet has it.
+    /// True if a message that is not published yet has the array.
     pub(super) noted: bool,
-    /// Its memory was freed while it was noted.
+    /// True if the array was freed while it was noted.
     pub(super) freed: bool,
 }
 
 /// The arrays in a region.
 #[derive(Debug, Default)]
 pub(in crate::worker) struct Arrays {
-    /// By their blocks.
+    /// The live arrays, by their blocks.
     pub(super) live: HashMap<u32, Array>,
-    /// Bytes of all of them.
+    /// Bytes of all live arrays.
     pub(super) bytes: u64,
-    /// The worker has left: the region may no longer be changed.
+    /// True if the worker has left: the region may no longer be changed.
     pub(super) ended: bool,
 }
 

@@ -37,7 +37,7 @@ fn a_freed_array_leaves_its_block_to_the_next_one() {
     assert_ne!(one, two);
     port.free_array(one.as_ptr());
     assert_eq!(array_of(&port, LEN, false), Some(one));
-    // What is no array, or is freed already, is left alone.
+    // Memory that is not an array, or is already freed, is not freed.
     port.free_array(two.as_ptr().wrapping_add(4096));
     port.free_array(std::ptr::null_mut());
     assert_eq!(port.array_len(two.as_ptr()), LEN);
@@ -101,30 +101,30 @@ fn the_block_of_a_freed_array_passes_to_the_consumer() {
 fn a_block_of_a_message_outlives_the_workers_object_and_comes_back_if_nothing_is_sent() {
     let port = port();
     let (block, memory) = port.allocate(LEN as u64).unwrap();
-    port.hand_over_early(block);
+    port.transfer_early(block);
     port.release(block);
     assert_ne!(port.allocate(LEN as u64).unwrap().0, block);
     port.take_back(block);
     assert_eq!(port.allocate(LEN as u64).unwrap(), (block, memory));
-    port.hand_over_early(block);
+    port.transfer_early(block);
     assert_eq!(port.adoptable(memory as usize, LEN as u64), None, "another message has it");
     port.release(block);
     let leaf = Leaf { block, len: LEN as u64 };
-    port.send(0, ResultKind::Plain, &[(leaf, Keep::HandedOver)], b"", Timings::default()).unwrap();
+    port.send(0, ResultKind::Plain, &[(leaf, Keep::TransferredEarly)], b"", Timings::default()).unwrap();
     assert_eq!(port.arena().table(0)[block as usize].state.load(Ordering::Relaxed), CONSUMER);
     port.arena().release(0, block, CONSUMER);
     assert_eq!(port.allocate(LEN as u64).unwrap().0, block);
 }
 
 #[test]
-fn an_array_grows_where_it_lies_while_its_block_has_room() {
+fn an_array_grows_in_place_while_its_block_has_room() {
     let port = port();
     let array = array_of(&port, LEN, true).unwrap();
     assert_eq!(port.resize_array(array.as_ptr(), LEN + 4000), Resized::InPlace);
     assert_eq!(port.array_len(array.as_ptr()), LEN + 4000);
     assert_eq!(port.resize_array(array.as_ptr(), 10 * LEN), Resized::Move(LEN + 4000));
     assert_eq!(port.resize_array(array.as_ptr(), LEN), Resized::InPlace);
-    assert_eq!(port.resize_array(array.as_ptr(), LEN / 3), Resized::Move(LEN), "most of the block would lie idle");
+    assert_eq!(port.resize_array(array.as_ptr(), LEN / 3), Resized::Move(LEN), "most of the block would be idle");
     assert!(port.note_array(block_of(&port, array)));
     assert_eq!(port.resize_array(array.as_ptr(), LEN), Resized::Move(LEN), "a message has it");
     assert_eq!(port.resize_array(array.as_ptr().wrapping_add(1), LEN), Resized::Move(0));
@@ -139,8 +139,8 @@ fn arrays_have_a_part_of_the_region_and_none_after_the_end() {
     port.free_array(arrays[0].as_ptr());
     assert_eq!(port.resize_array(arrays[1].as_ptr(), each - 4096), Resized::InPlace);
     assert_eq!(array_of(&port, each + 4097, false), None);
-    let again = array_of(&port, each + 4096, false).unwrap();
-    port.free_array(again.as_ptr());
+    let larger = array_of(&port, each + 4096, false).unwrap();
+    port.free_array(larger.as_ptr());
     port.leave();
     assert_eq!(array_of(&port, LEN, false), None);
     port.free_array(arrays[2].as_ptr());
@@ -173,15 +173,15 @@ fn a_child_has_private_copies_and_changes_nothing() {
     if pid == 0 {
         // SAFETY: the child's private copy of the array.
         unsafe { array.write_bytes(9, LEN) };
-        let mut fine = first() == 9 && array_of(&port, LEN, false).is_none();
-        fine &= port.array_len(array.as_ptr()) == LEN && port.array_len(std::ptr::null_mut()) == 0;
-        fine &= port.resize_array(array.as_ptr(), LEN) == Resized::Move(LEN);
+        let mut as_expected = first() == 9 && array_of(&port, LEN, false).is_none();
+        as_expected &= port.array_len(array.as_ptr()) == LEN && port.array_len(std::ptr::null_mut()) == 0;
+        as_expected &= port.resize_array(array.as_ptr(), LEN) == Resized::Move(LEN);
         port.free_array(array.as_ptr());
-        fine &= !port.has_array(0) && !port.note_array(0) && !port.take_freed(0);
+        as_expected &= !port.has_array(0) && !port.note_array(0) && !port.take_freed(0);
         // SAFETY: no exit handler runs.
-        unsafe { libc::_exit(i32::from(!fine)) };
+        unsafe { libc::_exit(i32::from(!as_expected)) };
     }
-    // The fork has waited for the copy.
+    // The fork has waited until the child had its copy.
     // SAFETY: an array of LEN bytes.
     unsafe { array.write_bytes(5, LEN) };
     let mut status = -1;

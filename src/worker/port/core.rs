@@ -28,7 +28,7 @@ use crate::worker::stack::StackOffer;
 pub enum Received {
     /// A task, whose payload has been copied.
     Task(TaskEntry),
-    /// A slice has passed, or a signal arrived: check signals, and call again.
+    /// A time slice has passed, or a signal arrived: check signals, and call again.
     Nothing,
     /// The loader shuts down, or the main process is gone.
     Stop,
@@ -43,7 +43,7 @@ pub struct Port {
     pub(in crate::worker) allocator: Mutex<Allocator>,
     /// The worker's own arrays in its region.
     pub(in crate::worker) arrays: Mutex<Arrays>,
-    /// The last array for which no memory was left: the task that it was made for, and the error.
+    /// The last array for which no memory was left: the task that needed it, and the error.
     pub(in crate::worker) refused_array: Mutex<Option<(u64, Error)>>,
     /// Not rung if a dataset has closed it: the main process then finds results at its own check after 250 ms.
     pub(super) doorbell: sys::event::EventFd,
@@ -51,8 +51,9 @@ pub struct Port {
     pub(super) reserve: Mutex<Option<u32>>,
     /// Set when the main process is gone.
     orphaned: AtomicBool,
-    /// The last wait for a block of the loop expired, and none has come back since: the loop keeps its batches.
-    pub(super) waited_in_vain: AtomicBool,
+    /// True if the last wait for a block of the loop expired, and no block was returned since: the loop keeps its
+    /// batches.
+    pub(super) last_wait_expired: AtomicBool,
     /// Payload of the last task that came in a block.
     pub payload: Mutex<Vec<u8>>,
     /// Bytes of the largest batch of the current and the previous [`RECENT_BATCHES`]. Only the worker's loop writes it.
@@ -60,9 +61,9 @@ pub struct Port {
     stack: StackOffer,
     /// CPU nanoseconds of the process when the current fetch began; 0 if it is not measured.
     fetch_began: AtomicU64,
-    /// The connection to the main process, if that is on another machine: it does not see the status page.
+    /// The connection to the main process, if that is on another machine, where it does not see the status page.
     pub(super) remote: Option<Arc<Remote>>,
-    /// True if the main process believes that a sample is under way.
+    /// True if the main process was last notified that a sample is in progress.
     at_sample: AtomicBool,
     /// The time of the last report of a batch of a replay to `remote`, in monotonic nanoseconds.
     pub(super) notified_ns: AtomicU64,
@@ -98,7 +99,7 @@ impl Port {
             reserve: Mutex::new(reserve),
             doorbell,
             orphaned: AtomicBool::new(false),
-            waited_in_vain: AtomicBool::new(false),
+            last_wait_expired: AtomicBool::new(false),
             payload: Mutex::new(Vec::new()),
             largest: Default::default(),
             stack: StackOffer::default(),
@@ -111,7 +112,7 @@ impl Port {
         })
     }
 
-    /// Opens the port of the worker behind a connection to the main process. An error ends the connection.
+    /// Opens the port of the worker at the end of a connection to the main process. An error ends the connection.
     pub fn over(remote: Arc<Remote>) -> Result<Self> {
         let opened = remote.doorbell().and_then(|bell| Self::open(remote.arena().clone(), 0, bell));
         let port = opened.inspect_err(|_| remote.give_up())?;
@@ -135,9 +136,9 @@ impl Port {
 
     /// Returns [`Error::Child`] in a child that the dataset forked: rings, status page and region belong to its parent.
     pub(super) fn check_ours(&self) -> Result<()> {
-        let what = "a process that was forked in a DataLoader worker came back into the worker's loop; it has to end by \
-                    os._exit()";
-        if self.arena.is_ours() { Ok(()) } else { Err(Error::Child { what }) }
+        let message = "a process that was forked in a DataLoader worker returned to the worker's loop; it must end \
+                       with os._exit()";
+        if self.arena.is_ours() { Ok(()) } else { Err(Error::Child { what: message }) }
     }
 
     pub(super) fn status(&self) -> &StatusPage {
@@ -156,7 +157,7 @@ impl Port {
         }
         let (now, before) = (sys::clock::monotonic_ns(), self.at());
         let spent = self.status().change(state, now);
-        // The message that begins an epoch is no batch.
+        // The message that begins an epoch is not a batch.
         if state != WorkerState::Starting {
             self.record(before, now, spent);
         }
@@ -165,14 +166,14 @@ impl Port {
         {
             remote.at_sample(self.status().task.load(Ordering::Relaxed), 0);
         }
-        self.fetch_ends(spent);
+        self.end_fetch(spent);
         if state == WorkerState::Idle {
             self.stack.check_handler(self.status(), now);
         }
         u32::try_from(spent / 1000).unwrap_or(u32::MAX)
     }
 
-    /// Returns the worker's state, its task, and true if it makes earlier batches again, for [`Port::record`].
+    /// Returns the worker's state, its task, and true if it replays earlier batches, for [`Port::record`].
     #[inline]
     fn at(&self) -> (u32, u64, bool) {
         let StatusPage { state, task, place, .. } = self.status();
@@ -195,13 +196,13 @@ impl Port {
         self.trace.has_samples() && self.arena.is_ours()
     }
 
-    /// Records for a trace that a sample has ended, and that the one of an index begins, or none.
+    /// Records for a trace that a sample has ended, and that the sample of `index` begins, if there is one.
     pub fn trace_sample(&self, index: Option<u64>) {
         self.trace.sample(index, sys::clock::monotonic_ns(), self.task());
     }
 
-    /// Notes that a batch of a replay begins, or with `ends` that the replay is over: time counts from now. Until then
-    /// the worker has not begun its task.
+    /// Notes that a batch of a replay begins, or if `ends` is set that the replay is over. The time of the batch or
+    /// task counts from now. Before the end of the replay, the worker has not begun its task.
     pub fn progress(&self, ends: bool) {
         if !self.arena.is_ours() {
             return;
@@ -216,15 +217,15 @@ impl Port {
             remote.at_sample(page.task.load(Ordering::Relaxed), 0);
         } else if now.saturating_sub(self.notified_ns.load(Ordering::Relaxed)) >= REPLAY_NOTICE_NS {
             self.notified_ns.store(now, Ordering::Relaxed);
-            remote.again();
+            remote.begin_replay();
         }
     }
 
-    /// Shows which sample of the current index batch is fetched, for the report of a death. With a main process on
+    /// Stores which sample of the current index batch is fetched, for the report of a death. With a main process on
     /// another machine it may wait for the connection: call it without the GIL.
     #[inline]
     pub fn at_sample(&self, place: u64) {
-        // A child of the worker has the same page.
+        // A child of the worker has the same status page.
         if !self.arena.is_ours() {
             return;
         }
@@ -237,14 +238,14 @@ impl Port {
     }
 
     /// Begins to measure the CPU time of a fetch.
-    fn fetch_begins(&self) {
+    fn begin_fetch(&self) {
         let began = if self.status().measures_fetch() { sys::clock::process_cpu_ns() } else { 0 };
         self.fetch_began.store(began, Ordering::Relaxed);
     }
 
     /// Ends the measurement of a fetch that took `wall` nanoseconds, if there is one.
     #[inline]
-    fn fetch_ends(&self, wall: u64) {
+    fn end_fetch(&self, wall: u64) {
         let began = self.fetch_began.load(Ordering::Relaxed);
         if began != 0 {
             self.fetch_began.store(0, Ordering::Relaxed);
@@ -298,7 +299,7 @@ impl Port {
             && !self.stopping()
             && remote.wait(self.slice())?
         {
-            return self.waited();
+            return self.end_wait();
         }
         let start = sys::clock::monotonic();
         while sys::clock::monotonic() - start < YIELD_FOR {
@@ -313,12 +314,12 @@ impl Port {
         if matches!(polled, Ok(None)) && !self.stopping() {
             let woken = sys::futex::wait(&sleeper.bell, ticket.0, Some(self.slice()));
             sleeper.awake();
-            // A sandbox refuses futexes: poll instead.
+            // If a sandbox refuses futexes, poll instead.
             if woken.is_err() {
                 std::thread::sleep(Duration::from_millis(1));
             }
             if woken.is_ok() {
-                return self.waited();
+                return self.end_wait();
             }
             return Ok(self.poll()?.map_or(Received::Nothing, Received::Task));
         }
@@ -326,8 +327,8 @@ impl Port {
         Ok(polled?.map_or(Received::Stop, Received::Task))
     }
 
-    /// Ends a wait: there is a task, the time has passed, or the loop has released a block.
-    fn waited(&self) -> Result<Received> {
+    /// Ends a wait, because there is a task, the time has passed, or the loop has released a block.
+    fn end_wait(&self) -> Result<Received> {
         let entry = self.poll()?;
         if entry.is_none() {
             self.trim()?;
@@ -335,7 +336,7 @@ impl Port {
         Ok(entry.map_or(Received::Nothing, Received::Task))
     }
 
-    /// Returns the longest wait: until idle memory may be due.
+    /// Returns the longest wait, after which idle memory may have to be released.
     fn slice(&self) -> Duration {
         self.idle().clamp(AHEAD, IDLE_SLICE)
     }
@@ -367,12 +368,12 @@ impl Port {
             status.show_index(&entry, &entry.inline[..entry.len as usize]);
         }
         if matches!(entry.kind, TaskKind::Plain | TaskKind::Pickle) {
-            self.fetch_begins();
+            self.begin_fetch();
         }
         Ok(Some(entry))
     }
 
-    /// Marks the worker as left. It does not touch the arena afterwards.
+    /// Marks the worker as left. It must not touch the arena afterwards.
     pub fn leave(&self) {
         self.end_arrays();
         self.enter(WorkerState::Left);

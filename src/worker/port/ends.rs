@@ -10,11 +10,11 @@ use crate::wire::TaskKind;
 #[derive(Debug)]
 pub(super) struct Ends {
     pub(super) tasks: Consumer<ArenaRing>,
-    /// The queue of the workers, if they share one. The ring then carries only control messages.
+    /// The shared queue, if there is one. The ring then carries only control messages.
     pub(super) queue: Option<Claimer<ArenaQueue>>,
     /// A message that waits for the answer to a task that was taken before it.
     pub(super) held: Option<Entry>,
-    /// A task of the queue that waits behind messages that begin an epoch early.
+    /// A claimed task of the queue that has to wait for messages that begin an epoch early.
     pub(super) claimed: Option<Entry>,
     pub(super) results: Producer<ArenaRing>,
     /// Buffer for the head of a message.
@@ -22,12 +22,13 @@ pub(super) struct Ends {
 }
 
 impl Ends {
-    /// Takes the next entry: of the own ring, so that control messages come first, else of the queue. The message that
-    /// begins an epoch early precedes its tasks, also one that was sent while this took a task.
+    /// Takes the next entry: from the worker's own ring first, which has the control messages, then from the queue. A
+    /// message that begins an epoch early comes before the tasks of that epoch, even if it was sent while the worker
+    /// claimed one of them.
     #[inline]
     pub(super) fn next(&mut self) -> Result<Option<Entry>> {
         if let Some(claimed) = self.claimed.take() {
-            return self.behind_messages(claimed);
+            return self.after_messages(claimed);
         }
         if let Some(held) = self.held.take() {
             return Ok(Some(held));
@@ -41,17 +42,17 @@ impl Ends {
         };
         match claimed {
             Some((position, entry)) if entry[0] != position => {
-                Err(Error::corrupt(format!("place {position} of a queue has task {}", entry[0])))
+                Err(Error::corrupt(format!("position {position} of the shared queue has task {}", entry[0])))
             }
-            Some((_, claimed)) => self.behind_messages(claimed),
+            Some((_, claimed)) => self.after_messages(claimed),
             None => Ok(None),
         }
     }
 
-    /// Returns a task of the queue, or a message that begins an epoch early and was sent meanwhile: one of several if
-    /// other workers have continued while this one took the task.
+    /// Returns a claimed task, or a message that begins an epoch early and was sent meanwhile. There are several such
+    /// messages if other workers continued while this one claimed the task.
     #[inline]
-    fn behind_messages(&mut self, claimed: Entry) -> Result<Option<Entry>> {
+    fn after_messages(&mut self, claimed: Entry) -> Result<Option<Entry>> {
         match self.tasks.pop()? {
             None => Ok(Some(claimed)),
             Some(message) if message[1] == TaskKind::Early as u64 => {

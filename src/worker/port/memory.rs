@@ -12,8 +12,9 @@ use crate::sys;
 use crate::wire::Leaf;
 
 impl Port {
-    /// Returns idle pages: those beyond what the batches under way need; all of them if there are none for long, or if
-    /// the worker is ahead of the loop. Then there is time for fresh pages before the loop needs the next batch.
+    /// Releases idle pages: those that the batches under way do not need, or all of them if the worker has been idle
+    /// for long or is ahead of the loop. A worker that is ahead has time for fresh pages before the loop needs the next
+    /// batch.
     pub(super) fn trim(&self) -> Result<()> {
         let (idle, long) = (self.idle(), self.status().long_idle());
         let mut allocator = lock(&self.allocator);
@@ -26,27 +27,28 @@ impl Port {
         }
     }
 
-    /// Before a large block is allocated: waits a moment for the return of one that the loop is about to release,
-    /// because its pages are warm. `pause` sleeps.
+    /// Waits a moment before a large block is allocated, for the return of a block that the loop is about to release,
+    /// because the pages of that block are warm. `pause` sleeps.
     pub fn await_return(&self, len: u64, pause: impl Fn(Duration)) -> Result<()> {
         if len < LARGE || !self.arena.is_ours() {
             return Ok(());
         }
-        let most = RETURN_WAIT.saturating_mul(u32::try_from(len / LARGE).unwrap_or(u32::MAX));
+        let limit = RETURN_WAIT.saturating_mul(u32::try_from(len / LARGE).unwrap_or(u32::MAX));
         let start = sys::clock::monotonic();
         loop {
             let mut allocator = lock(&self.allocator);
-            // Ahead of the loop there is more time. An idle worker may be returning as many pages just now.
-            let most = if allocator.is_ahead() { (most.saturating_mul(4)).min(AHEAD) } else { most };
+            // A worker that is ahead of the loop has more time. At the same moment, an idle worker may be releasing as
+            // many pages.
+            let limit = if allocator.is_ahead() { (limit.saturating_mul(4)).min(AHEAD) } else { limit };
             if !allocator.awaits(len)? {
-                self.waited_in_vain.store(false, Ordering::Relaxed);
+                self.last_wait_expired.store(false, Ordering::Relaxed);
                 return Ok(());
             }
-            if self.waited_in_vain.load(Ordering::Relaxed) {
+            if self.last_wait_expired.load(Ordering::Relaxed) {
                 return Ok(());
             }
-            if sys::clock::monotonic() - start >= most {
-                self.waited_in_vain.store(true, Ordering::Relaxed);
+            if sys::clock::monotonic() - start >= limit {
+                self.last_wait_expired.store(true, Ordering::Relaxed);
                 return Ok(());
             }
             drop(allocator);
@@ -54,7 +56,8 @@ impl Port {
         }
     }
 
-    /// Allocates a block of `len` bytes, held by this worker. Does not wait, see [`crate::shm::alloc::settle`].
+    /// Allocates a block of `len` bytes, held by this worker. Does not wait; see
+    /// [`crate::shm::alloc::retry_while_reserved`].
     pub fn allocate(&self, len: u64) -> Result<(u32, *mut u8)> {
         self.check_ours()?;
         let id = lock(&self.allocator).allocate(len, WORKER)?;
@@ -72,7 +75,7 @@ impl Port {
     /// block: they fill at least half of it, and it has not been sent before, because a consumer may still hold such a
     /// block.
     pub fn adoptable(&self, address: usize, len: u64) -> Option<(u32, u64)> {
-        // In a child of the worker a lost thread may hold the lock.
+        // In a child of the worker, a thread that does not exist there may hold the lock.
         if !self.arena.is_ours() {
             return None;
         }
@@ -85,15 +88,15 @@ impl Port {
             .then_some((block, offset))
     }
 
-    /// Makes the consumer a holder of a block of an unpublished message. The worker's object in it may then go.
-    pub fn hand_over_early(&self, block: u32) {
+    /// Makes the consumer a holder of a block of an unpublished message. The worker's object in it may then be dropped.
+    pub fn transfer_early(&self, block: u32) {
         let state = &self.arena.table(self.worker)[block as usize].state;
         if self.arena.is_ours() && mark_if(state, WORKER, CONSUMER) {
             lock(&self.allocator).note_sent(block);
         }
     }
 
-    /// Undoes [`Port::hand_over_early`], if the message is not published.
+    /// Undoes [`Port::transfer_early`], if the message is not published.
     pub fn take_back(&self, block: u32) {
         if self.arena.is_ours() {
             self.arena.release(self.worker, block, CONSUMER);
@@ -101,7 +104,7 @@ impl Port {
     }
 
     /// Transfers the leaves to the consumer.
-    pub(super) fn hand_over(&self, leaves: &[(Leaf, Keep)]) -> Result<()> {
+    pub(super) fn transfer(&self, leaves: &[(Leaf, Keep)]) -> Result<()> {
         let table = self.arena.table(self.worker);
         let mut allocator = lock(&self.allocator);
         for (leaf, keep) in leaves {
@@ -112,13 +115,13 @@ impl Port {
                     mark_if(state, WORKER, CONSUMER);
                     match keep {
                         Keep::Yes => allocator.note_sent(leaf.block),
-                        // The consumer holds it now, so this cannot free it.
+                        // The consumer holds the block now, so this cannot free it.
                         _ => {
                             release_owned(state, WORKER);
                         }
                     }
                 }
-                Keep::HandedOver => {}
+                Keep::TransferredEarly => {}
                 Keep::Unknown { .. } => return Err(Error::usage("a message with an array that may change")),
             }
         }
@@ -144,7 +147,8 @@ impl Port {
         status.largest.store(now.max(before), Ordering::Relaxed);
     }
 
-    /// Allocates a message's block. Out of memory it uses the reserve, to report the error; a later call refills that.
+    /// Allocates the block of a message. If there is no memory, uses the reserve to report the error; a later call
+    /// refills the reserve.
     pub(super) fn allocate_message(&self, len: u64) -> Result<u32> {
         let allocator = &mut *lock(&self.allocator);
         let mut reserve = lock(&self.reserve);

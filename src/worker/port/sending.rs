@@ -1,10 +1,10 @@
-//! Results and snapshots: how they become messages and are published.
+//! Messages of results and snapshots, and their publication.
 
 use super::core::Port;
 use super::ends::Ends;
 use super::keep::Keep;
 use crate::error::{Error, Result};
-use crate::shm::alloc::settle;
+use crate::shm::alloc::retry_while_reserved;
 use crate::shm::block::CONSUMER;
 use crate::shm::doorbell;
 use crate::shm::layout::StatusPage;
@@ -24,13 +24,13 @@ impl Port {
     ) -> Result<()> {
         self.check_ours()?;
         let len = wire::message_len(leaves.len(), payload.len());
-        let block = settle(|| self.allocate_message(len), std::thread::sleep)?;
+        let block = retry_while_reserved(|| self.allocate_message(len), std::thread::sleep)?;
         let load = load_of(len, leaves);
         self.note_size(load.bytes);
         let mut ends = lock(&self.ends);
         self.write_message(&mut ends.head, block, leaves, payload)?;
         if !leaves.is_empty() {
-            self.hand_over(leaves)?;
+            self.transfer(leaves)?;
         }
         let checksum = if kind == ResultKind::Plain { 0 } else { wire::checksum(payload) };
         let entry = ResultEntry { task, kind, block: Some(block), len, checksum, timings, load };
@@ -44,7 +44,8 @@ impl Port {
         self.publish(&mut ends, &entry)
     }
 
-    /// Writes a message into its block, which belongs to this worker until it is published. `head` is a buffer.
+    /// Writes a message into its block, which belongs to this worker until the message is published. `head` is a
+    /// reusable buffer.
     fn write_message(&self, head: &mut Vec<u8>, block: u32, leaves: &[(Leaf, Keep)], payload: &[u8]) -> Result<()> {
         let len = wire::message_len(leaves.len(), payload.len());
         let memory = self.arena.block_memory(self.worker, block, len)?.as_ptr();
@@ -58,16 +59,16 @@ impl Port {
     }
 
     /// Publishes a snapshot that was made after `count` answers of this worker in this epoch, before its next result.
-    /// The first one of an epoch has the count 0. At most one comes with each result, and one each at the start and the
-    /// end of the epoch and for an error: the ring has no room for more. Returns false if it is left out for want of
-    /// memory.
+    /// The first one of an epoch has the count 0. The worker may send one with each result, one at the start and one at
+    /// the end of the epoch, and one for an error: the ring has no room for more. Returns false if the snapshot is
+    /// omitted for lack of memory.
     pub fn send_snapshot(&self, count: u64, payload: &[u8], is_error: bool) -> Result<bool> {
         self.check_ours()?;
         let kind = if is_error { ResultKind::FailedSnapshot } else { ResultKind::Snapshot };
         let len = wire::message_len(0, payload.len());
-        // The main process waits for the first one, and an error should be known: these may use the reserve.
+        // The main process waits for the first snapshot, and should learn of an error: both may use the reserve.
         let block = match count == 0 || is_error {
-            true => settle(|| self.allocate_message(len), std::thread::sleep),
+            true => retry_while_reserved(|| self.allocate_message(len), std::thread::sleep),
             false => lock(&self.allocator).allocate(len, CONSUMER),
         };
         let block = match block {
@@ -88,7 +89,7 @@ impl Port {
         if let Some(remote) = &self.remote {
             remote.leave_to_thread(len);
         }
-        // Only the first one is waited for. A result follows the others.
+        // The main process waits only for the first snapshot. A result follows each of the others.
         if count == 0 {
             self.ring();
         }
@@ -112,11 +113,11 @@ impl Port {
         let Some(remote) = &self.remote else {
             self.push(ends, entry)?;
             self.ring();
-            // Last: a reader of the count finds the result published.
+            // Counted last, so that a reader of the count finds the result published.
             count();
             return Ok(());
         };
-        // The counters that travel with the result include it.
+        // The counters that are sent with the result include it.
         count();
         self.push(ends, entry)?;
         if !remote.send_now(entry.load.bytes) {

@@ -39,7 +39,7 @@ fn an_error_can_be_sent_when_the_region_is_full() {
 }
 
 #[test]
-fn a_snapshot_for_which_there_is_no_memory_is_left_out_but_the_first_and_an_error_are_reported() {
+fn a_snapshot_without_memory_is_omitted_but_the_first_and_an_error_are_reported() {
     let port = port(64 << 20);
     let mut held = Vec::new();
     for len in [1 << 20, 64 << 10, 4096] {
@@ -51,7 +51,8 @@ fn a_snapshot_for_which_there_is_no_memory_is_left_out_but_the_first_and_an_erro
     let mut entry = || results.pop().unwrap().map(|words| ResultEntry::from_words(&words).unwrap());
     assert!(!port.send_snapshot(1, b"state", false).unwrap());
     assert_eq!(entry(), None);
-    // The reserve is for these, if it has room. The main process waits for the first one in any case.
+    // The first snapshot and an error may use the reserve, if it has room. The main process waits for the first one in
+    // any case.
     assert!(port.send_snapshot(0, b"state", false).unwrap());
     assert!(entry().unwrap().block.is_some());
     assert!(!port.send_snapshot(0, b"state", false).unwrap());
@@ -61,7 +62,7 @@ fn a_snapshot_for_which_there_is_no_memory_is_left_out_but_the_first_and_an_erro
     assert!(port.send_snapshot(3, b"error", true).unwrap());
     let error = entry().unwrap();
     assert_eq!((error.kind, error.block.is_some(), error.task), (ResultKind::FailedSnapshot, true, 3));
-    // A large one does not fit into the reserve.
+    // A large snapshot does not fit into the reserve.
     assert!(!port.send_snapshot(0, &[0; 1 << 20], false).unwrap());
     assert_eq!(entry().unwrap().block, None);
     held.into_iter().for_each(|block| port.release(block));
@@ -72,19 +73,20 @@ fn a_snapshot_for_which_there_is_no_memory_is_left_out_but_the_first_and_an_erro
 }
 
 #[test]
-fn a_snapshot_leaves_the_workers_figures_as_they_are() {
+fn a_snapshot_does_not_change_the_workers_counters() {
     let port = port(64 << 20);
     port.send(0, ResultKind::Plain, &[], &[0; 100], Timings::default()).unwrap();
-    let figures = || {
+    let counters = || {
         let StatusPage { sent, largest, tasks_done, task, .. } = port.status();
         [sent, largest, tasks_done, task].map(|word| word.load(Ordering::Relaxed))
     };
-    let before = figures();
+    let before = counters();
     assert!(port.send_snapshot(1, &[0; 100_000], false).unwrap());
-    assert_eq!((figures(), before), (before, [1, 108, 1, 0]));
+    assert_eq!((counters(), before), (before, [1, 108, 1, 0]));
 }
 
-/// Takes a task of the ring, whose fetch sleeps, or computes for as long.
+/// Takes a task from the ring and fetches it by `work`. Returns the CPU time and the wall time that were added to the
+/// measured fetches, in nanoseconds.
 fn fetch(port: &Port, kind: TaskKind, work: impl FnOnce()) -> (u64, u64) {
     let entry = TaskEntry::inline(0, kind, &[]).unwrap();
     let tasks = &mut crate::shm::ring::Producer::new(port.arena.task_ring(0));
@@ -95,7 +97,7 @@ fn fetch(port: &Port, kind: TaskKind, work: impl FnOnce()) -> (u64, u64) {
     work();
     port.enter(WorkerState::Collate);
     let after = totals();
-    // Neither time after the fetch counts, nor a second interval in the dataset.
+    // Time after the fetch does not count, nor does a second interval in the dataset.
     std::thread::sleep(Duration::from_millis(2));
     port.enter(WorkerState::Fetch);
     port.enter(WorkerState::Pack);
@@ -117,10 +119,11 @@ fn a_fetch_that_waits_takes_wall_time_and_one_that_computes_takes_cpu_time() {
     assert!(u128::from(cpu) >= LONG.as_nanos() && wall > 0, "{cpu} of {wall}");
     let (_, wall) = fetch(&port, TaskKind::Plain, || std::thread::sleep(LONG));
     assert!(u128::from(wall) >= LONG.as_nanos(), "{wall}");
-    assert_eq!(fetch(&port, TaskKind::Resume, || ()), (0, 0), "a control message is no fetch");
+    assert_eq!(fetch(&port, TaskKind::Resume, || ()), (0, 0), "a control message is not a fetch");
 }
 
-/// A port with an idle warm block, one that the consumer has received, and one that waits for it.
+/// Returns a port with an idle warm block, and two more blocks: one that the consumer has received, and one that waits
+/// for the consumer.
 fn waiting(len: u64) -> (Port, u32, u32) {
     let port = port(1 << 30);
     let blocks = [0; 3].map(|_| port.allocate(len).unwrap().0);
@@ -132,7 +135,7 @@ fn waiting(len: u64) -> (Port, u32, u32) {
     (port, blocks[1], blocks[2])
 }
 
-fn has_been_idle(port: &Port, time: Duration) {
+fn set_idle(port: &Port, time: Duration) {
     let since = sys::clock::monotonic_ns() - time.as_nanos() as u64;
     port.status().since_ns.store(since, Ordering::Relaxed);
     port.status().task_since_ns.store(since, Ordering::Relaxed);
@@ -145,13 +148,13 @@ fn a_worker_that_is_ahead_of_the_loop_returns_its_idle_pages() {
     let warm = || lock(&port.allocator).warm_bytes();
     let all = warm();
     assert!(all >= 3 * LEN);
-    has_been_idle(&port, AHEAD / 2);
+    set_idle(&port, AHEAD / 2);
     port.trim().unwrap();
-    assert_eq!(warm(), all, "a moment without a task is usual");
-    has_been_idle(&port, AHEAD);
+    assert_eq!(warm(), all, "a moment without a task is normal");
+    set_idle(&port, AHEAD);
     port.trim().unwrap();
     assert_eq!(warm(), all - LEN);
-    // What the consumer holds is untouched; without a message that waits, the loop waits for this worker.
+    // Blocks that the consumer holds are untouched. Without a waiting message, the loop waits for this worker.
     port.arena.release(0, waits, CONSUMER);
     port.trim().unwrap();
     assert!(lock(&port.allocator).is_ahead(), "the message itself");
@@ -163,13 +166,13 @@ fn a_worker_that_is_ahead_of_the_loop_returns_its_idle_pages() {
     let (block, _) = port.allocate(LEN).unwrap();
     port.release(block);
     let all = warm();
-    has_been_idle(&port, AHEAD);
+    set_idle(&port, AHEAD);
     port.trim().unwrap();
     assert_eq!(warm(), all);
 }
 
 #[test]
-fn a_block_that_comes_back_wakes_a_worker_that_is_idle() {
+fn a_returned_block_wakes_an_idle_worker() {
     const LEN: u64 = 4 << 20;
     for (len, idle, state, is_woken) in [
         (LEN, AHEAD, WorkerState::Idle, true),
@@ -179,7 +182,7 @@ fn a_block_that_comes_back_wakes_a_worker_that_is_idle() {
     ] {
         let (port, delivered, _) = waiting(len);
         port.enter(state);
-        has_been_idle(&port, idle);
+        set_idle(&port, idle);
         let ticket = port.sleeper().announce();
         port.arena.release_delivered(0, delivered);
         let rung = port.sleeper().bell.load(Ordering::Relaxed) != ticket.0;
@@ -203,7 +206,7 @@ fn a_large_block_of_the_loop_is_awaited_for_a_moment() {
     assert!((1..=16).contains(&pauses.get()), "{}", pauses.get());
     pauses.set(0);
     port.await_return(LEN, pause).unwrap();
-    assert_eq!(pauses.get(), 0, "the last wait was in vain");
+    assert_eq!(pauses.get(), 0, "the last wait expired");
     port.arena.release_delivered(0, delivered);
     port.await_return(LEN, pause).unwrap();
     assert_eq!(port.allocate(LEN).unwrap().0, delivered);
@@ -213,12 +216,12 @@ fn a_large_block_of_the_loop_is_awaited_for_a_moment() {
         port.arena.release_delivered(0, waits);
     })
     .unwrap();
-    assert_eq!(pauses.get(), 1, "a block has come back since");
+    assert_eq!(pauses.get(), 1, "a block was returned since");
     assert_eq!(port.allocate(LEN).unwrap().0, waits);
 }
 
 #[test]
-fn a_batch_of_a_replay_renews_the_time_of_the_task() {
+fn a_batch_of_a_replay_restarts_the_time_of_the_task() {
     let port = port(64 << 20);
     let since = || port.status().task_since_ns.load(Ordering::Relaxed);
     assert_eq!(since(), 0);
@@ -228,7 +231,7 @@ fn a_batch_of_a_replay_renews_the_time_of_the_task() {
 }
 
 #[test]
-fn a_task_is_begun_after_the_replay_before_it() {
+fn a_task_begins_after_its_replay() {
     let port = port(64 << 20);
     let page = port.status();
     page.begin(0, TaskKind::Resume, 1);
@@ -238,7 +241,7 @@ fn a_task_is_begun_after_the_replay_before_it() {
     port.progress(false);
     port.at_sample(3);
     assert!(!page.has_begun());
-    // It leaves by an exception of the dataset.
+    // The worker leaves because of an exception of the dataset.
     port.enter(WorkerState::Left);
     assert!(!page.has_begun());
     port.enter(WorkerState::Fetch);
@@ -251,28 +254,28 @@ fn a_task_is_begun_after_the_replay_before_it() {
     page.reset();
     assert!(!page.has_begun());
     port.enter(WorkerState::Left);
-    assert!(!page.has_begun(), "the start has failed");
+    assert!(!page.has_begun(), "the start failed");
 }
 
 #[test]
-fn a_child_asks_for_no_lock_that_another_thread_may_hold() {
+fn a_child_takes_no_lock_that_another_thread_may_hold() {
     let port = port(64 << 20);
     let (block, memory) = port.allocate(40_000).unwrap();
     let held = lock(&port.allocator);
     // SAFETY: the child leaves by _exit; what it calls allocates nothing.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        let nothing = port.adoptable(memory as usize, 40_000).is_none();
+        let is_none = port.adoptable(memory as usize, 40_000).is_none();
         port.release(block);
         // SAFETY: no exit handler runs.
-        unsafe { libc::_exit(if nothing { 0 } else { 1 }) };
+        unsafe { libc::_exit(if is_none { 0 } else { 1 }) };
     }
     let mut status = -1;
     // SAFETY: `status` is a local number that the kernel fills.
-    let mut gone = || unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } == pid;
+    let mut has_ended = || unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } == pid;
     let begin = std::time::Instant::now();
     let ended = loop {
-        match gone() {
+        match has_ended() {
             true => break true,
             false if begin.elapsed() > Duration::from_secs(20) => break false,
             false => std::thread::sleep(Duration::from_millis(1)),
@@ -288,7 +291,7 @@ fn a_child_asks_for_no_lock_that_another_thread_may_hold() {
 }
 
 #[test]
-fn what_was_sent_before_is_not_adopted_again() {
+fn a_sent_block_is_not_adopted_again() {
     let port = port(64 << 20);
     let (block, memory) = port.allocate(40_000).unwrap();
     assert_eq!(port.adoptable(memory as usize, 40_000), Some((block, 0)));
@@ -300,12 +303,12 @@ fn what_was_sent_before_is_not_adopted_again() {
     port.arena.release(0, block, CONSUMER);
     assert_eq!(port.adoptable(memory as usize, 40_000), None);
     port.release(block);
-    let (again, memory) = port.allocate(40_000).unwrap();
-    assert_eq!(again, block);
+    let (reused, memory) = port.allocate(40_000).unwrap();
+    assert_eq!(reused, block);
     assert!(port.adoptable(memory as usize, 40_000).is_some());
 }
 
-/// A main process's arena with a link, and the port behind it.
+/// Returns the arena of a main process, its link, and the port at the other end.
 fn connected() -> (Arc<Arena>, Arc<Link>, Port) {
     let (one, other) = UnixStream::pair().unwrap();
     let arena = Arena::create_sized(64 << 20, 1, 8).unwrap();
@@ -324,11 +327,11 @@ fn wait_until(done: impl Fn() -> bool) {
 }
 
 #[test]
-fn a_main_process_elsewhere_learns_the_sample_of_a_task_while_there_is_one() {
+fn a_main_process_on_another_machine_learns_the_current_sample_of_a_task() {
     let (arena, link, port) = connected();
     let page = &arena.control(0).status;
     let shown = || (page.task.load(Ordering::Relaxed), page.place.load(Ordering::Relaxed));
-    // Nothing is due yet.
+    // No task is due yet.
     port.at_sample(7);
     port.remote().unwrap().ready();
     let mut tasks = Producer::new(arena.task_ring(0));
@@ -342,13 +345,13 @@ fn a_main_process_elsewhere_learns_the_sample_of_a_task_while_there_is_one() {
         port.at_sample(place);
         wait_until(|| shown() == (5, place + 1));
     }
-    // No sample is to blame for the collation.
+    // Collation belongs to no sample.
     port.enter(WorkerState::Collate);
     wait_until(|| shown() == (5, 0));
     next();
     port.at_sample(2);
     wait_until(|| shown() == (6, 3));
-    // The answer to the task before may come later.
+    // The answer to the previous task may come later.
     port.send(5, ResultKind::Plain, &[], b"", Timings::default()).unwrap();
     wait_until(|| arena.bitmap()[0].load(Ordering::Relaxed) != 0);
     assert_eq!(shown(), (6, 3));
@@ -361,7 +364,7 @@ fn a_main_process_elsewhere_learns_the_sample_of_a_task_while_there_is_one() {
 }
 
 #[test]
-fn a_main_process_elsewhere_learns_of_the_batches_of_a_replay() {
+fn a_main_process_on_another_machine_learns_of_the_batches_of_a_replay() {
     let (arena, link, port) = connected();
     let page = &arena.control(0).status;
     let since = || page.task_since_ns.load(Ordering::Relaxed);

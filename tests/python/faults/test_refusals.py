@@ -159,7 +159,7 @@ TABLE = [
     R("pwrite", "ENOSPC", program="shared_list", error="MemoryError: cannot share this object: .*", calls="1 2"),
     R("pwrite", "EINTR", program="shared_list", calls="1"),
     R("get_seals", "EBADF", program="shared_list", error=r"OSError: .*F_GET_SEALS\) failed: .*closed by other code"),
-    R("get_seals", "EPERM", program="shared_list", error=r"ValueError: .*it is no sealed file in memory", calls="1"),
+    R("get_seals", "EPERM", program="shared_list", error=r"ValueError: .*it is not a sealed file in memory", calls="1"),
     R("socket_send", "EPERM", program="connected", error=LOST),
     R("socket_send", "EINTR EAGAIN", program="connected", calls="1 3"),
     R("socket_receive", "EPERM", program="connected", error=LOST),

@@ -537,11 +537,11 @@ def test_a_damaged_pickle_is_an_error():
 def test_descriptors_of_other_files_are_refused():
     for path in ("/dev/null", "/proc/self/exe"):
         fd = os.open(path, os.O_RDONLY)
-        with pytest.raises(ValueError, match="no sealed file in memory"):
+        with pytest.raises(ValueError, match="not a sealed file in memory"):
             SharedStore(fd)
     unsealed = os.memfd_create("x")
     os.write(unsealed, bytes(share([1]).store))
-    with pytest.raises(ValueError, match="no sealed file in memory"):
+    with pytest.raises(ValueError, match="not a sealed file in memory"):
         SharedStore(unsealed)
     with pytest.raises(OSError):
         SharedStore(-1)

@@ -515,7 +515,7 @@ def answering(name, answer):
 def test_answers_that_are_no_shared_object(two, monkeypatch):
     with open("/proc/self/exe", "rb") as file:
         thread = answering(address("x"), lambda client: socket.send_fds(client, [b"1"], [file.fileno()]))
-        with pytest.raises(ValueError, match="no sealed file in memory"):
+        with pytest.raises(ValueError, match="not a sealed file in memory"):
             share(["a"], key="x")
         thread.join()
     thread = answering(address("x"), lambda client: client.sendall(b"HTTP/1.0 400"))

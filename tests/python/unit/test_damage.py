@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ours, pytest.mark.timeout(180)]
 
 # Bytes of a pickle that are found again, and what they become.
 MARK, OTHER = b"RUSTLOADER-TEST-PICKLE", b"SUSTLOADER-TEST-PICKLE"
-CHECKSUM = "the checksum of a pickled batch does not fit"
+CHECKSUM = "the checksum of a pickled batch does not match"
 
 
 def arena_file():

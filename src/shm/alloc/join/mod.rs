@@ -1,16 +1,16 @@
-//! Joins and splits idle blocks once a request does not fit behind the last block of a region: it is cut from a larger
-//! idle block, or idle neighbours become one block.
+//! Joins and splits of idle blocks, for a request that does not fit after the last block of a region: its block is cut
+//! from a larger idle one, or idle neighbours become one block.
 //!
 //! **The rule.** Only blocks in the owner's private free lists change their place or their size. No holder's bit is set
-//! in them and they are not RETURNING, so no other process or thread may read them by their number: it is on no stack,
-//! in no ring, and no fork has marked it. The entry of a block that was joined to another stays in the table, free and
-//! with a capacity of 0. Code that walks a table takes it for an idle block without pages, and the owner uses it for a
-//! later block.
+//! in them and they are not RETURNING, so no other process or thread may read them by their number: the number is on no
+//! stack and in no ring, and no fork has marked the block. The entry of a block that was joined to another stays in the
+//! table, free and with a capacity of 0. Code that walks a table treats it as an idle block without pages, and the
+//! owner uses it for a later block.
 //!
-//! **A killed owner.** It may end between any two stores, and its successor reads the table. So a block first loses
-//! addresses, and then another one gets them: blocks never overlap. A gap that is left lies behind an idle block, the
-//! one that was to grow or has just shrunk, and [`places`] gives it back to that block. The stores are Release stores
-//! to keep their order, which matters to the successor alone.
+//! **A killed owner.** The owner may be killed between any two stores, and its successor reads the table. So one block
+//! first gives up addresses, and only then another one gets them: blocks never overlap. At worst there is a gap after
+//! an idle block that was about to grow or has just shrunk, and [`places`] adds the gap to that block. The stores are
+//! Release stores to keep their order, which matters only to the successor.
 
 use std::collections::BTreeMap;
 
@@ -33,7 +33,7 @@ impl Idle {
     }
 }
 
-/// The numbers of a table's blocks by their offsets. Closes the gaps that a killed owner has left.
+/// Returns the numbers of a table's blocks by their offsets. Closes the gaps that a killed owner left.
 pub(super) fn places(table: &[BlockEntry]) -> BTreeMap<u64, u32> {
     let blocks = (0..).zip(table).filter(|(_, entry)| entry.capacity.load(Ordering::Relaxed) > 0);
     let places: BTreeMap<u64, u32> = blocks.map(|(id, entry)| (entry.offset.load(Ordering::Relaxed), id)).collect();
@@ -48,23 +48,28 @@ pub(super) fn places(table: &[BlockEntry]) -> BTreeMap<u64, u32> {
 }
 
 impl Allocator {
-    /// A block of `capacity` bytes from idle neighbours, or of at least `least` bytes if there are no more.
-    pub(super) fn join(&mut self, capacity: u64, least: u64) -> Result<u32> {
+    /// Joins idle neighbours into a block of `capacity` bytes, or of at least `min_bytes` if no run has more. Returns
+    /// the block's number.
+    pub(super) fn join(&mut self, capacity: u64, min_bytes: u64) -> Result<u32> {
         let idle = self.idle_blocks();
         let tail = self.tail();
-        // The smallest run of neighbours that is large enough, or else the largest one.
-        let badness = |run: &&[Idle]| match self.room(run) {
+        // Prefers the smallest run of neighbours that is large enough; if none is, the largest one.
+        let preference = |run: &&[Idle]| match self.room(run) {
             room if room >= capacity => (false, room),
             room => (true, u64::MAX - room),
         };
         let runs = idle.chunk_by(|a, b| a.end() == b.offset);
-        let Some(run) = runs.filter(|run| self.room(run) >= least).min_by_key(badness) else {
-            return if tail >= least && self.has_entry()? { self.make_fresh(tail) } else { Err(self.full(least)) };
+        let Some(run) = runs.filter(|run| self.room(run) >= min_bytes).min_by_key(preference) else {
+            return if tail >= min_bytes && self.has_entry()? {
+                self.create_fresh(tail)
+            } else {
+                Err(self.full_error(min_bytes))
+            };
         };
         let wanted = capacity.min(self.room(run));
         let enough = run.iter().position(|block| block.end() - run[0].offset >= wanted);
         let blocks = &run[..enough.map_or(run.len(), |last| last + 1)];
-        let id = self.merge(blocks, least)?;
+        let id = self.merge(blocks, min_bytes)?;
         if enough.is_none() {
             // The last block of the region grows.
             self.arena.table(self.region)[id as usize].capacity.store(wanted, Ordering::Release);
@@ -74,8 +79,8 @@ impl Allocator {
         Ok(id)
     }
 
-    /// Cuts a block that is in no free list, and held by nothing, down to `capacity` bytes. The rest becomes an idle
-    /// block, unless it is so small that it makes no difference, or the table is full.
+    /// Cuts a block that is in no free list and has no holder down to `capacity` bytes. The remainder becomes an idle
+    /// block, unless the cut would not change the block's class, or the table is full.
     pub(super) fn split(&mut self, id: u32, capacity: u64) {
         let arena = self.arena.clone();
         let table = arena.table(self.region);
@@ -90,29 +95,29 @@ impl Allocator {
         entry.warm.store(warm.min(capacity), Ordering::Release);
         entry.capacity.store(capacity, Ordering::Release);
         self.mapped[id as usize] = mapped.min(capacity);
-        let rest = &table[other as usize];
-        // The pages in which the block began reach into the rest.
-        rest.warm.store(warm.saturating_sub(capacity), Ordering::Relaxed);
-        rest.offset.store(offset + capacity, Ordering::Relaxed);
-        rest.capacity.store(whole - capacity, Ordering::Release);
+        let remainder = &table[other as usize];
+        // The warm pages at the start of the block may reach into the remainder.
+        remainder.warm.store(warm.saturating_sub(capacity), Ordering::Relaxed);
+        remainder.offset.store(offset + capacity, Ordering::Relaxed);
+        remainder.capacity.store(whole - capacity, Ordering::Release);
         self.mapped[other as usize] = mapped.saturating_sub(capacity);
         self.places.insert(offset + capacity, other);
         self.put(other);
     }
 
-    /// Makes one block of idle neighbours and takes it out of the free lists. It keeps the pages that the first one
-    /// begins with.
-    fn merge(&mut self, blocks: &[Idle], least: u64) -> Result<u32> {
+    /// Merges idle neighbours into one block and removes it from the free lists. The block keeps the warm pages of the
+    /// first neighbour.
+    fn merge(&mut self, blocks: &[Idle], min_bytes: u64) -> Result<u32> {
         let arena = self.arena.clone();
         let table = arena.table(self.region);
         let warm = |block: &Idle| table[block.id as usize].warm.load(Ordering::Relaxed);
         let (first, others) = (blocks[0], &blocks[1..]);
         let end = blocks[blocks.len() - 1].end();
-        // Otherwise its pages would lie behind a part without pages, where no later trimming finds them.
+        // Otherwise pages of the merged block would follow a part without pages, where no later trimming finds them.
         if others.iter().any(|block| warm(block) > 0)
             && arena.punch_hole(self.region, first.offset + warm(&first).min(first.capacity), end).is_err()
         {
-            return Err(self.full(least));
+            return Err(self.full_error(min_bytes));
         }
         self.remove(first)?;
         self.idle = self.idle.saturating_sub(warm(&first));
@@ -143,7 +148,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// The blocks of the free lists, by their offsets.
+    /// Returns the blocks of the free lists in the order of their offsets.
     fn idle_blocks(&self) -> Vec<Idle> {
         let table = self.arena.table(self.region);
         let idle = |&id: &u32| {
@@ -156,20 +161,21 @@ impl Allocator {
         blocks
     }
 
-    /// Bytes behind the last block.
+    /// Returns the number of bytes after the last block.
     pub(super) fn tail(&self) -> u64 {
         self.arena.geometry().region_len.saturating_sub(self.fresh)
     }
 
-    /// Bytes of a run of idle neighbours, with the unused ones behind the last block of the region.
+    /// Returns the number of bytes of a run of idle neighbours. If it ends with the region's last block, the unused
+    /// bytes after it count too.
     fn room(&self, run: &[Idle]) -> u64 {
         let bytes = run.iter().fold(0, |sum: u64, block| sum.saturating_add(block.capacity));
         let is_last = run.last().is_some_and(|block| block.end() == self.fresh);
         bytes.saturating_add(if is_last { self.tail() } else { 0 })
     }
 
-    /// The error for `len` bytes that the region has no room for.
-    pub(super) fn full(&self, len: u64) -> Error {
+    /// Returns the error for a request of `len` bytes that the region has no room for.
+    pub(super) fn full_error(&self, len: u64) -> Error {
         let idle = self.idle_blocks();
         let bytes = idle.iter().fold(self.tail(), |sum, block| sum.saturating_add(block.capacity));
         let runs = idle.chunk_by(|a, b| a.end() == b.offset);

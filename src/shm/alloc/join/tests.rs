@@ -13,7 +13,7 @@ const KIB: u64 = 1 << 10;
 /// Bits of holders in these tests.
 const HOLDERS: u32 = CONSUMER | WORKER | FORKED;
 
-/// An allocator of a region of about 2 MiB.
+/// Returns an allocator of a region of about 2 MiB.
 fn allocator() -> Allocator {
     Allocator::new(Arena::create_sized(5 << 20, 1, 8).unwrap(), 0)
 }
@@ -22,7 +22,7 @@ fn region_len(a: &Allocator) -> u64 {
     a.arena.geometry().region_len
 }
 
-/// The entries that have a block: number, offset, capacity, state, by their offsets.
+/// Returns number, offset, capacity and state of each entry that has a block, in the order of their offsets.
 fn blocks(a: &Allocator) -> Vec<(u32, u64, u64, u32)> {
     let table = &a.arena.table(a.region)[..a.arena.block_count(a.region) as usize];
     let of = |(id, entry): (u32, &BlockEntry)| {
@@ -35,16 +35,16 @@ fn blocks(a: &Allocator) -> Vec<(u32, u64, u64, u32)> {
 }
 
 fn block_of(a: &Allocator, id: u32) -> (u64, u64) {
-    let found = blocks(a).into_iter().find(|block| block.0 == id).expect("it has bytes");
-    (found.1, found.2)
+    let (_, offset, capacity, _) = blocks(a).into_iter().find(|block| block.0 == id).expect("it has bytes");
+    (offset, capacity)
 }
 
 fn bytes_of(table: &[BlockEntry], ids: impl IntoIterator<Item = u32>) -> u64 {
     ids.into_iter().map(|id| table[id as usize].warm.load(Ordering::Relaxed)).sum()
 }
 
-/// Blocks cover the region up to `fresh` without a gap. Each idle one is in the list of its class once, no other one
-/// is, and the owner's records of them are right.
+/// Checks that the blocks cover the region up to `fresh` without a gap, that each idle block is in the list of its
+/// class once and no other block is in a list, and that the owner's private records match the blocks.
 fn check(a: &Allocator) {
     let table = a.arena.table(a.region);
     let blocks = blocks(a);
@@ -92,7 +92,7 @@ fn fill(a: &mut Allocator, len: u64) -> Vec<u32> {
 }
 
 #[test]
-fn idle_neighbours_become_one_block_and_the_rest_stays_idle() {
+fn idle_neighbours_become_one_block_and_the_remainder_stays_idle() {
     let mut a = allocator();
     let ids = fill(&mut a, 64 * KIB);
     let (offset, _) = block_of(&a, ids[3]);
@@ -102,13 +102,13 @@ fn idle_neighbours_become_one_block_and_the_rest_stays_idle() {
     let joined = a.allocate(160 * KIB, WORKER).unwrap();
     assert_eq!(block_of(&a, joined), (offset, 160 * KIB));
     check(&a);
-    let rest = a.allocate(96 * KIB, WORKER).unwrap();
-    assert_eq!(block_of(&a, rest), (offset + 160 * KIB, 96 * KIB));
+    let remainder = a.allocate(96 * KIB, WORKER).unwrap();
+    assert_eq!(block_of(&a, remainder), (offset + 160 * KIB, 96 * KIB));
     check(&a);
 }
 
 #[test]
-fn blocks_between_which_one_is_held_are_not_joined() {
+fn idle_blocks_with_a_held_one_between_them_are_not_joined() {
     for holder in [WORKER, CONSUMER, FORKED, block::WORKER_FORKED, CONSUMER | DELIVERED, RETURNING] {
         let mut a = allocator();
         let ids = fill(&mut a, 64 * KIB);
@@ -137,12 +137,12 @@ fn a_full_region_says_what_is_in_use_and_what_is_idle() {
 }
 
 #[test]
-fn the_last_block_grows_into_what_was_never_used() {
+fn the_last_block_grows_into_unused_memory() {
     let mut a = allocator();
-    let most = region_len(&a) * 3 / 4 / PAGE * PAGE;
-    let id = a.allocate(most / 2, WORKER).unwrap();
+    let len = region_len(&a) * 3 / 4 / PAGE * PAGE;
+    let id = a.allocate(len / 2, WORKER).unwrap();
     a.release(id);
-    let id = a.allocate(most, WORKER).unwrap();
+    let id = a.allocate(len, WORKER).unwrap();
     assert_eq!(block_of(&a, id).0, 0);
     check(&a);
     a.release(id);
@@ -170,7 +170,7 @@ fn a_larger_block_is_cut_and_keeps_its_pages() {
 }
 
 #[test]
-fn pages_of_joined_blocks_are_given_back() {
+fn pages_of_joined_blocks_are_released() {
     let mut a = allocator();
     let pages = |a: &Allocator| {
         use std::os::unix::fs::MetadataExt;
@@ -179,7 +179,7 @@ fn pages_of_joined_blocks_are_given_back() {
     let before = pages(&a);
     let ids = fill(&mut a, 100 * KIB);
     ids.iter().for_each(|id| a.release(*id));
-    // Only the pages of its own, at its start, and then those that it asked for.
+    // The joined block keeps only the pages at its start, and gets new ones for the requested bytes.
     let id = a.allocate(region_len(&a) / 2, WORKER).unwrap();
     check(&a);
     a.release(id);
@@ -198,7 +198,7 @@ fn entries_of_joined_blocks_are_used_again() {
         assert_eq!(a.arena.usage().blocks, 1);
         a.release(id);
         let now = a.arena.block_count(0);
-        // From the second round on, the rest behind the last block of the first is one, too.
+        // From the second round on, the remainder after the last block of the first round is a block, too.
         assert!(round < 2 || now == entries, "{now}");
         entries = now;
         check(&a);
@@ -207,7 +207,7 @@ fn entries_of_joined_blocks_are_used_again() {
 
 #[test]
 fn a_killed_owner_leaves_no_gap_and_no_overlap() {
-    // A full region in which four neighbours are idle, after `before` held blocks, or before as many.
+    // A full region in which four neighbours are idle: those after `before` held blocks, or the last four.
     let make = |before: usize, at_the_end: bool| {
         let mut a = allocator();
         let mut ids = fill(&mut a, 64 * KIB);
@@ -218,7 +218,8 @@ fn a_killed_owner_leaves_no_gap_and_no_overlap() {
         idle.iter().for_each(|id| a.release(*id));
         (idle, a)
     };
-    // While it joins the four, in the middle or at the end: those behind the first are gone, one after the other.
+    // The owner is killed while it joins the four, in the middle or at the end: the blocks after the first are gone,
+    // one after the other.
     for (at_the_end, gone) in [false, true].into_iter().flat_map(|end| (0..4).map(move |gone| (end, gone))) {
         let (ids, a) = make(3, at_the_end);
         let held = blocks(&a).iter().filter(|block| block.3 != 0).count();
@@ -231,7 +232,7 @@ fn a_killed_owner_leaves_no_gap_and_no_overlap() {
         check(&b);
         assert_eq!(blocks(&b).iter().filter(|block| block.3 != 0).count(), held + 1);
     }
-    // While it cuts a block: the rest has no entry yet.
+    // The owner is killed while it cuts a block: the remainder has no entry yet.
     let (ids, a) = make(3, false);
     let table = a.arena.table(0);
     table[ids[1] as usize].capacity.store(16 * KIB, Ordering::Relaxed);
@@ -245,9 +246,9 @@ fn a_killed_owner_leaves_no_gap_and_no_overlap() {
 #[derive(Clone, Debug)]
 enum Act {
     Allocate(u64, u32),
-    /// Some holders of a block release it.
+    /// Some holders, given by their bits, release a block.
     Release(usize, u32),
-    /// Tensors lie in a block of a message.
+    /// A message is delivered: its block holds tensors.
     Deliver(usize),
     /// The main process forks.
     Fork(usize),
@@ -270,7 +271,7 @@ fn acts() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// A block that is held, as the model knows it.
+/// A held block, as the model knows it.
 #[derive(Debug)]
 struct Model {
     id: u32,
@@ -282,7 +283,7 @@ struct Model {
 }
 
 impl Model {
-    /// The first and the last 8 bytes.
+    /// Returns the addresses of the first and the last 8 bytes.
     fn words(&self, arena: &Arena) -> [*mut u64; 2] {
         let start = arena.block_memory(0, self.id, self.len).unwrap().as_ptr();
         // SAFETY: the block has that many bytes, or a page if there are fewer.
@@ -290,7 +291,7 @@ impl Model {
     }
 }
 
-/// Bytes of the longest part of the region between held blocks.
+/// Returns the length in bytes of the longest part of the region between held blocks.
 fn longest_gap(held: &[Model], region: u64) -> u64 {
     let mut places: Vec<(u64, u64)> = held.iter().map(|block| block.place).collect();
     places.push((region, 0));
@@ -312,7 +313,7 @@ fn run(acts: Vec<Act>) {
                     let new = Model { id, len, place: block_of(&a, id), bits: holder, delivered: false, stamp };
                     assert!(held.iter().all(|other| other.id != id));
                     for word in new.words(&arena) {
-                        // SAFETY: the block is new, and the word lies in it.
+                        // SAFETY: the block is new, and the word is in it.
                         unsafe { word.write_unaligned(stamp) };
                     }
                     held.push(new);
@@ -397,7 +398,7 @@ proptest! {
 
     /// A request fails only if no part of the region without holders is long enough, and held blocks stay as they are.
     #[test]
-    fn what_is_held_stays_and_what_is_idle_is_found(acts in prop::collection::vec(acts(), 1..200)) {
+    fn held_blocks_stay_and_idle_ones_are_found(acts in prop::collection::vec(acts(), 1..200)) {
         run(acts);
     }
 }
@@ -423,8 +424,8 @@ impl Random {
 }
 
 /// 64 workers, 100,000 batches of log-normal sizes, each from 4 KiB to 1 MiB: a batch of up to 1 GB, at a scale of
-/// 1:1024. Of each worker four batches are under way, and the loop keeps some longer. A region has room for four of the
-/// largest.
+/// 1:1024. Each worker has four batches under way, and the loop keeps some of them longer. A region has room for four
+/// of the largest batches.
 #[test]
 fn batches_of_log_normal_sizes_fit() {
     const WORKERS: u32 = 64;
@@ -441,7 +442,7 @@ fn batches_of_log_normal_sizes_fit() {
         let (owner, under_way) = &mut owners[batch % WORKERS as usize];
         let len = ((16.0 * KIB as f64 * (1.5 * random.normal()).exp()) as u64).clamp(4 * KIB, LARGEST);
         if under_way.len() >= 4 {
-            // Mostly the oldest one.
+            // Usually the oldest batch is released.
             let which = if random.next().is_multiple_of(8) { random.next() as usize % 4 } else { 0 };
             let id: u32 = under_way.remove(which).unwrap();
             arena.release(owner.region(), id, CONSUMER);

@@ -1,4 +1,5 @@
-//! The sending direction of a link: tasks from the rings to the socket, and which of them are unanswered.
+//! The sending direction of a link, which moves tasks from the rings to the socket and keeps track of those that are
+//! not answered.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,29 +15,29 @@ use crate::shm::queue::Claimer;
 use crate::shm::ring::Consumer;
 use crate::sync::Ordering;
 use crate::sys;
-use crate::sys::socket::{Moved, Part, Socket};
+use crate::sys::socket::{Part, Socket, Transfer};
 use crate::wire::{ResultEntry, ResultKind, TaskEntry, TaskKind};
 
-/// The sending side: tasks that were taken from the rings, and are not sent or not answered yet.
+/// The sending side, with the tasks that were taken from the rings and are not answered yet.
 #[derive(Debug)]
-pub(super) struct Outflow {
+pub(super) struct FrameWriter {
     arena: Arc<Arena>,
     worker: u32,
     tasks: Consumer<ArenaRing>,
     queue: Option<Claimer<ArenaQueue>>,
     /// Tasks that were taken and are not answered, the oldest first.
     unanswered: VecDeque<(u64, TaskKind)>,
-    /// The worker's iterable dataset has ended: it answers nothing until the next epoch.
+    /// True if the worker's iterable dataset has ended: the worker answers nothing until the next epoch.
     exhausted: bool,
-    /// The worker is in its loop.
+    /// True if the worker is in its loop.
     ready: bool,
     /// Bytes to send.
     out: Vec<u8>,
     payload: Vec<u8>,
-    told_to_stop: bool,
+    stop_sent: bool,
 }
 
-impl Outflow {
+impl FrameWriter {
     pub(super) fn new(arena: &Arc<Arena>, worker: u32) -> Self {
         Self {
             tasks: Consumer::new(arena.task_ring(worker)),
@@ -48,11 +49,12 @@ impl Outflow {
             ready: false,
             out: Vec::new(),
             payload: Vec::new(),
-            told_to_stop: false,
+            stop_sent: false,
         }
     }
 
-    /// Returns true if another task of a shared queue may be taken. While the worker starts, others may be idle.
+    /// Returns true if another task of a shared queue may be taken. None is taken while the worker starts, because
+    /// other workers may be idle.
     pub(super) fn has_credit(&self) -> bool {
         self.ready && self.under_way() < LINK_CREDIT
     }
@@ -73,10 +75,10 @@ impl Outflow {
         self.show();
     }
 
-    /// Takes entries from the rings; once the loader ends, notifies the worker instead.
+    /// Takes entries from the rings. When the loader ends, asks the worker to stop instead.
     pub(super) fn take_up(&mut self) -> Result<()> {
         if self.arena.header().stop.0.load(Ordering::Relaxed) != 0 {
-            if !std::mem::replace(&mut self.told_to_stop, true) {
+            if !std::mem::replace(&mut self.stop_sent, true) {
                 self.put(Kind::Stop);
             }
             return Ok(());
@@ -87,7 +89,8 @@ impl Outflow {
         Ok(())
     }
 
-    /// Returns the next entry: of the worker's own ring, so that control messages come first, else of the queue.
+    /// Returns the next entry: from the worker's own ring first, which has the control messages, then from the shared
+    /// queue.
     fn next(&mut self) -> Result<Option<TaskEntry>> {
         let own = self.tasks.pop()?;
         let credit = self.has_credit();
@@ -122,20 +125,20 @@ impl Outflow {
         Ok(())
     }
 
-    /// Sends the queued bytes; false if the socket has no room for all.
+    /// Sends the queued bytes. Returns false if the socket has no room for all.
     pub(super) fn flush(&mut self, socket: &Socket) -> Result<bool> {
         let mut sent = 0;
         while sent < self.out.len() {
             match socket.send(&[Part::new(&self.out[sent..])])? {
-                Moved::Bytes(count) => sent += count,
-                Moved::Nothing | Moved::End => break,
+                Transfer::Bytes(count) => sent += count,
+                Transfer::Nothing | Transfer::End => break,
             }
         }
         self.out.drain(..sent);
         Ok(self.out.is_empty())
     }
 
-    /// Shows on the status page the task that the worker is at, as far as this end knows.
+    /// Stores the worker's current task in the status page, as far as this end knows it.
     fn show(&self) {
         let (state, task) = match self.unanswered.front() {
             _ if !self.ready => return,
@@ -144,15 +147,15 @@ impl Outflow {
             _ => (WorkerState::Idle, None),
         };
         let page = &self.arena.control(self.worker).status;
-        // A sample of the task has come before the answer to the last one.
-        let is_shown = task == Some(page.task.load(Ordering::Relaxed));
-        if !is_shown || page.state() != state as u32 {
+        // The page already has the task if a sample of it arrived before the answer to the previous task.
+        let is_stored = task == Some(page.task.load(Ordering::Relaxed));
+        if !is_stored || page.state() != state as u32 {
             counters::enter(page, state, task, sys::clock::monotonic_ns());
         }
     }
 
-    /// Notes the sample that the worker begins: its task, and its place in the index batch and 1. It may come before
-    /// the answers to earlier tasks.
+    /// Notes that the worker begins a sample. `words` are its task, and its place in the index batch plus 1. The frame
+    /// may come before the answers to earlier tasks.
     pub(super) fn at_sample(&self, mut words: impl Iterator<Item = u64>) {
         let (Some(task), Some(place)) = (words.next(), words.next()) else { return };
         let is_due = |(due, kind): &(u64, TaskKind)| *due == task && *kind != TaskKind::Resume;
@@ -166,11 +169,11 @@ impl Outflow {
         page.place.store(place, Ordering::Relaxed);
     }
 
-    /// Notes an answer. [`Error::Connection`] unless it is for the oldest task.
+    /// Notes an answer. Returns [`Error::Connection`] unless it is for the oldest task.
     pub(super) fn answered(&mut self, entry: &ResultEntry) -> Result<()> {
         let is_resume = entry.kind == ResultKind::Resumed;
         if is_resume && std::mem::take(&mut self.exhausted) {
-            // What was sent after the dataset's end has no answers.
+            // Tasks that were sent after the end of the dataset get no answers.
             while self.unanswered.front().is_some_and(|(_, kind)| *kind != TaskKind::Resume) {
                 self.unanswered.pop_front();
             }
@@ -182,7 +185,7 @@ impl Outflow {
         });
         if !fits {
             return Err(Error::connection(format!(
-                "a worker answers task {} by {:?}, where {oldest:?} is due",
+                "a worker answers task {} by {:?}, but {oldest:?} is due",
                 entry.task, entry.kind
             )));
         }
