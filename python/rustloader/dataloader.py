@@ -18,7 +18,7 @@ from rustloader.settings import loader_state, names, options
 if sys.platform.startswith("linux"):
     from rustloader.iterator import fallback, single
     from rustloader.iterator.core import _MultiProcessingDataLoaderIter
-    from rustloader.system.torch_side import TORCHS_GET_ITERATOR, TorchIter, in_torch, is_torchs
+    from rustloader.system.torch_side import TORCH_GET_ITERATOR, TorchIter, in_torch, is_defined_in
 else:
     from rustloader.iterator import unsupported
 
@@ -179,7 +179,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             fallback.fall_back(self, other)
             return super()._get_iterator()
         if not loader_state.has_auto(self):  # more workers than cores have their reason
-            in_torch(TORCHS_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
+            in_torch(TORCH_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)
 
 
@@ -209,7 +209,7 @@ for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.val
 
 def _other_iterator(get_iterator: Callable[..., Any]) -> str | None:
     """Returns the reason why torch's loader would make an iterator that the engine's cannot replace, or None."""
-    if not is_torchs(get_iterator, torch_dataloader):
+    if not is_defined_in(get_iterator, torch_dataloader):
         return "DataLoader._get_iterator of torch was replaced"
     iterator = torch_dataloader._MultiProcessingDataLoaderIter
     if iterator is not TorchIter and _MultiProcessingDataLoaderIter not in iterator.__mro__:

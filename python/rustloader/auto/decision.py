@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rustloader.system.texts import count_of, duration
+from rustloader.system.formatting import count_of, duration
 
 # An epoch with fewer batches, batches per worker or seconds decides nothing: its first batches weigh too much.
 _MIN_BATCHES, _MIN_BATCHES_PER_WORKER, _MIN_SECONDS = 20, 3, 0.5
@@ -110,7 +110,7 @@ class Epoch:
 class Limit(NamedTuple):
     """A maximum of workers, and its reason."""
 
-    most: float
+    maximum: float
     reason: str
 
 
@@ -184,7 +184,8 @@ def decide(epoch: Epoch, cores: float, limits: Sequence[Limit] = (), history: Hi
     target, reason = _target(epoch, limit)
     direction = (target > now) - (target < now)
     if not direction:
-        is_held = int(limit.most) <= now < (1 - _NEED_MARGIN) * epoch.need and epoch.waited > _WAIT_SHARE * epoch.loop
+        is_short = now < (1 - _NEED_MARGIN) * epoch.need and epoch.waited > _WAIT_SHARE * epoch.loop
+        is_held = is_short and int(limit.maximum) <= now
         return Decision(now, "", dataclasses.replace(history, wanted=(0, 0)), limit.reason if is_held else "")
     agreed = history.wanted[1] + 1 if history.wanted[0] == direction else 1
     patience = 2**history.reversals if direction == -history.direction else 1
@@ -216,7 +217,7 @@ def _tightest(epoch: Epoch, cores: float, limits: Sequence[Limit], history: Hist
     bounds.append(Limit(epoch.tasks / 2, f"the epoch had {count_of(epoch.tasks, 'batch')}"))
     if history.ceiling is not None:
         bounds.append(Limit(history.ceiling.workers, "more were no faster"))
-    return min(bounds, key=lambda limit: limit.most)
+    return min(bounds, key=lambda limit: limit.maximum)
 
 
 def _cores(cores: float) -> str:
@@ -226,12 +227,12 @@ def _cores(cores: float) -> str:
 def _target(epoch: Epoch, limit: Limit) -> tuple[int, str]:
     """Returns the number of workers that the figures ask for, and why."""
     now, need = epoch.workers, epoch.need
-    least = min(need, limit.most)
+    least = min(need, limit.maximum)
     spare = _SPARE if now < need else _SPARE_OF_FEWER
     wanted = math.ceil(round(need * spare, 3))
-    target = max(1, min(wanted, int(limit.most)))
+    target = max(1, min(wanted, int(limit.maximum)))
     if now < (1 - _NEED_MARGIN) * least and epoch.waited > _WAIT_SHARE * epoch.loop:
-        bounds = {wanted: "", int(limit.most): f"; {limit.reason}"}
+        bounds = {wanted: "", int(limit.maximum): f"; {limit.reason}"}
         target = min(target, _MAX_STEP_UP * now)
         more = bounds.get(target, f"; at most {_MAX_STEP_UP} times as many at once")
     elif now - 1 >= _SURPLUS * least:

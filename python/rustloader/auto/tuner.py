@@ -21,8 +21,8 @@ from rustloader.remote.context import is_remote
 from rustloader.settings import loader_state, options
 from rustloader.settings.config import LoaderConfig
 from rustloader.system.cores import effective_cores, ranks_on_cores
+from rustloader.system.formatting import count_of, size
 from rustloader.system.protocols import IteratorLike, LoaderLike
-from rustloader.system.texts import count_of, size
 
 logger = logging.getLogger("rustloader")
 
@@ -65,7 +65,7 @@ class Tuner:
         if is_pinned:
             return
         limits = [] if is_remote(loader.multiprocessing_context) else _limits_of_affinity(config)
-        self.count = min([self.count, *(int(limit.most) for limit in limits)])
+        self.count = min([self.count, *(int(limit.maximum) for limit in limits)])
         if watch is None:
             return
         epoch = watch.epoch()

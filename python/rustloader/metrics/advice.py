@@ -7,7 +7,7 @@ import math
 from rustloader.metrics.parts import Figures, SchedulingStats
 from rustloader.metrics.prediction import Prediction, Scheduler, predict
 from rustloader.metrics.work import Shares, in_dataset
-from rustloader.settings.kinds import byte_size
+from rustloader.settings.option_values import byte_size
 
 # A smaller predicted gain is not recommended.
 _MIN_GAIN = 1.05

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rustloader.metrics.verdict import VerdictKind
-from rustloader.system.texts import duration
+from rustloader.system.formatting import duration
 
 # A rank whose loop spends a smaller share of its time in `next`, or is slower than the others by a smaller factor, does
 # not hold them up.

@@ -9,7 +9,7 @@ from rustloader.caching.usage import CacheUsage
 from rustloader.metrics.faults import summary
 from rustloader.metrics.parts import Figures, WorkerStats
 from rustloader.metrics.verdict import Verdict, described
-from rustloader.system.texts import count_of, duration, short_index, size
+from rustloader.system.formatting import count_of, duration, short_index, size
 
 _SLOW_SHOWN = 3
 _WORKERS_SHOWN = 16

@@ -40,10 +40,10 @@ _CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
 # Magic number, nonce, worker number, pid, length of the versions.
 _HELLO = struct.Struct(f"<8s{_NONCE_BYTES}sIIH")
 # A flag, set if the sender continues, and the number of bytes that follow.
-_ANSWER = struct.Struct("<?Q")
+_REPLY = struct.Struct("<?Q")
 _VERSIONS_MAX = 4096
 # Maximum size of a job in bytes. It is large, because a job may contain the state of a dataset.
-_ANSWER_MAX = 1 << 30
+_REPLY_MAX = 1 << 30
 # Seconds within which a connection must prove itself. Generous, because an overloaded machine is slow, and a few
 # silent strangers do not block the others.
 _HELLO_SECONDS = 30.0
@@ -71,7 +71,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def skew(theirs: dict[str, Any]) -> str | None:
+def version_mismatch(theirs: dict[str, Any]) -> str | None:
     """Describes how the versions of a worker differ from these; None if they do not."""
     ours = versions()
     differing = [name for name, version in ours.items() if theirs.get(name) != version]
@@ -119,23 +119,23 @@ def _proof(token: bytes, role: bytes, transcript: bytes) -> bytes:
     return hmac.digest(token, role + transcript, "sha256")
 
 
-def send_answer(connection: socket.socket, goes_on: bool, text: bytes, deadline: float) -> None:
+def send_reply(connection: socket.socket, continues: bool, text: bytes, deadline: float) -> None:
     """Sends the next part of a handshake: the job, or a reason to end it. Raises HandshakeError if it is too long."""
-    if len(text) > _ANSWER_MAX:
+    if len(text) > _REPLY_MAX:
         raise HandshakeError(
-            f"its job has {len(text)} bytes, and at most {_ANSWER_MAX} can be sent: "
+            f"its job has {len(text)} bytes, and at most {_REPLY_MAX} can be sent: "
             "let the dataset's state_dict() and worker_init_fn hold less"
         )
-    _send(connection, _ANSWER.pack(goes_on, len(text)) + text, deadline)
+    _send(connection, _REPLY.pack(continues, len(text)) + text, deadline)
 
 
-def receive_answer(connection: socket.socket, deadline: float) -> bytes:
+def receive_reply(connection: socket.socket, deadline: float) -> bytes:
     """Receives the next part of a handshake. Raises HandshakeError with the other end's reason if it refuses."""
-    goes_on, length = _ANSWER.unpack(_receive(connection, _ANSWER.size, deadline))
-    if length > _ANSWER_MAX:
+    continues, length = _REPLY.unpack(_receive(connection, _REPLY.size, deadline))
+    if length > _REPLY_MAX:
         raise HandshakeError(f"a handshake of {length} bytes")
     text = _receive(connection, length, deadline)
-    if not goes_on:
+    if not continues:
         raise HandshakeError(text.decode(errors="replace"))
     return text
 
@@ -169,7 +169,7 @@ def introduce(connection: socket.socket, token: bytes, worker_id: int, pid: int,
         raise HandshakeError("what listens there does not know the secret of this worker")
 
 
-def is_expected(connection: socket.socket, token: bytes, worker_id: int, deadline: float) -> int | None:
+def authenticate_worker(connection: socket.socket, token: bytes, worker_id: int, deadline: float) -> int | None:
     """Proves this process to the worker that has proved itself. Returns its pid; None for a stranger, who gets nothing
     but a nonce.
 
@@ -191,16 +191,16 @@ def is_expected(connection: socket.socket, token: bytes, worker_id: int, deadlin
     except (OSError, HandshakeError):
         return None
     _send(connection, _proof(token, b"main", transcript), limit)
-    reason = _skew_of(theirs)
+    reason = _mismatch_of(theirs)
     if reason is not None:
-        send_answer(connection, False, reason.encode(), limit)
+        send_reply(connection, False, reason.encode(), limit)
         raise HandshakeError(reason)
     return int(pid)
 
 
-def _skew_of(text: bytes) -> str | None:
+def _mismatch_of(text: bytes) -> str | None:
     try:
         theirs = json.loads(text)
     except ValueError:
         theirs = None
-    return skew(theirs if isinstance(theirs, dict) else {})
+    return version_mismatch(theirs if isinstance(theirs, dict) else {})

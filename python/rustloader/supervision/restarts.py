@@ -11,7 +11,7 @@ import torch
 
 from rustloader._core import Death
 from rustloader.fetch.failures import index_text
-from rustloader.settings.limits import BACK_OFF, BACK_OFF_MOST, DEATHS_SHOWN, POISON_AFTER
+from rustloader.settings.limits import BACK_OFF, DEATHS_SHOWN, MAX_BACK_OFF, POISON_AFTER
 
 logger = logging.getLogger("rustloader")
 
@@ -26,8 +26,8 @@ class Restarts:
 
     Args:
         limit: Deaths that an epoch survives: ``max_restarts``.
-        passes_over: Whether a sample that workers have died at can be passed over: ``on_error`` is set, and the dataset
-            is map-style.
+        may_skip_samples: Whether a sample that workers have died at can be passed over: ``on_error`` is set, and the
+            dataset is map-style.
 
     Attributes:
         lock: Held while a death is decided and its worker started again.
@@ -36,8 +36,8 @@ class Restarts:
         poison: For each worker the samples to pass over, by task and place, with the reason.
     """
 
-    def __init__(self, limit: int, passes_over: bool = False) -> None:
-        self.limit, self._passes_over = limit, passes_over
+    def __init__(self, limit: int, may_skip_samples: bool = False) -> None:
+        self.limit, self._may_skip_samples = limit, may_skip_samples
         # A signal handler may call `next` while its thread holds the lock.
         self.lock = threading.RLock()
         # The last death of each worker that was counted, by generation, and whether it is final.
@@ -140,7 +140,7 @@ class Restarts:
         if self.survived >= self.limit:
             return None
         self.survived += 1
-        return min(BACK_OFF * 2.0 ** (min(again, 64) - 1), BACK_OFF_MOST) if again else 0.0
+        return min(BACK_OFF * 2.0 ** (min(again, 64) - 1), MAX_BACK_OFF) if again else 0.0
 
     def _survives_at(self, death: Death, task: int, cause: str) -> bool:
         """Counts a death at a sample. Returns True if the worker may continue, without that sample if need be."""
@@ -154,7 +154,7 @@ class Restarts:
         place = death.place if self._deaths_at[sample] >= POISON_AFTER else None
         # The replacement of a sample that was passed over may kill, too.
         is_again = place in self.poison.get(death.worker_id, {}).get(number, {})
-        if place is None or is_again or not self._passes_over:
+        if place is None or is_again or not self._may_skip_samples:
             self._poisoned.add(death.worker_id)
             return False
         self._in_task[task] = 0

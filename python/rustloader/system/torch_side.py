@@ -15,9 +15,9 @@ from torch.utils.data import dataloader as torch_dataloader
 
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 # Functions of torch's that call others, before a program could replace them.
-TORCHS_INIT: Any = TorchIter.__init__
-TORCHS_GET_ITERATOR: Any = torch_dataloader.DataLoader._get_iterator
-TORCHS_NEXT: Any = torch_dataloader._BaseDataLoaderIter.__next__
+TORCH_INIT: Any = TorchIter.__init__
+TORCH_GET_ITERATOR: Any = torch_dataloader.DataLoader._get_iterator
+TORCH_NEXT: Any = torch_dataloader._BaseDataLoaderIter.__next__
 
 
 class IterType(ABCMeta):
@@ -37,7 +37,7 @@ class IterType(ABCMeta):
         return type.__subclasscheck__(TorchIter if cls is IterType.stand_in else cls, subclass)
 
 
-def is_torchs(function: Any, module: types.ModuleType) -> bool:
+def is_defined_in(function: Any, module: types.ModuleType) -> bool:
     """Returns True if a function is defined in a module of torch, and not put there by a program."""
     return getattr(function, "__globals__", None) is vars(module)
 
@@ -51,7 +51,7 @@ def known_code(function: Any, module: types.ModuleType, *known: str) -> types.Co
         known: The names that the function uses, in the order of their first use, in each known version.
     """
     code = getattr(function, "__code__", None)
-    if code is None or not is_torchs(function, module):
+    if code is None or not is_defined_in(function, module):
         return None
     # Python 3.11 compiles a comprehension to code of its own.
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]

@@ -547,14 +547,12 @@ def test_a_loader_from_torch_has_the_option_of_install(tmp_path):
     assert run_script(source) == (0, "stalled [0]\n", "")
 
 
-@pytest.mark.parametrize(
-    ("option", "cannot"), [({"stall_timeout": 2.5}, "kill it"), ({"max_restarts": 3}, "start it again")]
-)
-def test_without_workers_the_option_is_an_error(option, cannot):
+@pytest.mark.parametrize(("option", "action"), [({"stall_timeout": 2.5}, "kill"), ({"max_restarts": 3}, "restart")])
+def test_without_workers_the_option_is_an_error(option, action):
     [(name, value)] = option.items()
     text = (
-        f"{name}={value} needs workers: with num_workers=0 the samples are made in the program's own process, and "
-        f"nothing can {cannot}; set num_workers to 1 or more, or leave {name} out"
+        f"{name}={value} needs workers: with num_workers=0 the program's own process makes the samples, and there is "
+        f"no worker to {action}; set num_workers to 1 or more, or leave {name} out"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         DataLoader(Numbers(2), **option)

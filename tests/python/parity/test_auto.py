@@ -340,7 +340,7 @@ def test_iterators_side_by_side(decisions):
 
 
 def limits_seen(decisions):
-    return [[(limit.most, limit.reason) for limit in limits] for _, _, limits in decisions.seen]
+    return [[(limit.maximum, limit.reason) for limit in limits] for _, _, limits in decisions.seen]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -376,7 +376,7 @@ def test_memory_is_read_for_a_part_of_the_time(monkeypatch):
     for seconds in (0, 1, 11):
         now[0] += seconds
         mine.note_memory([1, 2, 3])
-    assert asked == [1, 1] and mine._memory.most == 6
+    assert asked == [1, 1] and mine._memory.maximum == 6
 
 
 def test_pages_of_the_arena_are_no_memory_of_a_worker(decisions, monkeypatch):

@@ -705,9 +705,9 @@ def test_a_loader_that_falls_back_raises(tmp_path):
 
 def test_versions_that_matter_are_compared_and_builds_are_not():
     ours = handshake.versions()
-    assert handshake.skew(ours | {"other": "1"}) is None
-    assert "torch 1.0 there and" in handshake.skew(ours | {"torch": "1.0"})
-    assert "NumPy unknown there" in handshake.skew({**ours, "NumPy": None} | {"NumPy": "unknown"})
+    assert handshake.version_mismatch(ours | {"other": "1"}) is None
+    assert "torch 1.0 there and" in handshake.version_mismatch(ours | {"torch": "1.0"})
+    assert "NumPy unknown there" in handshake.version_mismatch({**ours, "NumPy": None} | {"NumPy": "unknown"})
     assert "+" not in ours["torch"]
 
 
