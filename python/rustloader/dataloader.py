@@ -162,7 +162,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
                 loader_state.of(self).pages.announce(self.num_workers)
 
     def __iter__(self) -> _BaseDataLoaderIter:
-        arguments.refuse_text(self)
+        arguments.refuse_string(self)
         return super().__iter__()
 
     def _get_iterator(self) -> _BaseDataLoaderIter:

@@ -160,7 +160,7 @@ class Session:
         it._shutdown_workers()
         engine, reason = fallback.make_engine(self.config)
         if engine is None:
-            raise RuntimeError(f"the workers of the DataLoader cannot be started again: {reason}")
+            raise RuntimeError(f"the workers of the DataLoader cannot be restarted: {reason}")
         it._workers.clear()
         self._adopt(it, engine)
         self._start_workers(it)

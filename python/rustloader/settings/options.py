@@ -189,7 +189,7 @@ class Options:
         default=1,
     )
     max_restarts: int | None = _field(
-        "Number of deaths of workers that an epoch survives: a dead worker is started again, and its batches are made "
+        "Number of deaths of workers that an epoch survives: a dead worker is restarted, and its batches are made "
         "again (default: None, which means 0).",
         "deaths of workers that an epoch survives",
         unset=(None,),

@@ -219,7 +219,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             loader_state.forget_epochs(self)
 
     def __iter__(self) -> _BaseDataLoaderIter:
-        arguments.refuse_text(self)
+        arguments.refuse_string(self)
         iterator = self._iterator
         if iterator is not None and iterator.origin.resumed and iterator.failed_to_resume():
             self._loaded = self._resumed_from

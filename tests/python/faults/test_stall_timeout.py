@@ -107,7 +107,7 @@ def test_a_stuck_worker_is_killed_and_its_batch_raises(told, tmp_path, way):
     # 0.3 s later, unless the machine is busy.
     assert LIMIT <= took < LIMIT + 30
     text = (
-        "DataLoader worker 1 was in one batch for longer than stall_timeout and was killed; the log has its stack, and "
+        "DataLoader worker 1 took longer than stall_timeout for one batch and was killed; the log has its stack, and "
         f"a larger stall_timeout allows slower batches. DataLoader worker (pid {pids[1]}) is killed by signal: Killed. "
     )
     assert str(error) == text
@@ -519,7 +519,7 @@ def test_a_worker_that_cannot_be_killed_is_named_otherwise(told):
     stalls.warn(1, 7, False, 12.0, "fetch", [3], None, "why", (10.0, False))
     assert told == [
         "DataLoader worker 1 (pid 7) has worked on one batch for 12 s (state: fetch), the batch of index [3]. "
-        "stall_timeout is 10 s, but this process kills no process that does not descend from it. "
+        "stall_timeout is 10 s, but this process kills only its own descendants. "
         "Stack unavailable: why."
     ]
 

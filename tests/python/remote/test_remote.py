@@ -418,7 +418,7 @@ def test_a_replacement_that_ends_in_its_start_is_replaced(tmp_path, limit):
     if limit == 3:
         assert same(batches, expected) and len(context.calls) == 5
     else:
-        assert "could not be started: worker 0 of a DataLoader cannot start" in "\n".join(caught.value.__notes__)
+        assert "could not be restarted: worker 0 of a DataLoader cannot start" in "\n".join(caught.value.__notes__)
 
 
 @pytest.mark.warns

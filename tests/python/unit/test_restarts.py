@@ -124,7 +124,7 @@ def test_a_refused_start_counts_as_a_death_and_backs_off():
     assert decider.on_failed_start(death(), refused) == 0.2
     assert decider.on_failed_start(death(), refused) is None
     assert decider.on_death(death()) is None
-    assert "worker 0 could not be started: [Errno 11] no processes left" in decider.history
+    assert "worker 0 could not be restarted: [Errno 11] no processes left" in decider.history
 
 
 def test_a_batch_that_three_workers_die_at_is_not_tried_again():
@@ -274,7 +274,7 @@ def test_the_cause_of_a_death_in_words():
     assert deaths.cause(killed(exitcode=3), None) == "exited unexpectedly with exit code 3"
     assert deaths.cause(killed(exitcode=0), None) == "exited unexpectedly"
     assert deaths.cause(killed(exitcode=None), None) == "exited unexpectedly"
-    assert deaths.cause(killed(stalled=True), None).startswith("was in one batch for longer than stall_timeout")
+    assert deaths.cause(killed(stalled=True), None).startswith("took longer than stall_timeout for one batch")
 
 
 def test_a_group_asks_once_for_each_death_whether_memory_ran_out():
