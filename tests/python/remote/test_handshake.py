@@ -199,14 +199,14 @@ def test_lengths_are_checked_before_anything_is_received_for_them(pair):
     assert as_main(main) is None
     assert len(main.recv(1 << 16)) == length
     worker, other = pair()
-    other.sendall(handshake._ANSWER.pack(True, handshake._ANSWER_MAX + 1))
-    with pytest.raises(handshake.HandshakeError, match="a handshake of 1073741825 bytes"):
+    other.sendall(handshake._REPLY.pack(True, handshake._REPLY_MAX + 1))
+    with pytest.raises(handshake.HandshakeError, match="announces a reply of 1073741825 bytes"):
         handshake.receive_reply(worker, deadline())
 
 
 def test_a_job_that_is_too_long_is_refused_before_it_is_sent(pair, monkeypatch):
     main, worker = pair()
-    monkeypatch.setattr(handshake, "_ANSWER_MAX", 10)
+    monkeypatch.setattr(handshake, "_REPLY_MAX", 10)
     with pytest.raises(handshake.HandshakeError, match=r"11 bytes, and at most 10 .* state_dict\(\)"):
         handshake.send_reply(main, True, bytes(11), deadline())
     handshake.send_reply(main, True, bytes(10), deadline())
