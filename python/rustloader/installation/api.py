@@ -1,5 +1,4 @@
-"""``rustloader.install()``: every DataLoader of the process uses the engine, including those that a framework
-builds."""
+"""``rustloader.install()``: all DataLoaders of the process use the engine, including those that a framework builds."""
 
 from __future__ import annotations
 

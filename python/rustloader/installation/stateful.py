@@ -65,8 +65,7 @@ def take_out() -> None:
 
 
 def _is_there() -> bool:
-    """Returns True if torchdata is installed and has the package. Raises ImportError if the import of torchdata
-    fails."""
+    """Returns True if an installed torchdata has the package. Raises ImportError if torchdata's import fails."""
     try:
         return _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is not None
     except ModuleNotFoundError as error:

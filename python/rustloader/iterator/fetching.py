@@ -19,8 +19,8 @@ logger = logging.getLogger("rustloader")
 
 
 def adapted(loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
-    """Returns the settings, with torch's behavior in place of options that have no effect for the dataset. Logs these
-    options and the reasons once per loader."""
+    """Returns the settings, with torch's defaults for options that have no effect for the dataset. Logs these options
+    and the reasons once per loader."""
     changed: dict[str, Any] = {}
     if config.worker_threads > 1 and (reason := _why_not_concurrent(loader)) is not None:
         _log_once(loader, f"worker_threads={config.worker_threads} has no effect: {reason}")

@@ -377,7 +377,7 @@ def test_installed_decorates_no_generator_and_no_coroutine():
         pass
 
     for function in (generator, coroutine):
-        with pytest.raises(TypeError, match=r"cannot decorate .*write `with rustloader\.installed\(\):` inside of it"):
+        with pytest.raises(TypeError, match=r"cannot decorate .*write `with rustloader\.installed\(\):` inside it"):
             rustloader.installed()(function)
 
 
