@@ -51,7 +51,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
       more keeps only its own memory alive.
     * ``/dev/shm`` is not used, and no file descriptor is sent with a batch. ``tensor.is_shared()`` is False.
     * A batch that cannot be sent raises an error in its place, and the death of a worker raises an error at once.
-    * ``rustloader.stats(loader)`` has figures.
+    * ``rustloader.stats(loader)`` returns statistics.
 
     If the engine cannot serve a dataset, such as a DataPipe, torch's own loop runs; the logger ``rustloader`` then
     warns once per loader.
@@ -75,8 +75,8 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         generator: Source of the seeds and of the random order (default: None, torch's global generator).
         prefetch_factor: Number of batches that each worker prepares ahead (default: None, which means 2 with workers).
         persistent_workers: True keeps the workers from epoch to epoch (default: False).
-        pin_memory_device: Device for which memory is pinned (default: "", the current accelerator); torch deprecates
-            it.
+        pin_memory_device: Device for which memory is pinned (default: "", the current accelerator). torch deprecates
+            this argument.
         in_order: False delivers batches as they are ready (default: True).
 
     Raises:
@@ -209,8 +209,7 @@ for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.val
 
 
 def _why_other_iterator(get_iterator: Callable[..., Any]) -> str | None:
-    """Returns the reason why torch's loader would make an iterator that the engine's iterator cannot replace, or
-    None."""
+    """Returns the reason why the engine's iterator cannot replace the one that torch's loader would make, or None."""
     if not is_defined_in(get_iterator, torch_dataloader):
         return "DataLoader._get_iterator of torch was replaced"
     iterator = torch_dataloader._MultiProcessingDataLoaderIter

@@ -109,7 +109,8 @@ class _StartedActor:
                 for name, amount in self._requested.items()
             )
             return (
-                f"its actor requests {requested}: add nodes, or request less: RayContext(num_cpus=..., resources=...)"
+                f"its actor requests {requested}: add nodes, or request less with "
+                "RayContext(num_cpus=..., resources=...)"
             )
         return "Ray does not answer"
 

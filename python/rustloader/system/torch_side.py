@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.utils.data import dataloader as torch_dataloader
 
-TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 # Saved before a program can replace them: torch's iterator class, and the functions from which `in_torch` makes calls.
+TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 TORCH_INIT: Any = TorchIter.__init__
 TORCH_GET_ITERATOR: Any = torch_dataloader.DataLoader._get_iterator
 TORCH_NEXT: Any = torch_dataloader._BaseDataLoaderIter.__next__
