@@ -1,1 +1,1 @@
-"""``num_workers="auto"``: the initial number of workers, and later numbers by the figures of the last epoch."""
+"""``num_workers="auto"``: the initial number of workers, and its changes by the figures of each epoch."""

@@ -72,6 +72,7 @@ class Epoch:
 
     @property
     def loop(self) -> float:
+        """Time of the whole loop, except for the wait for the first batch."""
         return self.step + self.own + self.waited
 
     @property

@@ -1,4 +1,4 @@
-"""Follows the figures of a loader with ``num_workers="auto"`` from epoch to epoch."""
+"""Adapts the number of workers of a loader with ``num_workers="auto"`` from epoch to epoch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tuner:
     """The number of workers of a loader, and the figures from which the next decision is made.
 
     Attributes:
-        count: Number of workers of the last epoch that began; before the first epoch, its number.
+        count: Number of workers of the epoch that began last; before the first epoch, of the first one.
     """
 
     def __init__(self, count: int) -> None:

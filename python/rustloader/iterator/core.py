@@ -26,7 +26,7 @@ from rustloader.workers.group import interrupt_again
 class _IndexStreams(_BaseDataLoaderIter):
     """A base class whose ``_reset`` puts an index stream in place of torch's iterator over the sampler.
 
-    It follows torch's iterator in the MRO, so that torch's own ``_reset`` calls it, too.
+    The class follows torch's iterator in the MRO, so that torch's own ``_reset`` calls this one, too.
     """
 
     _epochs: Epochs | None = None
@@ -129,8 +129,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
         return (self._mode or self._require_mode()).next_data(self)
 
     def _shutdown_workers(self) -> None:
-        """Ends the workers. Each exits between two samples. Signals end those that still run after
-        ``torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL`` seconds (5), one deadline for all workers.
+        """Ends the workers. Each exits between two samples. Signals end the workers that still run after
+        ``torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL`` seconds (5), a deadline that all workers share.
 
         May be called from any thread, from a signal handler, repeatedly, and after a failed construction. Does nothing
         while the interpreter exits, or in a forked child.

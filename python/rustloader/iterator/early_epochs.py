@@ -116,7 +116,7 @@ class EpochPredictor:
     def before_epoch(self) -> None:
         """Records the values at the start of an epoch, before its first draw."""
         origin, self._origin, self._compared = self._origin, None, None
-        # Reset already here, because a short epoch asks for a prediction of the next one while it starts.
+        # Reset before the epoch starts: a short epoch already asks for the next prediction while it starts.
         self._was_called, self._batches = False, iter(())
         if origin is not None:
             actual = _Origin(torch.default_generator.get_state(), getattr(self._inner(), "epoch", None))
@@ -141,6 +141,7 @@ class EpochPredictor:
             )
 
     def _learn(self, origin: _Origin, actual: _Origin) -> None:
+        """Derives from a wrong prediction what the program did between the prediction and the start of the epoch."""
         if origin.epoch is not None and type(actual.epoch) is int:
             self._epoch_step = actual.epoch - origin.epoch
         if origin.state is not None and actual.state is not None:
@@ -153,6 +154,7 @@ class EpochPredictor:
                 _draw_seed(generator)
 
     def _inner(self) -> Any:
+        """Returns the sampler of indices: the one in a BatchSampler, or the sampler itself."""
         return self._sampler.sampler if type(self._sampler) is BatchSampler else self._sampler
 
     def _predicted_sampler(self) -> Any:
@@ -200,7 +202,8 @@ def _draw_seed(generator: torch.Generator) -> int:
 
 
 def _has_code(cls: type, code: Any) -> bool:
-    """Returns True if the ``__iter__`` of a sampler class has the given code, which is torch's; False for None."""
+    """Returns True if the ``__iter__`` of a sampler class still has torch's code. ``code`` is None if that is
+    unknown."""
     return code is not None and getattr(cls.__iter__, "__code__", None) is code  # type: ignore[attr-defined]
 
 

@@ -19,10 +19,10 @@ from rustloader.workers.snapshots import WorkerStart
 
 
 class Epochs:
-    """The decisions at the start of each epoch of an iterator, which begins with its first batch.
+    """The decisions at the start of an iterator's epochs. Here every epoch begins with its first batch.
 
     A StatefulDataLoader has a subclass whose epochs may begin at a position. Methods take the iterator as an argument.
-    They keep no reference to it, because its last reference ends the workers.
+    They keep no reference to it, because the workers end when its last reference is dropped.
 
     Attributes:
         seeding: The seeds of the epoch; None if they are torch's.
@@ -103,10 +103,10 @@ class Epochs:
         """Adds the settings of an epoch to a worker's job."""
 
     def complete_first(self, it: WorkersIterator, job: Job) -> None:
-        """Adds to the job of workers that begin with an engine's first epoch."""
+        """Adds further settings to the job of workers that begin with an engine's first epoch."""
 
     def complete_next(self, job: Job) -> None:
-        """Adds to the job of a process that replaces a dead worker in the current epoch."""
+        """Adds further settings to the job of a process that replaces a dead worker in the current epoch."""
 
     def start_after(self, it: WorkersIterator, engine: Engine, death: Death) -> WorkerStart | None:
         """Returns the point from which a worker continues after a death; None for a worker without earlier answers to

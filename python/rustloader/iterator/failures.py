@@ -21,12 +21,12 @@ from rustloader.system.protocols import LoaderLike
 _LISTED = 3
 # Number of counts that are kept: up to two for each batch by which a state can go back, and for the current batch.
 _KEPT_COUNTS = 2 * (BACK_BATCHES + 2)
-# Minimum number of samples of which a share is taken if the epoch's number of samples is unknown.
+# If an epoch's number of samples is unknown, `max_errors` as a fraction refers to at least this number of samples.
 FEWEST_SAMPLES = 1000
 
 
 class FailureCount:
-    """The number of failed samples in an iterator's epoch, and their limit.
+    """The number of failed samples in an iterator's epoch, and its limit.
 
     Args:
         faults: Statistics that count the failures of all epochs.
@@ -38,7 +38,7 @@ class FailureCount:
     Attributes:
         allowed: Number of samples that may fail in an epoch; None if it is unlimited, or depends on the number of
             delivered batches.
-        error: A function that makes the error by which the epoch ended; None if it has not ended by an error.
+        error: A function that makes the error that ended the epoch; None if there were not too many failures.
         epoch: Number of the iterator's current epoch.
         next_epoch: Number of the epoch that begins next. If an epoch fails to begin, the next one takes its number.
         next_earlier: Number of failures in the next epoch before the position from which it is resumed.
@@ -79,7 +79,7 @@ class FailureCount:
     def add(
         self, failures: list[Failure], batches: int, is_empty: bool = False
     ) -> Callable[[], ErrorLimitExceeded] | None:
-        """Counts the failures of a batch. Removes each from the list, so that an interrupted call can be repeated.
+        """Counts the failures of a batch. Removes each one from the list, so that an interrupted call can be repeated.
 
         Args:
             failures: The failures of one batch.

@@ -38,7 +38,7 @@ _PROCESS_METHODS = ("start", "join", "is_alive", "terminate", "pid")
 _UNUSED_METHODS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data")
 _FOREIGN_METHODS = (*_UNUSED_METHODS, "_mark_worker_as_unavailable")
 # A subclass whose code uses one of these names takes part in torch's loop, as a copy of its `_next_data` does. Copied
-# shutdown routines do not use them: `compat` supports those.
+# shutdown routines use other names, which `compat` provides.
 _FOREIGN_NAMES = frozenset({*_UNUSED_METHODS, "_data_queue"})
 # Methods of torch's iterator that the engine replaces or cannot call.
 _REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)

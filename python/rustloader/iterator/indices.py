@@ -92,8 +92,8 @@ def stream(index_sampler: Any, torch_iterator: Any, start: Start | None = None) 
         return itertools.repeat(None)
     elif type(index_sampler) is RandomSampler and _has_arrays(index_sampler):
         if _is_fresh(torch_iterator, RANDOM, index_sampler):
-            begin_one = functools.partial(_begin, index_sampler, start)
-            return IndexStream(torch_iterator, None, begin_one, _size_of, is_interrupt)
+            begin_indices = functools.partial(_begin, index_sampler, start)
+            return IndexStream(torch_iterator, None, begin_indices, _size_of, is_interrupt)
     return torch_iterator
 
 
@@ -196,7 +196,7 @@ class _Permutations:
         # Its length is the number of whole permutations that remain.
         self._whole = range(0)
         self._ended = False
-        # The permutation that was drawn and not yet returned, also by an interrupted call.
+        # Contains the permutation that an interrupted call has drawn and not returned.
         self._drawn: list[torch.Tensor] = []
 
     def __call__(self) -> np.ndarray | None:

@@ -14,7 +14,7 @@ from rustloader.workers import process
 
 
 class TorchMode:
-    """Calls the methods of torch's iterator.
+    """The mode that calls the methods of torch's own iterator.
 
     Args:
         engine_class: The engine's iterator class, which torch's class follows in the MRO.
@@ -42,8 +42,8 @@ class TorchMode:
             raise
 
     def _abandon(self, it: WorkersIterator) -> None:
-        """Ends the workers that torch's failed constructor has started, also where torch's own shutdown needs
-        attributes that the constructor had not yet set."""
+        """Ends the workers that torch's failed constructor has started, even if torch's own shutdown lacks attributes
+        that the constructor has not set."""
         try:
             self.shut_down(it)
         except Exception as error:

@@ -37,7 +37,7 @@ from rustloader.workers import affinity
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import WorkerGroup
 
-# None if a program replaced torch's method before this import. For most batches a comparison with it saves a slower
+# torch's method; None if a program replaced it before this import. For most batches, comparing with it saves a slower
 # check.
 _torch_next_index: Any = _BaseDataLoaderIter._next_index
 if not is_defined_in(_torch_next_index, torch_dataloader):
@@ -47,8 +47,8 @@ if not is_defined_in(_torch_next_index, torch_dataloader):
 class Session:
     """An engine with its workers, from the iterator's construction to its end.
 
-    Methods take the iterator as an argument. The session does not refer to it, because its last reference ends the
-    workers.
+    Methods take the iterator as an argument. The session does not refer to it, because the workers end when the
+    iterator's last reference is dropped.
 
     Args:
         it: The iterator, after torch's constructor has set its attributes.
@@ -306,6 +306,7 @@ class Session:
         return self._answer(it)
 
     def _answer(self, it: WorkersIterator) -> Any:
+        """Returns the batch of the engine's next answer, or raises what the answer means otherwise."""
         last = self.last
         if last is not None:
             raise last()

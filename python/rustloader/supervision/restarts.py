@@ -33,7 +33,7 @@ class Restarts:
         lock: Held while a death is decided and its worker restarted.
         survived: Number of deaths in this epoch that were not final, failed restarts included.
         history: The last deaths and failed restarts of this epoch, one line each.
-        poison: For each worker the samples to skip: the reasons, by the task and the sample's place in it.
+        poison: For each worker, the samples to skip: a reason by the task and by the sample's place in its index batch.
     """
 
     def __init__(self, limit: int, may_skip_samples: bool = False) -> None:

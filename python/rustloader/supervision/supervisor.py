@@ -148,7 +148,7 @@ class Supervisor:
             logger.info(_NEW_STREAMS)
 
     def _warn_of_fork(self) -> None:
-        """Warns once per loader if workers are started by a fork that may copy locks of other threads, or CUDA."""
+        """Warns once per loader if a restart forks this process although other threads run or CUDA is initialized."""
         if process.start_method(self._group.context) != "fork":
             return
         hazard = hazard_of_fork()

@@ -36,10 +36,10 @@ class GeneratorStates:
 class _NumpyState:
     """The state of NumPy's global generator.
 
-    NumPy takes 30 us to return the state, and again to set it. Therefore the state of the usual bit generator is read
-    and written directly in memory, if there are no other threads, which could draw at the same time. NumPy draws normal
-    numbers in pairs, and a leftover second number is not in that memory. It is read by drawing: if a draw of a normal
-    number does not change the state, it has returned the leftover number.
+    NumPy takes 30 us to return its state and another 30 us to set it. Therefore the state of the usual bit generator is
+    read and written directly in memory, unless there are other threads, which could draw at the same time. NumPy draws
+    normal numbers in pairs, and the leftover second number of a pair is not in that memory. It is read by drawing: if a
+    draw of a normal number does not change the state, it has returned the leftover number.
     """
 
     def __init__(self, numpy_random: Any) -> None:

@@ -23,8 +23,8 @@ def is_interrupt(error: BaseException | None, handled: BaseException | None = _C
 
     Args:
         error: The error.
-        handled: The error at which the context chain of ``error`` ends (default: the error that is being handled). A
-            caller in the handler of ``error`` itself passes the error that was handled before.
+        handled: The error at which the search along the context chain stops (default: the error that is being handled).
+            A caller that is handling ``error`` itself passes the error that was being handled before.
     """
     # The chain may continue with an error that the caller of `next` is handling.
     if handled is _CURRENT:
@@ -41,6 +41,7 @@ def is_interrupt(error: BaseException | None, handled: BaseException | None = _C
 
 
 def _is_handler(frame: FrameType) -> bool:
+    """Returns True if one of the arguments of a frame is its caller's frame."""
     if frame.f_back is None:
         return False
     names, varargs, _, values = inspect.getargvalues(frame)
