@@ -147,7 +147,7 @@ def test_a_text_that_is_set_later_is_refused_at_iter(cls, persistent):
     loader = cls(Numbers(4), num_workers=1, persistent_workers=persistent)
     for text in ("auto", "2"):
         loader.num_workers = text
-        with pytest.raises(TypeError, match=rf'^num_workers .* got {text!r}: pass num_workers="auto" to its constr'):
+        with pytest.raises(TypeError, match=rf'^num_workers .* got {text!r}: pass num_workers="auto" to the constr'):
             iter(loader)
     loader.num_workers = 1
     assert len(list(loader)) == 4
