@@ -33,7 +33,7 @@ _SHARDS = ("num_shards", "n_shards")
 _HELD_TEXT = 'num_workers="auto" of the DataLoader %s stays at %s, although its loop waits: %s'
 _SEEDS_TEXT = (
     'random numbers in the workers of a DataLoader depend on the number of workers, which num_workers="auto" has '
-    'changed; with seed_by="sample" they do not depend on it'
+    'changed; seed_by="sample" makes them independent of it'
 )
 
 
