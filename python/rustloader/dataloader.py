@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
 
 class DataLoader(torch_data.DataLoader[_T_co]):
-    """Loads batches of a dataset with worker processes, in place of ``torch.utils.data.DataLoader``.
+    """A loader of batches with worker processes, in place of ``torch.utils.data.DataLoader``.
 
     Arguments, attributes, batches, their order, seeds, warnings and errors are those of the installed torch, and its
     documentation applies. With ``num_workers=0``, and on systems other than Linux, torch's own loop runs. With workers:

@@ -83,7 +83,7 @@ class Epoch:
 
     @property
     def has_step(self) -> bool:
-        """True if the loop does work of its own between two batches, such as a training step."""
+        """True if the loop does noticeable work between two batches, such as a training step."""
         return self.step >= max(_NO_STEP * self.batches, _NO_STEP_SHARE * self.loop)
 
     @property

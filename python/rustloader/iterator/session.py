@@ -306,7 +306,7 @@ class Session:
         return self._answer(it)
 
     def _answer(self, it: WorkersIterator) -> Any:
-        """Returns the batch of the engine's next answer, or raises what the answer means otherwise."""
+        """Returns the engine's next batch. Raises the error of any other answer, and StopIteration at the end."""
         last = self.last
         if last is not None:
             raise last()

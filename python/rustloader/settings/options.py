@@ -136,9 +136,9 @@ class Options:
         effective=_context,
     )
     num_workers: str | None = _field(
-        '"auto" lets the number of workers follow the figures of each loader that asks for workers; loaders with '
-        "``num_workers=0`` stay without (default: None, the loader's own number).",
-        "let the number of workers follow the figures of each epoch: auto",
+        '"auto" adapts the number of workers of each loader that has workers to the figures of its epochs; loaders with '
+        "``num_workers=0`` stay without workers (default: None, the loader's own number).",
+        "adapt the number of workers to the figures of each epoch: auto",
         unset=(),
         kind=Choice("auto"),
         flag="--num-workers",

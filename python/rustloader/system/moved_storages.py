@@ -16,7 +16,7 @@ _MOVES = ("_share_fd_cpu_", "_share_filename_cpu_")
 
 
 def watch() -> None:
-    """Wraps torch's methods that move a storage, once per process. Otherwise their behavior does not change."""
+    """Wraps torch's methods that move a storage, once per process. Otherwise their behaviour does not change."""
     for name in _MOVES:
         function = getattr(torch.UntypedStorage, name)
         if not hasattr(function, "_rustloader_watches"):

@@ -325,7 +325,7 @@ _NOTHING: Any = object()
 
 
 class Patch:
-    """Replaces an attribute of a foreign module, class or object.
+    """The replacement of an attribute of a foreign module, class or object.
 
     Args:
         place: Dotted name of the attribute, as in ``PATCHES``.

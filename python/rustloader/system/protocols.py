@@ -1,4 +1,4 @@
-"""The attributes that this package uses of torch's loaders and iterators, and of its own ones."""
+"""The attributes of torch's and this package's loaders and iterators that this package uses."""
 
 from __future__ import annotations
 
