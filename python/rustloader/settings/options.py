@@ -136,8 +136,8 @@ class Options:
         effective=_context,
     )
     num_workers: str | None = _field(
-        '"auto" adapts the number of workers of each loader that has workers to the figures of its epochs; loaders with '
-        "``num_workers=0`` stay without workers (default: None, the loader's own number).",
+        '"auto" adapts the number of workers of each loader that has workers to the figures of its epochs; loaders '
+        "with ``num_workers=0`` stay without workers (default: None, the loader's own number).",
         "adapt the number of workers to the figures of each epoch: auto",
         unset=(),
         kind=Choice("auto"),
