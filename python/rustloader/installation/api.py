@@ -29,8 +29,8 @@ _iterator_class = Replacement(TorchIter, OurIter, "torch's iterator")
 def install(values: dict[str, Any]) -> None:
     """Makes every ``torch.utils.data.DataLoader`` with workers in this process use the Rust engine.
 
-    This is for programs whose loaders are built by a framework. It replaces torch's iterator class in torch's module
-    and in other loaded modules that hold it. Existing loaders use the engine from their next iterator on. A class
+    This is for programs whose loaders are built by a framework. The call replaces torch's iterator class in torch's
+    module and in other loaded modules that hold the class. Existing loaders use the engine from their next iterator on. A class
     derived from torch's iterator before this call keeps torch's iterator, and so does a class that overrides methods
     without a counterpart in the engine; the logger ``rustloader`` then warns.
 

@@ -4,8 +4,8 @@ The worker gets the secret from its launcher, such as Ray. The secret is never s
 
     main process    challenge: magic number, nonce
     worker          hello: magic number, nonce, worker number, pid, versions as JSON
-                    proof: HMAC-SHA256 with the secret, of "worker", the challenge and the hello
-    main process    proof: HMAC-SHA256 with the secret, of "main", the challenge and the hello
+                    proof: HMAC-SHA256 of "worker", the challenge and the hello, with the secret as the key
+    main process    proof: HMAC-SHA256 of "main", the challenge and the hello, with the secret as the key
                     reply: the job, or the reason why the main process refuses the worker
     worker          reply: an acknowledgement that it has read the job, or the error that prevents this
 
