@@ -30,9 +30,9 @@ def install(values: dict[str, Any]) -> None:
     """Makes every ``torch.utils.data.DataLoader`` with workers in this process use the Rust engine.
 
     This is for programs whose loaders are built by a framework. The call replaces torch's iterator class in torch's
-    module and in other loaded modules that hold the class. Existing loaders use the engine from their next iterator on. A class
-    derived from torch's iterator before this call keeps torch's iterator, and so does a class that overrides methods
-    without a counterpart in the engine; the logger ``rustloader`` then warns.
+    module and in other loaded modules that hold the class. Existing loaders use the engine from their next iterator on.
+    A class derived from torch's iterator before this call keeps torch's iterator, and so does a class that overrides
+    methods without a counterpart in the engine; the logger ``rustloader`` then warns.
 
     The arguments are options that frameworks drop when they rebuild a loader. Until ``uninstall()``, each option
     applies to all loaders that have torch's default for it. Further calls add options.
