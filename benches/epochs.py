@@ -14,7 +14,7 @@ import torch.utils.data
 from rows import Row, Samples
 
 import rustloader
-from rustloader.system.texts import type_name
+from rustloader.system.formatting import type_name
 from rustloader.tools.harness import machine
 from rustloader.tools.harness.rounds import Failure
 from rustloader.tools.probe.leaves import leaves

@@ -5,48 +5,48 @@ The loader:
     StatefulDataLoader: Saves and loads its position in the epoch, too.
 
 Loaders that a framework builds:
-    install, uninstall: Make every DataLoader of torch in this process use the engine, and undo that.
+    install, uninstall: Make every DataLoader of torch in this process use the engine, and undo this.
     installed: Does the same for the body of a ``with`` statement.
-    is_installed: Answers whether torch's loaders use the engine now.
-    Options: Holds their options.
+    is_installed: Returns True if torch's loaders use the engine now.
+    Options: The options of ``install``.
 
 Memory:
     share: Copies a list, a dict, an array or a tensor into memory that all workers read without a copy.
-    cache: Keeps the samples of a dataset in memory that all workers share: each is made once.
-    CachedDataset, CacheUsage: Its result, and the content and the counters of that.
+    cache: Keeps the samples of a dataset in memory that all workers share, so that each sample is made only once.
+    CachedDataset, CacheUsage: The result of ``cache``, and the content and counters of a cache.
 
 To a device:
     prefetch_to_device: Copies the batches of a loader to a device while the program computes.
-    DeviceLoader: Its result.
+    DeviceLoader: The result of ``prefetch_to_device``.
 
 Random numbers:
     sample_seed: Returns the seed of the sample that is being made, with ``seed_by``.
 
 Errors:
     WorkerDiedError: Raised when a worker process has died.
-    WorkerStalledError: Raised when one was killed because it was stuck.
+    WorkerStalledError: Raised when a worker was killed because it was stuck.
     ErrorLimitExceeded: Raised when more samples have failed than ``max_errors`` allows.
     LoaderTimeoutError: Raised after ``timeout`` seconds without a batch.
 
 Statistics:
-    stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits it.
-    report: Calls a function with them every few seconds.
+    stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits the loader.
+    report: Calls a function with the statistics every few seconds.
     report_ranks: Returns the figures of all ranks as ``RankReport``, a table with the slowest one.
     serve_metrics: Serves the metrics of all loaders for Prometheus; returns a ``MetricsServer``.
-    engine_batches: Counts the batches that the engine has delivered in this process.
+    engine_batches: Returns the number of batches that the engine has delivered in this process.
     trace: Writes what loaders and workers do, and when, to a file for Perfetto.
     Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CacheEstimate, CopyStats, CoreUsers,
-    PinningStats, TransferStats, FaultStats, Failure, Fallback, Verdict, VerdictKind, RankStats: The results.
+    PinningStats, TransferStats, FaultStats, Failure, Fallback, Verdict, VerdictKind, RankStats: Parts of the results.
 
-All public names of ``torch.utils.data`` are here too, as torch's own objects, so a program only changes its import::
+All public names of ``torch.utils.data`` are also here, as torch's own objects, so a program only changes its import::
 
     from rustloader import DataLoader, Dataset, random_split
 
-A program that a framework drives needs one line or none: ``rustloader.install()``, ``python -m rustloader run
-train.py``, or the environment variable RUSTLOADER_INSTALL=1 and ``import rustloader``.
+A program whose loaders are built by a framework needs one line or none: ``rustloader.install()``, ``python -m
+rustloader run train.py``, or the environment variable RUSTLOADER_INSTALL=1 and ``import rustloader``.
 
-``import rustloader`` does not import torch; the first use of a name does. Systems other than Linux have no engine: all
-names exist, and loaders run on torch's own loop.
+``import rustloader`` does not import torch; the first use of a name does. On systems other than Linux there is no
+engine: all names exist, and loaders use torch's own loop.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from rustloader.stateful_dataloader.loader import StatefulDataLoader as StatefulDataLoader
     from rustloader.tracing.core import trace as trace
 
-# The modules that define the public names; all other names are torch's.
+# The public names, by the modules that define them. All other public names are torch's.
 _HOMES = {
     "_core": ("engine_batches", "__version__"),
     "caching.core": ("cache",),
@@ -166,15 +166,16 @@ elif importlib.util.find_spec("rustloader._core") is None:
         name="rustloader._core",
     )
 
-# Modules that programs use as attributes: `data.distributed.DistributedSampler`.
-_TORCHS_MODULES = ("_utils", "datapipes", "dataset", "distributed", "graph", "graph_settings", "sampler")
-_MODULES = {"dataloader": "rustloader.dataloader"} | {name: f"torch.utils.data.{name}" for name in _TORCHS_MODULES}
+# torch's modules that programs use as attributes, as in `data.distributed.DistributedSampler`.
+_TORCH_MODULES = ("_utils", "datapipes", "dataset", "distributed", "graph", "graph_settings", "sampler")
+_MODULES = {"dataloader": "rustloader.dataloader"} | {name: f"torch.utils.data.{name}" for name in _TORCH_MODULES}
 
 
 def __getattr__(name: str) -> Any:
     if name in _OURS:
         if _OURS[name] == "rustloader.installation.api":
-            # With RUSTLOADER_INSTALL the end of torch's import calls `install`, for which that module must be complete.
+            # torch first: with RUSTLOADER_INSTALL, the end of its import calls `install`, for which the import of that
+            # module must not be in progress.
             importlib.import_module("torch")
         value = getattr(importlib.import_module(_OURS[name]), name)
     elif name == "__all__":
@@ -193,6 +194,6 @@ def __dir__() -> list[str]:
     return sorted({*__getattr__("__all__"), "__all__", "__version__", *(it for it in globals() if it[:2] == "__")})
 
 
-importlib.import_module("rustloader.system.dynamo").pass_over()
+importlib.import_module("rustloader.system.dynamo").skip_package()
 if "RUSTLOADER_INSTALL" in os.environ:
     importlib.import_module("rustloader.installation.environment").follow_variable()

@@ -1,4 +1,4 @@
-"""The Rust extension. Only ``engine_batches`` is public; the rest is for the modules of this package."""
+"""The Rust extension. Only ``engine_batches`` is public; the other names are for the modules of this package."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol, Self, final, type_check_only
@@ -88,23 +88,23 @@ __all__ = [
 
 __version__: Final[str]
 
-# Bytes of the smallest arena, which takes half of the remaining address space.
+# Size of the smallest arena in bytes. An arena takes at most half of a limited address space.
 ARENA_MIN: Final[int]
-# Seconds.
+# Upper bounds of the classes of waits in `Totals.waits`, in seconds.
 WAIT_BOUNDS: Final[tuple[float, ...]]
 
-# Bytes of a cache's file before its index, and the version of its format.
+# Number of bytes of a cache's file before its index, and the version of the file's format.
 CACHE_HEADER: Final[int]
 CACHE_VERSION: Final[int]
 
-# Batches that `Engine.position` can go back.
+# Maximum number of batches by which `Engine.position` can go back.
 BACK_BATCHES: Final[int]
 
-# Leaves below this many bytes travel inside the message and are copied on delivery.
+# Leaves below this number of bytes are part of the message and are copied on delivery.
 INLINE_LIMIT: Final[int]
 
-# The names of the kinds of a trace's events, by number, and the numbers of the main process and of the pin thread in
-# place of a worker's: see `TraceSink`.
+# The names of a trace's kinds of events, by their numbers; and the numbers that stand for the main process and the pin
+# thread in place of a worker: see `TraceSink`.
 TRACE_KINDS: Final[list[str]]
 TRACE_MAIN: Final[int]
 TRACE_PINNER: Final[int]
@@ -127,18 +127,19 @@ UNREADABLE: Final[int]
 
 @type_check_only
 class Foresight(Protocol):
-    """The index batches of the next epoch, as they will be if nothing changes until it begins."""
+    """An iterator over the predicted index batches of the next epoch: ``iterator.early_epochs.EpochPredictor``."""
 
     def begin(self) -> bytes | None:
-        """Returns the message of ``Engine.begin``; None if the epoch cannot be foreseen."""
+        """Returns the predicted message of ``Engine.begin``; None if the epoch cannot be predicted."""
 
     def __next__(self) -> Any: ...
 
 @type_check_only
 class StallWarning(Protocol):
-    """Names a stuck worker in the log: ``index`` is its index batch or None, ``why_not`` why there is no ``stack``.
+    """A function that logs a warning about a stuck worker.
 
-    ``exceeds``: ``stall_seconds``, which it has exceeded, and whether it was killed; None for a report alone."""
+    ``index`` is the worker's index batch or None, ``why_not`` the reason why there is no ``stack``. ``exceeds`` is
+    ``stall_seconds`` if the worker has exceeded it, and whether the worker was killed; otherwise None."""
 
     def __call__(
         self,
@@ -155,11 +156,12 @@ class StallWarning(Protocol):
     ) -> None: ...
 
 class WorkerStopped(BaseException):
-    """Ends a fetch between two samples when the loader shuts down."""
+    """An exception that ends a fetch between two samples when the loader shuts down."""
 
 @final
 class Engine:
-    """The engine of one iterator. Methods wait for other threads in ``next`` unless marked "lock-free"."""
+    """The engine of one iterator. A method waits while another thread is in ``next``, unless it is marked
+    "lock-free"."""
 
     def __new__(
         cls,
@@ -171,41 +173,41 @@ class Engine:
         warn_stall: StallWarning,
     ) -> Engine:
         """``loads`` unpickles a result with its out-of-band objects, ``dump_index`` pickles an index batch, and
-        ``is_interrupt`` returns whether a signal handler raised an error. With the setting ``snapshots`` each worker
-        begins an epoch with a snapshot of its state (`Port.send_snapshot`). With ``max_restarts`` a worker's death is
-        answered with ``VACANT``, and the worker can be replaced. A call that waits kills a worker that is in one batch
-        for more than ``stall_timeout``."""
+        ``is_interrupt`` returns True if a signal handler raised an error. With the setting ``snapshots`` each worker
+        begins an epoch with a snapshot of its state (`Port.send_snapshot`). With ``max_restarts`` the answer to a
+        worker's death is ``VACANT``, and the worker can be replaced. A call that waits kills a worker that takes longer
+        than ``stall_timeout`` for one batch."""
 
     def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
-        """Returns what a worker needs: memfd, doorbell, (bytes, workers, slots of a ring, whether the workers share a
-        queue), (pid, start time). Lock-free."""
+        """Returns the parameters of a worker's port: memfd, doorbell, (bytes, workers, slots of a ring, whether the
+        workers share a queue), and this process's (pid, start time). Lock-free."""
 
     def started(self, worker: int, pid: int) -> None:
-        """Registers a started worker. If it replaces one that has died, its unanswered tasks are sent again."""
+        """Registers a started worker. If it replaces a dead worker, the outstanding tasks are sent again."""
 
     def attached(self, worker: int, fd: int, pid: int) -> Link:
         """Registers a worker on another machine by the connected socket ``fd``, which the engine then owns. ``pid`` is
-        its process there. Otherwise as ``started``."""
+        the worker's process there. Otherwise the same as ``started``."""
 
     @property
     def ring_slots(self) -> int:
-        """Entries of a worker's ring, for ``Port.remote``."""
+        """Number of entries of a worker's ring, for ``Port.remote``."""
 
     @property
     def region_len(self) -> int:
-        """Bytes for the batches of a worker, for ``Port.remote``."""
+        """Number of bytes for the batches of a worker, for ``Port.remote``."""
 
     def vacate(self, worker: int) -> None:
-        """Prepares the slot of a dead worker (``VACANT``) for its next process: start that one, then call ``started``.
-        May be called again if the start has failed, and once its process has ended. RuntimeError: the worker is not
-        vacant."""
+        """Prepares the slot of a dead worker (``VACANT``) for its next process. The caller then starts that process and
+        calls ``started``. May be called again after a failed start, when the process that failed has ended.
+        RuntimeError: the worker is not vacant."""
 
     def postpone(self, worker: int, seconds: float) -> None:
         """Delays the next ``VACANT`` of a dead worker by this time. Other workers continue meanwhile.
         RuntimeError: the worker is not vacant."""
 
     def give_up(self, worker: int) -> None:
-        """Makes a death final: what precedes the first lost task is still delivered, then ``DEAD`` comes.
+        """Makes a death final: the batches before the first lost task are still delivered, then ``DEAD`` follows.
         RuntimeError: the worker is not vacant."""
 
     def begin(
@@ -217,15 +219,15 @@ class Engine:
         first_worker: int = 0,
         foresight: Foresight | None = None,
     ) -> None:
-        """Begins an epoch; all but the first send ``message`` to the workers and wait until they have answered. A
-        worker that has not answered for the epoch before gets no second message. ``first_worker`` gets the first task,
-        unless the workers share a queue. After ``VACANT``, a call with the same message goes on. ValueError: there is
-        no such worker.
+        """Begins an epoch. For every epoch but the first, sends ``message`` to the workers and waits for their answers.
+        A worker that has not yet answered for the previous epoch gets no second message. ``first_worker`` gets the
+        first task, unless the workers share a queue. After ``VACANT``, a call with the same message continues.
+        ValueError: there is no such worker.
 
-        With ``foresight`` the workers may go on with the next epoch once the sampler has ended. Its ``begin`` then
-        draws from the sampler as always. If message, first worker and index batches are as foreseen, what the workers
-        have done counts, and the value of ``END`` is True. Otherwise it is
-        taken back, and the value is False."""
+        With ``foresight``, the workers may begin the next epoch as soon as the sampler has ended. The call of ``begin``
+        for that epoch draws from the sampler as always. If message, first worker and index batches are as predicted,
+        the workers' results are used, and the value of ``END`` is True. Otherwise they are discarded, and the value is
+        False."""
 
     def next(
         self,
@@ -233,8 +235,8 @@ class Engine:
         next_index: Iterator[Any] | Callable[[], Any],
         foresight: Foresight | None = None,
     ) -> None:
-        """Puts a code and its value into ``answer``. Yields for up to 20 us with the GIL, then waits without it.
-        ``VACANT`` comes again at each call until the worker is replaced, postponed or given up.
+        """Puts a code and its value into ``answer``. Waits for up to 20 us with the GIL, then without it. ``VACANT`` is
+        the answer to each call until the worker is replaced, postponed or given up.
 
         ``next_index`` is the sampler's iterator, or a function that returns the next index and raises StopIteration at
         the end. RuntimeError: ``next`` is already running in this thread, the iterator has been shut down, or it
@@ -252,30 +254,30 @@ class Engine:
         """Returns the position in this epoch after ``answers`` answers (``BATCH`` and ``ERROR``), without the last
         ``back`` batches and the errors after each of these.
 
-        ``answers`` counts all answers, or all but the last one, which has not reached the caller. ValueError: more than
-        9 batches back, or more than were delivered, or another number of answers. Lock-free; after the end the last
-        position."""
+        ``answers`` is the number of all answers, or of all but the last one if that has not reached the caller.
+        ValueError: ``answers`` is another number, or ``back`` is more than 9 or than the number of delivered batches.
+        Lock-free. After the end, returns the last position."""
 
     def trace(self, sink: TraceSink, source: int, level: int) -> bool:
-        """Begins to trace, as number ``source``: batches at level 1, samples, too, at 2. False after ``finish``.
-        Errors: no memory for the workers' rings. Lock-free."""
+        """Begins to trace under the number ``source``: batches at level 1, also samples at level 2. Returns False after
+        ``finish``. Raises if there is no memory for the workers' rings. Lock-free."""
 
     def end_trace(self) -> None:
-        """Ends the trace. ``finish`` does so as well. Lock-free; nothing in a forked child."""
+        """Ends the trace, as ``finish`` also does. Does nothing in a forked child. Lock-free."""
 
     def note_saved(self, answers: int) -> None:
-        """Lets a trace know that the state after ``answers`` answers was saved. Lock-free."""
+        """Records in a trace that the state after ``answers`` answers was saved. Lock-free."""
 
     def snapshot(self, worker: int, answers: int) -> Snapshot | None:
         """Returns the newest snapshot of this epoch that a worker made after at most ``answers`` of its answers.
 
-        None if there is none yet, and after ``finish``. Snapshots that no position needs any more are not kept.
-        ValueError: there is no such worker. RuntimeError: the shared memory is damaged. Lock-free."""
+        Returns None if there is none yet, and after ``finish``. Snapshots that no position needs any longer are not
+        kept. ValueError: there is no such worker. RuntimeError: the shared memory is damaged. Lock-free."""
 
     def wait_started(self, timeout: float = 0.0) -> bool | None:
         """Waits without the GIL until each worker has sent its first snapshot of this epoch or has died, or the engine
-        is closed. Handles signals. Returns False at once while a thread, this one included, is in ``next``, and None
-        after ``timeout`` seconds (0: no limit). An engine without ``snapshots`` waits for none."""
+        is closed. Handles signals. Returns False at once while any thread, including this one, is in ``next``, and None
+        after ``timeout`` seconds (0: no limit). An engine without ``snapshots`` does not wait."""
 
     def start_pinning(
         self,
@@ -293,7 +295,7 @@ class Engine:
         """Asks the pin thread to end. Lock-free."""
 
     def join_pinning(self, seconds: float | None = None) -> bool:
-        """Waits up to ``seconds`` for the pin thread to end; returns whether it has. Lock-free."""
+        """Waits up to ``seconds`` for the pin thread to end. Returns True if it has ended. Lock-free."""
 
     @property
     def meter(self) -> Meter:
@@ -301,7 +303,7 @@ class Engine:
 
     @property
     def batches(self) -> int:
-        """Batches delivered so far. Lock-free."""
+        """Number of batches delivered so far. Lock-free."""
 
     @property
     def closing(self) -> bool:
@@ -312,32 +314,34 @@ class Engine:
         """False in a forked child. Lock-free."""
 
     def belongs_to(self, pages: WarmPages) -> None:
-        """Keeps the engine's memory for the next epoch of a loader. Lock-free."""
+        """Makes the engine keep its memory for the next epoch of the loader that has ``pages``. Lock-free."""
 
     def close(self, exiting: bool = False) -> None:
-        """Asks the workers to leave and wakes a waiting ``next``, unless ``exiting``. Lock-free."""
+        """Asks the workers to exit and, unless ``exiting``, wakes a waiting ``next``. Lock-free."""
 
     def stay(self) -> None:
-        """Parks a daemon thread once the iterator was closed while ``exiting``. Lock-free."""
+        """Parks the calling daemon thread if the iterator was closed while ``exiting``. Lock-free."""
 
     def alive(self) -> int:
         """Returns the number of running workers. Lock-free."""
 
     def wait_gone(self, seconds: float) -> bool:
-        """Waits for the workers to end, up to ``seconds`` or 0.25 s, whichever is less. Lock-free."""
+        """Waits for the workers to end, for up to ``seconds`` and at most 0.25 s. Lock-free."""
 
     def signal_all(self, signal: int) -> None:
         """Sends a signal to the running workers. Lock-free."""
 
     def worker_status(self, worker: int) -> dict[str, Any]:
-        """Returns a worker's status: state, pid, task, times, tasks done, whether it was sent SIGTERM. Lock-free;
-        after the end its last status."""
+        """Returns a worker's status: state, pid, task, times, tasks done, whether it was sent SIGTERM. After the end,
+        returns its last status. Lock-free."""
 
     def memory(self) -> tuple[int, int]:
-        """Returns the bytes of the arena that have pages, and those in use. Lock-free; both 0 after the end."""
+        """Returns the number of bytes of the arena that have pages, and of those in use; both 0 after the end.
+        Lock-free."""
 
     def finish(self) -> None:
-        """Releases everything once the workers have ended; a running ``next`` does it on return. Lock-free."""
+        """Releases all resources, after the workers have ended. A running ``next`` does this when it returns.
+        Lock-free."""
 
 @final
 class Counts:
@@ -358,11 +362,11 @@ class Counts:
     pinned: Final[int]
     pinning_seconds: Final[float]
     def since(self, earlier: Counts) -> Counts:
-        """Returns the difference from an earlier moment."""
+        """Returns the difference from earlier counters."""
 
 @final
 class WorkerTotals:
-    """Counters of a worker. Times are in seconds; ``starting`` to ``left`` are those of its states."""
+    """Counters of a worker. Times are in seconds; ``starting`` to ``left`` are the times in its states."""
 
     pid: Final[int]
     alive: Final[bool]
@@ -382,20 +386,20 @@ class WorkerTotals:
     fetch_cpu: Final[float]
     fetch_measured: Final[float]
     def since(self, earlier: WorkerTotals) -> WorkerTotals:
-        """Returns the difference from an earlier moment, in tasks, leaves, and the times of states and of measured
+        """Returns the difference from earlier counters in tasks, in leaves, and in the times of states and of measured
         fetches.
         """
 
 @final
 class SlowTask:
-    """One of the slowest tasks, or of those that blocked later ones for longest. Times are in seconds."""
+    """One of the slowest tasks, or of the tasks that blocked later ones for the longest time. Times are in seconds."""
 
     index: Final[str]
     worker: Final[int]
     fetch: Final[float]
     collate: Final[float]
     pack: Final[float]
-    # Wait of `next` for this task with later ones ready.
+    # Time for which `next` waited for this task while later ones were ready.
     blocked: Final[float]
 
 @final
@@ -403,7 +407,7 @@ class Totals:
     """The figures of one or more iterators."""
 
     counts: Final[Counts]
-    # Numbers of waits by the first of the WAIT_BOUNDS that is not below them; the last one counts longer ones.
+    # Numbers of waits: for each of the WAIT_BOUNDS, the waits up to it and above the one before; then the longer waits.
     waits: Final[list[int]]
     workers: Final[list[WorkerTotals]]
     slowest: Final[list[SlowTask]]
@@ -438,7 +442,7 @@ class Observed:
 
     now: Final[float]
     pid: Final[int]
-    # The loader's name, of which there may be the beginning only.
+    # The loader's name, possibly cut off.
     name: Final[str]
     state: Final[str]
     seconds_in_state: Final[float]
@@ -459,15 +463,16 @@ class Observed:
 
 @final
 class Death:
-    """A worker's death: the value that comes with DEAD and VACANT.
+    """A worker's death: the value of the answers DEAD and VACANT.
 
-    ``exitcode`` is multiprocessing's: negative for a signal, None if unknown. ``signal`` is the C library's text.
-    ``index`` is the index batch that the worker was at, else its first unanswered one, or None. ``task`` is its number
-    in this epoch, from 0. ``answers`` counts the results of this epoch, errors included, that the processes of this
-    worker have published. ``has_begun``: it had begun that task; its start, and batches that it makes again before the
-    task, do not count. ``place`` is the place in its index batch of the sample that the worker was at
-    (`Port.at_sample`), or None. ``generation`` counts the processes before it. ``stalled``: it was killed for
-    ``stall_seconds``. ``first_task`` is the number of the epoch's first task, as in ``RESUME``.
+    ``exitcode`` is as in multiprocessing: negative for a signal, None if unknown. ``signal`` is the C library's text.
+    ``index`` is the index batch that the worker was working on, otherwise its first outstanding one, or None. ``task``
+    is the number of that index batch in this epoch, from 0. ``answers`` is the number of results of this epoch, errors
+    included, that the processes of this worker have published. ``has_begun`` is True if the worker had begun the task;
+    while it starts, or replays batches, it has not. ``place`` is the position in the index batch of the sample that the
+    worker was working on (`Port.at_sample`), or None. ``generation`` is the number of earlier processes. ``stalled`` is
+    True if the worker was killed for ``stall_seconds``. ``first_task`` is the number of the epoch's first task, as in
+    ``RESUME``.
     """
 
     worker_id: Final[int]
@@ -487,9 +492,9 @@ class Death:
 class Position:
     """The delivered tasks of an epoch.
 
-    ``low`` is the number of the first task that is not delivered, counted from 0. Tasks that an exhausted worker left
-    out do not count as such. ``ahead`` holds the delivered tasks behind it, in order. ``per_worker`` counts the answers
-    of each worker. ``last_worker`` made the last answer; None before the first.
+    ``low`` is the number of the first task that is not delivered, from 0. Tasks that an exhausted worker left out are
+    passed over. ``ahead`` lists the delivered tasks after ``low``, in order. ``per_worker`` has the number of answers
+    of each worker. ``last_worker`` is the worker of the last answer; None before the first answer.
     """
 
     low: Final[int]
@@ -499,9 +504,9 @@ class Position:
 
 @final
 class Snapshot:
-    """A worker's state after ``answers`` of its answers, or with ``is_error`` the error of an attempt to make it.
+    """A worker's state after ``answers`` of its answers, or with ``is_error`` the error that prevented the snapshot.
 
-    ``payload`` is the pickle of either.
+    ``payload`` is the pickle of the state or the error.
     """
 
     answers: Final[int]
@@ -512,9 +517,9 @@ class Snapshot:
 class Progress:
     """The progress of an epoch.
 
-    ``sent`` counts the tasks that were sent, and ``outstanding`` those of them without a result. ``loads`` counts the
-    undelivered tasks of each worker. ``undelivered`` has the number and the worker of each undelivered task, in order;
-    None for a worker that is not known.
+    ``sent`` is the number of tasks that were sent, ``outstanding`` the number of those without a result. ``loads`` has
+    the number of undelivered tasks of each worker. ``undelivered`` has the number and the worker of each undelivered
+    task, in order; the worker is None if it is not known.
     """
 
     sent: Final[int]
@@ -524,7 +529,7 @@ class Progress:
 
 @final
 class Meter:
-    """The counters of one iterator, which they outlive, or of ended iterators together."""
+    """The counters of one iterator, which exist even after it has ended, or the sums of several ended iterators."""
 
     def __new__(cls) -> Meter: ...
     @property
@@ -544,11 +549,11 @@ class Link:
 
     @property
     def reason(self) -> str | None:
-        """The reason why it has ended; None if the worker has left, and before the end."""
+        """The reason why the connection has ended; None before its end, or if the worker has left in order."""
 
     @property
     def received(self) -> int:
-        """Bytes received."""
+        """Number of received bytes."""
 
 @final
 class Port:
@@ -570,74 +575,77 @@ class Port:
 
     @staticmethod
     def remote(fd: int, ring_slots: int, region_len: int, load_index: Callable[[bytes], Any]) -> Port:
-        """Opens the port over a connected socket ``fd``, which it then owns. The end of the connection ends this
-        process."""
+        """Opens the port over a connected socket ``fd``, which the port then owns. This process ends when the
+        connection ends."""
 
     @property
     def is_remote(self) -> bool:
         """True if the main process is on another machine."""
 
     def ready(self) -> None:
-        """Notifies a main process on another machine that the worker enters its loop."""
+        """Tells a main process on another machine that the worker enters its loop."""
 
     def finish(self, seconds: float) -> bool:
-        """Sends what is published to a main process on another machine, and closes the connection, without the GIL.
-        Returns whether all was sent within ``seconds``. Call it after ``leave``."""
+        """Sends the published results to a main process on another machine, and closes the connection, without the GIL.
+        Returns True if all were sent within ``seconds``. To be called after ``leave``."""
 
     def watch(self, parent: tuple[int, int]) -> None:
-        """Ends this process after the main process (pid, start time) has ended."""
+        """Makes this process end after the main process (pid, start time) has ended."""
 
     def survive_group_signal(self, main: int, alone: float) -> bool:
-        """Keeps this process alive after a SIGTERM to the process group, while the main process reacts. It ends if no
-        other worker gets one within ``alone`` seconds. False if the system refuses."""
+        """Keeps this process alive after a SIGTERM to the process group, while the main process reacts. The process
+        ends if no other worker gets a SIGTERM within ``alone`` seconds. Returns False if the system refuses."""
 
     def offer_stack(self) -> None:
         """Lets the main process request a dump of this process's stacks by a signal, through faulthandler."""
 
     def receive(self) -> tuple[int, int, Any]:
         """Waits without the GIL for ``RESUME``, ``LEAVE``, ``UNREADABLE``, or a task to fetch (any other number).
-        Returns that code, the task's number, and the index or the exception that unpickling it raised; for ``RESUME``
-        the number of the epoch's first task, and the message of ``Engine.begin``. ``EARLY`` and ``REWIND`` are as
-        ``RESUME``: the one comes before the current epoch has ended, precedes its tasks and has no answer; the other
-        comes in place of an epoch that has begun early."""
+        Returns this code, the task's number, and the index batch or the exception that unpickling it raised. For
+        ``RESUME`` these are the number of the epoch's first task, and the message of ``Engine.begin``. ``EARLY`` and
+        ``REWIND`` have the same values as ``RESUME``. ``EARLY`` precedes the tasks of an epoch that begins before the
+        current one has ended, and is not answered. ``REWIND`` begins an epoch in place of one that has begun early."""
 
     def at_sample(self, place: int) -> None:
-        """Shows the place in the index batch of the sample that is fetched next, for the report of a death."""
+        """Shows the position in the index batch of the sample that is fetched next, for the report of a death."""
 
     def send(self, task: int, batch: list[Any], leaves_are_ours: bool) -> bool:
-        """Sends a plain batch, the one item of a list. Returns False, and sends nothing, if it must be pickled: always
-        unless ``leaves_are_ours``, that is, with a custom reducer of tensors or arrays. MemoryError: no room.
+        """Sends a plain batch, the only item of a list. Returns False, and sends nothing, if the batch must be pickled.
+        This is always so unless ``leaves_are_ours``, that is, if tensors or arrays have a custom reducer. MemoryError:
+        no room.
 
-        Arrays in the region are not copied if nothing but the batch refers to them. They must then go with the batch,
-        so this empties the list."""
+        Arrays in the region are not copied if only the batch refers to them. They must then be freed with the batch, so
+        this method empties the list."""
 
     def send_pickle(self, task: int, pickle: bytes, objects: list[Any], tied: bool) -> bool:
-        """Sends a batch's pickle and its out-of-band tensors and arrays. Returns False, and sends nothing, if they are
-        not plain. ``tied``: unpickling needs this process alive. MemoryError: no room."""
+        """Sends a batch's pickle and its out-of-band tensors and arrays. Returns False, and sends nothing, if these are
+        not plain. ``tied``: the pickle can be read only while this process is alive. MemoryError: no room."""
 
     def use_numpy_arena(self) -> bool:
-        """Lets NumPy make large arrays in this worker's region, in this thread. Returns False, and changes nothing,
-        if NumPy is missing or older than 1.22, the program has set a handler of its own, or forks cannot be watched."""
+        """Makes NumPy allocate large arrays in this worker's region, in this thread. Returns False, and changes
+        nothing, if NumPy is missing or older than 1.22, the program has set its own handler, or forks cannot be
+        watched."""
 
     def array_tensor(self, array: np.ndarray) -> ArrayTensor | None:
-        """Stands for ``torch.as_tensor(array)`` if the array lies in the region and could be sent from there, and torch
-        would make a tensor over its memory without a warning."""
+        """Returns a stand-in for ``torch.as_tensor(array)`` if the array is in the region and could be sent from there,
+        and torch would make a tensor over its memory without a warning; otherwise None."""
 
     def enter_thread(self) -> None:
-        """Lets NumPy make large arrays in this worker's region in a further thread, after `use_numpy_arena` has
-        succeeded."""
+        """Makes NumPy allocate large arrays in this worker's region also in the calling thread, after `use_numpy_arena`
+        has succeeded in another one."""
 
     def take_refusal(self) -> MemoryError | None:
-        """Takes the error of an array of the current task that found no memory in the region, nor elsewhere. None
-        without such an array, and the next time."""
+        """Returns, once, the error of an array of the current task that found no memory in the region or elsewhere.
+        Returns None if there is no such array."""
 
     def send_error(self, task: int, pickle: bytes) -> None:
         """Sends an error as a pickle. MemoryError: no room."""
 
     def send_snapshot(self, count: int, payload: bytes, is_error: bool) -> bool:
-        """Sends a snapshot of this worker's state, made after ``count`` of its answers in this epoch, or the error that
-        prevents it. Comes before the next result, at most once for each; once more at the start of an epoch (with the
-        count 0), at its end, and for an error. Returns False if it is left out because memory is short."""
+        """Sends a snapshot of this worker's state after ``count`` of its answers in this epoch, or the error that
+        prevents it. Called before a result, at most once for each result, and once more at the start of an epoch (with
+        the count 0), at its end, and for an error. Returns False if the snapshot is left out because memory is
+        short."""
 
     def exhausted(self, task: int) -> None:
         """Reports that the iterable dataset is exhausted."""
@@ -646,16 +654,16 @@ class Port:
         """Acknowledges a new epoch."""
 
     def progress(self, *, ends: bool = False) -> None:
-        """Notes that a batch of a replay begins, or that the replay ends: ``stall_seconds`` counts from now. In a
-        replay the worker has not begun its task (``Death.has_begun``)."""
+        """Records that a batch of a replay begins, or that the replay ends, so that ``stall_seconds`` counts from now.
+        In a replay the worker has not begun its task (``Death.has_begun``)."""
 
     def leave(self) -> None:
-        """Reports that the worker leaves, and ignores Ctrl-C from then on."""
+        """Reports that the worker exits, and ignores Ctrl-C from then on."""
 
     def stoppable(self, index: Any, *, shows_places: bool = False, traces: bool = False) -> StoppableIndices:
-        """Wraps an index batch, whose iteration ends with WorkerStopped when the loader shuts down. With
-        ``shows_places`` it also calls `at_sample` for each index. With ``traces`` the time to the next index is that of
-        a sample, for a trace with samples.
+        """Wraps an index batch so that its iteration ends with WorkerStopped when the loader shuts down. With
+        ``shows_places`` the iteration also calls `at_sample` for each index. With ``traces`` the time until the next
+        index is recorded as the time of a sample.
         """
 
     def timed(self, collate_fn: Any) -> TimedCollate:
@@ -665,21 +673,22 @@ class Port:
         """Returns a storage in the arena; None if ordinary memory is the better choice."""
 
     def stack(self, batch: Any) -> torch.Tensor | None:
-        """Collates plain tensors of one dtype and shape, as default_collate would. None: left to torch's function."""
+        """Collates plain tensors of one dtype and shape, as default_collate would; None leaves the batch to torch."""
 
     def numbers(self, batch: Any) -> torch.Tensor | None:
-        """Collates floats (float64) or ints (int64), as default_collate would. None: left to torch's function."""
+        """Collates floats (float64) or ints (int64), as default_collate would; None leaves the batch to torch."""
 
     def gather(self, tensors: Any, index: Any) -> list[torch.Tensor] | None:
-        """Like the function ``gather``, but into the arena."""
+        """Does the same as the function ``gather``, but puts the result into the arena."""
 
     def gather_cached(self, table: CacheTable, index: Any) -> Any:
-        """Collates cached samples into the arena, as default_collate would. Returns None to leave the batch to torch: a
-        sample is missing, or they are not all of one form that is gathered."""
+        """Collates cached samples into the arena, as default_collate would. Returns None to leave the batch to torch,
+        if a sample is missing, or if the samples do not all have the same form that can be gathered."""
 
 @final
 class IndexStream:
-    """The index batches of an epoch, cut from int64 arrays. Survives an error that a signal handler raises."""
+    """An iterator over an epoch's index batches, which are cut from int64 arrays. It can be continued after an error
+    that a signal handler raises."""
 
     def __new__(
         cls,
@@ -689,18 +698,18 @@ class IndexStream:
         size_of: Callable[[Any], int],
         is_interrupt: Callable[[BaseException], bool],
     ) -> IndexStream:
-        """``batches`` has the size of each batch; None yields single indices.
+        """``batches`` has the size of each batch; with None the stream yields single indices.
 
         ``begin`` is called at the first ``next``. It returns a function that returns the next array, or None at the
-        end, and the size of all batches if an incomplete last one is dropped. None: ``torchs`` takes over.
-        ``size_of`` returns the size for an unusual ``batch_size``, or raises.
+        end, and the size of all batches if an incomplete last one is dropped. If it returns None, the stream continues
+        with ``torchs``. ``size_of`` returns the size for an unusual ``batch_size``, or raises.
         """
 
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
     def skip(self, count: int) -> None:
-        """Leaves out the first ``count`` index batches, at the first ``next``: this costs their arrays, and no Python
-        object per index. More batches than there are end the stream. ValueError: ``next`` was called before."""
+        """Makes the first ``next`` skip ``count`` index batches. This makes their arrays, but no Python object per
+        index. If there are fewer batches, the stream ends. ValueError: ``next`` was called before."""
 
 @final
 class StoppableIndices:
@@ -709,7 +718,7 @@ class StoppableIndices:
 
 @final
 class ArrayTensor:
-    """An array in a batch that arrives as a tensor, without a copy if nothing but the batch refers to the array."""
+    """An array in a batch that arrives as a tensor, without a copy if only the batch refers to the array."""
 
     def tensor(self) -> torch.Tensor:
         """Returns ``torch.as_tensor`` of the array."""
@@ -721,9 +730,9 @@ class TimedCollate:
 
 @final
 class DeferredSignals:
-    """A context, entered once, that defers signals: this thread blocks them, and the process's handlers only note them.
-    On exit deferred signals are raised in this thread. In the process's other threads only SIGINT and SIGTERM are
-    deferred, and only if they have a handler."""
+    """A context manager, to be entered once, that defers signals: this thread blocks them, and the process's handlers
+    only record them. On exit, the deferred signals are raised in this thread. In other threads of the process, only
+    SIGINT and SIGTERM are deferred, and only if they have a handler."""
 
     def __new__(cls, signals: Sequence[int]) -> DeferredSignals: ...
     def __enter__(self) -> list[int]:
@@ -761,32 +770,33 @@ def call_into(into: list[Any], function: Callable[..., Any], /, *args: Any) -> N
     Python runs handlers after a call, at the start of a function, and where a loop goes back; after no other bytecode.
     Hence two rules:
 
-    * To take a value and to keep it is one call, of this function. In ``kept.append(next(items))`` a handler may raise
-      between the two calls, and the item is gone. Here the value is in ``into`` before a handler runs. ``into`` belongs
-      to an object that outlives the error, so that the next attempt finds the value there.
-    * To hand the value on is a stretch without a call, such as ``self._kept, self._count = [], count; return value``. A
-      handler finds all of it done, or nothing. The comment "Atomic for signal handlers" marks such a stretch, from
-      there to the end of its block, and a test checks that it has no call and no loop.
+    * A single call, of this function, takes a value and keeps it. In ``kept.append(next(items))`` a handler may raise
+      between the two calls, and the item is lost. With this function the value is in ``into`` before a handler runs.
+      ``into`` belongs to an object that outlives the error, so that the next attempt finds the value there.
+    * The code that passes the value on contains no call, as in ``self._kept, self._count = [], count; return value``. A
+      handler finds all of it done, or nothing. The comment "Atomic for signal handlers" marks such code, from the
+      comment to the end of its block, and a test checks that it has no call and no loop.
 
-    An error of ``function``, StopIteration included, passes through. ``into`` then stays as it is.
+    An error of ``function``, including StopIteration, passes through. ``into`` then does not change.
     """
 
 def observed() -> bool:
-    """Returns True if a profiler or another callback of torch would see ``record_function``, or a report is in
-    force."""
+    """Returns True if a profiler or another callback of torch would see ``record_function``, or if reports are
+    active."""
 
 def set_reporting(reporting: bool) -> None:
-    """Makes ``observed`` return True while reports are in force."""
+    """Makes ``observed`` return True while reports are active."""
 
 def figures(meters: list[Meter]) -> Totals:
-    """Returns the figures of several iterators together, the latest last."""
+    """Returns the combined figures of several iterators. The latest iterator is last in the list."""
 
 def inspect_arena(fd: int) -> Observed | None:
     """Reads an iterator of another process from its arena's descriptor; None while no iterator uses the arena.
-    RuntimeError: the file is no arena, or one of another version."""
+    RuntimeError: the file is not an arena, or an arena of another version."""
 
 def memory_limits() -> list[tuple[bool, int, int]]:
-    """Returns the memory limits, the machine's first: whether it is a cgroup's, its size, and the free bytes."""
+    """Returns the memory limits, the machine's first. For each: whether it is a cgroup's, its size, and the free
+    bytes."""
 
 def cpu_quota() -> float | None:
     """Returns the CPU quota of this process's cgroups, in cores; None without a quota."""
@@ -797,36 +807,35 @@ def seed_words(base_seed: int, place: int, ordinal: int, worker: int, epoch: int
     """
 
 def is_plain_leaf(obj: Any) -> bool:
-    """Returns True if the codec can describe an object, a tensor or an array. It may still share memory in a way that
-    the codec cannot describe."""
+    """Returns True if the codec can describe a tensor or an array. The object may still share memory in a way that the
+    codec cannot describe."""
 
 def gather(tensors: Any, index: Any) -> list[torch.Tensor] | None:
     """Collates the samples ``index`` of a TensorDataset with these tensors, as default_collate would.
 
-    None: left to torch. The tensors are no tuple of plain tensors with contiguous rows, the index is no list of ints in
-    range, or a mode of torch is active.
+    Returns None to leave the samples to torch, if the tensors are not a tuple of plain tensors with contiguous rows,
+    the index is not a list of ints in range, or a mode of torch is active.
     """
 
 def heap_storage(nbytes: int) -> torch.UntypedStorage:
     """Returns a storage of ordinary memory that cannot be resized."""
 
 def move_storage(function: Callable[..., Any], storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-    """Calls ``function(storage, *args, **kwargs)``, which may give the storage other memory.
+    """Calls ``function(storage, *args, **kwargs)``, which may move the storage to other memory.
 
-    If its memory was this package's, the storage keeps it as long as it lives, for arrays and DLPack views of its
-    tensors.
+    If the old memory belongs to this package, the storage keeps it alive for arrays and DLPack views of its tensors.
     """
 
 @final
 class ShareBuilder:
-    """The image of a shared object that is being written. It has rows, or raw data.
+    """The image of a shared object that is being written. It has rows or raw data.
 
-    MemoryError: a memory cgroup, the machine or a limit has too little memory.
+    MemoryError: a memory cgroup, the machine or a limit leaves too little memory.
     """
 
     def __new__(cls) -> Self: ...
     def extend(self, items: Any, dumps: Callable[[Any], bytes]) -> None:
-        """Appends each item as a row. ``dumps`` pickles those that are no plain trees."""
+        """Appends each item as a row. ``dumps`` pickles the items that are not plain trees."""
 
     def update(self, pairs: Any, dumps: Callable[[Any], bytes]) -> None:
         """Appends the key and the value of each pair as two rows."""
@@ -842,10 +851,10 @@ class ShareBuilder:
 
 @final
 class CacheTable:
-    """The samples of a dataset that were made, by index, in memory or in a file. Forked children continue to use it."""
+    """The cached samples of a dataset by index, in memory or in a file. Forked children continue to use the table."""
 
     def __new__(cls, fd: int) -> Self:
-        """Takes the descriptor of a table in memory. ValueError: it is none."""
+        """Takes the descriptor of a table in memory. ValueError: the descriptor is not a table's."""
 
     @staticmethod
     def create(rows: int, limit: int) -> CacheTable:
@@ -853,29 +862,29 @@ class CacheTable:
 
     @staticmethod
     def format(fd: int, rows: int, limit: int, meta: bytes) -> None:
-        """Makes a file of ``limit`` zeroes an empty table."""
+        """Turns a file of ``limit`` zero bytes into an empty table."""
 
     @staticmethod
     def head(fd: int) -> tuple[int, int, int, bytes] | None:
-        """Returns version, rows, limit and meta of a file; None if it is no table."""
+        """Returns the version, rows, limit and meta of a file; None if the file is not a table."""
 
     @staticmethod
     def open_file(fd: int, in_memory: bool, whole: int) -> CacheTable:
         """Maps a file that is as long as its limit; ``whole`` is the length that it had before. The caller holds the
-        file's lock, and keeps the descriptor."""
+        file's lock and keeps the descriptor."""
 
     @staticmethod
     def overhead(rows: int) -> int:
-        """Returns the number of bytes that a table takes before its first sample."""
+        """Returns the number of bytes that a table occupies without samples."""
 
     def some_rows(self, most: int) -> list[int]:
         """Returns up to ``most`` rows that have a sample."""
 
     def grow(self, limit: int) -> None:
-        """Raises the limit to the length that the file has now. The table is then to be opened again."""
+        """Raises the limit to the present length of the file. Afterwards the table must be opened again."""
 
     def reopen(self) -> None:
-        """Takes samples again, if room was short."""
+        """Makes the table accept samples again after it has run out of room."""
 
     @property
     def rows(self) -> int: ...
@@ -883,24 +892,25 @@ class CacheTable:
     def limit(self) -> int: ...
     @property
     def closed(self) -> str | None:
-        """The reason why it takes no more, "full" or "no room"; None if it does."""
+        """The reason why the table accepts no further samples, "full" or "no room"; None if it accepts them."""
 
     def fileno(self) -> int:
         """Returns the descriptor. OSError: other code has closed it."""
 
     def get(self, index: Any, missing: Any) -> Any:
-        """Returns a new object equal to the sample of an exact int, or ``missing``. Counts a hit or a miss for each
-        row.
+        """Returns a new object equal to the sample of an index that is an exact int, or ``missing``. Counts a hit or a
+        miss for each row.
         """
 
     def takes(self, row: int) -> bool:
         """Returns True if ``put`` may keep the sample of a row."""
 
     def put(self, row: int, sample: Any, dumps: Callable[[Any], bytes]) -> str | None:
-        """Keeps a sample. Returns the reason why the table takes no more, if this call has found it.
+        """Keeps a sample. If this call is the first to find that the table accepts no further samples, returns the
+        reason.
 
         Raises:
-            OSError: The sample could not be written. The table takes no more.
+            OSError: The sample could not be written. The table accepts no further samples.
             Exception: The sample could not be pickled.
         """
 
@@ -908,28 +918,29 @@ class CacheTable:
         """Marks a row whose sample cannot be kept."""
 
     def take_probe(self) -> bool:
-        """Returns True if a sample is to be made twice: for a few, over all processes."""
+        """Returns True if a sample is to be made twice, which is so for a few samples among all processes."""
 
     def is_news(self, bit: int) -> bool:
-        """Returns True if this call is the first with that bit, over all processes."""
+        """Returns True if this is the first call with that bit among all processes."""
 
     def usage(self) -> dict[str, int]:
         """Returns the keyword arguments of ``CacheUsage``."""
 
     @staticmethod
     def usage_of_header(header: bytes) -> dict[str, int] | None:
-        """Reads the same from the first ``CACHE_HEADER`` bytes of a file; None if it is no table of this version."""
+        """Returns the same from the first ``CACHE_HEADER`` bytes of a file; None if it is not a table of this
+        version."""
 
 @final
 class SharedStore:
     """A mapped image. Its buffer is the whole image."""
 
     def __new__(cls, fd: int) -> Self:
-        """Takes a descriptor. ValueError: it is no image, or a damaged one."""
+        """Takes ownership of a descriptor. ValueError: it is not an image, or the image is damaged."""
 
     @staticmethod
     def sealed(fd: int) -> SharedStore:
-        """Seals a memfd with an image, and takes it. After an error the caller still has it."""
+        """Seals a memfd with an image, and takes ownership of it. After an error the caller still owns it."""
 
     @property
     def kind(self) -> int: ...
@@ -943,7 +954,7 @@ class SharedStore:
         """Returns the descriptor. OSError: other code has closed it."""
 
     def data(self) -> Any:
-        """Returns the raw data, in a private mapping of their own: a ``SharedData``."""
+        """Returns the raw data in its own private mapping: a ``SharedData``."""
 
 @final
 class SharedData:
@@ -954,13 +965,13 @@ class SharedData:
     @property
     def address(self) -> int: ...
     def storage(self) -> torch.UntypedStorage:
-        """Returns a storage over the data. Only this process sees what is written to it."""
+        """Returns a storage over the data. Only this process sees changes to it."""
 
     def __len__(self) -> int: ...
 
 @disjoint_base
 class SharedItems:
-    """The base of a shared list or tuple: reading. Items are made again at each access."""
+    """The base class of shared lists and tuples, with the methods that read. Each access builds a new item."""
 
     def __new__(cls, store: SharedStore, is_tuple: bool) -> Self: ...
     @property
@@ -977,7 +988,8 @@ class SharedItems:
 
 @disjoint_base
 class SharedPairs:
-    """The base of a shared dict: reading. Keys are found by a hash that all processes share."""
+    """The base class of shared dicts, with the methods that read. Keys are found by a hash that is the same in all
+    processes."""
 
     def __new__(cls, store: SharedStore) -> Self: ...
     @property
@@ -989,7 +1001,7 @@ class SharedPairs:
     def __contains__(self, key: Any, /) -> bool: ...
     def get(self, key: Any, default: Any = None, /) -> Any: ...
     def iterate_values(self, is_reversed: bool) -> Iterator[Any]:
-        """Returns the values, in the order of the keys or backwards."""
+        """Returns an iterator over the values, in the order of the keys or in reverse."""
 
 @final
 class SharedIterator:
@@ -1001,47 +1013,47 @@ class SharedIterator:
 
 @final
 class WarmPages:
-    """A loader's claim on shared memory that waits for its next epoch. The pages go when the claim is freed."""
+    """A loader's claim on shared memory that is kept for its next epoch. The memory is freed with the claim."""
 
     def __new__(cls) -> WarmPages: ...
     def announce(self, workers: int) -> None:
-        """Lets a loader with this number of workers inherit the memory of one that is freed before this one begins."""
+        """Lets this loader, which has this number of workers, inherit the memory of a loader that is freed before this
+        one begins."""
 
 @final
 class TraceSink:
-    """Writes the events of a trace to files.
+    """The writer of a trace's events to files.
 
-    A record has 40 bytes, five little-endian words: ``source`` (32 bits), ``who`` (24) and kind (8); begin and length
+    A record has 40 bytes, five little-endian words: ``source`` (32 bits), ``who`` (24) and kind (8); start and length
     in monotonic nanoseconds; two numbers. `TRACE_KINDS` has the names of the kinds. ``who`` is a worker, `TRACE_MAIN`
     or `TRACE_PINNER`."""
 
     def __new__(cls, files: list[int], seconds: float) -> TraceSink:
-        """Takes descriptors of empty files. Two take turns of ``seconds``."""
+        """Takes descriptors of empty files. Two files alternate every ``seconds`` seconds."""
 
     def put(self, source: int, kind: int, who: int, begin: int, length: int, number: int, extra: int = 0) -> None:
         """Adds an event. ValueError: there is no such kind."""
 
     def end(self) -> tuple[int, list[tuple[int, int]]]:
-        """Writes what is left. Returns the number of lost events, and each file by its number, with its bytes, the last
-        one last.
-        Later events are dropped."""
+        """Writes the remaining events. Returns the number of lost events, and the number and size in bytes of each
+        file, the latest last. Later events are dropped."""
 
 def begin_forks() -> None:
-    """Marks this thread's forks until ``end_forks`` as the workers of one iterator. No fork finds the thread that
-    returns idle pages."""
+    """Marks the forks of this thread, until ``end_forks``, as the workers of one iterator. Meanwhile the thread that
+    returns idle pages does not run."""
 
 def end_forks() -> None:
-    """Ends the group that ``begin_forks`` began."""
+    """Ends the group of forks that ``begin_forks`` has begun."""
 
 def tend_pages() -> None:
-    """Starts the thread that returns idle pages again, if a fork has ended it."""
+    """Restarts the thread that returns idle pages, if a fork has ended it."""
 
 def descends(pid: int) -> bool:
-    """Returns True if a process is a child or grandchild (under the fork server) of this one; False if ``pid`` is no
+    """Returns True if a process is a child or (under the fork server) a grandchild of this one; False for an invalid
     pid."""
 
 def _trim_pool() -> int:
-    """Releases the pooled arenas; returns their number."""
+    """Releases the pooled arenas. Returns their number."""
 
 def _roundtrip(
     obj: Any,
@@ -1052,11 +1064,12 @@ def _roundtrip(
     raw: bool = False,
     adopt: int | None = None,
 ) -> tuple[bool, Any]:
-    """Encodes and decodes over ordinary memory, for tests: (plain, object or None).
+    """Encodes and decodes an object over ordinary memory, for tests. Returns whether it is plain, and the new object or
+    None.
 
-    ``exchange=False`` avoids torch's C functions. ``damage`` overwrites (position, byte) of the payload; a position
-    beyond its end removes the last byte. ``indices`` uses the codec of index batches. ``raw``: ``obj`` is a payload,
-    with one leaf of 1 MiB. ``adopt``: large leaves lie this many bytes deep in memory that travels as it is.
+    ``exchange=False`` avoids torch's C functions. ``damage`` overwrites the payload at each (position, byte); a
+    position beyond the end removes the last byte. ``indices`` uses the codec of index batches. ``raw``: ``obj`` is a
+    payload with one leaf of 1 MiB. ``adopt``: large leaves are at this offset in memory that is sent without a copy.
     """
 
 def _collate(batch: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -18,7 +18,7 @@ from rustloader.settings import loader_state, names, options
 if sys.platform.startswith("linux"):
     from rustloader.iterator import fallback, single
     from rustloader.iterator.core import _MultiProcessingDataLoaderIter
-    from rustloader.system.torch_side import TORCHS_GET_ITERATOR, TorchIter, in_torch, is_torchs
+    from rustloader.system.torch_side import TORCH_GET_ITERATOR, TorchIter, in_torch, is_defined_in
 else:
     from rustloader.iterator import unsupported
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     _T_co = TypeVar("_T_co", covariant=True)
 else:
-    # torch's own, so that both classes have the same parameters.
+    # torch's own type variable, so that both classes have the same parameters.
     (_T_co,) = torch_data.DataLoader.__parameters__
 
 
@@ -41,33 +41,33 @@ def __getattr__(name: str) -> Any:
 
 
 class DataLoader(torch_data.DataLoader[_T_co]):
-    """Loads batches of a dataset with worker processes, in place of ``torch.utils.data.DataLoader``.
+    """A loader of batches with worker processes, in place of ``torch.utils.data.DataLoader``.
 
     Arguments, attributes, batches, their order, seeds, warnings and errors are those of the installed torch, and its
     documentation applies. With ``num_workers=0``, and on systems other than Linux, torch's own loop runs. With workers:
 
     * Batches arrive in a shared-memory arena that is reused. A batch stays valid while the program keeps any part of it
-      (a tensor, a view, a ``.numpy()`` array), even after the loader and its workers have ended. Each tensor of 16 KiB
-      or more keeps only its own memory.
-    * ``/dev/shm`` is not used, and no file descriptor travels with a batch. ``tensor.is_shared()`` is False.
+      (a tensor, a view, a ``.numpy()`` array), even after the loader and its workers have ended. A tensor of 16 KiB or
+      more keeps only its own memory alive.
+    * ``/dev/shm`` is not used, and no file descriptor is sent with a batch. ``tensor.is_shared()`` is False.
     * A batch that cannot be sent raises an error in its place, and the death of a worker raises an error at once.
-    * ``rustloader.stats(loader)`` has figures.
+    * ``rustloader.stats(loader)`` returns statistics.
 
-    A dataset that the engine cannot serve, such as a DataPipe, runs on torch's own loop; the logger ``rustloader``
+    If the engine cannot serve a dataset, such as a DataPipe, torch's own loop runs; the logger ``rustloader`` then
     warns once per loader.
 
     Args:
         dataset: Map-style or iterable dataset, as for torch.
         batch_size: Samples per batch, None for no batching (default: 1).
         shuffle: True draws a new order in each epoch (default: None, as False).
-        sampler: Gives the indices of the samples (default: None).
-        batch_sampler: Gives the indices of whole batches (default: None).
+        sampler: Yields the indices of samples (default: None).
+        batch_sampler: Yields the indices of whole batches (default: None).
         num_workers: Number of worker processes (default: 0, torch's own loop in this process). "auto" begins with the
-            cores that this process may use, and follows the figures of each epoch.
-        collate_fn: Makes a batch of a list of samples (default: None, torch's ``default_collate``, which writes plain
-            tensors and numbers straight into the arena).
-        pin_memory: True delivers batches in pinned memory (default: False). Plain batches are copied there by a thread
-            of the engine.
+            number of cores that this process may use, and adapts the number to the figures of each epoch.
+        collate_fn: Makes a batch from a list of samples (default: None, torch's ``default_collate``, which here writes
+            plain tensors and numbers directly into the arena).
+        pin_memory: True delivers batches in pinned memory (default: False). A thread of the engine copies plain batches
+            there.
         drop_last: True leaves out a last batch that is not full (default: False).
         timeout: Seconds to wait for a batch, 0 for no limit (default: 0).
         worker_init_fn: Called with the worker's number in each worker, after seeding (default: None).
@@ -75,14 +75,15 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         generator: Source of the seeds and of the random order (default: None, torch's global generator).
         prefetch_factor: Number of batches that each worker prepares ahead (default: None, which means 2 with workers).
         persistent_workers: True keeps the workers from epoch to epoch (default: False).
-        pin_memory_device: Device that memory is pinned for (default: "", the current accelerator); deprecated by torch.
+        pin_memory_device: Device for which memory is pinned (default: "", the current accelerator). torch deprecates
+            this argument.
         in_order: False delivers batches as they are ready (default: True).
 
     Raises:
-        ValueError: As torch's class, for the same arguments, with the same text; or an option that torch does not have
-            cannot have that value.
-        TypeError: As torch's class.
-        AssertionError: As torch's class.
+        ValueError: As in torch's class, for the same arguments, with the same text; or an option that torch does not
+            have cannot have that value.
+        TypeError: As in torch's class.
+        AssertionError: As in torch's class.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2)
@@ -92,7 +93,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         tensor([4, 5, 6, 7])
     """
 
-    # Classes do not inherit annotations.
+    # Copied, because classes do not inherit annotations.
     __annotations__ = dict(torch_data.DataLoader.__annotations__)
 
     if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
                 loader_state.of(self).pages.announce(self.num_workers)
 
     def __iter__(self) -> _BaseDataLoaderIter:
-        arguments.refuse_text(self)
+        arguments.refuse_string(self)
         return super().__iter__()
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
@@ -174,23 +175,23 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         if not sys.platform.startswith("linux"):
             unsupported.warn()
             return super()._get_iterator()
-        other = _other_iterator(super()._get_iterator)
-        if other is not None:
-            fallback.fall_back(self, other)
+        reason = _why_other_iterator(super()._get_iterator)
+        if reason is not None:
+            fallback.fall_back(self, reason)
             return super()._get_iterator()
-        if not loader_state.has_auto(self):  # more workers than cores have their reason
-            in_torch(TORCHS_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
+        if not loader_state.has_auto(self):  # "auto" may choose more workers than cores for a reason
+            in_torch(TORCH_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)
 
 
 def _add_keywords(cls: Any) -> None:
-    """Adds the options that torch does not have to a class: as attributes, parameters and documentation."""
-    torchs = inspect.signature(torch_data.DataLoader.__init__)
+    """Adds the options that torch does not have to a loader class: as attributes, parameters and documentation."""
+    torch_signature = inspect.signature(torch_data.DataLoader.__init__)
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=options.type_of(name))
         for name in options.keywords()
     ]
-    cls.__init__.__signature__ = torchs.replace(parameters=[*torchs.parameters.values(), *added])
+    cls.__init__.__signature__ = torch_signature.replace(parameters=[*torch_signature.parameters.values(), *added])
     cls.__init__.__annotations__ = torch_data.DataLoader.__init__.__annotations__ | {
         it.name: it.annotation for it in added
     }
@@ -201,15 +202,15 @@ def _add_keywords(cls: Any) -> None:
 
 _add_keywords(DataLoader)
 
-# String annotations of torch are resolved in the module of the class that has them.
+# torch's string annotations are resolved in the module of the class that has them, which is now this module.
 for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.values()))):
     if hasattr(torch_dataloader, _name):
         globals().setdefault(_name, getattr(torch_dataloader, _name))
 
 
-def _other_iterator(get_iterator: Callable[..., Any]) -> str | None:
-    """Returns the reason why torch's loader would make an iterator that the engine's cannot replace, or None."""
-    if not is_torchs(get_iterator, torch_dataloader):
+def _why_other_iterator(get_iterator: Callable[..., Any]) -> str | None:
+    """Returns the reason why the engine's iterator cannot replace the one that torch's loader would make, or None."""
+    if not is_defined_in(get_iterator, torch_dataloader):
         return "DataLoader._get_iterator of torch was replaced"
     iterator = torch_dataloader._MultiProcessingDataLoaderIter
     if iterator is not TorchIter and _MultiProcessingDataLoaderIter not in iterator.__mro__:

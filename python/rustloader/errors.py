@@ -1,4 +1,4 @@
-"""Errors about workers. Each is a RuntimeError with torch's text."""
+"""Errors about workers, each of which is a RuntimeError with torch's text."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ class WorkerDiedError(RuntimeError):
         text: The message.
         worker_id: The worker's number, from 0.
         pid: The worker's process id.
-        exitcode: Its exit code, or the negative number of the signal that killed it; None if unknown.
-        index: The index batch that the worker was to fetch, as the sampler gave it; None if it had none.
+        exitcode: The exit code, or the negative number of the signal that killed the worker; None if unknown.
+        index: The index batch that the worker was to fetch, as the sampler yielded it; None if it had none.
         restarts: Number of earlier restarts of the worker.
 
     Examples:
@@ -39,7 +39,7 @@ class WorkerDiedError(RuntimeError):
 
 
 class WorkerStalledError(WorkerDiedError):
-    """Raised like ``WorkerDiedError`` when a worker was in one batch for longer than ``stall_timeout``.
+    """Raised like ``WorkerDiedError`` when a worker was killed because a batch took longer than ``stall_timeout``.
 
     Examples:
         >>> isinstance(rustloader.WorkerStalledError("it was stuck"), rustloader.WorkerDiedError)
@@ -54,8 +54,8 @@ class ErrorLimitExceeded(RuntimeError):
 
     Args:
         text: The message. It names the first failed samples.
-        failures: The failed samples of the epoch as ``rustloader.Failure``, at most the first 1,000, in the order in
-            which their batches were delivered.
+        failures: The failed samples of the epoch as ``rustloader.Failure``, in the order in which their batches were
+            delivered; at most the first 1,000.
 
     Examples:
         >>> rustloader.ErrorLimitExceeded("3 samples have failed").failures
@@ -77,5 +77,5 @@ class LoaderTimeoutError(RuntimeError, TimeoutError):
 
 
 for _error in (WorkerDiedError, WorkerStalledError, LoaderTimeoutError, ErrorLimitExceeded):
-    # Tracebacks and pickles name the module that programs import from.
+    # Tracebacks and pickles name the module from which programs import.
     _error.__module__ = "rustloader"

@@ -1,6 +1,6 @@
 """Workers as actors of a Ray cluster: ``DataLoader(..., multiprocessing_context=rustloader.ray.RayContext())``.
 
-Importing this module does not import Ray; making a context does. ``pip install rustloader[ray]`` brings it.
+Importing this module does not import Ray; making a context does. ``pip install rustloader[ray]`` installs it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ __all__ = ["RayContext"]
 
 _MISSING = "workers on a Ray cluster need Ray: install it with `pip install rustloader[ray]`"
 _SHUT_DOWN = (
-    "Ray was shut down while a DataLoader had workers on its cluster: they cannot be started again; make a new "
-    "DataLoader"
+    "Ray was shut down while a DataLoader had workers on its cluster: they cannot be restarted; make a new DataLoader"
 )
 
 
@@ -33,7 +32,7 @@ def _ray() -> Any:
 
 def _session(ray: Any) -> Any:
     """Returns an identity that distinguishes the connection to a cluster from earlier ones; None without a connection.
-    Unlike most calls of Ray, this starts none."""
+    Unlike most calls of Ray, this does not start a cluster."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -42,26 +41,34 @@ def _session(ray: Any) -> Any:
 
 @functools.cache
 def _actor_class() -> Any:
-    """Returns the class of all actors: Ray exports each new one to the cluster. A new actor replaces one that has
-    ended: Ray's own restarts and retries may repeat what was delivered.
+    """Returns the class of all actors, which is made only once because Ray exports each class to the cluster.
+
+    Ray does not restart its actors or retry their calls, which could repeat delivered batches: the engine replaces an
+    actor that has ended by a new one.
     """
     return _ray().remote(max_restarts=0, max_task_retries=0)(_Actor)
 
 
 class _Actor:
-    """A worker. It has no arguments and no state: what it needs comes with the call, and a new one replaces it."""
+    """A worker. The actor has no arguments and no state: the call of ``serve`` brings all that it needs."""
 
     def begin(self) -> None:
-        """Does nothing: its answer shows that the actor runs."""
+        """Does nothing. Its result shows that the actor runs."""
 
     def serve(self, references: list[Any], call: Call, seconds: float) -> None:
-        """Serves until the main process ends it. A reference in a list is not resolved by Ray, which would keep the
-        dataset's pickle until the end of this call."""
+        """Works until the main process ends the worker.
+
+        Args:
+            references: The reference to the dataset's pickle, in a list: Ray would resolve a bare reference, and keep
+                the pickle until the end of this call.
+            call: The parameters with which the worker connects back.
+            seconds: Seconds that the handshake may take.
+        """
         remote.serve(lambda: _ray().get(references.pop()), call, seconds)
 
 
 class _StartedActor:
-    """An actor whose ``serve`` was called."""
+    """An actor whose ``serve`` has been called."""
 
     def __init__(
         self, ray: Any, actor: Any, begun: Any, result: Any, call: Call, requested: Mapping[str, float]
@@ -80,28 +87,31 @@ class _StartedActor:
                 return None
             self._ray.get(self._result, timeout=0)
         except Exception as error:
-            # Ray raises a variable of its own frame.
+            # Ray raises the value of a local variable.
             forget_frames(error)
             return f"{type(error).__name__}: {error}"
-        return "the actor has ended its call"
+        return "the actor has ended its call of serve()"
 
     def waits_for(self) -> str:
-        """Describes the resources that the actor asked for and those of the cluster, or the address that it cannot
-        reach."""
+        """Describes the resources that the actor requests and those of the cluster, or the address that it has not
+        reached."""
         with contextlib.suppress(Exception):
             if self._ray.wait([self._begun], timeout=0, fetch_local=False)[0]:
                 return (
-                    f"its actor runs, and has not reached this process at {self._place}: the machines of the cluster "
-                    "must reach each other at all ports, through firewalls, too"
+                    f"its actor runs, but has not reached this process at {self._place}: the machines of the cluster "
+                    "must reach each other on all ports, also through firewalls"
                 )
             if not self._requested:
-                return "Ray has not started its actor: `ray status` says what the cluster waits for"
+                return "Ray has not started its actor: `ray status` shows what the cluster is waiting for"
             total, free = self._ray.cluster_resources(), self._ray.available_resources()
-            wanted = ", ".join(
+            requested = ", ".join(
                 f"{name} {amount:g} (in the cluster {total.get(name, 0):g}, free {free.get(name, 0):g})"
                 for name, amount in self._requested.items()
             )
-            return f"its actor asks for {wanted}: add nodes, or ask for less by RayContext(num_cpus=..., resources=...)"
+            return (
+                f"its actor requests {requested}: add nodes, or request less with "
+                "RayContext(num_cpus=..., resources=...)"
+            )
         return "Ray does not answer"
 
     def kill(self) -> None:
@@ -115,16 +125,17 @@ class RayContext(RemoteContext):
     """A multiprocessing context whose workers are Ray actors, on any node of the cluster.
 
     Worker i is an actor with the id and the seeds of worker i, so batches are bit-identical to those of local workers.
-    They come over a TCP connection of each actor to this process, not through Ray's object store. Ray starts an actor
-    and reports its end; order, restarts (``max_restarts``) and exactly-once delivery are the loader's. The dataset is
-    pickled by cloudpickle and put into the object store once.
+    Each actor sends them over its own TCP connection to this process, not through Ray's object store. Ray starts the
+    actors and reports when they end; the loader is responsible for order, restarts (``max_restarts``) and exactly-once
+    delivery. cloudpickle pickles the dataset, which is put into the object store once.
 
     Args:
         num_cpus: CPUs that Ray reserves for each worker.
         num_gpus: GPUs that Ray reserves for each worker.
-        resources: Further resources by name, as ``ray.remote`` takes them.
+        resources: Other resources for each worker by name, as ``ray.remote`` takes them.
         placement_group: A placement group for all workers.
-        scheduling_strategy: How Ray places workers outside a placement group (default: "SPREAD", over the nodes).
+        scheduling_strategy: Ray's strategy to place workers outside a placement group (default: "SPREAD", which
+            distributes them over the nodes).
         runtime_env: The runtime environment of the workers, as ``ray.remote`` takes it.
 
     Raises:
@@ -165,7 +176,7 @@ class RayContext(RemoteContext):
         return f"RayContext({given})"
 
     def address(self) -> str:
-        """This node's address in the cluster."""
+        """Returns this node's address in the cluster."""
         ray = _ray()
         if not ray.is_initialized():
             raise RuntimeError(_SHUT_DOWN)
@@ -173,21 +184,21 @@ class RayContext(RemoteContext):
         return address
 
     def dumps(self, value: Any) -> bytes:
-        """Pickles by value the definitions of the main script."""
+        """Pickles a value with cloudpickle, and definitions of the main script by value."""
         from ray import cloudpickle
 
         blob: bytes = cloudpickle.dumps(value)
         return blob
 
     def put(self, blob: bytes) -> Any:
-        """Puts bytes into the object store. Joins or starts a cluster if the program has not. Only this method does,
-        because objects of one session do not exist in the next one."""
+        """Puts bytes into the object store. Joins or starts a cluster if the program has not done so. The other methods
+        do not, because the objects of one session do not exist in the next."""
         ray = _ray()
         reference = ray.put(blob)
         return _session(ray), reference
 
     def launch(self, blob: Any, call: Call) -> _StartedActor:
-        """Creates an actor, and calls it."""
+        """Creates an actor and calls its ``serve``."""
         ray, (session, reference) = _ray(), blob
         if _session(ray) != session:
             raise RuntimeError(_SHUT_DOWN)

@@ -9,7 +9,7 @@ from typing import Any
 
 from demo.measure import NO_WORKERS, OURS, TORCH, Result
 from demo.settings import Settings
-from rustloader.system.texts import count_of
+from rustloader.system.formatting import count_of
 
 __all__ = ["conclusion", "rate", "reason", "row", "table", "times"]
 

@@ -1,1 +1,1 @@
-"""``num_workers="auto"``: the first guess, the figures of the last epoch, and the decisions that follow from them."""
+"""``num_workers="auto"``: the initial number of workers, and its changes by the figures of each epoch."""

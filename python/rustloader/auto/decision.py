@@ -1,8 +1,9 @@
-"""Decides how many workers the next epoch has, from the figures of the last one. Pure: figures in, decision out.
+"""Decides the number of workers of the next epoch from the figures of the last one, without side effects.
 
-A loop that takes a batch every ``pace`` seconds needs ``per_batch / pace`` workers, each of which makes one in
-``per_batch`` seconds. Limits bound that. The number changes only by clear margins. After each reversal of its direction
-the next one takes twice as many epochs that agree, so that noise cannot make it swing.
+If a loop takes a batch every ``pace`` seconds, and a worker makes one in ``per_batch`` seconds, the loop needs
+``per_batch / pace`` workers, within the limits. The number changes only by clear margins. Each time that it changes its
+direction, a further change of direction needs twice the number of epochs that agree, so that noise cannot make the
+number oscillate.
 """
 
 from __future__ import annotations
@@ -12,29 +13,32 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rustloader.system.texts import count_of, duration
+from rustloader.system.formatting import count_of, duration
 
-# An epoch with fewer batches, batches per worker or seconds decides nothing: its first batches weigh too much.
+# Minimum number of batches, of batches per worker, and of seconds of an epoch that allows a decision: in a shorter
+# epoch, the first batches weigh too much.
 _MIN_BATCHES, _MIN_BATCHES_PER_WORKER, _MIN_SECONDS = 20, 3, 0.5
-# More workers only if the loop waits for this share of its time, and the number is below the need by this share.
+# The number increases only if the loop waits for more than this share of its time, and the number is below the need by
+# more than this share.
 _WAIT_SHARE, _NEED_MARGIN = 0.05, 0.1
-# Fewer workers only if one less is still this many times the need.
+# The number decreases only if one worker fewer is still at least this multiple of the need.
 _SURPLUS = 1.35
-# Workers for batches of uneven cost, as a multiple of the need: of more workers, and of fewer. With the margins above,
-# figures that are off by 10 % in either direction do not turn a change back.
+# The new number as a multiple of the need, because batches differ in cost: for an increase, and for a decrease. With
+# the margins above, an error of 10 % in the figures does not reverse a change.
 _SPARE, _SPARE_OF_FEWER = 1.05, 1.15
-# Maximum factor of one change upwards.
+# Maximum factor of an increase.
 _MAX_STEP_UP = 4
-# Maximum of workers per core, and of all workers on a machine with fewer cores.
+# Maximum number of workers per core, and of all workers unless the machine has more cores.
 _PER_CORE, _MAX_WORKERS = 16, 64
-# Processor time as a share of the time at work from which on a worker uses several threads.
+# Ratio of processor time to the time at work above which a worker counts as using several threads.
 _THREADED_SHARE = 1.5
-# Part of the expected gain of more workers below which they gained nothing, and the smallest expected gain, as a share
-# of the time of a batch, that shows.
+# An increase gained nothing if its gain is below this part of the expected gain. A gain is expected to be visible if it
+# exceeds this share of the time per batch.
 _MIN_GAIN, _VISIBLE_GAIN = 0.25, 0.1
-# Factor by which the work on a batch or the loop's pace must change until more workers are tried again.
+# Factor by which the work on a batch or the loop's pace must change before an increase is tried again.
 _CHANGE_FACTOR = 2.0
-# A step of less than this many seconds per batch, or this share of the loop's time, is no training step.
+# A step below this number of seconds per batch, or below this share of the loop's time, does not count as a training
+# step.
 _NO_STEP, _NO_STEP_SHARE = 50e-6, 0.02
 
 
@@ -44,15 +48,15 @@ class Epoch:
 
     Attributes:
         workers: Number of workers.
-        batches: Number of batches delivered.
-        step: The loop between two calls of ``next``.
-        own: In ``next`` without waiting.
-        waited: Waiting for batches, the first one left out.
-        tasks: Number of batches made.
-        busy: Work of all workers on them.
-        cpu: Processor time of that part of ``busy`` whose processor time is known.
-        measured: That part of ``busy``.
-        queued: Part of ``measured``: ready to run, without a core.
+        batches: Number of batches that were delivered.
+        step: Time of the loop outside ``next``.
+        own: Time in ``next`` without waiting.
+        waited: Time of waiting for batches, except the first one.
+        tasks: Number of batches that the workers made.
+        busy: Time that all workers spent on these batches.
+        cpu: Processor time of the part of ``busy`` for which it was measured.
+        measured: Length of that part of ``busy``.
+        queued: Part of ``measured`` in which workers were ready to run and had no core.
     """
 
     workers: int
@@ -68,16 +72,18 @@ class Epoch:
 
     @property
     def loop(self) -> float:
+        """Time of the whole loop, except for the wait for the first batch."""
         return self.step + self.own + self.waited
 
     @property
     def is_long(self) -> bool:
-        """True if the epoch is long enough to decide by."""
+        """True if the epoch is long enough for a decision."""
         least = max(_MIN_BATCHES, _MIN_BATCHES_PER_WORKER * self.workers)
         return min(self.batches, self.tasks) >= least and self.loop >= _MIN_SECONDS and self.busy > 0
 
     @property
     def has_step(self) -> bool:
+        """True if the loop does noticeable work between two batches, such as a training step."""
         return self.step >= max(_NO_STEP * self.batches, _NO_STEP_SHARE * self.loop)
 
     @property
@@ -87,56 +93,57 @@ class Epoch:
 
     @property
     def per_batch(self) -> float:
-        """A worker's seconds per batch."""
+        """Seconds that a worker takes for a batch."""
         return self.busy / self.tasks
 
     @property
-    def rate(self) -> float:
-        """Seconds from batch to batch."""
+    def period(self) -> float:
+        """Seconds from batch to batch, waiting included."""
         return self.loop / self.batches
 
     @property
     def need(self) -> float:
-        """The workers that the loop keeps busy."""
+        """Number of workers that the loop can keep busy."""
         return self.per_batch / max(self.pace, 1e-9)
 
     @property
-    def share(self) -> float:
-        """Processor time as a share of the time at work, without waiting for a core. Unknown time counts as 1."""
+    def cpu_share(self) -> float:
+        """Processor time as a share of the time at work, without waiting for a core; 1 if unknown."""
         at_work = self.measured - self.queued
         return self.cpu / at_work if at_work > 0 else 1.0
 
 
 class Limit(NamedTuple):
-    """A maximum of workers, and its reason."""
+    """A maximum number of workers, and its reason."""
 
-    most: float
+    maximum: float
     reason: str
 
 
 class _Trial(NamedTuple):
-    """The baseline that more workers were tried against: the number before, and its figures."""
+    """The baseline for an increase: the number of workers before it, and the figures of that epoch."""
 
     workers: int
     per_batch: float
     pace: float
-    rate: float
+    period: float
 
     def is_like(self, epoch: Epoch) -> bool:
+        """Returns True if the work on a batch and the pace have not changed much since."""
         pairs = ((self.per_batch, epoch.per_batch), (self.pace, epoch.pace))
         return all(before / _CHANGE_FACTOR < now < before * _CHANGE_FACTOR for before, now in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The results of earlier decisions that the next one needs.
+    """The results of earlier decisions on which the next one depends.
 
     Attributes:
-        direction: Of the last change: 1, -1, or 0 before the first.
-        reversals: Number of changes against the one before.
-        wanted: Direction that the last epochs agree on, and their number.
-        trial: The last change, if it was upwards and no epoch has judged it.
-        ceiling: The largest number that more workers did not make faster.
+        direction: Direction of the last change: 1, -1, or 0 before the first one.
+        reversals: Number of changes in the opposite direction to the change before.
+        wanted: Direction on which the last epochs agree, and their number.
+        trial: The baseline of the last change, if it was an increase that has not been evaluated.
+        ceiling: The baseline of an increase that gained nothing. Its number of workers is a limit.
     """
 
     direction: int = 0
@@ -147,8 +154,14 @@ class History:
 
 
 class Decision(NamedTuple):
-    """The number of workers of the next epoch, and the reason of a change; empty for none. ``held_by``: the limit that
-    keeps the number below the need; empty for none."""
+    """The decision about the next epoch.
+
+    Attributes:
+        workers: Number of workers.
+        reason: The reason for a change; empty for no change.
+        history: The history for the next decision.
+        held_by: The limit that keeps the number below the need; empty if none does.
+    """
 
     workers: int
     reason: str
@@ -157,13 +170,13 @@ class Decision(NamedTuple):
 
 
 def decide(epoch: Epoch, cores: float, limits: Sequence[Limit] = (), history: History = History()) -> Decision:
-    """Decides from an epoch's figures.
+    """Decides the number of workers of the next epoch.
 
     Args:
-        epoch: The figures.
-        cores: Cores that the workers may use.
+        epoch: The figures of the last epoch.
+        cores: Number of cores that the workers may use.
         limits: Further limits, such as memory.
-        history: Of the last decision.
+        history: The history of the last decision.
 
     Example:
         >>> epoch = Epoch(workers=2, batches=100, step=1.0, own=0.0, waited=2.75, tasks=100, busy=7.5, measured=7.5)
@@ -176,15 +189,16 @@ def decide(epoch: Epoch, cores: float, limits: Sequence[Limit] = (), history: Hi
     trial, history = history.trial, dataclasses.replace(history, trial=None)
     if trial is not None and trial.workers < now and _gained_nothing(trial, epoch):
         history = dataclasses.replace(history, ceiling=trial)
-        reason = f"{count_of(now, 'worker')} took {duration(epoch.rate)} per batch, and {trial.workers} took "
-        return _changed(epoch, trial.workers, f"{reason}{duration(trial.rate)}", history)
+        reason = f"{count_of(now, 'worker')} took {duration(epoch.period)} per batch, and {trial.workers} took "
+        return _changed(epoch, trial.workers, f"{reason}{duration(trial.period)}", history)
     if history.ceiling is not None and not history.ceiling.is_like(epoch) and now <= history.ceiling.workers:
         history = dataclasses.replace(history, ceiling=None)
     limit = _tightest(epoch, cores, limits, history)
     target, reason = _target(epoch, limit)
     direction = (target > now) - (target < now)
     if not direction:
-        is_held = int(limit.most) <= now < (1 - _NEED_MARGIN) * epoch.need and epoch.waited > _WAIT_SHARE * epoch.loop
+        is_short = now < (1 - _NEED_MARGIN) * epoch.need and epoch.waited > _WAIT_SHARE * epoch.loop
+        is_held = is_short and int(limit.maximum) <= now
         return Decision(now, "", dataclasses.replace(history, wanted=(0, 0)), limit.reason if is_held else "")
     agreed = history.wanted[1] + 1 if history.wanted[0] == direction else 1
     patience = 2**history.reversals if direction == -history.direction else 1
@@ -194,29 +208,29 @@ def decide(epoch: Epoch, cores: float, limits: Sequence[Limit] = (), history: Hi
 
 
 def _gained_nothing(trial: _Trial, epoch: Epoch) -> bool:
-    expected = trial.rate - max(trial.pace, trial.per_batch / epoch.workers)
-    return expected > _VISIBLE_GAIN * trial.rate and trial.rate - epoch.rate < _MIN_GAIN * expected
+    expected = trial.period - max(trial.pace, trial.per_batch / epoch.workers)
+    return expected > _VISIBLE_GAIN * trial.period and trial.period - epoch.period < _MIN_GAIN * expected
 
 
 def _changed(epoch: Epoch, target: int, reason: str, history: History) -> Decision:
     direction = 1 if target > epoch.workers else -1
-    trial = _Trial(epoch.workers, epoch.per_batch, epoch.pace, epoch.rate) if direction > 0 else None
+    trial = _Trial(epoch.workers, epoch.per_batch, epoch.pace, epoch.period) if direction > 0 else None
     reversals = history.reversals + (direction == -history.direction)
     changed = dataclasses.replace(history, direction=direction, reversals=reversals, wanted=(0, 0), trial=trial)
     return Decision(target, reason, changed)
 
 
 def _tightest(epoch: Epoch, cores: float, limits: Sequence[Limit], history: History) -> Limit:
-    """Returns the smallest of the limits."""
-    share = epoch.share if epoch.share > _THREADED_SHARE else min(epoch.share, 1.0)
+    """Returns the smallest of all limits."""
+    share = epoch.cpu_share if epoch.cpu_share > _THREADED_SHARE else min(epoch.cpu_share, 1.0)
     by_cpu = cores / max(share, 1e-3)
-    text = f"the workers compute for {epoch.share:.0%} of their time, and there {_cores(cores)}"
+    text = f"the workers compute for {epoch.cpu_share:.0%} of their time, and there {_cores(cores)}"
     bounds = [Limit(by_cpu, text), *limits]
     bounds.append(Limit(max(cores, min(_PER_CORE * cores, _MAX_WORKERS)), f"there {_cores(cores)}"))
     bounds.append(Limit(epoch.tasks / 2, f"the epoch had {count_of(epoch.tasks, 'batch')}"))
     if history.ceiling is not None:
         bounds.append(Limit(history.ceiling.workers, "more were no faster"))
-    return min(bounds, key=lambda limit: limit.most)
+    return min(bounds, key=lambda limit: limit.maximum)
 
 
 def _cores(cores: float) -> str:
@@ -224,14 +238,14 @@ def _cores(cores: float) -> str:
 
 
 def _target(epoch: Epoch, limit: Limit) -> tuple[int, str]:
-    """Returns the number of workers that the figures ask for, and why."""
+    """Returns the number of workers that the figures call for, and the reason."""
     now, need = epoch.workers, epoch.need
-    least = min(need, limit.most)
+    least = min(need, limit.maximum)
     spare = _SPARE if now < need else _SPARE_OF_FEWER
     wanted = math.ceil(round(need * spare, 3))
-    target = max(1, min(wanted, int(limit.most)))
+    target = max(1, min(wanted, int(limit.maximum)))
     if now < (1 - _NEED_MARGIN) * least and epoch.waited > _WAIT_SHARE * epoch.loop:
-        bounds = {wanted: "", int(limit.most): f"; {limit.reason}"}
+        bounds = {wanted: "", int(limit.maximum): f"; {limit.reason}"}
         target = min(target, _MAX_STEP_UP * now)
         more = bounds.get(target, f"; at most {_MAX_STEP_UP} times as many at once")
     elif now - 1 >= _SURPLUS * least:

@@ -1,4 +1,4 @@
-"""Follows the figures of a loader with ``num_workers="auto"`` from epoch to epoch."""
+"""Adapts the number of workers of a loader with ``num_workers="auto"`` from epoch to epoch."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from rustloader.remote.context import is_remote
 from rustloader.settings import loader_state, options
 from rustloader.settings.config import LoaderConfig
 from rustloader.system.cores import effective_cores, ranks_on_cores
+from rustloader.system.formatting import count_of, size
 from rustloader.system.protocols import IteratorLike, LoaderLike
-from rustloader.system.texts import count_of, size
 
 logger = logging.getLogger("rustloader")
 
-# Part of the free memory that further workers may take, and number of workers whose memory is read.
+# Part of the free memory that additional workers may take, and the number of workers whose memory is read.
 _MEMORY_PART, _WORKERS_READ = 0.5, 4
-# Attributes with the number of shards of the iterable datasets of libraries.
+# Attributes in which iterable datasets of libraries have their number of shards.
 _SHARDS = ("num_shards", "n_shards")
 _HELD_TEXT = 'num_workers="auto" of the DataLoader %s stays at %s, although its loop waits: %s'
 _SEEDS_TEXT = (
-    'random numbers in the workers of a DataLoader depend on their number, which num_workers="auto" has changed; '
-    'seed_by="sample" makes them independent of it'
+    'random numbers in the workers of a DataLoader depend on the number of workers, which num_workers="auto" has '
+    'changed; seed_by="sample" makes them independent of it'
 )
 
 
 class Tuner:
-    """The number of workers of a loader, and the figures that the next decision is made by.
+    """The number of workers of a loader, and the figures from which the next decision is made.
 
     Attributes:
-        count: Number of workers of the last epoch that began, or of the first one to come.
+        count: Number of workers of the epoch that began last; before the first epoch, of the first one.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._history = History()
-        # The epoch that runs, or has ended.
+        # The figures of the epoch that is running or has ended last.
         self._watch: _Watch | None = None
-        # True if the next epoch has its number from `pin`.
+        # True if `pin` has set the number of the next epoch.
         self._is_pinned = False
         self._memory: Limit | None = None
         self._allowance = Allowance()
@@ -59,13 +59,13 @@ class Tuner:
         self.count, self._is_pinned = count, True
 
     def reconsider(self, loader: LoaderLike, config: LoaderConfig) -> None:
-        """Decides how many workers the epoch that begins has, and logs a change."""
+        """Decides the number of workers of the epoch that begins, and logs a change."""
         watch, self._watch = self._watch, None
         is_pinned, self._is_pinned = self._is_pinned, False
         if is_pinned:
             return
         limits = [] if is_remote(loader.multiprocessing_context) else _limits_of_affinity(config)
-        self.count = min([self.count, *(int(limit.most) for limit in limits)])
+        self.count = min([self.count, *(int(limit.maximum) for limit in limits)])
         if watch is None:
             return
         epoch = watch.epoch()
@@ -86,12 +86,13 @@ class Tuner:
                 logger.info(_SEEDS_TEXT)
 
     def watch(self, iterator: IteratorLike) -> None:
-        """Begins with the figures of an epoch of an iterator that has `count` workers."""
+        """Starts to record the figures of an iterator's epoch, which has `count` workers."""
         self._watch = _Watch(ledger.of(iterator).detached(), self.count)
 
     def note_memory(self, pids: Iterable[int]) -> None:
-        """Reads how much memory running workers have for themselves. That takes at most 1 % of the time."""
-        left = arguments.memory_left()
+        """Reads how much memory the running workers do not share, and limits their number by it. Takes at most 1 % of
+        the time."""
+        free = arguments.free_memory()
         sizes = []
         for pid in list(pids)[:_WORKERS_READ]:
             if not self._allowance.has_remaining():
@@ -100,9 +101,9 @@ class Tuner:
             sizes.append(private_bytes(pid) or 0)
             self._allowance.spend(since)
         taken = max(sizes, default=0)
-        if left is not None and taken:
-            text = f"a worker takes {size(taken)} of memory, and {size(left)} are left"
-            self._memory = Limit(self.count + int(_MEMORY_PART * left / taken), text)
+        if free is not None and taken:
+            text = f"a worker takes {size(taken)} of memory, and {size(free)} are free"
+            self._memory = Limit(self.count + int(_MEMORY_PART * free / taken), text)
 
 
 class _Watch:
@@ -137,22 +138,22 @@ class _Watch:
 
 
 def of(loader: LoaderLike) -> Tuner | None:
-    """Returns the tuner of a loader with "auto", by its own argument or by ``install()``; else None."""
+    """Returns the tuner of a loader that has "auto" by its own argument or by ``install()``; otherwise None."""
     own = loader_state.has_auto(loader)
     if not own and not (options.current().get("num_workers") and loader.num_workers > 0):
         return None
     state = loader_state.of(loader)
     tuner: Tuner | None = state.tuner
     if tuner is None:
-        tuner = state.tuner = Tuner(loader.num_workers if own else arguments.first_guess())
+        tuner = state.tuner = Tuner(loader.num_workers if own else arguments.initial_workers())
     if own:
-        # An equal number that another loader's copy has brought along counts.
+        # The loader's own number counts: a copy of a loader has that of its original, and a new tuner.
         tuner.count = loader.num_workers
     return tuner
 
 
 def follow(loader: LoaderLike, config: LoaderConfig) -> Tuner | None:
-    """Returns the tuner of a loader, after its decision about the epoch that begins; None without "auto"."""
+    """Lets a loader's tuner decide about the epoch that begins, and returns the tuner; None without "auto"."""
     tuner = of(loader)
     if tuner is not None:
         own = loader_state.has_auto(loader)
@@ -163,7 +164,7 @@ def follow(loader: LoaderLike, config: LoaderConfig) -> Tuner | None:
 
 
 def pin(loader: LoaderLike, count: int) -> bool:
-    """Gives the next epoch of a loader with "auto" a number of workers. Returns False without "auto"."""
+    """Sets the number of workers of the next epoch of a loader with "auto". Returns False without "auto"."""
     own, tuner = loader_state.has_auto(loader), of(loader)
     if tuner is None:
         return False
@@ -181,7 +182,7 @@ def _limits_of_affinity(config: LoaderConfig) -> list[Limit]:
 
 
 def _limits_of_shards(dataset: Any, watch: _Watch) -> list[Limit]:
-    """Returns the limits of an iterable dataset: the shards that it reports, and the workers that had data."""
+    """Returns the limits of an iterable dataset: the number of shards that it reports, and of workers that had data."""
     limits = []
     for name in _SHARDS:
         value = None

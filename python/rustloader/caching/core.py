@@ -12,7 +12,7 @@ from rustloader.caching import files, limits
 from rustloader.caching.dataset import CachedDataset, cached_of
 from rustloader.caching.nodes import Origin
 from rustloader.caching.wrapper import check
-from rustloader.settings.kinds import Bytes, size_in_bytes
+from rustloader.settings.option_values import Bytes, size_in_bytes
 from rustloader.sharing.ranks import meet
 
 _BYTES = Bytes()

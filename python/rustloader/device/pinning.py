@@ -12,11 +12,11 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _utils
 
 from rustloader._core import Engine
-from rustloader.system.torch_side import is_torchs
+from rustloader.system.torch_side import is_defined_in
 
 # torch's function and method, or None if a program replaced them before this import.
 _pin_memory: Any = _utils.pin_memory.pin_memory
-if not is_torchs(_pin_memory, _utils.pin_memory):
+if not is_defined_in(_pin_memory, _utils.pin_memory):
     _pin_memory = None
 _tensor_pin_memory: Any = None if "pin_memory" in vars(torch.Tensor) else torch.Tensor.pin_memory
 

@@ -8,7 +8,7 @@ from torch.utils.data import Subset, _DatasetKind, _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data import dataset as torch_dataset
 
-from rustloader.system.torch_side import is_torchs
+from rustloader.system.torch_side import is_defined_in
 
 
 def is_original(dataset_kind: int) -> bool:
@@ -16,9 +16,9 @@ def is_original(dataset_kind: int) -> bool:
     fetch = _utils.fetch
     kind = fetch._MapDatasetFetcher if dataset_kind == _DatasetKind.Map else fetch._IterableDatasetFetcher
     return (
-        is_torchs(_DatasetKind.create_fetcher, torch_dataloader)
+        is_defined_in(_DatasetKind.create_fetcher, torch_dataloader)
         and kind.__module__ == fetch.__name__
-        and is_torchs(kind.fetch, fetch)
+        and is_defined_in(kind.fetch, fetch)
     )
 
 
@@ -37,7 +37,11 @@ def by_sample(dataset: Any) -> Any:
     also asks for one sample after another.
     """
     inner = dataset
-    while type(inner) is Subset and "__getitems__" not in vars(inner) and is_torchs(Subset.__getitems__, torch_dataset):
+    while (
+        type(inner) is Subset
+        and "__getitems__" not in vars(inner)
+        and is_defined_in(Subset.__getitems__, torch_dataset)
+    ):
         inner = inner.dataset
     return dataset if inner is dataset or getattr(inner, "__getitems__", None) else WithoutGetitems(dataset)
 

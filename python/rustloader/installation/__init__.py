@@ -1,1 +1,1 @@
-"""Puts the engine under the loaders of a whole program."""
+"""Makes all loaders of a program use the engine."""

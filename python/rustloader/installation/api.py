@@ -1,4 +1,4 @@
-"""``rustloader.install()``: every DataLoader of the process uses the engine, also those that a framework builds."""
+"""``rustloader.install()``: all DataLoaders of the process use the engine, including those that a framework builds."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _iterator_class = Replacement(TorchIter, OurIter, "torch's iterator")
 def install(values: dict[str, Any]) -> None:
     """Makes every ``torch.utils.data.DataLoader`` with workers in this process use the Rust engine.
 
-    For programs whose loaders are built by a framework. It replaces torch's iterator class in torch's module and in
-    other loaded modules that hold it. Existing loaders use the engine from their next iterator on. A class derived from
-    torch's iterator before this call stays on it, and one that overrides methods without a counterpart in the engine
-    falls back to it; the logger ``rustloader`` then warns.
+    This is for programs whose loaders are built by a framework. The call replaces torch's iterator class in torch's
+    module and in other loaded modules that hold the class. Existing loaders use the engine from their next iterator on.
+    A class derived from torch's iterator before this call keeps torch's iterator, and so does a class that overrides
+    methods without a counterpart in the engine; the logger ``rustloader`` then warns.
 
-    The arguments are options that frameworks drop when they rebuild a loader. Each applies to all loaders that have
-    torch's default for it, until ``uninstall()``; further calls add options.
+    The arguments are options that frameworks drop when they rebuild a loader. Until ``uninstall()``, each option
+    applies to all loaders that have torch's default for it. Further calls add options.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -92,7 +92,7 @@ def uninstall() -> None:
         _iterator_class.take_out()
         present = torch_dataloader._MultiProcessingDataLoaderIter
         if present is not TorchIter:
-            text = "torch.utils.data.dataloader.%s was replaced by %s after rustloader.install(), and stays so"
+            text = "torch.utils.data.dataloader.%s was replaced by %s after rustloader.install() and is not restored"
             logger.warning(text, _NAME, full_name(present))
 
 
@@ -138,20 +138,20 @@ class _Entered:
     """A ``with`` statement that has been entered.
 
     Attributes:
-        before: The options to be restored at its end; None: nothing was installed.
+        before: The options to restore at its end; None if the engine was not installed before.
     """
 
     def __init__(self) -> None:
         self.before = options.current() if is_installed() else None
 
 
-# In the order of their entering.
+# In the order in which they were entered.
 _entered: list[_Entered] = []
 
 
 @contextlib.contextmanager
 def _installed(values: dict[str, Any]) -> Iterator[None]:
-    # A `with` statement that the interpreter's exit ends restores nothing: the names of this module may be None.
+    # If the interpreter's exit ends a `with` statement, nothing is restored: the names of this module may be None.
     is_finalizing = sys.is_finalizing
     with _lock:
         own = _Entered()
@@ -166,11 +166,12 @@ def _installed(values: dict[str, Any]) -> Iterator[None]:
 
 
 def _leave(own: _Entered) -> None:
-    """Restores the state before a ``with`` statement. If another thread has entered one since, that one restores it."""
-    place = _entered.index(own)
+    """Restores the state before a ``with`` statement, or leaves this to a statement that another thread has entered
+    since."""
+    position = _entered.index(own)
     _entered.remove(own)
-    if place < len(_entered):
-        _entered[place].before = own.before
+    if position < len(_entered):
+        _entered[position].before = own.before
     elif own.before is None:
         uninstall()
     else:
@@ -181,7 +182,7 @@ def _leave(own: _Entered) -> None:
 
 
 def _follow_stateful() -> None:
-    """Replaces torchdata's class, or restores it, as the options say."""
+    """Replaces or restores torchdata's class, as the option ``stateful`` requires."""
     if options.current().get("stateful", False):
         stateful_install.put_in()
     else:

@@ -1,6 +1,6 @@
-"""Follows ``RUSTLOADER_INSTALL``: calls :func:`rustloader.install` once the program has imported torch.
+"""Applies ``RUSTLOADER_INSTALL``: calls :func:`rustloader.install` as soon as the program has imported torch.
 
-It does not import torch itself: programs may set variables for that import, or never do it.
+This module does not import torch itself: programs may set variables before that import, or never import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rustloader.system.patches import Patch
 
 logger = logging.getLogger("rustloader")
 
-# The import hook that waits for torch; None until the variable takes effect.
+# The import hook that waits for torch; None until the variable is applied.
 _following: _AfterTorch | None = None
 
 
@@ -35,20 +35,20 @@ def follow(setting: str) -> None:
         return
     if _following is None:
         _following = _AfterTorch(options)
-        _children_follow()
+        _follow_in_children()
         if "torch" not in sys.modules:
             _following.wait()
-    # The command `run` adds options to those of the variable.
+    # The options add up, because the command `run` adds its own to those of the variable.
     _following.options |= options
     if not _following.is_waiting:
         _install(options)
 
 
 def follow_variable() -> None:
-    """Applies the variable. A command of this package that finds a wrong value says so in one line, and ends.
+    """Applies the variable. If its value is invalid, a command of this package prints one line and exits.
 
     Raises:
-        ValueError: The value is wrong, and this is no command of the package.
+        ValueError: The value is invalid, and this process is not a command of the package.
     """
     try:
         follow(os.environ[INSTALL])
@@ -60,8 +60,8 @@ def follow_variable() -> None:
 
 
 def _is_command() -> bool:
-    """Returns True if this process is ``python -m rustloader`` or the script ``rustloader``. While Python imports the
-    package of the module that it is to run, ``sys.argv`` begins with "-m"."""
+    """Returns True if this process is ``python -m rustloader`` or the script ``rustloader``."""
+    # While Python imports the package of a module that it will run, `sys.argv` begins with "-m".
     if sys.argv[:1] != ["-m"]:
         return os.path.basename((sys.argv or [""])[0]) == "rustloader"
     command = " ".join(sys.orig_argv[1:])
@@ -76,7 +76,7 @@ def _install(options: dict[str, Any]) -> None:
 
 
 class _AfterTorch(AfterImport):
-    """Installs after the import of torch."""
+    """An import hook that installs the engine after the import of torch."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__("torch", lambda: _install(self.options))
@@ -84,15 +84,15 @@ class _AfterTorch(AfterImport):
 
 
 class _Here:
-    """Imports this package when unpickled, from the same place."""
+    """An object that, when it is unpickled, imports this package from the same folder."""
 
     def __reduce__(self) -> Any:
         parent = os.path.dirname(FOLDER)
         return exec, (f"import sys; {parent!r} in sys.path or sys.path.append({parent!r}); import rustloader",)
 
 
-def _children_follow() -> None:
-    """Makes processes that multiprocessing spawns follow the variable. They unpickle the preparation data before they
+def _follow_in_children() -> None:
+    """Makes processes that multiprocessing spawns apply the variable. They unpickle the preparation data before they
     import the program's main module."""
     prepare = spawn.get_preparation_data
 

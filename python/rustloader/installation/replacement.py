@@ -1,4 +1,4 @@
-"""Puts a class in place of another one in all loaded modules."""
+"""Replaces a class by another one in all loaded modules."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ logger = logging.getLogger("rustloader")
 
 
 class Replacement:
-    """Replaces a class wherever loaded modules hold it, by itself or in a tuple, and undoes that.
+    """The replacement of a class wherever loaded modules hold it, by itself or in a tuple. It can be undone.
 
     Args:
-        original: Class to replace.
-        substitute: Class in its place.
-        name: Name of the original class in log lines.
+        original: The class to replace.
+        substitute: The class in its place.
+        name: Name of the original class in log messages.
 
     Attributes:
         in_place: Whether the class is replaced now.
@@ -29,7 +29,7 @@ class Replacement:
         self.substitute = substitute
         self.in_place = False
         self._name = name
-        # Names that held the substitute before, with their namespaces. ``take_out`` keeps them.
+        # Names that held the substitute before, with their namespaces. `take_out` does not change them.
         self._kept: dict[tuple[int, str], dict[str, Any]] = {}
         # Replaced tuples: (replacement, original).
         self._tuples: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
@@ -40,7 +40,7 @@ class Replacement:
         """Replaces the class, and logs what it replaced. Does nothing if it is replaced already.
 
         Args:
-            message: Log line up to the replaced names.
+            message: Start of the log message, which the replaced names follow.
         """
         if self.in_place:
             return
@@ -51,14 +51,14 @@ class Replacement:
         self._forget_home()
         rebound = []
         for module, namespace, key, value in _places(self.original):
-            # Code of derived classes may name their base: `super(Name, self)`.
+            # Not in modules of derived classes, whose code may name their base, as in `super(Name, self)`.
             if module not in homes:
                 namespace[key] = self._replaced(value)
                 rebound.append(f"{module}.{key}")
         self._log(message, rebound, older)
 
     def take_out(self) -> None:
-        """Restores the class, or does nothing if it is not replaced."""
+        """Restores the class. Does nothing if it is not replaced."""
         if not self.in_place:
             return
         self.in_place = False
@@ -69,7 +69,7 @@ class Replacement:
         self._tuples.clear()
 
     def _forget_home(self) -> None:
-        """Lets ``take_out`` restore the module that defines the class, also if a program has put something else
+        """Makes ``take_out`` restore the class in the module that defines it, also if a program has put the substitute
         there."""
         home = sys.modules.get(self.original.__module__)
         if home is not None:
@@ -78,15 +78,15 @@ class Replacement:
     def _replaced(self, value: Any) -> Any:
         if value is self.original:
             return self.substitute
-        made = tuple(self.substitute if item is self.original else item for item in value)
-        self._tuples.append((made, value))
-        return made
+        replaced = tuple(self.substitute if item is self.original else item for item in value)
+        self._tuples.append((replaced, value))
+        return replaced
 
     def _restored(self, value: Any) -> Any:
         if value is self.substitute:
             return self.original
-        for made, original in self._tuples:
-            if made is value:
+        for replaced, original in self._tuples:
+            if replaced is value:
                 return original
         return tuple(self.original if item is self.substitute else item for item in value)
 
@@ -97,16 +97,16 @@ class Replacement:
             if cls not in self._warned_of:
                 self._warned_of.add(cls)
                 logger.warning(
-                    "%s was derived from %s before rustloader.install(), and stays on it; call install() before the "
-                    "class is made",
+                    "%s was derived from %s before rustloader.install() and still uses it; call install() before the "
+                    "class is defined",
                     full_name(cls),
                     self._name,
                 )
 
 
 def log_level(again: bool) -> int:
-    """Returns the level of a message about an installation: INFO, or DEBUG if it was logged before in this process or
-    above.
+    """Returns the log level of a message about an installation: INFO, or DEBUG if this process or its parent has logged
+    it before.
     """
     # A spawned process runs the script's top level again, and must not repeat the message.
     process = multiprocessing.current_process()
@@ -115,16 +115,17 @@ def log_level(again: bool) -> int:
 
 
 def full_name(cls: type) -> str:
+    """Returns the name of a class with its module."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _places(wanted: type) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """Yields the places where loaded modules hold a class or a tuple with it: (module, its namespace, name, value)."""
+    """Yields the places where loaded modules hold a class or a tuple with it, as (module, namespace, name, value)."""
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "rustloader":
             continue
         try:
-            # getattr would make lazy modules load.
+            # `getattr` would make lazy modules load.
             namespace = object.__getattribute__(module, "__dict__")
         except AttributeError:
             continue

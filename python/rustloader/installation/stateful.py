@@ -1,4 +1,4 @@
-"""``install(stateful=True)``: ``torchdata.stateful_dataloader`` has rustloader's StatefulDataLoader."""
+"""``install(stateful=True)``: puts rustloader's StatefulDataLoader into ``torchdata.stateful_dataloader``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("rustloader")
 
 _PACKAGE = "torchdata.stateful_dataloader"
 _CLASS = "StatefulDataLoader"
-# torchdata's modules and rustloader's in their place, for a program without torchdata.
+# For a program without torchdata: the names of torchdata's modules, and the modules of rustloader in their place.
 _SUBMODULES = {
     f"{_PACKAGE}.sampler": "rustloader.stateful_dataloader.sampler",
     f"{_PACKAGE}.stateful": "rustloader.stateful_dataloader.stateful",
@@ -29,9 +29,9 @@ _logged = False
 
 
 def put_in() -> None:
-    """Puts the class in place of torchdata's, or adds the modules if torchdata is not installed.
+    """Replaces torchdata's class, or adds torchdata's modules if torchdata is not installed.
 
-    Does nothing if that is done already.
+    Does nothing if this has already been done.
 
     Raises:
         RuntimeError: The program has replaced torchdata's class, or torchdata cannot be imported.
@@ -43,7 +43,7 @@ def put_in() -> None:
         package = importlib.import_module(_PACKAGE) if installed else None
     except ImportError as error:
         raise RuntimeError(
-            f"{_PACKAGE} cannot be imported ({error}); repair or uninstall torchdata, or leave out stateful=True"
+            f"{_PACKAGE} cannot be imported ({error}); repair or uninstall torchdata, or leave stateful=True out"
         ) from error
     if package is None:
         _add_modules()
@@ -52,7 +52,7 @@ def put_in() -> None:
 
 
 def take_out() -> None:
-    """Undoes ``put_in``, or does nothing."""
+    """Undoes ``put_in``. Does nothing if it was not called."""
     if _replacement is not None:
         _replacement.take_out()
     for name, module in reversed(_added.items()):
@@ -65,7 +65,7 @@ def take_out() -> None:
 
 
 def _is_there() -> bool:
-    """Returns True if torchdata has the module. Raises ImportError if torchdata is installed and its import fails."""
+    """Returns True if an installed torchdata has the package. Raises ImportError if torchdata's import fails."""
     try:
         return _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is not None
     except ModuleNotFoundError as error:
@@ -76,12 +76,12 @@ def _is_there() -> bool:
 
 def _replace(package: types.ModuleType) -> None:
     global _replacement
-    ours = _own_class()
+    own = _own_class()
     if _replacement is None:
         home = importlib.import_module(f"{_PACKAGE}.stateful_dataloader")
-        _replacement = Replacement(getattr(home, _CLASS), ours, f"torchdata's {_CLASS}")
+        _replacement = Replacement(getattr(home, _CLASS), own, f"torchdata's {_CLASS}")
     present = getattr(package, _CLASS)
-    if present is not ours and present is not _replacement.original:
+    if present is not own and present is not _replacement.original:
         raise RuntimeError(
             f"{_PACKAGE}.{_CLASS} was replaced by {full_name(present)}; "
             "call rustloader.install(stateful=True) before that is imported"
@@ -107,10 +107,10 @@ def _add_modules() -> None:
 
 
 def _new_package(name: str) -> types.ModuleType:
-    """Makes a package without files."""
+    """Returns a new package without files."""
     return importlib.util.module_from_spec(ModuleSpec(name, None, is_package=True))
 
 
 def _own_class() -> Any:
-    """Returns the class. It is looked up late, because its import takes time and few programs need it here."""
+    """Returns rustloader's class. Imports it only now, because the import takes time and few programs need it."""
     return getattr(importlib.import_module("rustloader.stateful_dataloader"), _CLASS)

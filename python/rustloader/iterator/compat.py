@@ -1,8 +1,8 @@
 """Stand-ins for the private queues, events and counters of torch's iterator.
 
-Shutdown routines copied from torch touch its queues and its event; subclasses read its counters. The engine has none
-of these. The stand-ins keep such code working: it ends the workers and does no harm. For a program that replaces parts
-of torch's loop, :mod:`rustloader.iterator.fallback` chooses torch's iterator.
+Some programs copy torch's shutdown routines, which use its queues and its event, and some subclasses read its counters.
+The engine has none of these. With the stand-ins such code keeps working: a copied shutdown routine ends the workers.
+For a program that replaces parts of torch's loop, :mod:`rustloader.iterator.fallback` chooses torch's iterator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rustloader.system.protocols import WorkersIterator
 
 
 class _DoneEvent:
-    """Stands in for the event that tells torch's workers to exit."""
+    """A stand-in for the event that tells torch's workers to exit."""
 
     def __init__(self, iterator: WorkersIterator) -> None:
         self._core = iterator._engine()
@@ -29,7 +29,7 @@ class _DoneEvent:
 
 
 class _Queue:
-    """Stands in for a queue of torch's. It drops what a shutdown routine puts into it, and has no thread."""
+    """A stand-in for one of torch's queues. It drops what a shutdown routine puts into it, and has no thread."""
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None: ...
 
@@ -39,7 +39,7 @@ class _Queue:
 
 
 class _IndexQueue(_Queue):
-    """Stands in for a worker's index queue. Putting ``None`` tells the worker to exit."""
+    """A stand-in for a worker's index queue. Putting ``None`` into it tells the worker to exit."""
 
     def __init__(self, iterator: WorkersIterator, worker_id: int) -> None:
         self._iterator, self._worker_id = iterator, worker_id
@@ -47,17 +47,17 @@ class _IndexQueue(_Queue):
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         if item is not None:
             raise RuntimeError(
-                "the engine of rustloader sends index batches by itself; a subclass of the iterator that sends its own "
-                "has to override _try_put_index, and then runs on torch's iterator"
+                "rustloader's engine sends the index batches; a subclass of the iterator that sends its own must "
+                "override _try_put_index, and then runs on torch's iterator"
             )
         self._iterator._mark_worker_as_unavailable(self._worker_id)
 
 
-class _Part:
-    """An attribute of torch's iterator whose value is a stand-in.
+class _StandIn:
+    """A descriptor that provides the stand-in for an attribute of torch's iterator.
 
-    It is a non-data descriptor: values in the ``__dict__``, where torch's iterator keeps its own, take precedence. A
-    ``__getattr__`` of the class would slow down every attribute access.
+    It is a non-data descriptor, so values in an instance's ``__dict__``, where torch's iterator stores its own, take
+    precedence. A ``__getattr__`` method would slow down every attribute access.
     """
 
     def __init__(self, name: str) -> None:
@@ -68,11 +68,11 @@ class _Part:
             raise AttributeError(f"type object {owner.__name__!r} has no attribute {self._name!r}")
         if iterator._core is None:
             raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
-        return _PARTS[self._name](iterator)
+        return _STAND_INS[self._name](iterator)
 
 
 def _counter(name: str, count: Callable[[Progress], Any]) -> Callable[[WorkersIterator], Any]:
-    """Returns a stand-in for a counter, which ``count`` derives from the engine's progress."""
+    """Returns a stand-in for a counter, whose value ``count`` computes from the engine's progress."""
 
     def read(iterator: WorkersIterator) -> Any:
         progress = iterator._engine().progress()
@@ -96,7 +96,7 @@ _COUNTERS: dict[str, Callable[[Progress], Any]] = {
     "_worker_queue_idx_cycle": lambda progress: _cycle(progress.sent, len(progress.loads)),
 }
 
-_PARTS: dict[str, Callable[[WorkersIterator], Any]] = {
+_STAND_INS: dict[str, Callable[[WorkersIterator], Any]] = {
     "_workers_done_event": _DoneEvent,
     "_index_queues": lambda iterator: [_IndexQueue(iterator, i) for i in range(len(iterator._workers))],
     "_worker_result_queue": lambda iterator: _Queue(),
@@ -106,7 +106,7 @@ _PARTS: dict[str, Callable[[WorkersIterator], Any]] = {
 }
 
 
-def add_parts(cls: type) -> None:
+def add_stand_ins(cls: type) -> None:
     """Adds the stand-ins to the iterator's class."""
-    for name in _PARTS:
-        setattr(cls, name, _Part(name))
+    for name in _STAND_INS:
+        setattr(cls, name, _StandIn(name))

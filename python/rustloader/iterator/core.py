@@ -12,7 +12,7 @@ from rustloader.auto import tuner
 from rustloader.auto.tuner import Tuner
 from rustloader.iterator import compat, fallback, fetching
 from rustloader.iterator.epochs import Epochs
-from rustloader.iterator.passthrough import TorchsMode
+from rustloader.iterator.passthrough import TorchMode
 from rustloader.iterator.session import Session
 from rustloader.metrics import ledger
 from rustloader.settings import config as settings
@@ -23,8 +23,11 @@ from rustloader.system.torch_side import IterType, TorchIter
 from rustloader.workers.group import interrupt_again
 
 
-class _Streams(_BaseDataLoaderIter):
-    """Follows torch's iterator in the MRO, so that torch's own ``_reset`` makes an index stream, too."""
+class _IndexStreams(_BaseDataLoaderIter):
+    """A base class whose ``_reset`` puts an index stream in place of torch's iterator over the sampler.
+
+    The class follows torch's iterator in the MRO, so that torch's own ``_reset`` calls this one, too.
+    """
 
     _epochs: Epochs | None = None
 
@@ -35,24 +38,25 @@ class _Streams(_BaseDataLoaderIter):
             self._sampler_iter = self._epochs.index_batches(it, self._sampler_iter)
 
 
-class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
-    """Iterates over a loader with worker processes.
+class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterType):
+    """An iterator over a loader with worker processes.
 
-    It has what torch promises of its class, and leaves the work to one of two modes, which ``__init__`` chooses.
-    Normally the engine does it (`Session`). Where that cannot behave as torch does (`fallback.why_not` lists the cases,
-    and the system may have no memfd), every method is torch's own (`TorchsMode`), and the logger ``rustloader`` warns
-    once per loader and reason.
+    It has the interface of torch's class and delegates the work to one of two modes, which ``__init__`` chooses.
+    Normally the engine does the work (`Session`). If the engine cannot be created, or cannot behave as torch does
+    (`fallback.why_not` lists these cases), every method is torch's own (`TorchMode`), and the logger ``rustloader``
+    warns once per loader and reason.
     """
 
-    # None: `__init__` has not come that far, or was not called.
-    _mode: Session | TorchsMode | None = None
+    # None until `__init__` has chosen a mode, or if `__init__` was not called.
+    _mode: Session | TorchMode | None = None
     # Defaults for methods that may run before `__init__` has finished.
     _shutdown = False
     _workers: list[Any] = []  # noqa: RUF012
 
     def __init__(self, loader: LoaderLike) -> None:
         if _MultiProcessingDataLoaderIter not in type(self).__mro__:
-            # A class made before `install()` calls its base by the name in torch's module.
+            # A class derived from torch's iterator before `install()` finds its base by its name in torch's module,
+            # where this class is now.
             TorchIter.__init__(self, loader)
             return
         ledger.open_for(self, loader)
@@ -62,7 +66,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         if tuned is not None:
             config = config.changed(num_workers=tuned.count)
         fetching.check(loader)
-        self._set_up(settings.torchs_view(loader, config), config, self._epochs or Epochs(), tuned)
+        self._set_up(settings.view_for_torch(loader, config), config, self._epochs or Epochs(), tuned)
         settings.keep_iterator(loader, config, self)
 
     def _set_up(self, loader: LoaderLike, config: LoaderConfig, epochs: Epochs, tuned: Tuner | None) -> None:
@@ -75,10 +79,10 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             engine, reason = fallback.make_engine(config)
         if reason is not None:
             fallback.fall_back(self, reason, fallback.context_of(loader))
-            fallback.tell_lost_options(self, config)
-            self._mode = TorchsMode(_MultiProcessingDataLoaderIter, epochs)
+            fallback.warn_of_lost_options(self, config)
+            self._mode = TorchMode(_MultiProcessingDataLoaderIter, epochs)
         else:
-            epochs.init_torchs(self, functools.partial(_BaseDataLoaderIter.__init__, self), loader)
+            epochs.init_torch_iterator(self, functools.partial(_BaseDataLoaderIter.__init__, self), loader)
             self._prefetch_factor = loader.prefetch_factor
             self._in_order = loader.in_order
             if engine is None:
@@ -89,7 +93,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             self._mode = Session(self, loader, config, engine, epochs, tuned)
         self._mode.start(self, loader)
 
-    def _chosen(self) -> Session | TorchsMode:
+    def _require_mode(self) -> Session | TorchMode:
         if self._mode is None:
             raise AssertionError("the DataLoader iterator was not initialized")
         return self._mode
@@ -110,26 +114,26 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
         return 0 if self._mode is None else self._mode.batches
 
     def _reset(self, loader: LoaderLike, first_iter: bool = False) -> None:
-        self._chosen().begin(self, loader, first_iter)
+        self._require_mode().begin(self, loader, first_iter)
 
-    def _reset_torchs(self, loader: LoaderLike, first_iter: bool) -> None:
-        """Resets what all of torch's iterators have."""
-        _Streams._reset(self, loader, first_iter)
+    def _reset_base(self, loader: LoaderLike, first_iter: bool) -> None:
+        """Resets the state that all of torch's iterators share."""
+        _IndexStreams._reset(self, loader, first_iter)
 
     def __next__(self) -> Any:
-        # Without a mode: a subclass that calls the base's constructor alone, and has its own `_next_data`.
+        # There is no mode if a subclass calls only the constructor of torch's base class, and has its own `_next_data`.
         mode = self._mode or Session
         return mode.next_observed(self) if observed() else mode.next(self)
 
     def _next_data(self) -> Any:
-        return (self._mode or self._chosen()).next_data(self)
+        return (self._mode or self._require_mode()).next_data(self)
 
     def _shutdown_workers(self) -> None:
-        """Ends the workers. They exit between two samples; after ``torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL``
-        seconds (5), one deadline for all, signals end them.
+        """Ends the workers. Each exits between two samples. Signals end the workers that still run after
+        ``torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL`` seconds (5), a deadline that all workers share.
 
-        Safe from any thread, from a signal handler, more than once, and after a failed construction. Does nothing
-        while the interpreter exits, and in a forked child.
+        May be called from any thread, from a signal handler, repeatedly, and after a failed construction. Does nothing
+        while the interpreter exits, or in a forked child.
         """
         if self._mode is not None:
             self._mode.shut_down(self)
@@ -147,7 +151,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _Streams, metaclass=IterType):
             interrupt_again()
 
     def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None:
-        self._chosen().dismiss(self, worker_id, shutdown)
+        self._require_mode().dismiss(self, worker_id, shutdown)
 
 
-compat.add_parts(_MultiProcessingDataLoaderIter)
+compat.add_stand_ins(_MultiProcessingDataLoaderIter)

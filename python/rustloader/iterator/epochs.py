@@ -1,4 +1,4 @@
-"""The start of an iterator's epochs: settings, seeds, index batches, the jobs of workers."""
+"""The start of each epoch of an iterator: its settings, seeds, index batches and worker jobs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from rustloader.iterator import fallback, fetching, indices
 from rustloader.iterator.failures import FailureCount
 from rustloader.settings.config import LoaderConfig
 from rustloader.system.protocols import LoaderLike, WorkersIterator
-from rustloader.system.torch_side import TORCHS_INIT, in_torch
+from rustloader.system.torch_side import TORCH_INIT, in_torch
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import WorkerStart
 
 
 class Epochs:
-    """The epochs of an iterator, each from its beginning. Those of a StatefulDataLoader may begin at a position.
+    """The decisions at the start of an iterator's epochs. Here every epoch begins with its first batch.
 
-    Methods take the iterator, which may not be referred to: its end is that of the workers.
+    A StatefulDataLoader has a subclass whose epochs may begin at a position. Methods take the iterator as an argument.
+    They keep no reference to it, because the workers end when its last reference is dropped.
 
     Attributes:
-        seeding: The seeds of the epoch, unless they are torch's.
-        failures: Counts failed samples. None counts nothing.
-        raised: Number of answers in this epoch that were no batch: errors, and batches that had no samples left.
-        on_engine: Whether the engine does the work; else torch's own iterator does.
-        is_deleted: Whether the iterator is deleted, so that nothing can ask for a state.
-        may_change_workers: Whether the workers of a persistent loader may be replaced by others between epochs.
+        seeding: The seeds of the epoch; None if they are torch's.
+        failures: The count of failed samples; None if failures are not counted.
+        raised: Number of answers in this epoch that were not batches: errors, and batches without remaining samples.
+        on_engine: Whether the engine does the work, and not torch's own iterator.
+        is_deleted: Whether the iterator has been deleted, after which nothing can ask for a state.
+        may_change_workers: Whether a persistent loader may replace its workers between epochs.
     """
 
     seeding: Seeding | None = None
@@ -41,7 +42,7 @@ class Epochs:
 
     @property
     def yielded(self) -> int:
-        """Number of batches of the current epoch before its start."""
+        """Number of batches of the current epoch that precede the position at which it begins."""
         return 0
 
     def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
@@ -50,66 +51,66 @@ class Epochs:
             config = fallback.round_robin(loader, config, "an iterable dataset")
         return fetching.adapted(loader, config)
 
-    def init_torchs(self, it: WorkersIterator, init: Callable[[Any], None], loader: LoaderLike) -> None:
+    def init_torch_iterator(self, it: WorkersIterator, init: Callable[[Any], None], loader: LoaderLike) -> None:
         """Calls torch's constructor, which draws the base seed."""
-        in_torch(TORCHS_INIT, "__init__", init, loader)
+        in_torch(TORCH_INIT, "__init__", init, loader)
 
     def seed(self, it: WorkersIterator, loader: LoaderLike, config: LoaderConfig) -> None:
         """Sets the seeds of the first epoch."""
         self.seeding = fetching.seeding(loader, config, int(it._base_seed))
 
-    # An epoch begins: `beginning`, `index_batches`, the engine, `begun`. `owes_an_epoch` follows an error.
+    # The order of the calls at the start of an epoch: `beginning`, `index_batches`, `message`, `Engine.begin`,
+    # `engine_begun`, `begun`. After an error, `owes_an_epoch` follows.
 
     def beginning(self, it: WorkersIterator) -> None:
-        """Decides where the epoch that begins starts."""
+        """Decides at which position the new epoch begins."""
 
     def first_worker(self, it: WorkersIterator) -> int:
-        """Returns the worker that gets the first task of the epoch that begins."""
+        """Returns the worker that gets the first task of the new epoch."""
         return 0
 
     def index_batches(self, it: WorkersIterator, torch_iterator: Iterator[Any]) -> Any:
-        """Returns the index batches of the epoch that begins, from torch's iterator over the sampler."""
+        """Returns an iterator over the new epoch's index batches, in place of torch's iterator over the sampler."""
         self.raised = 0
         return indices.stream(it._index_sampler, torch_iterator)
 
     def message(self, loader: LoaderLike) -> dict[str, Any]:
-        """Returns the message that the workers of a persistent loader get when an epoch begins. It has the next
-        seeds."""
+        """Returns the message that begins an epoch in a persistent loader's workers, and sets the epoch's seeds."""
         if self.seeding is not None:
             self.seeding = fetching.next_epoch(loader, self.seeding)
             return {"epoch": self.seeding.epoch}
         return {} if self.failures is None else {"epoch": self.failures.epoch}
 
     def next_message(self) -> dict[str, Any] | None:
-        """Returns the ``message`` of the next epoch if nothing changes; None if it cannot be foreseen."""
+        """Predicts the ``message`` of the next epoch, if nothing changes until then; None if it cannot be predicted."""
         if self.seeding is not None:
             return {"epoch": self.seeding.epoch + 1}
         return {} if self.failures is None else {"epoch": self.failures.epoch + 1}
 
     def engine_begun(self, it: WorkersIterator, engine: Engine, is_first: bool) -> None:
-        """Called when the engine has begun an epoch, which counts unless this raises."""
+        """Runs after the engine has begun an epoch. The epoch counts unless this method raises."""
 
     def begun(self, it: WorkersIterator) -> None:
-        """Notes that the epoch has begun."""
+        """Records that the epoch has begun."""
 
     def owes_an_epoch(self) -> bool:
-        """Returns True if the iterator, after an error in a beginning, delivers nothing until an epoch has begun."""
+        """Returns True if the start of an epoch has failed, and the iterator delivers nothing until one succeeds."""
         return False
 
     # Workers.
 
     def complete(self, job: Job) -> None:
-        """Completes a job."""
+        """Adds the settings of an epoch to a worker's job."""
 
     def complete_first(self, it: WorkersIterator, job: Job) -> None:
-        """Completes the job of workers that begin with an engine's first epoch."""
+        """Adds further settings to the job of workers that begin with an engine's first epoch."""
 
     def complete_next(self, job: Job) -> None:
-        """Completes the job of a process that follows a death, in the current epoch."""
+        """Adds further settings to the job of a process that replaces a dead worker in the current epoch."""
 
     def start_after(self, it: WorkersIterator, engine: Engine, death: Death) -> WorkerStart | None:
-        """Returns the point from which a worker continues after a death. An iterable dataset makes its batches again up
-        to there."""
+        """Returns the point from which a worker continues after a death; None for a worker without earlier answers to
+        replay. An iterable dataset makes its batches again up to that point."""
         if it._dataset_kind != _DatasetKind.Iterable or not death.answers:
             return None
         return WorkerStart(replay=death.answers)
@@ -117,7 +118,7 @@ class Epochs:
     # The end.
 
     def ended(self, it: WorkersIterator) -> None:
-        """Called at the end of an epoch."""
+        """Runs at the end of an epoch."""
 
     def before_shutdown(self, it: WorkersIterator, engine: Engine) -> None:
-        """Called before the workers are asked to leave."""
+        """Runs before the workers are asked to exit."""

@@ -1,4 +1,4 @@
-"""Counts the failed samples of an epoch in the main process, and ends the epoch beyond ``max_errors``."""
+"""Counts the failed samples of an epoch in the main process, and ends the epoch if they exceed ``max_errors``."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from rustloader.settings import names
 from rustloader.system.limited_log import faults as fault_log
 from rustloader.system.protocols import LoaderLike
 
-# Failures that the error's text names.
-_NAMED = 3
-# Counts that are kept: up to two per batch that a state can go back by, and for the one under way.
+# Number of failures that the error's text lists.
+_LISTED = 3
+# Number of counts that are kept: up to two for each batch by which a state can go back, and for the current batch.
 _KEPT_COUNTS = 2 * (BACK_BATCHES + 2)
-# A share is one of at least this number of samples, if the number of samples of the epoch is not known.
+# If an epoch's number of samples is unknown, `max_errors` as a fraction refers to at least this number of samples.
 FEWEST_SAMPLES = 1000
 
 
 class FailureCount:
-    """The failures of an iterator's samples.
+    """The number of failed samples in an iterator's epoch, and its limit.
 
     Args:
-        faults: Statistics, which count the failures of all epochs.
+        faults: Statistics that count the failures of all epochs.
         limit: ``max_errors``.
         samples: Number of samples of an epoch; None if unknown.
-        batch_size: Samples of a batch, for an epoch of unknown length.
+        batch_size: Number of samples per batch, for an epoch of unknown length.
         title: The title of the loader in the log.
 
     Attributes:
-        allowed: Number of samples that may fail in an epoch; None if it is unlimited or depends on what was delivered.
-        error: Makes the error that ended the epoch, or None.
-        epoch: Number of the current epoch of the iterator.
-        next_epoch: Number of the one that begins next. An epoch that failed to begin gives its number to the next.
-        next_earlier: Number of its failures before the position that it is resumed from.
+        allowed: Number of samples that may fail in an epoch; None if it is unlimited, or depends on the number of
+            delivered batches.
+        error: A function that makes the error that ended the epoch; None if there were not too many failures.
+        epoch: Number of the iterator's current epoch.
+        next_epoch: Number of the epoch that begins next. If an epoch fails to begin, the next one takes its number.
+        next_earlier: Number of failures in the next epoch before the position from which it is resumed.
     """
 
     def __init__(
@@ -66,26 +67,27 @@ class FailureCount:
         self.epoch = self.next_epoch
         self._count, self.next_earlier = self.next_earlier, 0
         self._first: list[Failure] = []
-        # Counts after a number of delivered batches and the empty ones behind them, the latest last.
+        # Pairs of a number of delivered batches and the number of failures in them and in the empty batches that
+        # directly follow them. The latest pair is last.
         self._counts = [(0, self._count)]
 
     def count_after(self, batches: int) -> int:
-        """Returns the number of failures before the position after a number of delivered batches of this epoch."""
+        """Returns the number of failures in this epoch up to the position after a number of delivered batches."""
         counts = self._counts
         return next((count for after, count in reversed(counts) if after <= batches), counts[0][1])
 
     def add(
         self, failures: list[Failure], batches: int, is_empty: bool = False
     ) -> Callable[[], ErrorLimitExceeded] | None:
-        """Counts the failures of a batch, and removes them from the list: an interrupted call can be made again.
+        """Counts the failures of a batch. Removes each one from the list, so that an interrupted call can be repeated.
 
         Args:
-            failures: Those of one batch.
-            batches: Number of batches that were delivered in this epoch, this one or the one behind it included.
-            is_empty: Whether the batch has no samples left, and is not delivered.
+            failures: The failures of one batch.
+            batches: Number of delivered batches of this epoch, including this batch or, if it is empty, the next one.
+            is_empty: Whether the batch has no remaining samples and is not delivered.
 
         Returns:
-            What makes the error that ends the epoch, if there are too many.
+            A function that makes the error that ends the epoch, if there are too many failures; otherwise None.
         """
         while failures:
             failed = failures[0]
@@ -94,9 +96,9 @@ class FailureCount:
                 self._first.append(failed)
             self._count += 1
             del failures[0]
-            # Last: it takes the longest, and is the likeliest call to be interrupted.
+            # Logging comes last: it takes the longest, so a signal most likely interrupts this call.
             name = "a sample" if failed.index is None else f"sample {failed.index}"
-            text = "%s: %s has failed and was %s: %s"
+            text = "%s: %s failed and was %s: %s"
             fault_log.warning(text, self._title, name, failed.action, failed.error_text)
         if self._counts[-1][1] != self._count:
             # A new list: another thread may read the old one.
@@ -112,24 +114,25 @@ class FailureCount:
         return _share(self._limit, max(batches * self._batch_size, FEWEST_SAMPLES))
 
     def _text(self) -> str:
-        named = "; ".join(
-            it.error_text if it.index is None else f"sample {it.index}: {it.error_text}" for it in self._first[:_NAMED]
+        listed = "; ".join(
+            it.error_text if it.index is None else f"sample {it.index}: {it.error_text}" for it in self._first[:_LISTED]
         )
-        more = "; ..." if self._count > min(len(self._first), _NAMED) else ""
+        more = "; ..." if self._count > min(len(self._first), _LISTED) else ""
         count = "1 sample has" if self._count == 1 else f"{self._count} samples have"
         return (
-            f"{count} failed in this epoch, which is more than max_errors={self._limit} allows ({named}{more}); "
+            f"{count} failed in this epoch, which is more than max_errors={self._limit} allows ({listed}{more}); "
             "fix the samples listed in rustloader.stats(loader).faults.failures, or set a larger max_errors"
         )
 
 
 def _share(fraction: float, samples: int) -> int:
-    """Returns a share of a number of samples, rounded down. 0.29 of 100 is 29, although their product is less."""
+    """Returns a fraction of a number of samples, rounded down. 0.29 of 100 is 29, although their product as floats is
+    less."""
     return math.floor(fraction * samples + 1e-9)
 
 
 def of(loader: LoaderLike, limit: float | None, faults: Faults) -> FailureCount:
-    """Returns the count for a new iterator of a loader."""
+    """Returns the failure count of a loader's new iterator."""
     sampler = loader._index_sampler
     batch_size = getattr(sampler, "batch_size", 1) if loader._auto_collation else 1
     return FailureCount(
@@ -142,7 +145,7 @@ def of(loader: LoaderLike, limit: float | None, faults: Faults) -> FailureCount:
 
 
 def _samples_of(loader: LoaderLike) -> int | None:
-    """Returns the number of samples of an epoch, or None."""
+    """Returns the number of samples in an epoch, or None if it is unknown."""
     source = loader.dataset
     if loader._dataset_kind == _DatasetKind.Map:
         sampler = loader._index_sampler

@@ -21,24 +21,24 @@ from rustloader.settings.limits import stall_limits
 from rustloader.supervision import stalls
 from rustloader.system import interrupts
 from rustloader.system.protocols import LoaderLike
-from rustloader.system.torch_side import TorchIter, is_torchs
+from rustloader.system.torch_side import TorchIter, is_defined_in
 from rustloader.workers import serialize
 from rustloader.workers.process import process_class
 
 logger = logging.getLogger("rustloader")
 
-_NO_QUEUE_TEXT = "dispatch='shared_queue' does not apply to {}; its workers keep round robin"
+_NO_QUEUE_TEXT = "dispatch='shared_queue' does not apply to {}; its workers use round robin"
 
 _LOST_OPTIONS_TEXT = "%s of a DataLoader %s no effect: it runs on torch's own iterator"
 
-# The methods of a worker's process that torch calls. The engine replaces multiprocessing's own and no others: it waits
-# for the process and signals it without them.
+# The methods of a worker's process that torch calls. The engine waits for the process and signals it without calling
+# them, which is equivalent only for multiprocessing's own methods.
 _PROCESS_METHODS = ("start", "join", "is_alive", "terminate", "pid")
 # Methods of torch's loop without a counterpart in the engine.
 _UNUSED_METHODS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data")
 _FOREIGN_METHODS = (*_UNUSED_METHODS, "_mark_worker_as_unavailable")
-# A subclass whose code uses one of these works inside torch's loop, as a copy of its `_next_data` does. Copied shutdown
-# routines do not: `compat` serves them.
+# A subclass whose code uses one of these names takes part in torch's loop, as a copy of its `_next_data` does. Copied
+# shutdown routines use other names, which `compat` provides.
 _FOREIGN_NAMES = frozenset({*_UNUSED_METHODS, "_data_queue"})
 # Methods of torch's iterator that the engine replaces or cannot call.
 _REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)
@@ -66,27 +66,29 @@ def _foreign_process(context: Any) -> str | None:
     if is_remote(context):
         return None
     kind = process_class(context)
-    # The result of a factory function is known only after the call, so torch makes it.
+    # Only a call would show which process a factory function makes, so torch makes that call.
     if not isinstance(kind, type) or not issubclass(kind, BaseProcess):
         return "the Process of its multiprocessing context is not a subclass of multiprocessing.process.BaseProcess"
     for name in _PROCESS_METHODS:
         if getattr(kind, name) is not getattr(BaseProcess, name):
             return f"the Process of its multiprocessing context has its own {name}"
-    if not is_torchs(kind._Popen, multiprocessing.context):  # type: ignore[attr-defined]
-        return "the Process of its multiprocessing context has its own way to start"
+    if not is_defined_in(kind._Popen, multiprocessing.context):  # type: ignore[attr-defined]
+        return "the Process of its multiprocessing context starts in its own way"
     return None
 
 
-def _replaced_part(torchs: type, ours: type) -> str | None:
-    """Returns the part of torch's own iterator or worker that a program has replaced, or None. After ``install()`` it
-    finds ``ours`` in the place of torch's class."""
-    if not is_torchs(_utils.worker._worker_loop, _utils.worker):
+def _replaced_part(torch_class: type, engine_class: type) -> str | None:
+    """Describes which part of torch's own iterator or worker a program has replaced; None if it has replaced none.
+
+    After ``install()``, programs find ``engine_class`` in place of ``torch_class`` and may replace its methods.
+    """
+    if not is_defined_in(_utils.worker._worker_loop, _utils.worker):
         return "torch.utils.data._utils.worker._worker_loop was replaced"
     for name in _REPLACED_METHODS:
-        if not is_torchs(getattr(torchs, name), torch_dataloader):
+        if not is_defined_in(getattr(torch_class, name), torch_dataloader):
             return f"{name} of torch's own iterator was replaced"
     for name in _UNUSED_METHODS:
-        if name in vars(ours):
+        if name in vars(engine_class):
             return f"{name} of the iterator was replaced"
     return None
 
@@ -120,16 +122,17 @@ def fall_back(source: Any, reason: str, context: Any = None) -> None:
         logger.warning("%s runs on torch's own iterator: %s", names.title(counters.given_name), reason)
 
 
-def tell_lost_options(source: Any, config: LoaderConfig) -> None:
-    """Warns once per loader of options that torch's iterator does not have, but for those that are about speed."""
-    missed = ((name, options.option_of(name)) for name in options.keywords())
-    lost = [name for name, option in missed if option.is_missed and getattr(config, name) != option.default]
+def warn_of_lost_options(source: Any, config: LoaderConfig) -> None:
+    """Warns once per loader about options that torch's iterator does not have, except those that only affect speed."""
+    known = ((name, options.option_of(name)) for name in options.keywords())
+    lost = [name for name, option in known if option.warns_if_lost and getattr(config, name) != option.default]
     if lost and loader_state.of(source).is_new(_LOST_OPTIONS_TEXT):
         logger.warning(_LOST_OPTIONS_TEXT, ", ".join(lost), "has" if len(lost) == 1 else "have")
 
 
 def round_robin(loader: LoaderLike, config: LoaderConfig, kind: str) -> LoaderConfig:
-    """Returns the settings with round robin, for datasets to which a shared queue does not apply. Logs once."""
+    """Returns the settings with round robin, for a dataset to which a shared queue does not apply. Logs once per
+    loader."""
     if config.dispatch == "round_robin":
         return config
     if loader_state.of(original(loader)).is_new(_NO_QUEUE_TEXT):

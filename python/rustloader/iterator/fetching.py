@@ -19,13 +19,13 @@ logger = logging.getLogger("rustloader")
 
 
 def adapted(loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
-    """Returns the settings, with those replaced that have no effect for the dataset. Logs once per loader which and
-    why."""
+    """Returns the settings, with torch's defaults for options that have no effect for the dataset. Logs these options
+    and the reasons once per loader."""
     changed: dict[str, Any] = {}
-    if config.worker_threads > 1 and (reason := _why_one_after_the_other(loader)) is not None:
+    if config.worker_threads > 1 and (reason := _why_not_concurrent(loader)) is not None:
         _log_once(loader, f"worker_threads={config.worker_threads} has no effect: {reason}")
         changed["worker_threads"] = 1
-    if config.seed_by == "sample" and (reason := _not_apart(loader)) is not None:
+    if config.seed_by == "sample" and (reason := _why_not_per_sample(loader)) is not None:
         _log_once(loader, f'seed_by="sample" seeds each batch, not each sample: {reason}')
     if not config.raises and not torch_fetcher.is_original(loader._dataset_kind):
         _log_once(loader, "on_error has no effect: torch's fetcher was replaced", logging.WARNING)
@@ -34,7 +34,7 @@ def adapted(loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
 
 
 def check(loader: LoaderLike) -> None:
-    """Raises ValueError if the loader's own options do not go with its dataset."""
+    """Raises ValueError if an option of the loader does not suit its dataset."""
     count = options.in_force(loader, "worker_threads")
     if count > 1 and loader._dataset_kind == _DatasetKind.Iterable:
         raise ValueError(
@@ -51,21 +51,21 @@ def check(loader: LoaderLike) -> None:
 def scheduling(
     loader: LoaderLike, iterator: IteratorLike, config: LoaderConfig, auto_workers: int | None = None
 ) -> SchedulingStats:
-    """Returns the settings that statistics show. The program may define as properties the attributes that torch's
-    constructor has read of the loader, so they come from the iterator."""
+    """Returns the settings that statistics show. What torch's constructor has copied from the loader is read from the
+    iterator, because a program may define the loader's attributes as properties."""
     map_style = loader._dataset_kind == _DatasetKind.Map
     sampler = iterator._index_sampler
     batch_size = sampler.batch_size if type(sampler) is BatchSampler else None
     return SchedulingStats(
         prefetch_factor=int(config.prefetch_factor),
         in_order=bool(config.in_order),
-        # An iterable dataset keeps round robin, and one thread.
+        # An iterable dataset always has round robin and one thread.
         dispatch=config.dispatch if map_style else "round_robin",
         reorder_window=config.reorder_window,
         worker_threads=config.worker_threads if map_style else 1,
         map_style=map_style,
         batch_size=batch_size if isinstance(batch_size, int) else None,
-        # Of the class: an attribute of the dataset itself may be code of the program.
+        # Looked up on the class: reading an attribute of the dataset itself may run code of the program.
         per_sample=map_style and bool(iterator._auto_collation) and not hasattr(type(loader.dataset), "__getitems__"),
         auto_workers=auto_workers,
         remote=is_remote(loader.multiprocessing_context),
@@ -73,8 +73,8 @@ def scheduling(
 
 
 def seeding(loader: LoaderLike, config: LoaderConfig, drawn: int) -> Seeding | None:
-    """Returns the seeds of the epoch that a loader begins next; None: those of torch. ``drawn`` is torch's base seed of
-    the iterator, and counts if this is the loader's first epoch.
+    """Returns the seeds of the loader's next epoch; None if they are torch's. ``drawn`` is the base seed that torch
+    drew for the iterator; it is used only if this is the loader's first epoch.
     """
     if config.seed_by == "worker":
         return None
@@ -82,18 +82,18 @@ def seeding(loader: LoaderLike, config: LoaderConfig, drawn: int) -> Seeding | N
 
 
 def next_epoch(loader: LoaderLike, seeding: Seeding) -> Seeding:
-    """Returns the seeds of the epoch that a loader begins next."""
+    """Returns the seeds of the loader's next epoch."""
     base_seed, epoch = loader_state.epochs(original(loader)) or (seeding.base_seed, 0)
     return Seeding(seeding.by_sample, base_seed, epoch)
 
 
 def note_begun(loader: LoaderLike, seeding: Seeding) -> None:
-    """Counts an epoch that has begun. One that failed to begin, or was interrupted, gives its number to the next."""
+    """Counts an epoch that has begun. After a failed or interrupted start, the next epoch has the same number."""
     loader_state.set_epochs(original(loader), seeding.base_seed, seeding.epoch + 1)
 
 
-def _not_apart(loader: LoaderLike) -> str | None:
-    """Returns the reason why the samples of a batch cannot be told apart, or None."""
+def _why_not_per_sample(loader: LoaderLike) -> str | None:
+    """Returns the reason why the samples of a batch cannot be fetched one by one, or None."""
     if torch_fetcher.takes_batches(loader._dataset_kind, loader.dataset, loader._auto_collation):
         return f"the __getitems__ of {type(loader.dataset).__qualname__} makes a whole batch"
     if not torch_fetcher.is_original(loader._dataset_kind):
@@ -101,13 +101,13 @@ def _not_apart(loader: LoaderLike) -> str | None:
     return None
 
 
-def _why_one_after_the_other(loader: LoaderLike) -> str | None:
-    """Returns the reason why threads cannot make the samples of a batch at the same time, or None."""
+def _why_not_concurrent(loader: LoaderLike) -> str | None:
+    """Returns the reason why threads cannot fetch the samples of a batch concurrently, or None."""
     if loader._dataset_kind == _DatasetKind.Iterable:
         return "the samples of an iterable dataset come one after the other"
     if not loader._auto_collation:
         return "with batch_size=None a batch is one sample"
-    return _not_apart(loader)
+    return _why_not_per_sample(loader)
 
 
 def _log_once(loader: LoaderLike, text: str, level: int = logging.INFO) -> None:

@@ -1,12 +1,12 @@
-"""Index streams: torch's index batches, from an array of 8 bytes an index instead of a list of Python ints.
+"""Index streams: torch's index batches, cut from arrays with 8 bytes per index instead of lists of Python ints.
 
-A stream replaces the generator of a BatchSampler over a SequentialSampler, a RandomSampler or a DistributedSampler,
-of a RandomSampler without batches, or of the sampler that torch gives an iterable dataset. It yields the same ints and
-lists at the same calls, and draws from every generator that a program can see at the same moments. Other samplers,
-subclasses, and samplers with replaced methods keep torch's generator, and so does sampling with replacement, which
-torch draws in small pieces.
+A stream replaces the Python generator of torch's sampler, if that is a BatchSampler over a SequentialSampler, a
+RandomSampler or a DistributedSampler, a RandomSampler without batches, or the sampler of an iterable dataset. It yields
+the same ints and lists at the same calls, and draws from every random generator that a program can see at the same
+moments. Other samplers, subclasses, and samplers with replaced methods keep torch's generator. So does sampling with
+replacement, which torch draws in small pieces.
 
-An error of a signal handler ends a generator, and with it the epoch. It does not end a stream.
+An exception that a signal handler raises would end a Python generator, and with it the epoch. It does not end a stream.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from rustloader.iterator.starts import Start, shard, shard_start
 from rustloader.system.interrupts import is_interrupt
 from rustloader.system.torch_side import known_code
 
-# Indices of a SequentialSampler that are made at a time.
+# Number of indices per array of a SequentialSampler.
 _CHUNK = 8192
 
-_More = Callable[[], "np.ndarray | None"]
+# A function that returns the next array of indices; None after the last one.
+_NextArray = Callable[[], "np.ndarray | None"]
 
 BATCHES = known_code(BatchSampler.__iter__, sampler, "iter sampler drop_last batch_size zip itertools islice")
 RANDOM = known_code(
@@ -69,33 +70,35 @@ SHARD = known_code(
 )
 
 
-def stream(index_sampler: Any, torchs: Any, start: Start | None = None) -> Any:
-    """Returns the index stream of a sampler, or torch's iterator where there is none.
+def stream(index_sampler: Any, torch_iterator: Any, start: Start | None = None) -> Any:
+    """Returns the index stream of a sampler, or torch's iterator if the sampler has no stream.
 
     Args:
         index_sampler: The source of a loader's index batches.
-        torchs: ``iter(index_sampler)``, unstarted.
-        start: The start of the order, given or noted by the stream. None: it is not saved.
+        torch_iterator: ``iter(index_sampler)``, before its first step.
+        start: The start of the order. It comes from an earlier run, or the stream records it here. None records
+            nothing.
     """
     if type(index_sampler) is BatchSampler:
         inner = vars(index_sampler).get("sampler")
-        if not _is_fresh(torchs, BATCHES, index_sampler):
-            return torchs
+        if not _is_fresh(torch_iterator, BATCHES, index_sampler):
+            return torch_iterator
         if _is_endless(inner) and type(vars(index_sampler).get("batch_size")) is int:
             return Endless(index_sampler)
         if _has_arrays(inner):
             begin = functools.partial(_begin_batches, index_sampler, start)
-            return IndexStream(torchs, index_sampler, begin, _size_of, is_interrupt)
-    elif type(index_sampler) is _InfiniteConstantSampler and _is_fresh(torchs, CONSTANT, index_sampler):
+            return IndexStream(torch_iterator, index_sampler, begin, _size_of, is_interrupt)
+    elif type(index_sampler) is _InfiniteConstantSampler and _is_fresh(torch_iterator, CONSTANT, index_sampler):
         return itertools.repeat(None)
     elif type(index_sampler) is RandomSampler and _has_arrays(index_sampler):
-        if _is_fresh(torchs, RANDOM, index_sampler):
-            return IndexStream(torchs, None, functools.partial(_begin, index_sampler, start), _size_of, is_interrupt)
-    return torchs
+        if _is_fresh(torch_iterator, RANDOM, index_sampler):
+            begin_indices = functools.partial(_begin, index_sampler, start)
+            return IndexStream(torch_iterator, None, begin_indices, _size_of, is_interrupt)
+    return torch_iterator
 
 
 class Endless:
-    """The index batches of an iterable dataset: no indices, without end."""
+    """The endless index batches of an iterable dataset, which hold None in place of indices."""
 
     def __init__(self, batches: BatchSampler) -> None:
         self._batches = batches
@@ -108,7 +111,7 @@ class Endless:
 
 
 def _is_endless(inner: Any) -> bool:
-    """Returns True if a sampler is the one that torch gives an iterable dataset."""
+    """Returns True if a sampler is the one that torch uses for iterable datasets."""
     return type(inner) is _InfiniteConstantSampler and _code_of(_InfiniteConstantSampler) is CONSTANT is not None
 
 
@@ -125,22 +128,23 @@ def _code_of(cls: type) -> CodeType | None:
     return getattr(cls.__iter__, "__code__", None)  # type: ignore[attr-defined]
 
 
-def _is_fresh(iterator: Any, code: CodeType | None, of: Any) -> bool:
+def _is_fresh(iterator: Any, code: CodeType | None, index_sampler: Any) -> bool:
     """Returns True if an iterator is torch's own generator over a sampler, before its first step."""
     return (
         type(iterator) is GeneratorType
         and iterator.gi_code is code
         and inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED
-        and inspect.getgeneratorlocals(iterator).get("self") is of
+        and inspect.getgeneratorlocals(iterator).get("self") is index_sampler
     )
 
 
-# The streams call these at their first `next`, when torch's generators read their samplers.
+# Streams call these functions at their first `next`, which is when torch's generators read their samplers.
 
 
-def _begin_batches(batches: BatchSampler, start: Start | None) -> tuple[_More, int | None] | None:
-    """Returns the arrays of a BatchSampler and the size of all batches, if it is fixed; None leaves it to torch's
-    generator.
+def _begin_batches(batches: BatchSampler, start: Start | None) -> tuple[_NextArray, int | None] | None:
+    """Returns the source of a BatchSampler's arrays, and the size of its batches if all have the same size.
+
+    Returns None to leave the sampler to torch's generator.
     """
     begun = _begin(batches.sampler, start)
     if begun is None or not batches.drop_last:
@@ -149,48 +153,50 @@ def _begin_batches(batches: BatchSampler, start: Start | None) -> tuple[_More, i
     return begun[0], size if type(size) is int and 0 <= size < 2**32 else len([None] * size)
 
 
-def _begin(inner: Any, start: Start | None) -> tuple[_More, None] | None:
+def _begin(inner: Any, start: Start | None) -> tuple[_NextArray, None] | None:
+    """Returns the source of a sampler's arrays, without a batch size; None to leave it to torch's generator."""
     if not _has_arrays(inner):
         return None
     if type(inner) is RandomSampler:
         return _Permutations(inner, start), None
     if type(inner) is SequentialSampler:
-        return functools.partial(next, _counted(len(inner.data_source)), None), None
+        return functools.partial(next, _consecutive(len(inner.data_source)), None), None
     array = _shard(inner, start)
     return None if array is None else (functools.partial(next, iter([array]), None), None)
 
 
 def _size_of(size: Any) -> int:
-    """Returns the size of a batch whose ``batch_size`` is not a small int, or the error of torch's ``islice``."""
+    """Converts a ``batch_size`` that is not a small int. Raises the error that ``islice`` raises in torch."""
     itertools.islice((), size)
     return sys.maxsize if size is None else operator.index(size)
 
 
-def _counted(size: int) -> Iterator[np.ndarray]:
-    """Returns 0 to ``size - 1`` in arrays of limited size. All of C code: an interrupt cannot lose one."""
+def _consecutive(size: int) -> Iterator[np.ndarray]:
+    """Returns the numbers from 0 to ``size - 1`` in arrays of limited size. The iterator runs only C code, so an
+    interrupt cannot lose an array."""
     starts = range(0, size, _CHUNK)
     return map(np.arange, starts, itertools.chain(starts[1:], (size,)))
 
 
 class _Permutations:
-    """Returns the permutations of a RandomSampler, one a call, then None.
+    """A callable that returns the permutations of a RandomSampler, one per call, and then None.
 
-    Draws each when torch does. If a signal handler raises during a call, the next call goes on where it stopped: what
-    was drawn stays, and nothing is drawn twice.
+    It draws each permutation when torch does. If a signal handler raises during a call, the next call continues with
+    what has been drawn, and nothing is drawn twice.
     """
 
     def __init__(self, inner: RandomSampler, start: Start | None) -> None:
         self._sampler: Any = inner
         self._start = Start() if start is None else start
-        # True if the state of the generator is noted before the next draw.
-        self._notes = start is not None
+        # True if the generator's state must be recorded before the next draw.
+        self._must_record = start is not None
         self._generator: Any = None
         self._is_private = False
         self._size = 0
-        # Its length is the number of whole permutations that are left.
+        # Its length is the number of whole permutations that remain.
         self._whole = range(0)
         self._ended = False
-        # The permutation of an interrupted call.
+        # Contains the permutation that an interrupted call has drawn and not returned.
         self._drawn: list[torch.Tensor] = []
 
     def __call__(self) -> np.ndarray | None:
@@ -200,18 +206,18 @@ class _Permutations:
             return None
         whole, ended = self._whole[1:], not self._whole
         if ended and self._is_private and self._sampler.num_samples % self._size == 0:
-            # torch draws a permutation here, and uses nothing of it.
+            # torch draws a permutation here and does not use it. A private generator need not draw it.
             self._ended = True
             return None
         if not self._drawn:
-            if self._notes and not self._is_private:
+            if self._must_record and not self._is_private:
                 self._start.note({"generator": self._generator.get_state()})
             call_into(self._drawn, functools.partial(torch.randperm, self._size, generator=self._generator))
         array = _array(self._drawn[0])
         if ended:
             array = array[: self._sampler.num_samples % self._size]
         # Atomic for signal handlers.
-        self._whole, self._ended, self._drawn, self._notes = whole, ended, [], False
+        self._whole, self._ended, self._drawn, self._must_record = whole, ended, [], False
         return array
 
     def _begin(self) -> None:
@@ -231,8 +237,8 @@ def _array(permutation: torch.Tensor) -> np.ndarray:
 
 
 def _shard(inner: Any, start: Start | None) -> np.ndarray | None:
-    """Returns the indices of a DistributedSampler. None for a state that torch's generator reports, or that is not
-    plain.
+    """Returns the indices of a DistributedSampler; None for settings that are not plain ints, or for which torch's
+    generator raises an error.
     """
     if start is not None:
         if start.given is not None:

@@ -1,4 +1,4 @@
-"""An iterator's mode where the engine cannot behave as torch does: every method is torch's own."""
+"""The iterator mode for loaders that the engine cannot serve as torch would: every method is torch's own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rustloader.system.protocols import LoaderLike, WorkersIterator
 from rustloader.workers import process
 
 
-class TorchsMode:
-    """Calls the methods of torch's iterator.
+class TorchMode:
+    """The mode that calls the methods of torch's own iterator.
 
     Args:
-        ours: The engine's iterator class, which torch's follows in the MRO.
-        epochs: The start of epochs.
+        engine_class: The engine's iterator class, which torch's class follows in the MRO.
+        epochs: Decides how each epoch begins.
     """
 
     engine = None
@@ -26,23 +26,24 @@ class TorchsMode:
     has_failed = False
     has_ended = False
 
-    def __init__(self, ours: type[_BaseDataLoaderIter], epochs: Epochs) -> None:
-        self._ours, self.epochs = ours, epochs
+    def __init__(self, engine_class: type[_BaseDataLoaderIter], epochs: Epochs) -> None:
+        self._engine_class, self.epochs = engine_class, epochs
         epochs.on_engine = False
 
     def _torch_iterator(self, it: WorkersIterator) -> Any:
-        return super(self._ours, it)
+        return super(self._engine_class, it)
 
     def start(self, it: WorkersIterator, loader: LoaderLike) -> None:
         """Calls torch's constructor, which starts the workers and the first epoch."""
         try:
-            self.epochs.init_torchs(it, self._torch_iterator(it).__init__, loader)
+            self.epochs.init_torch_iterator(it, self._torch_iterator(it).__init__, loader)
         except BaseException as error:
             clean_up_after(error, lambda: self._abandon(it))
             raise
 
     def _abandon(self, it: WorkersIterator) -> None:
-        """Ends what torch's failed constructor started: torch's clean-up needs attributes that it had yet to set."""
+        """Ends the workers that torch's failed constructor has started, even if torch's own shutdown lacks attributes
+        that the constructor has not set."""
         try:
             self.shut_down(it)
         except Exception as error:
@@ -55,7 +56,7 @@ class TorchsMode:
         self.epochs.beginning(it)
         self.has_ended = False
         self._torch_iterator(it)._reset(loader, is_first)
-        # torch begins with the first batches in between.
+        # torch's `_reset` starts the count at 0, not at the epoch's position.
         it._num_yielded = self.epochs.yielded
         self.epochs.begun(it)
 

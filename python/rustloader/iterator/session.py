@@ -1,4 +1,4 @@
-"""An iterator's mode where the engine does the work: workers, order and transport."""
+"""The iterator mode in which the engine does the work: workers, order and transport."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rustloader.auto import tuner
 from rustloader.auto.tuner import Tuner
 from rustloader.device import pinning
 from rustloader.fetch.failures import EmptyBatch, EmptyBatchError, Failure, Reported, add_note
-from rustloader.iterator import failures, fallback, fetching, foresight
+from rustloader.iterator import early_epochs, failures, fallback, fetching
 from rustloader.iterator.epochs import Epochs
 from rustloader.iterator.failures import FailureCount
-from rustloader.iterator.texts import TOO_LONG_WITH_WORKERS, timed_out, warn_of_length
+from rustloader.iterator.torch_messages import TOO_LONG_WITH_WORKERS, timed_out, warn_of_length
 from rustloader.metrics import ledger
 from rustloader.remote.context import is_remote
 from rustloader.settings import loader_state
@@ -31,39 +31,41 @@ from rustloader.supervision.supervisor import Supervisor
 from rustloader.system import hooks, moved_storages
 from rustloader.system.cleanup import clean_up_after
 from rustloader.system.protocols import LoaderLike, WorkersIterator
-from rustloader.system.torch_side import forget_locals, is_torchs
+from rustloader.system.torch_side import forget_locals, is_defined_in
 from rustloader.tracing import core as tracing
 from rustloader.workers import affinity
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import WorkerGroup
 
-# None if a program replaced torch's method before this import. Comparing with it spares most batches a further check.
-_torchs_next_index: Any = _BaseDataLoaderIter._next_index
-if not is_torchs(_torchs_next_index, torch_dataloader):
-    _torchs_next_index = None
+# torch's method; None if a program replaced it before this import. For most batches, comparing with it saves a slower
+# check.
+_torch_next_index: Any = _BaseDataLoaderIter._next_index
+if not is_defined_in(_torch_next_index, torch_dataloader):
+    _torch_next_index = None
 
 
 class Session:
     """An engine with its workers, from the iterator's construction to its end.
 
-    It does not refer to the iterator, whose end is that of the workers: methods take it.
+    Methods take the iterator as an argument. The session does not refer to it, because the workers end when the
+    iterator's last reference is dropped.
 
     Args:
-        it: The iterator, whose attributes of torch's are set.
+        it: The iterator, after torch's constructor has set its attributes.
         loader: Its loader.
         config: Its settings.
         engine: An engine without workers.
-        epochs: The start of epochs.
-        of_auto: Decides about the number of workers, with num_workers="auto".
+        epochs: Decides how each epoch begins.
+        auto_tuner: Decides the number of workers with num_workers="auto"; otherwise None.
 
     Attributes:
-        last: Makes the error that every later `next` raises once the epoch has ended or a worker has died.
-        rescued: An answer that a signal handler kept from the caller. The next call returns it.
+        last: A function that makes the error that every later `next` raises; None until the epoch ends or fails.
+        rescued: An answer that did not reach the caller because a signal handler raised. The next call returns it.
     """
 
-    # The cores of each worker, also of those that follow a death.
+    # The cores of each worker, which its replacements keep.
     _cores: list[list[int]] | None = None
-    # Failures of an empty batch that are yet to be counted. A signal handler that raises leaves them to the next call.
+    # Failures of an empty batch that have not been counted yet. If a signal handler raises, the next call counts them.
     _uncounted: list[Failure] | None = None
 
     def __init__(
@@ -73,25 +75,25 @@ class Session:
         config: LoaderConfig,
         engine: Engine,
         epochs: Epochs,
-        of_auto: Tuner | None,
+        auto_tuner: Tuner | None,
     ) -> None:
-        self.config, self.epochs, self._tuner = config, epochs, of_auto
+        self.config, self.epochs, self._tuner = config, epochs, auto_tuner
         self.counters, self._state = ledger.of(it), loader_state.of(it)
         self._context = fallback.context_of(loader)
         self.last: Callable[[], BaseException] | None = None
         self.rescued: list[Any] | None = None
-        self._own(it, engine)
-        self.counters.serve(fetching.scheduling(loader, it, config, None if of_auto is None else of_auto.count))
+        self._adopt(it, engine)
+        self.counters.serve(fetching.scheduling(loader, it, config, None if auto_tuner is None else auto_tuner.count))
         epochs.seed(it, loader, config)
         if not config.raises:
             epochs.failures = failures.of(loader, config.max_errors, self.counters.faults)
-        self._foresight = foresight.of(it, loader, config, epochs, is_tuned=of_auto is not None)
+        self._predictor = early_epochs.predictor(it, loader, config, epochs, is_tuned=auto_tuner is not None)
 
-    def _own(self, it: WorkersIterator, engine: Engine) -> None:
-        """Takes an engine without workers."""
+    def _adopt(self, it: WorkersIterator, engine: Engine) -> None:
+        """Makes an engine without workers the session's engine."""
         config, on_exit = self.config, weakref.WeakMethod(it._note_exit)
-        passes_over = not config.raises and it._dataset_kind == _DatasetKind.Map
-        restarts = Restarts(config.max_restarts, passes_over) if config.max_restarts else None
+        may_skip_samples = not config.raises and it._dataset_kind == _DatasetKind.Map
+        restarts = Restarts(config.max_restarts, may_skip_samples) if config.max_restarts else None
         self.group = WorkerGroup(engine, it._workers, self._context, it._dataset, on_exit)
         self.supervisor = Supervisor(
             self.group, self.counters, self._state, restarts, new_streams=config.seed_by == "worker"
@@ -117,7 +119,7 @@ class Session:
 
     @property
     def has_failed(self) -> bool:
-        """True if every later ``next`` raises an error that is not the end."""
+        """True if every later ``next`` raises an error other than StopIteration."""
         return self.last not in (None, StopIteration)
 
     # Workers.
@@ -136,7 +138,7 @@ class Session:
             self.counters.add(engine.meter)
             engine.belongs_to(self._state.pages)
             tracing.follow(self)
-            if not is_remote(self._context):  # those elsewhere have other cores
+            if not is_remote(self._context):  # other machines have other cores
                 cores = affinity.of_workers(self.config.worker_affinity, it._num_workers)
                 if cores is not None:
                     self._cores = cores
@@ -149,7 +151,7 @@ class Session:
                 it._pin_memory_thread = pinning.Thread(engine)
                 it._pin_memory_thread_done_event = pinning.DoneEvent(engine)
         except BaseException as error:
-            # An incomplete set of workers is useless. A further iter() of a persistent loader starts all again.
+            # An incomplete set of workers is useless. The next iter() of a persistent loader starts all of them again.
             clean_up_after(error, it._shutdown_workers)
             raise
 
@@ -158,9 +160,9 @@ class Session:
         it._shutdown_workers()
         engine, reason = fallback.make_engine(self.config)
         if engine is None:
-            raise RuntimeError(f"the workers of the DataLoader cannot be started again: {reason}")
+            raise RuntimeError(f"the workers of the DataLoader cannot be restarted: {reason}")
         it._workers.clear()
-        self._own(it, engine)
+        self._adopt(it, engine)
         self._start_workers(it)
 
     def _job(self, it: WorkersIterator) -> Job:
@@ -183,13 +185,13 @@ class Session:
         return job
 
     def _first_job(self, it: WorkersIterator) -> Job:
-        """The job of the workers that begin with the engine's first epoch."""
+        """Returns the job of the workers that begin with the engine's first epoch."""
         job = self._job(it)
         self.epochs.complete_first(it, job)
         return job
 
     def _next_job(self, it: WorkersIterator, death: Death) -> Job:
-        """The job of the process that follows a death, in the engine's current epoch."""
+        """Returns the job of the process that replaces a dead worker in the engine's current epoch."""
         job = self._job(it)
         job.generation, job.first_task, job.answers = death.generation + 1, death.first_task, death.answers
         job.poison = self.supervisor.poison_of(death.worker_id)
@@ -222,13 +224,13 @@ class Session:
 
     def _begin(self, it: WorkersIterator, loader: LoaderLike, is_first: bool) -> None:
         epochs, count = self.epochs, self.epochs.failures
-        it._reset_torchs(loader, is_first)
+        it._reset_base(loader, is_first)
         if self.last is StopIteration:
             self.last = None
         if count is not None:
             count.begin_epoch()
             self._uncounted = None
-        told = {} if is_first else epochs.message(loader)
+        content = {} if is_first else epochs.message(loader)
         begins_engine = is_first
         if not is_first and (it._shutdown or self.last is not None or not self.engine.is_ours):
             self._start_again(it)
@@ -237,18 +239,18 @@ class Session:
         self.supervisor.begin_epoch()
         engine, first_worker = self.engine, epochs.first_worker(it)
         answer: list[Any] = [None, None]
-        message, foreseen = foresight.packed(told), self._foresight
-        if foreseen is not None:
-            foreseen.epoch_begins()
-        engine.begin(answer, draw_of(it), begins_engine, message, first_worker, foreseen)
+        message, predictor = early_epochs.encoded(content), self._predictor
+        if predictor is not None:
+            predictor.before_epoch()
+        engine.begin(answer, index_source(it), begins_engine, message, first_worker, predictor)
         while answer[0] == VACANT:
             self._replace_dead(it, answer[1])
-            engine.begin(answer, draw_of(it), begins_engine, message, first_worker, foreseen)
+            engine.begin(answer, index_source(it), begins_engine, message, first_worker, predictor)
         code, value = answer
         if code != END:
             self._raise_for(it, code, value)
-        if foreseen is not None:
-            foreseen.epoch_has_begun(value)
+        if predictor is not None:
+            predictor.after_start(value)
         epochs.engine_begun(it, engine, is_first)
         if epochs.seeding is not None:
             fetching.note_begun(loader, epochs.seeding)
@@ -257,8 +259,8 @@ class Session:
         it._workers_status = [True] * it._num_workers
 
     def _retune(self, it: WorkersIterator, loader: LoaderLike) -> None:
-        """Takes the number of workers that a persistent loader with num_workers="auto" is to have. If it has changed,
-        the workers leave, so that the epoch starts others."""
+        """Applies the decision of num_workers="auto" to a persistent loader. If the number changes, ends the workers,
+        so that the epoch starts new ones."""
         if not self.epochs.may_change_workers:
             return
         self._note_memory(it)
@@ -279,12 +281,12 @@ class Session:
 
     @staticmethod
     def next(it: WorkersIterator) -> Any:
-        """The next batch, counted as torch counts it."""
+        """Returns the next batch, and counts it as torch does."""
         if it._sampler_iter is None:
             it._reset()  # type: ignore[call-arg]
         data = it._next_data()
         it._num_yielded += 1
-        # No call until the return, as `call_into` says.
+        # No call until the return, so that a signal handler cannot lose the batch: see `call_into`.
         length = it._IterableDataset_len_called
         if length is not None and it._num_yielded > length and it._dataset_kind == _DatasetKind.Iterable:
             warn_of_length(it, TOO_LONG_WITH_WORKERS)
@@ -292,35 +294,36 @@ class Session:
 
     @staticmethod
     def next_observed(it: WorkersIterator) -> Any:
-        """The next batch, for profilers and hooks."""
+        """Returns the next batch, visible to profilers and hooks."""
         hooks.run()
         with torch.autograd.profiler.record_function(it._profile_name):
             return Session.next(it)
 
     def next_data(self, it: WorkersIterator) -> Any:
-        """The next batch, or the error in its place, or StopIteration."""
+        """Returns the next batch. Raises the error in its place, or StopIteration at the end."""
         if self.epochs.failures is not None:
             return self._unwrap(it, self.epochs.failures)
         return self._answer(it)
 
     def _answer(self, it: WorkersIterator) -> Any:
+        """Returns the engine's next batch. Raises the error of any other answer, and StopIteration at the end."""
         last = self.last
         if last is not None:
             raise last()
         if it._shutdown:
             self.engine.stay()
-            # As in torch, which has then marked all workers as unavailable.
+            # As in torch, which marks all workers as unavailable at a shutdown.
             raise StopIteration
         answer, self.rescued = self.rescued, None
         if answer is None:
             answer = [None, None]
             engine = self.group.engine
             try:
-                engine.next(answer, draw_of(it), self._foresight)
+                engine.next(answer, index_source(it), self._predictor)
                 while answer[0] == VACANT:
                     death, answer[0] = answer[1], None
                     self._replace_dead(it, death)
-                    engine.next(answer, draw_of(it), self._foresight)
+                    engine.next(answer, index_source(it), self._predictor)
                 if it._dataset_kind == _DatasetKind.Iterable:
                     it._workers_status[:] = engine.active() or it._workers_status
             except BaseException as error:
@@ -328,7 +331,7 @@ class Session:
                     # A signal handler raised just after the answer arrived. The next call returns it.
                     self.rescued = answer
                 elif isinstance(error, RuntimeError):
-                    # Another thread may have reached the end, or found a death, while this one waited.
+                    # Another thread may have reached the end or found a dead worker while this one waited.
                     last = self.last
                     if last is not None:
                         raise last()  # noqa: B904
@@ -357,7 +360,7 @@ class Session:
         raise AssertionError(f"the engine returned an unknown code: {code}")
 
     def _unwrap(self, it: WorkersIterator, count: FailureCount) -> Any:
-        """The next batch under ``on_error``. Passes over those without samples, and counts failures."""
+        """Returns the next batch under ``on_error``. Skips batches without samples, and counts failures."""
         while True:
             if self._uncounted is not None:
                 self._count_failures(it, count, self._uncounted, is_empty=True)
@@ -366,7 +369,7 @@ class Session:
                 data = self._answer(it)
             except EmptyBatchError:
                 continue
-            # Before any call: a signal handler could run in it, and the batch would be lost.
+            # Set before any call, in which a signal handler could run and lose the batch.
             self.rescued = [BATCH, data]
             if isinstance(data, Reported):
                 self._count_failures(it, count, data.failures)
@@ -375,17 +378,17 @@ class Session:
             return data
 
     def _count_failures(
-        self, it: WorkersIterator, count: FailureCount, found: list[Failure], is_empty: bool = False
+        self, it: WorkersIterator, count: FailureCount, failed: list[Failure], is_empty: bool = False
     ) -> None:
-        """Raises beyond ``max_errors``, now and at each later call."""
-        error = count.add(found, it._num_yielded + 1, is_empty)
+        """Counts the failures of a batch. Beyond ``max_errors``, raises now and at each later call of ``next``."""
+        error = count.add(failed, it._num_yielded + 1, is_empty)
         if error is not None:
             self.last, self.rescued, self._uncounted = error, None, None
             self.engine.close()
             raise error()
 
     def _raise_for(self, it: WorkersIterator, code: int, value: Any) -> None:
-        """Raises the error of an answer that is neither a batch nor the end."""
+        """Raises the error for an answer that means a timeout, a dead worker or a dead pin thread."""
         if code == TIMED_OUT:
             raise timed_out(it)
         engine = self.engine
@@ -403,7 +406,7 @@ class Session:
     # The end.
 
     def shut_down(self, it: WorkersIterator) -> None:
-        """Ends the workers, as `_shutdown_workers` says."""
+        """Ends the workers: see `_shutdown_workers` of the iterator."""
         group = self.group
         if it._shutdown or not group.engine.is_ours or group.exiting():
             return
@@ -417,7 +420,7 @@ class Session:
             group.end(_utils.MP_STATUS_CHECK_INTERVAL)
 
     def dismiss(self, it: WorkersIterator, worker_id: int, shutdown: bool) -> None:
-        """Marks a worker as dismissed by a copied shutdown routine. Once all are, the workers exit."""
+        """Records that a copied shutdown routine has dismissed a worker. When all are dismissed, they exit."""
         it._workers_status[worker_id] = False
         if not any(it._workers_status):
             self.engine.close()
@@ -427,10 +430,11 @@ def _not_begun() -> RuntimeError:
     return RuntimeError("this epoch has not begun, because iter() raised an error: call iter() of the loader again")
 
 
-def draw_of(it: WorkersIterator) -> Iterator[Any] | Callable[[], Any]:
-    """The source of the next index. Without a Python frame in between, an interrupt cannot lose an index."""
+def index_source(it: WorkersIterator) -> Iterator[Any] | Callable[[], Any]:
+    """Returns the source of index batches: the sampler's iterator, unless `_next_index` is overridden. With no Python
+    frame between the engine and the iterator, an interrupt cannot lose an index batch."""
     next_index = type(it)._next_index
-    if next_index is _torchs_next_index or is_torchs(next_index, torch_dataloader):
+    if next_index is _torch_next_index or is_defined_in(next_index, torch_dataloader):
         source: Iterator[Any] = it._sampler_iter
         return source
     method: Callable[[], Any] = it._next_index

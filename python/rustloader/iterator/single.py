@@ -1,4 +1,4 @@
-"""Prepares torch's iterator without workers: index streams, seeds, tables, failing samples. Its class stays torch's."""
+"""Prepares torch's iterator without workers: index streams, seeds, tables, failing samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rustloader.tracing import core as tracing
 
 
 def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
-    """Prepares a new iterator of a loader; leaves iterators of other classes than torch's alone."""
+    """Prepares a new iterator of a loader. Does nothing if its class is not torch's own."""
     if type(iterator) is not _SingleProcessDataLoaderIter:
         return
     iterator._sampler_iter = indices.stream(iterator._index_sampler, iterator._sampler_iter)
@@ -44,17 +44,17 @@ def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
 def prepare_fetcher(
     iterator: SingleIterator, loader: LoaderLike, config: LoaderConfig, seeding: Seeding | None, epoch: int = 0
 ) -> tuple[Guard, failures.FailureCount] | None:
-    """Lets the fetcher of an iterator take the step that the options of its loader ask for.
+    """Makes the fetcher of an iterator fetch batches as the loader's options require.
 
     Args:
         iterator: The iterator.
         loader: The loader.
         config: Its settings.
-        seeding: The seeds of the epoch, unless they are torch's.
-        epoch: Number of the epoch under torch's seeds.
+        seeding: The seeds of the epoch; None if they are torch's.
+        epoch: Number of the epoch if the seeds are torch's.
 
     Returns:
-        The guard, which decides about failing samples, and their count; None without one.
+        The guard, which decides what happens to failing samples, and their count; None if ``on_error`` is "raise".
     """
     kind = iterator._dataset_kind
     seeds = None if seeding is None else Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
@@ -71,8 +71,8 @@ def prepare_fetcher(
 
 
 def _gather_rows(iterator: SingleIterator) -> None:
-    """Lets the fetcher of an iterator gather the rows of a table."""
-    # In a worker of another loader default_collate makes shared tensors.
+    """Makes the fetcher of an iterator gather the rows of a table at once, if its dataset is one."""
+    # Not in a worker of another loader, where torch's default_collate makes shared tensors.
     if _utils.worker.get_worker_info() is None:
         moved_storages.watch()
         tables.use(iterator._dataset_fetcher, iterator._collate_fn, gather)
@@ -100,7 +100,7 @@ def _guarded(
 
 
 class _Indices:
-    """The index batches of an epoch, which end with its error."""
+    """An iterator over an epoch's index batches. Once too many samples have failed, it raises the epoch's error."""
 
     def __init__(self, batches: Iterator[Any], count: failures.FailureCount) -> None:
         self._batches, self._count = batches, count
@@ -115,14 +115,14 @@ class _Indices:
 
 
 class GuardedFetcher:
-    """A fetcher that passes over batches without samples.
+    """A fetcher that skips batches without samples.
 
     Args:
-        inner: The fetcher, whose dataset is guarded.
+        inner: The fetcher that calls the guard.
         kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
-        guard: Decides about failing samples.
+        guard: Decides what happens to failing samples.
         batches: The index batches of the epoch.
-        count: Counts failures.
+        count: The count of failures.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class GuardedFetcher:
         return getattr(object.__getattribute__(self, "inner"), name)
 
     def fetch(self, index: Any) -> Any:
-        """Makes the batch of an index batch, or of the next one with samples. Raises beyond ``max_errors``."""
+        """Fetches the batch of an index batch. If it has no samples, fetches the next one that has. Raises beyond
+        ``max_errors``."""
         guard = self._guard
         while True:
             try:

@@ -1,4 +1,4 @@
-"""The origin of an epoch's order: the first draw of its sampler, in a form that can be saved."""
+"""The start of an epoch's order: what its sampler draws first, or its settings, in a form that can be saved."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ _NUMBERS = ("epoch", "seed", "rank", "num_replicas")
 
 
 class Start:
-    """The start of an epoch's order. It is noted when the sampler begins, or given by an earlier run.
+    """The start of an epoch's order. It comes from an earlier run, or is recorded when the sampler begins.
 
-    It is one of:
+    Its value is one of:
 
-    * ``{"seed": int}``: what a RandomSampler without a generator has drawn.
+    * ``{"seed": int}``: the seed that a RandomSampler without a generator has drawn.
     * ``{"generator": tensor}``: the state of the sampler's own generator before its first draw.
     * ``{"global_generator": tensor}``: the state of torch's global generator before the sampler's first draw.
     * The settings of a DistributedSampler, as ``shard_start`` returns them.
-    * None: the sampler has not begun, and draws as torch does.
+    * None: the sampler has not begun, and will draw as torch does.
 
     Args:
-        saved: The start that an earlier run has saved.
-        is_owed: Whether torch's draw is made all the same. Nothing comes of it.
+        saved: The start that an earlier run saved; None if there is none.
+        is_owed: Whether the seed is drawn as in torch although ``saved`` is used. The drawn seed is not used.
 
     Attributes:
-        given: The start that an earlier run has saved.
+        given: The start that an earlier run saved; None if there is none.
     """
 
     def __init__(self, saved: Mapping[str, Any] | None = None, is_owed: bool = False) -> None:
         self.given = None if saved is None else dict(saved)
         self._is_owed = is_owed
         self._noted: dict[str, Any] | None = None
-        # The first one counts. A signal handler that asks for the start while it is drawn may add a second one.
+        # The first seed counts. A signal handler that asks for the start while it is being drawn may add a second one.
         self._seeds: list[torch.Tensor] = []
 
     @property
     def saved(self) -> dict[str, Any] | None:
-        """The start that was given or noted; None as long as nothing is drawn."""
+        """The start that was given or recorded; None until the sampler has begun."""
         if self.given is not None:
             return self.given
         if self._seeds:
@@ -50,11 +50,11 @@ class Start:
         return self._noted
 
     def note(self, start: dict[str, Any] | None) -> None:
-        """Keeps the start of an epoch that does not come from an earlier run."""
+        """Records the start of an epoch that does not come from an earlier run."""
         self._noted = start
 
     def seed(self) -> int:
-        """Returns the seed of a RandomSampler without a generator, drawn once as torch draws it."""
+        """Returns the seed of a RandomSampler without a generator. Draws it at the first call, as torch does."""
         if not self._seeds and (self.given is None or self._is_owed):
             call_into(self._seeds, torch.Tensor.random_, torch.empty((), dtype=torch.int64))
         if self.given is not None:
@@ -62,10 +62,10 @@ class Start:
         return int(self._seeds[0].item())
 
     def generator_of(self, sampler: Any) -> tuple[Any, bool]:
-        """Returns the generator that a RandomSampler draws from, in the state before its first draw, and whether it is
-        private.
+        """Returns the generator from which a RandomSampler draws, in its state before the first draw, and whether the
+        generator is private.
 
-        The sampler's own generator takes a saved state over. For any other saved start there is a private one.
+        The sampler's own generator is set to a saved state. For any other start a private generator is made.
         """
         own, saved = sampler.generator, self.given
         if own is not None and (saved is None or "generator" in saved):
@@ -76,7 +76,7 @@ class Start:
 
 
 def private_generator(start: int | Mapping[str, Any]) -> torch.Generator:
-    """Returns a generator that no program sees, from a seed or in the saved state of another one."""
+    """Returns a new generator that programs cannot see, with the seed or the saved state in ``start``."""
     generator = torch.Generator()
     if isinstance(start, int):
         generator.manual_seed(start)
@@ -86,11 +86,11 @@ def private_generator(start: int | Mapping[str, Any]) -> torch.Generator:
 
 
 def shard_start(sampler: Any) -> dict[str, Any] | None:
-    """Returns the start of an epoch of a DistributedSampler: all that its order depends on. None if a setting is no
-    number.
+    """Returns the start of a DistributedSampler's epoch: all settings that its order depends on. None if a setting that
+    must be a number is not one.
     """
     try:
-        # Plain ints: neither bools nor those of NumPy.
+        # Converted to plain ints, also from bools and NumPy's ints.
         numbers = {name: int(operator.index(getattr(sampler, name))) for name in _NUMBERS}
     except TypeError:
         return None
@@ -98,17 +98,17 @@ def shard_start(sampler: Any) -> dict[str, Any] | None:
         "shuffle": bool(sampler.shuffle),
         "drop_last": bool(sampler.drop_last),
         "dataset_length": len(sampler.dataset),
-        # Samples at the start of the order that were delivered under other numbers of ranks, and the ordinal of the
-        # first index batch after them.
+        # Number of samples at the start of the order that were delivered before the number of ranks changed, and the
+        # ordinal of the first index batch after them.
         "consumed": 0,
         "first": 0,
     }
 
 
 def shard(start: Mapping[str, Any]) -> np.ndarray:
-    """Returns the indices of one rank, of what is left of the order of all ranks.
+    """Returns the indices of one rank, from the part of the order after the ``consumed`` samples.
 
-    The order is torch's: a permutation seeded by seed + epoch, or all indices. Without ``consumed`` samples, the result
+    The order is torch's: a permutation seeded by seed + epoch, or all indices. If no samples are consumed, the result
     is what torch's DistributedSampler yields.
     """
     size = start["dataset_length"]
@@ -117,9 +117,9 @@ def shard(start: Mapping[str, Any]) -> np.ndarray:
         order = np.asarray(torch.randperm(size, generator=generator))
     else:
         order = np.arange(size)
-    left = order[start["consumed"] :]
+    remaining = order[start["consumed"] :]
     replicas = start["num_replicas"]
-    # As torch: either the tail is left out, or the order is repeated from its begin until all ranks have as many.
-    each = len(left) // replicas if start["drop_last"] else -(-len(left) // replicas)
+    # As in torch: either the tail is dropped, or the order is repeated from its start until all ranks have as many.
+    each = len(remaining) // replicas if start["drop_last"] else -(-len(remaining) // replicas)
     places = np.arange(start["rank"], each * replicas, replicas)
-    return left[places % max(len(left), 1)]
+    return remaining[places % max(len(remaining), 1)]

@@ -1,4 +1,4 @@
-"""The public names on systems other than Linux. They need no extension, and loaders run on torch's own iterator."""
+"""The public names on systems other than Linux, without the extension. Loaders run on torch's own iterator."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _warned = False
 
 
 def __getattr__(name: str) -> Any:
-    """Provides ``__version__``, which is the extension's on Linux."""
+    """Provides ``__version__``, which on Linux comes from the extension."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return metadata.version("rustloader")
 
 
 def warn() -> None:
-    """Logs once that loaders run on torch's iterator."""
+    """Logs once per process that loaders run on torch's iterator."""
     global _warned
     # A spawned worker runs the script's top level again, and must not repeat the warning.
     process = multiprocessing.current_process()
@@ -52,24 +52,24 @@ def engine_batches() -> int:
 
 
 def sample_seed() -> int:
-    """Raises RuntimeError: without the engine loaders have torch's seeds."""
+    """Raises RuntimeError: without the engine, loaders use torch's seeds."""
     raise RuntimeError(f"sample_seed() has no seed here: {_WHY}")
 
 
 def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: float = 1800.0) -> Any:
-    """Returns ``x`` itself, or what the function ``x`` returns: there is no memory that processes share."""
+    """Returns ``x`` itself, or the result of the function ``x``: there is no shared memory."""
     return x() if callable(x) and not any(hasattr(x, name) for name in ("__getitem__", "__iter__")) else x
 
 
 class CachedDataset(Wrapper):
-    """A dataset without a cache, whose samples ``then`` gets."""
+    """A dataset without a cache, which passes each sample to ``then``."""
 
     def __getitem__(self, index: Any) -> Any:
         sample = self.dataset[index]
         return sample if self.then is None else self.then(sample)
 
     def usage(self) -> CacheUsage:
-        """Returns zeroes."""
+        """Returns counters that are all 0."""
         return CacheUsage()
 
 
@@ -82,13 +82,13 @@ def cache(
     path: str | os.PathLike[str] | None = None,
     version: str = "",
 ) -> CachedDataset:
-    """Makes each sample each time: there is no memory that processes share."""
+    """Returns a dataset that makes a sample each time it is asked for: there is no shared memory."""
     check(dataset, then, key, path, version)
     return CachedDataset(dataset=dataset, then=then)
 
 
 class StatefulDataLoader(DataLoader[Any]):
-    """Raises NotImplementedError: states need the engine."""
+    """A class that cannot be used: its constructor raises NotImplementedError, because states need the engine."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"StatefulDataLoader: {_WHY}")
@@ -96,7 +96,7 @@ class StatefulDataLoader(DataLoader[Any]):
 
 @options.takes(options.Options)
 def install(values: dict[str, Any]) -> None:
-    """Only logs a warning: loaders stay on torch's iterator, with their own options."""
+    """Only logs a warning: loaders keep torch's iterator and their own options."""
     warn()
 
 
@@ -111,7 +111,7 @@ def is_installed() -> bool:
 
 @options.takes(options.Options)
 def installed(values: dict[str, Any]) -> Installed:
-    """Does what ``install()`` does for the body of a ``with`` statement."""
+    """Does what ``install()`` does, for the body of a ``with`` statement."""
     return Installed(_installed)
 
 
@@ -122,7 +122,7 @@ def _installed() -> Iterator[None]:
 
 
 def stats(source: Any) -> Stats:
-    """Returns statistics whose note says why there are none. Raises TypeError for other objects."""
+    """Returns empty statistics with a note that gives the reason. Raises TypeError for objects other than loaders."""
     source = loader_in(source, lambda _: False)
     if not isinstance(source, (DataLoader, _BaseDataLoaderIter)):
         raise no_loader(source)
@@ -131,12 +131,12 @@ def stats(source: Any) -> Stats:
 
 
 def report_ranks(source: Any = None, group: Any = None) -> RankReport:
-    """Returns a report without figures, of this process alone."""
+    """Returns a report on this process alone, without figures."""
     return RankReport((RankStats(0, socket.gethostname()),))
 
 
 class MetricsServer:
-    """Serves nothing."""
+    """A server without metrics."""
 
     port, address = 0, ""
 
@@ -165,7 +165,8 @@ def trace(path: str | os.PathLike[str], *, level: str = "batch", seconds: float 
 
 @contextlib.contextmanager
 def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
-    """Calls ``callback`` with ``stats(source)`` at the end of the body. Raises ValueError as the engine's does."""
+    """Calls ``callback`` with ``stats(source)`` at the end of the body. Raises ValueError for an invalid interval, as
+    on Linux."""
     check_interval(every)
     try:
         yield

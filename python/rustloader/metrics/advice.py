@@ -7,7 +7,7 @@ import math
 from rustloader.metrics.fields import SchedulingStats, StatsFields
 from rustloader.metrics.prediction import Prediction, Scheduler, predict
 from rustloader.metrics.work import Shares, dataset_shares
-from rustloader.settings.kinds import byte_size
+from rustloader.settings.option_values import byte_size
 
 # Minimum predicted gain for a recommendation.
 _MIN_GAIN = 1.05

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rustloader.fetch.failures import Failure
 from rustloader.metrics.fields import FaultStats
-from rustloader.system.texts import count_of
+from rustloader.system.formatting import count_of
 
 # Maximum numbers of failures and deaths that are kept with their texts.
 KEPT_FAILURES = 1000

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rustloader.metrics.verdict import VerdictKind
-from rustloader.system.texts import duration
+from rustloader.system.formatting import duration
 
 # Minimum share of the loop's time in `next`, and minimum factor by which it is longer than the others', for a rank that
 # delays the others.

@@ -9,7 +9,7 @@ from rustloader.caching.usage import CacheUsage
 from rustloader.metrics.faults import summary
 from rustloader.metrics.fields import StatsFields, WorkerStats
 from rustloader.metrics.verdict import Verdict, described_attribute
-from rustloader.system.texts import count_of, duration, short_index, size
+from rustloader.system.formatting import count_of, duration, short_index, size
 
 # Maximum number of entries of each list, and of workers, that are shown.
 _MAX_LISTED, _MAX_WORKERS = 3, 16

@@ -3,8 +3,8 @@
 import threading
 from dataclasses import dataclass, replace
 
+from rustloader.system.formatting import duration, size
 from rustloader.system.protocols import LoaderLike
-from rustloader.system.texts import duration, size
 from rustloader.system.weak_table import WeakTable
 
 

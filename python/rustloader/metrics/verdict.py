@@ -9,7 +9,7 @@ from rustloader.metrics import advice, work
 from rustloader.metrics.faults import summary
 from rustloader.metrics.fields import LargeAttribute, StatsFields
 from rustloader.metrics.transfers import limit_texts
-from rustloader.system.texts import count_of, duration, short_index, size
+from rustloader.system.formatting import count_of, duration, short_index, size
 
 VerdictKind = Literal[
     "step",

@@ -1,1 +1,1 @@
-"""Workers on other machines: the context that starts them, and the handshake of their connections."""
+"""Workers on other machines: the context that starts them, and the handshake on their connections."""

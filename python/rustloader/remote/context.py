@@ -12,14 +12,14 @@ from rustloader.settings.limits import REMOTE_START
 
 @dataclass(frozen=True)
 class Call:
-    """The parameters with which a worker connects back.
+    """The parameters with which a worker connects back to the main process.
 
     Attributes:
-        address: The address at which the main process listens.
-        port: Its port for this worker.
-        token: The secret by which both ends prove themselves. It does not travel over their connection.
+        address: The address on which the main process listens.
+        port: The port on which it listens for this worker.
+        token: The secret with which both ends authenticate themselves. It is never sent over their connection.
         worker_id: The worker's number.
-        generation: Number of processes that the worker had before.
+        generation: Number of earlier processes of the worker.
     """
 
     address: str
@@ -33,26 +33,26 @@ class Started(Protocol):
     """A worker that was asked to start."""
 
     def failure(self) -> str | None:
-        """Returns the reason why it has ended or cannot start; None while it starts or runs. Does not wait."""
+        """Returns the reason why the worker has ended or cannot start; None while it starts or runs. Does not wait."""
 
     def waits_for(self) -> str:
-        """Describes what it may be waiting for, for the error of a start that takes too long."""
+        """Describes what the worker may be waiting for, for the error about a start that takes too long."""
 
     def kill(self) -> None:
-        """Ends it in any state. Does not wait, and raises nothing if it is gone."""
+        """Ends the worker in any state. Does not wait, and does not raise if the worker is gone."""
 
 
 class RemoteContext(BaseContext, abc.ABC):
-    """A context for ``multiprocessing_context``, whose workers are started by ``launch`` and connect back.
+    """A context for ``multiprocessing_context``. ``launch`` starts its workers, which then connect to this process.
 
-    torch accepts any ``BaseContext``. Only rustloader's loader can use this one: everything by which torch's iterator
-    would start a process raises.
+    torch accepts any ``BaseContext``, but only rustloader's engine can use this one: all attributes with which torch's
+    iterator would start a process raise.
     """
 
     _name = "remote"
 
     def get_start_method(self, allow_none: bool = False) -> str:
-        """Returns the name of the way in which workers start."""
+        """Returns the name of the start method of these workers."""
         return self._name
 
     def get_context(self, method: Any = None) -> Any:
@@ -65,31 +65,36 @@ class RemoteContext(BaseContext, abc.ABC):
             "rustloader.install() before the loader is made"
         )
 
-    # torch's iterator comes here first.
+    # The attributes that torch's iterator uses first.
     Queue = Event = Process = _needs_engine
 
     @property
     def start_seconds(self) -> float:
-        """Seconds that the start of workers may take."""
+        """Maximum number of seconds that the start of workers may take."""
         return REMOTE_START.get()
 
     @abc.abstractmethod
     def address(self) -> str:
-        """Returns the address at which workers reach this process. If this machine has it, nothing listens on another
-        one.
+        """Returns the address at which workers reach this process. The process listens on this address alone, if this
+        machine has it.
         """
 
     @abc.abstractmethod
     def dumps(self, value: Any) -> bytes:
-        """Pickles the dataset, and functions, by value where the other machine cannot import them."""
+        """Pickles the dataset and functions: by value if the other machine cannot import their definitions."""
 
     @abc.abstractmethod
     def put(self, blob: bytes) -> Any:
-        """Keeps bytes for the workers, and returns what ``launch`` takes for them."""
+        """Stores bytes for the workers, and returns a reference to them, which ``launch`` takes."""
 
     @abc.abstractmethod
     def launch(self, blob: Any, call: Call) -> Started:
-        """Starts a process somewhere that calls ``rustloader.workers.remote.serve``."""
+        """Starts a process on some machine, which calls ``rustloader.workers.remote.serve``.
+
+        Args:
+            blob: The result of ``put``.
+            call: The parameters with which the process connects back.
+        """
 
 
 def is_remote(context: Any) -> bool:

@@ -1,16 +1,16 @@
-"""The handshake of a connection. Both ends prove that they know a secret, before either of them unpickles anything.
+"""The handshake on a connection. Both ends prove that they know a secret before either of them unpickles anything.
 
-The worker gets the secret from its launcher, such as Ray. It does not travel over the connection::
+The worker gets the secret from its launcher, such as Ray. The secret is never sent over the connection::
 
-    main process    magic number, nonce                                                          the challenge
-    worker          magic number, nonce, worker number, pid, versions as JSON                    the hello
-                    proof: HMAC-SHA256 by the secret of "worker", the challenge and the hello
-    main process    proof: HMAC-SHA256 by the secret of "main", the challenge and the hello
-                    the job, or the reason why it refuses
-    worker          that it has read everything, or what error prevents it
+    main process    challenge: magic number, nonce
+    worker          hello: magic number, nonce, worker number, pid, versions as JSON
+                    proof: HMAC-SHA256 of "worker", the challenge and the hello, with the secret as the key
+    main process    proof: HMAC-SHA256 of "main", the challenge and the hello, with the secret as the key
+                    reply: the job, or the reason why the main process refuses the worker
+    worker          reply: an acknowledgement that it has read the job, or the error that prevents this
 
-The nonces are new for each connection, so no proof is of use in another one. After that the connection belongs to the
-engine.
+The nonces are new for each connection, so a proof cannot be replayed on another one. After the handshake the engine
+owns the connection.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from rustloader._core import __version__
 
 TOKEN_BYTES = 32
-# Increment this with every change to the handshake, the job, or of the frames that follow (src/transport/frame.rs).
+# Increment this with every change to the handshake, the job, or the frames that follow (src/transport/frame.rs).
 PROTOCOL = 4
 _MAGIC = b"rustload"
 _NONCE_BYTES = 32
@@ -39,28 +39,28 @@ _PROOF_BYTES = 32
 _CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
 # Magic number, nonce, worker number, pid, length of the versions.
 _HELLO = struct.Struct(f"<8s{_NONCE_BYTES}sIIH")
-# A flag, set if the sender continues, and the number of bytes that follow.
-_ANSWER = struct.Struct("<?Q")
+# The header of a reply: a flag, which is set if the sender continues, and the number of bytes that follow.
+_REPLY = struct.Struct("<?Q")
 _VERSIONS_MAX = 4096
-# Maximum size of a job in bytes. It is large, because a job may contain the state of a dataset.
-_ANSWER_MAX = 1 << 30
-# Seconds within which a connection must prove itself. Generous, because an overloaded machine is slow, and a few
-# silent strangers do not block the others.
+# Maximum size of a reply in bytes. It is large, because a job may contain the state of a dataset.
+_REPLY_MAX = 1 << 30
+# Seconds within which the other end of a connection must prove that it knows the secret. The limit is generous, because
+# an overloaded machine is slow, and a few silent strangers do not block other connections.
 _HELLO_SECONDS = 30.0
 
 
 class HandshakeError(RuntimeError):
-    """Raised if the handshake fails: the other end refuses or is not the expected one, or a message is too long."""
+    """Raised if the handshake fails: the other end refuses, is not the expected one, or sends too long a message."""
 
 
 def new_token() -> bytes:
-    """Makes a secret for one worker."""
+    """Returns a new secret for one worker."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that must be equal at both ends: batches are encoded by rustloader, and pickled by torch and
-    NumPy."""
+    """Returns the versions that must be the same at both ends: rustloader encodes batches, and torch and NumPy pickle
+    them."""
     return {
         "rustloader": __version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
@@ -71,19 +71,19 @@ def versions() -> dict[str, str]:
     }
 
 
-def skew(theirs: dict[str, Any]) -> str | None:
-    """Describes how the versions of a worker differ from these; None if they do not."""
-    ours = versions()
-    differing = [name for name, version in ours.items() if theirs.get(name) != version]
+def version_mismatch(other: dict[str, Any]) -> str | None:
+    """Describes how the versions at the other end differ from those of this process; None if they are the same."""
+    own = versions()
+    differing = [name for name, version in own.items() if other.get(name) != version]
     if not differing:
         return None
-    pairs = ", ".join(f"{name} {theirs.get(name, 'unknown')} there and {ours[name]} here" for name in differing)
+    pairs = ", ".join(f"{name} {other.get(name, 'unknown')} there and {own[name]} here" for name in differing)
     return f"the versions differ: {pairs}; install the same ones on both machines"
 
 
 def listen(address: str) -> socket.socket:
-    """Opens a server on a free port of an IPv4 or IPv6 address. If this machine does not have the address (behind NAT,
-    or in a container), the server listens on all interfaces.
+    """Opens a listening socket on a free port of an IPv4 or IPv6 address. If this machine does not have the address
+    (behind NAT, or in a container), the socket listens on all interfaces.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -109,43 +109,51 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
         connection.settimeout(_seconds_left(deadline))
         piece = connection.recv(min(count - len(received), 1 << 20))
         if not piece:
-            raise ConnectionResetError("the connection was closed in the handshake")
+            raise ConnectionResetError("the connection was closed during the handshake")
         received += piece
     return bytes(received)
 
 
 def _proof(token: bytes, role: bytes, transcript: bytes) -> bytes:
-    """Computes the proof that an end knows the secret, bound to its role and the transcript."""
+    """Returns the proof that one end knows the secret, bound to its role and the transcript."""
     return hmac.digest(token, role + transcript, "sha256")
 
 
-def send_answer(connection: socket.socket, goes_on: bool, text: bytes, deadline: float) -> None:
-    """Sends the next part of a handshake: the job, or a reason to end it. Raises HandshakeError if it is too long."""
-    if len(text) > _ANSWER_MAX:
+def send_reply(connection: socket.socket, continues: bool, text: bytes, deadline: float) -> None:
+    """Sends a reply: content with which the handshake continues, or the reason why it ends.
+
+    Raises:
+        HandshakeError: The reply is too long.
+    """
+    if len(text) > _REPLY_MAX:
         raise HandshakeError(
-            f"its job has {len(text)} bytes, and at most {_ANSWER_MAX} can be sent: "
-            "let the dataset's state_dict() and worker_init_fn hold less"
+            f"its job has {len(text)} bytes, and at most {_REPLY_MAX} can be sent: "
+            "reduce what the dataset's state_dict() and worker_init_fn contain"
         )
-    _send(connection, _ANSWER.pack(goes_on, len(text)) + text, deadline)
+    _send(connection, _REPLY.pack(continues, len(text)) + text, deadline)
 
 
-def receive_answer(connection: socket.socket, deadline: float) -> bytes:
-    """Receives the next part of a handshake. Raises HandshakeError with the other end's reason if it refuses."""
-    goes_on, length = _ANSWER.unpack(_receive(connection, _ANSWER.size, deadline))
-    if length > _ANSWER_MAX:
-        raise HandshakeError(f"a handshake of {length} bytes")
+def receive_reply(connection: socket.socket, deadline: float) -> bytes:
+    """Receives the content of a reply.
+
+    Raises:
+        HandshakeError: The other end refuses to continue, for the reason in the text, or its reply is too long.
+    """
+    continues, length = _REPLY.unpack(_receive(connection, _REPLY.size, deadline))
+    if length > _REPLY_MAX:
+        raise HandshakeError(f"the other end announces a reply of {length} bytes, and at most {_REPLY_MAX} are allowed")
     text = _receive(connection, length, deadline)
-    if not goes_on:
+    if not continues:
         raise HandshakeError(text.decode(errors="replace"))
     return text
 
 
 def connect(address: str, port: int, token: bytes, worker_id: int, pid: int, deadline: float) -> socket.socket:
-    """Connects to the main process. Each end has proved itself to the other when this returns.
+    """Connects to the main process. When this returns, each end has proved to the other that it knows the secret.
 
     Raises:
-        HandshakeError: The listener there does not know the secret.
-        OSError: Nothing listens there, or it closes the connection, or it is silent until the deadline.
+        HandshakeError: The process that listens there does not know the secret.
+        OSError: No process listens there, or it closes the connection, or it is silent until the deadline.
     """
     connection = socket.create_connection((address, port), timeout=_seconds_left(deadline))
     try:
@@ -160,21 +168,23 @@ def introduce(connection: socket.socket, token: bytes, worker_id: int, pid: int,
     """Proves to the main process that this worker knows the secret, and checks that the main process knows it, too."""
     challenge = _receive(connection, _CHALLENGE_BYTES, deadline)
     if not challenge.startswith(_MAGIC):
-        raise HandshakeError("what listens there is not the main process of a DataLoader")
+        raise HandshakeError("the process that listens there is not the main process of a DataLoader")
     own_versions = json.dumps(versions()).encode()
     hello = _HELLO.pack(_MAGIC, secrets.token_bytes(_NONCE_BYTES), worker_id, pid, len(own_versions)) + own_versions
     transcript = challenge + hello
     _send(connection, hello + _proof(token, b"worker", transcript), deadline)
     if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, deadline), _proof(token, b"main", transcript)):
-        raise HandshakeError("what listens there does not know the secret of this worker")
+        raise HandshakeError("the process that listens there does not know the secret of this worker")
 
 
-def is_expected(connection: socket.socket, token: bytes, worker_id: int, deadline: float) -> int | None:
-    """Proves this process to the worker that has proved itself. Returns its pid; None for a stranger, who gets nothing
-    but a nonce.
+def authenticate_worker(connection: socket.socket, token: bytes, worker_id: int, deadline: float) -> int | None:
+    """Checks that the other end is the expected worker, and proves to it that this process knows the secret.
+
+    Returns:
+        The worker's pid; None for any other connection, which receives only the challenge.
 
     Raises:
-        HandshakeError: It is the worker, and its versions differ. It has received the versions.
+        HandshakeError: The worker's versions differ. The worker has received the reason.
     """
     limit = min(deadline, time.monotonic() + _HELLO_SECONDS)
     challenge = _MAGIC + secrets.token_bytes(_NONCE_BYTES)
@@ -184,23 +194,23 @@ def is_expected(connection: socket.socket, token: bytes, worker_id: int, deadlin
         magic, _, number, pid, length = _HELLO.unpack(head)
         if magic != _MAGIC or number != worker_id or length > _VERSIONS_MAX:
             return None
-        theirs = _receive(connection, length, limit)
-        transcript = challenge + head + theirs
+        worker_versions = _receive(connection, length, limit)
+        transcript = challenge + head + worker_versions
         if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, limit), _proof(token, b"worker", transcript)):
             return None
     except (OSError, HandshakeError):
         return None
     _send(connection, _proof(token, b"main", transcript), limit)
-    reason = _skew_of(theirs)
+    reason = _mismatch_in(worker_versions)
     if reason is not None:
-        send_answer(connection, False, reason.encode(), limit)
+        send_reply(connection, False, reason.encode(), limit)
         raise HandshakeError(reason)
     return int(pid)
 
 
-def _skew_of(text: bytes) -> str | None:
+def _mismatch_in(text: bytes) -> str | None:
     try:
-        theirs = json.loads(text)
+        other = json.loads(text)
     except ValueError:
-        theirs = None
-    return skew(theirs if isinstance(theirs, dict) else {})
+        other = None
+    return version_mismatch(other if isinstance(other, dict) else {})

@@ -1,4 +1,4 @@
-"""Marks a thread that pickles something for other machines, where no memory of this one can be reached."""
+"""Marks a thread that pickles objects for other machines, which cannot access the memory of this one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _state = _State()
 
 
 def is_packing() -> bool:
-    """Returns True if this thread is pickling something for another machine."""
+    """Returns True if this thread is pickling objects for another machine."""
     return _state.depth > 0
 
 
 @contextlib.contextmanager
 def packing() -> Iterator[None]:
-    """Marks the pickles that are made in the body as going to another machine."""
+    """Marks this thread as pickling objects for another machine, for the body of a ``with`` statement."""
     _state.depth += 1
     try:
         yield

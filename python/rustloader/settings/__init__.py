@@ -1,1 +1,1 @@
-"""The settings of a loader: options, their kinds, and the settings of an iterator."""
+"""The settings of a loader: its options, their values, and the resolved settings of an iterator."""

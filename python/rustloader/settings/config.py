@@ -1,4 +1,4 @@
-"""The settings of one iterator: torch's arguments, rustloader's options, and what ``install()`` says."""
+"""The settings of one iterator: torch's arguments, rustloader's options, and the options of ``install()``."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from rustloader.settings import kinds, loader_state, names, options
+from rustloader.settings import loader_state, names, option_values, options
 from rustloader.settings.options import Option
 from rustloader.system.protocols import IteratorLike, LoaderLike
 
-# Arguments of torch's class that an iterator is configured by. ``resolve`` does not check them: torch does.
-_TORCHS = ("num_workers", "prefetch_factor", "in_order", "persistent_workers", "timeout")
+# Arguments of torch's class that configure an iterator. ``resolve`` does not check them: torch does.
+_TORCH_ARGUMENTS = ("num_workers", "prefetch_factor", "in_order", "persistent_workers", "timeout")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
-    """Resolved settings. An iterator keeps them, since torch's iterators keep no loader; workers get them in their job,
-    and the engine reads them by name. Options have their defaults in place of None."""
+    """The resolved settings of an iterator. Options that are not set have their defaults instead of None.
+
+    An iterator keeps them, because it does not keep its loader. Workers get them in their job, and the engine reads
+    them by name.
+    """
 
     num_workers: int
     prefetch_factor: int
@@ -42,13 +45,13 @@ class LoaderConfig:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """The reorder window as numbers of batches and of bytes: one of them, or neither."""
-        return kinds.window(self.reorder_window)
+        """The reorder window as a number of batches and a number of bytes, at least one of which is None."""
+        return option_values.window(self.reorder_window)
 
     @property
     def raises(self) -> bool:
-        """True if an exception of a sample is raised, as in torch. The type is checked first: a function may compare
-        equal to anything."""
+        """True if an exception in a sample is raised, as in torch."""
+        # The type is checked first: a callable object may compare equal to anything.
         return isinstance(self.on_error, str) and self.on_error == "raise"
 
     def changed(self, **values: Any) -> LoaderConfig:
@@ -57,13 +60,13 @@ class LoaderConfig:
 
 
 def resolve(loader: LoaderLike) -> LoaderConfig:
-    """Returns the settings of a loader of any class: its own, and those of ``install()`` where it has torch's defaults.
+    """Returns the settings of a loader of any class: its own, or those of ``install()`` where it has torch's defaults.
 
     Raises:
-        TypeError, ValueError: The program has given the loader an attribute that an option cannot have.
+        TypeError, ValueError: The program has set an attribute of the loader to a value that the option cannot have.
     """
     installed = _installed(loader)
-    values = {name: installed[name] if name in installed else getattr(loader, name) for name in _TORCHS}
+    values = {name: installed[name] if name in installed else getattr(loader, name) for name in _TORCH_ARGUMENTS}
     for name in options.keywords():
         values[name] = installed[name] if name in installed else options.in_force(loader, name)
     values["name"] = values["name"] or names.default(loader)
@@ -75,13 +78,13 @@ def _installed(loader: LoaderLike) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in options.current().items():
         option: Option = options.option_of(name)
-        if not option.unset:  # no option of loaders
+        if not option.unset:  # not an attribute of loaders
             continue
         own = loader_state.given(loader, name) if option.keyword else getattr(loader, name)
         if own in option.unset:
             values[name] = option.effective(value)
     if not isinstance(loader, DataLoader):
-        values.pop("persistent_workers", None)  # loaders of other classes make a new iterator each time
+        values.pop("persistent_workers", None)  # loaders of other classes make a new iterator for each epoch
     return values
 
 
@@ -101,8 +104,8 @@ def view(loader: LoaderLike, **values: Any) -> Any:
     return _View(loader, values)
 
 
-def torchs_view(loader: LoaderLike, config: LoaderConfig) -> Any:
-    """Returns the loader as torch's code is to see it."""
+def view_for_torch(loader: LoaderLike, config: LoaderConfig) -> Any:
+    """Returns the view of a loader that is passed to torch's code, or the loader itself if nothing is replaced."""
     installed = _installed(loader)
     values = {name: installed[name] for name in installed if not options.option_of(name).keyword}
     if config.num_workers != loader.num_workers:
@@ -111,13 +114,13 @@ def torchs_view(loader: LoaderLike, config: LoaderConfig) -> Any:
 
 
 def original(loader: LoaderLike) -> Any:
-    """Returns the loader itself, of a view of it."""
+    """Returns the loader behind a view, or the loader itself if it is not a view."""
     return loader._rustloader_loader if isinstance(loader, _View) else loader
 
 
 def keep_iterator(loader: LoaderLike, config: LoaderConfig, iterator: IteratorLike) -> None:
-    """Makes a loader keep its iterator if only an option makes its workers persistent. torch's ``__iter__`` reads both
-    attributes."""
+    """Makes a loader keep its iterator if its workers are persistent only by an option of ``install()``. Sets the two
+    attributes that torch's ``__iter__`` reads."""
     if config.persistent_workers and not loader.persistent_workers:
         object.__setattr__(loader, "persistent_workers", True)  # torch's class refuses to set it
         loader._iterator = iterator

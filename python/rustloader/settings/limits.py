@@ -1,7 +1,7 @@
 """Limits, intervals and environment variables of the Python side; docs/options.md lists the variables.
 
-``src/config.rs`` has those of the Rust core and shared ones, which ``rustloader._core`` exports. Importing this module
-imports neither torch nor the extension.
+``src/config.rs`` has the limits of the Rust core, and the limits of both sides, which ``rustloader._core`` exports.
+Importing this module imports neither torch nor the extension.
 """
 
 from __future__ import annotations
@@ -9,42 +9,42 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-from rustloader.settings.kinds import NO, YES
+from rustloader.settings.option_values import NO, YES
 from rustloader.settings.options import Options, option_of
 
-# The oldest and newest minor versions of torch that the tests run with.
+# The oldest and the newest minor version of torch with which the tests run.
 TORCH_VERSIONS = ((2, 6), (2, 15))
 
 # Seconds from SIGTERM to SIGKILL at shutdown. A worker without its own handler ends at once.
 KILL_AFTER = 0.5
-# Seconds that workers have to exit at the interpreter's exit, and seconds from SIGTERM to SIGKILL there.
+# At the interpreter's exit: seconds that workers have to exit, and seconds from SIGTERM to SIGKILL.
 EXIT_GRACE = 0.5
 EXIT_KILL_AFTER = 0.2
 # Seconds to wait after SIGKILL. Only a process in uninterruptible sleep lives longer.
 KILLED_AFTER = 5.0
-# Seconds until a Ctrl-C that a destructor caught is raised again: the object must be gone by then.
+# Seconds until a Ctrl-C that a destructor has caught is raised again. By then the object must be gone.
 INTERRUPT_AFTER = 0.02
 # Seconds to wait for the fork server to report how a worker ended, or to end itself.
 STATUS_AFTER = 1.0
-# Seconds after which a spawned worker stops waiting for its turn to import torch. The main module of a program may wait
-# for other workers.
+# Seconds after which a spawned worker stops waiting for its turn to import torch. Without a limit workers could hang:
+# the program's main module may wait for other workers.
 GATE_SECONDS = 10.0
-# CPU seconds that each worker may spend on snapshots of its dataset in an epoch: this many, so that small states have
-# one after each batch from the start, plus this share of the time since the epoch began, so that large states cost no
-# more than this share of the batch rate.
+# CPU time that each worker may spend on snapshots of its dataset in an epoch: a number of seconds, so that from the
+# start a small state has a snapshot after each batch, plus a share of the time since the epoch began, so that a large
+# state lowers the batch rate by no more than this share.
 SNAPSHOT_ALLOWANCE = 0.02
 SNAPSHOT_SHARE = 0.005
-# Batches of a worker after which the state of an iterable dataset that has not changed is reported.
+# Number of a worker's batches after which an unchanged state of an iterable dataset is reported.
 FROZEN_AFTER = 64
-# Seconds until a worker that died again without a batch in between is started again, the first time; each further death
-# doubles them, up to the maximum.
+# Seconds until the restart of a worker that has died twice without a batch in between. Each further death doubles the
+# time, up to the maximum.
 BACK_OFF = 0.1
-BACK_OFF_MOST = 5.0
-# Deaths of workers at one sample, or in one batch, after which it is not tried again.
+MAX_BACK_OFF = 5.0
+# Number of deaths at one sample, or in one batch, after which it is not tried again.
 POISON_AFTER = 3
 # Maximum number of deaths that an error lists.
 DEATHS_SHOWN = 20
-# Maximum characters of an index batch in errors and warnings.
+# Maximum number of characters of an index batch in errors and warnings.
 INDEX_SHOWN = 200
 
 
@@ -69,7 +69,7 @@ class Seconds(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """An environment variable that turns something off, or on."""
+    """An environment variable that turns a feature on or off."""
 
     name: str
     default: bool
@@ -88,20 +88,20 @@ STALL_START = Seconds("RUSTLOADER_STALL_START_SECONDS", 30.0)
 STALL_ITEM = Seconds("RUSTLOADER_STALL_ITEM_SECONDS", 120.0)
 # Seconds to wait for the stack of the stalled worker; 0: no stack.
 STALL_STACK = Seconds("RUSTLOADER_STALL_STACK_SECONDS", 1.0)
-# If the program handles SIGTERM: seconds until a worker that alone received one dies of it.
+# Seconds until a worker dies of a SIGTERM that it alone has received, if the program has a handler for SIGTERM.
 SIGTERM = Seconds("RUSTLOADER_SIGTERM_SECONDS", 0.5)
-# True if the fork server of the program imports what workers need.
+# True if the program's fork server imports the modules that workers need.
 FORKSERVER_PRELOAD = Switch("RUSTLOADER_FORKSERVER_PRELOAD", True)
-# True if large arrays that NumPy makes in workers lie in shared memory.
+# True if NumPy allocates large arrays of workers in shared memory.
 NUMPY_ARENA = Switch("RUSTLOADER_NUMPY_ARENA", True)
-# Seconds that the start of workers on other machines may take: of their processes, the import of torch, and the
-# transfer of the dataset.
+# Seconds that the start of workers on other machines may take, including the import of torch and the transfer of the
+# dataset.
 REMOTE_START = Seconds("RUSTLOADER_REMOTE_START_SECONDS", 120.0)
 SECONDS = (STALL_START, STALL_ITEM, STALL_STACK, SIGTERM, REMOTE_START)
-# Seconds between two looks at workers that start or end on other machines.
+# Seconds between two checks of workers that start or end on other machines.
 REMOTE_CHECK = 0.05
-# Seconds that workers on other machines have to exit: those at a sample end at once then. And seconds until their
-# connections are closed and their actors killed.
+# Seconds that workers on other machines have to exit, after which a worker in the middle of a sample ends at once; and
+# the seconds from then until the connections are closed and the actors are killed.
 REMOTE_GRACE = 0.8
 REMOTE_KILL_AFTER = 0.2
 # Seconds that a worker on another machine has to send its last results.
@@ -121,12 +121,12 @@ def stall_limits() -> StallLimits:
     return StallLimits(STALL_START.get(), STALL_ITEM.get(), STALL_STACK.get())
 
 
-# Makes `import rustloader` install the engine, see parse_install().
+# The environment variable that makes `import rustloader` install the engine: see `parse_install`.
 INSTALL = "RUSTLOADER_INSTALL"
 
 
 def parse_install(setting: str) -> dict[str, Any] | None:
-    """Returns the options by name that a value of ``RUSTLOADER_INSTALL`` sets, or None if it does not install.
+    """Returns the options that a value of ``RUSTLOADER_INSTALL`` sets, by name; None if the value installs nothing.
 
     Raises:
         ValueError: The value is neither 1 nor 0 nor a list of options.

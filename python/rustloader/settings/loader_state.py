@@ -1,8 +1,8 @@
-"""The state of a loader that rustloader keeps from one iterator to the next.
+"""The state that rustloader keeps for a loader from one iterator to the next.
 
-Parts that travel with copies and pickles of a loader are its attributes: the options that its constructor was given,
-the epochs with ``seed_by``, and the number that "auto" has set. Everything else is a `LoaderState`, in a weak table: it
-keeps the loader's attributes the same as torch's.
+The parts that copies and pickles of a loader include are its attributes: the options that its constructor was given,
+the epochs with ``seed_by``, and the number of workers that "auto" has set. The other parts are in a `LoaderState` in a
+weak table, so that the loader otherwise has the same attributes as torch's.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from rustloader.system.weak_table import WeakTable
 if TYPE_CHECKING:
     from rustloader._core import WarmPages
 
-# The options that the constructor was given. Programs have attributes and methods of these names of their own.
+# The names of the options that the constructor was given. Subclasses may have attributes or methods of the same names.
 GIVEN = "_rustloader_options"
-# The base seed of the first epoch, and the number of epochs that have begun. Only loaders with ``seed_by`` have it.
+# The base seed of the first epoch, and the number of epochs that have begun. Only loaders with ``seed_by`` have these.
 EPOCHS = "_rustloader_epochs"
-# The number of workers that "auto" has last set. Another `num_workers` is the program's own.
+# The number of workers that "auto" has set last. If `num_workers` differs, the program has set it.
 AUTO = "_rustloader_auto"
 
 
 class LoaderState:
-    """The state of a loader that is kept as long as it lives in this process."""
+    """The state that is kept as long as its loader lives in this process."""
 
     def __init__(self) -> None:
-        # Of a loader with num_workers="auto": rustloader.auto.tuner.Tuner.
+        # The `rustloader.auto.tuner.Tuner` of a loader with num_workers="auto".
         self.tuner: Any = None
-        # The file and the line that made the loader, if a constructor has noted them.
+        # The file and the line that made the loader, if its constructor has recorded them.
         self.origin: tuple[str, int] | None = None
         self._logged: set[str] = set()
 
     @functools.cached_property
     def pages(self) -> WarmPages:
-        """Pages that wait for the next epoch. They go with the loader and its iterators, as this does."""
+        """The pages that are kept for the next epoch. They are freed with this state, after the loader and its
+        iterators are gone."""
         from rustloader._core import WarmPages
 
         return WarmPages()
 
     def is_new(self, text: str) -> bool:
-        """Returns True if a text was not yet logged for the loader, and notes it as logged."""
+        """Returns True if a text has not been logged for the loader, and records that it is logged now."""
         is_new = text not in self._logged
         self._logged.add(text)
         return is_new
@@ -52,28 +53,28 @@ _states: WeakTable[LoaderState] = WeakTable()
 
 
 def of(source: Any) -> LoaderState:
-    """Returns the state of a loader, created if there is none, or of the loader of an iterator."""
+    """Returns the state of a loader or of an iterator's loader. Creates it if there is none."""
     return _states.find(source) or _states.keep(source, LoaderState())
 
 
 def find(source: Any) -> LoaderState | None:
-    """Returns the state of a loader, or of the loader of an iterator, if there is one."""
+    """Returns the state of a loader or of an iterator's loader, or None."""
     return _states.find(source)
 
 
 def share(iterator: IteratorLike, loader: LoaderLike) -> None:
-    """Lets an iterator, which keeps no loader, have the state of its loader."""
+    """Gives an iterator the state of its loader, because it does not keep the loader."""
     _states.keep(iterator, of(loader))
 
 
 def given(loader: LoaderLike, name: str) -> Any:
-    """Returns the value of an option that a loader's constructor was given, or None."""
+    """Returns the value of an option if the loader's constructor was given it, or None."""
     names = getattr(loader, GIVEN, ())
     return getattr(loader, name, None) if type(names) is tuple and name in names else None
 
 
 def give(loader: LoaderLike, values: dict[str, Any]) -> None:
-    """Sets options of a loader as its constructor does. Frameworks rebuild a loader from its attributes."""
+    """Sets options of a loader as its constructor does: as attributes, from which frameworks rebuild loaders."""
     for name, value in values.items():
         setattr(loader, name, value)
     if values:
@@ -81,29 +82,27 @@ def give(loader: LoaderLike, values: dict[str, Any]) -> None:
 
 
 def epochs(loader: LoaderLike) -> tuple[int, int] | None:
-    """Returns the base seed of a loader and the number of the epoch that it begins next; None before its first epoch
-    with ``seed_by``.
-    """
+    """Returns a loader's base seed and the number of its next epoch; None before its first epoch with ``seed_by``."""
     return getattr(loader, "__dict__", {}).get(EPOCHS)
 
 
 def set_epochs(loader: LoaderLike, base_seed: int, epoch: int) -> None:
-    # Past a class that refuses attributes.
+    # Not `setattr`, because the loader's class may refuse to set attributes.
     object.__setattr__(loader, EPOCHS, (base_seed, epoch))
 
 
 def forget_epochs(loader: LoaderLike) -> None:
-    """Makes the next epoch of a loader its first one: it takes a new base seed."""
+    """Makes the next epoch of a loader its first one, with a new base seed."""
     vars(loader).pop(EPOCHS, None)
 
 
 def has_auto(loader: LoaderLike) -> bool:
-    """Returns True if a loader was made with "auto", and its program has set no other number since."""
+    """Returns True if a loader was made with "auto", and the program has not set another number since."""
     return type(number := getattr(loader, AUTO, None)) is int and number == loader.num_workers
 
 
 def forget_auto(loader: LoaderLike) -> None:
-    """Makes the current number of workers of a loader its own."""
+    """Ends "auto" for a loader, which keeps its current number of workers."""
     vars(loader).pop(AUTO, None)
 
 

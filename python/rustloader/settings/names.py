@@ -1,4 +1,4 @@
-"""Names of loaders: the option ``name``, or where a loader was made."""
+"""Names of loaders: the option ``name``, or the file and line that made the loader."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from types import FrameType
 from typing import Any
 
 from rustloader.settings import loader_state, options
+from rustloader.system.formatting import printable
 from rustloader.system.package import FOLDER
 from rustloader.system.protocols import LoaderLike
-from rustloader.system.texts import printable
 
 _OWN = FOLDER + os.sep
 
 
 def note_origin(loader: LoaderLike, frame: FrameType | None) -> None:
-    """Remembers the file and the line that make a loader, for its default name. Keeps no frame.
+    """Records the file and the line that make a loader, for its default name. Keeps no frame.
 
     Args:
-        loader: The loader, in its constructor.
-        frame: The caller of that constructor. Constructors of subclasses, and this package, are passed over.
+        loader: The loader, whose constructor is running.
+        frame: The caller of that constructor. Frames of subclass constructors and of this package are skipped.
     """
     while frame is not None and _makes_itself(loader, frame):
         frame = frame.f_back
@@ -39,8 +39,10 @@ def _makes_itself(loader: LoaderLike, frame: FrameType) -> bool:
 
 
 def default(loader: LoaderLike) -> str:
-    """Returns the name of a loader that was given none: the file and the line that made it, as in "train.py:12". Of a
-    loader that a library has made from a class of torch's, of a copy, or of a notebook's cell, the type of the dataset.
+    """Returns the name of a loader that was given none: the file and the line that made it, as in "train.py:12".
+
+    The name is the type of the dataset for a copy, for a loader made in a notebook's cell, and for one that a library
+    has made from torch's class.
     """
     state = loader_state.find(loader)
     if state is None or state.origin is None or _is_of_cell(state.origin[0]):
@@ -50,12 +52,12 @@ def default(loader: LoaderLike) -> str:
 
 
 def _is_of_cell(file: str) -> bool:
-    """Returns True if a file is a cell of a notebook or of IPython, whose name changes with its text."""
+    """Returns True if a file is a cell of a notebook or of IPython, whose file name changes with its content."""
     return os.path.basename(os.path.dirname(file)).startswith("ipykernel_") or file.startswith("<ipython-input-")
 
 
 def given(loader: Any) -> str | None:
-    """Returns the name that a loader of any class was given, or that ``install()`` has set; None: neither."""
+    """Returns the name that a loader of any class was given or that ``install()`` has set; None if it has neither."""
     name: str | None = options.in_force(loader, "name") or options.current().get("name")
     return name
 
@@ -66,5 +68,5 @@ def of(loader: Any) -> str:
 
 
 def title(name: str | None) -> str:
-    """Returns the title of a loader in the log, with its name if it was given one."""
+    """Returns the title of a loader in log messages, with its name if it was given one."""
     return "a DataLoader" if name is None else f"the DataLoader {name}"

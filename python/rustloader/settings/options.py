@@ -1,10 +1,10 @@
 """``rustloader.Options``, and the options that ``install()`` has set.
 
-To add an option, add a field here, with its kind, and one to ``LoaderConfig``. The parameters of ``install()`` and
-``installed()``, the syntax of ``RUSTLOADER_INSTALL`` and the flags of ``run`` follow from the fields.
+To add an option, add a field with its kind to ``Options``, and a field to ``LoaderConfig``. The parameters of
+``install()`` and ``installed()``, the syntax of ``RUSTLOADER_INSTALL`` and the flags of ``run`` follow from the fields.
 """
 
-# No `from __future__ import annotations`: signatures show the types themselves.
+# No `from __future__ import annotations`, so that signatures show types and not strings.
 import dataclasses
 import functools
 import inspect
@@ -16,7 +16,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, ParamSpec, TypeVar
 
 import rustloader.settings.loader_state as loader_state
-from rustloader.settings.kinds import (
+from rustloader.settings.option_values import (
     Bool,
     Choice,
     Cores,
@@ -41,24 +41,25 @@ _R = TypeVar("_R")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """Metadata of a field of ``Options``.
+    """The metadata of a field of ``Options``.
 
     Attributes:
-        text: Description in docstrings.
-        help: Description of the flag of ``run``.
+        text: Description of the option in docstrings.
+        help: Description of the option in the help of ``run``.
         unset: Values of a loader's attribute that the option overrides: torch's defaults. Empty if loaders have no such
             attribute.
-        kind: Checks values and reads them from texts.
+        kind: Checks values, and parses them from strings.
         flag: Flag of ``run``.
         metavar: Name of the flag's value in the help; empty for a flag without a value.
         flag_value: Value that a flag without a value sets.
         effective: Converts a value to the loader's attribute.
-        keyword: Whether ``rustloader.DataLoader`` has it as a keyword argument, which torch's class has not.
-        default: Value in force where neither the loader nor ``install()`` sets one.
-        is_missed: Whether a loader without it delivers something else, or ends where it would go on. There is a warning
-            where torch's own iterator has to do without.
-        needs_workers: The feature that is impossible without workers; empty for an option that works without.
-        needs_persistent: Whether the workers have to be persistent.
+        keyword: Whether the option is a keyword argument of ``rustloader.DataLoader`` that torch's class does not have.
+        default: Value that applies if neither the loader nor ``install()`` sets one.
+        warns_if_lost: Whether a loader on torch's own iterator, which ignores the option, logs a warning, because it
+            then delivers other batches or ends early.
+        needs_workers: A verb phrase that completes "there is no worker to ..." in the error of a loader without
+            workers; empty for an option that works without them.
+        needs_persistent: Whether the workers must be persistent.
     """
 
     text: str
@@ -71,7 +72,7 @@ class Option:
     effective: Callable[[Any], Any] = lambda value: value
     keyword: bool = False
     default: Any = None
-    is_missed: bool = False
+    warns_if_lost: bool = False
     needs_workers: str = ""
     needs_persistent: bool = False
 
@@ -86,9 +87,9 @@ def _field(*args: Any, **kw: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Options:
-    """Holds options of loaders; its fields are the keyword arguments of ``rustloader.install()``.
+    """Options of loaders: the fields are the keyword arguments of ``rustloader.install()``.
 
-    None leaves loaders as they are. Any other value applies to loaders that have torch's default.
+    None leaves loaders unchanged. Any other value applies to loaders that have torch's default.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -116,8 +117,8 @@ class Options:
         metavar="N",
     )
     persistent_workers: bool | None = _field(
-        "True keeps workers from epoch to epoch; the loader keeps this attribute for good (default: None, the loader's "
-        "own).",
+        "True keeps workers from epoch to epoch; the loader keeps the attribute even after ``uninstall()`` (default: "
+        "None, the loader's own).",
         "keep the workers from epoch to epoch",
         unset=(False,),
         kind=Bool(),
@@ -135,17 +136,17 @@ class Options:
         effective=_context,
     )
     num_workers: str | None = _field(
-        '"auto" lets the number of workers follow the figures of each loader that asks for workers; loaders with '
-        "``num_workers=0`` stay without (default: None, the loader's own number).",
-        "let the number of workers follow the figures of each epoch: auto",
+        '"auto" adapts the number of workers of each loader that has workers to the figures of its epochs; loaders '
+        "with ``num_workers=0`` stay without workers (default: None, the loader's own number).",
+        "adapt the number of workers to the figures of each epoch: auto",
         unset=(),
         kind=Choice("auto"),
         flag="--num-workers",
         metavar="auto",
     )
     dispatch: str | None = _field(
-        'Which worker takes a task: "round_robin", worker i mod N as in torch, or "shared_queue", whichever worker is '
-        'free (map-style datasets only; default: None, which means "round_robin").',
+        'Which worker takes task i: "round_robin", worker i mod N as in torch, or "shared_queue", the first free '
+        'worker (map-style datasets only; default: None, which means "round_robin").',
         "which worker takes a task: round_robin or shared_queue",
         unset=(None,),
         kind=Choice("round_robin", "shared_queue"),
@@ -155,9 +156,9 @@ class Options:
         keyword=True,
     )
     reorder_window: int | str | None = _field(
-        'Limit of the batches that are under way or wait for an older one, or of their bytes, as in "512MiB" (default: '
-        "None, which means prefetch_factor x num_workers).",
-        'batches, or bytes such as "512MiB", that may be under way or wait for an older one',
+        'Limit of the batches that are being made or wait for an older one, or of their bytes, as in "512MiB" '
+        "(default: None, which means prefetch_factor x num_workers).",
+        'batches, or bytes such as "512MiB", that may be in the making or wait for an older one',
         unset=(None,),
         kind=Size(),
         flag="--reorder-window",
@@ -174,12 +175,12 @@ class Options:
         flag="--seed-by",
         metavar="UNIT",
         keyword=True,
-        is_missed=True,
+        warns_if_lost=True,
     )
     worker_threads: int | None = _field(
-        "Number of samples of a batch that a worker fetches at a time, for slow storage (map-style datasets only; "
+        "Number of samples of a batch that a worker fetches concurrently, for slow storage (map-style datasets only; "
         "default: None, which means 1).",
-        "samples of a batch that a worker fetches at a time",
+        "samples of a batch that a worker fetches concurrently",
         unset=(None,),
         kind=Positive(),
         flag="--worker-threads",
@@ -188,7 +189,7 @@ class Options:
         default=1,
     )
     max_restarts: int | None = _field(
-        "Number of deaths of workers that an epoch survives: a dead worker is started again, and its batches are made "
+        "Number of deaths of workers that an epoch survives: a dead worker is restarted, and its batches are made "
         "again (default: None, which means 0).",
         "deaths of workers that an epoch survives",
         unset=(None,),
@@ -197,19 +198,19 @@ class Options:
         metavar="N",
         keyword=True,
         default=0,
-        is_missed=True,
-        needs_workers="start it again",
+        warns_if_lost=True,
+        needs_workers="restart",
     )
     stall_timeout: float | None = _field(
-        "Seconds in one batch after which a worker is killed, and counts as dead (default: None, never).",
-        "seconds in one batch after which a worker is killed",
+        "Seconds that a worker may take for a batch before it is killed and counts as dead (default: None, no limit).",
+        "seconds that a worker may take for a batch before it is killed",
         unset=(None,),
         kind=Seconds(),
         flag="--stall-timeout",
         metavar="SECONDS",
         keyword=True,
-        is_missed=True,
-        needs_workers="kill it",
+        warns_if_lost=True,
+        needs_workers="kill",
     )
     on_error: str | Callable[[Any, Exception], Any] | None = _field(  # noqa: RUF009
         'What an exception of a sample does: "raise" as in torch, "skip" leaves the sample out, "replace" takes '
@@ -222,23 +223,23 @@ class Options:
         metavar="POLICY",
         keyword=True,
         default="raise",
-        is_missed=True,
+        warns_if_lost=True,
     )
     max_errors: int | float | None = _field(
-        "Number of samples of an epoch that may fail under ``on_error``, or their share of it as a float between 0.0 "
-        "and 1.0 (default: None, no limit).",
+        "Number of samples of an epoch that may fail under ``on_error``, or the fraction of its samples as a float "
+        "between 0.0 and 1.0 (default: None, no limit).",
         "samples of an epoch that may fail, or their share",
         unset=(None,),
         kind=Failures(),
         flag="--max-errors",
         metavar="N",
         keyword=True,
-        is_missed=True,
+        warns_if_lost=True,
     )
     worker_affinity: str | Sequence[int | Collection[int]] | None = _field(
-        'Cores that each worker runs on: "spread" deals those of this process to the workers, a list has one core, or '
-        "several, for each worker (default: None, all cores of this process).",
-        "cores of the workers: spread, or those of each worker, as in 0/1/2-3",
+        'Cores on which each worker runs: "spread" divides the cores of this process among the workers, a list has one '
+        "or several cores for each worker (default: None, all cores of this process).",
+        "cores of the workers: spread, or the cores of each worker, as in 0/1/2-3",
         unset=(None,),
         kind=Cores(),
         flag="--worker-affinity",
@@ -256,16 +257,16 @@ class Options:
         keyword=True,
     )
     overlap_epochs: bool | None = _field(
-        "True lets persistent workers go on with the next epoch while the program uses the last batches of the present "
-        "one (map-style datasets and torch's samplers only; default: None, which means False).",
-        "let persistent workers go on with the next epoch before the current one has ended",
+        "True lets persistent workers begin the next epoch while the program uses the last batches of the current one "
+        "(map-style datasets and torch's samplers only; default: None, which means False).",
+        "let persistent workers begin the next epoch before the current one has ended",
         unset=(None,),
         kind=Bool(),
         flag="--overlap-epochs",
         flag_value=True,
         keyword=True,
         default=False,
-        needs_workers="go on with the next epoch meanwhile",
+        needs_workers="begin the next epoch early",
         needs_persistent=True,
     )
     stateful: bool | None = _field(
@@ -292,6 +293,7 @@ def _set_values(options: Options) -> dict[str, Any]:
 
 
 def option_of(name: str) -> Option:
+    """Returns the metadata of an option. Raises KeyError if there is no such option."""
     option: Option = Options.__dataclass_fields__[name].metadata["option"]
     return option
 
@@ -302,26 +304,26 @@ def keywords() -> list[str]:
 
 
 def check_workers(given: dict[str, Any], num_workers: int, persistent: bool) -> None:
-    """Raises ValueError for an option that a loader cannot keep without workers, or without persistent ones."""
+    """Raises ValueError for an option that requires workers or persistent workers if the loader has none."""
     persistent = persistent or current().get("persistent_workers", False)
     for name, value in given.items():
         option = option_of(name)
-        cannot = option.needs_workers
+        action = option.needs_workers
         if num_workers and option.needs_persistent and value and not persistent:
             raise ValueError(
-                f"{name}={value} needs persistent workers: others end with their epoch, and nothing can {cannot}; set "
+                f"{name}={value} needs persistent workers: others end with their epoch and cannot {action}; set "
                 f"persistent_workers=True, or leave {name} out"
             )
-        if not num_workers and cannot and value:
+        if not num_workers and action and value:
             raise ValueError(
-                f"{name}={value} needs workers: with num_workers=0 the samples are made in the program's own process, "
-                f"and nothing can {cannot}; set num_workers to 1 or more, or leave {name} out"
+                f"{name}={value} needs workers: with num_workers=0 the program's own process makes the samples, and "
+                f"there is no worker to {action}; set num_workers to 1 or more, or leave {name} out"
             )
 
 
 def in_force(loader: LoaderLike, name: str) -> Any:
-    """Returns the value of an option for a loader of any class. Raises as ``Options`` does for a value that the program
-    has set there.
+    """Returns the value of an option that applies to a loader of any class. If the program has set an invalid value,
+    raises the same error as ``Options``.
     """
     option = option_of(name)
     value = loader_state.given(loader, name)
@@ -332,12 +334,12 @@ def in_force(loader: LoaderLike, name: str) -> Any:
 
 
 def type_of(name: str) -> Any:
-    """Returns the annotation of an option."""
+    """Returns the type annotation of an option."""
     return Options.__dataclass_fields__[name].type
 
 
 def with_fields(docstring: str | None, heading: str, names: Iterable[str] | None = None) -> str | None:
-    """Inserts a section that describes the fields (default: all) into a docstring, before the returns or errors."""
+    """Returns a docstring with a section on the fields (default: all), before the sections on the result and errors."""
     if docstring is None:  # python -OO
         return None
     at = re.search(r"^( *)(?:Returns|Raises):$", docstring, re.MULTILINE)
@@ -359,18 +361,18 @@ _current = Options()
 
 
 def current() -> dict[str, Any]:
-    """Returns the current options by name."""
+    """Returns the options that ``install()`` has set, by name."""
     return _set_values(_current)
 
 
 def replace(values: dict[str, Any]) -> None:
-    """Replaces all options."""
+    """Replaces all options that are set."""
     global _current
     _current = Options(**values)
 
 
 def add(values: dict[str, Any]) -> None:
-    """Adds to the current options, or raises as ``Options`` does. None leaves an option as it is."""
+    """Adds to the options that are set. Raises the same errors as ``Options``. None leaves an option unchanged."""
     replace(current() | {name: value for name, value in values.items() if value is not None})
 
 
@@ -392,8 +394,8 @@ def takes(options: Callable[_P, Options]) -> Callable[[Callable[[dict[str, Any]]
 
         call.__doc__ = with_fields(function.__doc__, "Args:")
         call.__signature__ = signature  # type: ignore[attr-defined]
-        kinds = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-        call.__annotations__ = kinds | {"return": own.return_annotation}
+        annotations = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+        call.__annotations__ = annotations | {"return": own.return_annotation}
         return call
 
     return decorate

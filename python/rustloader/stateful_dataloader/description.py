@@ -18,7 +18,7 @@ from rustloader.stateful_dataloader.phrases import (
     start_words,
 )
 from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, SamplerState
-from rustloader.system.texts import count_of, type_name
+from rustloader.system.formatting import count_of, type_name
 
 _SAMPLERS = {
     "sequential": "SequentialSampler",

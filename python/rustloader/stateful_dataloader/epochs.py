@@ -12,7 +12,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from rustloader._core import BACK_BATCHES, Death, Engine, Snapshot
 from rustloader.iterator import fallback, fetching
 from rustloader.iterator.epochs import Epochs
-from rustloader.iterator.texts import timed_out
+from rustloader.iterator.torch_messages import timed_out
 from rustloader.settings.config import LoaderConfig
 from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy, worker_after

@@ -23,7 +23,7 @@ from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.schema import Draws, SamplerState
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder, recorder_of
 from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter
-from rustloader.system.torch_side import TORCHS_GET_ITERATOR, in_torch
+from rustloader.system.torch_side import TORCH_GET_ITERATOR, in_torch
 from rustloader.workers.snapshots import is_stateful
 
 # Draws of samplers without a generator of their own.
@@ -219,7 +219,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             loader_state.forget_epochs(self)
 
     def __iter__(self) -> _BaseDataLoaderIter:
-        arguments.refuse_text(self)
+        arguments.refuse_string(self)
         iterator = self._iterator
         if iterator is not None and iterator.origin.resumed and iterator.failed_to_resume():
             self._loaded = self._resumed_from
@@ -249,7 +249,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             return _StatefulSingleProcessIter(self, plan, about)
         epoch_recorder = self._recorder()
         if not loader_state.has_auto(self):
-            in_torch(TORCHS_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
+            in_torch(TORCH_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
         return _StatefulMultiProcessingIter(self, plan, about, epoch_recorder)
 
     def _recorder(self) -> EpochRecorder | None:

@@ -14,7 +14,7 @@ from rustloader.stateful_dataloader.schema import (
     FETCHER_STATE,
     Own,
 )
-from rustloader.system.texts import count_of, size, type_name
+from rustloader.system.formatting import count_of, size, type_name
 
 # Above every count.
 _TOO_LARGE = 2**63

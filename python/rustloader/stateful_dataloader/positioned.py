@@ -18,7 +18,7 @@ from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
 from rustloader.stateful_dataloader.schema import DatasetState, State, copied
 from rustloader.system.protocols import IteratorLike, LoaderLike, StatefulLoaderLike
-from rustloader.system.torch_side import TORCHS_INIT, frames_to_program, in_torch
+from rustloader.system.torch_side import TORCH_INIT, frames_to_program, in_torch
 from rustloader.workers.snapshots import WorkerStart
 
 _EMPTY = (
@@ -68,14 +68,14 @@ class Positioned:
         """Returns the number of answers in this epoch, batches and errors, at a number of delivered batches."""
         return yielded - self.origin.yielded + self.raised
 
-    def init_torchs(self, it: IteratorLike, init: Callable[[Any], None], loader: LoaderLike) -> None:
+    def init_torch_iterator(self, it: IteratorLike, init: Callable[[Any], None], loader: LoaderLike) -> None:
         """Calls torch's constructor, and sets the base seed of the position."""
         base_seed = self.origin.base_seed
         if base_seed is None or self.origin.owes_draws:
-            in_torch(TORCHS_INIT, "__init__", init, loader)
+            in_torch(TORCH_INIT, "__init__", init, loader)
         else:
             # torch draws a base seed here, too. A private generator leaves those of the program alone.
-            in_torch(TORCHS_INIT, "__init__", init, view(loader, generator=torch.Generator()))
+            in_torch(TORCH_INIT, "__init__", init, view(loader, generator=torch.Generator()))
         if base_seed is not None:
             it._base_seed = base_seed
 

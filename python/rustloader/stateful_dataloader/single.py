@@ -16,7 +16,7 @@ from rustloader.fetch.failures import EmptyBatchError
 from rustloader.fetch.inline import StepFetcher
 from rustloader.iterator import fetching
 from rustloader.iterator.single import prepare_fetcher
-from rustloader.iterator.texts import warn_of_length
+from rustloader.iterator.torch_messages import warn_of_length
 from rustloader.settings import loader_state, names
 from rustloader.settings.config import resolve
 from rustloader.stateful_dataloader.plan import Plan
@@ -48,7 +48,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         # Snapshots after a number of answers, the latest last.
         self._snapshots: list[tuple[int, bytes]] = []
         resuming.load_dataset(loader.dataset, start)
-        self._epoch.init_torchs(self, super().__init__, loader)
+        self._epoch.init_torch_iterator(self, super().__init__, loader)
         resuming.load_iterator(self._dataset_fetcher, start)
         self._maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
         config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))

@@ -16,7 +16,7 @@ from rustloader.supervision import stalls
 from rustloader.workers import remote
 from rustloader.workers.memory_events import OUT_OF_MEMORY
 
-# torch's text on the cause.
+# torch's sentence about the cause.
 _LOST = "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."
 
 
@@ -28,15 +28,15 @@ def error_of(
     out_of_memory: bool = False,
     report: str | None = None,
 ) -> Callable[[], WorkerDiedError]:
-    """Returns a function that makes the error of a death; each call that raises it makes a new one.
+    """Returns a function that makes a new error for a death, each time that it is to be raised.
 
     Args:
         death: The death.
-        process: The worker's process, or None. Programs may have closed or replaced it.
+        process: The worker's process, which the program may have closed or replaced; None if it is unknown.
         restarts: Number of earlier restarts of the worker.
-        history: Further notes of the error.
+        history: Further notes for the error.
         out_of_memory: Whether the worker's memory cgroup was out of memory.
-        report: The worker's report on an argument that it could not load.
+        report: The worker's report on an argument that it could not load, or None.
     """
     exitcode, name = end_of(death, process)
     if death.index is None:
@@ -65,10 +65,10 @@ def error_of(
 
 
 def cause(death: Death, process: Any, out_of_memory: bool = False) -> str:
-    """Describes how a worker's process ended, as in "was killed by signal: Killed". The arguments are those of
+    """Describes how a worker's process ended, as in "was killed by signal: Killed". Takes the arguments of
     ``error_of``."""
     if death.stalled:
-        return "was in one batch for longer than stall_timeout and was killed"
+        return "took longer than stall_timeout for one batch and was killed"
     exitcode, name = end_of(death, process)
     if not exitcode:
         return "exited unexpectedly"
@@ -78,7 +78,7 @@ def cause(death: Death, process: Any, out_of_memory: bool = False) -> str:
 
 
 def pin_thread_error(cause: str) -> Callable[[], RuntimeError]:
-    """Returns a function that makes the error of the pin thread's end."""
+    """Returns a function that makes the error for an unexpected end of the pin thread."""
 
     def make() -> RuntimeError:
         error = RuntimeError("Pin memory thread exited unexpectedly")
@@ -90,7 +90,7 @@ def pin_thread_error(cause: str) -> Callable[[], RuntimeError]:
 
 
 def end_of(death: Death, process: Any) -> tuple[int | None, str | None]:
-    """Returns the exit code of a worker, and the name of the signal that killed it."""
+    """Returns the exit code of a worker and the name of the signal that killed it, each None if unknown."""
     exitcode, name = death.exitcode, death.signal
     if exitcode is None:
         exitcode = _exitcode_of(process)
@@ -100,10 +100,10 @@ def end_of(death: Death, process: Any) -> tuple[int | None, str | None]:
 
 
 def _exitcode_of(process: Any) -> int | None:
-    # Under forkserver only the fork server learns how a worker ended, and reports it a little later. join() could wait
-    # without limit where a program has closed all descriptors.
-    # A closed process raises ValueError, and what a program has put in its place AttributeError. Other errors come from
-    # signal handlers.
+    # With forkserver, only the fork server learns how a worker ended, and reports it a little later. `join` could wait
+    # without limit if a program has closed all descriptors.
+    # A closed process raises ValueError, and an object that a program has put in its place AttributeError. Any other
+    # error comes from a signal handler and passes through.
     with contextlib.suppress(AttributeError, ValueError):
         multiprocessing.connection.wait([process.sentinel], STATUS_AFTER)
         exitcode: int | None = process.exitcode

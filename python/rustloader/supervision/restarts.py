@@ -1,4 +1,4 @@
-"""Decides what follows a worker's death under ``max_restarts``: a restart, a restart later, or the end."""
+"""Decides what follows a worker's death under ``max_restarts``: a restart at once, a later restart, or an error."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ import torch
 
 from rustloader._core import Death
 from rustloader.fetch.failures import index_text
-from rustloader.settings.limits import BACK_OFF, BACK_OFF_MOST, DEATHS_SHOWN, POISON_AFTER
+from rustloader.settings.limits import BACK_OFF, DEATHS_SHOWN, MAX_BACK_OFF, POISON_AFTER
 
 logger = logging.getLogger("rustloader")
 
 FORK_WARNING = (
-    "a DataLoader starts a dead worker again by a fork, while the main process %s. The new worker may hang or crash: "
+    "a DataLoader restarts a dead worker by a fork, while the main process %s. The new worker may hang or crash: "
     'set multiprocessing_context="forkserver" to start workers from a clean process'
 )
 
 
 class Restarts:
-    """Counts the deaths of an iterator's workers in an epoch, and decides about each.
+    """The deaths of an iterator's workers in an epoch, and the decision about each.
 
     Args:
-        limit: Deaths that an epoch survives: ``max_restarts``.
-        passes_over: Whether a sample that workers have died at can be passed over: ``on_error`` is set, and the dataset
-            is map-style.
+        limit: Number of deaths that an epoch survives: ``max_restarts``.
+        may_skip_samples: Whether a sample at which workers die can be skipped: ``on_error`` is set, and the dataset is
+            map-style.
 
     Attributes:
-        lock: Held while a death is decided and its worker started again.
-        survived: Deaths in this epoch that were no final ones, and restarts that have failed.
-        history: The last deaths of this epoch, and restarts that have failed, a line each.
-        poison: For each worker the samples to pass over, by task and place, with the reason.
+        lock: Held while a death is decided and its worker restarted.
+        survived: Number of deaths in this epoch that were not final, failed restarts included.
+        history: The last deaths and failed restarts of this epoch, one line each.
+        poison: For each worker, the samples to skip: a reason by the task and by the sample's place in its index batch.
     """
 
-    def __init__(self, limit: int, passes_over: bool = False) -> None:
-        self.limit, self._passes_over = limit, passes_over
+    def __init__(self, limit: int, may_skip_samples: bool = False) -> None:
+        self.limit, self._may_skip_samples = limit, may_skip_samples
         # A signal handler may call `next` while its thread holds the lock.
         self.lock = threading.RLock()
-        # The last death of each worker that was counted, by generation, and whether it is final.
+        # For each worker: the generation of its last counted death, and whether that death is final.
         self._counted: dict[int, tuple[int, bool]] = {}
-        # The last generation of each worker whose death is settled.
+        # For each worker: the generation of its last settled death.
         self._settled: dict[int, int] = {}
         self._restarts: Counter[int] = Counter()
-        # The last death of each worker, in a line.
+        # For each worker: a line that describes its last death.
         self._lines: dict[int, str] = {}
         self.begin_epoch()
 
@@ -54,11 +54,12 @@ class Restarts:
         self.survived = 0
         self.history: deque[str] = deque(maxlen=DEATHS_SHOWN)
         self.poison: dict[int, dict[int, dict[int, str]]] = {}
-        # Deaths of each worker without an answer in between, after its first one, and its answers at the last one.
+        # For each worker: its number of answers at its last death, and how many deaths in a row came without a new
+        # answer, after the first of them.
         self._in_a_row: dict[int, tuple[int, int]] = {}
-        # Deaths at each sample: task, and place in its index batch if known.
+        # Number of deaths at each sample, by its task and its place in the index batch (None if unknown).
         self._deaths_at: Counter[tuple[int, int | None]] = Counter()
-        # Deaths at each task, since a sample of it was last found to be passed over.
+        # Number of deaths in each task since one of its samples was last declared poison.
         self._in_task: Counter[int] = Counter()
         # Workers whose last death is final because of their batch.
         self._poisoned: set[int] = set()
@@ -68,23 +69,23 @@ class Restarts:
         return self._restarts[worker_id]
 
     def is_counted(self, death: Death) -> bool:
-        """Returns True if ``on_death`` has counted this death."""
+        """Returns True if ``on_death`` has already counted this death."""
         return self._counted.get(death.worker_id, (-1, False))[0] >= death.generation
 
     def on_death(
         self, death: Death, cause: str = "exited unexpectedly", under_way: bool = True, out_of_memory: bool = False
     ) -> float | None:
-        """Counts a death and decides what follows. A death that comes again is not counted again.
+        """Counts a death and decides what follows. A death that is reported again is not counted again.
 
         Args:
             death: The death.
-            cause: The end of the process, as in "was killed by signal: Killed".
-            under_way: Whether the worker had begun the task that the death names. Deaths in a start, and in the
-                replay of earlier batches, say nothing about the batch.
-            out_of_memory: Whether its memory cgroup was out of memory.
+            cause: How the process ended, as in "was killed by signal: Killed".
+            under_way: Whether the worker had begun the task that the death names. Deaths while a worker starts or
+                replays earlier batches do not count against the batch.
+            out_of_memory: Whether the worker's memory cgroup was out of memory.
 
         Returns:
-            Seconds until the worker is to be started again; None if the death is final.
+            Seconds until the worker is to be restarted; None if the death is final.
         """
         if self.is_counted(death):
             return None if self._counted[death.worker_id][1] else 0.0
@@ -93,13 +94,13 @@ class Restarts:
         if under_way and death.task is not None and not self._survives_at(death, death.task, cause):
             return self._decided(death, None)
         answers, again = self._in_a_row.get(death.worker_id, (-1, 0))
-        # A worker that was killed because memory ran out leaves the others time to release some.
+        # After an out-of-memory kill, even the first restart waits, so that other workers can release memory.
         again = again + 1 if death.answers == answers else int(out_of_memory)
         return self._decided(death, self._next_start(death, again))
 
     def on_failed_start(self, death: Death, error: Exception) -> float | None:
-        """Counts a restart that has failed, and decides what follows, as ``on_death`` does."""
-        self.history.append(f"worker {death.worker_id} could not be started: {error}")
+        """Counts a failed restart as a death, and decides what follows, as ``on_death`` does."""
+        self.history.append(f"worker {death.worker_id} could not be restarted: {error}")
         _, again = self._in_a_row.get(death.worker_id, (0, 0))
         return self._decided(death, self._next_start(death, again + 1))
 
@@ -109,7 +110,7 @@ class Restarts:
         self.settle(death)
 
     def settle(self, death: Death) -> None:
-        """Notes that a worker was started again, or that its death is final."""
+        """Records that a worker was restarted, or that its death is final."""
         self._settled[death.worker_id] = death.generation
 
     def is_settled(self, death: Death) -> bool:
@@ -117,11 +118,11 @@ class Restarts:
         return self._settled.get(death.worker_id, -1) >= death.generation
 
     def line_of(self, worker_id: int) -> str:
-        """Returns the last death of a worker, in a line."""
+        """Returns a line that describes a worker's last death."""
         return self._lines[worker_id]
 
     def notes(self, worker_id: int) -> list[str]:
-        """Returns the lines about other deaths for the error of a worker's final death."""
+        """Returns notes about other deaths, for the error of a worker's final death."""
         notes = []
         others = [line for line in self.history if line != self._lines.get(worker_id)]
         if others:
@@ -140,21 +141,21 @@ class Restarts:
         if self.survived >= self.limit:
             return None
         self.survived += 1
-        return min(BACK_OFF * 2.0 ** (min(again, 64) - 1), BACK_OFF_MOST) if again else 0.0
+        return min(BACK_OFF * 2.0 ** (min(again, 64) - 1), MAX_BACK_OFF) if again else 0.0
 
     def _survives_at(self, death: Death, task: int, cause: str) -> bool:
-        """Counts a death at a sample. Returns True if the worker may continue, without that sample if need be."""
+        """Counts a death at a sample. Returns True if the worker may be restarted, if necessary without that sample."""
         sample = task, death.place
         self._deaths_at[sample] += 1
         self._in_task[task] += 1
         if max(self._deaths_at[sample], self._in_task[task]) < POISON_AFTER:
             return True
         number = death.first_task + task
-        # Deaths at several samples say of none that it kills: each may have been there when time or memory ran out.
+        # Deaths at different samples do not show that one of them kills: time or memory may have run out at each.
         place = death.place if self._deaths_at[sample] >= POISON_AFTER else None
-        # The replacement of a sample that was passed over may kill, too.
-        is_again = place in self.poison.get(death.worker_id, {}).get(number, {})
-        if place is None or is_again or not self._passes_over:
+        # The replacement of a skipped sample may kill, too.
+        is_skipped = place in self.poison.get(death.worker_id, {}).get(number, {})
+        if place is None or is_skipped or not self._may_skip_samples:
             self._poisoned.add(death.worker_id)
             return False
         self._in_task[task] = 0
@@ -164,7 +165,7 @@ class Restarts:
 
 
 def described(death: Death, cause: str, under_way: bool = True) -> str:
-    """Describes a death in one line. The arguments are those of ``Restarts.on_death``."""
+    """Describes a death in one line. Takes the arguments of ``Restarts.on_death``."""
     text = f"worker {death.worker_id} (pid {death.pid}) {cause}"
     if death.task is not None:
         text += f", {'at' if under_way else 'before'} batch {death.task} of index {index_text(death.index)}"

@@ -1,4 +1,4 @@
-"""Warnings about stuck workers, and the text of a stuck worker's death."""
+"""Warnings about stuck workers, and the error text for a worker that was killed because it was stuck."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from rustloader.system.limited_log import faults as fault_log
 logger = logging.getLogger("rustloader")
 
 
-# The frame of a stack, as faulthandler writes it, in which torch's fetcher asks for samples or collates them.
+# The line that faulthandler writes for the frame in which torch's fetcher fetches samples or collates them.
 _FETCHER = re.compile(r'  File "[^"]*\btorch/utils/data/_utils/fetch\.py", line \d+ in fetch$')
 
 
-def to_the_fetcher(stack: str) -> str:
-    """Returns the stacks of threads, each down to torch's fetcher: what has called it is the same for all batches.
+def up_to_fetcher(stack: str) -> str:
+    """Returns the stacks of threads without the callers of torch's fetcher, which are the same for all batches.
 
     Args:
         stack: The output of faulthandler, the innermost frame of each thread first.
     """
-    shown, hides = [], False
+    shown, below_fetcher = [], False
     for line in stack.splitlines():
-        hides = hides and line.startswith("  File ")
-        if not hides:
+        below_fetcher = below_fetcher and line.startswith("  File ")
+        if not below_fetcher:
             shown.append(line)
-            hides = _FETCHER.fullmatch(line) is not None
+            below_fetcher = _FETCHER.fullmatch(line) is not None
     return "\n".join(shown)
 
 
 def text(worker_id: int, torch_text: str) -> str:
-    """Returns the text of the error for a worker that was killed for ``stall_timeout``.
+    """Returns the text of the error for a worker that exceeded ``stall_timeout`` and was killed.
 
     ``torch_text`` is torch's text for the death.
     """
     return (
-        f"DataLoader worker {worker_id} was in one batch for longer than stall_timeout and was killed; the log has its "
+        f"DataLoader worker {worker_id} took longer than stall_timeout for one batch and was killed; the log has its "
         f"stack, and a larger stall_timeout allows slower batches. {torch_text}"
     )
 
@@ -55,18 +55,18 @@ def warn(
     why_not: str | None,
     exceeds: tuple[float, bool] | None = None,
 ) -> None:
-    """Logs a warning about a stuck worker. The engine calls it in ``next``.
+    """Logs a warning about a stuck worker. The engine calls this function in ``next``.
 
     Args:
         worker: The worker's number.
         pid: Its process id.
         starting: Whether it has not produced its first batch yet.
-        seconds: The time for which it has been stuck.
-        state: Name of the state that it shows.
+        seconds: How long it has been stuck.
+        state: Name of the state on its status page.
         index: Its index batch, or None.
         stack: The stacks of its threads, or None.
         why_not: The reason why there is no stack.
-        exceeds: ``stall_timeout``, and whether the worker was killed for it; None if it is only reported.
+        exceeds: ``stall_timeout`` if the worker has exceeded it, and whether the worker was killed; otherwise None.
     """
     time = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     log: Callable[..., None] = logger.warning
@@ -82,7 +82,7 @@ def warn(
         if was_killed:
             hint = f"It was killed: stall_timeout is {limit:g} s"
         else:
-            hint = f"stall_timeout is {limit:g} s, but this process kills no process that does not descend from it"
+            hint = f"stall_timeout is {limit:g} s, but this process kills only its own descendants"
     batch = "" if index is None else f", the batch of index {index_text(index)}"
-    dump = f"Its stack:\n{to_the_fetcher(stack)}" if stack is not None else f"Stack unavailable: {why_not}."
+    dump = f"Its stack:\n{up_to_fetcher(stack)}" if stack is not None else f"Stack unavailable: {why_not}."
     log("DataLoader worker %d (pid %d) %s%s. %s. %s", worker, pid, what, batch, hint, dump)

@@ -1,4 +1,4 @@
-"""Starts dead workers again, as ``Restarts`` decides, and makes the errors of final deaths."""
+"""Restarts dead workers, as ``Restarts`` decides, and makes the errors of final deaths."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _NEW_STREAMS = (
 
 
 class Supervisor:
-    """Decides what follows the deaths of a group's workers.
+    """The handler for the deaths of a group's workers.
 
     Args:
         group: The workers.
         counters: Statistics of the iterator.
-        state: The state of its loader, to log messages once.
-        restarts: Decides about deaths; None: each is final.
+        state: The state of the iterator's loader, so that messages are logged once per loader.
+        restarts: Decides what follows a death; None if each death is final.
         new_streams: Whether a restarted worker uses different random numbers.
     """
 
@@ -47,7 +47,7 @@ class Supervisor:
 
     @property
     def restarts_workers(self) -> bool:
-        """True if dead workers may be started again."""
+        """True if dead workers may be restarted."""
         return self._restarts is not None
 
     def begin_epoch(self) -> None:
@@ -56,12 +56,12 @@ class Supervisor:
             self._restarts.begin_epoch()
 
     def poison_of(self, worker_id: int) -> dict[int, dict[int, str]]:
-        """Returns the samples that a worker passes over, as in `Job.poison`."""
+        """Returns the samples that a worker skips, in the form of `Job.poison`."""
         return {} if self._restarts is None else self._restarts.poison.get(worker_id, {})
 
     def replace_dead(self, death: Death, make_job: Callable[[Death], Job]) -> None:
-        """Starts a vacant worker again, or postpones this, or makes its death final. After an error the engine asks
-        again.
+        """Restarts a vacant worker, postpones its restart, or makes its death final. If this method raises, the engine
+        asks again.
 
         Args:
             death: The engine's value with `VACANT`.
@@ -69,9 +69,10 @@ class Supervisor:
         """
         restarts, engine = self._restarts, self._group.engine
         assert restarts is not None
-        # Before signals are blocked: processes that the helpers start inherit their mask.
+        # Before signals are blocked, because the helper processes would inherit the mask.
         process.start_helpers(self._group.context)
-        # A signal handler that calls `next` comes before or after this. Another thread in `next` gets the same answer.
+        # With signals deferred, a handler that calls `next` runs before or after this block. Another thread in `next`
+        # gets the same answer from the engine, and waits for the lock.
         with self._deferred_signals() as unblock, restarts.lock:
             if restarts.is_settled(death):
                 return
@@ -101,11 +102,12 @@ class Supervisor:
         return deaths.error_of(death, worker, count, notes, self._was_out_of_memory(death, worker), report)
 
     def _deferred_signals(self) -> contextlib.AbstractContextManager[list[int]]:
-        """Defers signals while a process starts. On another machine that takes seconds, and cleans up after one."""
+        """Defers signals while a local process starts. A start on another machine takes seconds, and cleans up after an
+        interrupt, so signals are not deferred."""
         return contextlib.nullcontext([]) if is_remote(self._group.context) else deferred_signals()
 
     def _process_of(self, death: Death) -> Any:
-        """Returns the process that has died, or None: programs can reach the list and may have emptied it."""
+        """Returns the dead process; None if the program has emptied the list of processes, which it can reach."""
         processes = self._group.processes
         return processes[death.worker_id] if death.worker_id < len(processes) else None
 
@@ -113,7 +115,7 @@ class Supervisor:
         return self._group.was_out_of_memory(death, deaths.end_of(death, worker)[0])
 
     def _decide(self, restarts: Restarts, death: Death) -> float | None:
-        """Returns the seconds until a worker is to be started again; None: not at all."""
+        """Returns the seconds until a worker is to be restarted; None if its death is final."""
         if restarts.is_counted(death):
             return restarts.on_death(death)
         worker = self._process_of(death)
@@ -121,21 +123,21 @@ class Supervisor:
         return restarts.on_death(death, deaths.cause(death, worker, out_of_memory), death.has_begun, out_of_memory)
 
     def _replace(self, restarts: Restarts, death: Death, job: Job, unblock: list[int]) -> None:
-        """Starts the process, and logs it."""
+        """Starts the process that replaces a dead worker, and logs it."""
         worker_id = death.worker_id
         self._warn_of_fork()
-        watched = self._counters.workers()
-        if watched is not None:
-            watched.keep(worker_id)
+        cpu_times = self._counters.workers()
+        if cpu_times is not None:
+            cpu_times.keep(worker_id)
         pid = self._group.replace(worker_id, job, unblock)
         restarts.on_restart(death)
-        if watched is not None:
-            watched.replace(worker_id, pid)
+        if cpu_times is not None:
+            cpu_times.replace(worker_id, pid)
         line = restarts.line_of(worker_id)
         self._counters.faults.note_restart(line, death.stalled, self._group.was_out_of_memory(death, None))
         name = self._counters.given_name
         fault_log.warning(
-            "DataLoader %s. It was started again as pid %d: %d of max_restarts=%d in this epoch%s",
+            "DataLoader %s. It was restarted as pid %d: %d of max_restarts=%d in this epoch%s",
             line,
             pid,
             restarts.survived,
@@ -146,7 +148,7 @@ class Supervisor:
             logger.info(_NEW_STREAMS)
 
     def _warn_of_fork(self) -> None:
-        """Warns once per loader where a fork may copy locks that other threads hold."""
+        """Warns once per loader if a restart forks this process although other threads run or CUDA is initialized."""
         if process.start_method(self._group.context) != "fork":
             return
         hazard = hazard_of_fork()

@@ -1,1 +1,1 @@
-"""The parts of the system, of Python and of torch that the package needs."""
+"""Access to the operating system, to Python and to torch, for the other modules of the package."""

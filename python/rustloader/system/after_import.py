@@ -1,4 +1,4 @@
-"""Calls a function after a module has been imported."""
+"""Calls a function after the import of a module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 
 class AfterImport:
-    """Finds one module with the other finders, and calls a function after its import. Never imports it itself.
+    """An import hook that calls a function after a module is imported. It does not import the module itself.
+
+    It is a finder that finds only this module, by asking the other finders.
 
     Args:
         name: Full name of the module.
@@ -22,11 +24,12 @@ class AfterImport:
         self._then = then
 
     def wait(self) -> None:
-        """Begins to wait for the import."""
+        """Starts to wait for the import."""
         sys.meta_path.insert(0, self)
 
     @property
     def is_waiting(self) -> bool:
+        """True from ``wait`` to the end of the import."""
         return self in sys.meta_path
 
     def find_spec(
@@ -40,10 +43,11 @@ class AfterImport:
         else:
             return None
         if spec.loader is not None:
-            self._follow_up(spec.loader)
+            self._wrap(spec.loader)
         return spec
 
-    def _follow_up(self, loader: Any) -> None:
+    def _wrap(self, loader: Any) -> None:
+        """Makes a module's loader call ``then`` after it has executed the module."""
         run = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:

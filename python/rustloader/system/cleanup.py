@@ -9,7 +9,7 @@ logger = logging.getLogger("rustloader")
 
 
 def clean_up_after(error: BaseException, clean: Callable[[], object]) -> None:
-    """Cleans up before ``error`` is raised. A second error becomes a note of the first; an interrupt is raised."""
+    """Cleans up before ``error`` is raised. A second error becomes a note of ``error``; an interrupt is raised."""
     try:
         clean()
     except Exception as second:
@@ -17,7 +17,7 @@ def clean_up_after(error: BaseException, clean: Callable[[], object]) -> None:
 
 
 def quietly(step: Callable[..., object], *args: Any) -> None:
-    """Runs one step of a shutdown. Logs an error, so that the other steps follow; an interrupt is raised."""
+    """Runs one step of a shutdown. Logs its error, so that the other steps still run; an interrupt is raised."""
     try:
         step(*args)
     except Exception as error:
@@ -25,17 +25,18 @@ def quietly(step: Callable[..., object], *args: Any) -> None:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drops the tracebacks of an error that is not raised again, and of those behind it.
+    """Drops the tracebacks of an error that is not raised again, and of its causes and contexts.
 
-    A frame that raised its own variable refers to the error, which refers to the frame. Such a cycle lives until the
-    collector comes, with the variables of all callers: an iterator among them would not end with its last reference.
+    If a frame has raised the value of a local variable, the frame refers to the error, and the error to the frame. Such
+    a cycle lives until the garbage collector runs, together with the variables of all callers. An iterator among these
+    would not end with its last other reference.
     """
-    todo: list[BaseException | None] = [error]
-    while todo:
-        one = todo.pop()
-        if one is not None and one.__traceback__ is not None:
-            one.__traceback__ = None
-            todo += [one.__cause__, one.__context__]
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is not None and current.__traceback__ is not None:
+            current.__traceback__ = None
+            pending += [current.__cause__, current.__context__]
 
 
 def _text(error: Exception) -> str:

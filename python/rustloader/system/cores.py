@@ -1,4 +1,4 @@
-"""Processor cores that a process may use, and their users."""
+"""The processor cores that a process may use, and the ranks that share them."""
 
 import functools
 import math
@@ -8,12 +8,16 @@ import rustloader.system.local_ranks as local_ranks
 from rustloader._core import cpu_quota as _read_quota
 from rustloader.system.procfs import read
 
-# Read once per process: cgroups rarely change.
+# Read only once per process, because the limits of cgroups rarely change.
 cpu_quota = functools.cache(_read_quota)
 
 
 def effective_cores(affinity: int | None = None) -> float:
-    """Returns how many cores the affinity (default: this process's) and the CPU quota of its cgroups allow."""
+    """Returns the number of cores that an affinity (default: this process's) and the CPU quota of the cgroups allow.
+
+    Args:
+        affinity: Number of cores in the affinity.
+    """
     cores = len(os.sched_getaffinity(0)) if affinity is None else affinity
     quota = cpu_quota()
     return cores if quota is None else min(cores, quota)
@@ -25,10 +29,10 @@ def usable_cores(affinity: int | None = None) -> int:
 
 
 def ranks_on_cores() -> int:
-    """Returns the ranks that share the cores of this one: itself if they are bound, and all ranks of this machine
-    otherwise.
+    """Returns the number of ranks that share this rank's cores: 1 if the ranks are bound to different cores, otherwise
+    all ranks on this machine.
 
-    A CPU quota is for all of them.
+    With a CPU quota, which all ranks share, they do not count as bound.
     """
     ranks = local_ranks.size() or 1
     bound = ranks > 1 and cpu_quota() is None and local_ranks.are_bound(os.sched_getaffinity(0))
@@ -41,10 +45,10 @@ def own_cores() -> int:
 
 
 def busy_seconds() -> float | None:
-    """Returns the processor time of all processes so far, on the cores that this process may use; None if the system
-    does not say.
+    """Returns the processor time that all processes have used so far on the cores that this process may use; None if it
+    is not known.
 
-    It includes time that other virtual machines have taken.
+    The time includes what other virtual machines have taken (steal).
     """
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     lines = [line.split() for line in (read("/proc/stat") or "").splitlines() if line.startswith("cpu")]
@@ -56,9 +60,9 @@ def busy_seconds() -> float | None:
 
 
 def share_of_cores(cpu_seconds: float | None, seconds: float) -> float | None:
-    """Returns the processor time as a share of what all cores have in some seconds, from 0 to 1; None: unknown."""
+    """Returns processor time as a share of the time of all cores within some seconds, from 0 to 1; None if unknown."""
     cores = len(os.sched_getaffinity(0))
-    # Beside a smaller CPU quota the use of the cores says little.
+    # If a CPU quota allows fewer cores, the share of the cores is not meaningful.
     if cpu_seconds is None or seconds <= 0 or usable_cores() < cores:
         return None
     return min(1.0, max(0.0, cpu_seconds) / (cores * seconds))

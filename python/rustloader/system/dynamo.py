@@ -1,7 +1,7 @@
-"""Keeps ``torch.compile`` from tracing this package, as it passes over ``torch.utils.data``.
+"""Keeps ``torch.compile`` from tracing this package, just as it skips ``torch.utils.data``.
 
-Dynamo decides by the file of a function. It learns of this package when the program imports Dynamo: that import
-takes more than a second, and most programs do without.
+Dynamo decides by the file of a function. This package adds its folder only when the program imports Dynamo, because
+that import takes more than a second, and most programs do not need it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rustloader.system.after_import import AfterImport
 _RULES = "torch._dynamo.trace_rules"
 
 
-def _pass_over() -> None:
-    """Adds the folder of this package to the ones that Dynamo skips."""
-    # Not a public function. Without it the loaders work, and their frames are traced.
+def _add_folder() -> None:
+    """Adds the folder of this package to the folders that Dynamo skips."""
+    # `add` is not a public function. Without it the loaders work, but Dynamo traces their frames.
     add = getattr(sys.modules.get(_RULES), "add", None)
     if add is not None:
         try:
@@ -24,9 +24,9 @@ def _pass_over() -> None:
             return
 
 
-def pass_over() -> None:
-    """Makes Dynamo skip the frames of this package: now if it has been imported, else at the end of its import."""
+def skip_package() -> None:
+    """Makes Dynamo skip the frames of this package: at once if Dynamo is imported, otherwise after its import."""
     if _RULES in sys.modules:
-        _pass_over()
+        _add_folder()
     else:
-        AfterImport(_RULES, _pass_over).wait()
+        AfterImport(_RULES, _add_folder).wait()

@@ -1,10 +1,11 @@
-"""The steps of this package around ``os.fork``, in one order.
+"""The steps that this package takes around ``os.fork``, and their order.
 
-The module of a step says what it does (:func:`at_fork`); this list says when. So the order does not depend on imports.
-Hooks of the C library run between these and the fork itself: ``src/sys/fork.rs`` lists them.
+A module registers what a step does (:func:`at_fork`). The list in this module fixes the order, which therefore does not
+depend on the order of imports. Hooks of the C library run between these steps and the fork itself: ``src/sys/fork.rs``
+lists them.
 
-CPython calls the parts of the steps one by one. What one raises, also from a signal's handler, is written by
-``sys.unraisablehook`` and stops no other step.
+CPython calls the parts of the steps one by one. If one raises, possibly from a signal handler, ``sys.unraisablehook``
+reports the error, and the other steps still run.
 """
 
 from __future__ import annotations
@@ -12,31 +13,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-# After a fork the steps run in this order, before it in the reverse one.
+# After a fork the steps run in this order, before the fork in the reverse order.
 STEPS = (
-    # A child makes the lock of the ledgers again. First: later steps may run the collector, and the objects that it
-    # destroys may take the lock, which a thread of the parent held for good.
+    # A child makes a new lock for the ledgers. This step is first, because later steps may run the garbage collector.
+    # Objects that it destroys may take the lock, and in the child a lock that a thread of the parent held stays locked.
     "ledgers",
-    # The lock of the sockets by which ranks meet is held over the fork, and a child closes its copies. Before all that
-    # is not a lock: the other threads of the parent wait for it.
+    # The lock of the sockets with which ranks meet is held during the fork, and a child closes its copies of the
+    # sockets. This step precedes all steps without a lock, because other threads of the parent wait for its lock.
     "ranks",
-    # A child has no reports. It shares nothing with other steps.
+    # A child has no reports. This step is independent of the others.
     "reports",
-    # A child serves no metrics: it closes its copy of the port. It shares nothing with other steps.
+    # A child serves no metrics: it closes its copy of the socket. This step is independent of the others.
     "metrics",
-    # multiprocessing in a child forgets the workers of the parent. It shares nothing with other steps.
+    # A child makes multiprocessing forget the parent's workers. This step is independent of the others.
     "workers",
-    # The parent starts the thread again that returns idle pages. Last in the parent: a thread comes when the locks are
-    # free again.
+    # The parent restarts the thread that returns idle pages. In the parent this is the last step that does something,
+    # so that the thread starts when the locks are free again.
     "pages",
-    # A child of multiprocessing's fork server has a NumPy generator of its own. It shares nothing with other steps.
+    # A child of multiprocessing's fork server gets its own NumPy generator. This step is independent of the others.
     "numpy",
 )
 _PARTS = ("before", "after_in_parent", "after_in_child")
 
 
 class _Part:
-    """One part of a step, which does nothing until a module registers a function."""
+    """A part of a step: what it does before the fork, or after it in one of the processes. It does nothing until a
+    module registers a function."""
 
     def __init__(self, step: str, part: str) -> None:
         self._name = f"{step}, {part}"
@@ -62,23 +64,25 @@ def at_fork(
     after_in_parent: Callable[[], object] | None = None,
     after_in_child: Callable[[], object] | None = None,
 ) -> None:
-    """Registers the function of a step, in place of the one that was registered before.
+    """Registers the functions of a step, in place of those that were registered before.
 
     Args:
         name: One of ``STEPS``.
         before: Called in the parent before the fork.
-        after_in_parent: Called in the parent after it.
-        after_in_child: Called in the child.
+        after_in_parent: Called in the parent after the fork.
+        after_in_child: Called in the child after the fork.
 
     Raises:
         ValueError: No step has that name.
     """
     if name not in _parts:
-        raise ValueError(f"no step at a fork is called {name!r}: add it to rustloader.system.forks.STEPS, in its place")
+        raise ValueError(
+            f"no step at a fork is called {name!r}: add it to rustloader.system.forks.STEPS, at the right position"
+        )
     for part, function in zip(_PARTS, (before, after_in_parent, after_in_child), strict=True):
         _parts[name][part].function = function
 
 
 def registered(name: str) -> tuple[str, ...]:
-    """Returns the parts of a step that do something in this process."""
+    """Returns the parts of a step for which a function is registered in this process."""
     return tuple(part for part in _PARTS if _parts[name][part].function is not None)

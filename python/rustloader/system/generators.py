@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-# Bytes of the state of NumPy's MT19937: 624 words, and the position among them.
-_KEY, _WORDS = 624 * 4, 625 * 4
+# Sizes in bytes in the state of NumPy's MT19937: of its 624 words, and of these with the position that follows them.
+_KEY, _STATE = 624 * 4, 625 * 4
 
 
 class GeneratorStates:
-    """The states of the global generators of torch, Python and NumPy at one moment; of NumPy's if it is imported."""
+    """The states of the global generators of torch, Python and NumPy at one moment. NumPy's is left out if the program
+    has not imported ``numpy.random``."""
 
     def __init__(self) -> None:
         self._torch_state = torch.default_generator.get_state()
@@ -35,71 +36,73 @@ class GeneratorStates:
 class _NumpyState:
     """The state of NumPy's global generator.
 
-    NumPy takes 30 us to read it and as long to set it. So its usual bit generator is read and set where it lies in
-    memory. What is not there is the normal number left over from a pair: a draw of a normal number that leaves the
-    words as they are has taken it. With other threads, which may draw meanwhile, NumPy does all this under its lock.
+    NumPy takes 30 us to return its state and another 30 us to set it. Therefore the state of the usual bit generator is
+    read and written directly in memory, unless there are other threads, which could draw at the same time. NumPy draws
+    normal numbers in pairs, and the leftover second number of a pair is not in that memory. It is read by drawing: if a
+    draw of a normal number does not change the state, it has returned the leftover number.
     """
 
     def __init__(self, numpy_random: Any) -> None:
         self._generator = generator = numpy_random.mtrand._rand
         self._bits = generator._bit_generator
-        # As a dict, which holds the state of any bit generator; None if the words are all.
-        self._whole: dict[str, Any] | None = None
+        # The state as NumPy's dict, for any bit generator and with a leftover number; None if `_memory` has all of it.
+        self._dict: dict[str, Any] | None = None
         self._address = _address_of(self._bits, numpy_random.MT19937)
-        self._words = b"" if self._address is None else ctypes.string_at(self._address, _WORDS)
-        # Words that are all 0 stay 0, whatever is drawn.
-        if self._address is None or threading.active_count() > 1 or not self._words[:_KEY].strip(b"\0"):
-            self._whole = generator.get_state(legacy=False)
+        self._memory = b"" if self._address is None else ctypes.string_at(self._address, _STATE)
+        # If all words are 0, they stay 0 whatever is drawn, and a draw of a normal number would not return.
+        if self._address is None or threading.active_count() > 1 or not self._memory[:_KEY].strip(b"\0"):
+            self._dict = generator.get_state(legacy=False)
             return
-        left_over = self._take_left_over()
-        if left_over is not None:
-            self._whole = self._as_dict() | {"has_gauss": 1, "gauss": left_over}
-            generator.set_state(self._whole)
+        leftover = self._take_leftover()
+        if leftover is not None:
+            self._dict = self._as_dict() | {"has_gauss": 1, "gauss": leftover}
+            generator.set_state(self._dict)
 
     def restore(self) -> None:
+        """Sets the generator to this state."""
         bits = self._generator._bit_generator
         if type(bits) is not type(self._bits):
-            # What the program has put in its place has a state of its own.
+            # The program has replaced the bit generator by one of another type, whose state was not saved.
             return
-        if self._whole is None and bits is self._bits and threading.active_count() == 1:
-            # Also if the words are as they were: a seed may have led back to them.
-            self._take_left_over()
-            ctypes.memmove(self._address, self._words, _WORDS)  # type: ignore[arg-type]
+        if self._dict is None and bits is self._bits and threading.active_count() == 1:
+            # Even if the memory is unchanged: a seed may have restored it and left a leftover number.
+            self._take_leftover()
+            ctypes.memmove(self._address, self._memory, _STATE)  # type: ignore[arg-type]
         else:
-            self._generator.set_state(self._whole or self._as_dict())
+            self._generator.set_state(self._dict or self._as_dict())
 
     def _as_dict(self) -> dict[str, Any]:
-        """Returns the words as NumPy gives them, without a number left over."""
-        *key, pos = struct.unpack("=624Ii", self._words)
+        """Returns the saved memory as NumPy's dict, without a leftover number."""
+        *key, pos = struct.unpack("=624Ii", self._memory)
         return {"bit_generator": "MT19937", "state": {"key": key, "pos": pos}, "has_gauss": 0, "gauss": 0.0}
 
-    def _take_left_over(self) -> float | None:
-        """Takes the normal number left over from a pair. If there is none, the words stay as they are."""
+    def _take_leftover(self) -> float | None:
+        """Takes the leftover normal number of a pair; None if there is none. The state in memory does not change."""
         address: Any = self._address
-        words = ctypes.string_at(address, _WORDS)
+        before = ctypes.string_at(address, _STATE)
         drawn = float(self._generator.standard_normal())
-        if ctypes.string_at(address, _WORDS) == words:
+        if ctypes.string_at(address, _STATE) == before:
             return drawn
-        # The other one of the new pair.
+        # The draw has made a new pair. Its second number must not stay.
         self._generator.standard_normal()
-        ctypes.memmove(address, words, _WORDS)
+        ctypes.memmove(address, before, _STATE)
         return None
 
 
-# The bit generator whose memory was looked at last, and the address of its state.
-_known: tuple[Any, int | None] = None, None
+# The bit generator that was checked last, and the address of its state.
+_checked: tuple[Any, int | None] = None, None
 
 
 def _address_of(bits: Any, usual: Any) -> int | None:
-    """Returns the address of the state of a bit generator; None if it is not the usual one, or lies there otherwise."""
-    global _known
-    known, address = _known
-    if bits is not known:
+    """Returns the address of a bit generator's state; None if its type or its layout in memory is not the usual one."""
+    global _checked
+    checked, address = _checked
+    if bits is not checked:
         address = None
         if type(bits) is usual:
             address = bits.ctypes.state_address
             state = bits.state["state"]
-            if ctypes.string_at(address, _WORDS) != state["key"].tobytes() + state["pos"].to_bytes(4, sys.byteorder):
+            if ctypes.string_at(address, _STATE) != state["key"].tobytes() + state["pos"].to_bytes(4, sys.byteorder):
                 address = None
-        _known = bits, address
+        _checked = bits, address
     return address

@@ -11,7 +11,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Installed(ContextDecorator):
-    """A context manager without a truth value: ``if rustloader.installed():`` would always hold."""
+    """A context manager without a truth value, because ``if rustloader.installed():`` would always be true.
+
+    Args:
+        make: Makes the context manager that each ``with`` statement enters.
+    """
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -26,18 +30,18 @@ class Installed(ContextDecorator):
         return self._entered.pop().__exit__(*error)
 
     def __call__(self, function: _Function) -> _Function:
-        """Decorates a function. Generators and coroutines are refused: they run after the call, outside the context."""
-        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if any(is_kind(function) for is_kind in kinds):
+        """Decorates a function. Refuses generators and coroutines, which run after the call, outside the context."""
+        checks = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(check(function) for check in checks):
             name = getattr(function, "__qualname__", "the function")
             raise TypeError(
                 f"@rustloader.installed() cannot decorate {name}, a generator or coroutine function; "
-                "write `with rustloader.installed():` inside of it"
+                "write `with rustloader.installed():` inside it"
             )
         return super().__call__(function)
 
     def __bool__(self) -> NoReturn:
         raise TypeError(
-            "rustloader.installed() is a context manager (`with rustloader.installed():`); to ask whether the engine "
+            "rustloader.installed() is a context manager (`with rustloader.installed():`); to check whether the engine "
             "is installed, call rustloader.is_installed()"
         )

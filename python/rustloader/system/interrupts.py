@@ -8,23 +8,26 @@ import traceback
 from types import FrameType
 from typing import Any
 
-# The error that the caller of `is_interrupt` handles.
-_PRESENT: Any = object()
-# Before Python 3.13 a frame of a function keeps the dict that `f_locals` makes of its variables.
+# Stands for the error that the caller of `is_interrupt` is handling.
+_CURRENT: Any = object()
+# Before Python 3.13, a function's frame keeps the dict that `f_locals` makes of its variables.
 _CACHES_LOCALS = sys.version_info < (3, 13)
 
 
-def is_interrupt(error: BaseException | None, handled: BaseException | None = _PRESENT) -> bool:
-    """Returns True if a signal handler raised an error or one in its context chain.
+def is_interrupt(error: BaseException | None, handled: BaseException | None = _CURRENT) -> bool:
+    """Returns True if a signal handler raised an error or one of the errors in its context chain.
 
-    A caller that handles ``error`` itself gives the error that was handled before.
+    Python passes the interrupted frame to a handler as an argument, and this frame is also the handler's caller. No
+    other function gets its caller's frame, so a handler is recognized even if it was uninstalled before it raised.
+    Python's own handler for Ctrl-C has no Python frame, but it raises KeyboardInterrupt.
 
-    Python calls a handler with the interrupted frame, which is the handler's own caller; no other function gets that.
-    So a handler is recognised even if it was uninstalled before it raised. Python's own handler for Ctrl-C is not
-    written in Python and has no frame, but raises KeyboardInterrupt.
+    Args:
+        error: The error.
+        handled: The error at which the search along the context chain stops (default: the error that is being handled).
+            A caller that is handling ``error`` itself passes the error that was being handled before.
     """
-    # The chain may continue with an error that the caller of `next` handles just now.
-    if handled is _PRESENT:
+    # The chain may continue with an error that the caller of `next` is handling.
+    if handled is _CURRENT:
         handled = sys.exception()
     seen: set[int] = set()
     while error is not None and error is not handled and id(error) not in seen:
@@ -38,6 +41,7 @@ def is_interrupt(error: BaseException | None, handled: BaseException | None = _P
 
 
 def _is_handler(frame: FrameType) -> bool:
+    """Returns True if one of the arguments of a frame is its caller's frame."""
     if frame.f_back is None:
         return False
     names, varargs, _, values = inspect.getargvalues(frame)
@@ -45,6 +49,6 @@ def _is_handler(frame: FrameType) -> bool:
     if varargs is not None:
         arguments.extend(values.get(varargs) or ())
     if _CACHES_LOCALS and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        # The frame keeps this copy of its variables. With the error among them it would be a cycle.
+        # The frame keeps this copy of its variables. If the error is among them, they form a cycle.
         values.clear()
     return any(value is frame.f_back for value in arguments)

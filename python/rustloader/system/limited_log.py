@@ -1,4 +1,4 @@
-"""A log that stays short when a fault repeats itself."""
+"""A log whose length is limited when faults repeat."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# At most LOG_LINES messages about faults are logged per LOG_SECONDS. The rest are only counted.
+# At most LOG_LINES messages about faults are logged per LOG_SECONDS. Further messages are only counted.
 LOG_LINES = 20
 LOG_SECONDS = 60.0
 
 
 class LimitedLog:
-    """Passes at most ``LOG_LINES`` messages to a logger per ``LOG_SECONDS``, counted from the first of them.
+    """A log that passes at most ``LOG_LINES`` messages to a logger in the ``LOG_SECONDS`` after the first of them.
 
-    Further messages are only counted; the next message after that time, or ``flush``, logs how many were left out.
-    There is no lock, because a fork could copy it while a thread holds it, so several threads may log a few more.
+    Further messages are only counted. The next message after that time, or ``flush``, logs how many were left out.
+    There is no lock, which a fork could copy while a thread holds it. So several threads may log a few more messages.
 
     Args:
-        logger: Logger that gets the messages.
+        logger: The logger that gets the messages.
         clock: Returns the time in seconds.
     """
 
@@ -41,7 +41,7 @@ class LimitedLog:
         self.log(logging.INFO, text, *args)
 
     def log(self, level: int, text: str, *args: Any) -> None:
-        """Logs a message, unless the limit is reached. Messages of a level that the logger drops do not count."""
+        """Logs a message, unless the limit is reached. Messages below the logger's level do not count."""
         if not self._logger.isEnabledFor(level):
             return
         now = self._clock()
@@ -56,7 +56,7 @@ class LimitedLog:
             self._level = max(self._level, level)
 
     def flush(self) -> None:
-        """Logs how many messages were left out since the last such line, if any."""
+        """Logs how many messages were left out since the last call, if any."""
         count, level = self._left_out, self._level
         if count:
             self._left_out, self._level = 0, logging.NOTSET
@@ -64,5 +64,5 @@ class LimitedLog:
             self._logger.log(level, text, count, LOG_LINES, LOG_SECONDS)
 
 
-# Restarts, stuck workers and failed samples.
+# The log of restarts, stuck workers and failed samples.
 faults = LimitedLog(logging.getLogger("rustloader"))

@@ -1,6 +1,7 @@
 """The ranks of a distributed program on this machine, from the variables of its launcher (torchrun, Slurm, MPI).
 
-A variable that is missing, empty, or not a number in ASCII digits is ignored. The first of the others is used.
+Of several environment variables with the same meaning, the first valid one is used. A variable is valid if its value is
+a number in ASCII digits.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from collections.abc import Iterable, Mapping
 
 import rustloader.system.procfs as procfs
 
-# By launcher: how many ranks there are, and which of them this process is.
+# One variable per launcher: the number of ranks on this machine, and this process's rank among them.
 _SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-# The global rank of this process.
+# One variable per launcher: this process's rank among all ranks.
 _GLOBAL = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-# The number of tasks on each node, as in "2(x3),1".
+# Slurm's variable with the number of tasks on each node, as in "2(x3),1".
 _SLURM_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
 
 def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Returns the number in a variable of the environment; None if there is none."""
+    """Returns the value of an environment variable if it is a number, or None."""
     text = environment.get(name, "")
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
@@ -54,8 +55,12 @@ def _slurm_size() -> int | None:
 
 
 def are_bound(cores: Iterable[int]) -> bool:
-    """Returns True if the ranks are bound to cores of their own: the launcher's cores are not ``cores``, this rank's.
-    Linux only."""
+    """Returns True if each rank is bound to its own cores, which is so if this rank's cores differ from the launcher's.
+    Linux only.
+
+    Args:
+        cores: The numbers of this rank's cores.
+    """
     try:
         return os.sched_getaffinity(_launcher()) != set(cores)
     except OSError:
@@ -64,10 +69,10 @@ def are_bound(cores: Iterable[int]) -> bool:
 
 
 def _launcher() -> int:
-    """Returns the pid of the launcher: the nearest ancestor that did not start with this rank's number.
+    """Returns the pid of the launcher: the nearest ancestor without this rank's number in its environment.
 
-    The processes between it and this one are the rank's own wrappers (a shell, ``uv run``, ``conda run``), which have
-    the rank's cores.
+    The processes between the launcher and this process are wrappers of the rank (a shell, ``uv run``, ``conda run``),
+    which have the rank's cores.
     """
     pid, own = os.getppid(), _number_in(os.environ)
     while own is not None and number_of(pid) == own and (parent := procfs.parent(pid)):
@@ -76,7 +81,7 @@ def _launcher() -> int:
 
 
 def number_of(pid: int) -> tuple[str, int] | None:
-    """Returns the rank variable that a process was started with, and its value; None if there is none."""
+    """Returns the name and the value of the rank variable with which a process was started; None without one."""
     lines = (procfs.read(f"/proc/{pid}/environ") or "").split("\0")
     return _number_in(dict(line.split("=", 1) for line in lines if "=" in line))
 

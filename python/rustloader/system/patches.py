@@ -1,9 +1,8 @@
-"""Everything of torch, multiprocessing, NumPy and Python that this package changes at run time, in one list.
+"""A list of all changes that this package makes to torch, multiprocessing, NumPy and Python at run time.
 
-An attribute of a foreign module or class is replaced by a :class:`Patch`, which refuses a place that is not listed.
-A change that is not of an attribute, or of one object only, is made by its own module, and listed with a place in
-words.
-``tests/python/unit/test_patch_list.py`` compares the list with what a program and its workers find.
+A :class:`Patch` replaces an attribute of a foreign module or class. It refuses attributes that are not in the list.
+Other changes, and changes to one object only, are made by the modules that need them; the list describes their place in
+words. ``tests/python/unit/test_patch_list.py`` compares the list with the changes in a program and its workers.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ COMMAND = "a process of a command"
 
 @dataclass(frozen=True)
 class Change:
-    """One change.
+    """A change at run time.
 
     Attributes:
-        place: Dotted name of an attribute; else words.
-        by: The module of this package that makes it.
-        process: The processes in which it is made.
-        why: Its purpose.
-        put_in: When it is made.
-        taken_out: When it is undone, and how.
+        place: The dotted name of an attribute, or a description of another place.
+        by: The modules of this package that make the change.
+        process: The processes in which the change is made.
+        why: The purpose of the change.
+        put_in: When the change is made.
+        taken_out: When and how the change is undone.
     """
 
     place: str
@@ -40,6 +39,7 @@ class Change:
 
     @property
     def is_attribute(self) -> bool:
+        """True if the place is an attribute."""
         return " " not in self.place
 
 
@@ -52,23 +52,23 @@ PATCHES = (
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
         "installation.replacement, installation.api",
         PROGRAM,
-        "torch's loaders make the engine's iterator; and in other loaded modules that have the class",
+        "torch's loaders make the engine's iterator; the class is also replaced in other loaded modules that hold it",
         "install()",
-        "uninstall(), or the end of installed(); what the program has put there since stays",
+        "uninstall(), or the end of installed(); a class that the program has put there since stays",
     ),
     Change(
         "torchdata.stateful_dataloader.StatefulDataLoader",
         "installation.replacement, installation.stateful",
         PROGRAM,
-        "torchdata's loader is rustloader's; also in other loaded modules that hold the class",
+        "programs find rustloader's loader; the class is also replaced in other loaded modules that hold it",
         "install(stateful=True)",
-        "uninstall(), or an install() that ends it; what the program has put there since stays",
+        "uninstall(), install(stateful=False), or the end of installed(); what the program has put there since stays",
     ),
     Change(
         "sys.modules: torchdata and its stateful_dataloader",
         "installation.stateful",
         PROGRAM,
-        "programs import torchdata's names where torchdata is not installed",
+        "programs can import torchdata's names although torchdata is not installed",
         "install(stateful=True)",
         "uninstall(); a module that the program has put there since stays",
     ),
@@ -76,7 +76,7 @@ PATCHES = (
         "multiprocessing.spawn.get_preparation_data",
         "installation.environment",
         PROGRAM,
-        "spawned processes follow RUSTLOADER_INSTALL, too",
+        "spawned processes apply RUSTLOADER_INSTALL, too",
         "import rustloader with RUSTLOADER_INSTALL, or `rustloader run`",
         _NEVER,
     ),
@@ -84,15 +84,16 @@ PATCHES = (
         "sys.meta_path: a finder in front, and the loader's exec_module of one module",
         "system.after_import",
         PROGRAM,
-        "torch (RUSTLOADER_INSTALL) and Dynamo are changed when the program imports them, not imported for it",
-        "import rustloader, unless the module is loaded",
+        "torch (for RUSTLOADER_INSTALL) and Dynamo are changed when the program imports them, so they are not imported "
+        "for the changes",
+        "import rustloader, unless the module is already loaded",
         "at the end of that import",
     ),
     Change(
-        "torch._dynamo.trace_rules: its folders to skip",
+        "torch._dynamo.trace_rules: the folders that it skips",
         "system.dynamo",
         PROGRAM,
-        "torch.compile passes over this package as over torch.utils.data; by Dynamo's own function `add`",
+        "torch.compile skips this package just as torch.utils.data; made with Dynamo's own function `add`",
         "import rustloader, or the later import of Dynamo",
         _NEVER,
     ),
@@ -101,7 +102,7 @@ PATCHES = (
         "torch.UntypedStorage._share_fd_cpu_",
         "system.moved_storages",
         f"{PROGRAM}, {WORKER}",
-        "views of a delivered tensor keep its memory when torch moves the tensor; the method does what it did",
+        "views of a delivered tensor keep its memory when torch moves the tensor; otherwise the method is unchanged",
         "the first iterator of the process, or the start of a worker",
         _NEVER,
     ),
@@ -117,7 +118,7 @@ PATCHES = (
         "an UntypedStorage that torch has moved: _rustloader_memory",
         "_core (src/interop/tensor/moved.rs)",
         PROGRAM,
-        "keeps the old memory until the storage ends",
+        "keeps the old memory until the storage is freed",
         "share_memory_() or a queue of torch's",
         "with the storage",
     ),
@@ -141,9 +142,9 @@ PATCHES = (
         "NumPy's memory handler (NEP 49), in the worker's contexts",
         "_core (src/interop/numpy_memory.rs)",
         WORKER,
-        "large arrays lie in the arena from the start",
-        "the loop of a worker, unless RUSTLOADER_NUMPY_ARENA=0",
-        "never; after the worker's end it gives ordinary memory",
+        "large arrays are allocated in the arena",
+        "the start of a worker's loop, unless RUSTLOADER_NUMPY_ARENA=0",
+        "never; after the end of the loop it allocates ordinary memory",
     ),
     # Workers
     Change(
@@ -158,7 +159,7 @@ PATCHES = (
         "multiprocessing.forkserver._forkserver._preload_modules",
         "workers.fork_server",
         PROGRAM,
-        "the server imports what workers need, if the program has not said what it shall import",
+        "the server imports the modules that workers need, unless the program has set its own list",
         "when the server starts",
         "when it has started; a list that another thread has set meanwhile stays",
     ),
@@ -174,7 +175,7 @@ PATCHES = (
         "a worker's Process: _name",
         "workers.preparation",
         PROGRAM,
-        "calls that a spawned worker makes before it imports anything travel with its name",
+        "the pickle of the name contains calls that a spawned worker makes before it imports anything",
         "when the worker starts",
         "when it has started",
     ),
@@ -182,7 +183,7 @@ PATCHES = (
         "__main__ of a worker: names of the program's __main__, and __file__",
         "workers.by_name, workers.definitions",
         WORKER,
-        "what a notebook, python -c or stdin defines is where pickle looks for it; a file such as <stdin> is not run",
+        "pickle finds definitions of a notebook, of python -c or of stdin; a file such as <stdin> is not run",
         "the start of a worker by spawn or forkserver that cannot import the program's __main__",
         _NEVER,
     ),
@@ -190,7 +191,7 @@ PATCHES = (
         "multiprocessing.process._children: workers that have ended, and the parent's in a forked child",
         "workers.process",
         PROGRAM,
-        "multiprocessing would list a worker as alive that the engine has reaped, or a child would end it",
+        "otherwise multiprocessing would list workers as alive that the engine has reaped, or a child would end them",
         "the end of a worker, or a fork",
         _NEVER,
     ),
@@ -206,7 +207,7 @@ PATCHES = (
         "the handlers of SIGTERM and SIGRTMIN+13, in C",
         "_core (src/worker/terminate.rs, src/worker/stack.rs)",
         WORKER,
-        "a worker outlives a SIGTERM to the whole group for a while, and shows its stack when it is stalled",
+        "a worker survives a SIGTERM to the whole process group for a while, and writes its stack when it is stuck",
         "the start of a worker",
         _NEVER,
     ),
@@ -215,7 +216,7 @@ PATCHES = (
         "a _SingleProcessDataLoaderIter: _sampler_iter and _dataset_fetcher",
         "iterator.single",
         PROGRAM,
-        "options hold with num_workers=0; indices and tables are fast",
+        "options also work with num_workers=0; indices and tables are fast",
         "when a loader makes the iterator",
         "with the iterator",
     ),
@@ -231,16 +232,16 @@ PATCHES = (
         "the class of a dataset with set_epoch: set_epoch",
         "stateful_dataloader.set_epoch",
         PROGRAM,
-        "persistent workers are told the epochs that the program tells its dataset",
-        "the first iterator of a StatefulDataLoader over one",
+        "persistent workers get the epoch that the program sets in its dataset",
+        "the first iterator of a StatefulDataLoader over such a dataset",
         _NEVER,
     ),
-    # Changes of the way objects travel
+    # Pickling, and the types of shared objects
     Change(
         "multiprocessing.reduction.ForkingPickler: reducers of shared objects, cached datasets and numpy.ndarray",
         "sharing.pickling",
         f"{PROGRAM}, {WORKER}",
-        "shared objects travel as descriptors; arrays that are not shared travel as before",
+        "shared objects are pickled as descriptors; arrays that are not shared are pickled as before",
         "install(), a loader, or share(); numpy.ndarray with the first shared array",
         _NEVER,
     ),
@@ -248,16 +249,16 @@ PATCHES = (
         "collections.abc.Sequence and Mapping: three virtual subclasses",
         "sharing.sequences",
         f"{PROGRAM}, {WORKER}",
-        "shared lists, tuples and dicts are what their originals are",
+        "shared lists, tuples and dicts pass the isinstance() checks that their originals pass",
         "install(), a loader, or share()",
         _NEVER,
     ),
-    # Hooks that Python has for everyone
+    # Python's own hooks
     Change(
-        "os.register_at_fork: one hook for each step",
+        "os.register_at_fork: hooks for each step",
         "system.forks",
         f"{PROGRAM}, {WORKER}, {SERVER}",
-        "see forks.py",
+        "see system/forks.py",
         "the first import of a module with a step",
         _NEVER,
     ),
@@ -282,15 +283,15 @@ PATCHES = (
         "sys.argv, sys.path[0] and the attributes of __main__",
         "tools.cli.run, tools.probe.factory",
         COMMAND,
-        "the script finds what it finds with `python script`",
-        "`rustloader run`, or the import of what a command measures",
+        "the script finds the same values as with `python script`",
+        "`rustloader run`, or the import of the code that a command measures",
         _NEVER,
     ),
     Change(
         "multiprocessing.queues.Queue._on_queue_feeder_error",
         "tools.probe.side",
         COMMAND,
-        "a batch of torch's workers that cannot be pickled ends the command, which would wait for it",
+        "if a batch of torch's workers cannot be pickled, the command ends; otherwise it would wait for the batch",
         "when the process begins",
         _NEVER,
     ),
@@ -299,19 +300,19 @@ PATCHES = (
         "tools.bench.timeline",
         COMMAND,
         "the picture of `rustloader bench` shows when workers fetch and collate",
-        "in the workers of the pass that is drawn",
+        "in the workers of the pass that the picture shows",
         _NEVER,
     ),
     Change(
         "PIL.JpegImagePlugin.JpegImageFile.load",
         "tools.bench.images",
         COMMAND,
-        "`rustloader bench` says that images are decoded larger than what samples keep",
+        "`rustloader bench` reports images that are decoded at a larger size than samples keep",
         "in the workers of the first pass, if they have imported Pillow",
         "after 16 images",
     ),
     Change(
-        "the handlers of SIGINT, SIGALRM and of a signal that writes the stack; warnings.filters",
+        "the handlers of SIGINT, of SIGALRM, and of a signal that writes the stack; warnings.filters",
         "tools.probe",
         COMMAND,
         "an interrupt ends the command's processes; warnings are shown once",
@@ -324,11 +325,11 @@ _NOTHING: Any = object()
 
 
 class Patch:
-    """Replaces an attribute of a foreign module, class or object.
+    """The replacement of an attribute of a foreign module, class or object.
 
     Args:
         place: Dotted name of the attribute, as in ``PATCHES``.
-        owner: The module, class or object that has it.
+        owner: The module, class or object that has the attribute.
 
     Raises:
         ValueError: The place is not in the list.
@@ -337,17 +338,17 @@ class Patch:
     def __init__(self, place: str, owner: Any) -> None:
         if place not in _PLACES:
             raise ValueError(
-                f"{place} is not in rustloader.system.patches.PATCHES: say there why it is replaced, and when"
+                f"{place} is not in rustloader.system.patches.PATCHES: add an entry with the reason and the time"
             )
         self._owner = owner
         self._name = place.rpartition(".")[2]
-        # The owner's own attribute before, if it had one: a class may inherit it.
+        # The value before, if the attribute was the owner's own: a class may inherit it.
         self._before = self._ours = _NOTHING
 
     def put_in(self, replacement: Any) -> None:
         """Replaces the attribute."""
         self._before = vars(self._owner).get(self._name, _NOTHING)
-        # First, so that an interrupt in between leaves nothing behind that `take_out` would not see.
+        # Set before the attribute, so that `take_out` finds the change even after an interrupt in between.
         self._ours = replacement
         setattr(self._owner, self._name, replacement)
 
@@ -355,7 +356,7 @@ class Patch:
         """Restores the attribute, unless other code has replaced it since. Does nothing if it is not replaced.
 
         Args:
-            anyway: Restores it also then.
+            anyway: Whether to restore it even if other code has replaced it.
         """
         ours, self._ours = self._ours, _NOTHING
         if ours is _NOTHING or not (anyway or vars(self._owner).get(self._name, _NOTHING) is ours):

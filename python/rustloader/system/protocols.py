@@ -1,4 +1,4 @@
-"""The attributes that this package reads of torch's loaders and iterators, and of its own."""
+"""The attributes of torch's and this package's loaders and iterators that this package uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LoaderLike(Protocol):
-    """A ``torch.utils.data.DataLoader``, one of another library with the same attributes, or a view of one."""
+    """A ``torch.utils.data.DataLoader``, another library's loader with the same attributes, or a view of a loader."""
 
     @property
     def dataset(self) -> Any: ...
@@ -90,7 +90,7 @@ class SingleIterator(IteratorLike, Protocol):
 
 
 class WorkersIterator(IteratorLike, Protocol):
-    """The iterator of this package with workers."""
+    """This package's iterator with workers."""
 
     _workers: list[Any]
     _workers_status: Any
@@ -104,7 +104,7 @@ class WorkersIterator(IteratorLike, Protocol):
     def _core(self) -> Engine | None: ...
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None: ...
-    def _reset_torchs(self, loader: Any, first_iter: bool) -> None: ...
+    def _reset_base(self, loader: Any, first_iter: bool) -> None: ...
     def _next_index(self) -> Any: ...
     def _next_data(self) -> Any: ...
     def _shutdown_workers(self) -> None: ...

@@ -1,4 +1,4 @@
-"""torch's own iterator, saved before a program could replace it, and its functions and place in warnings."""
+"""Access to torch's own iterator class and functions, and calls that appear to come from torch's module."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from typing import Any
 
 from torch.utils.data import dataloader as torch_dataloader
 
+# Saved before a program can replace them: torch's iterator class, and the functions from which `in_torch` makes calls.
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
-# Functions of torch's that call others, before a program could replace them.
-TORCHS_INIT: Any = TorchIter.__init__
-TORCHS_GET_ITERATOR: Any = torch_dataloader.DataLoader._get_iterator
-TORCHS_NEXT: Any = torch_dataloader._BaseDataLoaderIter.__next__
+TORCH_INIT: Any = TorchIter.__init__
+TORCH_GET_ITERATOR: Any = torch_dataloader.DataLoader._get_iterator
+TORCH_NEXT: Any = torch_dataloader._BaseDataLoaderIter.__next__
 
 
 class IterType(ABCMeta):
     """The metaclass of the engine's iterator class.
 
-    While ``rustloader.install()`` replaces torch's class with it, torch's iterators count as its instances too. It is
-    an ABCMeta so that subclasses can have abstract base classes, as with torch's class.
+    While ``rustloader.install()`` puts the engine's class in place of torch's, torch's iterators count as instances of
+    the engine's class. The metaclass is an ABCMeta so that subclasses can also have abstract base classes, as with
+    torch's class.
+
+    Attributes:
+        stand_in: The class that is in place of torch's; None while ``install()`` is not in effect.
     """
 
     stand_in: IterType | None = None
@@ -37,23 +41,23 @@ class IterType(ABCMeta):
         return type.__subclasscheck__(TorchIter if cls is IterType.stand_in else cls, subclass)
 
 
-def is_torchs(function: Any, module: types.ModuleType) -> bool:
-    """Returns True if a function is defined in a module of torch, and not put there by a program."""
+def is_defined_in(function: Any, module: types.ModuleType) -> bool:
+    """Returns True if a function was defined in a module, and not put there from elsewhere by a program."""
     return getattr(function, "__globals__", None) is vars(module)
 
 
 def known_code(function: Any, module: types.ModuleType, *known: str) -> types.CodeType | None:
-    """Returns the code of a function of torch's, if it is code that this package imitates; else None.
+    """Returns the code of a function of torch if this package imitates that code; otherwise None.
 
     Args:
-        function: Found in a class or module of torch's, where a program may have replaced it.
-        module: Module of torch's that defines it.
-        known: The names that the function uses, in the order of their first use, in each known version.
+        function: The function, as found in a class or module of torch, where a program may have replaced it.
+        module: The module of torch that defines the function.
+        known: For each known version of the function: the names that it uses, in the order of their first use.
     """
     code = getattr(function, "__code__", None)
-    if code is None or not is_torchs(function, module):
+    if code is None or not is_defined_in(function, module):
         return None
-    # Python 3.11 compiles a comprehension to code of its own.
+    # Python 3.11 compiles a comprehension to a separate code object.
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
     names = dict.fromkeys(name for part in (code, *inner) for name in part.co_names)
     return code if " ".join(names) in known else None
@@ -65,7 +69,8 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 @functools.cache
 def _caller(caller: types.CodeType, name: str) -> Callable[..., Any]:
-    """Returns ``_call`` from a frame in torch's file and module, at the line where ``caller`` uses ``name``."""
+    """Returns a copy of ``_call`` whose frame appears to be in torch's file and module, at the line where ``caller``
+    uses ``name``."""
     lines = (it.positions.lineno for it in dis.get_instructions(caller) if it.argval == name and it.positions)
     line = next(filter(None, lines), caller.co_firstlineno)
     code = _call.__code__.replace(
@@ -78,21 +83,21 @@ def _caller(caller: types.CodeType, name: str) -> Callable[..., Any]:
 
 
 def in_torch(caller: Callable[..., Any], name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function as if a function of torch's did. Warnings with `stacklevel=2` name the file and the line of
-    their caller, and programs filter by it.
+    """Calls a function as if torch's own function called it. Warnings with `stacklevel=2` name the file and the line of
+    their caller, and programs filter by these.
 
     Args:
-        caller: Function in torch's `dataloader` that makes this call.
-        name: The name that it calls there; the first use of the name is the line.
-        function: Called in place of that.
+        caller: The function in torch's `dataloader` module that makes the call in torch.
+        name: The name that ``caller`` calls. The call appears to come from the line where the name is first used.
+        function: The function to call.
         args: Its arguments.
     """
     return _caller(getattr(caller, "__code__", _call.__code__), name)(function, *args)
 
 
 def frames_to_program() -> int:
-    """Returns the `stacklevel` with which a warning of the caller names the code that has called this package."""
-    # By the names that code has, which may have been compiled elsewhere.
+    """Returns the `stacklevel` with which the caller's warning names the code that has called this package."""
+    # The path comes from a code object, like those of the frames: the code may have been compiled elsewhere.
     package = os.path.join(os.path.dirname(os.path.dirname(frames_to_program.__code__.co_filename)), "")
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
@@ -101,10 +106,10 @@ def frames_to_program() -> int:
 
 
 def forget_locals(error: BaseException) -> None:
-    """Clears the local variables of the called function that raised ``error``.
+    """Clears the local variables of the function that raised ``error`` in the caller's frame.
 
-    torch's ``ExceptionWrapper.reraise`` keeps its error in one. This cycle of error, traceback and frame would keep the
-    iterator and its workers alive until the garbage collector runs.
+    torch's ``ExceptionWrapper.reraise`` keeps its error in a local variable. The cycle of error, traceback and frame
+    would keep the iterator and its workers alive until the garbage collector runs.
     """
     called = error.__traceback__ and error.__traceback__.tb_next
     if called is not None:

@@ -1,4 +1,4 @@
-"""A table of values that belong to objects. It keeps no object alive."""
+"""A table that associates values with objects and keeps no object alive."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _V = TypeVar("_V")
 
 
 class WeakTable(Generic[_V]):
-    """Values by the identity of their objects: loaders that compare by value may not be hashable.
+    """A table of values by the identity of their objects, because loaders that compare by value may not be hashable.
 
     Args:
-        on_end: Called with the value when its object ends.
+        on_end: Called with the value when its object is destroyed.
     """
 
     def __init__(self, on_end: Callable[[_V], None] | None = None) -> None:
@@ -27,25 +27,25 @@ class WeakTable(Generic[_V]):
         return value if reference is not None and reference() is source else None
 
     def items(self) -> Iterator[tuple[Any, _V]]:
-        """Yields the objects that live, with their values."""
+        """Yields the objects that are alive, with their values."""
         for reference, value in list(self._entries.values()):
             source = reference()
             if source is not None:
                 yield source, value
 
     def keep(self, source: Any, value: _V) -> _V:
-        """Keeps a value while its object lives, if that supports weak references. Returns the value."""
-        # Weak: while the interpreter exits, the callbacks must go with the table.
+        """Keeps a value while its object is alive, if the object supports weak references. Returns the value."""
+        # Only a weak reference to the table, so that the callbacks end with it while the interpreter exits.
         key, weak = id(source), weakref.ref(self)
 
         def forget(reference: weakref.ref[Any]) -> None:
             table = weak()
             if table is None:
                 return
-            # If the collector frees an iterator, its destructor no longer finds the value.
+            # If the garbage collector destroys an iterator, the iterator's destructor no longer finds the value.
             if table._on_end is not None:
                 table._on_end(value)
-            # Another object may have the id by now.
+            # By now, another object may have the same id.
             if table._entries.get(key, (None,))[0] is reference:
                 del table._entries[key]
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data._utils import collate
 
 from rustloader._core import ArrayTensor, Port
-from rustloader.system.torch_side import is_torchs
+from rustloader.system.torch_side import is_defined_in
 
 _default_convert: Any = collate.default_convert
 _as_tensor: Any = torch.as_tensor
@@ -24,7 +24,7 @@ def is_torchs_own(collate_fn: Any) -> bool:
     return (
         collate_fn is _default_convert
         and collate.default_convert is _default_convert
-        and is_torchs(_default_convert, collate)
+        and is_defined_in(_default_convert, collate)
         and type(_as_tensor) is BuiltinFunctionType
     )
 

@@ -26,8 +26,8 @@ from rustloader.fetch.guard import Guard
 from rustloader.fetch.seeds import MAX_SEED, Seeds
 from rustloader.fetch.step import Step
 from rustloader.fetch.threads import Pool
+from rustloader.system.formatting import name_of
 from rustloader.system.generators import GeneratorStates
-from rustloader.system.texts import name_of
 from rustloader.workers import converting, resuming, serialize
 from rustloader.workers.bootstrap import Job, Payload
 from rustloader.workers.context import WorkerContext

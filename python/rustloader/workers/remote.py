@@ -150,11 +150,11 @@ class _Starting:
         everything."""
         outcome: int | Exception | None
         try:
-            outcome = handshake.is_expected(connection, self.token, self.worker_id, deadline)
+            outcome = handshake.authenticate_worker(connection, self.token, self.worker_id, deadline)
             if outcome is not None:
                 self.is_authenticated = True
-                handshake.send_answer(connection, True, job, deadline)
-                handshake.receive_answer(connection, deadline)
+                handshake.send_reply(connection, True, job, deadline)
+                handshake.receive_reply(connection, deadline)
         except Exception as error:
             outcome = error
         report((self, connection, outcome))
@@ -293,17 +293,17 @@ def serve(read: Callable[[], bytes], call: Call, seconds: float) -> None:
     connection = handshake.connect(call.address, call.port, call.token, call.worker_id, os.getpid(), deadline)
     with contextlib.ExitStack() as stack:
         stack.callback(connection.close)
-        message = handshake.receive_answer(connection, deadline)
+        message = handshake.receive_reply(connection, deadline)
         try:
             job: Job = pickle.loads(message[_SIZES.size :])
             dataset, shared = arguments.unmarked(pickle.loads(read()))
         except Exception:
             where = f", at its argument {name}" if (name := arguments.current()) else ""
             text = f"it cannot read the dataset or its functions{where}:\n{traceback.format_exc()}"
-            handshake.send_answer(connection, False, text.encode(), deadline)
+            handshake.send_reply(connection, False, text.encode(), deadline)
             raise
         job = dataclasses.replace(job, **shared)
-        handshake.send_answer(connection, True, b"", deadline)
+        handshake.send_reply(connection, True, b"", deadline)
         connection.settimeout(None)
         stack.pop_all()
     ring_slots, region_len = _SIZES.unpack_from(message)

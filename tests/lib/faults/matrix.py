@@ -35,7 +35,7 @@ LIMIT = {"fork": 40, "forkserver": 60, "spawn": 200}
 SEEN = {"fork": 1.0, "forkserver": 3.0, "spawn": 1.0}
 # What torch's handlers in a worker write, and the C++ library.
 # What the log says of a restart.
-RESTARTED = "started again"
+RESTARTED = "restarted"
 SPOKEN = re.compile(r"ERROR: Unexpected [^\n]*|terminate called without an active exception|[\s\0]+")
 
 

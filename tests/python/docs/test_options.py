@@ -14,8 +14,8 @@ import pytest
 from support import TORCH_MODE, TorchDataLoader, run_script, rustloader
 from test_docs import PAGES, ROOT
 
-from rustloader.settings import kinds, options
-from rustloader.settings.config import resolve, torchs_view
+from rustloader.settings import option_values, options
+from rustloader.settings.config import resolve, view_for_torch
 from rustloader.settings.limits import parse_install
 from rustloader.system.install_handle import Installed
 from rustloader.tools.cli import parser as commands
@@ -137,13 +137,13 @@ def test_options_give_way_to_what_a_loader_was_given_even_if_it_is_the_default(n
 @pytest.mark.parametrize("text", ["0", "0/1+3", "2-4/1", "spread"])
 def test_cores_in_the_form_of_the_command_line(text):
     parse = options.option_of("worker_affinity").kind.parse
-    assert parse(kinds.text_of(parse(text))) == parse(text)
+    assert parse(option_values.text_of(parse(text))) == parse(text)
 
 
 @pytest.mark.parametrize("text", ["0", "12", "0.5", "0.00001", "1e-3"])
 def test_numbers_of_errors_in_the_form_of_the_command_line(text):
     parse = options.option_of("max_errors").kind.parse
-    again = parse(kinds.text_of(parse(text)))
+    again = parse(option_values.text_of(parse(text)))
     assert again == parse(text) and type(again) is (int if text.isdecimal() else float)
 
 
@@ -151,7 +151,7 @@ def test_an_option_that_no_loader_has_leaves_loaders_alone():
     loader = TorchDataLoader(range(2), num_workers=1)
     options.replace({"stateful": True})
     try:
-        assert torchs_view(loader, resolve(loader)) is loader
+        assert view_for_torch(loader, resolve(loader)) is loader
     finally:
         options.replace({})
 
@@ -278,12 +278,12 @@ def test_an_array_is_no_word():
 
 
 def test_sizes():
-    assert [kinds.byte_size(text) for text in ("1B", "2 kB", "1.5 GB", "512MiB", "2GiB")] == [
+    assert [option_values.byte_size(text) for text in ("1B", "2 kB", "1.5 GB", "512MiB", "2GiB")] == [
         1, 2000, 1_500_000_000, 512 << 20, 2 << 30,
     ]  # fmt: skip
     for text in ("", "5", "1.5", "-1MB", "1 m", "0.5B", "1TB", "MB"):
         with pytest.raises(ValueError):
-            kinds.byte_size(text)
+            option_values.byte_size(text)
 
 
 def test_a_loader_takes_the_options_that_torch_does_not_have():

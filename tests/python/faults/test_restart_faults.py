@@ -153,7 +153,7 @@ def test_each_restart_is_a_line_in_the_log(tmp_path, lines):
     iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1, 10: 1})), max_restarts=7))
     before = worker_pids(iterator)
     list(iterator)
-    first, second = lines("was started again")
+    first, second = lines("was restarted")
     assert first.startswith(
         f"DataLoader worker 1 (pid {before[1]}) was killed by signal: Killed, at batch 1 of index [2, 3]. "
     )

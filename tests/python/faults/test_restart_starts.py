@@ -49,7 +49,7 @@ def test_a_refused_start_is_tried_again(tmp_path, lines):
     iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=3))
     with refusing(2, OSError(errno.EAGAIN, "none left")):
         found = list(iterator)
-    assert len(found) == N // 2 and len(lines("was started again")) == 1
+    assert len(found) == N // 2 and len(lines("was restarted")) == 1
 
 
 def test_a_start_that_is_always_refused_ends_in_the_death(tmp_path):
@@ -58,7 +58,7 @@ def test_a_start_that_is_always_refused_ends_in_the_death(tmp_path):
     with refusing(100, OSError(errno.ENOMEM, "no memory")), pytest.raises(WorkerDiedError) as caught:
         next(iterator)
     assert caught.value.index == [2, 3]
-    assert "worker 1 could not be started: [Errno 12] no memory" in caught.value.__notes__[1]
+    assert "worker 1 could not be restarted: [Errno 12] no memory" in caught.value.__notes__[1]
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -174,7 +174,7 @@ def test_a_clean_start_is_not_warned_of(tmp_path, lines):
     with mock.patch.object(restarts, "hazard_of_fork", lambda: "runs 1 other thread"):
         deaths = Deaths(tmp_path, {3: 1})
         assert len(list(loader_of(Mortal(N, deaths), multiprocessing_context="forkserver"))) == N // 2
-    assert lines("was started again") and not lines("by a fork")
+    assert lines("was restarted") and not lines("by a fork")
 
 
 def test_a_loader_on_torchs_iterator_says_that_the_options_are_lost(lines):

@@ -161,7 +161,7 @@ CALLERS = """\
 
 
 def test_a_stack_ends_at_the_fetcher():
-    shown = rustloader.supervision.stalls.to_the_fetcher
+    shown = rustloader.supervision.stalls.up_to_fetcher
     assert shown(f"{RECORDED}{CALLERS}\nExtension modules: numpy") == f"{RECORDED}\nExtension modules: numpy"
     assert shown(CALLERS + RECORDED) == (CALLERS + RECORDED).rstrip("\n")
 

@@ -107,7 +107,7 @@ def test_a_stuck_worker_is_killed_and_its_batch_raises(told, tmp_path, way):
     # 0.3 s later, unless the machine is busy.
     assert LIMIT <= took < LIMIT + 30
     text = (
-        "DataLoader worker 1 was in one batch for longer than stall_timeout and was killed; the log has its stack, and "
+        "DataLoader worker 1 took longer than stall_timeout for one batch and was killed; the log has its stack, and "
         f"a larger stall_timeout allows slower batches. DataLoader worker (pid {pids[1]}) is killed by signal: Killed. "
     )
     assert str(error) == text
@@ -519,7 +519,7 @@ def test_a_worker_that_cannot_be_killed_is_named_otherwise(told):
     stalls.warn(1, 7, False, 12.0, "fetch", [3], None, "why", (10.0, False))
     assert told == [
         "DataLoader worker 1 (pid 7) has worked on one batch for 12 s (state: fetch), the batch of index [3]. "
-        "stall_timeout is 10 s, but this process kills no process that does not descend from it. "
+        "stall_timeout is 10 s, but this process kills only its own descendants. "
         "Stack unavailable: why."
     ]
 
@@ -547,14 +547,12 @@ def test_a_loader_from_torch_has_the_option_of_install(tmp_path):
     assert run_script(source) == (0, "stalled [0]\n", "")
 
 
-@pytest.mark.parametrize(
-    ("option", "cannot"), [({"stall_timeout": 2.5}, "kill it"), ({"max_restarts": 3}, "start it again")]
-)
-def test_without_workers_the_option_is_an_error(option, cannot):
+@pytest.mark.parametrize(("option", "action"), [({"stall_timeout": 2.5}, "kill"), ({"max_restarts": 3}, "restart")])
+def test_without_workers_the_option_is_an_error(option, action):
     [(name, value)] = option.items()
     text = (
-        f"{name}={value} needs workers: with num_workers=0 the samples are made in the program's own process, and "
-        f"nothing can {cannot}; set num_workers to 1 or more, or leave {name} out"
+        f"{name}={value} needs workers: with num_workers=0 the program's own process makes the samples, and there is "
+        f"no worker to {action}; set num_workers to 1 or more, or leave {name} out"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         DataLoader(Numbers(2), **option)

@@ -109,7 +109,7 @@ def decisions(monkeypatch):
 
     Given.counts, Given.seen = [], []
     monkeypatch.setattr(tuner, "decide", decide)
-    monkeypatch.setattr(arguments, "first_guess", lambda: 2)
+    monkeypatch.setattr(arguments, "initial_workers", lambda: 2)
     return Given
 
 
@@ -147,7 +147,7 @@ def test_a_text_that_is_set_later_is_refused_at_iter(cls, persistent):
     loader = cls(Numbers(4), num_workers=1, persistent_workers=persistent)
     for text in ("auto", "2"):
         loader.num_workers = text
-        with pytest.raises(TypeError, match=rf'^num_workers .* got {text!r}: pass num_workers="auto" to its constr'):
+        with pytest.raises(TypeError, match=rf'^num_workers .* got {text!r}: pass num_workers="auto" to the constr'):
             iter(loader)
     loader.num_workers = 1
     assert len(list(loader)) == 4
@@ -165,7 +165,7 @@ def test_other_arguments_are_checked_as_with_a_number():
     [(8, None, 64, 8), (8, "4", 64, 2), (8, "16", 64, 1), (200, None, 512, 16), (8, "", 1, 4), (8, "2", 1, 2),
      (8, None, 0, 1), (8, "-2", 64, 8), (8, None, None, 8)],
 )  # fmt: skip
-def test_the_first_guess(monkeypatch, cores, ranks, memory, wanted):
+def test_the_initial_number(monkeypatch, cores, ranks, memory, wanted):
     """Cores by affinity and quota over the ranks; a rank's part of the memory, given in GiB, for 256 MiB each."""
     limits = [] if memory is None else [(False, 1 << 50, 1 << 49), (True, 1 << 40, memory << 30)]
     monkeypatch.setattr("rustloader._core.memory_limits", lambda: limits)
@@ -174,7 +174,7 @@ def test_the_first_guess(monkeypatch, cores, ranks, memory, wanted):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert arguments.first_guess() == wanted
+    assert arguments.initial_workers() == wanted
 
 
 @pytest.mark.parametrize(
@@ -188,15 +188,15 @@ def test_ranks_with_cores_of_their_own_do_not_divide_them(monkeypatch, ranks, bo
     monkeypatch.setattr("rustloader.system.cores.cpu_quota", lambda: quota)
     monkeypatch.setattr("rustloader.system.local_ranks.are_bound", lambda cores: bound)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert arguments.first_guess() == wanted
-    assert arguments.memory_left() == (64 << 30) // (int(ranks) if ranks.isdecimal() else 1)
+    assert arguments.initial_workers() == wanted
+    assert arguments.free_memory() == (64 << 30) // (int(ranks) if ranks.isdecimal() else 1)
 
 
-def test_the_first_guess_on_other_systems(monkeypatch):
+def test_the_initial_number_on_other_systems(monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("os.cpu_count", lambda: 6)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert arguments.first_guess() == 3
+    assert arguments.initial_workers() == 3
 
 
 # Epochs
@@ -264,8 +264,8 @@ def test_the_figures_are_those_of_the_last_epoch(persistent, decisions):
 
 def test_it_follows_real_figures(monkeypatch):
     """A worker takes at least 20 ms per batch, and the loop nothing: from one worker to four, the most at once."""
-    monkeypatch.setattr(arguments, "first_guess", lambda: 1)
-    monkeypatch.setattr(arguments, "memory_left", lambda: None)
+    monkeypatch.setattr(arguments, "initial_workers", lambda: 1)
+    monkeypatch.setattr(arguments, "free_memory", lambda: None)
     monkeypatch.setattr(tuner, "effective_cores", lambda: 64.0)
     loader = DataLoader(Naps(40), num_workers="auto")
     assert len(list(loader)) == 40 and loader.num_workers == 1
@@ -319,7 +319,7 @@ def test_no_more_workers_than_worker_affinity_has_entries(decisions):
 
 
 @pytest.mark.warns
-def test_torchs_loop_keeps_the_first_guess(decisions):
+def test_torchs_loop_keeps_the_initial_number(decisions):
     decisions.counts = [5]
     loader = DataLoader(IterableWrapper(range(8)), num_workers="auto", batch_size=None)
     with warnings.catch_warnings():
@@ -340,7 +340,7 @@ def test_iterators_side_by_side(decisions):
 
 
 def limits_seen(decisions):
-    return [[(limit.most, limit.reason) for limit in limits] for _, _, limits in decisions.seen]
+    return [[(limit.maximum, limit.reason) for limit in limits] for _, _, limits in decisions.seen]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -353,12 +353,12 @@ def test_memory_is_read_from_workers_that_run(persistent, decisions, monkeypatch
         return (1 << 30) * len(asked)
 
     monkeypatch.setattr(tuner, "private_bytes", private)
-    monkeypatch.setattr(arguments, "memory_left", lambda: 9 << 30)
+    monkeypatch.setattr(arguments, "free_memory", lambda: 9 << 30)
     loader = DataLoader(Numbers(N), num_workers="auto", persistent_workers=persistent)
     list(loader)
     list(loader)
     # Workers of 1 and 2 GiB; half of 9 GiB for more of the larger.
-    assert limits_seen(decisions) == [[(4, "a worker takes 2.1 GB of memory, and 9.7 GB are left")]]
+    assert limits_seen(decisions) == [[(4, "a worker takes 2.1 GB of memory, and 9.7 GB are free")]]
 
 
 def test_memory_is_read_for_a_part_of_the_time(monkeypatch):
@@ -371,12 +371,12 @@ def test_memory_is_read_for_a_part_of_the_time(monkeypatch):
 
     monkeypatch.setattr(tuner, "private_bytes", own)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setattr(arguments, "memory_left", lambda: 9 << 30)
+    monkeypatch.setattr(arguments, "free_memory", lambda: 9 << 30)
     mine = tuner.Tuner(2)
     for seconds in (0, 1, 11):
         now[0] += seconds
         mine.note_memory([1, 2, 3])
-    assert asked == [1, 1] and mine._memory.most == 6
+    assert asked == [1, 1] and mine._memory.maximum == 6
 
 
 def test_pages_of_the_arena_are_no_memory_of_a_worker(decisions, monkeypatch):

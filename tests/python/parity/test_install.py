@@ -213,7 +213,7 @@ def test_t15_a_class_from_before_install_stays_on_torch(module, caplog):
     assert module._MultiProcessingDataLoaderIter is TORCHS["iterator"], "its code names it as the base"
     for cls in (module.Mine, module.ByName, module.Dotted):
         said = [line for line in lines(caplog, logging.WARNING) if f"a_users_module.{cls.__name__} was derived" in line]
-        assert len(said) == 1 and "before the class is made" in said[0]
+        assert len(said) == 1 and "before the class is defined" in said[0]
         with from_engine(0):
             iterator = cls(torchs())
             assert isinstance(iterator, LoaderIter)
@@ -273,7 +273,7 @@ def test_a_class_put_over_ours_stays_when_we_go(caplog):
     try:
         rustloader.uninstall()
         assert torch_dataloader._MultiProcessingDataLoaderIter is Over
-        assert "Over after rustloader.install(), and stays so" in caplog.text
+        assert "Over after rustloader.install() and is not restored" in caplog.text
     finally:
         torch_dataloader._MultiProcessingDataLoaderIter = TORCHS["iterator"]
 
@@ -377,7 +377,7 @@ def test_installed_decorates_no_generator_and_no_coroutine():
         pass
 
     for function in (generator, coroutine):
-        with pytest.raises(TypeError, match=r"cannot decorate .*write `with rustloader\.installed\(\):` inside of it"):
+        with pytest.raises(TypeError, match=r"cannot decorate .*write `with rustloader\.installed\(\):` inside it"):
             rustloader.installed()(function)
 
 

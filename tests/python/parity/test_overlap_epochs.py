@@ -115,10 +115,10 @@ class Odd(Sampler):
 
 
 def taken_up(loader):
-    """Whether the last epoch of a loader was as foreseen; None if nothing was foreseen for it."""
-    foresight = loader._iterator._mode._foresight
-    judged = foresight._judged
-    return None if judged is None else foresight._wrong == 0
+    """Whether the last epoch of a loader was predicted correctly; None if it was not predicted."""
+    predictor = loader._iterator._mode._predictor
+    compared = predictor._compared
+    return None if compared is None else predictor._wrong == 0
 
 
 # --- programs
@@ -391,7 +391,7 @@ def test_a_program_that_draws_in_between_makes_it_give_up(caplog):
         found.append(taken_up(loader))
         torch.rand(3)
     assert found == [None, False, False, False, None, None]
-    assert sum("did not begin as foreseen" in record.getMessage() for record in caplog.records) == 1
+    assert sum("did not begin as predicted" in record.getMessage() for record in caplog.records) == 1
 
 
 # --- errors, deaths, interrupts
@@ -566,15 +566,14 @@ def test_a_loop_that_is_left_gives_its_blocks_back(tmp_path):
 
 def test_it_needs_workers_that_stay():
     text = (
-        r"^overlap_epochs=True needs workers: with num_workers=0 the samples are made in the program's own process, "
-        r"and nothing can go on with the next epoch meanwhile; set num_workers to 1 or more, or leave "
-        r"overlap_epochs out$"
+        r"^overlap_epochs=True needs workers: with num_workers=0 the program's own process makes the samples, and "
+        r"there is no worker to begin the next epoch early; set num_workers to 1 or more, or leave overlap_epochs out$"
     )
     with pytest.raises(ValueError, match=text):
         DataLoader(range(2), overlap_epochs=True)
     text = (
-        r"^overlap_epochs=True needs persistent workers: others end with their epoch, and nothing can go on with the "
-        r"next epoch meanwhile; set persistent_workers=True, or leave overlap_epochs out$"
+        r"^overlap_epochs=True needs persistent workers: others end with their epoch and cannot begin the next epoch "
+        r"early; set persistent_workers=True, or leave overlap_epochs out$"
     )
     with pytest.raises(ValueError, match=text):
         DataLoader(range(2), num_workers=1, overlap_epochs=True)

@@ -27,7 +27,7 @@ from torch.utils.data import Sampler
 
 if not TORCH_MODE:
     import rustloader
-    from rustloader.settings import kinds
+    from rustloader.settings import option_values
 
 pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -181,7 +181,7 @@ def test_a_window_of_any_size_is_taken(window):
 
 
 def test_a_window_is_a_number_or_a_size():
-    assert [kinds.window(value) for value in (None, 7, "7", "1.5 kB")] == [
+    assert [option_values.window(value) for value in (None, 7, "7", "1.5 kB")] == [
         (None, None),
         (7, None),
         (7, None),
@@ -491,7 +491,7 @@ def test_an_iterable_dataset_keeps_round_robin_and_the_log_says_so_once_per_load
     loader = DataLoader(Shards([4, 4]), num_workers=2, batch_size=None, dispatch="shared_queue", reorder_window=8)
     for _ in range(2):
         assert sorted(values(epoch(loader))) == [[w, i] for w in range(2) for i in range(4)]
-    text = "dispatch='shared_queue' does not apply to an iterable dataset; its workers keep round robin"
+    text = "dispatch='shared_queue' does not apply to an iterable dataset; its workers use round robin"
     assert [(it.levelname, it.getMessage()) for it in caplog.records] == [("INFO", text)]
     epoch(DataLoader(Shards([1]), num_workers=1, batch_size=None, dispatch="shared_queue"))
     epoch(DataLoader(Shards([1]), num_workers=1, batch_size=None, dispatch="round_robin"))

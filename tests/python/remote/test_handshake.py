@@ -47,9 +47,9 @@ def deadline(seconds=SECONDS):
 
 def as_main(connection, token=TOKEN, worker_id=WORKER):
     """The main process's end: the pid of the worker, or None for a stranger."""
-    pid = handshake.is_expected(connection, token, worker_id, deadline())
+    pid = handshake.authenticate_worker(connection, token, worker_id, deadline())
     if pid is not None:
-        handshake.send_answer(connection, True, JOB, deadline())
+        handshake.send_reply(connection, True, JOB, deadline())
     return pid
 
 
@@ -57,7 +57,7 @@ def as_worker(connection, token=TOKEN, seconds=SECONDS):
     """The worker's end: what the main process answers after both proofs, or an error."""
     try:
         handshake.introduce(connection, token, WORKER, PID, deadline(seconds))
-        return handshake.receive_answer(connection, deadline(seconds))
+        return handshake.receive_reply(connection, deadline(seconds))
     except (handshake.HandshakeError, OSError) as error:
         return error
 
@@ -131,7 +131,7 @@ def test_a_main_process_without_the_secret_is_refused_and_its_job_is_not_read(be
             handshake._send(connection, challenge, deadline())
             hello = connection.recv(4096)
             handshake._send(connection, proof(challenge, hello[:-32], hello[-32:]), deadline())
-            handshake.send_answer(connection, True, job, deadline())
+            handshake.send_reply(connection, True, job, deadline())
 
     for proof in (
         lambda challenge, hello, shown: handshake._proof(OTHER, b"main", challenge + hello),
@@ -199,18 +199,18 @@ def test_lengths_are_checked_before_anything_is_received_for_them(pair):
     assert as_main(main) is None
     assert len(main.recv(1 << 16)) == length
     worker, other = pair()
-    other.sendall(handshake._ANSWER.pack(True, handshake._ANSWER_MAX + 1))
-    with pytest.raises(handshake.HandshakeError, match="a handshake of 1073741825 bytes"):
-        handshake.receive_answer(worker, deadline())
+    other.sendall(handshake._REPLY.pack(True, handshake._REPLY_MAX + 1))
+    with pytest.raises(handshake.HandshakeError, match="announces a reply of 1073741825 bytes"):
+        handshake.receive_reply(worker, deadline())
 
 
 def test_a_job_that_is_too_long_is_refused_before_it_is_sent(pair, monkeypatch):
     main, worker = pair()
-    monkeypatch.setattr(handshake, "_ANSWER_MAX", 10)
+    monkeypatch.setattr(handshake, "_REPLY_MAX", 10)
     with pytest.raises(handshake.HandshakeError, match=r"11 bytes, and at most 10 .* state_dict\(\)"):
-        handshake.send_answer(main, True, bytes(11), deadline())
-    handshake.send_answer(main, True, bytes(10), deadline())
-    assert handshake.receive_answer(worker, deadline()) == bytes(10)
+        handshake.send_reply(main, True, bytes(11), deadline())
+    handshake.send_reply(main, True, bytes(10), deadline())
+    assert handshake.receive_reply(worker, deadline()) == bytes(10)
 
 
 def trickle(connection, said, seconds):

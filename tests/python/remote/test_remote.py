@@ -418,7 +418,7 @@ def test_a_replacement_that_ends_in_its_start_is_replaced(tmp_path, limit):
     if limit == 3:
         assert same(batches, expected) and len(context.calls) == 5
     else:
-        assert "could not be started: worker 0 of a DataLoader cannot start" in "\n".join(caught.value.__notes__)
+        assert "could not be restarted: worker 0 of a DataLoader cannot start" in "\n".join(caught.value.__notes__)
 
 
 @pytest.mark.warns
@@ -705,9 +705,9 @@ def test_a_loader_that_falls_back_raises(tmp_path):
 
 def test_versions_that_matter_are_compared_and_builds_are_not():
     ours = handshake.versions()
-    assert handshake.skew(ours | {"other": "1"}) is None
-    assert "torch 1.0 there and" in handshake.skew(ours | {"torch": "1.0"})
-    assert "NumPy unknown there" in handshake.skew({**ours, "NumPy": None} | {"NumPy": "unknown"})
+    assert handshake.version_mismatch(ours | {"other": "1"}) is None
+    assert "torch 1.0 there and" in handshake.version_mismatch(ours | {"torch": "1.0"})
+    assert "NumPy unknown there" in handshake.version_mismatch({**ours, "NumPy": None} | {"NumPy": "unknown"})
     assert "+" not in ours["torch"]
 
 

@@ -28,7 +28,7 @@ from torch.utils.data._utils import fetch
 from rustloader.fetch.inline import StepFetcher
 from rustloader.fetch.seeds import Seeding, Seeds
 from rustloader.fetch.step import Step
-from rustloader.iterator import foresight
+from rustloader.iterator import early_epochs
 from rustloader.workers import resuming
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart, read
@@ -395,7 +395,9 @@ def test_the_dataset_is_told_the_epoch_before_its_iterator_is_made(workers, make
     loader = make(make_dataset(), persistent_workers=True, collate_fn=as_list, seed_by="batch")
     list(loader)
     told = {"set_epoch": ((2,), {})}
-    monkeypatch.setattr(foresight, "pickle", types.SimpleNamespace(dumps=lambda message: pickle.dumps(message | told)))
+    monkeypatch.setattr(
+        early_epochs, "pickle", types.SimpleNamespace(dumps=lambda message: pickle.dumps(message | told))
+    )
     batches = list(loader)
     if isinstance(loader.dataset, Told):
         assert batches[0][1][1] == [2, 0]

@@ -36,7 +36,7 @@ if rustloader is not None:
     from rustloader.caching.usage import CacheUsage
     from rustloader.metrics import verdict
     from rustloader.system import procfs
-    from rustloader.system.texts import size
+    from rustloader.system.formatting import size
     from rustloader.tools import cli
     from rustloader.tools.top import command, model, processes, view
 

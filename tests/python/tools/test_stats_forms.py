@@ -29,7 +29,7 @@ if not TORCH_MODE:
         WorkerStats,
     )
     from rustloader.metrics import cpu_time as processor
-    from rustloader.system.texts import count_of, duration, short_index, size
+    from rustloader.system.formatting import count_of, duration, short_index, size
 
 MANY = f"[{', '.join(map(str, range(1000, 1016)))}, ... 256 in all]"
 

@@ -266,5 +266,5 @@ def test_what_other_code_has_put_there_since_stays(anyway, patch, monkeypatch):
 
 
 def test_a_place_that_is_not_listed_is_refused():
-    with pytest.raises(ValueError, match=r"^os\.fork is not in rustloader\.system\.patches\.PATCHES: say there why"):
+    with pytest.raises(ValueError, match=r"^os\.fork is not in rustloader\.system\.patches\.PATCHES: add an entry"):
         Patch("os.fork", importlib.import_module("os"))

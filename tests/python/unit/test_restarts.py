@@ -124,7 +124,7 @@ def test_a_refused_start_counts_as_a_death_and_backs_off():
     assert decider.on_failed_start(death(), refused) == 0.2
     assert decider.on_failed_start(death(), refused) is None
     assert decider.on_death(death()) is None
-    assert "worker 0 could not be started: [Errno 11] no processes left" in decider.history
+    assert "worker 0 could not be restarted: [Errno 11] no processes left" in decider.history
 
 
 def test_a_batch_that_three_workers_die_at_is_not_tried_again():
@@ -158,7 +158,7 @@ def test_a_new_epoch_forgets_batches():
 
 
 def test_a_sample_that_three_workers_die_at_is_passed_over():
-    decider = Restarts(100, passes_over=True)
+    decider = Restarts(100, may_skip_samples=True)
     waits = decisions(decider, *(death(1, n, task=4, place=2, first_task=20) for n in range(3)), cause="fell")
     assert waits == [0.0, 0.1, 0.2]
     assert decider.poison == {1: {24: {2: "3 workers have died at this sample; the last one fell"}}}
@@ -168,15 +168,15 @@ def test_a_sample_that_three_workers_die_at_is_passed_over():
 
 
 def test_without_the_place_of_the_sample_the_batch_is_not_tried_again():
-    decider = Restarts(100, passes_over=True)
+    decider = Restarts(100, may_skip_samples=True)
     assert decisions(decider, *(death(generation=n, task=4) for n in range(3)))[-1] is None
-    decider = Restarts(100, passes_over=False)
+    decider = Restarts(100, may_skip_samples=False)
     assert decisions(decider, *(death(generation=n, task=4, place=1) for n in range(3)))[-1] is None
 
 
-@pytest.mark.parametrize("passes_over", [False, True])
-def test_three_deaths_at_different_samples_of_a_batch_are_final_and_blame_none(passes_over):
-    decider = Restarts(100, passes_over)
+@pytest.mark.parametrize("may_skip_samples", [False, True])
+def test_three_deaths_at_different_samples_of_a_batch_are_final_and_blame_none(may_skip_samples):
+    decider = Restarts(100, may_skip_samples)
     told = [(0, 4), (1, 5), (2, 4)]
     waits = decisions(decider, *(death(generation=n, task=4, place=place) for n, place in told))
     assert waits == [0.0, 0.1, None] and not decider.poison
@@ -184,14 +184,14 @@ def test_three_deaths_at_different_samples_of_a_batch_are_final_and_blame_none(p
 
 
 def test_the_rest_of_a_batch_has_three_deaths_of_its_own_once_a_sample_is_passed_over():
-    decider = Restarts(100, passes_over=True)
+    decider = Restarts(100, may_skip_samples=True)
     told = [*enumerate([2, 2, 2, 3, 4, 3])]
     waits = decisions(decider, *(death(generation=n, task=4, place=place) for n, place in told))
     assert waits == [0.0, 0.1, 0.2, 0.4, 0.8, None] and [*decider.poison[0][4]] == [2]
 
 
 def test_what_takes_the_place_of_a_sample_that_was_passed_over_has_one_death():
-    decider = Restarts(100, passes_over=True)
+    decider = Restarts(100, may_skip_samples=True)
     waits = decisions(decider, *(death(generation=n, task=4, place=2) for n in range(4)))
     assert waits == [0.0, 0.1, 0.2, None]
 
@@ -274,7 +274,7 @@ def test_the_cause_of_a_death_in_words():
     assert deaths.cause(killed(exitcode=3), None) == "exited unexpectedly with exit code 3"
     assert deaths.cause(killed(exitcode=0), None) == "exited unexpectedly"
     assert deaths.cause(killed(exitcode=None), None) == "exited unexpectedly"
-    assert deaths.cause(killed(stalled=True), None).startswith("was in one batch for longer than stall_timeout")
+    assert deaths.cause(killed(stalled=True), None).startswith("took longer than stall_timeout for one batch")
 
 
 def test_a_group_asks_once_for_each_death_whether_memory_ran_out():

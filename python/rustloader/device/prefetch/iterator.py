@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rustloader.device.prefetch.lane import Copied, Lane
+from rustloader.system.call_into import call_into
 from rustloader.system.cleanup import forget_frames
-from rustloader.system.handover import call_into
 from rustloader.system.interrupts import is_interrupt
 
 

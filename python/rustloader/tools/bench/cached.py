@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rustloader.system.texts import size
+from rustloader.system.formatting import size
 from rustloader.tools.bench.comparison import too_few
 from rustloader.tools.bench.rates import SideRates, make_sides_comparable
 from rustloader.tools.harness.layout import number, times

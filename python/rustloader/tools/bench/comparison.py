@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from rustloader.system.texts import count_of
+from rustloader.system.formatting import count_of
 from rustloader.tools.harness.layout import times
 from rustloader.tools.harness.rounds import CONFIDENCE, Interval, median_interval
 

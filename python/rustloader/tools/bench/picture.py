@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from rustloader.system.texts import count_of
+from rustloader.system.formatting import count_of
 from rustloader.tools.bench.rates import SideRates
 from rustloader.tools.bench.recommendation import Choice
 from rustloader.tools.bench.results import Point, merge_by_workers

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from rustloader.system.texts import count_of, duration
+from rustloader.system.formatting import count_of, duration
 from rustloader.tools.bench.settings import SWEPT, settings_of
 from rustloader.tools.harness.layout import listed
 from rustloader.tools.probe.factory import Unusable

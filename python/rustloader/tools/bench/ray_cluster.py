@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rustloader.system.texts import count_of, duration, size
+from rustloader.system.formatting import count_of, duration, size
 from rustloader.tools.harness.layout import number
 from rustloader.tools.probe.cluster import reach
 from rustloader.tools.probe.factory import Unusable, check_target

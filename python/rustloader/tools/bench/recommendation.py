@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rustloader.system.texts import count_of
+from rustloader.system.formatting import count_of
 from rustloader.tools.bench.comparison import BUSY
 from rustloader.tools.bench.rates import SideRates
 from rustloader.tools.bench.results import Point, merge_by_workers

@@ -8,7 +8,7 @@ from typing import Any
 
 from rustloader.metrics.fields import StatsFields
 from rustloader.metrics.verdict import judge
-from rustloader.system.texts import duration, size
+from rustloader.system.formatting import duration, size
 from rustloader.tools.bench.cached import CacheGain
 from rustloader.tools.bench.comparison import Comparison, compare
 from rustloader.tools.bench.rates import SideRates, make_sides_comparable

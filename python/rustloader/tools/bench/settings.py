@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rustloader.system.texts import count_of
+from rustloader.system.formatting import count_of
 
 # Options that `bench` can sweep, with the headings of their columns.
 SWEPT = {"dispatch": "dispatch", "reorder_window": "window", "worker_threads": "threads"}

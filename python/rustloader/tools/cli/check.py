@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rustloader.system.texts import count_of
+from rustloader.system.formatting import count_of
 from rustloader.tools.cli.check_side import CheckSide, Event
 from rustloader.tools.probe.deaths import advice
 from rustloader.tools.probe.factory import Unusable

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from rustloader.settings.limits import REMOTE_START
-from rustloader.system.texts import size
+from rustloader.system.formatting import size
 from rustloader.tools.probe.cluster import reach
 
 # The subject of a finding, its text, and advice.
@@ -96,4 +96,4 @@ def _nodes(ray: Any) -> Iterator[Line]:
             yield "Ray node", f"{name}: {reason}", "install rustloader there, with the same versions as here"
             continue
         text = ", ".join(f"{package} {version}" for package, version in installed.items())
-        yield "Ray node", f"{name}: {text}", handshake.skew(installed) or ""
+        yield "Ray node", f"{name}: {text}", handshake.version_mismatch(installed) or ""

@@ -10,9 +10,9 @@ from collections.abc import Set
 
 import rustloader.system.local_ranks as local_ranks
 import rustloader.system.procfs as procfs
-from rustloader.settings.kinds import MOST_CORES
+from rustloader.settings.option_values import MAX_CORES
 
-_ANY_CORE = range(MOST_CORES)
+_ANY_CORE = range(MAX_CORES)
 
 
 def ranks() -> list[tuple[int, Set[int]]]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-from rustloader.auto.arguments import first_guess
+from rustloader.auto.arguments import initial_workers
 from rustloader.settings.limits import TORCH_VERSIONS
 from rustloader.tools.cli import host_allocator
 from rustloader.tools.probe.log import warnings
@@ -270,7 +270,7 @@ def _cores() -> Iterator[Finding]:
     limited = "" if quota is None else f", quota {quota:g}"
     text = f"{usable:g} usable (machine {os.cpu_count()}, affinity {affinity}{limited})"
     advice = "workers take time from the training loop: they gain little with fewer than 2 cores" if usable < 2 else ""
-    yield _finding("cores", f'{text}; num_workers="auto" begins with {first_guess()}', advice)
+    yield _finding("cores", f'{text}; num_workers="auto" begins with {initial_workers()}', advice)
 
 
 def _ranks() -> Iterator[Finding]:

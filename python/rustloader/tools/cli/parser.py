@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rustloader.settings.kinds import Bytes, Kind
+from rustloader.settings.option_values import Bytes, Kind
 from rustloader.settings.options import Option, Options, option_of
 from rustloader.tools.bench.settings import SWEPT
 

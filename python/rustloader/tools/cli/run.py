@@ -11,8 +11,8 @@ import types
 from typing import Any
 
 from rustloader.installation.environment import follow  # not `rustloader.installation`, which imports torch
-from rustloader.settings.kinds import text_of
 from rustloader.settings.limits import INSTALL
+from rustloader.settings.option_values import text_of
 from rustloader.settings.options import Options
 from rustloader.system.package import FOLDER
 from rustloader.system.patches import Patch

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rustloader.system.texts import type_name
+from rustloader.system.formatting import type_name
 
 
 class Leaf(NamedTuple):

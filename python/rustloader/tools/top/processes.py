@@ -12,8 +12,8 @@ from typing import NamedTuple
 from rustloader._core import Observed, inspect_arena
 from rustloader.caching.outside import usage_of
 from rustloader.caching.usage import CacheUsage
+from rustloader.system.formatting import printable
 from rustloader.system.procfs import pids, read
-from rustloader.system.texts import printable
 
 # The target of an arena's link in /proc/PID/fd.
 _ARENA = "/memfd:rustloader (deleted)"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rustloader.caching.usage import CacheUsage
 from rustloader.metrics.tables import cache_line
-from rustloader.system.texts import count_of, size
+from rustloader.system.formatting import count_of, size
 from rustloader.tools.top.model import Loader, WorkerView
 
 # The parts of a line, each with its text and its style in rich.

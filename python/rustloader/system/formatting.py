@@ -1,4 +1,4 @@
-"""Formats counts, times, sizes, index batches and type names."""
+"""Formats counts, times, sizes, index batches and type names as strings."""
 
 _PLURALS = {"batch": "batches", "copy": "copies", "entry": "entries", "miss": "misses"}
 
@@ -11,7 +11,7 @@ def count_of(count: int, what: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds in a suitable unit with three digits: "17.2 us", "123 ms", "4.56 s"."""
+    """Formats a number of seconds with three digits and a suitable unit: "17.2 us", "123 ms", "4.56 s"."""
     for unit, scale in (("us", 1e6), ("ms", 1e3)):
         if 0 < seconds * scale < 999.5:
             return f"{seconds * scale:.3g} {unit}"
@@ -19,7 +19,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Formats bytes with a unit, two to three digits: "1.2 MB", "123 kB"."""
+    """Formats a number of bytes with two or three digits and a suitable unit: "1.2 MB", "123 kB"."""
     for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= bytes_:
             value = count / bytes_
@@ -28,18 +28,18 @@ def size(count: float) -> str:
 
 
 def short_index(index: str, limit: int = 40) -> str:
-    """Returns the text of an index batch; of a long one the beginning, and the total count where the text has it."""
+    """Shortens the text of a long index batch to its start, followed by the total count if the text has it."""
     if len(index) <= limit:
         return index
-    head, _, in_all = index.partition(", ... ")
+    head, _, total = index.partition(", ... ")
     shown = head[:limit].rpartition(", ")[0]
     if not shown:
         return f"{index[:limit]}..."
-    return f"{shown}, ... {in_all}" if in_all else f"{shown}, ...{index[-1] if index[-1] in '])' else ''}"
+    return f"{shown}, ... {total}" if total else f"{shown}, ...{index[-1] if index[-1] in '])' else ''}"
 
 
 def printable(text: str) -> str:
-    """Returns the text with a question mark for each character that cannot be shown."""
+    """Returns a text with a question mark in place of each character that is not printable."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

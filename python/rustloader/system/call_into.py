@@ -1,4 +1,4 @@
-"""``call_into`` on every system. Its rules are in the text of ``rustloader._core.call_into``."""
+"""The function ``call_into`` on every system. The docstring of ``rustloader._core.call_into`` explains its rules."""
 
 import sys
 from collections.abc import Callable
@@ -9,9 +9,9 @@ if sys.platform.startswith("linux"):
 else:
 
     def call_into(into: list[Any], function: Callable[..., Any], /, *args: Any) -> None:
-        """Does the same without the extension, slower."""
+        """Does the same as ``rustloader._core.call_into`` without the extension, but more slowly."""
         before = len(into)
-        # One call of C code makes the value and keeps it. It takes StopIteration as the end of `map`.
+        # One call of C code computes the value and keeps it. A StopIteration of `function` ends the `map`.
         into.extend(map(function, *([argument] for argument in args)))
         if len(into) == before:
             raise StopIteration

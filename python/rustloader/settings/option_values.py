@@ -1,6 +1,6 @@
-"""Kinds of option values: the values that each accepts, its form as a text, and its errors.
+"""Kinds of option values. Each kind checks values, parses them from text, and raises the errors for invalid ones.
 
-A new option takes one of these kinds, or a class of its own here.
+A new option uses one of these kinds, or adds a class to this module.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import sys
 from multiprocessing.context import BaseContext
 from typing import Any, ClassVar
 
-# Texts for True and False in the environment.
+# Strings that mean True and False in environment variables.
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 METHODS = multiprocessing.get_all_start_methods()
-# More than any machine has cores.
-MOST_CORES = 8192
+# Limit of core numbers, larger than on any machine.
+MAX_CORES = 8192
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
 _NAME = re.compile(r"[\w.:/+-](?:[\w.:/+ -]{0,98}[\w.:/+-])?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmg]i?|)b", re.IGNORECASE)
 
 
 class Kind:
-    """A kind of values.
+    """A kind of option values.
 
     Attributes:
-        types: The types of its values. True and False are no integers here.
-        described: Description of a valid value, for errors of Python code.
-        expected: Description of a valid text, for errors of the environment and the command line.
+        types: The types of its values. True and False do not count as integers.
+        described: Description of a valid value, for errors about values that Python code passes.
+        expected: Description of a valid string, for errors about environment variables and the command line.
     """
 
     types: ClassVar[tuple[type, ...]]
@@ -37,26 +37,25 @@ class Kind:
     expected: str
 
     def is_kind(self, value: Any) -> bool:
-        """Returns True if a value has the right type. Otherwise the error is a TypeError."""
+        """Returns True if a value has the right type. If not, ``check`` raises TypeError."""
         return isinstance(value, self.types) and (bool in self.types or not isinstance(value, bool))
 
     def allows(self, value: Any) -> bool:
-        """Returns True if a value of the right type is one that the option can have. Otherwise the error is a
-        ValueError."""
+        """Returns True if a value of the right type is valid. If not, ``check`` raises ValueError."""
         return True
 
     def read(self, text: str) -> Any:
-        """Parses a text. The value may be one that is not allowed. Raises ValueError."""
+        """Converts a string to a value, which may still be invalid. Raises ValueError for an unreadable string."""
         raise NotImplementedError
 
     def check(self, name: str, value: Any) -> None:
-        """Raises TypeError or ValueError for a value that the option of this name cannot have."""
+        """Raises TypeError or ValueError if an option of this name cannot have the value."""
         error = TypeError if not self.is_kind(value) else None if self.allows(value) else ValueError
         if error is not None:
             raise error(f"{name} must be {self.described}, got {value!r}")
 
     def parse(self, text: str) -> Any:
-        """Parses a text of the environment or the command line. Raises ValueError."""
+        """Parses a string from the environment or the command line. Raises ValueError if it is not valid."""
         value = self.read(text)
         if not self.allows(value):
             raise ValueError(text)
@@ -78,10 +77,10 @@ class Positive(Kind):
 
     types: ClassVar[tuple[type, ...]] = (int,)
     described = expected = "a positive integer"
-    least: ClassVar[int] = 1
+    minimum: ClassVar[int] = 1
 
     def allows(self, value: int) -> bool:
-        return value >= self.least
+        return value >= self.minimum
 
     def read(self, text: str) -> int:
         return int(text)
@@ -91,7 +90,7 @@ class Count(Positive):
     """A nonnegative integer."""
 
     described = expected = "a nonnegative integer"
-    least = 0
+    minimum = 0
 
 
 class Seconds(Kind):
@@ -108,7 +107,7 @@ class Seconds(Kind):
 
 
 class Choice(Kind):
-    """One of several words. Kinds derived from it have other values, too."""
+    """One of several words. Derived kinds also accept other values."""
 
     types: ClassVar[tuple[type, ...]] = (str,)
 
@@ -136,7 +135,7 @@ class Policy(Choice):
 
 
 class Failures(Kind):
-    """A number of samples, or a share of them."""
+    """A number of samples, or a fraction of all samples."""
 
     types: ClassVar[tuple[type, ...]] = (int, float)
     described = "a nonnegative integer, or a fraction of the samples between 0.0 and 1.0"
@@ -150,7 +149,7 @@ class Failures(Kind):
 
 
 class Name(Kind):
-    """A name for people and for labels of metrics."""
+    """A name that people read and that is a label of metrics."""
 
     types: ClassVar[tuple[type, ...]] = (str,)
     described = expected = "a name of 1 to 100 letters, digits, spaces and characters of _.:/+-"
@@ -163,7 +162,7 @@ class Name(Kind):
 
 
 class StartMethod(Choice):
-    """A start method, or a context of ``multiprocessing``."""
+    """The name of a start method, or a context of ``multiprocessing``."""
 
     types: ClassVar[tuple[type, ...]] = (str, BaseContext)
 
@@ -196,7 +195,7 @@ class Size(Kind):
 
 
 class Bytes(Kind):
-    """A size in bytes, as a number or a text such as "8GiB"."""
+    """A size in bytes, as a number or a string such as "8GiB"."""
 
     types: ClassVar[tuple[type, ...]] = (int, str)
     described = 'a positive number of bytes, or a size such as "8GiB"'
@@ -213,15 +212,15 @@ class Bytes(Kind):
 
 
 def size_in_bytes(value: int | str) -> int:
-    """Returns the number of bytes of a value of `Bytes`. Raises ValueError for a text that is no size."""
+    """Converts a value of the kind `Bytes` to a number of bytes. Raises ValueError for a string that is not a size."""
     number = value if isinstance(value, int) else _number(value)
     return byte_size(str(value)) if number is None else number
 
 
 class Cores(Kind):
-    """ "spread", or a list with one core, or several, for each worker."""
+    """ "spread", or a list with one or several cores for each worker."""
 
-    described = "'spread', or a list with one core, or several, for each worker"
+    described = "'spread', or a list with one or several cores for each worker"
     expected = "spread or cores such as 0/1/2-3"
 
     def is_kind(self, value: Any) -> bool:
@@ -238,28 +237,28 @@ class Cores(Kind):
         return bool(entries) and all(entries) and all(core >= 0 for entry in entries for core in entry)
 
     def read(self, text: str) -> str | list[list[int]]:
-        """Parses a text such as "spread" and "0/1/2-3+6"."""
+        """Converts a string such as "spread" or "0/1/2-3+6" to a value."""
         if text.lower() == "spread":
             return "spread"
         workers = []
         for worker in text.split("/"):
             parts = (part.partition("-") for part in worker.split("+"))
             ends = [(int(first), int(last or first)) for first, _, last in parts]
-            if any(last >= MOST_CORES for _, last in ends):
+            if any(last >= MAX_CORES for _, last in ends):
                 raise ValueError(text)
             workers.append([core for first, last in ends for core in range(first, last + 1)])
         return workers
 
 
 def text_of(value: Any) -> str:
-    """Returns a value in the form that its kind's ``parse`` takes."""
+    """Converts a value to the string from which its kind's ``parse`` makes the same value."""
     if isinstance(value, list):
         return "/".join("+".join(map(str, cores)) for cores in value)
     return str(int(value) if isinstance(value, bool) else value)
 
 
 def byte_size(text: str) -> int:
-    """Parses a size such as "512MiB" or "1.5 GB" to bytes. Raises ValueError for other texts and for less than 1."""
+    """Converts a size such as "512MiB" or "1.5 GB" to bytes. Raises ValueError for other strings, and below 1 byte."""
     match = _SIZE.fullmatch(text.strip())
     count = float(match[1]) * _UNITS[match[2].lower()] if match else 0
     if not 1 <= count < math.inf:
@@ -268,12 +267,12 @@ def byte_size(text: str) -> int:
 
 
 def window(value: int | str | None) -> tuple[int | None, int | None]:
-    """Returns a value of the kind ``Size`` as numbers of batches and of bytes: one of them, or neither."""
+    """Converts a value of the kind `Size` to a number of batches and a number of bytes; at least one is None."""
     if value is None:
         return None, None
     number = value if isinstance(value, int) else _number(value)
     limit = byte_size(str(value)) if number is None else number
-    limit = min(limit, sys.maxsize)  # more than a machine can hold
+    limit = min(limit, sys.maxsize)  # more than any machine can hold
     return (None, limit) if number is None else (limit, None)
 
 

@@ -1,4 +1,4 @@
-"""Messages of an iterator, in torch's words."""
+"""Warnings and errors of an iterator, with torch's texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader.errors import LoaderTimeoutError
 from rustloader.system.protocols import IteratorLike
-from rustloader.system.torch_side import TORCHS_NEXT, frames_to_program, in_torch
+from rustloader.system.torch_side import TORCH_NEXT, frames_to_program, in_torch
 
 TOO_LONG = (
     "Length of IterableDataset {} was reported to be {}(when accessing len(dataloader)), but {} samples have been "
@@ -19,19 +19,19 @@ TOO_LONG_WITH_WORKERS = (
     "IterableDataset replica at each worker. Please see "
     "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
 )
-# In older versions of torch this warning points into torch's file.
+# Older versions of torch issue this warning for a line of torch's own file.
 _POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
 
 
 def warn_of_length(it: IteratorLike, text: str = TOO_LONG) -> None:
-    """Warns that the dataset of an iterator has more samples than its length."""
+    """Warns that an iterable dataset has yielded more samples than its length."""
     text = text.format(it._dataset, it._IterableDataset_len_called, it._num_yielded)
     if _POINTS_TO_THE_CALLER:
         warnings.warn(text, stacklevel=frames_to_program())
     else:
-        in_torch(TORCHS_NEXT, "warn", warnings.warn, text, None, 1)
+        in_torch(TORCH_NEXT, "warn", warnings.warn, text, None, 1)
 
 
 def timed_out(it: IteratorLike) -> LoaderTimeoutError:
-    """Returns the error of a wait that ``timeout`` has ended."""
+    """Returns the error for a wait that took longer than ``timeout``."""
     return LoaderTimeoutError(f"DataLoader timed out after {it._timeout} seconds")
