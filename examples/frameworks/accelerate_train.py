@@ -1,4 +1,4 @@
-"""accelerate: `prepare` rebuilds the loader; the second epoch resumes in its middle with `skip_first_batches`.
+"""accelerate: `prepare` rebuilds the loader; the second epoch resumes halfway with `skip_first_batches`.
 
 accelerate launch --cpu --num_processes 2 examples/frameworks/accelerate_train.py
 accelerate launch --cpu --num_processes 2 -m rustloader run examples/frameworks/accelerate_train.py --no-install
@@ -28,7 +28,7 @@ def main() -> None:
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
 
     for epoch in range(2):
-        # As after a checkpoint in the middle of the second epoch: half of its batches have been trained on.
+        # As after a checkpoint in the middle of the second epoch: the first half of its batches is skipped.
         rest = loader if epoch == 0 else accelerator.skip_first_batches(loader, len(loader) // 2)
         losses = []
         for points, above in rest:
