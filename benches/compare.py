@@ -1,10 +1,10 @@
-"""Compare rustloader's DataLoader with torch's: time and CPU time per batch, interleaved in one process.
+"""Compares rustloader's DataLoader with torch's: time and CPU time per batch, interleaved in one process.
 
 Each row is one kind of batch (rows.py). A sample costs next to nothing, so the rows measure the transport. In each
 round torch's loader and rustloader's run one epoch each, in turn. The figures are medians of the rounds, divided by the
 batches of an epoch, and a ratio is the median of the rounds' ratios, with its range. `wall` is the time from iter() to
-the end of the epoch, `CPU` the processor time of this process and of all workers in it. `floor` is torch with
-num_workers=0: no transport at all.
+the end of the epoch, `CPU` the processor time of this process and of all workers in that time. `floor` is torch with
+num_workers=0, which has no transport.
 
 Before a row is timed, its first batches through both loaders are compared: types, dtypes, shapes and values.
 Each timed epoch must deliver all its batches, the last ones equal on both sides, and all of rustloader's must
@@ -16,9 +16,9 @@ examples:
   python benches/compare.py --both --docs              both, into docs/performance-log.md and its chart
   python benches/compare.py --rows scalar,tokens --rounds 7
   python benches/compare.py --rows scalar --beside     torch in other settings, and the floors
-  python benches/compare.py --off RUSTLOADER_NUMPY_ARENA    rustloader without that, in the same rounds
+  python benches/compare.py --off RUSTLOADER_NUMPY_ARENA    also rustloader without that feature, in the same rounds
                                                              (--rounds: a multiple of 6, for each order of the sides)
-  python benches/compare.py --save before.json         ... change something ...
+  python benches/compare.py --save before.json         ... then change something ...
   python benches/compare.py --against before.json      the rows that became slower (exit status 3 if any did)
 """
 
@@ -68,7 +68,7 @@ def measure(name: str) -> None:
 
 
 def in_setting(row: Row, persistent: bool) -> None:
-    """All rounds of one row."""
+    """Measures all rounds of one row."""
     options, common = program.options, {"persistent_workers": persistent}
     shared: dict[str, Any] = {"dataset": row.dataset(program.options.quick), "quick": program.options.quick}
     both = {kind: loop(row, kind, **shared, **common) for kind in ("torch", "rustloader")}
@@ -128,7 +128,7 @@ BESIDE = {
 
 
 def by_row(results: list[dict[str, Any]]) -> dict[str, dict[bool, dict[str, Any]]]:
-    """The results of each row by its text and by whether the workers are persistent."""
+    """Groups results by the text of the row and by whether the workers are persistent."""
     rows: dict[str, dict[bool, dict[str, Any]]] = {}
     for result in results:
         rows.setdefault(result["what"], {})[result["persistent"]] = result
@@ -136,7 +136,7 @@ def by_row(results: list[dict[str, Any]]) -> dict[str, dict[bool, dict[str, Any]
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A line per row, for the documentation."""
+    """Returns a table with a line per row, for the documentation."""
     sides = ("torch", "rustloader", "ratio", "of CPU")
     lines = [report.head(["batch", *sides, *(f"{it}, persistent" for it in sides[:2]), *sides[2:]])]
     for what, found in by_row(results).items():
@@ -149,7 +149,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def picture(results: list[dict[str, Any]]) -> str:
-    """How many times as fast as torch, on a logarithmic scale."""
+    """Draws how many times as fast as torch each row is, on a logarithmic scale."""
     groups = {
         what: {name: found[k]["ratio"] for k, name in zip((False, True), SETTINGS, strict=True) if k in found}
         for what, found in by_row(results).items()
@@ -158,9 +158,9 @@ def picture(results: list[dict[str, Any]]) -> str:
 
 
 def slower_than(before: list[dict[str, Any]]) -> list[str]:
-    """The rows that became slower by more than the tolerance.
+    """Returns the rows that became slower by more than the tolerance.
 
-    Ratios to torch are compared, not times: torch's time in the same run stands for the machine's speed.
+    Ratios to torch are compared, not times: torch's time in the same run represents the machine's speed.
     """
     known = {(old["row"], old["persistent"]): old for old in before}
     found = []

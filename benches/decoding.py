@@ -1,8 +1,8 @@
-"""How long JPEG files of three sizes take until they are 224 x 224 pixels, with Pillow and with faster ways.
+"""Measures how long JPEG files of three sizes take to become 224 x 224 pixels, with Pillow and with faster methods.
 
 Each side starts with the bytes of a file and ends with a uint8 array of 224 x 224 x 3. The files are synthetic: coarse
-noise, smoothed like photographs, with a little fine noise on it, quality 90. A side whose library is not installed is
-left out. The factors are medians of the rounds' ratios to "Pillow", which decodes the whole image and resizes it.
+noise, smooth like photographs, plus a little fine noise, at quality 90. A side whose library is not installed is left
+out. The factors are medians of the rounds' ratios to "Pillow", which decodes the whole image and resizes it.
 
 examples:
   python benches/decoding.py                    all sizes
@@ -82,7 +82,7 @@ OTHERS = {"simplejpeg, scaled": with_simplejpeg, "torchvision.io": with_torchvis
 
 
 def sides() -> dict[str, Decode]:
-    """What is installed, by name."""
+    """Returns the sides whose libraries are installed, by name."""
     found: dict[str, Decode] = {"Pillow": pillow, "Pillow, draft": draft}
     for name, make in OTHERS.items():
         try:
@@ -93,7 +93,7 @@ def sides() -> dict[str, Decode]:
 
 
 def files(size: tuple[int, int], count: int) -> list[bytes]:
-    """JPEG files of a width and height."""
+    """Returns JPEG files of a width and height."""
     random, made = np.random.default_rng(0), []
     for _ in range(count):
         coarse = Image.fromarray(random.integers(256, size=(16, 20, 3), dtype=np.uint8))
@@ -106,7 +106,7 @@ def files(size: tuple[int, int], count: int) -> list[bytes]:
 
 
 def seconds(decode: Decode, images: list[bytes]) -> float:
-    """Seconds for an image."""
+    """Returns the seconds per image."""
     begin = time.perf_counter()
     for image in images:
         decode(image)
@@ -114,7 +114,7 @@ def seconds(decode: Decode, images: list[bytes]) -> float:
 
 
 def check(name: str, image: Any, wanted: np.ndarray) -> None:
-    """Raises Failure unless a side makes about the same picture as Pillow."""
+    """Raises Failure unless a side produces about the same image as Pillow."""
     if image.shape != wanted.shape or image.dtype != np.uint8:
         raise Failure(f"{name} made {image.dtype} {image.shape}")
     if (apart := np.abs(image.astype(int) - wanted).mean()) > 8:
@@ -122,7 +122,7 @@ def check(name: str, image: Any, wanted: np.ndarray) -> None:
 
 
 def measure(row: str) -> None:
-    """A line of the table."""
+    """Returns a line of the table."""
     images = files(SIZES[row], program.options.files)
     for name, decode in DECODERS.items():
         check(name, decode(images[0]), pillow(images[0]))

@@ -1,19 +1,19 @@
-"""Compare pinned batches of rustloader's DataLoader with torch's, on a machine with a CUDA device.
+"""Compares pinned batches of rustloader's DataLoader with torch's, on a machine with a CUDA device.
 
 For each row of compare.py that has tensors, with persistent workers and after one epoch to warm up, medians of rounds:
 
-rate     batches per second that arrive in pinned memory while nothing else is done, and GB/s of their tensors. `memcpy`
-         is what one thread copies from ordinary to pinned memory: the limit of one pin thread.
-GIL      microseconds per batch for which the interpreter was not free. A Python thread counts while the loader runs;
-         the share is what it counts less than alone. It includes what the calling thread itself does in next().
+rate     batches per second that arrive in pinned memory while nothing else runs, and GB/s of their tensors. `memcpy`
+         is the rate at which one thread copies from ordinary to pinned memory: the limit of one pin thread.
+GIL      microseconds per batch for which the GIL was not free. A Python thread counts up while the loader runs; the
+         figure is the time by which its count falls short of a count alone. It includes the work of the calling thread
+         in next().
 step     milliseconds per batch of a training loop that copies to the device with non_blocking=True and computes there
          for about as long as the copy takes. `bound` is the longest of the parts alone (loader, copy, kernel): if
          `step` is near it, they overlap.
 
 The last batches of both loaders are compared. `--trace FILE` writes a profile of rustloader's training loop.
 
-It needs a CUDA device. With --device cpu it runs as a whole where there is none, pins nothing, and its figures mean
-nothing.
+It needs a CUDA device. With --device cpu it runs completely without one, pins nothing, and its figures mean nothing.
 """
 
 import threading
@@ -34,7 +34,7 @@ from rustloader.tools.harness.rounds import Failure, spread
 
 
 def epoch(loader: torch.utils.data.DataLoader) -> tuple[float, int, Any]:
-    """Seconds, batches, and the last batch."""
+    """Returns the seconds of an epoch, its number of batches, and the last batch."""
     count, batch, start = 0, None, time.perf_counter()
     for batch in loader:  # noqa: B007 (the last one is returned)
         count += 1
@@ -42,7 +42,7 @@ def epoch(loader: torch.utils.data.DataLoader) -> tuple[float, int, Any]:
 
 
 def gil_us(loader: torch.utils.data.DataLoader) -> float:
-    """Microseconds per batch for which a thread that wants to count could not."""
+    """Returns microseconds per batch for which a thread that counts had to wait for the GIL."""
     counted, stop = [0], threading.Event()
 
     def count() -> None:
@@ -66,7 +66,7 @@ def gil_us(loader: torch.utils.data.DataLoader) -> float:
 
 
 def step_ms(loader: torch.utils.data.DataLoader, kernel: Kernel) -> float:
-    """Milliseconds per batch of a loop that copies on one stream and computes on another, one batch behind."""
+    """Returns milliseconds per batch of a loop that copies on one stream, and computes on another one batch later."""
     if device.is_card:
         copying, computing = torch.cuda.Stream(), torch.cuda.current_stream()
     device.synchronize()

@@ -1,4 +1,4 @@
-"""How the time of a batch grows with workers, prefetching, leaves and bytes: `make compare KIND=growth`.
+"""Measures how the time of a batch grows with workers, prefetching, leaves and bytes: `make compare KIND=growth`.
 
 Workers are persistent. After one epoch to warm up, torch's loader and rustloader's run in turn; the figures are
 microseconds per batch, medians of the rounds.
@@ -22,7 +22,7 @@ from rustloader.tools.probe.leaves import nbytes
 
 
 class Whole(torch.utils.data.Dataset):
-    """Takes whole index batches."""
+    """A dataset that takes whole index batches."""
 
     def __init__(self, length: int):
         self.length = length
@@ -36,12 +36,12 @@ class Whole(torch.utils.data.Dataset):
 
 @dataclass(frozen=True)
 class Point:
-    """A loader at one place of a curve."""
+    """A point of a curve: the settings of a loader."""
 
     name: str
     row: Row
     options: dict[str, Any]
-    # Without torch's loader, where that takes minutes.
+    # Without torch's loader, which would take minutes.
     alone: bool = False
     dataset: Any = None
 
@@ -103,7 +103,7 @@ def measure(curve: str) -> None:
 
 
 def idle(seconds: float = 3.0) -> float:
-    """Processor time per second of main and two workers that wait, in microseconds."""
+    """Returns the processor time of the main process and two workers that wait, in microseconds per second."""
     loader = rustloader.DataLoader(range(8), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
     list(loader)
     before = cpu_seconds(loader)

@@ -1,10 +1,11 @@
-"""Peak memory of two epochs through torch's loader and through rustloader's: `make compare KIND=memory`.
+"""Measures the peak memory of two epochs through torch's loader and through rustloader's: `make compare KIND=memory`.
 
 Each measurement is a new process in its own memory cgroup, so everything counts: private memory of all processes, and
-shared memory, mapped or not. What the process had before the first iter() is subtracted. Needs the right to create a
-cgroup. Without --step the loop takes each batch at once, and a loader that is slower than the loop never holds all
-the batches that it may prefetch. Last comes what two epochs leave behind after 12 s, and two more when their loader
-is gone; with --peaks this is left out. With --off, rustloader is also measured with that variable at 0.
+shared memory, mapped or not. The memory of the process before the first iter() is subtracted. The program needs
+permission to create a cgroup. Without --step the loop takes each batch at once, and a loader that is slower than the
+loop never holds all the batches that it may prefetch. The last tables show the memory that remains 12 s after two
+epochs, and when the loader of two more epochs is gone; --peaks leaves them out. With --off, rustloader is also measured
+with that variable at 0.
 """
 
 import contextlib
@@ -40,15 +41,15 @@ class Cgroup:
         self.path.mkdir()
 
     def enter(self) -> None:
-        """Moves the calling process into it; memory that it touches from then on counts."""
+        """Moves the calling process into the cgroup; memory that the process touches from then on counts."""
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
     def used(self) -> int:
-        """Current bytes."""
+        """Returns the current bytes."""
         return int((self.path / ("memory.usage_in_bytes" if self.is_v1 else "memory.current")).read_text())
 
     def peak(self) -> int:
-        """Peak bytes."""
+        """Returns the peak bytes."""
         return int((self.path / ("memory.max_usage_in_bytes" if self.is_v1 else "memory.peak")).read_text())
 
     def remove(self) -> None:
@@ -57,7 +58,7 @@ class Cgroup:
 
 
 class Ragged(torch.utils.data.IterableDataset):
-    """Batches of 1 to 64 images, by a fixed sequence."""
+    """Batches of 1 to 64 images, in a fixed sequence of sizes."""
 
     def __init__(self, batches: int):
         self.batches = batches
@@ -124,7 +125,7 @@ def peak_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> dict[
 
 
 def left_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> dict[str, int]:
-    """Bytes some seconds after an epoch, and at once when the loader of another one is gone."""
+    """Returns the bytes some seconds after an epoch, and immediately after the loader of another epoch is gone."""
     use(case, loaders[0], step)
     time.sleep(LEFT_AFTER)
     late = group.used()
@@ -138,7 +139,7 @@ Measure = Callable[[Case, list[Any], float, Cgroup], dict[str, int]]
 
 
 def measure(case: Case, kind: str, off: str | None, what: Measure) -> dict[str, float]:
-    """MiB above the level before, in a new process."""
+    """Returns MiB above the level before, measured in a new process."""
     group = Cgroup()
 
     def body() -> dict[str, float]:
@@ -157,7 +158,7 @@ def measure(case: Case, kind: str, off: str | None, what: Measure) -> dict[str, 
 
 
 def rounds_of(name: str, what: Measure) -> Rounds:
-    """What each side took in each round."""
+    """Returns the memory of each side in each round."""
     sides = {kind: lambda kind=kind: measure(CASES[name], kind, None, what) for kind in KINDS}
     if off := program.options.off:
         sides["off"] = lambda: measure(CASES[name], "rustloader", off, what)
@@ -178,7 +179,7 @@ def left(name: str) -> None:
 
 
 def tables() -> int:
-    """All peaks, then all that is left."""
+    """Prints all peaks, then all memory that remains."""
     sides = [*KINDS, *([f"{program.options.off}=0"] if program.options.off else [])]
     status = program.run(peaks, ["peak memory in MiB", *sides, *(f"{side} / torch" for side in sides[1:])])
     if not program.options.peaks:

@@ -1,8 +1,8 @@
-"""What a trace and metrics cost: `make compare KIND=observed`.
+"""Measures the cost of a trace and of metrics: `make compare KIND=observed`.
 
-Each round runs epochs for about --seconds without either, with `rustloader.trace`, and with `serve_metrics`, which is
-scraped once a second. The two columns are the rate with it over the rate without. A trace is written after the epochs,
-and that does not count: the program has ended its work by then.
+Each round runs epochs for about --seconds without either, with `rustloader.trace`, and with `serve_metrics`, scraped
+once a second. The two columns are the rate with a trace or with metrics, divided by the rate without. The time to write
+the trace file after the epochs does not count.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ OBSERVERS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 
 
 def microseconds(of: Loop, observer: str) -> float:
-    """Wall time per batch."""
+    """Returns the wall time per batch."""
     with OBSERVERS[observer]():
         return of()["wall"]
 

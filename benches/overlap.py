@@ -1,7 +1,7 @@
-"""Draw a profile of to_device.py or gpu.py as a picture: what the device copied and computed, by stream.
+"""Draws a profile of to_device.py or gpu.py: the copies and kernels of the device, by stream.
 
 `to_device.py --rows images_f32 --trace out` writes the profile, `overlap.py out.images_f32.json docs/overlap.svg` draws
-the last --ms milliseconds of it. Each stream has a line. Copies that run beside kernels lie below or above them.
+the last --ms milliseconds of it. Each stream has a line. Copies that overlap with kernels are below or above them.
 """
 
 import argparse
@@ -16,7 +16,7 @@ COLORS = {"copy to the device": "#e0862f", "other copies": "#c9b79c", "kernel": 
 
 
 class Piece(NamedTuple):
-    """Work of the device. Times are in milliseconds."""
+    """A copy or kernel of the device. Times are in milliseconds."""
 
     stream: int
     kind: str
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 
 def pieces(trace: dict[str, Any]) -> list[Piece]:
-    """The copies and kernels of a Chrome trace that torch.profiler has written, in order of time."""
+    """Returns the copies and kernels of a Chrome trace that torch.profiler has written, in order of time."""
     found = []
     for event in trace.get("traceEvents", []):
         category = event.get("cat")
@@ -39,7 +39,7 @@ def pieces(trace: dict[str, Any]) -> list[Piece]:
 
 
 def merged(of: list[Piece]) -> list[tuple[float, float]]:
-    """The times in which at least one piece runs."""
+    """Returns the intervals in which at least one piece runs."""
     found: list[tuple[float, float]] = []
     for piece in sorted(of, key=lambda it: it.begin):
         if found and piece.begin <= found[-1][1]:
@@ -50,7 +50,7 @@ def merged(of: list[Piece]) -> list[tuple[float, float]]:
 
 
 def overlap(of: list[Piece]) -> float:
-    """The share of the time of copies to the device in which a kernel ran, too."""
+    """Returns the share of the time of copies to the device in which a kernel also ran."""
     copies = merged([it for it in of if it.kind == "copy to the device"])
     kernels = merged([it for it in of if it.kind == "kernel"])
     both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in copies for c, d in kernels)
@@ -59,7 +59,7 @@ def overlap(of: list[Piece]) -> float:
 
 
 def picture(of: list[Piece], milliseconds: float) -> str:
-    """The last milliseconds as SVG, a line for each stream."""
+    """Draws the last milliseconds as SVG, with a line for each stream."""
     end = max(it.end for it in of)
     begin = max(min(it.begin for it in of), end - milliseconds)
     shown = [it for it in of if it.end > begin]

@@ -1,17 +1,16 @@
-"""Measure what registering shared memory with CUDA costs and gains, before anything of it is built.
+"""Measures what registering shared memory with CUDA would cost and gain. The engine does not do it.
 
-The memory is as the arena's: a memfd, mapped MAP_SHARED, whose pages are there. It is registered with cudaHostRegister
-in grains of 64 MiB (--grain). docs/pinning-internals.md says which figures
-would decide for it.
+The memory is like the arena's: a memfd, mapped MAP_SHARED, whose pages are populated. It is registered with
+cudaHostRegister in grains of 64 MiB (--grain). docs/pinning-internals.md says which figures would justify it.
 
 register      milliseconds per grain, and GB/s of registering; unregister likewise.
 registered    GB/s to the device straight from registered memory, by batch size (--sizes, in MB).
 pinned        GB/s of cudaMemcpyAsync from torch's pinned memory: the limit.
-pin + copy    GB/s of the way that batches take now: one thread copies from shared to pinned memory, while the batch
-              before goes to the device.
+pin + copy    GB/s of the current path of batches: one thread copies from shared to pinned memory, while the previous
+              batch goes to the device.
 
-It needs a CUDA device. With --device cpu it runs as a whole where there is none, registers nothing, and its figures
-mean nothing.
+It needs a CUDA device. With --device cpu it runs completely without one, registers nothing, and its figures mean
+nothing.
 """
 
 import mmap
@@ -32,7 +31,7 @@ MB, MIB = 1_000_000, 1 << 20
 
 
 class Shared:
-    """Memory as the arena's, in grains that are registered one by one."""
+    """Memory like the arena's, in grains that are registered one by one."""
 
     def __init__(self, nbytes: int, grain: int):
         descriptor = os.memfd_create("registered")
@@ -44,7 +43,7 @@ class Shared:
         self.grains = [(begin, min(grain, nbytes - begin)) for begin in range(0, nbytes, grain)]
 
     def each(self, call: Callable[[int, int], None]) -> list[float]:
-        """Seconds that a call with address and bytes takes for each grain."""
+        """Returns the seconds that a call with address and bytes takes for each grain."""
         seconds = []
         for begin, nbytes in self.grains:
             start = time.perf_counter()
@@ -70,7 +69,7 @@ def nothing(address: int, nbytes: int) -> None:
 
 
 def batches_of(shared: Shared, nbytes: int) -> list[torch.Tensor]:
-    """Batches within grains: a copy across two registrations would be one from pageable memory."""
+    """Returns batches that lie within grains: a copy across two registrations would be one from pageable memory."""
     found = []
     for begin, size in shared.grains:
         found += [shared.tensor[at : at + nbytes] for at in range(begin, begin + size - nbytes + 1, nbytes)]
@@ -78,7 +77,7 @@ def batches_of(shared: Shared, nbytes: int) -> list[torch.Tensor]:
 
 
 def straight_rate(device: Device, batches: list[torch.Tensor]) -> float:
-    """GB/s of copies from these batches, one after the other."""
+    """Returns GB/s of copies from these batches, one after the other."""
     target = torch.empty_like(batches[0], device=device.kind)
 
     def copies() -> None:
@@ -89,7 +88,7 @@ def straight_rate(device: Device, batches: list[torch.Tensor]) -> float:
 
 
 def staged_rate(device: Device, batches: list[torch.Tensor]) -> float:
-    """GB/s through two pinned buffers that one thread fills in turn."""
+    """Returns GB/s through two pinned buffers that one thread fills in turn."""
     buffers = [device.pinned(batches[0].nbytes) for _ in range(2)]
     target = torch.empty_like(batches[0], device=device.kind)
     done = [torch.cuda.Event() for _ in range(2)] if device.is_card else []

@@ -1,6 +1,7 @@
-"""What the options against faults cost (`make compare KIND=restarts`). `KIND=reliability` measures the faults.
+"""Measures the cost of the options against faults: `make compare KIND=restarts`. `KIND=reliability` measures faults.
 
-equal   the batches of an epoch in which workers are killed 100 times, against one without; `seed_by="sample"`
+equal   the batches of an epoch in which workers are killed 100 times, compared with those of an undisturbed epoch, with
+        `seed_by="sample"`
 NAME    a row of `make compare`, in batches per second with all options and without, in turn, 2 workers;
         no worker dies and no sample fails. All rows by default
 """
@@ -28,11 +29,11 @@ program = Program(__doc__, ["equal", *BY_NAME], docs=(DOCS, "<!-- options -->"))
 
 
 class Mortal(torch.utils.data.Dataset):
-    """Samples with random numbers. The first sample of every batch in `at` kills its worker, once."""
+    """A dataset of random numbers. The first sample of every batch in `at` kills its worker, once."""
 
     def __init__(self, length: int, at: range):
         self.length, self.at = length, at
-        # A byte for each batch. All processes share it.
+        # A byte for each batch, shared by all processes.
         self.died = mmap.mmap(-1, length // BATCH)
 
     def __len__(self) -> int:
@@ -52,7 +53,7 @@ def batches_of(dataset: Mortal) -> list[torch.Tensor]:
 
 
 def equal() -> None:
-    """Compares the batches of an epoch with deaths with those of an epoch without."""
+    """Compares the batches of an epoch with deaths and of one without."""
     length = BATCH * 10 * DEATHS
     killed = Mortal(length, range(5, 10 * DEATHS, 10))
     found, wanted = batches_of(killed), batches_of(Mortal(length, range(0)))
@@ -64,7 +65,7 @@ def equal() -> None:
 
 
 def measure(name: str) -> None:
-    """The rate of a row with all options, over that without."""
+    """Returns the rate of a row with all options, divided by the rate without."""
     logging.getLogger("rustloader").setLevel(logging.ERROR)
     if name == "equal":
         return equal()

@@ -1,7 +1,7 @@
-"""What saving and resuming a position cost: `make compare KIND=resuming`.
+"""Measures the cost of saving and resuming a position: `make compare KIND=resuming`.
 
 Each row runs rustloader's StatefulDataLoader and torchdata's in turn, with a lower bound where there is one. The
-figures are medians of the rounds, with their range. Where an epoch resumes, the first batch is compared with the right
+figures are medians of the rounds, with their range. The first batch of a resumed epoch is compared with the expected
 one.
 
     state       state_dict() per call in mid-epoch; a map-style dataset, 2 workers
@@ -47,12 +47,12 @@ def loader_class(side: str) -> Any:
 
 
 def each(measure: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[], Any]]:
-    """What measures both sides."""
+    """Returns for each side a function that measures it."""
     return {side: lambda side=side: measure(side, *arguments) for side in SIDES}
 
 
 def epoch_of(loader: Any, batches: int, each_batch: Callable[[], object] = int) -> float:
-    """Batches per second of an epoch."""
+    """Returns the batches per second of an epoch."""
     count, start = 0, time.perf_counter()
     for _ in loader:
         count += 1
@@ -105,7 +105,7 @@ def rate(row: str) -> None:
 
 
 class Walk(torch.utils.data.IterableDataset):
-    """Each worker has `count` samples of its own, a nap each."""
+    """A stream of which each worker has its own `count` samples; each sample sleeps."""
 
     def __init__(self, count: int, nap: float = 0.001):
         self.count = count
@@ -120,7 +120,7 @@ class Walk(torch.utils.data.IterableDataset):
 
 
 class Buffer(Walk):
-    """The same with 10 MB of texts, as a shuffle buffer has them, and a position."""
+    """The same with a position and 10 MB of strings, like those in a shuffle buffer."""
 
     def __init__(self, count: int):
         super().__init__(count)
@@ -135,7 +135,7 @@ class Buffer(Walk):
 
 
 class Stateful(Buffer):
-    """The same with both as its state."""
+    """The same with the position and the strings as its state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"buffer": self.buffer, "position": self.position}
@@ -146,7 +146,7 @@ class Stateful(Buffer):
 
 def large(row: str) -> None:
     size, workers = 16, 2
-    # torchdata is slower by far, so it gets a shorter epoch.
+    # torchdata is much slower, so it gets a shorter epoch.
     lengths = {"rustloader": 1200, "torchdata": 100}
 
     def epoch(side: str, dataset: type[Walk]) -> float:
@@ -167,7 +167,7 @@ def large(row: str) -> None:
 
 
 def changed(value: Any, position: int) -> Any:
-    """A state with another number of delivered batches."""
+    """Returns a state with another number of delivered batches."""
     numbers = dict.fromkeys(("_snapshot_step", "_num_yielded", "_sampler_iter_yielded", "delivered"), position)
     numbers |= dict.fromkeys(("samples_yielded", "yielded"), position * BATCH)
     if not isinstance(value, dict):
@@ -176,7 +176,7 @@ def changed(value: Any, position: int) -> Any:
 
 
 def found_in(value: Any, name: str) -> Any:
-    """The first value of this key in a nested dict, or None."""
+    """Returns the first value of this key in a nested dict, or None."""
     if not isinstance(value, dict):
         return None
     if value.get(name) is not None:
@@ -185,7 +185,7 @@ def found_in(value: Any, name: str) -> Any:
 
 
 def order(side: str, state: Any, length: int) -> torch.Tensor:
-    """The indices of the shuffled epoch that `early_state` was taken in."""
+    """Returns the indices of the shuffled epoch in which `early_state` was taken."""
     generator = torch.Generator()
     if side == "torchdata":
         generator.set_state(found_in(state, "generator"))
@@ -198,7 +198,7 @@ def order(side: str, state: Any, length: int) -> torch.Tensor:
 
 
 def early_state(side: str, length: int, shuffle: bool) -> Any:
-    """The state after two batches."""
+    """Returns the state after two batches."""
     torch.manual_seed(SEED)
     loader = loader_class(side)(range(length), BATCH, shuffle=shuffle, num_workers=2)
     iterator = iter(loader)
@@ -208,7 +208,7 @@ def early_state(side: str, length: int, shuffle: bool) -> Any:
 
 
 def first_batch(side: str, length: int, shuffle: bool, file: str | None) -> tuple[float, list[int]]:
-    """Seconds from the loader's construction to the first batch, and that batch."""
+    """Returns the seconds from the loader's construction to the first batch, and that batch."""
     torch.set_num_threads(1)
     state = None if file is None else torch.load(file)
     start = time.perf_counter()
@@ -220,7 +220,7 @@ def first_batch(side: str, length: int, shuffle: bool, file: str | None) -> tupl
 
 
 def resumed(row: str, length: int, percent: int, shuffle: bool) -> Rounds:
-    """Seconds to the first batch of a resumed and of a new epoch, each in a new process."""
+    """Returns the seconds to the first batch of a resumed and of a new epoch, each in a new process."""
     position = length // BATCH * percent // 100 // 2 * 2
     with tempfile.TemporaryDirectory() as folder:
         wanted = {}
@@ -262,7 +262,7 @@ def shuffled(row: str) -> None:
 
 
 class Counted:
-    """default_collate, with a number of its calls in all processes."""
+    """A default_collate that counts its calls in all processes."""
 
     def __init__(self) -> None:
         self.calls = multiprocessing.get_context("fork").Value("i", 0)
@@ -307,7 +307,7 @@ def iterable(row: str) -> None:
     times = {side: spread(taken.of(side, "seconds"), "{:.3f} s".format) for side in SIDES}
     cells = {side: f"{found}, {most[side]} batches collated" for side, found in times.items()}
     bound = taken.median("bound", "seconds")
-    # The first batches of the resumed epoch are prefetched: at most two of each worker.
+    # The first batches of the resumed epoch are prefetched: at most two per worker.
     held = taken.median("rustloader", "seconds") <= 1.1 * bound and most["rustloader"] <= 2 * workers
     what = "first batch at 50 % of an iterable dataset without a state, 1 ms a sample, 4 workers"
     result(row, what, cells, f"the walk alone: {bound:.3f} s", "at most 1.1 of the walk", held, taken)

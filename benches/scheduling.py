@@ -1,7 +1,7 @@
-"""Uneven batches, slow storage, large samplers and tables: `make compare KIND=scheduling`.
+"""Measures uneven batches, slow storage, large samplers and tables: `make compare KIND=scheduling`.
 
 Each row runs torch's loader, rustloader's with the row's options, and a lower bound, in alternating order. The figures
-are medians of the rounds. Work is a sleep, which needs no processor, so four workers are fair on two cores.
+are medians of the rounds. The work of a sample is a sleep (a nap), so four workers on two cores are a fair test.
 
     spikes    batches of one sample; 1 in 10 takes 60 ms, the others 4.5 ms; 4 workers. Bound: sum of the naps / 4
     lognormal batches of one sample; log-normal naps of mean 20 ms, sigma 1.5; 4 workers. Bound: sum of the naps / 4
@@ -50,7 +50,7 @@ PICTURED = {
 
 
 class Crops(torch.utils.data.Dataset):
-    """Sample i is a crop of an image."""
+    """A dataset whose sample i is a crop of an image."""
 
     SIDE = 96
 
@@ -68,7 +68,7 @@ class Crops(torch.utils.data.Dataset):
 
 @dataclass
 class Row:
-    """What a row compares. The bound is in seconds, or a function that measures it."""
+    """A row of the comparison. The bound is in seconds, or a function that measures it."""
 
     what: str
     dataset: Any
@@ -152,7 +152,7 @@ program = Program(__doc__, list(ROWS), docs=(DOCS / "performance.md", "<!-- sche
 
 
 def bare_stacking(dataset: Any, batch_size: int, processes: int) -> float:
-    """Seconds that processes need to stack the samples of a dataset into warm shared memory, each its share."""
+    """Returns the seconds that processes need to stack their shares of a dataset into warm shared memory."""
     batches, size = len(dataset) // batch_size, batch_size * dataset[0].numel() * 4
 
     def prepare(process: int) -> Callable[[], object]:
@@ -169,7 +169,7 @@ def bare_stacking(dataset: Any, batch_size: int, processes: int) -> float:
 
 
 def run(loader: Any, row: Row) -> float:
-    """Seconds of an epoch, or until its first batch."""
+    """Returns the seconds of an epoch, or until its first batch."""
     start = time.perf_counter()
     count = 0
     for _ in loader:
@@ -217,7 +217,7 @@ def measure(name: str) -> None:
 
 
 def growth(side: str) -> float:
-    """Bytes per index that a process grows by, from `iter()` to the first batch of a shuffled range."""
+    """Returns the bytes per index by which a process grows, from `iter()` to the first batch of a shuffled range."""
 
     def first(count: int) -> int:
         next(iter(KINDS[side](range(count), batch_size=64, shuffle=True)))
@@ -228,7 +228,7 @@ def growth(side: str) -> float:
 
 
 def picture() -> str:
-    """The time of torch, of rustloader and the lower bound, as multiples of the bound."""
+    """Draws the times of torch, of rustloader and of the lower bound, as multiples of the bound."""
     colors = {"torch": "#b0b0b0", "rustloader": "#1f5fa8", "lower bound": "#7fa8d9"}
     medians = {result["row"]: result["medians"] for result in program.results if result["row"] in PICTURED}
     groups = {

@@ -1,6 +1,6 @@
-"""How long a loader takes from its construction to its first batch: `make compare KIND=starts`.
+"""Measures how long a loader takes from its construction to its first batch: `make compare KIND=starts`.
 
-Each measurement is a program of its own, in a fresh interpreter. torch and rustloader take turns; a ratio is the median
+Each measurement is a separate program, in a fresh interpreter. torch and rustloader take turns; a ratio is the median
 of the rounds' ratios. `import` is the time that the same program's `import torch` takes.
 
 forkserver     4 workers, the first loader of a program, and its second one
@@ -14,11 +14,11 @@ import time
 import warnings
 from typing import NamedTuple
 
-# Nothing of rustloader is imported here: spawned workers import this file, those of torch's loader as well.
+# Nothing of rustloader is imported here, because spawned workers import this file, including those of torch's loader.
 
 
 class Goal(NamedTuple):
-    """A figure, what it is, the most seconds, of which figure, and the least ratio."""
+    """A goal for a figure: its maximum in seconds, and the minimum ratio."""
 
     figure: str
     what: str
@@ -70,7 +70,7 @@ class Samples:
 
 
 def started(name: str, side: str) -> dict[str, float]:
-    """Seconds of a program: of its import of torch, and of each loader."""
+    """Returns the seconds that a program takes to import torch, and those of each loader."""
     row, start = ROWS[name], time.perf_counter()
     import torch.utils.data
 
