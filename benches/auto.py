@@ -36,10 +36,10 @@ def run(loader: Any) -> float:
     for batch in loader:
         samples.append(int(batch))
         time.sleep(STEP)
-    taken = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     if samples != list(range(len(loader))):
         raise Failure(f"{len(samples)} batches in place of {len(loader)}, or in another order")
-    return taken
+    return seconds
 
 
 def measure(name: str) -> None:

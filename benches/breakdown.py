@@ -37,8 +37,8 @@ program = Program(__doc__, [row.name for row in ROWS if not row.to_first])
 def totals(loader: Any) -> dict[str, float]:
     """Returns cumulative seconds."""
     stats = rustloader.stats(loader)
-    found = {part: sum(getattr(worker, f"{part}_seconds") for worker in stats.workers) for part in PARTS}
-    return found | {
+    sums = {part: sum(getattr(worker, f"{part}_seconds") for worker in stats.workers) for part in PARTS}
+    return sums | {
         "waited": stats.waited_seconds + stats.first_seconds,
         "own": stats.own_seconds,
         "cpu": cpu_seconds(loader),
@@ -52,8 +52,8 @@ def measure(name: str) -> None:
     loader, batches = prepared.loader, prepared.batches * program.options.rounds
     prepared()
     if program.options.calls:
-        found = [count / batches for step in (0.0, 1e-3) for count in calls(loader, step)]
-        program.line(name, name, *(f"{count:.2f}" for count in found), calls=found)
+        counts = [count / batches for step in (0.0, 1e-3) for count in calls(loader, step)]
+        program.line(name, name, *(f"{count:.2f}" for count in counts), calls=counts)
         return
     before = totals(loader)
     for _ in range(program.options.rounds):
@@ -83,7 +83,7 @@ def counted(pids: list[int]) -> Iterator[list[int]]:
             perf.wait()
             lines = [line for line in file if "raw_syscalls" in line]
             if len(lines) != 1:
-                raise Failure("perf stat has counted nothing, which takes root and tracefs")
+                raise Failure("perf stat has counted nothing: it needs root and tracefs")
             counts.append(int(lines[0].split(",")[0]))
 
 

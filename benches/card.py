@@ -23,15 +23,17 @@ def program_of(text: str | None, rounds: int, default: tuple[str, ...] = ()) -> 
     """Returns a program with rows of `make compare`. ``default`` has the rows that run without ``--rows``."""
     program = Program(text, WITH_TENSORS, rounds)
     program.parser.set_defaults(rows=",".join(default or WITH_TENSORS))
-    program.option("--workers", type=int, default=4, help="worker processes a loader (default: %(default)s)")
-    program.option("--quick", action="store_true", help="a tenth of the batches: no figures to quote")
+    program.option("--workers", type=int, default=4, help="worker processes per loader (default: %(default)s)")
+    program.option("--quick", action="store_true", help="run a tenth of the batches: no figures to quote")
     program.option("--trace", metavar="FILE", help="write FILE.<row>.json, a profile of the training loop")
     return program
 
 
 def started(program: Program) -> "Device":
     """Reads the command line. Ends the program if it needs a GPU and there is none."""
-    program.option("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a card, no figures")
+    program.option(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: run without a GPU; figures mean nothing"
+    )
     options = program.parse()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: this measurement is for a machine that has one", file=sys.stderr)

@@ -83,13 +83,13 @@ OTHERS = {"simplejpeg, scaled": with_simplejpeg, "torchvision.io": with_torchvis
 
 def sides() -> dict[str, Decode]:
     """Returns the sides whose libraries are installed, by name."""
-    found: dict[str, Decode] = {"Pillow": pillow, "Pillow, draft": draft}
+    decoders: dict[str, Decode] = {"Pillow": pillow, "Pillow, draft": draft}
     for name, make in OTHERS.items():
         try:
-            found[name] = make()
+            decoders[name] = make()
         except (ImportError, AttributeError, RuntimeError) as error:
             print(f"without {name}: {error}")
-    return found
+    return decoders
 
 
 def files(size: tuple[int, int], count: int) -> list[bytes]:
@@ -113,11 +113,11 @@ def seconds(decode: Decode, images: list[bytes]) -> float:
     return (time.perf_counter() - begin) / len(images)
 
 
-def check(name: str, image: Any, wanted: np.ndarray) -> None:
+def check(name: str, image: Any, expected: np.ndarray) -> None:
     """Raises Failure unless a side produces about the same image as Pillow."""
-    if image.shape != wanted.shape or image.dtype != np.uint8:
+    if image.shape != expected.shape or image.dtype != np.uint8:
         raise Failure(f"{name} made {image.dtype} {image.shape}")
-    if (apart := np.abs(image.astype(int) - wanted).mean()) > 8:
+    if (apart := np.abs(image.astype(int) - expected).mean()) > 8:
         raise Failure(f"{name} made another picture: {apart:.1f} levels apart on average")
 
 
@@ -126,10 +126,10 @@ def measure(row: str) -> None:
     images = files(SIZES[row], program.options.files)
     for name, decode in DECODERS.items():
         check(name, decode(images[0]), pillow(images[0]))
-    taken = program.interleave({name: partial(seconds, decode, images) for name, decode in DECODERS.items()}, row)
-    ratios = {name: taken.ratios("Pillow", name) for name in DECODERS if name != "Pillow"}
-    cells = [spread(found, times) for found in ratios.values()]
-    program.line(row, row.replace("x", " x "), f"{taken.median('Pillow') * 1e3:.1f} ms", *cells, rounds=taken)
+    rounds = program.interleave({name: partial(seconds, decode, images) for name, decode in DECODERS.items()}, row)
+    ratios = {name: rounds.ratios("Pillow", name) for name in DECODERS if name != "Pillow"}
+    cells = [spread(factors, times) for factors in ratios.values()]
+    program.line(row, row.replace("x", " x "), f"{rounds.median('Pillow') * 1e3:.1f} ms", *cells, rounds=rounds)
 
 
 if __name__ == "__main__":

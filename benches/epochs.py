@@ -125,10 +125,10 @@ def difference(one: Any, other: Any) -> str | None:
 
 def same_last(loops: dict[str, Loop]) -> None:
     """Compares the last batches of loops with that of the first loop, and drops them."""
-    (first, wanted), *others = ((name, it.last) for name, it in loops.items())
+    (first, expected), *others = ((name, it.last) for name, it in loops.items())
     for name, last in others:
-        if found := difference(wanted, last):
-            raise Failure(f"the last batch differs between {first} and {name}: {found}")
+        if problem := difference(expected, last):
+            raise Failure(f"the last batch differs between {first} and {name}: {problem}")
     for it in loops.values():
         it.last = None
 
@@ -137,5 +137,5 @@ def same_first(loops: dict[str, Loop], count: int = 4) -> None:
     """Compares the first batches of two loops."""
     one, other = (it.loader for it in loops.values())
     for number, pair in enumerate(itertools.islice(zip(one, other, strict=True), count)):
-        if found := difference(*pair):
-            raise Failure(f"batch {number} differs between {' and '.join(loops)}: {found}")
+        if problem := difference(*pair):
+            raise Failure(f"batch {number} differs between {' and '.join(loops)}: {problem}")

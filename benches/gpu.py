@@ -88,8 +88,8 @@ def measure(name: str) -> None:
     options, batches = program.options, BY_NAME[name].count(program.options.quick)
     loaders = {kind: loader_of(name, of, True, options) for kind, of in KINDS.items()}
     last = {kind: epoch(loader)[2] for kind, loader in loaders.items()}
-    if found := difference(last["torch"], last["rustloader"]):
-        raise Failure(f"the last batch differs between torch and rustloader: {found}")
+    if problem := difference(last["torch"], last["rustloader"]):
+        raise Failure(f"the last batch differs between torch and rustloader: {problem}")
     example = tensors(last["rustloader"])
     if device.is_card and not all(tensor.is_pinned() for tensor in example if tensor.numel()):
         raise Failure("a tensor is not pinned")
@@ -101,21 +101,21 @@ def measure(name: str) -> None:
     def timed(kind: str) -> dict[str, float]:
         delivered = rustloader.engine_batches()
         rate = batches / epoch(loaders[kind])[0]
-        found = {"rate": rate, "gil": gil_us(loaders[kind]), "step": step_ms(loaders[kind], kernel)}
+        figures = {"rate": rate, "gil": gil_us(loaders[kind]), "step": step_ms(loaders[kind], kernel)}
         delivered = rustloader.engine_batches() - delivered
         if delivered != (3 * batches if kind == "rustloader" else 0):
             raise Failure(f"{kind}: {delivered} batches came from the Rust engine")
-        return found
+        return figures
 
-    taken = program.interleave({kind: lambda kind=kind: timed(kind) for kind in loaders}, name)
+    rounds = program.interleave({kind: lambda kind=kind: timed(kind) for kind in loaders}, name)
     trace(options, name, lambda: step_ms(loaders["rustloader"], kernel))
-    ratio = spread(taken.ratios("rustloader", "torch", "rate"), times)
+    ratio = spread(rounds.ratios("rustloader", "torch", "rate"), times)
     for kind in loaders:
-        rate = taken.median(kind, "rate")
-        parts = [taken.median(kind, "step"), max(1e3 / rate, copy_ms, kernel.ms), copy_ms, kernel.ms]
-        cells = [f"{rate:,.0f}", f"{rate * nbytes / 1e9:.2f}", f"{limit:.2f}", us(taken.median(kind, "gil"))]
+        rate = rounds.median(kind, "rate")
+        parts = [rounds.median(kind, "step"), max(1e3 / rate, copy_ms, kernel.ms), copy_ms, kernel.ms]
+        cells = [f"{rate:,.0f}", f"{rate * nbytes / 1e9:.2f}", f"{limit:.2f}", us(rounds.median(kind, "gil"))]
         cells += [*(f"{part:.3f}" for part in parts), ratio if kind == "rustloader" else ""]
-        program.line(name, name, kind, *cells, side=kind, rounds=taken[kind], nbytes=nbytes, memcpy=limit, ms=parts)
+        program.line(name, name, kind, *cells, side=kind, rounds=rounds[kind], nbytes=nbytes, memcpy=limit, ms=parts)
     for loader in loaders.values():
         loader._iterator._shutdown_workers()
 

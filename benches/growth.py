@@ -91,12 +91,14 @@ def measure(curve: str) -> None:
         sides: dict[str, Loop] = {kind: loop(point.row, kind, **arguments) for kind in kinds}
         for side in sides.values():
             side()
-        taken = program.interleave(sides, f"{curve} {point.name}")
+        rounds = program.interleave(sides, f"{curve} {point.name}")
         size = nbytes(sides["rustloader"].last)
         copy = floors.copy_of(size) * 1e6 if size else None
-        times = [spread(taken.of(side, "wall"), us) if side in taken else "-" for side in ("torch", "rustloader")]
-        cpu = us(taken.median("rustloader", "cpu"))
-        program.line(curve, point.name, *times, cpu, us(copy), point=point.name, bytes=size, copy_us=copy, rounds=taken)
+        times = [spread(rounds.of(side, "wall"), us) if side in rounds else "-" for side in ("torch", "rustloader")]
+        cpu = us(rounds.median("rustloader", "cpu"))
+        program.line(
+            curve, point.name, *times, cpu, us(copy), point=point.name, bytes=size, copy_us=copy, rounds=rounds
+        )
     if curve == "idle":
         waiting = idle()
         program.line(curve, "", "", "", us(waiting), "", idle_us_per_s=waiting)

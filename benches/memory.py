@@ -28,7 +28,7 @@ from rustloader.tools.harness.program import Program
 from rustloader.tools.harness.rounds import Rounds, spread
 
 # Seconds after which pages that wait for the next epoch should be gone.
-LEFT_AFTER = 12
+REMAINING_AFTER = 12
 
 
 class Cgroup:
@@ -81,7 +81,7 @@ class Case:
     keeps_labels: bool = False
 
 
-def of(samples: Callable[[], list[Any]], batches: int) -> Callable[[], Any]:
+def cycled(samples: Callable[[], list[Any]], batches: int) -> Callable[[], Any]:
     return lambda: Samples(samples(), batches * 64)
 
 
@@ -94,13 +94,13 @@ def arrays() -> list[Any]:
 
 
 CASES = {
-    "u8-2": Case("u8 images, 2 workers", of(images_u8, 100), 64, 2),
-    "u8-8": Case("u8 images, 8 workers", of(images_u8, 100), 64, 8),
-    "f32-2": Case("f32 images, 2 workers", of(images_f32, 60), 64, 2),
-    "f32-8": Case("f32 images, 8 workers", of(images_f32, 60), 64, 8),
+    "u8-2": Case("u8 images, 2 workers", cycled(images_u8, 100), 64, 2),
+    "u8-8": Case("u8 images, 8 workers", cycled(images_u8, 100), 64, 8),
+    "f32-2": Case("f32 images, 2 workers", cycled(images_f32, 60), 64, 2),
+    "f32-8": Case("f32 images, 8 workers", cycled(images_f32, 60), 64, 8),
     "ragged-2": Case("ragged f32 images, 2 workers", lambda: Ragged(100), None, 2),
     "ragged-8": Case("ragged f32 images, 8 workers", lambda: Ragged(100), None, 8),
-    "labels-2": Case("f32 images, labels kept, 2 workers", of(images_f32, 60), 64, 2, keeps_labels=True),
+    "labels-2": Case("f32 images, labels kept, 2 workers", cycled(images_f32, 60), 64, 2, keeps_labels=True),
     "numpy-u8-2": Case("fresh NumPy u8 images, 2 workers", lambda: Samples(images_numpy(), 100 * 64, copied), 64, 2),
     "numpy-2": Case("fresh NumPy arrays of 16 MB, 2 workers", lambda: Samples(arrays(), 150, copied), None, 2),
     "numpy-8": Case("fresh NumPy arrays of 16 MB, 8 workers", lambda: Samples(arrays(), 150, copied), None, 8),
@@ -124,10 +124,10 @@ def peak_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> dict[
     return {"peak": group.peak()}
 
 
-def left_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> dict[str, int]:
+def remaining_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> dict[str, int]:
     """Returns the bytes some seconds after an epoch, and immediately after the loader of another epoch is gone."""
     use(case, loaders[0], step)
-    time.sleep(LEFT_AFTER)
+    time.sleep(REMAINING_AFTER)
     late = group.used()
     use(case, loaders[0], step)
     loaders.clear()
@@ -166,16 +166,16 @@ def rounds_of(name: str, what: Measure) -> Rounds:
 
 
 def peaks(name: str) -> None:
-    taken = rounds_of(name, peak_of)
-    cells = [spread(taken.of(side, "peak"), "{:,.0f}".format) for side in taken]
-    ratios = [spread(taken.ratios(side, "torch", "peak"), "{:.2f}".format) for side in taken if side != "torch"]
-    program.line(name, CASES[name].name, *cells, *ratios, what="peak", rounds=taken)
+    rounds = rounds_of(name, peak_of)
+    cells = [spread(rounds.of(side, "peak"), "{:,.0f}".format) for side in rounds]
+    ratios = [spread(rounds.ratios(side, "torch", "peak"), "{:.2f}".format) for side in rounds if side != "torch"]
+    program.line(name, CASES[name].name, *cells, *ratios, what="peak", rounds=rounds)
 
 
-def left(name: str) -> None:
-    taken = rounds_of(name, left_of)
-    cells = [spread(taken.of(side, key), "{:,.1f}".format) for key in ("late", "gone") for side in taken]
-    program.line(name, CASES[name].name, *cells, what="left", rounds=taken)
+def remaining(name: str) -> None:
+    rounds = rounds_of(name, remaining_of)
+    cells = [spread(rounds.of(side, key), "{:,.1f}".format) for key in ("late", "gone") for side in rounds]
+    program.line(name, CASES[name].name, *cells, what="left", rounds=rounds)
 
 
 def tables() -> int:
@@ -183,14 +183,14 @@ def tables() -> int:
     sides = [*KINDS, *([f"{program.options.off}=0"] if program.options.off else [])]
     status = program.run(peaks, ["peak memory in MiB", *sides, *(f"{side} / torch" for side in sides[1:])])
     if not program.options.peaks:
-        heads = [f"{side}, {when}" for when in (f"after {LEFT_AFTER} s", "without the loader") for side in sides]
-        status |= program.run(left, ["memory left behind in MiB", *heads])
+        heads = [f"{side}, {when}" for when in (f"after {REMAINING_AFTER} s", "without the loader") for side in sides]
+        status |= program.run(remaining, ["remaining memory in MiB", *heads])
     return status
 
 
 program = Program(__doc__, list(CASES), rounds=3)
-program.option("--step", type=float, default=0.0, metavar="SECONDS", help="for which the loop keeps each batch")
-program.option("--off", metavar="VARIABLE", help="rustloader with this variable at 0 as well")
+program.option("--step", type=float, default=0.0, metavar="SECONDS", help="time for which the loop keeps each batch")
+program.option("--off", metavar="VARIABLE", help="also measure rustloader with this variable at 0")
 program.option("--peaks", action="store_true", help="measure only the peaks")
 
 if __name__ == "__main__":
@@ -198,6 +198,6 @@ if __name__ == "__main__":
     try:
         Cgroup().remove()
     except OSError as error:
-        print(f"no memory cgroup can be made, which this needs: {error}", file=sys.stderr)
+        print(f"cannot make a memory cgroup, which this program needs: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(tables())

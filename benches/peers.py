@@ -137,7 +137,7 @@ results: dict[str, dict[str, list[str]]] = {"wall": {}, "cpu": {}}
 
 def loaders() -> dict[str, Maker]:
     """Returns all loaders that are installed, and prints a line for each one that is not."""
-    found = dict(OWN)
+    installed = dict(OWN)
     for module, package, makers in PEERS:
         try:
             importlib.import_module(module)
@@ -145,38 +145,38 @@ def loaders() -> dict[str, Maker]:
             print(f"left out: {', '.join(makers)} ({error}): pip install {package}")
             continue
         print(f"{package} {importlib.metadata.version(package)}")
-        found |= makers
-    return found
+        installed |= makers
+    return installed
 
 
-def check(loader: Iterable[Any], wanted: list[Any]) -> None:
+def check(loader: Iterable[Any], expected: list[Any]) -> None:
     """Runs two short epochs, which must deliver these batches in order. SPDL's pool is too small to keep all of
     them."""
     for epoch in range(2):
         seen = -1
-        for seen, (batch, right) in enumerate(itertools.zip_longest(loader, wanted)):
-            if found := difference(batch, right):
-                raise Failure(f"epoch {epoch}, batch {seen} differs from torch's without workers: {found}")
+        for seen, (batch, right) in enumerate(itertools.zip_longest(loader, expected)):
+            if problem := difference(batch, right):
+                raise Failure(f"epoch {epoch}, batch {seen} differs from torch's without workers: {problem}")
 
 
 def timed(loop: Loop, last: Any) -> dict[str, float]:
     """Times an epoch, and checks its last batch."""
     others = multiprocessing.active_children()
-    found = loop()
+    figures = loop()
     # torchdata's workers end shortly after their epoch. If they were reaped in the next epoch, they would count there.
     for child in set(multiprocessing.active_children()).difference(others):
         child.join()
     wrong, loop.last = difference(loop.last, last), None
     if wrong:
         raise Failure(f"the last batch differs from torch's without workers: {wrong}")
-    return found
+    return figures
 
 
 def measure(name: str) -> None:
     row, batches = BY_NAME[name], max(CHECKED, BATCHES[name] // (10 if program.options.quick else 1))
     samples, size = row.samples(), row.batch_size
     short, dataset = (Samples(samples, length * size, row.fresh) for length in (CHECKED, batches))
-    wanted = list(KINDS["torch"](short, size))
+    expected = list(KINDS["torch"](short, size))
     last = Fetch(dataset)(list(range(len(dataset) - size, len(dataset))))
     sides: dict[str, Callable[[], dict[str, float]]] = {}
     failed: dict[str, str] = {}
@@ -190,24 +190,24 @@ def measure(name: str) -> None:
             return {}
 
     for side, make in makers.items():
-        guarded(side, lambda make=make: check(make(short, size), wanted))
+        guarded(side, lambda make=make: check(make(short, size), expected))
         loop = Loop(make(dataset, size), batches, from_engine=side == "rustloader")
         sides[side] = lambda side=side, loop=loop: guarded(side, lambda: timed(loop, last))
-    taken = program.interleave(sides, name)
+    rounds = program.interleave(sides, name)
     program.failed |= bool(failed)
     for what in results:
-        results[what][row.what] = cells(taken, failed, what)
-    program.line(name, row.what, *results["wall"][row.what], batches=batches, failed=failed, rounds=taken)
+        results[what][row.what] = cells(rounds, failed, what)
+    program.line(name, row.what, *results["wall"][row.what], batches=batches, failed=failed, rounds=rounds)
 
 
-def cells(taken: Rounds, failed: dict[str, str], what: str) -> list[str]:
+def cells(rounds: Rounds, failed: dict[str, str], what: str) -> list[str]:
     """Returns the cells of a line, in microseconds per batch, with the lowest in bold."""
-    found = {side: taken.median(side, what) for side in taken if side not in failed}
-    if not found:
-        return ["FAILED"] * len(taken)
-    least = min(found, key=lambda side: found[side])
-    words = {side: us(value) for side, value in found.items()} | {least: f"**{us(found[least])}**"}
-    return [words.get(side, "FAILED") for side in taken]
+    medians = {side: rounds.median(side, what) for side in rounds if side not in failed}
+    if not medians:
+        return ["FAILED"] * len(rounds)
+    lowest = min(medians, key=lambda side: medians[side])
+    words = {side: us(value) for side, value in medians.items()} | {lowest: f"**{us(medians[lowest])}**"}
+    return [words.get(side, "FAILED") for side in rounds]
 
 
 def then_cpu(name: str) -> None:
@@ -220,7 +220,7 @@ def then_cpu(name: str) -> None:
 
 
 if __name__ == "__main__":
-    program.option("--quick", action="store_true", help="a tenth of the batches: no figures to quote")
+    program.option("--quick", action="store_true", help="run a tenth of the batches: no figures to quote")
     program.parse()
     makers = loaders()
     main(program, then_cpu, "wall per batch, us", *makers)

@@ -70,10 +70,10 @@ def nothing(address: int, nbytes: int) -> None:
 
 def batches_of(shared: Shared, nbytes: int) -> list[torch.Tensor]:
     """Returns batches that lie within grains: a copy across two registrations would be one from pageable memory."""
-    found = []
+    batches = []
     for begin, size in shared.grains:
-        found += [shared.tensor[at : at + nbytes] for at in range(begin, begin + size - nbytes + 1, nbytes)]
-    return found
+        batches += [shared.tensor[at : at + nbytes] for at in range(begin, begin + size - nbytes + 1, nbytes)]
+    return batches
 
 
 def straight_rate(device: Device, batches: list[torch.Tensor]) -> float:
@@ -112,11 +112,11 @@ def measure(row: str) -> None:
     device.synchronize()  # the context is made before anything is timed
     shared = Shared(options.mib * MIB, options.grain * MIB)
     take, give = (register, unregister) if device.is_card else (nothing, nothing)
-    taken, given = [], []
+    register_seconds, unregister_seconds = [], []
     for number in range(options.rounds):
         if number:
-            given += shared.each(give)
-        taken += shared.each(take)
+            unregister_seconds += shared.each(give)
+        register_seconds += shared.each(take)
     try:
         for nbytes in sizes:
             batches = batches_of(shared, nbytes)
@@ -130,9 +130,9 @@ def measure(row: str) -> None:
             cells = [spread(rates[side], "{:.2f}".format) for side in sides]
             program.line(row, f"{nbytes / MB:g} MB", *cells, nbytes=nbytes, rounds=rates)
     finally:
-        given += shared.each(give)
+        unregister_seconds += shared.each(give)
     program.head("", f"ms per {options.grain} MiB", "GB/s")
-    for name, seconds in (("register", taken), ("unregister", given)):
+    for name, seconds in (("register", register_seconds), ("unregister", unregister_seconds)):
         rate = options.grain * MIB / max(statistics.median(seconds), 1e-9) / 1e9
         milliseconds = spread([once * 1e3 for once in seconds], f"{{:.3f}} ms per {options.grain} MiB".format)
         program.line(name, name, milliseconds, f"{rate:.1f}" * device.is_card, seconds=seconds)
@@ -142,7 +142,7 @@ if __name__ == "__main__":
     program = Program(__doc__, ["copies"])
     program.option("--mib", type=int, default=1024, help="MiB of shared memory (default: %(default)s)")
     program.option("--grain", type=int, default=64, help="MiB that are registered at once (default: %(default)s)")
-    program.option("--sizes", default="1,9.6,38.5", metavar="MB,...", help="batches (default: %(default)s)")
+    program.option("--sizes", default="1,9.6,38.5", metavar="MB,...", help="sizes of batches (default: %(default)s)")
     device = started(program)
     sizes = [round(float(size) * MB) for size in program.options.sizes.split(",")]
     if max(sizes) > min(program.options.grain, program.options.mib) * MIB:

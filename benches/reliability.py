@@ -90,10 +90,10 @@ def stuck_in_c() -> None:
     ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), ctypes.c_size_t(1))
 
 
-def started(dataset: Numbers, workers: int, taken: int = 1, **kw: Any) -> tuple[Any, list[int]]:
+def started(dataset: Numbers, workers: int, batches: int = 1, **kw: Any) -> tuple[Any, list[int]]:
     """Returns an iterator after some batches, with idle or busy workers, and the workers' pids."""
     iterator = iter(rustloader.DataLoader(dataset, num_workers=workers, **kw))
-    for _ in range(taken):
+    for _ in range(batches):
         next(iterator)
     return iterator, [worker.pid for worker in iterator._workers]
 
@@ -186,7 +186,7 @@ def killed_soon(pid: int, begun: Callable[[], bool] = lambda: True) -> Iterator[
 
 def death_seen() -> float:
     """Measures from the SIGKILL of a worker to the error that a waiting next() raises."""
-    iterator, pids = started(Numbers(slow=2, body=functools.partial(sleep_in_python, 30)), 1, taken=2)
+    iterator, pids = started(Numbers(slow=2, body=functools.partial(sleep_in_python, 30)), 1, batches=2)
     with killed_soon(pids[0]) as killed:
         try:
             next(iterator)
@@ -202,7 +202,7 @@ def death_seen() -> float:
 def replaced_after_a_kill() -> float:
     """Measures from the SIGKILL of one of two workers to the first batch of its replacement."""
     dataset = OnceSlow(2, functools.partial(sleep_in_python, 30.0))
-    iterator, pids = started(dataset, 2, taken=2, max_restarts=1)
+    iterator, pids = started(dataset, 2, batches=2, max_restarts=1)
     with killed_soon(pids[0], lambda: bool(dataset.begun)) as killed:
         batch = next(iterator)
         took = time.monotonic() - killed[0]
@@ -214,7 +214,7 @@ def replaced_after_a_kill() -> float:
 def replaced_after_a_stall() -> float:
     """Measures from the start of an item that is stuck in C, with the GIL, to the first batch of a new worker."""
     dataset = OnceSlow(2, stuck_in_c)
-    iterator, pids = started(dataset, 2, taken=2, max_restarts=1, stall_timeout=1)
+    iterator, pids = started(dataset, 2, batches=2, max_restarts=1, stall_timeout=1)
     batch = next(iterator)
     took = time.monotonic() - float(dataset.begun)
     assert batch.tolist() == [2] and iterator._workers[0].pid != pids[0]
@@ -226,7 +226,7 @@ def workers_gone_after_main(body: Callable[[float], None]) -> float:
     """Measures from the SIGKILL of the main process to the end of its last worker. Two workers are in items of 30 s."""
 
     def main(pipe: int) -> None:
-        iterator, pids = started(Numbers(slow=2, body=functools.partial(body, 30.0)), 2, taken=2)
+        iterator, pids = started(Numbers(slow=2, body=functools.partial(body, 30.0)), 2, batches=2)
         time.sleep(0.05)
         say(pipe, " ".join(map(str, pids)))
         next(iterator)
@@ -239,10 +239,12 @@ def workers_gone_after_main(body: Callable[[float], None]) -> float:
     return seconds_until(lambda: none_of(pids), start)
 
 
-def ended(end: Callable[[list[Any]], object], dataset: Numbers, workers: int, taken: int, pause: float = 0.02) -> float:
+def ended(
+    end: Callable[[list[Any]], object], dataset: Numbers, workers: int, batches: int, pause: float = 0.02
+) -> float:
     """Measures the end of an iterator, passed in a list, after some batches. All its workers must then be gone."""
     held: list[Any] = []
-    iterator, pids = started(dataset, workers, taken)
+    iterator, pids = started(dataset, workers, batches)
     held.append(iterator)
     del iterator
     time.sleep(pause)
@@ -325,11 +327,11 @@ def restarts() -> None:
 def faults() -> None:
     program.head(*HEAD)
     fault("a worker is killed while `next()` waits: the error", "10", death_seen)
-    kinds = {"Python": sleep_in_python, "C, with the GIL": sleep_in_c}
-    for kind, sleep in kinds.items():
+    sleeps = {"Python": sleep_in_python, "C, with the GIL": sleep_in_c}
+    for kind, sleep in sleeps.items():
         gone = functools.partial(workers_gone_after_main, sleep)
         fault(f"main is killed, two workers in 30 s items of {kind}: the last is gone", "500", gone)
-    for kind, sleep in kinds.items():
+    for kind, sleep in sleeps.items():
         for workers in (1, 4):
             body = functools.partial(shutdown_in_items, sleep, workers)
             name = f"`del`, {workers} worker{'s' * (workers > 1)} in 10 s items of {kind}"
@@ -338,14 +340,18 @@ def faults() -> None:
 
 def ends() -> None:
     program.head("end, workers idle", "workers", "median ms (range)", "worst ms", "bare children, median ms", "ratio")
-    kinds = {"`break` and `del`": (drop, bare), "the last `next()`": (last_next, bare), "exit": (exit_with, bare_exit)}
-    for name, (body, floor) in kinds.items():
+    endings = {
+        "`break` and `del`": (drop, bare),
+        "the last `next()`": (last_next, bare),
+        "exit": (exit_with, bare_exit),
+    }
+    for name, (body, floor) in endings.items():
         for workers in WORKERS:
             sides = {"rustloader": functools.partial(body, workers), "bare": functools.partial(floor, workers)}
-            taken = program.interleave(sides, f"{name}, {workers} workers")
-            cells = [spread(taken["rustloader"], ms), ms(max(taken["rustloader"])), ms(taken.median("bare"))]
-            ratio = spread(taken.ratios("rustloader", "bare"), "{:.2f}".format)
-            program.line(name, name, workers, *cells, ratio, rounds=taken)
+            rounds = program.interleave(sides, f"{name}, {workers} workers")
+            cells = [spread(rounds["rustloader"], ms), ms(max(rounds["rustloader"])), ms(rounds.median("bare"))]
+            ratio = spread(rounds.ratios("rustloader", "bare"), "{:.2f}".format)
+            program.line(name, name, workers, *cells, ratio, rounds=rounds)
 
 
 ROWS = {it.__name__: it for it in (restarts, faults, ends)}

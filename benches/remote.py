@@ -53,7 +53,7 @@ SIZES = {
 WORKERS = 2
 
 
-class Made(torch.utils.data.Dataset):
+class Ready(torch.utils.data.Dataset):
     """A dataset whose samples cost nothing."""
 
     def __init__(self, size: Size, pause: float = 0.0):
@@ -79,7 +79,7 @@ def timed(batches: int, work: Callable[[], object]) -> dict[str, float]:
 
 def loader(kind: Any, size: Size, context: Any = None, **options: Any) -> Any:
     return kind(
-        Made(size),
+        Ready(size),
         batch_size=size.samples,
         num_workers=WORKERS,
         persistent_workers=True,
@@ -88,8 +88,8 @@ def loader(kind: Any, size: Size, context: Any = None, **options: Any) -> Any:
     )
 
 
-def epoch(of: Any) -> None:
-    for _ in of:
+def epoch(batches: Any) -> None:
+    for _ in batches:
         pass
 
 
@@ -123,19 +123,19 @@ def bare(size: Size) -> dict[str, float]:
 
             for connection in connections:
                 connection.sendall(b"x")
-            found = timed(count * WORKERS, receive)
+            figures = timed(count * WORKERS, receive)
         for sender in senders:
             sender.join()
-    return found
+    return figures
 
 
 @contextlib.contextmanager
 def busy_thread() -> Iterator[None]:
     """Runs a thread of this process that computes in Python."""
-    over = False
+    is_done = False
 
     def spin() -> None:
-        while not over:
+        while not is_done:
             sum(range(1000))
 
     thread = threading.Thread(target=spin)
@@ -143,7 +143,7 @@ def busy_thread() -> Iterator[None]:
     try:
         yield
     finally:
-        over = True
+        is_done = True
         thread.join()
 
 
@@ -158,20 +158,20 @@ def rates(name: str) -> Rounds:
     for side in loaders.values():
         epoch(side)
 
-    def beside_thread(side: str) -> dict[str, float]:
+    def with_busy_thread(side: str) -> dict[str, float]:
         with busy_thread():
             return timed(size.batches, lambda: epoch(loaders[side]))
 
     sides = {side: lambda it=it: timed(size.batches, lambda: epoch(it)) for side, it in loaders.items()}
     # Not torch's loader, where a batch takes 5 ms or more.
-    busy = {f"{side}, busy": lambda side=side: beside_thread(side) for side in ("ray", "local")}
+    busy = {f"{side}, busy": lambda side=side: with_busy_thread(side) for side in ("ray", "local")}
     return program.interleave(sides, name, beside={"bare": lambda: bare(size)} | busy)
 
 
 def paused(resources: dict[str, float] | None = None, **options: Any) -> Any:
     """Returns an iterator whose workers take 10 ms per batch."""
     context = rustloader.ray.RayContext(resources=resources)
-    dataset = Made(Size(1, (1024,), 100_000), pause=0.01)
+    dataset = Ready(Size(1, (1024,), 100_000), pause=0.01)
     iterator = iter(rustloader.DataLoader(dataset, num_workers=WORKERS, multiprocessing_context=context, **options))
     for _ in range(4):
         next(iterator)
@@ -204,7 +204,7 @@ def until_gone(pids: list[int]) -> float:
 def after_loader() -> float:
     """Returns the seconds from the end of a loader, with workers in a sample of a minute, to that of its actors."""
     context = rustloader.ray.RayContext()
-    dataset = Made(Size(1, (1024,), 100), pause=60)
+    dataset = Ready(Size(1, (1024,), 100), pause=60)
     iterator = iter(rustloader.DataLoader(dataset, num_workers=WORKERS, multiprocessing_context=context))
     pids = [worker.pid for worker in iterator._workers]
     time.sleep(0.5)
@@ -267,35 +267,35 @@ def restart() -> tuple[float, float]:
 
 
 def add(
-    row: str, what: str, found: list[float], goal: float | None = None, most: bool = False, unit: str = "x"
+    row: str, what: str, values: list[float], goal: float | None = None, is_limit: bool = False, unit: str = "x"
 ) -> None:
     """Adds a line: the figures of all rounds, and the goal."""
-    median = statistics.median(found)
-    held = None if goal is None else median <= goal if most else median >= goal
-    text = "" if goal is None else f"{'<=' if most else '>='} {goal}{unit}"
-    program.line(row, what, spread(found, f"{{:.3g}}{unit}".format), text, missed(held), held=held, found=found)
+    median = statistics.median(values)
+    held = None if goal is None else median <= goal if is_limit else median >= goal
+    text = "" if goal is None else f"{'<=' if is_limit else '>='} {goal}{unit}"
+    program.line(row, what, spread(values, f"{{:.3g}}{unit}".format), text, missed(held), held=held, found=values)
 
 
 def compare(name: str) -> None:
-    size, found = SIZES[name], rates(name)
-    for side in found:
-        rate, cpu = found.median(side, "rate"), found.median(side, "cpu")
-        what = f"{name}: {side}, {rate * size.bytes / 1e6:,.0f} MB/s, {cpu * 1e6:,.0f} us CPU a batch"
-        add(name, what, found.of(side, "rate"), unit="/s")
+    size, rounds = SIZES[name], rates(name)
+    for side in rounds:
+        rate, cpu = rounds.median(side, "rate"), rounds.median(side, "cpu")
+        what = f"{name}: {side}, {rate * size.bytes / 1e6:,.0f} MB/s, {cpu * 1e6:,.0f} us CPU per batch"
+        add(name, what, rounds.of(side, "rate"), unit="/s")
     for what, one, other, figure, goals in RATIOS:
         if name in goals:
-            add(name, f"{name}: {what}", found.ratios(one, other, figure), goals[name], most=figure == "cpu")
+            add(name, f"{name}: {what}", rounds.ratios(one, other, figure), goals[name], is_limit=figure == "cpu")
 
 
 # The comparison, its two sides, the figure, and the goal of each row.
 RATIOS: list[tuple[str, str, str, str, dict[str, float | None]]] = [
     ("rate, of a bare connection's", "ray", "bare", "rate", {"big": 0.85}),
-    ("rate, of our local workers'", "ray", "local", "rate", {"mid": 0.9, "small": 0.7}),
+    ("rate, of local workers'", "ray", "local", "rate", {"mid": 0.9, "small": 0.7}),
     ("rate, of torch's local workers'", "ray", "torch", "rate", {"big": 1.2, "mid": 5, "small": 5}),
-    ("CPU a batch, of a bare connection's", "ray", "bare", "cpu", {"big": 1.2}),
-    ("CPU a batch, of our local workers'", "ray", "local", "cpu", {"small": 2}),
-    ("rate beside a busy thread, of that without", "ray, busy", "ray", "rate", dict.fromkeys(SIZES, 0.8)),
-    ("the same with our local workers", "local, busy", "local", "rate", dict.fromkeys(SIZES)),
+    ("CPU per batch, of a bare connection's", "ray", "bare", "cpu", {"big": 1.2}),
+    ("CPU per batch, of local workers'", "ray", "local", "cpu", {"small": 2}),
+    ("rate next to a busy thread, of that without", "ray, busy", "ray", "rate", dict.fromkeys(SIZES, 0.8)),
+    ("the same with local workers", "local, busy", "local", "rate", dict.fromkeys(SIZES)),
 ]
 
 
@@ -307,18 +307,18 @@ def killed() -> float:
 def faults(remove: Callable[[], None]) -> None:
     """Measures deaths and restarts. Ends the second node."""
     sides = {"killed": killed, "restart": restart, "loader": after_loader, "driver": after_driver}
-    taken = interleave(sides, max(program.options.rounds // 2, 1), "faults")
-    whole, alone = ([it[k] for it in taken["restart"]] for k in (0, 1))
-    add("faults", "a killed actor is seen after", taken["killed"], 0.1, most=True, unit=" s")
+    rounds = interleave(sides, max(program.options.rounds // 2, 1), "faults")
+    whole, alone = ([it[k] for it in rounds["restart"]] for k in (0, 1))
+    add("faults", "a killed actor is seen after", rounds["killed"], 0.1, is_limit=True, unit=" s")
     add("faults", "a restart takes", whole, unit=" s")
     add("faults", "an actor with its imports", alone, unit=" s")
-    own = [max(restarted - actor, 0.0) for restarted, actor in taken["restart"]]
-    add("faults", "a restart's own part", own, 0.2, most=True, unit=" s")
-    add("faults", "actors are gone after their loader", taken["loader"], 2, most=True, unit=" s")
-    add("faults", "actors are gone after a kill of the program", taken["driver"], 2, most=True, unit=" s")
+    own = [max(restarted - actor, 0.0) for restarted, actor in rounds["restart"]]
+    add("faults", "a restart's own part", own, 0.2, is_limit=True, unit=" s")
+    add("faults", "actors are gone after their loader", rounds["loader"], 2, is_limit=True, unit=" s")
+    add("faults", "actors are gone after a kill of the program", rounds["driver"], 2, is_limit=True, unit=" s")
     # If only the raylet ended, its actors would continue, because their machine is still there.
     lost = until_death(paused({"far": 1}), remove)
-    add("faults", "a lost node is seen after", [lost], 0.5, most=True, unit=" s")
+    add("faults", "a lost node is seen after", [lost], 0.5, is_limit=True, unit=" s")
 
 
 @contextlib.contextmanager

@@ -56,16 +56,18 @@ def equal() -> None:
     """Compares the batches of an epoch with deaths and of one without."""
     length = BATCH * 10 * DEATHS
     killed = Mortal(length, range(5, 10 * DEATHS, 10))
-    found, wanted = batches_of(killed), batches_of(Mortal(length, range(0)))
-    if sum(killed.died[:]) != DEATHS or len(found) != len(wanted):
-        raise Failure(f"{len(found)} batches in place of {len(wanted)}, after {sum(killed.died[:])} deaths")
-    differ = sum(not torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    with_deaths, without_deaths = batches_of(killed), batches_of(Mortal(length, range(0)))
+    if sum(killed.died[:]) != DEATHS or len(with_deaths) != len(without_deaths):
+        raise Failure(
+            f"{len(with_deaths)} batches in place of {len(without_deaths)}, after {sum(killed.died[:])} deaths"
+        )
+    differ = sum(not torch.equal(one, other) for one, other in zip(with_deaths, without_deaths, strict=True))
     what = f'batches that differ after {DEATHS} deaths, `seed_by="sample"`'
-    program.line("equal", what, "0", f"{differ} of {len(found)}", held=differ == 0)
+    program.line("equal", what, "0", f"{differ} of {len(with_deaths)}", held=differ == 0)
 
 
 def measure(name: str) -> None:
-    """Returns the rate of a row with all options, divided by the rate without."""
+    """Compares the rate of a row with all options with the rate without."""
     logging.getLogger("rustloader").setLevel(logging.ERROR)
     if name == "equal":
         return equal()
@@ -74,10 +76,10 @@ def measure(name: str) -> None:
         "with": loop(row, "rustloader", dataset, **OPTIONS),
         "without": loop(row, "rustloader", dataset),
     }
-    taken = program.interleave(sides, name)
-    ratio = spread(taken.ratios("without", "with", "wall"), "{:.3f}".format)
-    held = taken.ratio("without", "with", "wall") >= 0.97
-    program.line(name, row.what, "at least 0.97", f"{ratio} of the rate without", held=held, rounds=taken)
+    rounds = program.interleave(sides, name)
+    ratio = spread(rounds.ratios("without", "with", "wall"), "{:.3f}".format)
+    held = rounds.ratio("without", "with", "wall") >= 0.97
+    program.line(name, row.what, "at least 0.97", f"{ratio} of the rate without", held=held, rounds=rounds)
 
 
 if __name__ == "__main__":

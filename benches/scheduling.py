@@ -178,10 +178,10 @@ def run(loader: Any, row: Row) -> float:
             return time.perf_counter() - start
         if row.step:
             time.sleep(row.step)
-    taken = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     if count != len(loader):
         raise Failure(f"{count} batches in place of {len(loader)}")
-    return taken
+    return seconds
 
 
 def check(loaders: dict[str, Any], row: Row) -> None:
@@ -190,8 +190,8 @@ def check(loaders: dict[str, Any], row: Row) -> None:
     for name, loader in loaders.items():
         torch.manual_seed(5)
         batches[name] = [batch for batch, _ in zip(loader, range(3), strict=False)]
-    if found := difference(batches["torch"], batches["rustloader"]):
-        raise Failure(found)
+    if problem := difference(batches["torch"], batches["rustloader"]):
+        raise Failure(problem)
     for loader in loaders.values():
         if loader.persistent_workers:
             run(loader, row)
@@ -204,16 +204,16 @@ def measure(name: str) -> None:
     check(loaders, row)
     sides = {side: lambda loader=loader: run(loader, row) for side, loader in loaders.items()}
     bound = row.bound if callable(row.bound) else lambda: row.bound
-    taken = program.interleave(sides, name, beside={"bound": bound})
-    seconds = [f"{taken.median(side) * 1e3:,.0f} ms" for side in taken]
-    gain, of_bound = (taken.ratios(*pair) for pair in (("torch", "rustloader"), ("rustloader", "bound")))
+    rounds = program.interleave(sides, name, beside={"bound": bound})
+    seconds = [f"{rounds.median(side) * 1e3:,.0f} ms" for side in rounds]
+    gain, of_bound = (rounds.ratios(*pair) for pair in (("torch", "rustloader"), ("rustloader", "bound")))
     cells = [*seconds, spread(gain, "{:.1f}x".format), spread(of_bound, "{:.2f}x".format)]
     grown = {side: fresh(growth, side) for side in sides} if name == "indices" else {}
-    medians = {side: taken.median(side) for side in taken}
-    program.line(name, row.what, *cells, medians=medians, rounds=taken, bytes_per_index=grown)
+    medians = {side: rounds.median(side) for side in rounds}
+    program.line(name, row.what, *cells, medians=medians, rounds=rounds, bytes_per_index=grown)
     if grown:
-        ours, torchs = grown["rustloader"], grown["torch"]
-        print(f"An epoch of `indices` grows a process by {ours:.1f} bytes per index, with torch by {torchs:.1f}.")
+        ours, theirs = grown["rustloader"], grown["torch"]
+        print(f"A process grows by {ours:.1f} bytes per index in an epoch of `indices`, with torch by {theirs:.1f}.")
 
 
 def growth(side: str) -> float:
@@ -232,8 +232,8 @@ def picture() -> str:
     colors = {"torch": "#b0b0b0", "rustloader": "#1f5fa8", "lower bound": "#7fa8d9"}
     medians = {result["row"]: result["medians"] for result in program.results if result["row"] in PICTURED}
     groups = {
-        PICTURED[row]: {name: found[side] / found["bound"] for name, side in zip(colors, found, strict=True)}
-        for row, found in medians.items()
+        PICTURED[row]: {name: times[side] / times["bound"] for name, side in zip(colors, times, strict=True)}
+        for row, times in medians.items()
     }
     return bars("Time of an epoch, lower bound = 1", colors, groups)
 

@@ -99,13 +99,13 @@ class Timing(torch.utils.data.Dataset):
             # A plain object is copied to this process, page by page.
             for number in range(ITEMS):
                 items[name(number) if isinstance(items, Mapping) else number]
-        found = []
+        timings = []
         for turn in range(TURNS):
             times = [0.0, 0.0]
             for side in (0, 1) if turn % 2 == 0 else (1, 0):
                 times[side] = self.read(self.sides[side], order)
-            found.append((times[0], times[1]))
-        return found
+            timings.append((times[0], times[1]))
+        return timings
 
     def read(self, items: Any, order: list[int]) -> float:
         # New strings, whose hashes are not computed yet.
@@ -151,7 +151,7 @@ PARTS = {"memory": memory, "reads": reads, "build": build}
 program = Program(__doc__, list(PARTS), rounds=3)
 
 
-def taken(part: str, kind: str, sides: tuple[str, ...]) -> Rounds:
+def figures_of(part: str, kind: str, sides: tuple[str, ...]) -> Rounds:
     """Returns the figures of each side, each measured in a separate program."""
     return program.interleave({side: lambda side=side: fresh(PARTS[part], kind, side) for side in sides}, kind)
 
@@ -168,27 +168,27 @@ def measure(part: str) -> None:
 
 
 def memory_line(kind: str) -> None:
-    found = taken("memory", kind, SIDES)
-    held = found.median(SIDES[-1], "gain") <= GAIN
-    gains = [spread(found.of(side, "gain"), "{:.1f} MB".format) for side in SIDES]
-    program.line("memory", kind, *gains, f"<= {GAIN} MB", missed(held), held=held, kind=kind, rounds=found)
+    rounds = figures_of("memory", kind, SIDES)
+    held = rounds.median(SIDES[-1], "gain") <= GAIN
+    gains = [spread(rounds.of(side, "gain"), "{:.1f} MB".format) for side in SIDES]
+    program.line("memory", kind, *gains, f"<= {GAIN} MB", missed(held), held=held, kind=kind, rounds=rounds)
 
 
 def reads_line(kind: str) -> None:
-    found = taken("reads", kind, ("both",))
-    cells = [spread(found.of("both", key), "{:.2f} us".format) for key in ("plain", "shared", "longer")]
+    rounds = figures_of("reads", kind, ("both",))
+    cells = [spread(rounds.of("both", key), "{:.2f} us".format) for key in ("plain", "shared", "longer")]
     # The goal applies to lists of str.
-    held = found.median("both", "longer") <= LONGER if kind == "list of str" else None
+    held = rounds.median("both", "longer") <= LONGER if kind == "list of str" else None
     goal = "" if held is None else f"<= {LONGER} us longer"
-    program.line("reads", kind, *cells, goal, missed(held), held=held, kind=kind, rounds=found)
+    program.line("reads", kind, *cells, goal, missed(held), held=held, kind=kind, rounds=rounds)
 
 
 def build_lines(kind: str) -> None:
-    found = taken("build", kind, ("original", "generator") if kind in STREAMS else ("original",))
-    for side in found:
+    rounds = figures_of("build", kind, ("original", "generator") if kind in STREAMS else ("original",))
+    for side in rounds:
         forms = {"seconds": "{:.2f} s", "size": "{:.1f} MB", "peak": "{:.1f} MB"}
-        cells = [spread(found.of(side, key), form.format) for key, form in forms.items()]
-        program.line("build", kind + ", from a generator" * (side == "generator"), *cells, kind=kind, rounds=found)
+        cells = [spread(rounds.of(side, key), form.format) for key, form in forms.items()]
+        program.line("build", kind + ", from a generator" * (side == "generator"), *cells, kind=kind, rounds=rounds)
 
 
 if __name__ == "__main__":

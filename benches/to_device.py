@@ -83,7 +83,7 @@ def measure(name: str) -> None:
     kernel = Kernel(device, options.step)
     delivered = rustloader.engine_batches()
     sides = {way: lambda it=it: {"rate": 1 / it(None), "step": it(kernel) * 1e3} for way, it in loops.items()}
-    taken = program.interleave(sides, name)
+    rounds = program.interleave(sides, name)
     delivered = rustloader.engine_batches() - delivered
     if delivered != 2 * 2 * options.rounds * row.count(options.quick):
         raise Failure(f"{delivered} batches came from the Rust engine")
@@ -100,10 +100,10 @@ def measure(name: str) -> None:
     for way, loop in loops.items():
         stats = rustloader.stats(loop.loader).transfers if way.startswith("ours") else None
         overlap = "" if stats is None or stats.overlapped_share is None else f"{stats.overlapped_share:.0%}"
-        rate, step = taken.median(way, "rate"), taken.median(way, "step")
-        multiple = spread([it / kernel.ms for it in taken.of(way, "step")], "{:.3f}".format)
+        rate, step = rounds.median(way, "rate"), rounds.median(way, "step")
+        multiple = spread([it / kernel.ms for it in rounds.of(way, "step")], "{:.3f}".format)
         cells = [f"{rate:,.1f}", f"{rate * nbytes / 1e9:.2f}", f"{step:.3f}", multiple, overlap]
-        program.line(name, name, way, *cells, way=way, nbytes=nbytes, kernel_ms=kernel.ms, rounds=taken[way])
+        program.line(name, name, way, *cells, way=way, nbytes=nbytes, kernel_ms=kernel.ms, rounds=rounds[way])
     trace(options, name, lambda: loops["ours"](kernel))
     for loop in loops.values():
         loop.loader._iterator._shutdown_workers()

@@ -29,9 +29,9 @@ def main() -> None:
 
     for epoch in range(2):
         # As after a checkpoint in the middle of the second epoch: the first half of its batches is skipped.
-        rest = loader if epoch == 0 else accelerator.skip_first_batches(loader, len(loader) // 2)
+        remaining = loader if epoch == 0 else accelerator.skip_first_batches(loader, len(loader) // 2)
         losses = []
-        for points, above in rest:
+        for points, above in remaining:
             loss = nn.functional.binary_cross_entropy_with_logits(net(points), above)
             optimizer.zero_grad()
             accelerator.backward(loss)

@@ -47,5 +47,7 @@ class Steps:
 
 def newest(folder: Path) -> Path | None:
     """Returns the checkpoint of the latest step: a file or a folder named `step-12`, perhaps with a suffix."""
-    found = {int(path.stem.removeprefix("step-")): path for path in folder.glob("step-*") if path.suffix != ".new"}
-    return found[max(found)] if found else None
+    checkpoints = {
+        int(path.stem.removeprefix("step-")): path for path in folder.glob("step-*") if path.suffix != ".new"
+    }
+    return checkpoints[max(checkpoints)] if checkpoints else None

@@ -218,18 +218,18 @@ def print_times(theirs: Outcome, ours: Outcome) -> None:
 
 def complaints(theirs: Outcome, ours: Outcome, settings: Settings) -> list[str]:
     """Describes each broken promise; empty if both runs agree."""
-    found = []
+    problems = []
     if ours.losses != theirs.losses or not all(map(math.isfinite, ours.losses)):
-        found.append("the losses of the two runs are not bit-identical")
+        problems.append("the losses of the two runs are not bit-identical")
     if ours.accuracy != theirs.accuracy:
-        found.append("the two nets do not score the same on the test images")
+        problems.append("the two nets do not score the same on the test images")
     if settings.epochs >= EPOCHS and min(ours.accuracy, theirs.accuracy) < ACCURACY_GOAL:
-        found.append(f"the test accuracy is below {ACCURACY_GOAL:.0%}")
+        problems.append(f"the test accuracy is below {ACCURACY_GOAL:.0%}")
     if theirs.engine_batches != 0:
-        found.append(f"the Rust engine delivered {theirs.engine_batches} batches of torch's run")
+        problems.append(f"the Rust engine delivered {theirs.engine_batches} batches of torch's run")
     if ours.engine_batches != ours.batches:
-        found.append(f"the Rust engine delivered only {ours.engine_batches} of {ours.batches} batches")
-    return found
+        problems.append(f"the Rust engine delivered only {ours.engine_batches} of {ours.batches} batches")
+    return problems
 
 
 def parse_arguments() -> Settings:

@@ -90,20 +90,20 @@ def measure(workload: Workload, settings: Settings, progress: Progress) -> Resul
     """
     dataset = workload.dataset(settings.data)
     own_dataset = dataset if workload.ours is None else workload.ours(settings.data)
-    torchs, ours = torch.utils.data.DataLoader, rustloader.DataLoader
+    torch_loader, our_loader = torch.utils.data.DataLoader, rustloader.DataLoader
     sides = [
-        Side(NO_WORKERS, torchs(dataset, workload.batch_size, shuffle=True)),
-        Side(TORCH, torchs(dataset, workload.batch_size, **_with_workers(settings))),
-        Side(OURS, ours(own_dataset, workload.batch_size, **_with_workers(settings))),
+        Side(NO_WORKERS, torch_loader(dataset, workload.batch_size, shuffle=True)),
+        Side(TORCH, torch_loader(dataset, workload.batch_size, **_with_workers(settings))),
+        Side(OURS, our_loader(own_dataset, workload.batch_size, **_with_workers(settings))),
     ]
     progress.say(f"{workload.name}: compare batches")
 
-    def taken(side: Side) -> float:
+    def measured(side: Side) -> float:
         rate = _pass(side, settings)
         progress.step()
         return rate
 
-    measures = {side.name: partial(taken, side) for side in sides}
+    measures = {side.name: partial(measured, side) for side in sides}
     try:
         _check_equal(*sides[1:])
         rates = interleave(measures, settings.rounds, workload.name, show=progress.say)
