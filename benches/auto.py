@@ -1,15 +1,15 @@
-"""How soon ``num_workers="auto"`` settles, and what it costs against the best fixed number: `make compare KIND=auto`.
+"""Measures how soon ``num_workers="auto"`` settles, and its cost: `make compare KIND=auto`.
 
-Each row is a dataset whose samples take a while without a processor, and a loop that takes 10 ms per batch. So the best
-number of workers is known, and two cores are enough to measure it. In each round a new loader with "auto" and loaders
-with fixed numbers run the same epochs in turn.
+Each row is a dataset whose samples sleep, and a loop that takes 10 ms per batch. So the best number of workers is
+known, and two cores are enough to measure it. In each round a new loader with "auto" and loaders with fixed numbers run
+the same epochs in turn.
 
     two       samples of 19 ms: 2 workers
     eight     samples of 75 ms: 8 workers
     twelve    samples of 115 ms: 12 workers
 
-The figures are medians over the rounds, of each epoch. The best fixed number is the one whose median over all epochs is
-the smallest; the ratios are of epochs that ran in the same turn.
+The figures are medians over the rounds, for each epoch. The best fixed number is the one whose median over all epochs
+is the smallest. The ratios compare epochs that ran in the same turn.
 """
 
 import statistics
@@ -30,16 +30,16 @@ program = Program(__doc__, list(ROWS), rounds=3)
 
 
 def run(loader: Any) -> float:
-    """Seconds of an epoch."""
+    """Returns the seconds of an epoch."""
     start = time.perf_counter()
     samples = []
     for batch in loader:
         samples.append(int(batch))
         time.sleep(STEP)
-    taken = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     if samples != list(range(len(loader))):
         raise Failure(f"{len(samples)} batches in place of {len(loader)}, or in another order")
-    return taken
+    return seconds
 
 
 def measure(name: str) -> None:

@@ -1,12 +1,12 @@
-"""Where the time of a batch goes, by rustloader's own statistics: `make compare KIND=breakdown`.
+"""Shows where the time of a batch goes, from rustloader's own statistics: `make compare KIND=breakdown`.
 
-Workers are persistent. One epoch warms up, then --rounds are measured together. Times are microseconds per batch: the
-workers' parts are sums over all workers, main's are those of its thread. `sum` is the share of the workers' wall time
-that the parts account for. `in next` is the time inside next() without waiting, in which
-main holds the GIL.
+Workers are persistent. After one epoch to warm up, --rounds epochs are measured together. Times are microseconds per
+batch: those of the workers are sums over all workers, those of the main process are of its thread. `sum` is the share
+of the workers' wall time that the parts account for. `in next` is the time inside next() without waiting, in which the
+main process holds the GIL.
 
-With --calls `perf stat` counts system calls per batch, for loops without a step and with one of 1 ms. It slows them
-down, so there are no times then.
+With --calls `perf stat` counts system calls per batch, for loops without a step and with one of 1 ms. It slows the
+loops down, so no times are shown.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ program = Program(__doc__, [row.name for row in ROWS if not row.to_first])
 
 
 def totals(loader: Any) -> dict[str, float]:
-    """Cumulative seconds."""
+    """Returns cumulative seconds."""
     stats = rustloader.stats(loader)
-    found = {part: sum(getattr(worker, f"{part}_seconds") for worker in stats.workers) for part in PARTS}
-    return found | {
+    sums = {part: sum(getattr(worker, f"{part}_seconds") for worker in stats.workers) for part in PARTS}
+    return sums | {
         "waited": stats.waited_seconds + stats.first_seconds,
         "own": stats.own_seconds,
         "cpu": cpu_seconds(loader),
@@ -52,8 +52,8 @@ def measure(name: str) -> None:
     loader, batches = prepared.loader, prepared.batches * program.options.rounds
     prepared()
     if program.options.calls:
-        found = [count / batches for step in (0.0, 1e-3) for count in calls(loader, step)]
-        program.line(name, name, *(f"{count:.2f}" for count in found), calls=found)
+        counts = [count / batches for step in (0.0, 1e-3) for count in calls(loader, step)]
+        program.line(name, name, *(f"{count:.2f}" for count in counts), calls=counts)
         return
     before = totals(loader)
     for _ in range(program.options.rounds):
@@ -67,7 +67,7 @@ def measure(name: str) -> None:
 
 @contextlib.contextmanager
 def counted(pids: list[int]) -> Iterator[list[int]]:
-    """The system calls of processes, one number each, at the end of the block."""
+    """Counts the system calls of processes. The list is filled at the end of the block."""
     counts: list[int] = []
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.NamedTemporaryFile("r")) for _ in pids]
@@ -83,12 +83,12 @@ def counted(pids: list[int]) -> Iterator[list[int]]:
             perf.wait()
             lines = [line for line in file if "raw_syscalls" in line]
             if len(lines) != 1:
-                raise Failure("perf stat has counted nothing, which takes root and tracefs")
+                raise Failure("perf stat has counted nothing: it needs root and tracefs")
             counts.append(int(lines[0].split(",")[0]))
 
 
 def calls(loader: Any, step: float) -> tuple[int, int]:
-    """System calls: of main, and of all workers together."""
+    """Returns the system calls of the main process, and of all workers together."""
     with counted([os.getpid(), *(worker.pid for worker in rustloader.stats(loader).workers)]) as counts:
         for _ in range(program.options.rounds):
             for _ in loader:

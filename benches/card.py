@@ -1,5 +1,7 @@
-"""What the programs for a CUDA device share: the device, or the CPU, where they run without figures to quote; their
-options; work on the device, and its limits."""
+"""Shared parts of the programs for a CUDA device: the device, the options, work on the device, and its limits.
+
+Without a CUDA device the programs run on the CPU, and their figures mean nothing.
+"""
 
 import argparse
 import sys
@@ -12,24 +14,26 @@ from rows import BY_NAME, ROWS
 
 from rustloader.tools.harness.program import Program
 
-# default_collate makes tensors of images_numpy. The others have none, or are about starts.
+# default_collate makes tensors from images_numpy. Other rows have no tensors, or measure starts.
 WITHOUT_TENSORS = {"fresh_numpy", "ready_numpy", "texts", "epoch_start", "start_spawn", "start_forkserver"}
 WITH_TENSORS = [row.name for row in ROWS if row.name not in WITHOUT_TENSORS]
 
 
 def program_of(text: str | None, rounds: int, default: tuple[str, ...] = ()) -> Program:
-    """A program with rows of `make compare`. ``default`` are those without ``--rows``."""
+    """Returns a program with rows of `make compare`. ``default`` has the rows that run without ``--rows``."""
     program = Program(text, WITH_TENSORS, rounds)
     program.parser.set_defaults(rows=",".join(default or WITH_TENSORS))
-    program.option("--workers", type=int, default=4, help="worker processes a loader (default: %(default)s)")
-    program.option("--quick", action="store_true", help="a tenth of the batches: no figures to quote")
+    program.option("--workers", type=int, default=4, help="worker processes per loader (default: %(default)s)")
+    program.option("--quick", action="store_true", help="run a tenth of the batches: no figures to quote")
     program.option("--trace", metavar="FILE", help="write FILE.<row>.json, a profile of the training loop")
     return program
 
 
 def started(program: Program) -> "Device":
-    """Reads the command line. Ends the program where it needs a card and there is none."""
-    program.option("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a card, no figures")
+    """Reads the command line. Ends the program if it needs a GPU and there is none."""
+    program.option(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: run without a GPU; figures mean nothing"
+    )
     options = program.parse()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: this measurement is for a machine that has one", file=sys.stderr)
@@ -40,14 +44,14 @@ def started(program: Program) -> "Device":
 
 
 def loader_of(name: str, kind: type, pinned: bool, options: argparse.Namespace) -> torch.utils.data.DataLoader:
-    """A loader over a row, with persistent workers."""
+    """Returns a loader over a row, with persistent workers."""
     row = BY_NAME[name]
     arguments = row.arguments() | {"num_workers": options.workers, "pin_memory": pinned and options.device == "cuda"}
     return kind(row.dataset(options.quick), persistent_workers=True, **arguments)
 
 
 def tensors(batch: Any) -> list[torch.Tensor]:
-    """All tensors of a batch."""
+    """Returns all tensors of a batch."""
     if isinstance(batch, torch.Tensor):
         return [batch]
     if isinstance(batch, dict):
@@ -56,7 +60,7 @@ def tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def trace(options: argparse.Namespace, name: str, work: Callable[[], object]) -> None:
-    """Writes a profile of the work, where --trace asks for it."""
+    """Writes a profile of the work if --trace is given."""
     if options.trace:
         with torch.profiler.profile() as profile:
             work()
@@ -82,7 +86,7 @@ class Device:
         return torch.ones(nbytes, dtype=torch.uint8, pin_memory=self.is_card)
 
     def ms(self, work: Callable[[], Any], repeat: int = 5) -> float:
-        """Milliseconds on the device of what `work` queues there."""
+        """Returns the device milliseconds of the operations that `work` queues."""
         work()
         self.synchronize()
         if not self.is_card:
@@ -100,7 +104,7 @@ class Device:
 
 
 class Kernel:
-    """Work on the device that takes about this many milliseconds, and leaves memory and the host alone."""
+    """Work on the device that takes about this many milliseconds, and uses neither memory bandwidth nor the host."""
 
     def __init__(self, device: Device, milliseconds: float):
         self.matrix = torch.rand((2048, 2048) if device.is_card else (64, 64), device=device.kind)
@@ -116,7 +120,7 @@ class Kernel:
 
 
 def memcpy_rate(device: Device, nbytes: int, total: int = 1 << 30) -> float:
-    """GB/s of one thread from ordinary to pinned memory, in pieces of a batch."""
+    """Returns GB/s of copies by one thread from ordinary to pinned memory, in pieces as large as a batch."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), device.pinned(nbytes)
     target.copy_(source)
     rounds = max(3, total // nbytes)
@@ -127,6 +131,6 @@ def memcpy_rate(device: Device, nbytes: int, total: int = 1 << 30) -> float:
 
 
 def to_device_rate(device: Device, nbytes: int) -> float:
-    """GB/s of cudaMemcpyAsync from pinned memory to memory that the device has already: the limit of any copy."""
+    """Returns GB/s of cudaMemcpyAsync from pinned memory to allocated device memory: the limit of any copy."""
     source, target = device.pinned(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device.kind)
     return nbytes / device.ms(lambda: target.copy_(source, non_blocking=True)) / 1e6

@@ -1,10 +1,10 @@
-"""Compare rustloader's DataLoader with torch's: time and CPU time per batch, interleaved in one process.
+"""Compares rustloader's DataLoader with torch's: time and CPU time per batch, interleaved in one process.
 
 Each row is one kind of batch (rows.py). A sample costs next to nothing, so the rows measure the transport. In each
 round torch's loader and rustloader's run one epoch each, in turn. The figures are medians of the rounds, divided by the
 batches of an epoch, and a ratio is the median of the rounds' ratios, with its range. `wall` is the time from iter() to
-the end of the epoch, `CPU` the processor time of this process and of all workers in it. `floor` is torch with
-num_workers=0: no transport at all.
+the end of the epoch, `CPU` the processor time of this process and of all workers in that time. `floor` is torch with
+num_workers=0, which has no transport.
 
 Before a row is timed, its first batches through both loaders are compared: types, dtypes, shapes and values.
 Each timed epoch must deliver all its batches, the last ones equal on both sides, and all of rustloader's must
@@ -16,9 +16,9 @@ examples:
   python benches/compare.py --both --docs              both, into docs/performance-log.md and its chart
   python benches/compare.py --rows scalar,tokens --rounds 7
   python benches/compare.py --rows scalar --beside     torch in other settings, and the floors
-  python benches/compare.py --off RUSTLOADER_NUMPY_ARENA    rustloader without that, in the same rounds
+  python benches/compare.py --off RUSTLOADER_NUMPY_ARENA    also rustloader without that feature, in the same rounds
                                                              (--rounds: a multiple of 6, for each order of the sides)
-  python benches/compare.py --save before.json         ... change something ...
+  python benches/compare.py --save before.json         ... then change something ...
   python benches/compare.py --against before.json      the rows that became slower (exit status 3 if any did)
 """
 
@@ -68,7 +68,7 @@ def measure(name: str) -> None:
 
 
 def in_setting(row: Row, persistent: bool) -> None:
-    """All rounds of one row."""
+    """Measures all rounds of one row."""
     options, common = program.options, {"persistent_workers": persistent}
     shared: dict[str, Any] = {"dataset": row.dataset(program.options.quick), "quick": program.options.quick}
     both = {kind: loop(row, kind, **shared, **common) for kind in ("torch", "rustloader")}
@@ -89,18 +89,20 @@ def in_setting(row: Row, persistent: bool) -> None:
         size = nbytes(both["torch"].last)
         same_last(sides)
 
-    taken = program.interleave(sides, row.name, references=beside, after=check)
+    rounds = program.interleave(sides, row.name, references=beside, after=check)
     result: dict[str, Any] = {"persistent": persistent, "what": row.what, "bytes": size}
     for side, key in (("torch", "torch"), ("rustloader", "ours"), ("off", "off")):
-        if side in taken:
-            result |= {f"{key}_us": taken.median(side, "wall"), f"{key}_cpu_us": taken.median(side, "cpu")}
-            result[f"{key}_main_us"] = taken.median(side, "main")
-    ratios = {key: taken.ratios("torch", "rustloader", what) for key, what in (("ratio", "wall"), ("cpu_ratio", "cpu"))}
-    result |= {
-        "ratio": taken.ratio("torch", "rustloader", "wall"),
-        "cpu_ratio": taken.ratio("torch", "rustloader", "cpu"),
+        if side in rounds:
+            result |= {f"{key}_us": rounds.median(side, "wall"), f"{key}_cpu_us": rounds.median(side, "cpu")}
+            result[f"{key}_main_us"] = rounds.median(side, "main")
+    ratios = {
+        key: rounds.ratios("torch", "rustloader", what) for key, what in (("ratio", "wall"), ("cpu_ratio", "cpu"))
     }
-    result |= {f"{side}_us": taken.median(side, "wall") for side in beside}
+    result |= {
+        "ratio": rounds.ratio("torch", "rustloader", "wall"),
+        "cpu_ratio": rounds.ratio("torch", "rustloader", "cpu"),
+    }
+    result |= {f"{side}_us": rounds.median(side, "wall") for side in beside}
     if options.beside:
         workers = both["torch"].loader.num_workers
         if not persistent:
@@ -111,8 +113,8 @@ def in_setting(row: Row, persistent: bool) -> None:
     cells += [us(result["torch_cpu_us"]), us(result["ours_cpu_us"]), spread(ratios["cpu_ratio"], times)]
     cells += [us(result.get(key)) for key in ("floor_us", *(BESIDE if options.beside else ()))]
     if options.off:
-        cells += [spread(taken.ratios("off", "rustloader", what), times) for what in ("wall", "cpu")]
-    program.line(row.name, *cells, **result, rounds=taken)
+        cells += [spread(rounds.ratios("off", "rustloader", what), times) for what in ("wall", "cpu")]
+    program.line(row.name, *cells, **result, rounds=rounds)
 
 
 # Columns of --beside, by the key in a result.
@@ -128,7 +130,7 @@ BESIDE = {
 
 
 def by_row(results: list[dict[str, Any]]) -> dict[str, dict[bool, dict[str, Any]]]:
-    """The results of each row by its text and by whether the workers are persistent."""
+    """Groups results by the text of the row and by whether the workers are persistent."""
     rows: dict[str, dict[bool, dict[str, Any]]] = {}
     for result in results:
         rows.setdefault(result["what"], {})[result["persistent"]] = result
@@ -136,12 +138,12 @@ def by_row(results: list[dict[str, Any]]) -> dict[str, dict[bool, dict[str, Any]
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A line per row, for the documentation."""
+    """Returns a table with a line per row, for the documentation."""
     sides = ("torch", "rustloader", "ratio", "of CPU")
     lines = [report.head(["batch", *sides, *(f"{it}, persistent" for it in sides[:2]), *sides[2:]])]
-    for what, found in by_row(results).items():
+    for what, settings in by_row(results).items():
         cells = [what]
-        for it in (found.get(False), found.get(True)):
+        for it in (settings.get(False), settings.get(True)):
             times = [f"{us(it['torch_us'])} us", f"{us(it['ours_us'])} us"] if it else ["", ""]
             cells += [*times, *(f"{it[key]:.1f}x" if it else "" for key in ("ratio", "cpu_ratio"))]
         lines.append(report.line(cells))
@@ -149,40 +151,44 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def picture(results: list[dict[str, Any]]) -> str:
-    """How many times as fast as torch, on a logarithmic scale."""
+    """Draws how many times as fast as torch each row is, on a logarithmic scale."""
     groups = {
-        what: {name: found[k]["ratio"] for k, name in zip((False, True), SETTINGS, strict=True) if k in found}
-        for what, found in by_row(results).items()
+        what: {name: ratios[k]["ratio"] for k, name in zip((False, True), SETTINGS, strict=True) if k in ratios}
+        for what, ratios in by_row(results).items()
     }
     return bars("Batches per second, torch's DataLoader = 1", SETTINGS, groups, decades=True)
 
 
 def slower_than(before: list[dict[str, Any]]) -> list[str]:
-    """The rows that became slower by more than the tolerance.
+    """Returns the rows that became slower by more than the tolerance.
 
-    Ratios to torch are compared, not times: torch's time in the same run stands for the machine's speed.
+    Ratios to torch are compared, not times: torch's time in the same run represents the machine's speed.
     """
     known = {(old["row"], old["persistent"]): old for old in before}
-    found = []
+    slower = []
     for new in program.results:
         old = known.get((new["row"], new["persistent"]), new)
         for title, ratio, absolute in (("wall", "ratio", "ours_us"), ("CPU", "cpu_ratio", "ours_cpu_us")):
             if (loss := (old[ratio] / new[ratio] - 1) * 100) > TOLERANCE:
-                found.append(
+                slower.append(
                     f"{new['row']}: {title} slower by {loss:.0f} %: ratio to torch {old[ratio]:.1f} -> "
                     f"{new[ratio]:.1f}, {old[absolute]:,.1f} -> {new[absolute]:,.1f} us per batch"
                 )
-    return found
+    return slower
 
 
 def main() -> int:
     add = program.option
-    add("--persistent", action="store_true", help="persistent workers (default: started each epoch)")
-    add("--both", action="store_true", help="workers started each epoch, and persistent ones")
-    add("--quick", action="store_true", help="a tenth of the batches: a first look, no figures to quote")
-    add("--beside", action="store_true", help="torch with file_system sharing and with persistent workers; floors")
-    add("--off", metavar="VARIABLE", help="rustloader with this variable at 0 as well, and the difference")
-    add("--docs", action="store_true", help="write the table into docs/performance-log.md, and its chart beside it")
+    add("--persistent", action="store_true", help="use persistent workers (default: started each epoch)")
+    add("--both", action="store_true", help="measure workers started each epoch, and persistent ones")
+    add("--quick", action="store_true", help="measure a tenth of the batches: a first look, without figures to quote")
+    add(
+        "--beside",
+        action="store_true",
+        help="also measure torch with file_system sharing and persistent workers, and floors",
+    )
+    add("--off", metavar="VARIABLE", help="also measure rustloader with this variable at 0, and show the difference")
+    add("--docs", action="store_true", help="write the table into docs/performance-log.md, and its chart next to it")
     add("--against", type=Path, metavar="FILE", help="compare with results that --save has written")
     options = program.parse()
     before = json.loads(options.against.read_text())["results"] if options.against else None

@@ -1,8 +1,8 @@
-"""How long JPEG files of three sizes take until they are 224 x 224 pixels, with Pillow and with faster ways.
+"""Measures how long JPEG files of three sizes take to become 224 x 224 pixels, with Pillow and with faster methods.
 
 Each side starts with the bytes of a file and ends with a uint8 array of 224 x 224 x 3. The files are synthetic: coarse
-noise, smoothed like photographs, with a little fine noise on it, quality 90. A side whose library is not installed is
-left out. The factors are medians of the rounds' ratios to "Pillow", which decodes the whole image and resizes it.
+noise, smooth like photographs, plus a little fine noise, at quality 90. A side whose library is not installed is left
+out. The factors are medians of the rounds' ratios to "Pillow", which decodes the whole image and resizes it.
 
 examples:
   python benches/decoding.py                    all sizes
@@ -82,18 +82,18 @@ OTHERS = {"simplejpeg, scaled": with_simplejpeg, "torchvision.io": with_torchvis
 
 
 def sides() -> dict[str, Decode]:
-    """What is installed, by name."""
-    found: dict[str, Decode] = {"Pillow": pillow, "Pillow, draft": draft}
+    """Returns the sides whose libraries are installed, by name."""
+    decoders: dict[str, Decode] = {"Pillow": pillow, "Pillow, draft": draft}
     for name, make in OTHERS.items():
         try:
-            found[name] = make()
+            decoders[name] = make()
         except (ImportError, AttributeError, RuntimeError) as error:
             print(f"without {name}: {error}")
-    return found
+    return decoders
 
 
 def files(size: tuple[int, int], count: int) -> list[bytes]:
-    """JPEG files of a width and height."""
+    """Returns JPEG files of a width and height."""
     random, made = np.random.default_rng(0), []
     for _ in range(count):
         coarse = Image.fromarray(random.integers(256, size=(16, 20, 3), dtype=np.uint8))
@@ -106,30 +106,30 @@ def files(size: tuple[int, int], count: int) -> list[bytes]:
 
 
 def seconds(decode: Decode, images: list[bytes]) -> float:
-    """Seconds for an image."""
+    """Returns the seconds per image."""
     begin = time.perf_counter()
     for image in images:
         decode(image)
     return (time.perf_counter() - begin) / len(images)
 
 
-def check(name: str, image: Any, wanted: np.ndarray) -> None:
-    """Raises Failure unless a side makes about the same picture as Pillow."""
-    if image.shape != wanted.shape or image.dtype != np.uint8:
+def check(name: str, image: Any, expected: np.ndarray) -> None:
+    """Raises Failure unless a side produces about the same image as Pillow."""
+    if image.shape != expected.shape or image.dtype != np.uint8:
         raise Failure(f"{name} made {image.dtype} {image.shape}")
-    if (apart := np.abs(image.astype(int) - wanted).mean()) > 8:
+    if (apart := np.abs(image.astype(int) - expected).mean()) > 8:
         raise Failure(f"{name} made another picture: {apart:.1f} levels apart on average")
 
 
 def measure(row: str) -> None:
-    """A line of the table."""
+    """Returns a line of the table."""
     images = files(SIZES[row], program.options.files)
     for name, decode in DECODERS.items():
         check(name, decode(images[0]), pillow(images[0]))
-    taken = program.interleave({name: partial(seconds, decode, images) for name, decode in DECODERS.items()}, row)
-    ratios = {name: taken.ratios("Pillow", name) for name in DECODERS if name != "Pillow"}
-    cells = [spread(found, times) for found in ratios.values()]
-    program.line(row, row.replace("x", " x "), f"{taken.median('Pillow') * 1e3:.1f} ms", *cells, rounds=taken)
+    rounds = program.interleave({name: partial(seconds, decode, images) for name, decode in DECODERS.items()}, row)
+    ratios = {name: rounds.ratios("Pillow", name) for name in DECODERS if name != "Pillow"}
+    cells = [spread(factors, times) for factors in ratios.values()]
+    program.line(row, row.replace("x", " x "), f"{rounds.median('Pillow') * 1e3:.1f} ms", *cells, rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Pictures as SVG."""
+"""Charts as SVG."""
 
 import math
 
 
 class Drawing:
-    """Shapes on white."""
+    """A drawing on a white background."""
 
     def __init__(self) -> None:
         self._shapes: list[str] = []
@@ -17,7 +17,7 @@ class Drawing:
         self._shapes.append(f"<rect {shape}/>")
 
     def legend(self, colors: dict[str, str], step: float) -> None:
-        """Below the title."""
+        """Draws the legend below the title."""
         for k, (name, color) in enumerate(colors.items()):
             self.rect(16 + step * k, 36, 12, 12, color)
             self.text(34 + step * k, 47, name)
@@ -26,20 +26,20 @@ class Drawing:
         self._shapes.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="{top:.0f}" y2="{bottom:.0f}" stroke="{color}"/>')
 
     def svg(self, width: float, height: float) -> str:
-        """The file."""
+        """Returns the text of the file."""
         head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         head += 'font-family="sans-serif" font-size="14">'
         return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *self._shapes, "</svg>"]) + "\n"
 
 
 def bars(title: str, colors: dict[str, str], groups: dict[str, dict[str, float]], decades: bool = False) -> str:
-    """Horizontal bars in groups.
+    """Draws horizontal bars in groups.
 
     Args:
         title: the headline.
-        colors: of the bars of a group, by name.
-        groups: by headline, the values by name. Some may be missing.
-        decades: a logarithmic scale whose bars begin at 1; otherwise one that begins at 0.
+        colors: the colors of the bars of a group, by name.
+        groups: for each headline, the values by name. Some may be missing.
+        decades: whether the scale is logarithmic, with bars from 1; otherwise it is linear, from 0.
     """
     # Narrow, with the name of each group above its bars: readable on a phone.
     left, width, top, step = 16, 420, 76, 20 + 16 * len(colors)
@@ -59,7 +59,7 @@ def bars(title: str, colors: dict[str, str], groups: dict[str, dict[str, float]]
         picture.line(x(10.0**decade), top - 14, bottom + 6, "#dddddd" if decade else "#222222")
         picture.text(x(10.0**decade), bottom + 22, f"{10.0**decade:g}x", 'text-anchor="middle"')
     for k, (name, group) in enumerate(groups.items()):
-        # A white edge, so that the lines of the scale do not cross the letters.
+        # A white outline keeps the lines of the scale from crossing the letters.
         picture.text(left, top + step * k + 6, name, 'stroke="#ffffff" stroke-width="4" paint-order="stroke"')
         for j, (which, color) in enumerate(colors.items()):
             if which in group:

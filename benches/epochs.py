@@ -1,4 +1,4 @@
-"""Epochs of a loader, timed and checked."""
+"""Timed and checked epochs of a loader."""
 
 import gc
 import itertools
@@ -24,12 +24,12 @@ SHARING = torch.multiprocessing.get_sharing_strategy()
 
 
 def cpu_seconds(loader: Any) -> float:
-    """Processor time of this process, of the children it has reaped, and of the loader's workers."""
+    """Returns the processor time of this process, of the children that it has reaped, and of the loader's workers."""
     return machine.cpu_seconds(worker.pid for worker in living_workers(loader))
 
 
 def living_workers(loader: Any) -> list[Any]:
-    """The live processes of a loader. A peer's loader does not list them: all children that have not ended."""
+    """Returns the live workers of a loader. For a peer's loader, which has no list, all live children count."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return multiprocessing.active_children()
     return loader._iterator._workers if loader.persistent_workers and loader._iterator is not None else []
@@ -37,16 +37,16 @@ def living_workers(loader: Any) -> list[Any]:
 
 @dataclass
 class Loop:
-    """A loop over a loader. A call runs the epochs of a round.
+    """A loop over a loader. Each call runs the epochs of a round.
 
     Attributes:
         loader: the loader.
-        batches: of an epoch. Each epoch must deliver all of them.
-        from_engine: whether all of them must come from the Rust engine; otherwise none may.
-        epochs: of a round.
+        batches: the number of batches of an epoch. Each epoch must deliver all of them.
+        from_engine: whether all batches must come from the Rust engine; otherwise none may.
+        epochs: the epochs of a round.
         to_first: whether the wall time ends with the first batch.
         sharing: how torch's loader shares memory: "file_descriptor" or "file_system".
-        off: a variable that is 0 meanwhile.
+        off: an environment variable that is set to 0 during the epochs.
         last: the last batch.
     """
 
@@ -60,8 +60,8 @@ class Loop:
     last: Any = None
 
     def __call__(self) -> dict[str, float]:
-        """Microseconds per batch, or to the first one: of the clock, of the processor time of all processes, and of
-        that of this thread, which holds the GIL for no longer."""
+        """Returns microseconds per batch, or to the first batch: wall time, processor time of all processes, and
+        processor time of this thread, which is an upper bound of the time with the GIL."""
         gc.collect()
         torch.multiprocessing.set_sharing_strategy(self.sharing)
         if self.off:
@@ -89,14 +89,14 @@ class Loop:
 
 
 def loop(row: Row, kind: str, dataset: Samples | None = None, quick: bool = False, **arguments: Any) -> Loop:
-    """The loop over a row.
+    """Returns the loop over a row.
 
     Args:
-        row: what the batches are.
+        row: the kind of batch.
         kind: "torch" or "rustloader".
-        dataset: of the row, if several loops share one.
-        quick: a tenth of the batches.
-        arguments: of the loader, beside and above the row's; ``sharing`` and ``off`` are the loop's.
+        dataset: the dataset of the row, if several loops share one.
+        quick: whether an epoch has only a tenth of its batches.
+        arguments: arguments of the loader, which override the row's; ``sharing`` and ``off`` are those of the loop.
     """
     own = {name: arguments.pop(name) for name in ("sharing", "off") if name in arguments}
     if arguments.get("num_workers") == 0:
@@ -112,7 +112,7 @@ def loop(row: Row, kind: str, dataset: Samples | None = None, quick: bool = Fals
 
 
 def difference(one: Any, other: Any) -> str | None:
-    """Where and how two batches differ; None if they are equal."""
+    """Describes where and how two batches differ; None if they are equal."""
     for a, b in itertools.zip_longest(leaves(one), leaves(other)):
         if a is None or b is None or a[:2] != b[:2]:
             return f"{a and a[:2]} and {b and b[:2]}"
@@ -124,11 +124,11 @@ def difference(one: Any, other: Any) -> str | None:
 
 
 def same_last(loops: dict[str, Loop]) -> None:
-    """Compares the last batches of loops with that of the first one, and drops them."""
-    (first, wanted), *others = ((name, it.last) for name, it in loops.items())
+    """Compares the last batches of loops with that of the first loop, and drops them."""
+    (first, expected), *others = ((name, it.last) for name, it in loops.items())
     for name, last in others:
-        if found := difference(wanted, last):
-            raise Failure(f"the last batch differs between {first} and {name}: {found}")
+        if problem := difference(expected, last):
+            raise Failure(f"the last batch differs between {first} and {name}: {problem}")
     for it in loops.values():
         it.last = None
 
@@ -137,5 +137,5 @@ def same_first(loops: dict[str, Loop], count: int = 4) -> None:
     """Compares the first batches of two loops."""
     one, other = (it.loader for it in loops.values())
     for number, pair in enumerate(itertools.islice(zip(one, other, strict=True), count)):
-        if found := difference(*pair):
-            raise Failure(f"batch {number} differs between {' and '.join(loops)}: {found}")
+        if problem := difference(*pair):
+            raise Failure(f"batch {number} differs between {' and '.join(loops)}: {problem}")

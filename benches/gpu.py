@@ -1,19 +1,19 @@
-"""Compare pinned batches of rustloader's DataLoader with torch's, on a machine with a CUDA device.
+"""Compares pinned batches of rustloader's DataLoader with torch's, on a machine with a CUDA device.
 
 For each row of compare.py that has tensors, with persistent workers and after one epoch to warm up, medians of rounds:
 
-rate     batches per second that arrive in pinned memory while nothing else is done, and GB/s of their tensors. `memcpy`
-         is what one thread copies from ordinary to pinned memory: the limit of one pin thread.
-GIL      microseconds per batch for which the interpreter was not free. A Python thread counts while the loader runs;
-         the share is what it counts less than alone. It includes what the calling thread itself does in next().
+rate     batches per second that arrive in pinned memory while nothing else runs, and GB/s of their tensors. `memcpy`
+         is the rate at which one thread copies from ordinary to pinned memory: the limit of one pin thread.
+GIL      microseconds per batch for which the GIL was not free. A Python thread counts up while the loader runs; the
+         figure is the time by which its count falls short of a count alone. It includes the work of the calling thread
+         in next().
 step     milliseconds per batch of a training loop that copies to the device with non_blocking=True and computes there
          for about as long as the copy takes. `bound` is the longest of the parts alone (loader, copy, kernel): if
          `step` is near it, they overlap.
 
 The last batches of both loaders are compared. `--trace FILE` writes a profile of rustloader's training loop.
 
-It needs a CUDA device. With --device cpu it runs as a whole where there is none, pins nothing, and its figures mean
-nothing.
+It needs a CUDA device. With --device cpu it runs completely without one, pins nothing, and its figures mean nothing.
 """
 
 import threading
@@ -34,7 +34,7 @@ from rustloader.tools.harness.rounds import Failure, spread
 
 
 def epoch(loader: torch.utils.data.DataLoader) -> tuple[float, int, Any]:
-    """Seconds, batches, and the last batch."""
+    """Returns the seconds of an epoch, its number of batches, and the last batch."""
     count, batch, start = 0, None, time.perf_counter()
     for batch in loader:  # noqa: B007 (the last one is returned)
         count += 1
@@ -42,7 +42,7 @@ def epoch(loader: torch.utils.data.DataLoader) -> tuple[float, int, Any]:
 
 
 def gil_us(loader: torch.utils.data.DataLoader) -> float:
-    """Microseconds per batch for which a thread that wants to count could not."""
+    """Returns microseconds per batch for which a thread that counts had to wait for the GIL."""
     counted, stop = [0], threading.Event()
 
     def count() -> None:
@@ -66,7 +66,7 @@ def gil_us(loader: torch.utils.data.DataLoader) -> float:
 
 
 def step_ms(loader: torch.utils.data.DataLoader, kernel: Kernel) -> float:
-    """Milliseconds per batch of a loop that copies on one stream and computes on another, one batch behind."""
+    """Returns milliseconds per batch of a loop that copies on one stream, and computes on another one batch later."""
     if device.is_card:
         copying, computing = torch.cuda.Stream(), torch.cuda.current_stream()
     device.synchronize()
@@ -88,8 +88,8 @@ def measure(name: str) -> None:
     options, batches = program.options, BY_NAME[name].count(program.options.quick)
     loaders = {kind: loader_of(name, of, True, options) for kind, of in KINDS.items()}
     last = {kind: epoch(loader)[2] for kind, loader in loaders.items()}
-    if found := difference(last["torch"], last["rustloader"]):
-        raise Failure(f"the last batch differs between torch and rustloader: {found}")
+    if problem := difference(last["torch"], last["rustloader"]):
+        raise Failure(f"the last batch differs between torch and rustloader: {problem}")
     example = tensors(last["rustloader"])
     if device.is_card and not all(tensor.is_pinned() for tensor in example if tensor.numel()):
         raise Failure("a tensor is not pinned")
@@ -101,21 +101,21 @@ def measure(name: str) -> None:
     def timed(kind: str) -> dict[str, float]:
         delivered = rustloader.engine_batches()
         rate = batches / epoch(loaders[kind])[0]
-        found = {"rate": rate, "gil": gil_us(loaders[kind]), "step": step_ms(loaders[kind], kernel)}
+        figures = {"rate": rate, "gil": gil_us(loaders[kind]), "step": step_ms(loaders[kind], kernel)}
         delivered = rustloader.engine_batches() - delivered
         if delivered != (3 * batches if kind == "rustloader" else 0):
             raise Failure(f"{kind}: {delivered} batches came from the Rust engine")
-        return found
+        return figures
 
-    taken = program.interleave({kind: lambda kind=kind: timed(kind) for kind in loaders}, name)
+    rounds = program.interleave({kind: lambda kind=kind: timed(kind) for kind in loaders}, name)
     trace(options, name, lambda: step_ms(loaders["rustloader"], kernel))
-    ratio = spread(taken.ratios("rustloader", "torch", "rate"), times)
+    ratio = spread(rounds.ratios("rustloader", "torch", "rate"), times)
     for kind in loaders:
-        rate = taken.median(kind, "rate")
-        parts = [taken.median(kind, "step"), max(1e3 / rate, copy_ms, kernel.ms), copy_ms, kernel.ms]
-        cells = [f"{rate:,.0f}", f"{rate * nbytes / 1e9:.2f}", f"{limit:.2f}", us(taken.median(kind, "gil"))]
+        rate = rounds.median(kind, "rate")
+        parts = [rounds.median(kind, "step"), max(1e3 / rate, copy_ms, kernel.ms), copy_ms, kernel.ms]
+        cells = [f"{rate:,.0f}", f"{rate * nbytes / 1e9:.2f}", f"{limit:.2f}", us(rounds.median(kind, "gil"))]
         cells += [*(f"{part:.3f}" for part in parts), ratio if kind == "rustloader" else ""]
-        program.line(name, name, kind, *cells, side=kind, rounds=taken[kind], nbytes=nbytes, memcpy=limit, ms=parts)
+        program.line(name, name, kind, *cells, side=kind, rounds=rounds[kind], nbytes=nbytes, memcpy=limit, ms=parts)
     for loader in loaders.values():
         loader._iterator._shutdown_workers()
 

@@ -1,4 +1,4 @@
-"""How the time of a batch grows with workers, prefetching, leaves and bytes: `make compare KIND=growth`.
+"""Measures how the time of a batch grows with workers, prefetching, leaves and bytes: `make compare KIND=growth`.
 
 Workers are persistent. After one epoch to warm up, torch's loader and rustloader's run in turn; the figures are
 microseconds per batch, medians of the rounds.
@@ -22,7 +22,7 @@ from rustloader.tools.probe.leaves import nbytes
 
 
 class Whole(torch.utils.data.Dataset):
-    """Takes whole index batches."""
+    """A dataset that takes whole index batches."""
 
     def __init__(self, length: int):
         self.length = length
@@ -36,12 +36,12 @@ class Whole(torch.utils.data.Dataset):
 
 @dataclass(frozen=True)
 class Point:
-    """A loader at one place of a curve."""
+    """A point of a curve: the settings of a loader."""
 
     name: str
     row: Row
     options: dict[str, Any]
-    # Without torch's loader, where that takes minutes.
+    # Without torch's loader, which would take minutes.
     alone: bool = False
     dataset: Any = None
 
@@ -91,19 +91,21 @@ def measure(curve: str) -> None:
         sides: dict[str, Loop] = {kind: loop(point.row, kind, **arguments) for kind in kinds}
         for side in sides.values():
             side()
-        taken = program.interleave(sides, f"{curve} {point.name}")
+        rounds = program.interleave(sides, f"{curve} {point.name}")
         size = nbytes(sides["rustloader"].last)
         copy = floors.copy_of(size) * 1e6 if size else None
-        times = [spread(taken.of(side, "wall"), us) if side in taken else "-" for side in ("torch", "rustloader")]
-        cpu = us(taken.median("rustloader", "cpu"))
-        program.line(curve, point.name, *times, cpu, us(copy), point=point.name, bytes=size, copy_us=copy, rounds=taken)
+        times = [spread(rounds.of(side, "wall"), us) if side in rounds else "-" for side in ("torch", "rustloader")]
+        cpu = us(rounds.median("rustloader", "cpu"))
+        program.line(
+            curve, point.name, *times, cpu, us(copy), point=point.name, bytes=size, copy_us=copy, rounds=rounds
+        )
     if curve == "idle":
         waiting = idle()
         program.line(curve, "", "", "", us(waiting), "", idle_us_per_s=waiting)
 
 
 def idle(seconds: float = 3.0) -> float:
-    """Processor time per second of main and two workers that wait, in microseconds."""
+    """Returns the processor time of the main process and two workers that wait, in microseconds per second."""
     loader = rustloader.DataLoader(range(8), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
     list(loader)
     before = cpu_seconds(loader)

@@ -1,10 +1,11 @@
-"""Peak memory of two epochs through torch's loader and through rustloader's: `make compare KIND=memory`.
+"""Measures the peak memory of two epochs through torch's loader and through rustloader's: `make compare KIND=memory`.
 
 Each measurement is a new process in its own memory cgroup, so everything counts: private memory of all processes, and
-shared memory, mapped or not. What the process had before the first iter() is subtracted. Needs the right to create a
-cgroup. Without --step the loop takes each batch at once, and a loader that is slower than the loop never holds all
-the batches that it may prefetch. Last comes what two epochs leave behind after 12 s, and two more when their loader
-is gone; with --peaks this is left out. With --off, rustloader is also measured with that variable at 0.
+shared memory, mapped or not. The memory of the process before the first iter() is subtracted. The program needs
+permission to create a cgroup. Without --step the loop takes each batch at once, and a loader that is slower than the
+loop never holds all the batches that it may prefetch. The last tables show the memory that remains 12 s after two
+epochs, and when the loader of two more epochs is gone; --peaks leaves them out. With --off, rustloader is also measured
+with that variable at 0.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from rustloader.tools.harness.program import Program
 from rustloader.tools.harness.rounds import Rounds, spread
 
 # Seconds after which pages that wait for the next epoch should be gone.
-LEFT_AFTER = 12
+REMAINING_AFTER = 12
 
 
 class Cgroup:
@@ -40,15 +41,15 @@ class Cgroup:
         self.path.mkdir()
 
     def enter(self) -> None:
-        """Moves the calling process into it; memory that it touches from then on counts."""
+        """Moves the calling process into the cgroup; memory that the process touches from then on counts."""
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
     def used(self) -> int:
-        """Current bytes."""
+        """Returns the current bytes."""
         return int((self.path / ("memory.usage_in_bytes" if self.is_v1 else "memory.current")).read_text())
 
     def peak(self) -> int:
-        """Peak bytes."""
+        """Returns the peak bytes."""
         return int((self.path / ("memory.max_usage_in_bytes" if self.is_v1 else "memory.peak")).read_text())
 
     def remove(self) -> None:
@@ -57,7 +58,7 @@ class Cgroup:
 
 
 class Ragged(torch.utils.data.IterableDataset):
-    """Batches of 1 to 64 images, by a fixed sequence."""
+    """Batches of 1 to 64 images, in a fixed sequence of sizes."""
 
     def __init__(self, batches: int):
         self.batches = batches
@@ -80,7 +81,7 @@ class Case:
     keeps_labels: bool = False
 
 
-def of(samples: Callable[[], list[Any]], batches: int) -> Callable[[], Any]:
+def cycled(samples: Callable[[], list[Any]], batches: int) -> Callable[[], Any]:
     return lambda: Samples(samples(), batches * 64)
 
 
@@ -93,13 +94,13 @@ def arrays() -> list[Any]:
 
 
 CASES = {
-    "u8-2": Case("u8 images, 2 workers", of(images_u8, 100), 64, 2),
-    "u8-8": Case("u8 images, 8 workers", of(images_u8, 100), 64, 8),
-    "f32-2": Case("f32 images, 2 workers", of(images_f32, 60), 64, 2),
-    "f32-8": Case("f32 images, 8 workers", of(images_f32, 60), 64, 8),
+    "u8-2": Case("u8 images, 2 workers", cycled(images_u8, 100), 64, 2),
+    "u8-8": Case("u8 images, 8 workers", cycled(images_u8, 100), 64, 8),
+    "f32-2": Case("f32 images, 2 workers", cycled(images_f32, 60), 64, 2),
+    "f32-8": Case("f32 images, 8 workers", cycled(images_f32, 60), 64, 8),
     "ragged-2": Case("ragged f32 images, 2 workers", lambda: Ragged(100), None, 2),
     "ragged-8": Case("ragged f32 images, 8 workers", lambda: Ragged(100), None, 8),
-    "labels-2": Case("f32 images, labels kept, 2 workers", of(images_f32, 60), 64, 2, keeps_labels=True),
+    "labels-2": Case("f32 images, labels kept, 2 workers", cycled(images_f32, 60), 64, 2, keeps_labels=True),
     "numpy-u8-2": Case("fresh NumPy u8 images, 2 workers", lambda: Samples(images_numpy(), 100 * 64, copied), 64, 2),
     "numpy-2": Case("fresh NumPy arrays of 16 MB, 2 workers", lambda: Samples(arrays(), 150, copied), None, 2),
     "numpy-8": Case("fresh NumPy arrays of 16 MB, 8 workers", lambda: Samples(arrays(), 150, copied), None, 8),
@@ -123,10 +124,10 @@ def peak_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> dict[
     return {"peak": group.peak()}
 
 
-def left_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> dict[str, int]:
-    """Bytes some seconds after an epoch, and at once when the loader of another one is gone."""
+def remaining_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> dict[str, int]:
+    """Returns the bytes some seconds after an epoch, and immediately after the loader of another epoch is gone."""
     use(case, loaders[0], step)
-    time.sleep(LEFT_AFTER)
+    time.sleep(REMAINING_AFTER)
     late = group.used()
     use(case, loaders[0], step)
     loaders.clear()
@@ -138,7 +139,7 @@ Measure = Callable[[Case, list[Any], float, Cgroup], dict[str, int]]
 
 
 def measure(case: Case, kind: str, off: str | None, what: Measure) -> dict[str, float]:
-    """MiB above the level before, in a new process."""
+    """Returns MiB above the level before, measured in a new process."""
     group = Cgroup()
 
     def body() -> dict[str, float]:
@@ -157,7 +158,7 @@ def measure(case: Case, kind: str, off: str | None, what: Measure) -> dict[str, 
 
 
 def rounds_of(name: str, what: Measure) -> Rounds:
-    """What each side took in each round."""
+    """Returns the memory of each side in each round."""
     sides = {kind: lambda kind=kind: measure(CASES[name], kind, None, what) for kind in KINDS}
     if off := program.options.off:
         sides["off"] = lambda: measure(CASES[name], "rustloader", off, what)
@@ -165,31 +166,31 @@ def rounds_of(name: str, what: Measure) -> Rounds:
 
 
 def peaks(name: str) -> None:
-    taken = rounds_of(name, peak_of)
-    cells = [spread(taken.of(side, "peak"), "{:,.0f}".format) for side in taken]
-    ratios = [spread(taken.ratios(side, "torch", "peak"), "{:.2f}".format) for side in taken if side != "torch"]
-    program.line(name, CASES[name].name, *cells, *ratios, what="peak", rounds=taken)
+    rounds = rounds_of(name, peak_of)
+    cells = [spread(rounds.of(side, "peak"), "{:,.0f}".format) for side in rounds]
+    ratios = [spread(rounds.ratios(side, "torch", "peak"), "{:.2f}".format) for side in rounds if side != "torch"]
+    program.line(name, CASES[name].name, *cells, *ratios, what="peak", rounds=rounds)
 
 
-def left(name: str) -> None:
-    taken = rounds_of(name, left_of)
-    cells = [spread(taken.of(side, key), "{:,.1f}".format) for key in ("late", "gone") for side in taken]
-    program.line(name, CASES[name].name, *cells, what="left", rounds=taken)
+def remaining(name: str) -> None:
+    rounds = rounds_of(name, remaining_of)
+    cells = [spread(rounds.of(side, key), "{:,.1f}".format) for key in ("late", "gone") for side in rounds]
+    program.line(name, CASES[name].name, *cells, what="left", rounds=rounds)
 
 
 def tables() -> int:
-    """All peaks, then all that is left."""
+    """Prints all peaks, then all memory that remains."""
     sides = [*KINDS, *([f"{program.options.off}=0"] if program.options.off else [])]
     status = program.run(peaks, ["peak memory in MiB", *sides, *(f"{side} / torch" for side in sides[1:])])
     if not program.options.peaks:
-        heads = [f"{side}, {when}" for when in (f"after {LEFT_AFTER} s", "without the loader") for side in sides]
-        status |= program.run(left, ["memory left behind in MiB", *heads])
+        heads = [f"{side}, {when}" for when in (f"after {REMAINING_AFTER} s", "without the loader") for side in sides]
+        status |= program.run(remaining, ["remaining memory in MiB", *heads])
     return status
 
 
 program = Program(__doc__, list(CASES), rounds=3)
-program.option("--step", type=float, default=0.0, metavar="SECONDS", help="for which the loop keeps each batch")
-program.option("--off", metavar="VARIABLE", help="rustloader with this variable at 0 as well")
+program.option("--step", type=float, default=0.0, metavar="SECONDS", help="time for which the loop keeps each batch")
+program.option("--off", metavar="VARIABLE", help="also measure rustloader with this variable at 0")
 program.option("--peaks", action="store_true", help="measure only the peaks")
 
 if __name__ == "__main__":
@@ -197,6 +198,6 @@ if __name__ == "__main__":
     try:
         Cgroup().remove()
     except OSError as error:
-        print(f"no memory cgroup can be made, which this needs: {error}", file=sys.stderr)
+        print(f"cannot make a memory cgroup, which this program needs: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(tables())

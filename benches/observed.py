@@ -1,8 +1,8 @@
-"""What a trace and metrics cost: `make compare KIND=observed`.
+"""Measures the cost of a trace and of metrics: `make compare KIND=observed`.
 
-Each round runs epochs for about --seconds without either, with `rustloader.trace`, and with `serve_metrics`, which is
-scraped once a second. The two columns are the rate with it over the rate without. A trace is written after the epochs,
-and that does not count: the program has ended its work by then.
+Each round runs epochs for about --seconds without either, with `rustloader.trace`, and with `serve_metrics`, scraped
+once a second. The two columns are the rate with a trace or with metrics, divided by the rate without. The time to write
+the trace file after the epochs does not count.
 """
 
 import contextlib
@@ -56,25 +56,25 @@ OBSERVERS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 }
 
 
-def microseconds(of: Loop, observer: str) -> float:
-    """Wall time per batch."""
+def microseconds(side_loop: Loop, observer: str) -> float:
+    """Returns the wall time per batch."""
     with OBSERVERS[observer]():
-        return of()["wall"]
+        return side_loop()["wall"]
 
 
 def measure(name: str) -> None:
     row = BY_NAME[name]
-    of = loop(row, "rustloader", persistent_workers=True)
-    of()
-    of.epochs = math.ceil(program.options.seconds * 1e6 / (of()["wall"] * of.batches))
-    taken = program.interleave({side: lambda side=side: microseconds(of, side) for side in OBSERVERS}, name)
-    rates = {side: taken.ratios("off", side) for side in ("trace", "metrics")}
+    side_loop = loop(row, "rustloader", persistent_workers=True)
+    side_loop()
+    side_loop.epochs = math.ceil(program.options.seconds * 1e6 / (side_loop()["wall"] * side_loop.batches))
+    rounds = program.interleave({side: lambda side=side: microseconds(side_loop, side) for side in OBSERVERS}, name)
+    rates = {side: rounds.ratios("off", side) for side in ("trace", "metrics")}
     cells = [spread(ratios, "{:.3f}".format) for ratios in rates.values()]
-    program.line(name, row.what, us(taken.median("off")), *cells, rounds=taken)
+    program.line(name, row.what, us(rounds.median("off")), *cells, rounds=rounds)
 
 
 program = Program(__doc__, [row.name for row in ROWS if not row.to_first], rounds=9)
-program.option("--seconds", type=float, default=2.0, help="of each measurement (default: %(default)g)")
+program.option("--seconds", type=float, default=2.0, help="duration of each measurement (default: %(default)g)")
 
 if __name__ == "__main__":
     main(program, measure, "batch", "time per batch", "rate with a trace", "with metrics")

@@ -1,7 +1,7 @@
-"""Draw a profile of to_device.py or gpu.py as a picture: what the device copied and computed, by stream.
+"""Draws a profile of to_device.py or gpu.py: the copies and kernels of the device, by stream.
 
 `to_device.py --rows images_f32 --trace out` writes the profile, `overlap.py out.images_f32.json docs/overlap.svg` draws
-the last --ms milliseconds of it. Each stream has a line. Copies that run beside kernels lie below or above them.
+the last --ms milliseconds of it. Each stream has a line. Copies that overlap with kernels are below or above them.
 """
 
 import argparse
@@ -16,7 +16,7 @@ COLORS = {"copy to the device": "#e0862f", "other copies": "#c9b79c", "kernel": 
 
 
 class Piece(NamedTuple):
-    """Work of the device. Times are in milliseconds."""
+    """A copy or kernel of the device. Times are in milliseconds."""
 
     stream: int
     kind: str
@@ -25,8 +25,8 @@ class Piece(NamedTuple):
 
 
 def pieces(trace: dict[str, Any]) -> list[Piece]:
-    """The copies and kernels of a Chrome trace that torch.profiler has written, in order of time."""
-    found = []
+    """Returns the copies and kernels of a Chrome trace that torch.profiler has written, in order of time."""
+    device_work = []
     for event in trace.get("traceEvents", []):
         category = event.get("cat")
         if event.get("ph") != "X" or category not in ("gpu_memcpy", "gpu_memset", "kernel"):
@@ -34,40 +34,40 @@ def pieces(trace: dict[str, Any]) -> list[Piece]:
         is_to_device = "HtoD" in event["name"]
         kind = "kernel" if category == "kernel" else "copy to the device" if is_to_device else "other copies"
         begin, stream = event["ts"] / 1e3, int(event.get("args", {}).get("stream", event.get("tid", 0)))
-        found.append(Piece(stream, kind, begin, begin + event["dur"] / 1e3))
-    return sorted(found, key=lambda it: it.begin)
+        device_work.append(Piece(stream, kind, begin, begin + event["dur"] / 1e3))
+    return sorted(device_work, key=lambda it: it.begin)
 
 
-def merged(of: list[Piece]) -> list[tuple[float, float]]:
-    """The times in which at least one piece runs."""
-    found: list[tuple[float, float]] = []
-    for piece in sorted(of, key=lambda it: it.begin):
-        if found and piece.begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], piece.end)
+def merged(work: list[Piece]) -> list[tuple[float, float]]:
+    """Returns the intervals in which at least one piece runs."""
+    intervals: list[tuple[float, float]] = []
+    for piece in sorted(work, key=lambda it: it.begin):
+        if intervals and piece.begin <= intervals[-1][1]:
+            intervals[-1] = intervals[-1][0], max(intervals[-1][1], piece.end)
         else:
-            found.append((piece.begin, piece.end))
-    return found
+            intervals.append((piece.begin, piece.end))
+    return intervals
 
 
-def overlap(of: list[Piece]) -> float:
-    """The share of the time of copies to the device in which a kernel ran, too."""
-    copies = merged([it for it in of if it.kind == "copy to the device"])
-    kernels = merged([it for it in of if it.kind == "kernel"])
+def overlap(work: list[Piece]) -> float:
+    """Returns the share of the time of copies to the device in which a kernel also ran."""
+    copies = merged([it for it in work if it.kind == "copy to the device"])
+    kernels = merged([it for it in work if it.kind == "kernel"])
     both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in copies for c, d in kernels)
     total = sum(end - begin for begin, end in copies)
     return both / total if total else 0.0
 
 
-def picture(of: list[Piece], milliseconds: float) -> str:
-    """The last milliseconds as SVG, a line for each stream."""
-    end = max(it.end for it in of)
-    begin = max(min(it.begin for it in of), end - milliseconds)
-    shown = [it for it in of if it.end > begin]
+def picture(work: list[Piece], milliseconds: float) -> str:
+    """Draws the last milliseconds as SVG, with a line for each stream."""
+    end = max(it.end for it in work)
+    begin = max(min(it.begin for it in work), end - milliseconds)
+    shown = [it for it in work if it.end > begin]
     streams = sorted({it.stream for it in shown})
     left, width, step, top = 90, 560, 34, 70
     bottom, scale = top + step * len(streams), width / (end - begin)
     drawn = Drawing()
-    title = f"{end - begin:.1f} ms: {overlap(shown):.0%} of the copies to the device beside kernels"
+    title = f"{end - begin:.1f} ms: {overlap(shown):.0%} of the copies to the device overlap with kernels"
     drawn.text(16, 22, title, 'font-weight="bold"')
     drawn.legend(COLORS, 180)
     for k, stream in enumerate(streams):
@@ -87,12 +87,12 @@ def main() -> int:
     parser.add_argument("picture", type=Path, help="the SVG file to write")
     parser.add_argument("--ms", type=float, default=150.0, help="milliseconds to show (default: %(default)s)")
     options = parser.parse_args()
-    found = pieces(json.loads(options.trace.read_text()))
-    if not found:
-        print(f"{options.trace} has no work of a device: it was not taken on a CUDA device", file=sys.stderr)
+    work = pieces(json.loads(options.trace.read_text()))
+    if not work:
+        print(f"{options.trace} has no copies and no kernels: it was not recorded on a CUDA device", file=sys.stderr)
         return 2
-    options.picture.write_text(picture(found, options.ms))
-    print(f"{overlap(found):.0%} of the time of copies to the device a kernel ran, too: {options.picture}")
+    options.picture.write_text(picture(work, options.ms))
+    print(f"A kernel also ran in {overlap(work):.0%} of the time of copies to the device: {options.picture}")
     return 0
 
 

@@ -1,16 +1,15 @@
-"""Compare with loaders of other projects: torchdata.nodes and SPDL (`make compare KIND=peers`).
+"""Compares rustloader with loaders of other projects: torchdata.nodes and SPDL (`make compare KIND=peers`).
 
-The rows are those of the comparison with torch (rows.py), with shorter epochs; 2 workers each, in all forms that a
-peer offers: processes, threads, and SPDL's one process with threads in it. Each is built as its own documentation
-advises for a map-style dataset, and keeps the order.
+The rows are those of the comparison with torch (rows.py), with shorter epochs. Each loader has 2 workers, in all forms
+that a peer offers: processes, threads, and SPDL's single process with threads in it. Each is built as its own
+documentation advises for a map-style dataset, and keeps the order.
 
-A row begins with short epochs, all batches of which must equal those of torch without workers. Then all loaders
-run an epoch each, in rotating order. The figures are medians of the rounds, divided by
-the batches of an epoch. Each timed epoch must deliver all its batches, and its last one must be right. Otherwise
-the cell says so and the exit status is 1.
+A row starts with short epochs, whose batches must all equal those of torch without workers. Then each loader runs an
+epoch, in rotating order. The figures are medians of the rounds, divided by the batches of an epoch. Each timed epoch
+must deliver all its batches, and its last batch must be right. Otherwise the cell says so and the exit status is 1.
 
-`wall` is the time from iter() to the end of the epoch, `CPU` the processor time of all processes in it. Worker
-processes start and end with the epoch, except SPDL's one process, which is persistent by design.
+`wall` is the time from iter() to the end of the epoch, `CPU` the processor time of all processes in that time. Worker
+processes start and end with the epoch, except SPDL's single process, which is persistent by design.
 """
 
 import importlib
@@ -34,7 +33,7 @@ WORKERS = 2
 AHEAD = 2 * WORKERS  # batches in flight, as with torch's prefetch_factor
 CHECKED = 8
 
-# The rows, and how many batches make an epoch here.
+# The rows, and the number of batches in an epoch here.
 BATCHES = {
     "scalar": 1000,
     "floats8": 500,
@@ -47,7 +46,7 @@ BATCHES = {
 
 
 class Fetch:
-    """Makes a batch from its indices, as a worker of a peer does."""
+    """A function that makes a batch from its indices, as a worker of a peer does."""
 
     def __init__(self, dataset: Samples):
         self.dataset = dataset
@@ -65,7 +64,7 @@ def in_workers(dataset: Samples, batch_size: int, kind: str) -> Iterable[Any]:
 
 
 def nodes(dataset: Samples, batch_size: int, method: str) -> Iterable[Any]:
-    """A loader of torchdata's nodes, built as its guide builds a DataLoader."""
+    """Returns a loader of torchdata's nodes, built as its guide builds a DataLoader."""
     from torchdata.nodes import Batcher, Loader, ParallelMapper, Prefetcher, SamplerWrapper
 
     indices = Batcher(SamplerWrapper(SequentialSampler(dataset)), batch_size, drop_last=False)
@@ -101,12 +100,12 @@ def spdl_threads(dataset: Samples, batch_size: int) -> Iterable[Any]:
 
 
 def spdl_one_process(dataset: Samples, batch_size: int) -> Iterable[Any]:
-    """The threads in one process of their own; its batches come through a pool of shared memory, uncopied."""
+    """Returns SPDL's loader with its threads in another process. Batches come, uncopied, through a pool of memory."""
     from spdl.pipeline import PipelineBuilder, SharedMemorySegmentPool, run_pipeline_in_subprocess
 
     pipeline = PipelineBuilder().add_source(index_batches(dataset, batch_size))
     pipeline.pipe(Fetch(dataset), concurrency=WORKERS, output_order="input").add_sink(AHEAD)
-    # Those in the queue, one being written, one in use and its successor.
+    # The batches in the queue, one being written, one in use and its successor.
     segments = AHEAD + 3
     size = nbytes(Fetch(dataset)(list(range(batch_size))))
     # With Python before 3.13 the resource tracker warns at exit about memory that both processes have released.
@@ -137,8 +136,8 @@ results: dict[str, dict[str, list[str]]] = {"wall": {}, "cpu": {}}
 
 
 def loaders() -> dict[str, Maker]:
-    """All that are installed; prints a line for each that is not."""
-    found = dict(OWN)
+    """Returns all loaders that are installed, and prints a line for each one that is not."""
+    installed = dict(OWN)
     for module, package, makers in PEERS:
         try:
             importlib.import_module(module)
@@ -146,37 +145,38 @@ def loaders() -> dict[str, Maker]:
             print(f"left out: {', '.join(makers)} ({error}): pip install {package}")
             continue
         print(f"{package} {importlib.metadata.version(package)}")
-        found |= makers
-    return found
+        installed |= makers
+    return installed
 
 
-def check(loader: Iterable[Any], wanted: list[Any]) -> None:
-    """Two short epochs: each must deliver these batches in this order. SPDL's pool is too small to keep them all."""
+def check(loader: Iterable[Any], expected: list[Any]) -> None:
+    """Runs two short epochs, which must deliver these batches in order. SPDL's pool is too small to keep all of
+    them."""
     for epoch in range(2):
         seen = -1
-        for seen, (batch, right) in enumerate(itertools.zip_longest(loader, wanted)):
-            if found := difference(batch, right):
-                raise Failure(f"epoch {epoch}, batch {seen} differs from torch's without workers: {found}")
+        for seen, (batch, right) in enumerate(itertools.zip_longest(loader, expected)):
+            if problem := difference(batch, right):
+                raise Failure(f"epoch {epoch}, batch {seen} differs from torch's without workers: {problem}")
 
 
 def timed(loop: Loop, last: Any) -> dict[str, float]:
-    """An epoch, whose last batch is checked."""
+    """Times an epoch, and checks its last batch."""
     others = multiprocessing.active_children()
-    found = loop()
-    # torchdata's workers end a moment after their epoch. Reaped in the next epoch, they would count there.
+    figures = loop()
+    # torchdata's workers end shortly after their epoch. If they were reaped in the next epoch, they would count there.
     for child in set(multiprocessing.active_children()).difference(others):
         child.join()
     wrong, loop.last = difference(loop.last, last), None
     if wrong:
         raise Failure(f"the last batch differs from torch's without workers: {wrong}")
-    return found
+    return figures
 
 
 def measure(name: str) -> None:
     row, batches = BY_NAME[name], max(CHECKED, BATCHES[name] // (10 if program.options.quick else 1))
     samples, size = row.samples(), row.batch_size
     short, dataset = (Samples(samples, length * size, row.fresh) for length in (CHECKED, batches))
-    wanted = list(KINDS["torch"](short, size))
+    expected = list(KINDS["torch"](short, size))
     last = Fetch(dataset)(list(range(len(dataset) - size, len(dataset))))
     sides: dict[str, Callable[[], dict[str, float]]] = {}
     failed: dict[str, str] = {}
@@ -190,28 +190,28 @@ def measure(name: str) -> None:
             return {}
 
     for side, make in makers.items():
-        guarded(side, lambda make=make: check(make(short, size), wanted))
+        guarded(side, lambda make=make: check(make(short, size), expected))
         loop = Loop(make(dataset, size), batches, from_engine=side == "rustloader")
         sides[side] = lambda side=side, loop=loop: guarded(side, lambda: timed(loop, last))
-    taken = program.interleave(sides, name)
+    rounds = program.interleave(sides, name)
     program.failed |= bool(failed)
     for what in results:
-        results[what][row.what] = cells(taken, failed, what)
-    program.line(name, row.what, *results["wall"][row.what], batches=batches, failed=failed, rounds=taken)
+        results[what][row.what] = cells(rounds, failed, what)
+    program.line(name, row.what, *results["wall"][row.what], batches=batches, failed=failed, rounds=rounds)
 
 
-def cells(taken: Rounds, failed: dict[str, str], what: str) -> list[str]:
-    """Microseconds per batch; the least in bold."""
-    found = {side: taken.median(side, what) for side in taken if side not in failed}
-    if not found:
-        return ["FAILED"] * len(taken)
-    least = min(found, key=lambda side: found[side])
-    words = {side: us(value) for side, value in found.items()} | {least: f"**{us(found[least])}**"}
-    return [words.get(side, "FAILED") for side in taken]
+def cells(rounds: Rounds, failed: dict[str, str], what: str) -> list[str]:
+    """Returns the cells of a line, in microseconds per batch, with the lowest in bold."""
+    medians = {side: rounds.median(side, what) for side in rounds if side not in failed}
+    if not medians:
+        return ["FAILED"] * len(rounds)
+    lowest = min(medians, key=lambda side: medians[side])
+    words = {side: us(value) for side, value in medians.items()} | {lowest: f"**{us(medians[lowest])}**"}
+    return [words.get(side, "FAILED") for side in rounds]
 
 
 def then_cpu(name: str) -> None:
-    """Measures a row; the processor times follow after the last one."""
+    """Measures a row. The processor times follow after the last row."""
     measure(name)
     if name == program.options.rows[-1]:
         program.head("cpu per batch, us", *makers)
@@ -220,7 +220,7 @@ def then_cpu(name: str) -> None:
 
 
 if __name__ == "__main__":
-    program.option("--quick", action="store_true", help="a tenth of the batches: no figures to quote")
+    program.option("--quick", action="store_true", help="run a tenth of the batches: no figures to quote")
     program.parse()
     makers = loaders()
     main(program, then_cpu, "wall per batch, us", *makers)

@@ -1,17 +1,16 @@
-"""Measure what registering shared memory with CUDA costs and gains, before anything of it is built.
+"""Measures what registering shared memory with CUDA would cost and gain. The engine does not do it.
 
-The memory is as the arena's: a memfd, mapped MAP_SHARED, whose pages are there. It is registered with cudaHostRegister
-in grains of 64 MiB (--grain). docs/pinning-internals.md says which figures
-would decide for it.
+The memory is like the arena's: a memfd, mapped MAP_SHARED, whose pages are populated. It is registered with
+cudaHostRegister in grains of 64 MiB (--grain). docs/pinning-internals.md says which figures would justify it.
 
 register      milliseconds per grain, and GB/s of registering; unregister likewise.
 registered    GB/s to the device straight from registered memory, by batch size (--sizes, in MB).
 pinned        GB/s of cudaMemcpyAsync from torch's pinned memory: the limit.
-pin + copy    GB/s of the way that batches take now: one thread copies from shared to pinned memory, while the batch
-              before goes to the device.
+pin + copy    GB/s of the current path of batches: one thread copies from shared to pinned memory, while the previous
+              batch goes to the device.
 
-It needs a CUDA device. With --device cpu it runs as a whole where there is none, registers nothing, and its figures
-mean nothing.
+It needs a CUDA device. With --device cpu it runs completely without one, registers nothing, and its figures mean
+nothing.
 """
 
 import mmap
@@ -32,7 +31,7 @@ MB, MIB = 1_000_000, 1 << 20
 
 
 class Shared:
-    """Memory as the arena's, in grains that are registered one by one."""
+    """Memory like the arena's, in grains that are registered one by one."""
 
     def __init__(self, nbytes: int, grain: int):
         descriptor = os.memfd_create("registered")
@@ -44,7 +43,7 @@ class Shared:
         self.grains = [(begin, min(grain, nbytes - begin)) for begin in range(0, nbytes, grain)]
 
     def each(self, call: Callable[[int, int], None]) -> list[float]:
-        """Seconds that a call with address and bytes takes for each grain."""
+        """Returns the seconds that a call with address and bytes takes for each grain."""
         seconds = []
         for begin, nbytes in self.grains:
             start = time.perf_counter()
@@ -70,15 +69,15 @@ def nothing(address: int, nbytes: int) -> None:
 
 
 def batches_of(shared: Shared, nbytes: int) -> list[torch.Tensor]:
-    """Batches within grains: a copy across two registrations would be one from pageable memory."""
-    found = []
+    """Returns batches that lie within grains: a copy across two registrations would be one from pageable memory."""
+    batches = []
     for begin, size in shared.grains:
-        found += [shared.tensor[at : at + nbytes] for at in range(begin, begin + size - nbytes + 1, nbytes)]
-    return found
+        batches += [shared.tensor[at : at + nbytes] for at in range(begin, begin + size - nbytes + 1, nbytes)]
+    return batches
 
 
 def straight_rate(device: Device, batches: list[torch.Tensor]) -> float:
-    """GB/s of copies from these batches, one after the other."""
+    """Returns GB/s of copies from these batches, one after the other."""
     target = torch.empty_like(batches[0], device=device.kind)
 
     def copies() -> None:
@@ -89,7 +88,7 @@ def straight_rate(device: Device, batches: list[torch.Tensor]) -> float:
 
 
 def staged_rate(device: Device, batches: list[torch.Tensor]) -> float:
-    """GB/s through two pinned buffers that one thread fills in turn."""
+    """Returns GB/s through two pinned buffers that one thread fills in turn."""
     buffers = [device.pinned(batches[0].nbytes) for _ in range(2)]
     target = torch.empty_like(batches[0], device=device.kind)
     done = [torch.cuda.Event() for _ in range(2)] if device.is_card else []
@@ -113,11 +112,11 @@ def measure(row: str) -> None:
     device.synchronize()  # the context is made before anything is timed
     shared = Shared(options.mib * MIB, options.grain * MIB)
     take, give = (register, unregister) if device.is_card else (nothing, nothing)
-    taken, given = [], []
+    register_seconds, unregister_seconds = [], []
     for number in range(options.rounds):
         if number:
-            given += shared.each(give)
-        taken += shared.each(take)
+            unregister_seconds += shared.each(give)
+        register_seconds += shared.each(take)
     try:
         for nbytes in sizes:
             batches = batches_of(shared, nbytes)
@@ -131,9 +130,9 @@ def measure(row: str) -> None:
             cells = [spread(rates[side], "{:.2f}".format) for side in sides]
             program.line(row, f"{nbytes / MB:g} MB", *cells, nbytes=nbytes, rounds=rates)
     finally:
-        given += shared.each(give)
+        unregister_seconds += shared.each(give)
     program.head("", f"ms per {options.grain} MiB", "GB/s")
-    for name, seconds in (("register", taken), ("unregister", given)):
+    for name, seconds in (("register", register_seconds), ("unregister", unregister_seconds)):
         rate = options.grain * MIB / max(statistics.median(seconds), 1e-9) / 1e9
         milliseconds = spread([once * 1e3 for once in seconds], f"{{:.3f}} ms per {options.grain} MiB".format)
         program.line(name, name, milliseconds, f"{rate:.1f}" * device.is_card, seconds=seconds)
@@ -143,7 +142,7 @@ if __name__ == "__main__":
     program = Program(__doc__, ["copies"])
     program.option("--mib", type=int, default=1024, help="MiB of shared memory (default: %(default)s)")
     program.option("--grain", type=int, default=64, help="MiB that are registered at once (default: %(default)s)")
-    program.option("--sizes", default="1,9.6,38.5", metavar="MB,...", help="batches (default: %(default)s)")
+    program.option("--sizes", default="1,9.6,38.5", metavar="MB,...", help="sizes of batches (default: %(default)s)")
     device = started(program)
     sizes = [round(float(size) * MB) for size in program.options.sizes.split(",")]
     if max(sizes) > min(program.options.grain, program.options.mib) * MIB:

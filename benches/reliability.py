@@ -1,10 +1,11 @@
-"""How fast faults are detected and how long shutdowns take: `make compare KIND=reliability`, for docs/reliability.md.
+"""Measures how fast faults are detected and how long shutdowns take: `make compare KIND=reliability`.
 
-Deaths and shutdowns are those of real processes, in --rounds trials; those of seconds in 10 at most. The figures are
-medians and maxima. Those that depend on the number of workers are compared with a lower bound from the same rounds: the
-same number of children of a bare fork, which wait in a read and then `_exit`.
+The tables are those of docs/reliability.md. Deaths and shutdowns are those of real processes, in --rounds trials, or in
+at most 10 trials if one takes seconds. The figures are medians and maxima. Figures that depend on the number of workers
+are compared with a lower bound from the same rounds: the same number of children of a bare fork, which wait in a read
+and then call `_exit`.
 
-restarts   from a fault to the batch of the new worker
+restarts   from a fault to the first batch of the new worker
 faults     from a fault to its error, or to the end of the last process
 ends       the end of an epoch, of an iterator and of a program, by the number of workers
 """
@@ -42,7 +43,7 @@ NEVER = 60.0  # maximum wait, in seconds
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Numbers; from `slow` on each runs `body`."""
+    """A dataset of numbers; each sample from index `slow` on runs `body`."""
 
     def __init__(self, length: int = 1000, slow: int | None = None, body: Callable[[], Any] | None = None):
         self.length, self.slow, self.body = length, slow, body
@@ -57,7 +58,8 @@ class Numbers(torch.utils.data.Dataset):
 
 
 class OnceSlow(Numbers):
-    """Numbers; `slow` runs `body` the first time alone, and notes when that began. For forked workers."""
+    """A dataset of numbers for forked workers; sample `slow` runs `body` the first time only, and notes when it
+    began."""
 
     def __init__(self, slow: int, body: Callable[[], Any]):
         super().__init__(slow=slow, body=body)
@@ -71,27 +73,27 @@ class OnceSlow(Numbers):
 
 
 def sleep_in_python(seconds: float) -> None:
-    """An item that lets signal handlers run."""
+    """Sleeps as an item that lets signal handlers run."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(0.01)
 
 
 def sleep_in_c(seconds: float) -> None:
-    """An item that keeps the GIL."""
+    """Sleeps as an item that keeps the GIL."""
     ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds * 1e6)))
 
 
 def stuck_in_c() -> None:
-    """An item that never ends and keeps the GIL. A signal, such as that for its stack, does not end it."""
+    """Hangs as an item that keeps the GIL. A signal, such as that for its stack, does not end it."""
     reader, _ = os.pipe()
     ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), ctypes.c_size_t(1))
 
 
-def started(dataset: Numbers, workers: int, taken: int = 1, **kw: Any) -> tuple[Any, list[int]]:
-    """An iterator after some batches, its workers idle or at work, and their pids."""
+def started(dataset: Numbers, workers: int, batches: int = 1, **kw: Any) -> tuple[Any, list[int]]:
+    """Returns an iterator after some batches, with idle or busy workers, and the workers' pids."""
     iterator = iter(rustloader.DataLoader(dataset, num_workers=workers, **kw))
-    for _ in range(taken):
+    for _ in range(batches):
         next(iterator)
     return iterator, [worker.pid for worker in iterator._workers]
 
@@ -116,7 +118,7 @@ def say(pipe: int, text: str) -> None:
 
 
 def in_child(body: Callable[[int], None]) -> tuple[int, Iterator[str]]:
-    """Runs the body in a fork that then exits as a script does. Yields its pid and its lines of output."""
+    """Runs the body in a forked child that exits as a script does. Yields the child's pid and its lines of output."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -127,7 +129,7 @@ def in_child(body: Callable[[int], None]) -> tuple[int, Iterator[str]]:
         except BaseException:
             traceback.print_exc()
             status = 1
-        # The hooks of a script's exit; what Python does after them is the same for all.
+        # The exit hooks of a script; Python's work after them is the same for all.
         atexit._run_exitfuncs()
         os._exit(status)
     os.close(writer)
@@ -135,7 +137,7 @@ def in_child(body: Callable[[int], None]) -> tuple[int, Iterator[str]]:
 
 
 def bare_children(count: int) -> Callable[[], None]:
-    """Children of a bare fork, which wait in a read. The result ends and reaps them."""
+    """Forks bare children, which wait in a read. Returns a function that ends and reaps them."""
     reader, writer = os.pipe()
     pids = []
     for _ in range(count):
@@ -163,7 +165,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def killed_soon(pid: int, begun: Callable[[], bool] = lambda: True) -> Iterator[list[float]]:
-    """A thread kills a process soon after it has begun an item, and notes the time."""
+    """Lets a thread kill a process soon after the process has begun an item, and note the time."""
     at: list[float] = []
 
     def kill() -> None:
@@ -179,12 +181,12 @@ def killed_soon(pid: int, begun: Callable[[], bool] = lambda: True) -> Iterator[
     thread.join()
 
 
-# --- what is measured, each in seconds ------------------------------------------------------------------------------
+# --- measurements, each in seconds ----------------------------------------------------------------------------------
 
 
 def death_seen() -> float:
-    """From the SIGKILL of a worker to the error that a waiting next() raises."""
-    iterator, pids = started(Numbers(slow=2, body=functools.partial(sleep_in_python, 30)), 1, taken=2)
+    """Measures from the SIGKILL of a worker to the error that a waiting next() raises."""
+    iterator, pids = started(Numbers(slow=2, body=functools.partial(sleep_in_python, 30)), 1, batches=2)
     with killed_soon(pids[0]) as killed:
         try:
             next(iterator)
@@ -198,9 +200,9 @@ def death_seen() -> float:
 
 
 def replaced_after_a_kill() -> float:
-    """From the SIGKILL of one of two workers to the batch that its replacement makes."""
+    """Measures from the SIGKILL of one of two workers to the first batch of its replacement."""
     dataset = OnceSlow(2, functools.partial(sleep_in_python, 30.0))
-    iterator, pids = started(dataset, 2, taken=2, max_restarts=1)
+    iterator, pids = started(dataset, 2, batches=2, max_restarts=1)
     with killed_soon(pids[0], lambda: bool(dataset.begun)) as killed:
         batch = next(iterator)
         took = time.monotonic() - killed[0]
@@ -210,9 +212,9 @@ def replaced_after_a_kill() -> float:
 
 
 def replaced_after_a_stall() -> float:
-    """From the beginning of an item that is stuck in C, with the GIL, to the batch that a new worker makes."""
+    """Measures from the start of an item that is stuck in C, with the GIL, to the first batch of a new worker."""
     dataset = OnceSlow(2, stuck_in_c)
-    iterator, pids = started(dataset, 2, taken=2, max_restarts=1, stall_timeout=1)
+    iterator, pids = started(dataset, 2, batches=2, max_restarts=1, stall_timeout=1)
     batch = next(iterator)
     took = time.monotonic() - float(dataset.begun)
     assert batch.tolist() == [2] and iterator._workers[0].pid != pids[0]
@@ -221,10 +223,10 @@ def replaced_after_a_stall() -> float:
 
 
 def workers_gone_after_main(body: Callable[[float], None]) -> float:
-    """From the SIGKILL of main to the end of its last worker, two workers in an item of 30 s."""
+    """Measures from the SIGKILL of the main process to the end of its last worker. Two workers are in items of 30 s."""
 
     def main(pipe: int) -> None:
-        iterator, pids = started(Numbers(slow=2, body=functools.partial(body, 30.0)), 2, taken=2)
+        iterator, pids = started(Numbers(slow=2, body=functools.partial(body, 30.0)), 2, batches=2)
         time.sleep(0.05)
         say(pipe, " ".join(map(str, pids)))
         next(iterator)
@@ -237,10 +239,12 @@ def workers_gone_after_main(body: Callable[[float], None]) -> float:
     return seconds_until(lambda: none_of(pids), start)
 
 
-def ended(end: Callable[[list[Any]], object], dataset: Numbers, workers: int, taken: int, pause: float = 0.02) -> float:
-    """The end of an iterator, in a list, after some batches. All its workers must be gone then."""
+def ended(
+    end: Callable[[list[Any]], object], dataset: Numbers, workers: int, batches: int, pause: float = 0.02
+) -> float:
+    """Measures the end of an iterator, passed in a list, after some batches. All its workers must then be gone."""
     held: list[Any] = []
-    iterator, pids = started(dataset, workers, taken)
+    iterator, pids = started(dataset, workers, batches)
     held.append(iterator)
     del iterator
     time.sleep(pause)
@@ -250,23 +254,23 @@ def ended(end: Callable[[list[Any]], object], dataset: Numbers, workers: int, ta
 
 
 def drop(workers: int) -> float:
-    """`del` of an iterator whose workers are idle, as after a break."""
+    """Measures `del` of an iterator whose workers are idle, as after a break."""
     return ended(list.clear, Numbers(), workers, 1)
 
 
 def last_next(workers: int) -> float:
-    """The next() that ends the epoch, which joins the workers."""
+    """Measures the next() that ends the epoch, which joins the workers."""
     return ended(lambda held: next(held[0], None), Numbers(2 * workers), workers, 2 * workers)
 
 
 def shutdown_in_items(body: Callable[[float], None], workers: int) -> float:
-    """`del` of an iterator whose workers are all in items of 10 s."""
+    """Measures `del` of an iterator whose workers are all in items of 10 s."""
     dataset = Numbers(slow=workers, body=functools.partial(body, 10.0))
     return ended(list.clear, dataset, workers, workers, 0.1)
 
 
 def exit_with(workers: int) -> float:
-    """From the beginning of main's exit to the end of the last process, with a live iterator."""
+    """Measures from the start of the main process's exit to the end of the last process, with a live iterator."""
 
     def main(pipe: int) -> None:
         global kept
@@ -323,11 +327,11 @@ def restarts() -> None:
 def faults() -> None:
     program.head(*HEAD)
     fault("a worker is killed while `next()` waits: the error", "10", death_seen)
-    kinds = {"Python": sleep_in_python, "C, with the GIL": sleep_in_c}
-    for kind, sleep in kinds.items():
+    sleeps = {"Python": sleep_in_python, "C, with the GIL": sleep_in_c}
+    for kind, sleep in sleeps.items():
         gone = functools.partial(workers_gone_after_main, sleep)
         fault(f"main is killed, two workers in 30 s items of {kind}: the last is gone", "500", gone)
-    for kind, sleep in kinds.items():
+    for kind, sleep in sleeps.items():
         for workers in (1, 4):
             body = functools.partial(shutdown_in_items, sleep, workers)
             name = f"`del`, {workers} worker{'s' * (workers > 1)} in 10 s items of {kind}"
@@ -336,18 +340,22 @@ def faults() -> None:
 
 def ends() -> None:
     program.head("end, workers idle", "workers", "median ms (range)", "worst ms", "bare children, median ms", "ratio")
-    kinds = {"`break` and `del`": (drop, bare), "the last `next()`": (last_next, bare), "exit": (exit_with, bare_exit)}
-    for name, (body, floor) in kinds.items():
+    endings = {
+        "`break` and `del`": (drop, bare),
+        "the last `next()`": (last_next, bare),
+        "exit": (exit_with, bare_exit),
+    }
+    for name, (body, floor) in endings.items():
         for workers in WORKERS:
             sides = {"rustloader": functools.partial(body, workers), "bare": functools.partial(floor, workers)}
-            taken = program.interleave(sides, f"{name}, {workers} workers")
-            cells = [spread(taken["rustloader"], ms), ms(max(taken["rustloader"])), ms(taken.median("bare"))]
-            ratio = spread(taken.ratios("rustloader", "bare"), "{:.2f}".format)
-            program.line(name, name, workers, *cells, ratio, rounds=taken)
+            rounds = program.interleave(sides, f"{name}, {workers} workers")
+            cells = [spread(rounds["rustloader"], ms), ms(max(rounds["rustloader"])), ms(rounds.median("bare"))]
+            ratio = spread(rounds.ratios("rustloader", "bare"), "{:.2f}".format)
+            program.line(name, name, workers, *cells, ratio, rounds=rounds)
 
 
 ROWS = {it.__name__: it for it in (restarts, faults, ends)}
-# The rows between two marks of docs/reliability.md.
+# The rows between each pair of marks in docs/reliability.md.
 MARKS = {"<!-- restarts -->": ("restarts",), "<!-- figures -->": ("faults", "ends")}
 DOCS = Path(__file__).parents[1] / "docs/reliability.md"
 program = Program(__doc__, list(ROWS), rounds=100)

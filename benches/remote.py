@@ -1,8 +1,8 @@
-"""Workers as Ray actors, against local workers and a bare connection: `make compare KIND=ray`.
+"""Compares workers as Ray actors with local workers and a bare connection: `make compare KIND=ray`.
 
-A cluster of two nodes on this machine, two workers, two batches of each under way, workers kept. All sides take turns;
-a ratio is the median of the rounds' ratios. `bare` is two processes that send the same bytes over TCP, and this one,
-which receives them into memory that it reuses: no dataset, no order, no batches.
+The cluster has two nodes on this machine. Each side has two persistent workers with two batches each under way. All
+sides take turns; a ratio is the median of the rounds' ratios. `bare` means two processes that send the same bytes over
+TCP, and this process, which receives them into memory that it reuses: no dataset, no order, no batches.
 
 big    64 images of 3x224x224 uint8, 9.6 MB      mid    one image, 150 KB      small  1 KB
 """
@@ -34,7 +34,7 @@ from rustloader.tools.harness.rounds import Rounds, interleave, spread
 
 
 class Size(NamedTuple):
-    """Samples of a batch, the shape of each, and batches per epoch."""
+    """A size of batches: samples per batch, the shape of a sample, and batches per epoch."""
 
     samples: int
     shape: tuple[int, ...]
@@ -53,8 +53,8 @@ SIZES = {
 WORKERS = 2
 
 
-class Made(torch.utils.data.Dataset):
-    """Samples that cost nothing."""
+class Ready(torch.utils.data.Dataset):
+    """A dataset whose samples cost nothing."""
 
     def __init__(self, size: Size, pause: float = 0.0):
         self.length, self.pause = size.samples * size.batches, pause
@@ -70,7 +70,7 @@ class Made(torch.utils.data.Dataset):
 
 
 def timed(batches: int, work: Callable[[], object]) -> dict[str, float]:
-    """Batches per second, and seconds of this process's CPU time per batch."""
+    """Returns batches per second, and seconds of this process's CPU time per batch."""
     cpu, start = time.process_time(), time.perf_counter()
     work()
     seconds = time.perf_counter() - start
@@ -79,7 +79,7 @@ def timed(batches: int, work: Callable[[], object]) -> dict[str, float]:
 
 def loader(kind: Any, size: Size, context: Any = None, **options: Any) -> Any:
     return kind(
-        Made(size),
+        Ready(size),
         batch_size=size.samples,
         num_workers=WORKERS,
         persistent_workers=True,
@@ -88,13 +88,13 @@ def loader(kind: Any, size: Size, context: Any = None, **options: Any) -> Any:
     )
 
 
-def epoch(of: Any) -> None:
-    for _ in of:
+def epoch(batches: Any) -> None:
+    for _ in batches:
         pass
 
 
 def send(port: int, size: int, count: int) -> None:
-    """A bare sender."""
+    """Sends bytes over a bare connection."""
     data = bytes(size)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -104,7 +104,7 @@ def send(port: int, size: int, count: int) -> None:
 
 
 def bare(size: Size) -> dict[str, float]:
-    """The rate of a bare connection."""
+    """Returns the rate of a bare connection."""
     memory = [bytearray(size.bytes) for _ in range(4)]
     count = size.batches // WORKERS
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -123,19 +123,19 @@ def bare(size: Size) -> dict[str, float]:
 
             for connection in connections:
                 connection.sendall(b"x")
-            found = timed(count * WORKERS, receive)
+            figures = timed(count * WORKERS, receive)
         for sender in senders:
             sender.join()
-    return found
+    return figures
 
 
 @contextlib.contextmanager
 def busy_thread() -> Iterator[None]:
-    """A thread of this process computes in Python."""
-    over = False
+    """Runs a thread of this process that computes in Python."""
+    is_done = False
 
     def spin() -> None:
-        while not over:
+        while not is_done:
             sum(range(1000))
 
     thread = threading.Thread(target=spin)
@@ -143,12 +143,12 @@ def busy_thread() -> Iterator[None]:
     try:
         yield
     finally:
-        over = True
+        is_done = True
         thread.join()
 
 
 def rates(name: str) -> Rounds:
-    """The rates of all sides, by round."""
+    """Returns the rates of all sides, by round."""
     size, ours = SIZES[name], rustloader.DataLoader
     loaders = {
         "torch": loader(torch.utils.data.DataLoader, size),
@@ -158,20 +158,20 @@ def rates(name: str) -> Rounds:
     for side in loaders.values():
         epoch(side)
 
-    def beside_thread(side: str) -> dict[str, float]:
+    def with_busy_thread(side: str) -> dict[str, float]:
         with busy_thread():
             return timed(size.batches, lambda: epoch(loaders[side]))
 
     sides = {side: lambda it=it: timed(size.batches, lambda: epoch(it)) for side, it in loaders.items()}
-    # Not torch's: a batch takes it 5 ms and more.
-    busy = {f"{side}, busy": lambda side=side: beside_thread(side) for side in ("ray", "local")}
+    # Not torch's loader, where a batch takes 5 ms or more.
+    busy = {f"{side}, busy": lambda side=side: with_busy_thread(side) for side in ("ray", "local")}
     return program.interleave(sides, name, references={"bare": lambda: bare(size)} | busy)
 
 
 def paused(resources: dict[str, float] | None = None, **options: Any) -> Any:
-    """An iterator whose workers take 10 ms per batch."""
+    """Returns an iterator whose workers take 10 ms per batch."""
     context = rustloader.ray.RayContext(resources=resources)
-    dataset = Made(Size(1, (1024,), 100_000), pause=0.01)
+    dataset = Ready(Size(1, (1024,), 100_000), pause=0.01)
     iterator = iter(rustloader.DataLoader(dataset, num_workers=WORKERS, multiprocessing_context=context, **options))
     for _ in range(4):
         next(iterator)
@@ -179,7 +179,7 @@ def paused(resources: dict[str, float] | None = None, **options: Any) -> Any:
 
 
 def until_death(iterator: Any, end: Callable[[], None]) -> float:
-    """Seconds from the call that ends workers to the loader's error."""
+    """Returns the seconds from the call that ends workers to the loader's error."""
     start = time.perf_counter()
     ending = threading.Thread(target=end)
     ending.start()
@@ -194,7 +194,7 @@ def until_death(iterator: Any, end: Callable[[], None]) -> float:
 
 
 def until_gone(pids: list[int]) -> float:
-    """Seconds until processes have ended."""
+    """Returns the seconds until processes have ended."""
     start = time.perf_counter()
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
         time.sleep(0.005)
@@ -202,9 +202,9 @@ def until_gone(pids: list[int]) -> float:
 
 
 def after_loader() -> float:
-    """Seconds from the end of a loader, whose workers are within a sample of a minute, to that of its actors."""
+    """Returns the seconds from the end of a loader, with workers in a sample of a minute, to that of its actors."""
     context = rustloader.ray.RayContext()
-    dataset = Made(Size(1, (1024,), 100), pause=60)
+    dataset = Ready(Size(1, (1024,), 100), pause=60)
     iterator = iter(rustloader.DataLoader(dataset, num_workers=WORKERS, multiprocessing_context=context))
     pids = [worker.pid for worker in iterator._workers]
     time.sleep(0.5)
@@ -228,7 +228,7 @@ for _ in iterator:
 
 
 def after_driver() -> float:
-    """Seconds from a kill of the program to the end of its actors."""
+    """Returns the seconds from a kill of the program to the end of its actors."""
     import ray
 
     address = ray.get_runtime_context().gcs_address
@@ -249,7 +249,7 @@ class Plain:
 
 
 def restart() -> tuple[float, float]:
-    """Seconds that a restart takes, and those of an actor alone that imports the same."""
+    """Returns the seconds that a restart takes, and those of a bare actor with the same imports."""
     import ray
 
     start = time.perf_counter()
@@ -267,35 +267,35 @@ def restart() -> tuple[float, float]:
 
 
 def add(
-    row: str, what: str, found: list[float], goal: float | None = None, most: bool = False, unit: str = "x"
+    row: str, what: str, values: list[float], goal: float | None = None, is_limit: bool = False, unit: str = "x"
 ) -> None:
-    """A line: a figure of each round, beside its goal."""
-    median = statistics.median(found)
-    held = None if goal is None else median <= goal if most else median >= goal
-    text = "" if goal is None else f"{'<=' if most else '>='} {goal}{unit}"
-    program.line(row, what, spread(found, f"{{:.3g}}{unit}".format), text, missed(held), held=held, found=found)
+    """Adds a line: the figures of all rounds, and the goal."""
+    median = statistics.median(values)
+    held = None if goal is None else median <= goal if is_limit else median >= goal
+    text = "" if goal is None else f"{'<=' if is_limit else '>='} {goal}{unit}"
+    program.line(row, what, spread(values, f"{{:.3g}}{unit}".format), text, missed(held), held=held, found=values)
 
 
 def compare(name: str) -> None:
-    size, found = SIZES[name], rates(name)
-    for side in found:
-        rate, cpu = found.median(side, "rate"), found.median(side, "cpu")
-        what = f"{name}: {side}, {rate * size.bytes / 1e6:,.0f} MB/s, {cpu * 1e6:,.0f} us CPU a batch"
-        add(name, what, found.of(side, "rate"), unit="/s")
+    size, rounds = SIZES[name], rates(name)
+    for side in rounds:
+        rate, cpu = rounds.median(side, "rate"), rounds.median(side, "cpu")
+        what = f"{name}: {side}, {rate * size.bytes / 1e6:,.0f} MB/s, {cpu * 1e6:,.0f} us CPU per batch"
+        add(name, what, rounds.of(side, "rate"), unit="/s")
     for what, one, other, figure, goals in RATIOS:
         if name in goals:
-            add(name, f"{name}: {what}", found.ratios(one, other, figure), goals[name], most=figure == "cpu")
+            add(name, f"{name}: {what}", rounds.ratios(one, other, figure), goals[name], is_limit=figure == "cpu")
 
 
-# What is compared, both sides, the figure, and the goal by row.
+# The comparison, its two sides, the figure, and the goal of each row.
 RATIOS: list[tuple[str, str, str, str, dict[str, float | None]]] = [
     ("rate, of a bare connection's", "ray", "bare", "rate", {"big": 0.85}),
-    ("rate, of our local workers'", "ray", "local", "rate", {"mid": 0.9, "small": 0.7}),
+    ("rate, of local workers'", "ray", "local", "rate", {"mid": 0.9, "small": 0.7}),
     ("rate, of torch's local workers'", "ray", "torch", "rate", {"big": 1.2, "mid": 5, "small": 5}),
-    ("CPU a batch, of a bare connection's", "ray", "bare", "cpu", {"big": 1.2}),
-    ("CPU a batch, of our local workers'", "ray", "local", "cpu", {"small": 2}),
-    ("rate beside a busy thread, of that without", "ray, busy", "ray", "rate", dict.fromkeys(SIZES, 0.8)),
-    ("the same with our local workers", "local, busy", "local", "rate", dict.fromkeys(SIZES)),
+    ("CPU per batch, of a bare connection's", "ray", "bare", "cpu", {"big": 1.2}),
+    ("CPU per batch, of local workers'", "ray", "local", "cpu", {"small": 2}),
+    ("rate next to a busy thread, of that without", "ray, busy", "ray", "rate", dict.fromkeys(SIZES, 0.8)),
+    ("the same with local workers", "local, busy", "local", "rate", dict.fromkeys(SIZES)),
 ]
 
 
@@ -305,25 +305,25 @@ def killed() -> float:
 
 
 def faults(remove: Callable[[], None]) -> None:
-    """The times of deaths and restarts. Ends the second node."""
+    """Measures deaths and restarts. Ends the second node."""
     sides = {"killed": killed, "restart": restart, "loader": after_loader, "driver": after_driver}
-    taken = interleave(sides, max(program.options.rounds // 2, 1), "faults")
-    whole, alone = ([it[k] for it in taken["restart"]] for k in (0, 1))
-    add("faults", "a killed actor is seen after", taken["killed"], 0.1, most=True, unit=" s")
+    rounds = interleave(sides, max(program.options.rounds // 2, 1), "faults")
+    whole, alone = ([it[k] for it in rounds["restart"]] for k in (0, 1))
+    add("faults", "a killed actor is seen after", rounds["killed"], 0.1, is_limit=True, unit=" s")
     add("faults", "a restart takes", whole, unit=" s")
     add("faults", "an actor with its imports", alone, unit=" s")
-    own = [max(restarted - actor, 0.0) for restarted, actor in taken["restart"]]
-    add("faults", "a restart's own part", own, 0.2, most=True, unit=" s")
-    add("faults", "actors are gone after their loader", taken["loader"], 2, most=True, unit=" s")
-    add("faults", "actors are gone after a kill of the program", taken["driver"], 2, most=True, unit=" s")
-    # Actors of a raylet that ends alone go on: their machine is there.
+    own = [max(restarted - actor, 0.0) for restarted, actor in rounds["restart"]]
+    add("faults", "a restart's own part", own, 0.2, is_limit=True, unit=" s")
+    add("faults", "actors are gone after their loader", rounds["loader"], 2, is_limit=True, unit=" s")
+    add("faults", "actors are gone after a kill of the program", rounds["driver"], 2, is_limit=True, unit=" s")
+    # If only the raylet ended, its actors would continue, because their machine is still there.
     lost = until_death(paused({"far": 1}), remove)
-    add("faults", "a lost node is seen after", [lost], 0.5, most=True, unit=" s")
+    add("faults", "a lost node is seen after", [lost], 0.5, is_limit=True, unit=" s")
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Callable[[], None]]:
-    """Two nodes, with all files of Ray in a folder that goes. Gives what removes the second one."""
+    """Starts two nodes, with all files of Ray in a temporary folder. Yields a function that removes the second node."""
     folder = tempfile.mkdtemp(prefix="rl-ray-")
     token = os.path.join(folder, "token")
     with open(token, "w") as file:

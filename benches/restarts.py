@@ -1,6 +1,7 @@
-"""What the options against faults cost (`make compare KIND=restarts`). `KIND=reliability` measures the faults.
+"""Measures the cost of the options against faults: `make compare KIND=restarts`. `KIND=reliability` measures faults.
 
-equal   the batches of an epoch in which workers are killed 100 times, against one without; `seed_by="sample"`
+equal   the batches of an epoch in which workers are killed 100 times, compared with those of an undisturbed epoch, with
+        `seed_by="sample"`
 NAME    a row of `make compare`, in batches per second with all options and without, in turn, 2 workers;
         no worker dies and no sample fails. All rows by default
 """
@@ -28,11 +29,11 @@ program = Program(__doc__, ["equal", *BY_NAME], docs=(DOCS, "<!-- options -->"))
 
 
 class Mortal(torch.utils.data.Dataset):
-    """Samples with random numbers. The first sample of every batch in `at` kills its worker, once."""
+    """A dataset of random numbers. The first sample of every batch in `at` kills its worker, once."""
 
     def __init__(self, length: int, at: range):
         self.length, self.at = length, at
-        # A byte for each batch. All processes share it.
+        # A byte for each batch, shared by all processes.
         self.died = mmap.mmap(-1, length // BATCH)
 
     def __len__(self) -> int:
@@ -52,19 +53,21 @@ def batches_of(dataset: Mortal) -> list[torch.Tensor]:
 
 
 def equal() -> None:
-    """Compares the batches of an epoch with deaths with those of an epoch without."""
+    """Compares the batches of an epoch with deaths and of one without."""
     length = BATCH * 10 * DEATHS
     killed = Mortal(length, range(5, 10 * DEATHS, 10))
-    found, wanted = batches_of(killed), batches_of(Mortal(length, range(0)))
-    if sum(killed.died[:]) != DEATHS or len(found) != len(wanted):
-        raise Failure(f"{len(found)} batches in place of {len(wanted)}, after {sum(killed.died[:])} deaths")
-    differ = sum(not torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    with_deaths, without_deaths = batches_of(killed), batches_of(Mortal(length, range(0)))
+    if sum(killed.died[:]) != DEATHS or len(with_deaths) != len(without_deaths):
+        raise Failure(
+            f"{len(with_deaths)} batches in place of {len(without_deaths)}, after {sum(killed.died[:])} deaths"
+        )
+    differ = sum(not torch.equal(one, other) for one, other in zip(with_deaths, without_deaths, strict=True))
     what = f'batches that differ after {DEATHS} deaths, `seed_by="sample"`'
-    program.line("equal", what, "0", f"{differ} of {len(found)}", held=differ == 0)
+    program.line("equal", what, "0", f"{differ} of {len(with_deaths)}", held=differ == 0)
 
 
 def measure(name: str) -> None:
-    """The rate of a row with all options, over that without."""
+    """Compares the rate of a row with all options with the rate without."""
     logging.getLogger("rustloader").setLevel(logging.ERROR)
     if name == "equal":
         return equal()
@@ -73,10 +76,10 @@ def measure(name: str) -> None:
         "with": loop(row, "rustloader", dataset, **OPTIONS),
         "without": loop(row, "rustloader", dataset),
     }
-    taken = program.interleave(sides, name)
-    ratio = spread(taken.ratios("without", "with", "wall"), "{:.3f}".format)
-    held = taken.ratio("without", "with", "wall") >= 0.97
-    program.line(name, row.what, "at least 0.97", f"{ratio} of the rate without", held=held, rounds=taken)
+    rounds = program.interleave(sides, name)
+    ratio = spread(rounds.ratios("without", "with", "wall"), "{:.3f}".format)
+    held = rounds.ratio("without", "with", "wall") >= 0.97
+    program.line(name, row.what, "at least 0.97", f"{ratio} of the rate without", held=held, rounds=rounds)
 
 
 if __name__ == "__main__":

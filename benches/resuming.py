@@ -1,7 +1,7 @@
-"""What saving and resuming a position cost: `make compare KIND=resuming`.
+"""Measures the cost of saving and resuming a position: `make compare KIND=resuming`.
 
 Each row runs rustloader's StatefulDataLoader and torchdata's in turn, with a lower bound where there is one. The
-figures are medians of the rounds, with their range. Where an epoch resumes, the first batch is compared with the right
+figures are medians of the rounds, with their range. The first batch of a resumed epoch is compared with the expected
 one.
 
     state       state_dict() per call in mid-epoch; a map-style dataset, 2 workers
@@ -47,12 +47,12 @@ def loader_class(side: str) -> Any:
 
 
 def each(measure: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[], Any]]:
-    """What measures both sides."""
+    """Returns for each side a function that measures it."""
     return {side: lambda side=side: measure(side, *arguments) for side in SIDES}
 
 
 def epoch_of(loader: Any, batches: int, each_batch: Callable[[], object] = int) -> float:
-    """Batches per second of an epoch."""
+    """Returns the batches per second of an epoch."""
     count, start = 0, time.perf_counter()
     for _ in loader:
         count += 1
@@ -75,12 +75,12 @@ def state(row: str) -> None:
         again = statistics.median(seconds(loader.state_dict) for _ in range(calls))
         return {"once": statistics.median(once) * 1e6, "again": again * 1e6}
 
-    taken = program.interleave(each(measure), row)
-    cells = {side: spread(taken.of(side, "again"), "{:,.1f} us".format) for side in SIDES}
-    single = ", ".join(f"{side} {taken.median(side, 'once'):,.1f} us" for side in SIDES)
-    held = taken.median("rustloader", "again") <= 8
+    rounds = program.interleave(each(measure), row)
+    cells = {side: spread(rounds.of(side, "again"), "{:,.1f} us".format) for side in SIDES}
+    single = ", ".join(f"{side} {rounds.median(side, 'once'):,.1f} us" for side in SIDES)
+    held = rounds.median("rustloader", "again") <= 8
     what = "`state_dict()`, map-style, 2 workers"
-    result(row, what, cells, f"once after each batch: {single}", "at most 8 us", held, taken)
+    result(row, what, cells, f"once after each batch: {single}", "at most 8 us", held, rounds)
 
 
 def rate(row: str) -> None:
@@ -91,21 +91,21 @@ def rate(row: str) -> None:
         epoch_of(loader, batches, loader.state_dict)
     sides = {side: lambda it=it: epoch_of(it, batches, it.state_dict) for side, it in loaders.items()}
     without = {f"{side}, without": lambda it=it: epoch_of(it, batches) for side, it in loaders.items()}
-    taken = program.interleave(sides | without, row)
-    ratios = {side: taken.ratios(side, f"{side}, without") for side in SIDES}
-    rates = {side: f"{taken.median(side):,.0f}/s" for side in SIDES}
+    rounds = program.interleave(sides | without, row)
+    ratios = {side: rounds.ratios(side, f"{side}, without") for side in SIDES}
+    rates = {side: f"{rounds.median(side):,.0f}/s" for side in SIDES}
     cells = {
-        side: f"{spread(found, '{:.2f}'.format)} of the rate without, {rates[side]}" for side, found in ratios.items()
+        side: f"{spread(values, '{:.2f}'.format)} of the rate without, {rates[side]}" for side, values in ratios.items()
     }
-    gain = taken.ratio("rustloader", "torchdata")
+    gain = rounds.ratio("rustloader", "torchdata")
     held = statistics.median(ratios["rustloader"]) >= 0.85 and gain >= 5
     what = "a `state_dict()` after every batch: tokens, batch 32, 2 persistent workers"
     goal = "at least 0.85, and 5 times torchdata's rate"
-    result(row, what, cells, f"{gain:.1f} times torchdata's rate", goal, held, taken)
+    result(row, what, cells, f"{gain:.1f} times torchdata's rate", goal, held, rounds)
 
 
 class Walk(torch.utils.data.IterableDataset):
-    """Each worker has `count` samples of its own, a nap each."""
+    """A stream of which each worker has its own `count` samples; each sample sleeps."""
 
     def __init__(self, count: int, nap: float = 0.001):
         self.count = count
@@ -120,7 +120,7 @@ class Walk(torch.utils.data.IterableDataset):
 
 
 class Buffer(Walk):
-    """The same with 10 MB of texts, as a shuffle buffer has them, and a position."""
+    """The same with a position and 10 MB of strings, like those in a shuffle buffer."""
 
     def __init__(self, count: int):
         super().__init__(count)
@@ -135,7 +135,7 @@ class Buffer(Walk):
 
 
 class Stateful(Buffer):
-    """The same with both as its state."""
+    """The same with the position and the strings as its state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"buffer": self.buffer, "position": self.position}
@@ -146,7 +146,7 @@ class Stateful(Buffer):
 
 def large(row: str) -> None:
     size, workers = 16, 2
-    # torchdata is slower by far, so it gets a shorter epoch.
+    # torchdata is much slower, so it gets a shorter epoch.
     lengths = {"rustloader": 1200, "torchdata": 100}
 
     def epoch(side: str, dataset: type[Walk]) -> float:
@@ -155,19 +155,19 @@ def large(row: str) -> None:
         return epoch_of(loader, lengths[side])
 
     without = {f"{side}, without": measure for side, measure in each(epoch, Buffer).items()}
-    taken = program.interleave(each(epoch, Stateful) | without, row)
-    ratios = {side: taken.ratios(side, f"{side}, without") for side in SIDES}
-    cells = {side: f"{spread(found, '{:.3f}'.format)} of the rate without" for side, found in ratios.items()}
+    rounds = program.interleave(each(epoch, Stateful) | without, row)
+    ratios = {side: rounds.ratios(side, f"{side}, without") for side in SIDES}
+    cells = {side: f"{spread(values, '{:.3f}'.format)} of the rate without" for side, values in ratios.items()}
     held = statistics.median(ratios["rustloader"]) >= 0.98
     what = "a dataset with a state of 10 MB, `snapshot_every_n_steps=1`, 16 samples of 1 ms, 2 workers"
-    result(row, what, cells, "", "at least 0.98", held, taken)
+    result(row, what, cells, "", "at least 0.98", held, rounds)
 
 
 # --- resuming --------------------------------------------------------------------------------------
 
 
 def changed(value: Any, position: int) -> Any:
-    """A state with another number of delivered batches."""
+    """Returns a state with another number of delivered batches."""
     numbers = dict.fromkeys(("_snapshot_step", "_num_yielded", "_sampler_iter_yielded", "delivered"), position)
     numbers |= dict.fromkeys(("samples_yielded", "yielded"), position * BATCH)
     if not isinstance(value, dict):
@@ -175,30 +175,30 @@ def changed(value: Any, position: int) -> Any:
     return {key: numbers[key] if key in numbers else changed(inner, position) for key, inner in value.items()}
 
 
-def found_in(value: Any, name: str) -> Any:
-    """The first value of this key in a nested dict, or None."""
+def first_in(value: Any, name: str) -> Any:
+    """Returns the first value of this key in a nested dict, or None."""
     if not isinstance(value, dict):
         return None
     if value.get(name) is not None:
         return value[name]
-    return next((found for inner in value.values() if (found := found_in(inner, name)) is not None), None)
+    return next((match for inner in value.values() if (match := first_in(inner, name)) is not None), None)
 
 
 def order(side: str, state: Any, length: int) -> torch.Tensor:
-    """The indices of the shuffled epoch that `early_state` was taken in."""
+    """Returns the indices of the shuffled epoch in which `early_state` was taken."""
     generator = torch.Generator()
     if side == "torchdata":
-        generator.set_state(found_in(state, "generator"))
+        generator.set_state(first_in(state, "generator"))
     else:
-        # torch's own draws: the workers' seed, then the sampler's.
+        # torch's own seeds: the workers' seed, then the sampler's.
         torch.manual_seed(SEED)
-        draws = [int(torch.empty((), dtype=torch.int64).random_().item()) for _ in range(2)]
-        generator.manual_seed(draws[1])
+        seeds = [int(torch.empty((), dtype=torch.int64).random_().item()) for _ in range(2)]
+        generator.manual_seed(seeds[1])
     return torch.randperm(length, generator=generator)
 
 
 def early_state(side: str, length: int, shuffle: bool) -> Any:
-    """The state after two batches."""
+    """Returns the state after two batches."""
     torch.manual_seed(SEED)
     loader = loader_class(side)(range(length), BATCH, shuffle=shuffle, num_workers=2)
     iterator = iter(loader)
@@ -208,7 +208,7 @@ def early_state(side: str, length: int, shuffle: bool) -> Any:
 
 
 def first_batch(side: str, length: int, shuffle: bool, file: str | None) -> tuple[float, list[int]]:
-    """Seconds from the loader's construction to the first batch, and that batch."""
+    """Returns the seconds from the loader's construction to the first batch, and that batch."""
     torch.set_num_threads(1)
     state = None if file is None else torch.load(file)
     start = time.perf_counter()
@@ -220,21 +220,21 @@ def first_batch(side: str, length: int, shuffle: bool, file: str | None) -> tupl
 
 
 def resumed(row: str, length: int, percent: int, shuffle: bool) -> Rounds:
-    """Seconds to the first batch of a resumed and of a new epoch, each in a new process."""
+    """Returns the seconds to the first batch of a resumed and of a new epoch, each in a new process."""
     position = length // BATCH * percent // 100 // 2 * 2
     with tempfile.TemporaryDirectory() as folder:
-        wanted = {}
+        expected = {}
         for side in SIDES:
             state = changed(early_state(side, length, shuffle), position)
             torch.save(state, f"{folder}/{side}")
             indices = order(side, state, length) if shuffle else torch.arange(length)
-            wanted[side] = indices[position * BATCH : (position + 1) * BATCH].tolist()
+            expected[side] = indices[position * BATCH : (position + 1) * BATCH].tolist()
 
         def measure(side: str) -> float:
-            taken, batch = fresh(first_batch, side, length, shuffle, f"{folder}/{side}")
-            if batch != wanted[side]:
-                raise Failure(f"{side} resumed with {batch[:4]} ... in place of {wanted[side][:4]} ...")
-            return taken
+            seconds_taken, batch = fresh(first_batch, side, length, shuffle, f"{folder}/{side}")
+            if batch != expected[side]:
+                raise Failure(f"{side} resumed with {batch[:4]} ... in place of {expected[side][:4]} ...")
+            return seconds_taken
 
         new = {f"{side}, new": lambda side=side: fresh(first_batch, side, length, shuffle, None)[0] for side in SIDES}
         bound = {"bound": lambda: seconds(lambda: torch.randperm(length))} if shuffle else {}
@@ -242,27 +242,27 @@ def resumed(row: str, length: int, percent: int, shuffle: bool) -> Rounds:
 
 
 def sequential(row: str) -> None:
-    taken = resumed(row, 100_000_000, 50, shuffle=False)
-    pairs = {side: zip(taken[side], taken[f"{side}, new"], strict=True) for side in SIDES}
-    over = {side: [resumed - new for resumed, new in each] for side, each in pairs.items()}
-    cells = {side: f"{spread(found, '{:,.3f} s'.format)} over a new epoch" for side, found in over.items()}
-    beside = "new epoch: " + ", ".join(f"{side} {taken.median(f'{side}, new'):.3f} s" for side in SIDES)
-    held = statistics.median(over["rustloader"]) <= 0.1
+    rounds = resumed(row, 100_000_000, 50, shuffle=False)
+    pairs = {side: zip(rounds[side], rounds[f"{side}, new"], strict=True) for side in SIDES}
+    extra = {side: [resumed - new for resumed, new in each] for side, each in pairs.items()}
+    cells = {side: f"{spread(values, '{:,.3f} s'.format)} over a new epoch" for side, values in extra.items()}
+    beside = "new epoch: " + ", ".join(f"{side} {rounds.median(f'{side}, new'):.3f} s" for side in SIDES)
+    held = statistics.median(extra["rustloader"]) <= 0.1
     what = "first batch at 50 % of 100,000,000 sequential indices"
-    result(row, what, cells, beside, "at most 0.1 s over a new epoch", held, taken)
+    result(row, what, cells, beside, "at most 0.1 s over a new epoch", held, rounds)
 
 
 def shuffled(row: str) -> None:
-    taken = resumed(row, 10_000_000, 99, shuffle=True)
-    cells = {side: spread(taken[side], "{:,.3f} s".format) for side in SIDES}
-    held = taken.median("rustloader") <= taken.median("bound") + 0.1
+    rounds = resumed(row, 10_000_000, 99, shuffle=True)
+    cells = {side: spread(rounds[side], "{:,.3f} s".format) for side in SIDES}
+    held = rounds.median("rustloader") <= rounds.median("bound") + 0.1
     what = "first batch at 99 % of 10,000,000 shuffled indices"
-    beside = f"`torch.randperm`: {taken.median('bound'):.3f} s"
-    result(row, what, cells, beside, "at most 0.1 s over the permutation", held, taken)
+    beside = f"`torch.randperm`: {rounds.median('bound'):.3f} s"
+    result(row, what, cells, beside, "at most 0.1 s over the permutation", held, rounds)
 
 
 class Counted:
-    """default_collate, with a number of its calls in all processes."""
+    """A default_collate that counts its calls in all processes."""
 
     def __init__(self) -> None:
         self.calls = multiprocessing.get_context("fork").Value("i", 0)
@@ -280,13 +280,13 @@ def iterable(row: str) -> None:
     def make(side: str, collate: Counted) -> Any:
         return loader_class(side)(Walk(batches * size), size, num_workers=workers, collate_fn=collate)
 
-    states, wanted = {}, {}
+    states, expected = {}, {}
     for side in SIDES:
         loader = make(side, Counted())
         iterator = iter(loader)
         for _ in itertools.islice(iterator, half):
             pass
-        states[side], wanted[side] = loader.state_dict(), next(iterator).tolist()
+        states[side], expected[side] = loader.state_dict(), next(iterator).tolist()
         del iterator
 
     def measure(side: str) -> dict[str, float]:
@@ -294,30 +294,32 @@ def iterable(row: str) -> None:
         loader = make(side, counted := Counted())
         loader.load_state_dict(states[side])
         batch = next(iter(loader)).tolist()
-        taken = time.perf_counter() - start
-        if batch != wanted[side]:
-            raise Failure(f"{side} resumed with {batch} in place of {wanted[side]}")
-        return {"seconds": taken, "collated": counted.calls.value}
+        seconds_taken = time.perf_counter() - start
+        if batch != expected[side]:
+            raise Failure(f"{side} resumed with {batch} in place of {expected[side]}")
+        return {"seconds": seconds_taken, "collated": counted.calls.value}
 
     def bare_walk() -> dict[str, float]:
         return {"seconds": at_once(workers, lambda _: lambda: list(Walk(batches // 2 * size)))}
 
-    taken = program.interleave(each(measure), row, beside={"bound": bare_walk})
-    most = {side: max(taken.of(side, "collated")) for side in SIDES}
-    times = {side: spread(taken.of(side, "seconds"), "{:.3f} s".format) for side in SIDES}
-    cells = {side: f"{found}, {most[side]} batches collated" for side, found in times.items()}
-    bound = taken.median("bound", "seconds")
-    # The first batches of the resumed epoch are prefetched: at most two of each worker.
-    held = taken.median("rustloader", "seconds") <= 1.1 * bound and most["rustloader"] <= 2 * workers
+    rounds = program.interleave(each(measure), row, beside={"bound": bare_walk})
+    collated = {side: max(rounds.of(side, "collated")) for side in SIDES}
+    times = {side: spread(rounds.of(side, "seconds"), "{:.3f} s".format) for side in SIDES}
+    cells = {side: f"{text}, {collated[side]} batches collated" for side, text in times.items()}
+    bound = rounds.median("bound", "seconds")
+    # The first batches of the resumed epoch are prefetched: at most two per worker.
+    held = rounds.median("rustloader", "seconds") <= 1.1 * bound and collated["rustloader"] <= 2 * workers
     what = "first batch at 50 % of an iterable dataset without a state, 1 ms a sample, 4 workers"
-    result(row, what, cells, f"the walk alone: {bound:.3f} s", "at most 1.1 of the walk", held, taken)
+    result(row, what, cells, f"the walk alone: {bound:.3f} s", "at most 1.1 of the walk", held, rounds)
 
 
 def size(row: str) -> None:
     sizes = {side: {"sequential": len(pickle.dumps(early_state(side, 100_000_000, False)))} for side in SIDES}
     # torchdata's loader would hold two lists of 100,000,000 integers.
     sizes["rustloader"]["shuffled"] = len(pickle.dumps(early_state("rustloader", 100_000_000, True)))
-    cells = {side: ", ".join(f"{kind} {value:,} B" for kind, value in found.items()) for side, found in sizes.items()}
+    cells = {
+        side: ", ".join(f"{kind} {value:,} B" for kind, value in bytes_of.items()) for side, bytes_of in sizes.items()
+    }
     held = max(sizes["rustloader"].values()) <= 8192
     result(row, "a pickled state in 100,000,000 indices", cells, "", "at most 8,192 B", held, sizes)
 

@@ -17,8 +17,8 @@ MB = 1 << 20
 
 
 class Samples(torch.utils.data.Dataset):
-    """`length` samples, cycling through a few that were created beforehand; `fresh` copies each, and `then` is done to
-    the copy in each epoch."""
+    """A dataset of `length` samples, which cycle through a few that were created beforehand; `fresh` copies each, and
+    `then` transforms the copy in each epoch."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class Samples(torch.utils.data.Dataset):
         return sample if self.then is None else self.then(sample)
 
     def cached(self) -> Any:
-        """The same samples for rustloader, which makes them once."""
+        """Returns the same samples in a cache, which makes them once."""
         return rustloader.cache(Samples(self.samples, self.length, self.fresh), then=self.then)
 
 
 class Naps(torch.utils.data.Dataset):
-    """Sample i is i, after a nap of `seconds[i]`."""
+    """A dataset whose sample i is i, after a sleep of `seconds[i]`."""
 
     def __init__(self, seconds: Sequence[float]):
         self.seconds = seconds
@@ -102,12 +102,12 @@ def large_arrays() -> list[Any]:
 
 
 def hundred_mb() -> list[Any]:
-    """A dataset that takes long to send to a spawned worker."""
+    """Returns a dataset that takes long to send to a spawned worker."""
     return list(np.random.default_rng(0).random((100, MB // 8)))
 
 
 def jpegs() -> list[Any]:
-    """Files with the size of photographs: coarse noise, smoothed like photographs, with a little fine noise on it."""
+    """Returns files with the size of photographs: coarse noise, smooth like photographs, plus a little fine noise."""
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -123,7 +123,7 @@ def jpegs() -> list[Any]:
 
 
 def decode(file: bytes, side: int = IMAGE[1]) -> torch.Tensor:
-    """A square picture as a tensor, u8."""
+    """Returns a square image as a uint8 tensor."""
     from PIL import Image
 
     with Image.open(io.BytesIO(file)) as image:
@@ -132,12 +132,12 @@ def decode(file: bytes, side: int = IMAGE[1]) -> torch.Tensor:
 
 
 def decode_larger(file: bytes) -> torch.Tensor:
-    """What a cache keeps, to be cropped."""
+    """Returns a larger image, which a cache keeps and ``crop_and_flip`` crops."""
     return decode(file, 256)
 
 
 def crop_and_flip(image: torch.Tensor) -> torch.Tensor:
-    """What augmentation does to a picture, without its random numbers."""
+    """Crops and flips an image as augmentation does, without random numbers."""
     return image[:, 16 : 16 + IMAGE[1], 16 : 16 + IMAGE[2]].flip(2)
 
 
@@ -152,27 +152,27 @@ class Row:
     samples: Callable[[], list[Any]]
     fresh: Callable[[Any], Any] | None = None
     collate: Callable[[Any], Any] | None = None
-    # What follows `fresh`; rustloader's loader has a cache in between, which a first epoch fills.
+    # The step after `fresh`; rustloader's loader has a cache in between, which a first epoch fills.
     then: Callable[[Any], Any] | None = None
-    # Override the comparison's defaults.
+    # Overrides the comparison's defaults.
     workers: int = 2
     start_method: str = "fork"
-    # Epochs in a round: one alone would be too short to time.
+    # Epochs in a round, for rows whose single epoch is too short to time.
     epochs: int = 1
     # Timed to the first batch, not to the end of the epoch; without persistent workers.
     to_first: bool = False
 
     def count(self, quick: bool = False) -> int:
-        """Batches of an epoch."""
+        """Returns the number of batches in an epoch."""
         return max(8, self.batches // 10) if quick else self.batches
 
     def dataset(self, quick: bool = False) -> Samples:
-        """The samples of an epoch."""
+        """Returns the samples of an epoch."""
         torch.manual_seed(0)
         return Samples(self.samples(), self.count(quick) * (self.batch_size or 1), self.fresh, self.then)
 
     def arguments(self) -> dict[str, Any]:
-        """Of a loader with workers."""
+        """Returns the arguments of a loader with workers."""
         return {
             "batch_size": self.batch_size,
             "collate_fn": self.collate,

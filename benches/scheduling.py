@@ -1,7 +1,7 @@
-"""Uneven batches, slow storage, large samplers and tables: `make compare KIND=scheduling`.
+"""Measures uneven batches, slow storage, large samplers and tables: `make compare KIND=scheduling`.
 
 Each row runs torch's loader, rustloader's with the row's options, and a lower bound, in alternating order. The figures
-are medians of the rounds. Work is a sleep, which needs no processor, so four workers are fair on two cores.
+are medians of the rounds. The work of a sample is a sleep (a nap), so four workers on two cores are a fair test.
 
     spikes    batches of one sample; 1 in 10 takes 60 ms, the others 4.5 ms; 4 workers. Bound: sum of the naps / 4
     lognormal batches of one sample; log-normal naps of mean 20 ms, sigma 1.5; 4 workers. Bound: sum of the naps / 4
@@ -50,7 +50,7 @@ PICTURED = {
 
 
 class Crops(torch.utils.data.Dataset):
-    """Sample i is a crop of an image."""
+    """A dataset whose sample i is a crop of an image."""
 
     SIDE = 96
 
@@ -68,7 +68,7 @@ class Crops(torch.utils.data.Dataset):
 
 @dataclass
 class Row:
-    """What a row compares. The bound is in seconds, or a function that measures it."""
+    """A row of the comparison. The bound is in seconds, or a function that measures it."""
 
     what: str
     dataset: Any
@@ -152,7 +152,7 @@ program = Program(__doc__, list(ROWS), docs=(DOCS / "performance.md", "<!-- sche
 
 
 def bare_stacking(dataset: Any, batch_size: int, processes: int) -> float:
-    """Seconds that processes need to stack the samples of a dataset into warm shared memory, each its share."""
+    """Returns the seconds that processes need to stack their shares of a dataset into warm shared memory."""
     batches, size = len(dataset) // batch_size, batch_size * dataset[0].numel() * 4
 
     def prepare(process: int) -> Callable[[], object]:
@@ -169,7 +169,7 @@ def bare_stacking(dataset: Any, batch_size: int, processes: int) -> float:
 
 
 def run(loader: Any, row: Row) -> float:
-    """Seconds of an epoch, or until its first batch."""
+    """Returns the seconds of an epoch, or until its first batch."""
     start = time.perf_counter()
     count = 0
     for _ in loader:
@@ -178,10 +178,10 @@ def run(loader: Any, row: Row) -> float:
             return time.perf_counter() - start
         if row.step:
             time.sleep(row.step)
-    taken = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     if count != len(loader):
         raise Failure(f"{count} batches in place of {len(loader)}")
-    return taken
+    return seconds
 
 
 def check(loaders: dict[str, Any], row: Row) -> None:
@@ -190,8 +190,8 @@ def check(loaders: dict[str, Any], row: Row) -> None:
     for name, loader in loaders.items():
         torch.manual_seed(5)
         batches[name] = [batch for batch, _ in zip(loader, range(3), strict=False)]
-    if found := difference(batches["torch"], batches["rustloader"]):
-        raise Failure(found)
+    if problem := difference(batches["torch"], batches["rustloader"]):
+        raise Failure(problem)
     for loader in loaders.values():
         if loader.persistent_workers:
             run(loader, row)
@@ -204,20 +204,20 @@ def measure(name: str) -> None:
     check(loaders, row)
     sides = {side: lambda loader=loader: run(loader, row) for side, loader in loaders.items()}
     bound = row.bound if callable(row.bound) else lambda: row.bound
-    taken = program.interleave(sides, name, beside={"bound": bound})
-    seconds = [f"{taken.median(side) * 1e3:,.0f} ms" for side in taken]
-    gain, of_bound = (taken.ratios(*pair) for pair in (("torch", "rustloader"), ("rustloader", "bound")))
+    rounds = program.interleave(sides, name, beside={"bound": bound})
+    seconds = [f"{rounds.median(side) * 1e3:,.0f} ms" for side in rounds]
+    gain, of_bound = (rounds.ratios(*pair) for pair in (("torch", "rustloader"), ("rustloader", "bound")))
     cells = [*seconds, spread(gain, "{:.1f}x".format), spread(of_bound, "{:.2f}x".format)]
     grown = {side: fresh(growth, side) for side in sides} if name == "indices" else {}
-    medians = {side: taken.median(side) for side in taken}
-    program.line(name, row.what, *cells, medians=medians, rounds=taken, bytes_per_index=grown)
+    medians = {side: rounds.median(side) for side in rounds}
+    program.line(name, row.what, *cells, medians=medians, rounds=rounds, bytes_per_index=grown)
     if grown:
-        ours, torchs = grown["rustloader"], grown["torch"]
-        print(f"An epoch of `indices` grows a process by {ours:.1f} bytes per index, with torch by {torchs:.1f}.")
+        ours, theirs = grown["rustloader"], grown["torch"]
+        print(f"A process grows by {ours:.1f} bytes per index in an epoch of `indices`, with torch by {theirs:.1f}.")
 
 
 def growth(side: str) -> float:
-    """Bytes per index that a process grows by, from `iter()` to the first batch of a shuffled range."""
+    """Returns the bytes per index by which a process grows, from `iter()` to the first batch of a shuffled range."""
 
     def first(count: int) -> int:
         next(iter(KINDS[side](range(count), batch_size=64, shuffle=True)))
@@ -228,12 +228,12 @@ def growth(side: str) -> float:
 
 
 def picture() -> str:
-    """The time of torch, of rustloader and the lower bound, as multiples of the bound."""
+    """Draws the times of torch, of rustloader and of the lower bound, as multiples of the bound."""
     colors = {"torch": "#b0b0b0", "rustloader": "#1f5fa8", "lower bound": "#7fa8d9"}
     medians = {result["row"]: result["medians"] for result in program.results if result["row"] in PICTURED}
     groups = {
-        PICTURED[row]: {name: found[side] / found["bound"] for name, side in zip(colors, found, strict=True)}
-        for row, found in medians.items()
+        PICTURED[row]: {name: times[side] / times["bound"] for name, side in zip(colors, times, strict=True)}
+        for row, times in medians.items()
     }
     return bars("Time of an epoch, lower bound = 1", colors, groups)
 

@@ -1,13 +1,13 @@
-"""What `rustloader.share` saves and costs, for 1,000,000 items: `make compare KIND=sharing`.
+"""Measures what `rustloader.share` saves and costs, for 1,000,000 items: `make compare KIND=sharing`.
 
-Each measurement is a program of its own, in a fresh interpreter. The sides take turns. A figure is the median of the
+Each measurement is a separate program, in a fresh interpreter. The sides take turns. A figure is the median of the
 rounds, with its range.
 
 memory   private memory that a forked worker gains in one shuffled epoch, with 2 workers: torch's loader and
          rustloader's with a plain object, rustloader's with a shared one
 reads    microseconds of processor time to read an item in a worker, in random order, later epochs: a plain object, a
          shared one, and the median of the rounds' differences
-build    seconds and peak memory of share(), beside the original and without one (from a generator)
+build    seconds and peak memory of share(), next to the original and without an original (from a generator)
 """
 
 import os
@@ -33,7 +33,7 @@ READS, TURNS = 100_000, 7
 
 
 def name(number: int) -> str:
-    """An item: about 60 bytes as a str."""
+    """Returns an item: a str of about 60 bytes."""
     return f"{number:07d}.jpg"
 
 
@@ -50,7 +50,7 @@ SIDES = ("torch, plain", "rustloader, plain", "rustloader, shared")
 
 
 class Reading(torch.utils.data.Dataset):
-    """A sample is a number that depends on an item."""
+    """A dataset whose sample is a number that depends on an item."""
 
     def __init__(self, items: Any):
         self.items = items
@@ -64,7 +64,7 @@ class Reading(torch.utils.data.Dataset):
 
 
 def memory(kind: str, side: str) -> dict[str, float]:
-    """Megabytes that each worker gains, on average."""
+    """Returns the megabytes that each worker gains, on average."""
     items = KINDS[kind]()
     if side.endswith("shared"):
         items = rustloader.share(items)
@@ -85,7 +85,7 @@ def memory(kind: str, side: str) -> dict[str, float]:
 
 
 class Timing(torch.utils.data.Dataset):
-    """Its sample is the time of reads: microseconds per item of each turn, plain and shared."""
+    """A dataset whose sample is the time of reads: microseconds per item of each turn, plain and shared."""
 
     def __init__(self, plain: Any, shared: Any):
         self.sides = plain, shared
@@ -99,16 +99,16 @@ class Timing(torch.utils.data.Dataset):
             # A plain object is copied to this process, page by page.
             for number in range(ITEMS):
                 items[name(number) if isinstance(items, Mapping) else number]
-        found = []
+        timings = []
         for turn in range(TURNS):
             times = [0.0, 0.0]
             for side in (0, 1) if turn % 2 == 0 else (1, 0):
                 times[side] = self.read(self.sides[side], order)
-            found.append((times[0], times[1]))
-        return found
+            timings.append((times[0], times[1]))
+        return timings
 
     def read(self, items: Any, order: list[int]) -> float:
-        # New strings: their hashes are not known yet.
+        # New strings, whose hashes are not computed yet.
         keys: list[Any] = [name(number) for number in order] if isinstance(items, Mapping) else order
         start = time.process_time()
         for key in keys:
@@ -117,7 +117,7 @@ class Timing(torch.utils.data.Dataset):
 
 
 def reads(kind: str, side: str) -> dict[str, float]:
-    """Microseconds per read in a worker: plain, shared, and the difference."""
+    """Returns microseconds per read in a worker: plain, shared, and the difference."""
     plain = KINDS[kind]()
     loader = rustloader.DataLoader(
         Timing(plain, rustloader.share(plain)), batch_size=None, num_workers=1, multiprocessing_context="fork"
@@ -131,9 +131,9 @@ def reads(kind: str, side: str) -> dict[str, float]:
 
 
 def build(kind: str, side: str) -> dict[str, float]:
-    """Seconds, megabytes of the result, and megabytes of other memory that this process has at the peak."""
+    """Returns seconds, megabytes of the result, and megabytes of other memory that this process has at the peak."""
     items = STREAMS[kind]() if side == "generator" else KINDS[kind]()
-    # What is resident now counts as the peak so far.
+    # The peak so far is the memory that is resident now.
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before, start = amounts(read("/proc/self/status"))["VmRSS"], time.perf_counter()
@@ -151,8 +151,8 @@ PARTS = {"memory": memory, "reads": reads, "build": build}
 program = Program(__doc__, list(PARTS), rounds=3)
 
 
-def taken(part: str, kind: str, sides: tuple[str, ...]) -> Rounds:
-    """The figures of each side, each in a program of its own."""
+def figures_of(part: str, kind: str, sides: tuple[str, ...]) -> Rounds:
+    """Returns the figures of each side, each measured in a separate program."""
     return program.interleave({side: lambda side=side: fresh(PARTS[part], kind, side) for side in sides}, kind)
 
 
@@ -168,27 +168,27 @@ def measure(part: str) -> None:
 
 
 def memory_line(kind: str) -> None:
-    found = taken("memory", kind, SIDES)
-    held = found.median(SIDES[-1], "gain") <= GAIN
-    gains = [spread(found.of(side, "gain"), "{:.1f} MB".format) for side in SIDES]
-    program.line("memory", kind, *gains, f"<= {GAIN} MB", missed(held), held=held, kind=kind, rounds=found)
+    rounds = figures_of("memory", kind, SIDES)
+    held = rounds.median(SIDES[-1], "gain") <= GAIN
+    gains = [spread(rounds.of(side, "gain"), "{:.1f} MB".format) for side in SIDES]
+    program.line("memory", kind, *gains, f"<= {GAIN} MB", missed(held), held=held, kind=kind, rounds=rounds)
 
 
 def reads_line(kind: str) -> None:
-    found = taken("reads", kind, ("both",))
-    cells = [spread(found.of("both", key), "{:.2f} us".format) for key in ("plain", "shared", "longer")]
-    # The goal is one of lists of str.
-    held = found.median("both", "longer") <= LONGER if kind == "list of str" else None
+    rounds = figures_of("reads", kind, ("both",))
+    cells = [spread(rounds.of("both", key), "{:.2f} us".format) for key in ("plain", "shared", "longer")]
+    # The goal applies to lists of str.
+    held = rounds.median("both", "longer") <= LONGER if kind == "list of str" else None
     goal = "" if held is None else f"<= {LONGER} us longer"
-    program.line("reads", kind, *cells, goal, missed(held), held=held, kind=kind, rounds=found)
+    program.line("reads", kind, *cells, goal, missed(held), held=held, kind=kind, rounds=rounds)
 
 
 def build_lines(kind: str) -> None:
-    found = taken("build", kind, ("original", "generator") if kind in STREAMS else ("original",))
-    for side in found:
+    rounds = figures_of("build", kind, ("original", "generator") if kind in STREAMS else ("original",))
+    for side in rounds:
         forms = {"seconds": "{:.2f} s", "size": "{:.1f} MB", "peak": "{:.1f} MB"}
-        cells = [spread(found.of(side, key), form.format) for key, form in forms.items()]
-        program.line("build", kind + ", from a generator" * (side == "generator"), *cells, kind=kind, rounds=found)
+        cells = [spread(rounds.of(side, key), form.format) for key, form in forms.items()]
+        program.line("build", kind + ", from a generator" * (side == "generator"), *cells, kind=kind, rounds=rounds)
 
 
 if __name__ == "__main__":

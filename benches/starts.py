@@ -1,6 +1,6 @@
-"""How long a loader takes from its construction to its first batch: `make compare KIND=starts`.
+"""Measures how long a loader takes from its construction to its first batch: `make compare KIND=starts`.
 
-Each measurement is a program of its own, in a fresh interpreter. torch and rustloader take turns; a ratio is the median
+Each measurement is a separate program, in a fresh interpreter. torch and rustloader take turns; a ratio is the median
 of the rounds' ratios. `import` is the time that the same program's `import torch` takes.
 
 forkserver     4 workers, the first loader of a program, and its second one
@@ -14,17 +14,17 @@ import time
 import warnings
 from typing import NamedTuple
 
-# Nothing of rustloader is imported here: spawned workers import this file, those of torch's loader as well.
+# Nothing of rustloader is imported here, because spawned workers import this file, including those of torch's loader.
 
 
 class Goal(NamedTuple):
-    """A figure, what it is, the most seconds, of which figure, and the least ratio."""
+    """A goal for a figure: the limit in seconds, the figure that it limits, and the minimum ratio."""
 
     figure: str
     what: str
-    most: float | None
-    of: str
-    least: float | None
+    limit: float | None
+    limited: str
+    min_ratio: float | None
 
 
 class Row(NamedTuple):
@@ -70,11 +70,11 @@ class Samples:
 
 
 def started(name: str, side: str) -> dict[str, float]:
-    """Seconds of a program: of its import of torch, and of each loader."""
+    """Returns the seconds that a program takes to import torch, and those of each loader."""
     row, start = ROWS[name], time.perf_counter()
     import torch.utils.data
 
-    found = {"import": time.perf_counter() - start}
+    seconds_of = {"import": time.perf_counter() - start}
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     import rustloader
 
@@ -85,12 +85,12 @@ def started(name: str, side: str) -> dict[str, float]:
         loader = kind(dataset, batch_size=2, num_workers=row.workers, multiprocessing_context=row.method)
         batches = iter(loader)
         next(batches)
-        found[which] = time.perf_counter() - start
+        seconds_of[which] = time.perf_counter() - start
         for _ in range(row.workers - 1):
             next(batches)
-        found["last"] = time.perf_counter() - start
+        seconds_of["last"] = time.perf_counter() - start
         del batches, loader
-    return found | {"less import": found["first"] - found["import"]}
+    return seconds_of | {"less import": seconds_of["first"] - seconds_of["import"]}
 
 
 if __name__ == "__main__":
@@ -102,14 +102,19 @@ if __name__ == "__main__":
 
     def measure(name: str) -> None:
         sides = {side: lambda side=side: fresh(started, name, side) for side in ("torch", "rustloader")}
-        taken = program.interleave(sides, name)
+        rounds = program.interleave(sides, name)
         for goal in ROWS[name].goals:
-            value, ratio = taken.median("rustloader", goal.of), taken.ratio("torch", "rustloader", goal.figure)
-            held = (goal.most is None or value <= goal.most) and (goal.least is None or ratio >= goal.least)
-            words = [f"<= {goal.most} s (found {value:.2f} s)"] * (goal.most is not None)
-            words += [f">= {goal.least}x"] * (goal.least is not None)
-            seconds = [spread(taken.of(side, goal.figure), "{:.2f} s".format) for side in sides]
-            gain = spread(taken.ratios("torch", "rustloader", goal.figure), "{:.2f}x".format)
-            program.line(name, name, goal.what, *seconds, gain, ", ".join(words), missed(held), held=held, rounds=taken)
+            value, ratio = (
+                rounds.median("rustloader", goal.limited),
+                rounds.ratio("torch", "rustloader", goal.figure),
+            )
+            held = (goal.limit is None or value <= goal.limit) and (goal.min_ratio is None or ratio >= goal.min_ratio)
+            words = [f"<= {goal.limit} s (measured {value:.2f} s)"] * (goal.limit is not None)
+            words += [f">= {goal.min_ratio}x"] * (goal.min_ratio is not None)
+            seconds = [spread(rounds.of(side, goal.figure), "{:.2f} s".format) for side in sides]
+            gain = spread(rounds.ratios("torch", "rustloader", goal.figure), "{:.2f}x".format)
+            program.line(
+                name, name, goal.what, *seconds, gain, ", ".join(words), missed(held), held=held, rounds=rounds
+            )
 
     main(program, measure, "row", "what", "torch", "rustloader", "torch / rustloader", "goal", "")

@@ -1,18 +1,18 @@
-"""Compare loops whose batches go to the device: torch's loader, pageable and pinned, and prefetch_to_device.
+"""Compares loops whose batches go to the device: torch's loader, pageable and pinned, and prefetch_to_device.
 
 For each row of compare.py that has tensors, with persistent workers and after one epoch to warm up, medians of rounds
 in which the loaders take turns:
 
-to the device  batches per second that arrive on the device while nothing else is done there, and GB/s of their tensors.
+to the device  batches per second that arrive on the device while nothing else runs there, and GB/s of their tensors.
 step           milliseconds per batch of a loop that computes on the device for about 20 ms (--step) per batch, and
                the same as a multiple of the step without loading. The goal for batches of 38 MB is 1.03 or less.
-overlap        share of the copies' time for which the loop's stream did not wait, of prefetch_to_device.
+overlap        of prefetch_to_device: share of the copies' time for which the loop's stream did not wait.
 
-The limits stand first in each row: what cudaMemcpyAsync copies from pinned memory, and what one thread copies from
-ordinary to pinned memory (memcpy). The sums of the last batches of all loops are compared. `--trace FILE` writes a
+The limits are first in each row: the rate of cudaMemcpyAsync from pinned memory, and that of one thread that copies
+from ordinary to pinned memory (memcpy). The sums of the last batches of all loops are compared. `--trace FILE` writes a
 profile of the training loop over prefetch_to_device, which overlap.py draws.
 
-It needs a CUDA device. With --device cpu it runs as a whole where there is none, and its figures mean nothing.
+It needs a CUDA device. With --device cpu it runs completely without one, and its figures mean nothing.
 """
 
 import time
@@ -38,7 +38,7 @@ WAYS = {
 
 
 class Loop:
-    """A loader and its way to the device."""
+    """A loader, and how its batches go to the device."""
 
     def __init__(self, name: str, kind: str, pinned: bool):
         self.loader, self.pinned = loader_of(name, KINDS[kind], pinned, program.options), pinned
@@ -51,18 +51,19 @@ class Loop:
         if self.batches is not None:
             yield from self.batches
             return
-        for batch in self.loader:  # as programs move them by hand
+        for batch in self.loader:  # as programs without a prefetcher move them
             yield [tensor.to(device.kind, non_blocking=self.pinned) for tensor in tensors(batch)]
 
     def __call__(self, kernel: Kernel | None) -> float:
-        """Seconds per batch. With a kernel, each batch has a training step; without, the last batch is kept."""
+        """Returns the seconds per batch. A kernel is the training step of each batch; without one, the last batch is
+        kept."""
         count, batch = 0, None
         device.synchronize()
         start = time.perf_counter()
         for batch in self:
             if kernel is not None:
                 for tensor in tensors(batch):
-                    # As a step does, the work begins with the batch.
+                    # Like a training step, the work starts once the batch is there.
                     tensor.as_strided((1,), (1,)).clone()
                 kernel()
             count += 1
@@ -82,7 +83,7 @@ def measure(name: str) -> None:
     kernel = Kernel(device, options.step)
     delivered = rustloader.engine_batches()
     sides = {way: lambda it=it: {"rate": 1 / it(None), "step": it(kernel) * 1e3} for way, it in loops.items()}
-    taken = program.interleave(sides, name)
+    rounds = program.interleave(sides, name)
     delivered = rustloader.engine_batches() - delivered
     if delivered != 2 * 2 * options.rounds * row.count(options.quick):
         raise Failure(f"{delivered} batches came from the Rust engine")
@@ -99,10 +100,10 @@ def measure(name: str) -> None:
     for way, loop in loops.items():
         stats = rustloader.stats(loop.loader).transfers if way.startswith("ours") else None
         overlap = "" if stats is None or stats.overlapped_share is None else f"{stats.overlapped_share:.0%}"
-        rate, step = taken.median(way, "rate"), taken.median(way, "step")
-        multiple = spread([it / kernel.ms for it in taken.of(way, "step")], "{:.3f}".format)
+        rate, step = rounds.median(way, "rate"), rounds.median(way, "step")
+        multiple = spread([it / kernel.ms for it in rounds.of(way, "step")], "{:.3f}".format)
         cells = [f"{rate:,.1f}", f"{rate * nbytes / 1e9:.2f}", f"{step:.3f}", multiple, overlap]
-        program.line(name, name, way, *cells, way=way, nbytes=nbytes, kernel_ms=kernel.ms, rounds=taken[way])
+        program.line(name, name, way, *cells, way=way, nbytes=nbytes, kernel_ms=kernel.ms, rounds=rounds[way])
     trace(options, name, lambda: loops["ours"](kernel))
     for loop in loops.values():
         loop.loader._iterator._shutdown_workers()

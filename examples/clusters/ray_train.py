@@ -1,7 +1,7 @@
 """A training loop whose decoding runs on the CPU nodes of a Ray cluster.
 
 pip install 'rustloader[ray]'
-python examples/clusters/ray_train.py                                          Ray makes a cluster of this machine
+python examples/clusters/ray_train.py                                          Ray starts a cluster on this machine
 RAY_ADDRESS=head:6379 python examples/clusters/ray_train.py --workers 16       on a cluster
 RAY_ADDRESS=head:6379 python examples/clusters/ray_train.py --on decoding      on its nodes with the resource `decoding`
 """
@@ -20,8 +20,8 @@ SIDE = 64
 
 
 class Images(Dataset):
-    """Compressed images: noise with a bright square, whose corner is the class. Replace it by one that reads files
-    which all nodes have."""
+    """Compressed images of noise with a bright square, whose corner is the class. Replace this dataset with one that
+    reads files which all nodes have."""
 
     def __init__(self, n: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -37,7 +37,7 @@ class Images(Dataset):
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         pixels = torch.frombuffer(bytearray(zlib.decompress(self.images[i])), dtype=torch.uint8)
-        # Jittered by the worker's random numbers. As bytes, an image has a quarter of its size in float32.
+        # The jitter comes from the worker's random numbers. As uint8, an image takes a quarter of its size in float32.
         return pixels.view(3, SIDE, SIDE).roll(int(torch.randint(-4, 5, ())), dims=2), i % 4
 
 
@@ -45,8 +45,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2, help="actors of the cluster (default: %(default)s)")
-    parser.add_argument("--cpus", type=float, default=0.5, help="that Ray reserves for each (default: %(default)s)")
-    parser.add_argument("--on", metavar="RESOURCE", help="only on nodes that were started with this resource")
+    parser.add_argument("--cpus", type=float, default=0.5, help="CPUs reserved for each worker (default: %(default)s)")
+    parser.add_argument("--on", metavar="RESOURCE", help="run workers only on nodes that have this resource")
     return parser.parse_args()
 
 
@@ -61,7 +61,7 @@ def main() -> None:
         num_workers=options.workers,
         persistent_workers=True,
         multiprocessing_context=rustloader.ray.RayContext(num_cpus=options.cpus, resources=resources),
-        # A worker that is lost with its node is replaced, and makes the same batches again.
+        # A worker that is lost with its node is replaced, and its successor makes the same batches.
         max_restarts=8,
         seed_by="sample",
     )

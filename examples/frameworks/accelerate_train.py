@@ -1,4 +1,4 @@
-"""accelerate: `prepare` rebuilds the loader; the second epoch resumes in its middle with `skip_first_batches`.
+"""accelerate: `prepare` rebuilds the loader; the second epoch resumes halfway with `skip_first_batches`.
 
 accelerate launch --cpu --num_processes 2 examples/frameworks/accelerate_train.py
 accelerate launch --cpu --num_processes 2 -m rustloader run examples/frameworks/accelerate_train.py --no-install
@@ -28,10 +28,10 @@ def main() -> None:
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
 
     for epoch in range(2):
-        # As after a checkpoint in the middle of the second epoch: half of its batches have been trained on.
-        rest = loader if epoch == 0 else accelerator.skip_first_batches(loader, len(loader) // 2)
+        # As after a checkpoint in the middle of the second epoch: the first half of its batches is skipped.
+        remaining = loader if epoch == 0 else accelerator.skip_first_batches(loader, len(loader) // 2)
         losses = []
-        for points, above in rest:
+        for points, above in remaining:
             loss = nn.functional.binary_cross_entropy_with_logits(net(points), above)
             optimizer.zero_grad()
             accelerator.backward(loss)

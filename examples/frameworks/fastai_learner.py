@@ -1,4 +1,4 @@
-"""fastai: image files by ImageDataLoaders, a small net by Learner. Its DataLoader is its own, with torch's iterator.
+"""fastai: ImageDataLoaders on image files, a Learner with a small net. fastai's own DataLoader uses torch's iterator.
 
 python examples/frameworks/fastai_learner.py
 python examples/frameworks/fastai_learner.py --no-install                      on torch's loader: the same losses

@@ -1,4 +1,4 @@
-"""A training loop of your own over what a library brings: datasets, transforms, or a loader that it builds itself.
+"""Your own training loop over datasets, transforms or loaders of a library.
 
 python examples/frameworks/own_loop.py torchvision
 python examples/frameworks/own_loop.py timm --prefetcher --multi-epochs
@@ -87,7 +87,7 @@ def torchvision(folder: Path, options: argparse.Namespace) -> None:
         print(f"epoch {epoch}: {trained}, test {test.mean().item()}")
 
 
-# --- timm: `create_dataset` on image files, `create_loader` with its prefetcher, its repeating loader or neither ------
+# --- timm: `create_dataset` on image files, `create_loader` with the prefetcher, the repeating loader or neither ------
 
 
 def timm(folder: Path, options: argparse.Namespace) -> None:
@@ -95,7 +95,7 @@ def timm(folder: Path, options: argparse.Namespace) -> None:
     from timm.data import create_dataset, create_loader
     from timm.utils import random_seed
 
-    random_seed(7)  # its prefetcher draws in this process, with Python's random numbers
+    random_seed(7)  # timm's prefetcher draws in this process, from Python's `random`
     net = timm.create_model("test_resnet", pretrained=False, num_classes=4)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     loader = create_loader(
@@ -143,7 +143,7 @@ def datasets(folder: Path, options: argparse.Namespace) -> None:
         print(f"by index: epoch {epoch}: {train(by_index, optimizer, loss_of)}")
     streamed = DataLoader(stream, batch_size=16, num_workers=2, persistent_workers=True)
     for epoch in range(2):
-        stream.set_epoch(epoch)  # another order; persistent workers see it through shared memory
+        stream.set_epoch(epoch)  # sets another order, which persistent workers see through shared memory
         print(f"stream: epoch {epoch}: {train(streamed, optimizer, loss_of)}")
 
 
@@ -151,7 +151,7 @@ def datasets(folder: Path, options: argparse.Namespace) -> None:
 
 
 class Rings(Dataset):
-    """Rings of 4 to 11 nodes with random features; the class says whether they are long."""
+    """Rings of 4 to 11 nodes with random features; the class is whether a ring has more than 7 nodes."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -194,7 +194,7 @@ def torch_geometric(folder: Path, options: argparse.Namespace) -> None:
         print(f"epoch {epoch}: {train(loader, optimizer, loss_of)}")
 
 
-# --- webdataset: tar shards on this machine, decoded and batched in the workers, through its WebLoader ----------------
+# --- webdataset: local tar shards, decoded and batched in the workers, through WebLoader ------------------------------
 
 
 def webdataset(folder: Path, options: argparse.Namespace) -> None:
@@ -241,7 +241,7 @@ def ultralytics(folder: Path, options: argparse.Namespace) -> None:
 
     init_seeds(7, deterministic=True)
     images = write_images(folder / "images", each=8)
-    for image in sorted(images.glob("*/*.png")):  # a box for the bright square of each
+    for image in sorted(images.glob("*/*.png")):  # a box around the bright square of each image
         label = int(image.parent.name)
         x, y = 0.25 + 0.5 * (label % 2), 0.25 + 0.5 * (label // 2)
         target = folder / "labels" / image.parent.name / f"{image.stem}.txt"
@@ -263,7 +263,7 @@ def ultralytics(folder: Path, options: argparse.Namespace) -> None:
         print(f"epoch {epoch}: {train(loader, optimizer, loss_of)} of {type(loader).__name__}")
 
 
-# --- torchdata: its StatefulDataLoader keeps its own workers and its state, beside a loader on the engine -------------
+# --- torchdata: its StatefulDataLoader keeps its own workers and state, while another loader runs on the engine -------
 
 
 def torchdata(folder: Path, options: argparse.Namespace) -> None:
@@ -293,7 +293,7 @@ def torchdata(folder: Path, options: argparse.Namespace) -> None:
         print(f"epoch {epoch}: test {test.mean().item()}")
 
 
-# Each library with the module to import before `install()`, as a program does at its top.
+# Each library with the module that is imported before `install()`, as at the top of a program.
 LIBRARIES: dict[str, tuple[Callable[[Path, argparse.Namespace], None], str]] = {
     "torchvision": (torchvision, "torchvision"),
     "timm": (timm, "timm.data"),
@@ -308,8 +308,8 @@ LIBRARIES: dict[str, tuple[Callable[[Path, argparse.Namespace], None], str]] = {
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("library", choices=LIBRARIES)
-    parser.add_argument("--prefetcher", action="store_true", help="timm: its prefetcher makes floats of bytes")
-    parser.add_argument("--multi-epochs", action="store_true", help="timm: its loader whose sampler never ends")
+    parser.add_argument("--prefetcher", action="store_true", help="timm: use the prefetcher, which makes bytes floats")
+    parser.add_argument("--multi-epochs", action="store_true", help="timm: use the loader whose sampler never ends")
     options = parser.parse_args()
     run, module = LIBRARIES[options.library]
     try:

@@ -19,7 +19,7 @@ WORDS = 100
 
 
 class Sentences(Dataset):
-    """Tokens of sentences, padded to one length, with a mask; the class says whether the first token is small."""
+    """Tokens of sentences, padded to the same length, with a mask; the class is whether the first token is small."""
 
     def __init__(self, n: int, longest: int = 24) -> None:
         random = torch.Generator().manual_seed(n)
@@ -31,7 +31,7 @@ class Sentences(Dataset):
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         mask = (torch.arange(self.tokens.shape[1]) < self.lengths[i]).long()
-        masked = torch.rand(mask.shape) < 0.1  # token 1 masks a token that a worker has hidden
+        masked = torch.rand(mask.shape) < 0.1  # token 1 stands for a token that the worker masks
         tokens = torch.where(masked, 1, self.tokens[i]) * mask
         return {"input_ids": tokens, "attention_mask": mask, "labels": (self.tokens[i, 0] < WORDS // 2).long()}
 
@@ -67,7 +67,7 @@ def trainer(folder: str) -> Trainer:
 
 
 def show(title: str, history: list[dict[str, float]]) -> None:
-    """Prints exact losses: Trainer rounds its own."""
+    """Prints exact losses, because Trainer rounds the losses that it prints."""
     for line in history:
         for name in line.keys() & {"loss", "eval_loss"}:
             print(f"{title}: epoch {line['epoch']}: {name} {line[name]}")
@@ -84,7 +84,7 @@ def main() -> None:
         show("from the start", whole.state.log_history)
         resumed = trainer(folder)
         resumed.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-24"))
-        # The log begins with the first epoch, from the checkpoint.
+        # The log starts with the first epoch, which the checkpoint contains.
         show("resumed", [line for line in resumed.state.log_history if line["epoch"] > 1])
     print(f"process 0: {rustloader.engine_batches()} batches from the engine")
 

@@ -1,6 +1,6 @@
 """Write the statistics of a loader to TensorBoard while a model trains, and print its bottleneck at the end.
 
-Each sample takes time, as decoding does; `--sample-ms` and `--step-ms` shift the balance.
+Each sample takes time, as decoding does; `--sample-ms` and `--step-ms` shift the balance between loading and training.
 """
 
 import argparse
@@ -16,7 +16,7 @@ examples:
   python examples/measuring/metrics_tensorboard.py                   two workers that cannot keep up
   python examples/measuring/metrics_tensorboard.py --workers 8       the number that the verdict recommends
   python examples/measuring/metrics_tensorboard.py --step-ms 100     a training step that takes longer than loading
-  tensorboard --logdir runs                                view them
+  tensorboard --logdir runs                                          view the curves
 """
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=50, help="batches an epoch")
+    parser.add_argument("--batches", type=int, default=50, help="batches per epoch")
     parser.add_argument("--sample-ms", type=float, default=5.0)
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=1.0, help="seconds between two points of the curves")

@@ -1,4 +1,4 @@
-"""accelerate: `use_stateful_dataloader`, `save_state` and `load_state` in mid-epoch. Stop it and start it again.
+"""accelerate: `use_stateful_dataloader`, `save_state` and `load_state` in mid-epoch. Stop it and run it again.
 
 python examples/resuming/accelerate_resume.py --folder run
 torchrun --nproc-per-node 2 examples/resuming/accelerate_resume.py --folder run
@@ -17,7 +17,7 @@ import rustloader
 
 
 class Progress:
-    """How far the training is; `save_state` saves it, too."""
+    """The progress of the training, which `save_state` saves, too."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -35,7 +35,7 @@ def main() -> None:
     # accelerate imports torchdata's class, and now finds rustloader's in its place.
     rustloader.install(stateful=True, seed_by="sample")
 
-    # On several processes accelerate's other sampler has a generator that no checkpoint holds.
+    # With several processes, accelerate's default sampler has a generator that no checkpoint contains.
     config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     set_seed(7)

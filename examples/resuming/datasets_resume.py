@@ -1,4 +1,4 @@
-"""datasets: Parquet files by index, or as a stream with a state of its own. Stop it at any moment and start it again.
+"""datasets: Parquet files by index, or as a stream with its own state. Stop it at any moment and run it again.
 
 python examples/resuming/datasets_resume.py --folder run
 python examples/resuming/datasets_resume.py --folder run --stream
@@ -19,7 +19,7 @@ SHARDS = 4
 
 
 def write_files(folder: Path) -> list[str]:
-    """Files of several row groups each, the same in each run."""
+    """Writes files of several row groups each, which are the same in each run, and returns their names."""
     random = torch.Generator().manual_seed(7)
     files = []
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,8 @@ def main() -> None:
         "parquet", data_files=files, split="train", cache_dir=cache, streaming=options.stream
     ).with_format("torch")
     if options.stream:
-        # The state of datasets holds neither a shuffle buffer nor its inputs: only the order of the files is shuffled.
+        # A state of datasets contains neither the shuffle buffer nor its inputs, so only the order of the files is
+        # shuffled.
         data = data.shuffle(seed=7, buffer_size=1, max_buffer_input_shards=1)
 
     torch.manual_seed(7)

@@ -1,4 +1,4 @@
-"""Lightning: its checkpoints in mid-epoch hold the loader's state. Stop it at any moment and start it again.
+"""Lightning: checkpoints in mid-epoch contain the loader's state. Stop it at any moment and run it again.
 
 python examples/resuming/lightning_resume.py --folder run
 python examples/resuming/lightning_resume.py --folder run --devices 2      DDP over gloo
@@ -19,7 +19,7 @@ from rustloader import StatefulDataLoader
 
 
 class Stream(IterableDataset):
-    """Points without a length; each worker has a part of them, and a state."""
+    """A stream of points without a length; each worker reads its own part, and has a state."""
 
     def __init__(self, n: int) -> None:
         self.points = Points(n)
@@ -41,7 +41,7 @@ class Stream(IterableDataset):
 
 
 class OneBehind(StatefulDataLoader):
-    """A loader without a length for Lightning, which then fetches a batch ahead and would lose it at a resume."""
+    """A loader without a length. For such a loader Lightning fetches a batch ahead, which a resume would lose."""
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         state = super().state_dict()
@@ -56,7 +56,7 @@ class Model(lightning.LightningModule):
         self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0))
 
     def train_dataloader(self) -> StatefulDataLoader:
-        # Lightning's checkpoints do not hold torch's global random state. With a generator the loader's state does.
+        # Lightning's checkpoints do not contain torch's global random state. The loader's state contains its generator.
         settings = {"num_workers": 2, "generator": torch.Generator().manual_seed(7), "seed_by": "sample"}
         if self.stream:
             return OneBehind(Stream(512), batch_size=16, **settings)

@@ -1,6 +1,6 @@
-"""A training that may be stopped at any moment, by Ctrl-C or SIGKILL: started again, it continues exactly there.
+"""A training run that can be stopped at any moment, by Ctrl-C or SIGKILL: run again, it continues exactly there.
 
-python examples/resuming/resume_train.py --folder run     stop it, start it again: the same losses as without the stop
+python examples/resuming/resume_train.py --folder run     stop it and run it again: the same losses as without the stop
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(7)
     net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0))
-    # Random numbers that depend on the sample alone: a resumed epoch draws the same, with any number of workers.
+    # Random numbers depend only on the sample: a resumed epoch draws the same numbers, with any number of workers.
     loader = StatefulDataLoader(Points(256), batch_size=16, shuffle=True, num_workers=options.workers, seed_by="sample")
 
     def loss_of(batch: list[torch.Tensor]) -> torch.Tensor:

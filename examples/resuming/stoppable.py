@@ -1,4 +1,4 @@
-"""What the examples in this folder share: their options, small data, a line for each step, the newest checkpoint."""
+"""Shared parts of these examples: options, a small data set, a line for each step, the newest checkpoint."""
 
 import argparse
 import sys
@@ -13,12 +13,12 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where the checkpoints are")
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints (default: %(default)s)")
-    parser.add_argument("--step-seconds", type=float, default=0, help="a longer step leaves time to stop in")
+    parser.add_argument("--step-seconds", type=float, default=0, help="longer steps leave time to stop the program")
     return parser
 
 
 class Points(Dataset):
-    """Points in the plane, each jittered by its worker's random numbers; the class is the side of a curve."""
+    """Points in the plane, jittered by the worker's random numbers; the class is the side of a curve."""
 
     def __init__(self, n: int) -> None:
         self.points = torch.rand(n, 2, generator=torch.Generator().manual_seed(n)) * 2 - 1
@@ -32,7 +32,7 @@ class Points(Dataset):
 
 
 class Steps:
-    """Prints each step of this process, and makes it longer."""
+    """Printed steps of this process, which can be made longer."""
 
     def __init__(self, step_seconds: float, rank: int = 0) -> None:
         self.step_seconds = step_seconds
@@ -46,6 +46,8 @@ class Steps:
 
 
 def newest(folder: Path) -> Path | None:
-    """The checkpoint of the latest step: a file or a folder named `step-12`, perhaps with a suffix."""
-    found = {int(path.stem.removeprefix("step-")): path for path in folder.glob("step-*") if path.suffix != ".new"}
-    return found[max(found)] if found else None
+    """Returns the checkpoint of the latest step: a file or a folder named `step-12`, perhaps with a suffix."""
+    checkpoints = {
+        int(path.stem.removeprefix("step-")): path for path in folder.glob("step-*") if path.suffix != ".new"
+    }
+    return checkpoints[max(checkpoints)] if checkpoints else None

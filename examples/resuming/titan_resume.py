@@ -1,4 +1,4 @@
-"""A loop as torchtitan has it: a loader class per rank in a distributed checkpoint, packed texts with a state.
+"""A loop like torchtitan's: each rank's loader in a distributed checkpoint, packed texts with a state.
 
 torchrun --nproc-per-node 2 examples/resuming/titan_resume.py --folder run
 """
@@ -26,14 +26,14 @@ LENGTH = 16
 
 
 class BaseDataLoader(Stateful, ABC):
-    """What the trainer asks of a loader."""
+    """The interface of a loader that the trainer needs."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
 
 
 class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
-    """A loader of one rank, in a checkpoint of all ranks: each has a key of its own."""
+    """A loader of one rank, in a checkpoint of all ranks: each rank has its own key."""
 
     dp_rank: int
     dp_world_size: int
@@ -57,7 +57,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
 
 
 class Texts(IterableDataset, Stateful):
-    """Texts without an end, packed into sequences of one length. What is left over of a text waits in a buffer."""
+    """An endless stream of texts, packed into sequences of one length. The remainder of a text stays in a buffer."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.first, self.step = rank, ranks
@@ -84,7 +84,7 @@ class Texts(IterableDataset, Stateful):
 
 
 class Training(Stateful):
-    """Everything but the loader."""
+    """The state of the training, except that of the loader."""
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.net, self.optimizer = net, optimizer

@@ -1,4 +1,4 @@
-"""torchrun: DistributedSampler on several processes; an epoch that was stopped goes on with another number of them.
+"""torchrun: DistributedSampler on several processes; a stopped epoch continues with another number of processes.
 
 torchrun --nproc-per-node 2 examples/resuming/torchrun_reshard.py --folder run
 torchrun --nproc-per-node 4 examples/resuming/torchrun_reshard.py --folder run
@@ -81,7 +81,7 @@ def main() -> None:
                     options.folder.mkdir(parents=True, exist_ok=True)
                     torch.save(saved, file.with_suffix(".new"))
                     os.replace(file.with_suffix(".new"), file)
-                # No process goes on before the file is there.
+                # No process continues before the file exists.
                 dist.barrier()
     dist.destroy_process_group()
 

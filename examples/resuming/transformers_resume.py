@@ -1,4 +1,4 @@
-"""transformers: a Trainer whose checkpoints hold the loader's state. Stop it at any moment and start it again.
+"""transformers: a Trainer whose checkpoints contain the loader's state. Stop it at any moment and run it again.
 
 python examples/resuming/transformers_resume.py --folder run
 """
@@ -30,7 +30,7 @@ def collate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch
 
 
 class ResumingTrainer(Trainer):
-    """Trainer with a StatefulDataLoader, which knows its place: `ignore_data_skip=True` leaves that to the loader."""
+    """A Trainer with a StatefulDataLoader, which restores its position itself (`ignore_data_skip=True`)."""
 
     loader: StatefulDataLoader
     steps: Steps
@@ -53,7 +53,7 @@ class ResumingTrainer(Trainer):
 
 
 class SavesLoader(TrainerCallback):
-    """Puts the loader's state into each checkpoint, and takes it from the one that the training resumes from."""
+    """A callback that saves the loader's state in each checkpoint, and loads it from the checkpoint to resume from."""
 
     def __init__(self, trainer: ResumingTrainer, checkpoint: str | None) -> None:
         self.trainer = trainer

@@ -1,4 +1,4 @@
-"""Train a small net on image files, first through torch's DataLoader, then through rustloader's.
+"""Trains a small net on image files, first through torch's DataLoader, then through rustloader's.
 
 The images are scikit-learn's handwritten digits, written once as PNG files, one folder per class. The workers
 read them with Pillow and augment them with torch's random numbers. Both runs start from the same seed, so
@@ -42,7 +42,7 @@ run, and the net reached 97 % on the test images (checked from the default numbe
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train with."""
+    """The settings of a training run."""
 
     data: Path = Path(__file__).resolve().parent / "data" / "digits"  # the folder of the PNG files
     epochs: int = EPOCHS
@@ -52,7 +52,7 @@ class Settings:
 
 
 def write_images(root: Path) -> None:
-    """Write scikit-learn's digits as `root/{train,test}/{0..9}/*.png`, once; every fifth one is for testing."""
+    """Writes scikit-learn's digits as `root/{train,test}/{0..9}/*.png`, once; every fifth image is for testing."""
     if any(root.glob("train/*/*.png")):
         return
     from sklearn.datasets import load_digits
@@ -60,7 +60,7 @@ def write_images(root: Path) -> None:
     digits = load_digits()
     seen = [0] * 10
     root.parent.mkdir(parents=True, exist_ok=True)
-    # The rename comes last: Ctrl-C leaves all files or none.
+    # The rename comes last, so that Ctrl-C leaves all files or none.
     with tempfile.TemporaryDirectory(dir=root.parent) as unfinished:
         new = Path(unfinished) / root.name
         for pixels, label in zip(digits.images, digits.target.tolist(), strict=True):
@@ -117,7 +117,7 @@ class Outcome:
     """The results of one training run."""
 
     losses: list[float] = field(default_factory=list)  # per epoch: the mean loss
-    seconds: list[float] = field(default_factory=list)  # per epoch: wall time, with the start of the workers
+    seconds: list[float] = field(default_factory=list)  # per epoch: wall time, including the start of the workers
     first_batch: list[float] = field(default_factory=list)  # per epoch: seconds until the first batch
     images: int = 0  # training images seen
     batches: int = 0  # batches seen, training and test
@@ -126,7 +126,7 @@ class Outcome:
 
 
 def train_and_test(name: str, loader_class: type[torch.utils.data.DataLoader[Any]], settings: Settings) -> Outcome:
-    """One whole training run. Only `loader_class` differs between the two runs."""
+    """Trains and tests a net. Only `loader_class` differs between the two runs."""
     arguments: dict[str, Any] = {
         "batch_size": settings.batch_size,
         "num_workers": settings.workers,
@@ -151,7 +151,7 @@ def train_and_test(name: str, loader_class: type[torch.utils.data.DataLoader[Any
         net.train()
         loss_sum = 0.0
         title = f"{name:<10}  epoch {epoch}/{settings.epochs}"
-        # disable=None: no bar where stderr is not a terminal.
+        # disable=None: no bar if stderr is not a terminal.
         with tqdm(total=len(train_set), desc=title, unit=" images", dynamic_ncols=True, disable=None) as bar:
             start = time.perf_counter()
             for step, (images, labels) in enumerate(train_loader):
@@ -187,7 +187,7 @@ def train_with_both(settings: Settings) -> tuple[Outcome, Outcome]:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)  # the workers need the other cores; a fixed number keeps sums in the same order
     tqdm.monitor_interval = 0  # no helper thread: the workers are forked from this process
-    # The first use of the net takes longer: it must not count in either run.
+    # The first use of the net takes longer, and must not count in either run.
     make_net()(torch.zeros(settings.batch_size, 1, SIDE, SIDE)).sum().backward()
     theirs = train_and_test("torch", torch.utils.data.DataLoader, settings)
     ours = train_and_test("rustloader", rustloader.DataLoader, settings)
@@ -218,18 +218,18 @@ def print_times(theirs: Outcome, ours: Outcome) -> None:
 
 def complaints(theirs: Outcome, ours: Outcome, settings: Settings) -> list[str]:
     """Describes each broken promise; empty if both runs agree."""
-    found = []
+    problems = []
     if ours.losses != theirs.losses or not all(map(math.isfinite, ours.losses)):
-        found.append("the losses of the two runs are not bit-identical")
+        problems.append("the losses of the two runs are not bit-identical")
     if ours.accuracy != theirs.accuracy:
-        found.append("the two nets do not score the same on the test images")
+        problems.append("the two nets do not score the same on the test images")
     if settings.epochs >= EPOCHS and min(ours.accuracy, theirs.accuracy) < ACCURACY_GOAL:
-        found.append(f"the test accuracy is below {ACCURACY_GOAL:.0%}")
+        problems.append(f"the test accuracy is below {ACCURACY_GOAL:.0%}")
     if theirs.engine_batches != 0:
-        found.append(f"the Rust engine delivered {theirs.engine_batches} batches of torch's run")
+        problems.append(f"the Rust engine delivered {theirs.engine_batches} batches of torch's run")
     if ours.engine_batches != ours.batches:
-        found.append(f"the Rust engine delivered only {ours.engine_batches} of {ours.batches} batches")
-    return found
+        problems.append(f"the Rust engine delivered only {ours.engine_batches} of {ours.batches} batches")
+    return problems
 
 
 def parse_arguments() -> Settings:

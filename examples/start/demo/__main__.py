@@ -1,11 +1,11 @@
-"""Start the demo: `python examples/start/demo`. The program itself is main.py."""
+"""Starts the demo: `python examples/start/demo`. The program itself is main.py."""
 
 import os
 import signal
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # the folder that has the package `demo`
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # the folder that contains the package `demo`
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -26,7 +26,7 @@ def interrupt(*_: object) -> None:
 
 
 def unraisable(args: "sys.UnraisableHookArgs") -> None:
-    """Repeats an interrupt that Python dropped: in `__del__`, or in a hook of `os.fork`."""
+    """Repeats an interrupt that Python dropped in `__del__` or in a hook of `os.fork`."""
     if args.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, 0.01)
     else:
@@ -34,7 +34,7 @@ def unraisable(args: "sys.UnraisableHookArgs") -> None:
 
 
 def watch_for_ctrl_c() -> None:
-    """Makes Ctrl-C end the demo alone, which then ends its workers."""
+    """Makes Ctrl-C interrupt only the demo, which then ends its workers."""
     for number in (signal.SIGINT, signal.SIGALRM):
         signal.signal(number, interrupt)
     sys.unraisablehook = unraisable
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     watch_for_ctrl_c()
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
     status = run()
-    if status == INTERRUPTED:  # loaders and temporary files went with run()
+    if status == INTERRUPTED:  # run() has cleaned up loaders and temporary files
         after_echo = "\n" if sys.stdout.isatty() else ""  # a terminal shows ^C
-        print(f"{after_echo}Interrupted: no process and no unfinished file is left.")
+        print(f"{after_echo}Interrupted: no process and no unfinished file remains.")
     sys.exit(status)

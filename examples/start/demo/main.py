@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the demo, and returns the exit status."""
     settings = parse(arguments)
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
-    # As in a worker. With more, torch without workers collapses while other programs use the cores.
+    # As in a worker. With more threads, torch without workers is very slow while other programs use the cores.
     torch.set_num_threads(1)
     about = machine()
     print(
@@ -67,12 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def estimate(settings: Settings) -> float:
-    """The approximate duration of the demo in seconds."""
+    """Returns the approximate duration of the demo in seconds."""
     return len(WORKLOADS) * 3 * settings.rounds * settings.seconds * 1.2 + 15 + 3 * settings.epochs
 
 
 def gain(settings: Settings) -> tuple[list[Result], list[str]]:
-    """Part 1: returns the results and the errors."""
+    """Runs part 1, and returns the results and the errors."""
     print(
         f"\nPart 1, the gain: batches/s with {text.step(settings)}, persistent workers; median of {settings.rounds} "
         f"rounds of {settings.seconds:g} s (lowest to highest)"
@@ -92,7 +92,7 @@ def gain(settings: Settings) -> tuple[list[Result], list[str]]:
 
 
 def draw(results: list[Result], settings: Settings) -> None:
-    """Writes the picture, if matplotlib is installed. Runs before part 2, which makes torch fill all fresh memory."""
+    """Writes the picture, if matplotlib is installed. Runs before part 2, after which torch fills all fresh memory."""
     if importlib.util.find_spec("matplotlib") is None:
         print("No picture: matplotlib is not installed (pip install matplotlib).")
         return
@@ -112,7 +112,7 @@ def parse(arguments: list[str] | None) -> Settings:
     add("--rounds", type=positive_int, default=default.rounds, help="passes per loader (default: %(default)s)")
     add("--workers", type=positive_int, default=default.workers, help="per loader (default: %(default)s)")
     add("--step", type=seconds, default=default.step, metavar="SECONDS", help="training step (default: %(default)g)")
-    add("--epochs", type=positive_int, default=default.epochs, help="of the training (default: %(default)s)")
+    add("--epochs", type=positive_int, default=default.epochs, help="epochs of the training (default: %(default)s)")
     add("--data", type=Path, default=default.data, metavar="FOLDER", help="for images (default: examples/start/data)")
     add("--plot", type=Path, default=default.plot, metavar="FILE", help="the picture (default: %(default)s)")
     add("--readme", action="store_true", help="write the table into README.md, between its two marks")

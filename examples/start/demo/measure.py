@@ -30,7 +30,7 @@ NO_WORKERS, TORCH, OURS = "torch, no workers", "torch", "rustloader"
 SEED = 7
 CHECKED = 4  # batches that are compared before a workload is measured
 SHOWN = 24  # batches in the picture's timelines
-STEP = 0.005  # seconds of their training step, which sleeps as a process does that waits for a GPU
+STEP = 0.005  # seconds of their training step, which sleeps like a process that waits for a GPU
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Side:
 
     Attributes:
         name: NO_WORKERS, TORCH or OURS.
-        loader: the loader. Its workers start once and stay for all rounds.
+        loader: the loader, whose workers run for all rounds.
     """
 
     name: str
@@ -72,11 +72,11 @@ class Result:
     own_share: float
 
     def median(self, name: str) -> float:
-        """The median rate of a loader, in batches/s."""
+        """Returns the median rate of a loader, in batches/s."""
         return statistics.median(self.rates[name])
 
     def ratio(self, name: str, other: str) -> float | None:
-        """How many times as fast one loader is as another one; None if the ranges of their rounds overlap."""
+        """Returns how many times as fast one loader is as another one; None if the ranges of their rounds overlap."""
         one, two = self.rates[name], self.rates[other]
         overlap = min(one) <= max(two) and min(two) <= max(one)
         return None if overlap else self.median(name) / self.median(other)
@@ -86,24 +86,24 @@ def measure(workload: Workload, settings: Settings, progress: Progress) -> Resul
     """Measures a workload in interleaved rounds, after a check that both loaders with workers deliver equal batches.
 
     Raises:
-        Failure: they do not, or the Rust engine did not deliver all batches of rustloader.
+        Failure: the batches differ, or the Rust engine did not deliver all batches of rustloader.
     """
     dataset = workload.dataset(settings.data)
     own_dataset = dataset if workload.ours is None else workload.ours(settings.data)
-    torchs, ours = torch.utils.data.DataLoader, rustloader.DataLoader
+    torch_loader, our_loader = torch.utils.data.DataLoader, rustloader.DataLoader
     sides = [
-        Side(NO_WORKERS, torchs(dataset, workload.batch_size, shuffle=True)),
-        Side(TORCH, torchs(dataset, workload.batch_size, **_with_workers(settings))),
-        Side(OURS, ours(own_dataset, workload.batch_size, **_with_workers(settings))),
+        Side(NO_WORKERS, torch_loader(dataset, workload.batch_size, shuffle=True)),
+        Side(TORCH, torch_loader(dataset, workload.batch_size, **_with_workers(settings))),
+        Side(OURS, our_loader(own_dataset, workload.batch_size, **_with_workers(settings))),
     ]
     progress.say(f"{workload.name}: compare batches")
 
-    def taken(side: Side) -> float:
+    def measured(side: Side) -> float:
         rate = _pass(side, settings)
         progress.step()
         return rate
 
-    measures = {side.name: partial(taken, side) for side in sides}
+    measures = {side.name: partial(measured, side) for side in sides}
     try:
         _check_equal(*sides[1:])
         rates = interleave(measures, settings.rounds, workload.name, show=progress.say)
@@ -135,7 +135,7 @@ def _with_workers(settings: Settings) -> dict[str, Any]:
 
 
 def _forever(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Any]:
-    """Yields the batches of epoch after epoch."""
+    """Yields the batches of one epoch after another, without end."""
     while True:
         yield from loader
 
@@ -155,10 +155,10 @@ def _pass(side: Side, settings: Settings) -> float:
     gc.collect()
     engine_before = rustloader.engine_batches()
     for _ in range(side.in_flight):
-        next(side.batches)  # they were ready before the clock starts
+        next(side.batches)  # these were ready before the clock starts
     taken, elapsed = 0, 0.0
     start = time.perf_counter()
-    # Whole rounds of the workers, because they may finish at the same time.
+    # Takes whole rounds of batches, because the workers may finish at the same time.
     while elapsed < settings.seconds or taken % max(1, side.loader.num_workers):
         next(side.batches)
         time.sleep(settings.step)

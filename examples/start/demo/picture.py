@@ -1,4 +1,4 @@
-"""The demo's picture: the gains as bars, beside a timeline of each loader at work. Needs matplotlib."""
+"""The demo's picture: the gains as bars, next to a timeline of each loader at work. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ INK = "#333333"
 # Okabe and Ito's colours, which colour-blind people can distinguish. The timelines use those of TORCH and OURS.
 COLOURS = {NO_WORKERS: "#777777", TORCH: "#D55E00", OURS: "#0072B2"}
 GROUP = 4.4  # height of a workload's group, in bars: its title, three bars, a gap
-WIDTH = 1.17  # of the part with the bars, the longest one being 1: there is its rate beside it
+WIDTH = 1.17  # width of the part with the bars; the longest bar is 1, and its rate is next to it
 
 
 def write(results: list[Result], timelines: dict[str, Timeline], pictured: Workload, settings: Settings) -> None:
     """Draws the picture into the file that the settings name."""
     figure = draw(results, timelines, pictured, settings.workers)
-    # Letters as outlines, because a reader's machine may not have the font; no date in the file, no random names.
+    # Letters are outlines, because a reader's machine may not have the font. No date and no random names are written.
     with matplotlib.rc_context({"svg.hashsalt": "rustloader", "svg.fonttype": "path"}):
         with tempfile.TemporaryDirectory(dir=settings.plot.absolute().parent) as unfinished:
             new = Path(unfinished) / settings.plot.name
@@ -39,11 +39,11 @@ def write(results: list[Result], timelines: dict[str, Timeline], pictured: Workl
 
 
 def draw(results: list[Result], timelines: dict[str, Timeline], pictured: Workload, workers: int) -> Figure:
-    """The figure.
+    """Returns the figure.
 
     Args:
-        results: a group of bars each.
-        timelines: by TORCH and OURS.
+        results: the results, with a group of bars for each.
+        timelines: the timelines, by TORCH and OURS.
         pictured: the workload of the timelines.
         workers: worker processes per loader.
     """
@@ -84,7 +84,7 @@ def _draw_gains(panel: Axes, results: list[Result]) -> None:
         gain = result.ratio(OURS, TORCH)
         words = "no measurable difference" if gain is None else f"{times(gain)} torch with workers"
         panel.text(WIDTH, top, words, fontsize=10.5, color=COLOURS[OURS], va="center", ha="right")
-        fastest = max(map(max, result.rates.values()))  # each group has a scale of its own
+        fastest = max(map(max, result.rates.values()))  # each group has its own scale
         for number, name in enumerate((NO_WORKERS, TORCH, OURS), start=1):
             lane = top + number
             low, high = min(result.rates[name]) / fastest, max(result.rates[name]) / fastest

@@ -18,6 +18,6 @@ def same_losses(settings: Settings) -> list[str]:
     return train_digits.complaints(theirs, ours, training)
 
 
-# Each prints its evidence in a few lines, and returns the broken promises: no text if there are none.
-# A new promise is one function, and one entry here.
+# Each function prints its evidence in a few lines, and returns the broken promises as texts.
+# To add a promise, add a function and an entry here.
 PROMISES: list[Callable[[Settings], list[str]]] = [same_losses]

@@ -18,7 +18,7 @@ class Settings:
         seconds: the length of a measured pass.
         rounds: passes per loader and workload.
         workers: worker processes per loader.
-        step: seconds of the training step after each batch. The loop sleeps, as one that waits for a GPU.
+        step: seconds of the training step after each batch. The loop sleeps, like one that waits for a GPU.
         epochs: epochs of the training in part 2.
         data: the folder of the image files.
         plot: where to write the picture.

@@ -19,13 +19,13 @@ MOSTLY = 0.8
 
 
 def times(ratio: float) -> str:
-    """A ratio with two digits: "0.85x", "1.1x", "14x"."""
+    """Returns a ratio with two digits: "0.85x", "1.1x", "14x"."""
     digits = 2 if ratio < 0.995 else 1 if ratio < 9.95 else 0
     return f"{ratio:.{digits}f}x"
 
 
 def row(result: Result, workers: int) -> list[str]:
-    """A workload's lines: the gain, and a bar for each loader."""
+    """Returns the lines of a workload: the gain, and a bar for each loader."""
     labels = {
         NO_WORKERS: "torch, no workers",
         TORCH: f"torch, {count_of(workers, 'worker')}",
@@ -44,13 +44,13 @@ def row(result: Result, workers: int) -> list[str]:
 
 
 def reason(result: Result) -> str:
-    """Why no loader makes this workload much faster."""
+    """Explains why no loader makes this workload much faster."""
     return f"{100 * result.own_share:.0f} % of the workers' time is {result.workload.work}, which no loader speeds up."
 
 
 def conclusion(results: list[Result]) -> list[str]:
-    """The last lines: the largest gain, workloads without a gain, workloads that are faster without workers, and how to
-    measure a loader."""
+    """Returns the last lines: the largest gain, workloads without a gain, workloads that are faster without workers,
+    and how to measure a loader."""
     lines = []
     gains = [(gain, result) for result in results if (gain := result.ratio(OURS, TORCH)) is not None]
     if gains:
@@ -68,7 +68,7 @@ def conclusion(results: list[Result]) -> list[str]:
 
 
 def table(results: list[Result], settings: Settings, machine: dict[str, Any]) -> str:
-    """The table of README.md, with a line about how it was measured."""
+    """Returns the table of README.md, with a line about how it was measured."""
     workers = count_of(settings.workers, "worker")
     lines = [
         f"| batches per second | torch, no workers | torch, {workers} | rustloader, {workers} "
@@ -93,14 +93,14 @@ def _caption(settings: Settings, machine: dict[str, Any]) -> str:
 
 
 def step(settings: Settings) -> str:
-    """The training step of part 1, in words."""
+    """Describes the training step of part 1."""
     if not settings.step:
         return "no training step"
     return f"a training step of {settings.step * 1e3:g} ms (the loop sleeps, as one that waits for a GPU)"
 
 
 def _gain(result: Result) -> str:
-    """Against torch with workers and without, in words."""
+    """Describes the gain over torch with workers and without."""
     gain, without = result.ratio(OURS, TORCH), result.ratio(OURS, NO_WORKERS)
     if gain is None:
         words = "no measurable difference from torch with workers"
@@ -114,7 +114,7 @@ def _gain(result: Result) -> str:
 
 
 def _without_gain(results: list[Result]) -> list[str]:
-    """The workloads without a gain, and why; if all gain, the smallest gain."""
+    """Returns lines about the workloads without a gain, and why; if all gain, about the smallest gain."""
     same = [result for result in results if result.ratio(OURS, TORCH) is None]
     lines, noisy = [], [result.workload.name for result in same if result.own_share < MOSTLY]
     for result in same:
@@ -130,12 +130,12 @@ def _without_gain(results: list[Result]) -> list[str]:
 
 
 def rate(value: float) -> str:
-    """A rate in batches/s with three digits or more: "44.9", "15,926"."""
+    """Returns a rate in batches/s with three digits or more: "44.9", "15,926"."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}"
 
 
 def _is_fastest(result: Result, name: str) -> bool:
-    """Whether a loader is measurably faster than both others."""
+    """Returns whether a loader is measurably faster than both others."""
     ratios = [result.ratio(name, other) for other in result.rates if other != name]
     return all(ratio is not None and ratio > 1 for ratio in ratios)
 
@@ -150,7 +150,7 @@ def _gain_cell(ratio: float | None) -> str:
 
 
 def _python() -> str:
-    """The command for the interpreter, as typed in this folder."""
+    """Returns the command for the interpreter, as typed in this folder."""
     python = Path(sys.executable)
     here = Path.cwd()
     return shlex.quote(str(python.relative_to(here) if python.is_relative_to(here) else python))

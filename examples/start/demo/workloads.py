@@ -19,13 +19,13 @@ import rustloader
 __all__ = ["WORKLOADS", "Workload", "write_files"]
 
 SIDE = 224  # pixels of an image's side
-RESIZED = 256  # and before it is cropped
-# Samples in an epoch, most of them repetitions: an epoch rarely ends during a measurement.
+RESIZED = 256  # pixels of its side before it is cropped
+# Samples in an epoch, most of them repetitions, so that an epoch rarely ends during a measurement.
 EPOCH = 1_000_000
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Windows of 1024 tokens anywhere in a text of 2 million, as for training a language model."""
+    """Windows of 1024 tokens at any position of a text of 2 million tokens, as for training a language model."""
 
     def __init__(self) -> None:
         self.text = np.random.default_rng(0).integers(50_257, size=2_000_000, dtype=np.uint16)
@@ -63,7 +63,7 @@ class CachedImages(Dataset[tuple[torch.Tensor, int]]):
 
     @cached_property
     def images(self) -> np.ndarray:
-        images: np.ndarray = np.load(self.file, mmap_mode="c")  # copy on write: torch asks for writable memory
+        images: np.ndarray = np.load(self.file, mmap_mode="c")  # copy-on-write, because torch requires writable memory
         return images
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class Photographs(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Resized(Dataset[tuple[torch.Tensor, int]]):
-    """JPEG files, decoded and resized: what a cache keeps."""
+    """JPEG files, decoded and resized, as a cache keeps them."""
 
     def __init__(self, data: Path) -> None:
         self.files = sorted((data / "photographs").glob("*.jpg"))
@@ -111,7 +111,7 @@ class Resized(Dataset[tuple[torch.Tensor, int]]):
 
 
 def crop_and_flip(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
-    """The random part, which is done in each epoch."""
+    """Crops and flips at random: the part that runs in each epoch."""
     image, label = sample
     across, down, flip = torch.rand(3).tolist()
     left, top = (int(share * (RESIZED - SIDE + 1)) for share in (across, down))
@@ -120,7 +120,7 @@ def crop_and_flip(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
 
 
 class Epochs(Dataset[tuple[torch.Tensor, int]]):
-    """Epoch after epoch of a small dataset; ``then`` is done with each sample."""
+    """One epoch after another of a small dataset; ``then`` transforms each sample."""
 
     def __init__(self, dataset: Dataset[Any], then: Callable[[Any], Any] | None = None) -> None:
         self.dataset: Any = dataset
@@ -135,7 +135,7 @@ class Epochs(Dataset[tuple[torch.Tensor, int]]):
 
 
 def cached(data: Path) -> Dataset[Any]:
-    """The same samples as ``Epochs(Resized(data), crop_and_flip)``, each decoded once."""
+    """Returns the samples of ``Epochs(Resized(data), crop_and_flip)``, each decoded once."""
     samples = rustloader.cache(Resized(data), memory="64MiB", then=crop_and_flip)
     for index in range(len(samples)):  # the first epoch
         samples[index]
@@ -150,7 +150,7 @@ class Workload:
         name: what the batches hold, in a few words.
         detail: the shape of a batch.
         work: what the dataset does for a sample, as the end of a sentence.
-        dataset: makes the dataset, given the folder of the files.
+        dataset: makes the dataset from the folder of the files.
         batch_size: samples per batch.
         ours: makes the dataset of rustloader's loader, with equal samples; None: the same one.
     """
@@ -180,7 +180,7 @@ WORKLOADS = [
 
 
 def write_files(data: Path) -> None:
-    """Writes `images.npy` (39 MB) and `photographs/*.jpg` (4 MB), once: parts of two photographs of scikit-learn's."""
+    """Writes `images.npy` (39 MB) and `photographs/*.jpg` (4 MB), once: parts of two photographs from scikit-learn."""
     if (data / "photographs").exists():
         return
     from sklearn.datasets import load_sample_images
@@ -193,7 +193,7 @@ def write_files(data: Path) -> None:
         return whole[top : top + height, left : left + width]
 
     data.mkdir(parents=True, exist_ok=True)
-    # The rename comes last: Ctrl-C leaves all files or none.
+    # The rename comes last, so that Ctrl-C leaves all files or none.
     with tempfile.TemporaryDirectory(dir=data) as unfinished:
         new = Path(unfinished)
         images = np.stack([part(number, SIDE, SIDE).transpose(2, 0, 1) for number in range(256)])

@@ -112,7 +112,7 @@ def test_ctrl_c_leaves_nothing_and_says_so(moment, data, tmp_path):
         finally:
             process.kill()
     assert (process.returncode, err) == (130, ""), out + err
-    assert out.splitlines()[-1] == "Interrupted: no process and no unfinished file is left."
+    assert out.splitlines()[-1] == "Interrupted: no process and no unfinished file remains."
     assert in_session(process.pid) == set()
     # Whole files or none.
     left = {path.name for path in set(folder.glob("*")) - before}
