@@ -238,7 +238,7 @@ def resumed(row: str, length: int, percent: int, shuffle: bool) -> Rounds:
 
         new = {f"{side}, new": lambda side=side: fresh(first_batch, side, length, shuffle, None)[0] for side in SIDES}
         bound = {"bound": lambda: seconds(lambda: torch.randperm(length))} if shuffle else {}
-        return program.interleave(each(measure) | new, row, beside=bound)
+        return program.interleave(each(measure) | new, row, references=bound)
 
 
 def sequential(row: str) -> None:
@@ -302,7 +302,7 @@ def iterable(row: str) -> None:
     def bare_walk() -> dict[str, float]:
         return {"seconds": at_once(workers, lambda _: lambda: list(Walk(batches // 2 * size)))}
 
-    rounds = program.interleave(each(measure), row, beside={"bound": bare_walk})
+    rounds = program.interleave(each(measure), row, references={"bound": bare_walk})
     collated = {side: max(rounds.of(side, "collated")) for side in SIDES}
     times = {side: spread(rounds.of(side, "seconds"), "{:.3f} s".format) for side in SIDES}
     cells = {side: f"{text}, {collated[side]} batches collated" for side, text in times.items()}

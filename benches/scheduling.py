@@ -204,7 +204,7 @@ def measure(name: str) -> None:
     check(loaders, row)
     sides = {side: lambda loader=loader: run(loader, row) for side, loader in loaders.items()}
     bound = row.bound if callable(row.bound) else lambda: row.bound
-    rounds = program.interleave(sides, name, beside={"bound": bound})
+    rounds = program.interleave(sides, name, references={"bound": bound})
     seconds = [f"{rounds.median(side) * 1e3:,.0f} ms" for side in rounds]
     gain, of_bound = (rounds.ratios(*pair) for pair in (("torch", "rustloader"), ("rustloader", "bound")))
     cells = [*seconds, spread(gain, "{:.1f}x".format), spread(of_bound, "{:.2f}x".format)]
