@@ -192,7 +192,7 @@ impl Message {
         let rows = rows.into_iter().map(Some).collect();
         let message = Self { bytes: buffer, start, leaves: Leaves { arena: arena.clone(), worker, rows } };
         if kind != ResultKind::Plain && wire::checksum(message.payload()) != checksum {
-            return Err(Error::corrupt("the checksum of a pickled batch does not fit"));
+            return Err(Error::corrupt("the checksum of a pickled batch does not match"));
         }
         Ok(message)
     }

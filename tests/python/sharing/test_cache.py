@@ -335,7 +335,7 @@ def test_what_cannot_be_cached_says_the_way_out():
         def __getitem__(self, index):
             return index
 
-    with pytest.raises(TypeError, match="Stream has none: cache a dataset of the files that it reads"):
+    with pytest.raises(TypeError, match="Stream is not one: cache a map-style dataset of the files that it reads"):
         cache(Stream())
     with pytest.raises(TypeError, match="Endless has no __len__: add one"):
         cache(Endless())
@@ -710,7 +710,7 @@ def test_the_ranks_of_a_machine_share_one(tmp_path):
 
 def test_ranks_with_other_datasets_are_refused(tmp_path):
     ends = ends_of_ranks([98, 99], tmp_path / "notes")
-    assert sum("with a key all ranks give the same dataset" in end[1] for end in ends) == 1, ends
+    assert sum("all ranks must make the same calls with a key" in end[1] for end in ends) == 1, ends
 
 
 # Batches

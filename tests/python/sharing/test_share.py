@@ -400,7 +400,7 @@ def test_what_cannot_be_shared_says_why():
         share(5)
     with pytest.raises(TypeError, match="not a str"):
         share("abc")
-    with pytest.raises(TypeError, match=r"lose its class: share\(tuple\(x\)\)"):
+    with pytest.raises(TypeError, match=r"lose its class: use share\(tuple\(x\)\)"):
         share(collections.namedtuple("Pair", "a b")(1, 2))
     with pytest.raises(TypeError, match=r"dtype object holds Python objects: share\(array.tolist\(\)\)"):
         share(np.array([object()]))

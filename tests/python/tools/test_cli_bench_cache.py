@@ -150,7 +150,7 @@ def test_a_random_dataset_is_found_out(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "factory, memory, words",
     [
-        ("stream", 1 << 23, "--cache: cache() takes a map-style dataset"),
+        ("stream", 1 << 23, "--cache: cache() needs a map-style dataset"),
         ("map_style", 1 << 60, "bytes is too large"),
     ],
 )

@@ -26,7 +26,7 @@ def test_all_sides_take_turns_and_bounds_come_last():
     calls = []
     measure = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}
     after = {"bound": lambda: calls.append("bound") or 0}
-    taken = rounds.interleave(measure, 3, beside=after, after=lambda: calls.append("check"))
+    taken = rounds.interleave(measure, 3, references=after, after=lambda: calls.append("check"))
     assert "".join(name[0] for name in calls) == "abcb" + "bacb" + "bacb"
     assert taken == {"a": [1, 6, 10], "b": [2, 5, 9], "bound": [0, 0, 0]}
 

@@ -186,7 +186,7 @@ def test_an_error_of_reading_keeps_no_iterator_and_is_raised_once():
         value.reraise()
     # From the function that raised it.
     assert raised.traceback[-1].name == "refuse"
-    with pytest.raises(RuntimeError, match="raised before"):
+    with pytest.raises(RuntimeError, match="has already been raised"):
         value.reraise()
     iterator._shutdown_workers()
 
