@@ -288,7 +288,7 @@ def test_a_cache_is_measured(folder, capsys):
 def test_a_dataset_that_needs_a_worker_is_measured_all_the_same(folder, capsys):
     status, out, err = run("loaders.py:sharded", "--epochs", "1", capsys=capsys)
     assert status == 0, err
-    assert "torch's own loop, without workers, could not be measured: with torch's iterator: AttributeError: " in out
+    assert "torch's own loop, without workers, could not be measured: with torch's iterator: AttributeError:" in out
 
 
 @pytest.mark.timeout(LONG)
