@@ -10,19 +10,20 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rustloader._core import CacheTable
 from rustloader.caching.dataset import CachedDataset, usage_of
 from rustloader.caching.usage import CacheUsage
 from rustloader.metrics import caches, ledger
 from rustloader.metrics.ledger import Ledger
+from rustloader.system.protocols import LoaderLike
 
 
 class Open(NamedTuple):
     """A loader, its counters, and the cache of its dataset. Each is None if it is gone or never existed."""
 
-    loader: Callable[[], Any]
+    loader: Callable[[], LoaderLike | None]
     ledger: Ledger
     cached: Callable[[], CachedDataset | None]
 
@@ -116,7 +117,7 @@ class Accounts:
         if self._open in ledger.openings:
             ledger.openings.remove(self._open)
 
-    def _open(self, loader: Any, counters: Ledger) -> None:
+    def _open(self, loader: LoaderLike | None, counters: Ledger) -> None:
         self._opened.append(_opened(loader, counters))
         # Without waiting, for this is the thread of a loop. If the lock is taken, its next holder does this.
         if self.lock.acquire(blocking=False):
@@ -133,7 +134,7 @@ class Accounts:
         return list(self._by_name.items())
 
 
-def _opened(loader: Any, counters: Ledger) -> Open:
+def _opened(loader: LoaderLike | None, counters: Ledger) -> Open:
     cached = caches.find(getattr(loader, "dataset", None))
     return Open(
         _nothing if loader is None else weakref.ref(loader),

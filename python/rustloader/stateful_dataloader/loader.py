@@ -72,7 +72,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
     """
 
     # The iterator of the last `iter()`.
-    _iterator: Any = None
+    _iterator: _Iter | None = None
     # The loaded state, until the next `iter()`: as it was loaded, and as it was read.
     _loaded: tuple[dict[str, Any], Plan] | None = None
     # The state that the current iterator has resumed from.
@@ -157,7 +157,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             if back:
                 raise ValueError(f"back must be 0 before the first batch, got {back}")
             return self._state_before_iter()
-        iterator: _Iter = self._iterator
+        iterator = self._iterator
         # First: the state of a dataset may hold that of a generator.
         finished = bool(iterator.finished) and not back
         draws = self._draws_of_next() if finished else None
@@ -170,13 +170,13 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
     def _state_before_end(self) -> dict[str, Any]:
         """Returns the state after the last batch of an epoch, if only a prefetcher has seen the epoch's end."""
-        iterator: _Iter = self._iterator
-        return iterator.state(0, False)
+        assert self._iterator is not None
+        return self._iterator.state(0, False)
 
     def _state_before_error(self) -> dict[str, Any]:
         """Returns the state before the last error, which a prefetcher has got and the program has not."""
-        iterator: _Iter = self._iterator
-        return iterator.state(0, False, before_error=True)
+        assert self._iterator is not None
+        return self._iterator.state(0, False, before_error=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``state_dict`` has returned. The next ``iter()`` resumes from there.
@@ -220,8 +220,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
     def __iter__(self) -> _BaseDataLoaderIter:
         arguments.refuse_text(self)
-        iterator = self._iterator
-        if iterator is not None and iterator.origin.resumed and iterator.failed_to_resume():
+        last = self._iterator
+        if last is not None and last.origin.resumed and last.failed_to_resume():
             self._loaded = self._resumed_from
         loaded = self._loaded
         if loaded is not None:
@@ -229,21 +229,20 @@ class StatefulDataLoader(DataLoader[_T_co]):
             bound = plan.num_workers if plan.is_bound else 0
             if not (bound and tuner.pin(self, bound)):
                 plans.check_workers(plan, self.num_workers)
-            self._begin_from(copy.deepcopy(plan))
+            iterator = self._begin_from(copy.deepcopy(plan))
             self._loaded, self._resumed_from = None, loaded
-        elif self._iterator is not None and self.persistent_workers and self.num_workers > 0:
-            self._iterator.begin_next_at(self._plan_of_next())
-            self._iterator._reset(self)
+        elif isinstance(last, _StatefulMultiProcessingIter) and self.persistent_workers and self.num_workers > 0:
+            iterator = self._begin_again(last, self._plan_of_next())
         else:
-            self._begin(self._plan_of_next())
+            iterator = self._begin(self._plan_of_next())
         self._draws = None
-        self._epochs = self._iterator.origin.epoch + 1
-        return self._iterator
+        self._epochs = iterator.origin.epoch + 1
+        return iterator
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         return self._make_iterator(Plan(epoch=self._epochs))
 
-    def _make_iterator(self, plan: Plan) -> Any:
+    def _make_iterator(self, plan: Plan) -> _Iter:
         about = plans.dataset_of(self)
         if self.num_workers == 0:
             return _StatefulSingleProcessIter(self, plan, about)
@@ -264,7 +263,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """Returns True if the workers of an epoch stay for the next one."""
         return self.num_workers > 0 and bool(resolve(self).persistent_workers)
 
-    def _begin(self, plan: Plan) -> None:
+    def _begin(self, plan: Plan) -> _Iter:
         last = self._iterator
         # One that has delivered nothing may not have drawn its order, and its state would.
         if last is not None and not last.finished and not last.delivered_nothing():
@@ -279,12 +278,18 @@ class StatefulDataLoader(DataLoader[_T_co]):
         while left and _drop_next(iterator):
             left -= 1
         self._iterator, self._interim = iterator, None
+        return iterator
 
-    def _begin_from(self, plan: Plan) -> None:
+    def _begin_again(self, iterator: _StatefulMultiProcessingIter, plan: Plan) -> _Iter:
+        """Begins an epoch with the workers that the iterator has."""
+        iterator.begin_next_at(plan)
+        iterator._reset(self)
+        return iterator
+
+    def _begin_from(self, plan: Plan) -> _Iter:
         """Begins an epoch from a loaded state."""
         if not plan.finished and plan.next is None:
-            self._begin(plan)
-            return
+            return self._begin(plan)
         # The epoch of the state has ended, and the next one begins; or the first one has not begun.
         # If the program has seeded a generator since, its own draws count, as in a run without a state.
         of_loader, of_torch = self._since_load
@@ -292,8 +297,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         base_seed = plan.next.base_seed if plan.next is not None and says_seed else None
         start = None if plan.next is None or of_torch.was_seeded() else _random_start(plan.next)
         if not plan.finished:
-            self._begin(dataclasses.replace(plan, base_seed=base_seed, sampler=start))
-            return
+            return self._begin(dataclasses.replace(plan, base_seed=base_seed, sampler=start))
         if base_seed is None and (says_seed or self._keeps_workers()):
             # Persistent workers keep theirs.
             base_seed = plan.base_seed
@@ -311,11 +315,10 @@ class StatefulDataLoader(DataLoader[_T_co]):
             # Without a draw: the state of the dataset may be that of a generator.
             self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0))
         elif self._keeps_workers():
-            self._begin(plan)
-            self._iterator.begin_next_at(begun)
-            self._iterator._reset(self)
-            return
-        self._begin(begun)
+            iterator = self._begin(plan)
+            assert isinstance(iterator, _StatefulMultiProcessingIter)
+            return self._begin_again(iterator, begun)
+        return self._begin(begun)
 
     def _restore_sampler(self, plan: Plan) -> None:
         """Brings a sampler with a generator or a state of its own to the end of a finished epoch."""

@@ -65,7 +65,7 @@ class Inner:
         return None
 
 
-def may_be_stateful(kind: Kind, torch_iterator: Any) -> bool:
+def may_be_stateful(kind: Kind, torch_iterator: Iterator[Any]) -> bool:
     """Returns True if a sampler or an iterator over it has a state, or may turn out to have one."""
     if kind.name == "stateful" or isinstance(torch_iterator, Stateful):
         return True
@@ -85,14 +85,16 @@ class Recorder(Iterator[Any]):
         every: Number of index batches from one state to the next; 0 for the first one alone.
     """
 
-    def __init__(self, kind: Kind, torch_iterator: Any, saved: Entry | None, position: int, every: int) -> None:
+    def __init__(
+        self, kind: Kind, torch_iterator: Iterator[Any], saved: Entry | None, position: int, every: int
+    ) -> None:
         self._kind = kind
         self._index_sampler = kind.inner if kind.batches is None else kind.batches
         self._torch_iterator = torch_iterator
         self._saved = saved
         self._every = every
         self._inner: Inner | None = None
-        self._iterator: Any = None
+        self._iterator: Iterator[Any] | None = None
         # Another thread waits. A signal handler, which is in the same thread, does not.
         self._lock = threading.RLock()
         self._is_beginning = False
@@ -166,7 +168,7 @@ class Recorder(Iterator[Any]):
     def _has_time(self) -> bool:
         return self._spent < SNAPSHOT_ALLOWANCE + SNAPSHOT_SHARE * (time.monotonic() - self._began)
 
-    def _record(self, iterator: Any, position: int, samples: int) -> None:
+    def _record(self, iterator: Iterator[Any] | None, position: int, samples: int) -> None:
         """Keeps the current state. An error is raised when the state is asked for."""
         began = time.thread_time()
         try:
@@ -182,7 +184,7 @@ class Recorder(Iterator[Any]):
         self._entries = [*entries, entry]
         self._spent += time.thread_time() - began
 
-    def _states(self, iterator: Any, samples: int) -> tuple[Any, Any]:
+    def _states(self, iterator: Iterator[Any] | None, samples: int) -> tuple[Any, Any]:
         if self._inner is not None:
             return None, self._inner.state(samples)
         sampler = self._index_sampler
@@ -207,7 +209,7 @@ class Recorder(Iterator[Any]):
 
 
 def recorder_of(
-    kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int, every: int
+    kind: Kind, torch_iterator: Iterator[Any], saved: SamplerState | None, position: int, every: int
 ) -> tuple[Recorder, int]:
     """Returns a recorder that continues from a state, and the number of its index batches before a position."""
     entry = None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rustloader._core import IndexStream
 from rustloader.iterator import indices
 from rustloader.iterator.starts import Start, shard_start
 from rustloader.stateful_dataloader.draws import draws, restore, run_out
@@ -162,7 +163,7 @@ def unstarted(index_sampler: Any) -> SamplerState:
 
 def sampling(
     index_sampler: Any,
-    torch_iterator: Any,
+    torch_iterator: Iterator[Any],
     saved: SamplerState | None,
     position: int,
     ahead: Sequence[int],
@@ -196,7 +197,9 @@ def sampling(
     return batches
 
 
-def _from_position(kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int, every: int) -> Sampling:
+def _from_position(
+    kind: Kind, torch_iterator: Iterator[Any], saved: SamplerState | None, position: int, every: int
+) -> Sampling:
     if kind.is_known:
         return _of_known_sampler(kind, torch_iterator, saved, position)
     if may_be_stateful(kind, torch_iterator):
@@ -209,7 +212,7 @@ def _skipping(iterator: Iterator[Any], count: int) -> Iterator[Any]:
     return itertools.islice(iterator, count, None) if count else iterator
 
 
-def _of_known_sampler(kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int) -> Sampling:
+def _of_known_sampler(kind: Kind, torch_iterator: Iterator[Any], saved: SamplerState | None, position: int) -> Sampling:
     saved_start = start_of(kind, saved)
     if kind.name == "sequential":
         if position:
@@ -224,7 +227,7 @@ def _of_known_sampler(kind: Kind, torch_iterator: Any, saved: SamplerState | Non
     is_owed = saved is not None and saved.is_owed
     start = Start(saved_start, is_owed)
     stream = indices.stream(kind.index_sampler, torch_iterator, start)
-    if stream is not torch_iterator:
+    if isinstance(stream, IndexStream):
         if position:
             stream.skip(position)
         return _Streamed(kind, stream, start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._num_yielded = plan.yielded
         tracing.follow_fetches(self, loader_state.of(loader), names.of(loader))
 
-    def _resume_sampler(self, torch_iterator: Any) -> Any:
+    def _resume_sampler(self, torch_iterator: Iterator[Any]) -> Iterator[Any]:
         """Takes the first snapshot, and makes the batches again that the saved one lacks."""
         start, low = self._start, self.origin.low
         fetcher, count = self._dataset_fetcher, start.replayed

@@ -6,7 +6,10 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 
 class AfterImport:
@@ -43,7 +46,7 @@ class AfterImport:
             self._follow_up(spec.loader)
         return spec
 
-    def _follow_up(self, loader: Any) -> None:
+    def _follow_up(self, loader: Loader) -> None:
         run = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
@@ -53,4 +56,4 @@ class AfterImport:
                 sys.meta_path.remove(self)
             self._then()
 
-        loader.exec_module = exec_module
+        loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ def load_dataset(dataset: Any, start: WorkerStart) -> None:
 
 def load_iterator(fetcher: Any, start: WorkerStart) -> None:
     """Loads the state of the iterator that a new fetcher of torch has."""
-    iterator: Any = getattr(fetcher, "dataset_iter", None)
+    iterator: Iterator[Any] = getattr(fetcher, "dataset_iter", iter(()))
     if start.iterator_state is not None and is_stateful(iterator):
         iterator.load_state_dict(start.iterator_state)
     if start.ended:

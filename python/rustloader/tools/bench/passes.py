@@ -8,11 +8,14 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rustloader.system.cores import busy_seconds, share_of_cores
 from rustloader.tools.harness.machine import cpu_seconds
 from rustloader.tools.probe.side import end_workers
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 # Seconds between two marks. Reading the clocks of all processes takes a few microseconds.
 _MARK_INTERVAL = 0.05
@@ -32,7 +35,7 @@ class Limits(NamedTuple):
 class Watcher(Protocol):
     """Receives progress callbacks of a pass."""
 
-    def began(self, iterator: Any) -> None:
+    def began(self, iterator: Iterator[Any]) -> None:
         """Called after the start of the workers."""
 
     def beat(self) -> None:
@@ -77,7 +80,7 @@ class Pass:
 
 
 def run_pass(
-    loader: Any, limits: Limits, weigh: Callable[[Any], int] | None = None, watcher: Watcher | None = None
+    loader: DataLoader[Any], limits: Limits, weigh: Callable[[Any], int] | None = None, watcher: Watcher | None = None
 ) -> Pass:
     """Iterates over a DataLoader up to ``limits``. ``weigh`` returns the bytes of a batch, which takes time. Raises
     StopIteration if the loader is empty."""
@@ -88,7 +91,7 @@ def run_pass(
 
 
 @contextlib.contextmanager
-def iterating(loader: Any, watcher: Watcher | None) -> Iterator[Any]:
+def iterating(loader: DataLoader[Any], watcher: Watcher | None) -> Iterator[Any]:
     """Creates an iterator, and ends its workers afterwards, unless they are persistent."""
     iterator = iter(loader)
     try:
@@ -105,8 +108,8 @@ def iterating(loader: Any, watcher: Watcher | None) -> Iterator[Any]:
 
 
 def _pass(
-    loader: Any,
-    iterator: Any,
+    loader: DataLoader[Any],
+    iterator: Iterator[Any],
     limits: Limits,
     weigh: Callable[[Any], int] | None,
     watcher: Watcher | None,

@@ -52,7 +52,8 @@ class BenchSide(Side):
         self._cut_short = self._has_step = False
 
     def close(self) -> None:
-        end_workers(getattr(self.loader, "_iterator", None))  # persistent workers
+        loader = getattr(self, "loader", None)
+        end_workers(getattr(loader, "_iterator", None))  # persistent workers
 
     def about(self) -> dict[str, Any]:
         """Creates the loader. Returns descriptions of the machine and the loader."""

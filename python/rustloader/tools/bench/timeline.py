@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rustloader.system.patches import Patch
 from rustloader.tools.bench.passes import Limits, Watcher, iterating
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class TimelineRecorder:
         self._file = os.open(f"{self._folder}/{worker}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._time_fetches()
 
-    def spans(self, loader: Any) -> dict[int, list[tuple[str, float, float]]]:
+    def spans(self, loader: DataLoader[Any]) -> dict[int, list[tuple[str, float, float]]]:
         """Returns the spans of each worker. rustloader sends a batch right after its fetch; these spans have the mean
         duration from the loader's statistics. A thread sends torch's batches, so there are no such spans.
         """
@@ -100,14 +103,14 @@ class TimelineRecorder:
         patch.put_in(staticmethod(create_fetcher))
 
 
-def _seconds_per_send(loader: Any) -> dict[int, float]:
+def _seconds_per_send(loader: DataLoader[Any]) -> dict[int, float]:
     """Returns the mean time to send a batch, by worker; empty on torch's iterator."""
     import rustloader
 
     return {one.id: one.pack_seconds / one.tasks for one in rustloader.stats(loader).workers if one.tasks}
 
 
-def watch(loader: Any, limits: Limits, watcher: Watcher | None = None) -> tuple[list[float], list[float]]:
+def watch(loader: DataLoader[Any], limits: Limits, watcher: Watcher | None = None) -> tuple[list[float], list[float]]:
     """Runs a pass over a DataLoader. Returns begin and end of ``next`` for each batch."""
     asked: list[float] = []
     got: list[float] = []

@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rustloader
 from rustloader.remote.context import is_remote
@@ -25,6 +25,9 @@ from rustloader.tools.probe.deaths import death, install
 from rustloader.tools.probe.factory import Unusable, find, make
 from rustloader.tools.probe.failure import failure
 from rustloader.tools.probe.log import warnings as logged_warnings
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 _PR_SET_PDEATHSIG = 1
 # Seconds for a process to end after an interrupt. The shutdown of workers takes up to 5.5.
@@ -57,9 +60,11 @@ class Side:
     """The user's loader on one engine. The command creates it and sends it to the process. Each method of a subclass is
     a request. ``quiet`` hides Python's warnings, which another process has shown."""
 
+    # Set by `make`.
+    loader: DataLoader[Any]
+
     def __init__(self, target: str, engine: str, quiet: bool = False) -> None:
         self.target, self.engine, self.quiet = target, engine, quiet
-        self.loader: Any = None
         # Sends the command a note (name, value) before the answer. `serve` sets it.
         self.note: Callable[[str, Any], None] = _no_command
         # Describes the worker that has died.
@@ -100,7 +105,7 @@ class Side:
         """Returns the batches that the Rust engine has delivered since ``on_engine``, and the first line of the log."""
         return rustloader.engine_batches() - self._served_before, "".join(self._logged[:1])
 
-    def began(self, iterator: Any) -> None:
+    def began(self, iterator: Iterator[Any]) -> None:
         """Sends the command the process ids of the workers, so that it can name one that dies or hangs. It cannot look
         after processes of other machines."""
         if is_remote(self.loader.multiprocessing_context):
@@ -121,7 +126,7 @@ class Side:
         """Ends workers that are left."""
 
 
-def end_workers(iterator: Any) -> None:
+def end_workers(iterator: Iterator[Any] | None) -> None:
     """Ends the workers of an iterator: torch's, or one of a class that wraps it."""
     for end in ("_shutdown_workers", "close"):
         if hasattr(iterator, end):
