@@ -16,9 +16,10 @@ from rustloader.dataloader import DataLoader
 from rustloader.settings import loader_state
 from rustloader.settings.config import resolve
 from rustloader.stateful_dataloader import plan as plans
-from rustloader.stateful_dataloader import sampling, shuffle_buffers
-from rustloader.stateful_dataloader.draws import ForeseenDraws, KeptDraws, SeedWatch
+from rustloader.stateful_dataloader import shuffle_buffers
+from rustloader.stateful_dataloader.compatibility import dataset_of
 from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter
+from rustloader.stateful_dataloader.next_epoch import EarlyDraws, SeedWatch, restore, run_out
 from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.schema import Draws, SamplerState
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder, recorder_of
@@ -80,7 +81,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
     # The state while `iter()` makes an iterator in place of one that was left.
     _interim: dict[str, Any] | None = None
     # Draws of the next epoch that a state at the end of one has made, or that one before the first one has foreseen.
-    _draws: KeptDraws | ForeseenDraws | None = None
+    _draws: EarlyDraws | None = None
     # Of the generators of the base seed and of torch's samplers, since a finished state was loaded.
     _since_load: tuple[SeedWatch, SeedWatch]
     # Number of epochs that have begun.
@@ -160,7 +161,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         iterator = self._iterator
         # First: the state of a dataset may hold that of a generator.
         finished = bool(iterator.finished) and not back
-        draws = self._draws_of_next() if finished else None
+        draws = self._early_draws(are_made=True) if finished else None
         state = iterator.state(back, finished, draws)
         if not (finished or self._has_looked or iterator.delivered_nothing()):
             self._has_looked = True
@@ -243,7 +244,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return self._make_iterator(Plan(epoch=self._epochs))
 
     def _make_iterator(self, plan: Plan) -> _Iter:
-        about = plans.dataset_of(self)
+        about = dataset_of(self)
         if self.num_workers == 0:
             return _StatefulSingleProcessIter(self, plan, about)
         epoch_recorder = self._recorder()
@@ -326,9 +327,9 @@ class StatefulDataLoader(DataLoader[_T_co]):
         if start is None:
             # In torchdata's states of loaders without workers, the sampler's state is that after the end of its epoch.
             has_ended = plan.dataset is None and plan.num_workers == 0
-            sampling.run_out(self._index_sampler, plan.sampler, plan.low, has_ended)
+            run_out(self._index_sampler, plan.sampler, plan.low, has_ended)
         else:
-            sampling.restore(self._index_sampler, start)
+            restore(self._index_sampler, start)
 
     def _plan_of_next(self) -> Plan:
         """Returns the beginning of the next epoch, with the draws that a state has made."""
@@ -339,22 +340,17 @@ class StatefulDataLoader(DataLoader[_T_co]):
         start = _random_start(kept.draws, owes)
         return Plan(epoch=self._epochs, base_seed=kept.draws.base_seed, sampler=start, owes_draws=owes)
 
-    def _draws_of_next(self) -> Draws:
-        """Returns the draws that the next ``iter()`` makes, made now and kept for it."""
+    def _early_draws(self, are_made: bool) -> Draws:
+        """Returns the draws of the next ``iter()``, which keeps to them: made now, or for the first one predicted."""
         if self._draws is None or self._draws.was_seeded_since():
-            self._draws = KeptDraws(self, self._index_sampler, with_base_seed=not self._keeps_workers())
+            with_base_seed = not are_made or not self._keeps_workers()
+            self._draws = EarlyDraws(self, self._index_sampler, are_made, with_base_seed)
         return copy.deepcopy(self._draws.draws)
 
     def _state_before_iter(self) -> dict[str, Any]:
         if self._loaded is not None:
             return copy.deepcopy(self._loaded[0])
-        return copy.deepcopy(self._interim) or plans.fresh(self, self._draws_of_first())
-
-    def _draws_of_first(self) -> Draws:
-        """Returns the draws that the first ``iter()`` makes. It keeps to them."""
-        if self._draws is None or self._draws.was_seeded_since():
-            self._draws = ForeseenDraws(self, self._index_sampler)
-        return copy.deepcopy(self._draws.draws)
+        return copy.deepcopy(self._interim) or plans.fresh(self, self._early_draws(are_made=False))
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterators cannot be copied. A copy has a first epoch of its own.

@@ -9,17 +9,9 @@ from typing import Any
 from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader.settings import loader_state
-from rustloader.stateful_dataloader import sampling
-from rustloader.stateful_dataloader.kinds import length_of
-from rustloader.stateful_dataloader.schema import (
-    FETCHER_STATE,
-    DatasetState,
-    Draws,
-    SamplerState,
-    State,
-    copied,
-    value_of,
-)
+from rustloader.stateful_dataloader.compatibility import check, dataset_of
+from rustloader.stateful_dataloader.sampler_kinds import RANDOM_SAMPLERS, kind_of, length_of
+from rustloader.stateful_dataloader.schema import FETCHER_STATE, Draws, SamplerState, State, copied, value_of
 from rustloader.system.protocols import LoaderLike, StatefulLoaderLike
 from rustloader.workers.snapshots import WorkerStart, is_stateful
 
@@ -56,13 +48,7 @@ def read(state: Any, loader: LoaderLike) -> Plan:
 
 
 def _read(state: Any, loader: LoaderLike) -> Plan:
-    def check(part: DatasetState | SamplerState) -> None:
-        if isinstance(part, DatasetState):
-            _check_dataset(part, dataset_of(loader))
-        else:
-            sampling.check(part, loader)
-
-    plan = Plan.from_torchdata(state, check)
+    plan = Plan.from_torchdata(state, lambda part: check(part, loader))
     plan.resumed = True
     _check_workers_states(plan, loader)
     if plan.num_workers == 0:
@@ -112,7 +98,7 @@ def _check_position(plan: Plan, loader: LoaderLike) -> None:
             f"the state has {delivered} batches delivered, and an epoch of this loader has {total}: load it into a "
             "loader over the same dataset, with the same batch size"
         )
-    if plan.low and saved.kind in ("random", "subset", "weighted", "distributed") and not saved.start:
+    if plan.low and saved.kind in (*RANDOM_SAMPLERS, "distributed") and not saved.start:
         raise ValueError(
             "the state's sampler has no 'start', without which the order of the epoch is not known: load what "
             "state_dict() returned"
@@ -137,7 +123,7 @@ def fresh(loader: StatefulLoaderLike, draws: Draws) -> dict[str, Any]:
     return State(
         num_workers=workers,
         last_worker=workers - 1,
-        sampler=sampling.unstarted(loader._index_sampler),
+        sampler=kind_of(loader._index_sampler).unstarted(),
         workers=starts,
         len_called=loader._IterableDataset_len_called,
         epoch=loader._epochs,
@@ -146,29 +132,6 @@ def fresh(loader: StatefulLoaderLike, draws: Draws) -> dict[str, Any]:
         seeds=loader_state.epochs(loader),
         next=draws,
     ).to_torchdata()
-
-
-def dataset_of(loader: LoaderLike) -> DatasetState:
-    """Describes the dataset of a loader for a state."""
-    dataset = loader.dataset
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        # The length of an iterable dataset is an estimate, and may take long.
-        return DatasetState("iterable", None, is_stateful(dataset))
-    return DatasetState("map", length_of(dataset), is_stateful(dataset))
-
-
-def _check_dataset(saved: DatasetState, present: DatasetState) -> None:
-    names = {"map": "a map-style", "iterable": "an iterable"}
-    if saved.kind != present.kind:
-        raise ValueError(
-            f"the state is of {names.get(saved.kind, 'another')} dataset, and this loader has {names[present.kind]} "
-            "one: load it into a loader over the same dataset"
-        )
-    if None not in (saved.length, present.length) and saved.length != present.length:
-        raise ValueError(
-            f"the state is of a dataset of length {saved.length}, and this loader's has {present.length}: load it into "
-            "a loader over the same dataset, or begin without a state"
-        )
 
 
 def _check_workers_states(plan: Plan, loader: LoaderLike) -> None:

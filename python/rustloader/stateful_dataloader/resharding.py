@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rustloader.stateful_dataloader import schema
+from rustloader.stateful_dataloader.compatibility import check_shard_start
 from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, SamplerState
 
 
@@ -97,7 +98,7 @@ class _Rank:
         self.position = _position(state)
         self.start: Mapping[str, Any] | None = self.sampler.start
         if self.start is not None:
-            schema.check_shard_start(self.start)
+            check_shard_start(self.start)
 
     def common(self) -> dict[str, Any]:
         """Returns the entries that must be the same in the states of all ranks."""

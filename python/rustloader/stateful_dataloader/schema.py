@@ -111,7 +111,7 @@ class SamplerState:
     """The part of a state that describes a sampler at a position. None stands for an entry that the state lacks.
 
     Attributes:
-        kind: That of ``kinds.Kind``; None in torchdata's states.
+        kind: That of ``sampler_kinds.Kind``; None in torchdata's states.
         length: Length of the sampler.
         batch_size: That of torch's BatchSampler.
         drop_last: The same.
@@ -430,32 +430,6 @@ def count(values: Any, key: str, default: int | None = None) -> int:
     if value < 0:
         raise ValueError(f"the state's {key!r} must not be negative, got {value}")
     return value
-
-
-def check_shard_start(start: Mapping[str, Any]) -> None:
-    """Raises ValueError if something is missing or wrong in the start of a DistributedSampler."""
-    for name in ("epoch", "seed", "rank", "num_replicas", "dataset_length", "consumed", "first"):
-        value = start.get(name)
-        if type(value) is not int or (value < 0 and name not in ("epoch", "seed")):
-            raise ValueError(f"the state's {name!r} of the sampler must be a non-negative int, got {value!r}")
-    for name in ("shuffle", "drop_last"):
-        if type(start.get(name)) is not bool:
-            raise ValueError(f"the state's {name!r} of the sampler must be a bool, got {start.get(name)!r}")
-
-
-def check_random_start(start: Mapping[str, Any]) -> None:
-    """Raises ValueError if the start of a sampler that draws its order has neither a seed nor a generator's state."""
-    seed = start.get("seed")
-    if type(seed) is int and 0 <= seed < 2**63:
-        return
-    for name in ("generator", "global_generator"):
-        state = start.get(name)
-        if isinstance(state, torch.Tensor) and state.dtype == torch.uint8:
-            return
-    raise ValueError(
-        f"the state's start of the sampler must have a seed, or the state of a generator, got {dict(start)!r}: load "
-        "what state_dict() of a StatefulDataLoader returned"
-    )
 
 
 _IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})

@@ -23,14 +23,10 @@ from torch.utils.data import (
 
 from rustloader._core import IndexStream
 from rustloader.iterator.indices import Endless
-from rustloader.stateful_dataloader.sampling import (
-    check,
-    draws,
-    restore,
-    run_out,
-    sampling,
-    unstarted,
-)
+from rustloader.stateful_dataloader.compatibility import check
+from rustloader.stateful_dataloader.next_epoch import draw, restore, run_out
+from rustloader.stateful_dataloader.sampler_kinds import kind_of
+from rustloader.stateful_dataloader.sampling import sampling
 from rustloader.stateful_dataloader.schema import Draws, SamplerState
 
 pytestmark = pytest.mark.ours
@@ -427,7 +423,7 @@ def test_a_sampler_before_its_first_epoch():
         kw = dict(num_samples=7, replacement=True) if kind == "weighted" else kw
         sampler, generator = Plan(kind, 7, given=kind in ("random", "subset", "weighted"), **kw).make()
         before = states(generator)
-        state = unstarted(sampler)
+        state = kind_of(sampler).unstarted()
         assert states(generator) == before
         assert state.own["kind"] == kind and state.own["start"] is None
         torch.manual_seed(2)
@@ -567,7 +563,7 @@ def test_the_next_epoch_has_torchs_order(kind, between):
         torch.manual_seed(seed)
         sampler, generator = plan.make()
         ours = [(base_seed(generator), [*begin(sampler).iterator])]
-        made = draws(Loader(generator), sampler, with_base_seed=True)
+        made = draw(Loader(generator), sampler, with_base_seed=True)
         start = made.sampler
         # Only what was drawn is kept; from a generator of its own the sampler draws by itself.
         kept = {"start": start} if start is not None and "generator" not in start else None
@@ -594,7 +590,7 @@ def test_the_next_epoch_has_torchs_order(kind, between):
 def test_draws_of_persistent_workers_have_no_base_seed():
     sampler, _ = Plan("random", 9).make()
     torch.manual_seed(3)
-    made = draws(Loader(), sampler, with_base_seed=False)
+    made = draw(Loader(), sampler, with_base_seed=False)
     torch.manual_seed(3)
     assert made == Draws(None, {"seed": base_seed(None)})
 
@@ -602,7 +598,7 @@ def test_draws_of_persistent_workers_have_no_base_seed():
 def test_draws_of_samplers_that_draw_nothing_known():
     for plan in (Plan("sequential", 9), Plan("distributed", 9, num_replicas=2, rank=0), Plan("other", 9)):
         torch.manual_seed(3)
-        made = draws(Loader(), plan.make()[0], with_base_seed=True)
+        made = draw(Loader(), plan.make()[0], with_base_seed=True)
         after = torch.get_rng_state()
         torch.manual_seed(3)
         assert made == Draws(base_seed(None), None)
@@ -614,7 +610,7 @@ def test_draws_for_a_datapipe_leave_all_to_torch():
 
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    made = draws(Loader(dataset=IterableWrapper(range(3))), Plan("random", 9).make()[0], with_base_seed=True)
+    made = draw(Loader(dataset=IterableWrapper(range(3))), Plan("random", 9).make()[0], with_base_seed=True)
     assert made == Draws(None, None)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -687,7 +683,7 @@ def test_a_state_fits_a_sampler_with_the_same_settings(kind):
     for _ in range(30):
         plan = random_plan(rng, kind)
         check_said(through(said_of(plan)), Holder(plan.make(seed=9)[0]))
-        check_said(unstarted(plan.make()[0]).own, Holder(plan.make()[0]))
+        check_said(kind_of(plan.make()[0]).unstarted().own, Holder(plan.make()[0]))
 
 
 def test_differences_are_named():
