@@ -157,16 +157,16 @@ def _resharded(sampler: SamplerState, position: int, old: int, new: int) -> Samp
         return replace(sampler, length=None)
     size = 1 if sampler.batch_size is None else sampler.batch_size
     length, consumed = start["dataset_length"], start["consumed"]
-    samples = min((position - start["first"]) * size, _samples_per_rank(length - consumed, old, start["drop_last"]))
+    samples = min((position - start["first"]) * size, samples_per_rank(length - consumed, old, start["drop_last"]))
     # The end of the order may have been repeated to serve all ranks.
     consumed = min(consumed + samples * old, length)
     return replace(
         sampler,
-        length=_samples_per_rank(length, new, start["drop_last"]),
+        length=samples_per_rank(length, new, start["drop_last"]),
         start=dict(start) | {"num_replicas": new, "consumed": consumed, "first": position},
     )
 
 
-def _samples_per_rank(length: int, replicas: int, drop_last: bool) -> int:
+def samples_per_rank(length: int, replicas: int, drop_last: bool) -> int:
     """Returns the number of samples of each rank."""
     return length // replicas if drop_last else -(-length // replicas)
