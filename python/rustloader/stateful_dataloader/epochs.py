@@ -281,7 +281,9 @@ class StatefulEpochs(Positioned, Epochs):
 
     def failed_to_resume(self, it: WorkersIterator) -> bool:
         """Returns True if nothing was delivered because a worker could not load the state that the epoch comes from."""
-        if it._num_yielded > self.origin.yielded or not self.raised or not self._has_states or not self.on_engine:
+        if not (self.origin.resumed and self.raised and self._has_states and self.on_engine):
+            return False
+        if it._num_yielded > self.origin.yielded:
             return False
         snapshots = (self._snapshot_or_error(it, worker, 0) for worker in range(it._num_workers))
         return any(snapshot is not None and snapshot.is_error for snapshot in snapshots)

@@ -29,11 +29,6 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
         return self._epochs.origin
 
     @property
-    def raised(self) -> int:
-        """Number of answers in the current epoch that were no batch."""
-        return self._epochs.raised
-
-    @property
     def finished(self) -> bool:
         """True if the epoch has ended."""
         return self._mode is not None and self._mode.has_ended

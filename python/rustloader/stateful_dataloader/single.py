@@ -91,11 +91,6 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         """The plan that the epoch started from."""
         return self._epoch.origin
 
-    @property
-    def raised(self) -> int:
-        """Number of answers that were no batch."""
-        return self._epoch.raised
-
     def delivered_nothing(self) -> bool:
         """Returns True if neither a batch nor the end has come out of the epoch."""
         return self._epoch.delivered_nothing(self) and not self.finished
