@@ -14,27 +14,28 @@ from rustloader.stateful_dataloader.schema import DatasetState, SamplerState
 from rustloader.system.protocols import LoaderLike
 from rustloader.workers.snapshots import is_stateful
 
-_DATASETS = {"map": "a map-style", "iterable": "an iterable"}
+_DATASETS = {"map": "a map-style dataset", "iterable": "an iterable dataset"}
 _SAMPLERS = {kind: f"a {cls}" for kind, cls in TORCH_SAMPLERS.items()} | {
     "none": "an iterable dataset, which has no sampler",
     "stateful": "a sampler of another class",
     "other": "a sampler of another class",
 }
-_USE_SAME_DATASET = "load it into a loader over the same dataset, or begin without a state"
-_USE_SAME_SETTINGS = "make the loader with the same settings, or begin without a state"
-# What the state is of, and the way out, by the entry that differs.
-_SAMPLER_DIFFERENCES = {
+_USE_SAME_DATASET = "load it into a loader over the same dataset, or start without a state"
+_USE_SAME_SETTINGS = "make the loader with the same settings, or start without a state"
+# The description of a value and the way out, by the entry that differs.
+_OF_SAMPLERS = {
     "length": ("a sampler of length {}", _USE_SAME_DATASET),
     "data_length": ("a sampler over {} indices", _USE_SAME_DATASET),
-    "batch_size": ("a loader with batch_size={}, whose batches it counts", _USE_SAME_SETTINGS),
-    "drop_last": ("a loader with drop_last={}", _USE_SAME_SETTINGS),
+    "batch_size": ("batch_size={}", _USE_SAME_SETTINGS),
+    "drop_last": ("drop_last={}", _USE_SAME_SETTINGS),
     "replacement": ("a sampler with replacement={}", _USE_SAME_SETTINGS),
 }
-_SHARD_DIFFERENCES = {
+_OF_SHARDS = {
     "dataset_length": ("a DistributedSampler over {} indices", _USE_SAME_DATASET),
     "num_replicas": (
         "{} ranks",
-        "load it with the same number of ranks, or let rustloader.stateful_dataloader.reshard make states for another",
+        "load it with the same number of ranks, or make states for another number with "
+        "rustloader.stateful_dataloader.reshard",
     ),
     "seed": ("a DistributedSampler with seed={}", _USE_SAME_SETTINGS),
     "shuffle": ("a DistributedSampler with shuffle={}", _USE_SAME_SETTINGS),
@@ -69,10 +70,7 @@ def check(saved: DatasetState | SamplerState, loader: LoaderLike) -> None:
 
 def _check_dataset(saved: DatasetState, present: DatasetState) -> None:
     if saved.kind != present.kind:
-        raise ValueError(
-            f"the state is of {_DATASETS.get(saved.kind, 'another')} dataset, and this loader has "
-            f"{_DATASETS[present.kind]} one: load it into a loader over the same dataset"
-        )
+        raise _difference(_DATASETS.get(saved.kind, "another dataset"), _DATASETS[present.kind], _USE_SAME_DATASET)
     _compare(saved.length, present.length, "a dataset of length {}", _USE_SAME_DATASET)
 
 
@@ -82,11 +80,9 @@ def _check_sampler(saved: SamplerState, kind: Kind) -> None:
     if saved.start is not None:
         _check_start(saved.start, kind)
     size = present.batch_size
-    if saved.says_batch_size and None in (saved.batch_size, size) and saved.batch_size != size:
-        raise ValueError(
-            f"the state is of a loader with batch_size={saved.batch_size}, and this has {size}: {_USE_SAME_SETTINGS}"
-        )
-    for name, (text, way_out) in _SAMPLER_DIFFERENCES.items():
+    if saved.says_batch_size and (saved.batch_size is None) != (size is None):
+        raise _difference(f"batch_size={saved.batch_size}", f"batch_size={size}", _USE_SAME_SETTINGS)
+    for name, (text, way_out) in _OF_SAMPLERS.items():
         _compare(getattr(saved, name), getattr(present, name), text, way_out)
 
 
@@ -96,15 +92,17 @@ def _check_kind(saved: Any, present: str) -> None:
         raise ValueError(f"the state's kind of sampler must be one of {', '.join(_SAMPLERS)}, got {saved!r}")
     # Only iteration shows whether a sampler has a state.
     if saved != present and not {saved, present} <= {"stateful", "other"}:
-        raise ValueError(
-            f"the state is of {description}, and this loader has {_SAMPLERS[present]}: load it into a loader with the "
-            "same sampler, or begin without a state"
-        )
+        way_out = "load it into a loader with the same sampler, or start without a state"
+        raise _difference(description, _SAMPLERS[present], way_out)
 
 
 def _compare(saved: Any, present: Any, text: str, way_out: str) -> None:
     if saved is not None and present is not None and saved != present:
-        raise ValueError(f"the state is of {text.format(saved)}, and this loader's has {present}: {way_out}")
+        raise _difference(text.format(saved), text.format(present), way_out)
+
+
+def _difference(saved: str, present: str, way_out: str) -> ValueError:
+    return ValueError(f"the state was saved with {saved}, but this loader has {present}: {way_out}")
 
 
 def _check_start(start: Any, kind: Kind) -> None:
@@ -113,7 +111,7 @@ def _check_start(start: Any, kind: Kind) -> None:
     if kind.name == "distributed":
         check_shard_start(start)
         present = shard_start(kind.inner) or {}
-        for name, (text, way_out) in _SHARD_DIFFERENCES.items():
+        for name, (text, way_out) in _OF_SHARDS.items():
             _compare(start[name], present.get(name), text, way_out)
     elif kind.name in RANDOM_SAMPLERS:
         _check_random_start(start)

@@ -27,8 +27,8 @@ _SAMPLERS = TORCH_SAMPLERS | {
 def describe(state: Any) -> str:
     """Describes a state in words: its origin, its position, its sampler, and the states of dataset and workers.
 
-    It reads states of rustloader and of torchdata, and changes nothing. Entries that are missing or of a wrong type are
-    listed at the end.
+    It reads states of rustloader and of torchdata, and changes nothing. The last line lists entries that are missing or
+    of a wrong type.
 
     Args:
         state: The result of ``state_dict()`` of a StatefulDataLoader.
@@ -37,7 +37,7 @@ def describe(state: Any) -> str:
         Text of several lines.
 
     Raises:
-        TypeError: The state is no dict.
+        TypeError: The state is not a dict.
 
     Examples:
         >>> loader = rustloader.StatefulDataLoader(range(10), batch_size=2)
@@ -53,7 +53,7 @@ def describe(state: Any) -> str:
     if not isinstance(state, Mapping):
         raise TypeError(f"describe() takes the dict that state_dict() returned, got {type_name(state)}")
     if not state:
-        return "an empty state: load_state_dict() makes the loader begin anew"
+        return "an empty state: load_state_dict() makes the loader start from scratch"
     if schema.SNAPSHOT not in state and schema.NUM_YIELDED not in state:
         return (
             f"no state of a StatefulDataLoader: it has {_listed(state)}, but neither "

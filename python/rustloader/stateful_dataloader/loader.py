@@ -161,7 +161,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             if back:
                 raise ValueError(f"back must be 0 before the first batch, got {back}")
             return self._state_before_iter()
-        # First: the state of a dataset may hold that of a generator.
+        # Before the state of the dataset, which may include that of a generator.
         finished = bool(iterator.finished) and not back
         draws = self._early_draws(are_made=True) if finished else None
         state = iterator.state(back, finished, draws)

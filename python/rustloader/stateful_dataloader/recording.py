@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 class Inner:
-    """The sampler in torch's BatchSampler, and the iterator over it that torch's code makes."""
+    """The sampler in torch's BatchSampler, and the iterator that torch's code makes over it."""
 
     def __init__(self, sampler: Any, saved: Mapping[str, Any] | None) -> None:
         self._sampler = sampler

@@ -95,9 +95,13 @@ class _Recorded(Sampling):
         entry = self._recorder.entry(position)
         if entry is None:
             return replace(self._unstarted, kind="other")
-        at, index_sampler, sampler_iter = entry
-        states = {"index_sampler_state": index_sampler, "sampler_iter_state": sampler_iter}
-        return replace(self._unstarted, kind="stateful", state_position=at, **states)
+        return replace(
+            self._unstarted,
+            kind="stateful",
+            state_position=entry.position,
+            index_sampler_state=entry.index_sampler_state,
+            sampler_iter_state=entry.sampler_iter_state,
+        )
 
 
 def _with_samples(state: SamplerState, position: int) -> SamplerState:

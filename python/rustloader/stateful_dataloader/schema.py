@@ -1,7 +1,7 @@
 """The format of a loader's state: the keys of torchdata's states, and this package's part, ``_rustloader``.
 
-No other module spells these keys. ``State`` is the content of a state; ``State.to_torchdata`` writes it as a dict, and
-``State.from_torchdata`` reads it, of this package or of torchdata.
+Only this module has these keys as text. ``State`` is the content of a state. ``State.to_torchdata`` writes it as a
+dict; ``State.from_torchdata`` reads dicts of this package and of torchdata.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rustloader.workers.snapshots import WorkerStart
 
 VERSION = 1
 
-# Keys of a state of a loader with workers,
+# Keys of a state with workers.
 SNAPSHOT = "_snapshot"
 STEPS = "_steps_since_snapshot"
 FINISHED = "_iterator_finished"
-# of its snapshot,
+# Keys of its snapshot.
 SNAPSHOT_STEP = "_snapshot_step"
 LAST_WORKER = "_last_yielded_worker_id"
 MAIN = "_main_snapshot"
 WORKER_SNAPSHOTS = "_worker_snapshots"
-# and of the main process's part of that. Most are also those of a state without workers.
+# Keys of the main process's part of the snapshot. Most are also keys of a state without workers.
 NUM_WORKERS = "_num_workers"
 INDEX_SAMPLER_STATE = "_index_sampler_state"
 SAMPLER_ITER_STATE = "_sampler_iter_state"
@@ -35,17 +35,18 @@ NUM_YIELDED = "_num_yielded"
 LEN_CALLED = "_IterableDataset_len_called"
 SHARED_SEED = "_shared_seed"
 BASE_SEED = "_base_seed"
-# Of a worker's snapshot; a state without workers has the last two itself.
+# Keys of a worker's part of the snapshot. Those of the two states are also keys of a state without workers.
 WORKER_ID = "worker_id"
 DATASET_STATE = "dataset_state"
 FETCHER_STATE = "fetcher_state"
+# Keys of a fetcher's state.
 DATASET_ITER_STATE = "dataset_iter_state"
 FETCHER_ENDED = "fetcher_ended"
-# Of the state of an iterator over batches.
+# Keys of the state of an iterator over batches.
 SAMPLES_YIELDED = "samples_yielded"
 INNER_STATE = "sampler_state"
 INNER_ITER_STATE = "sampler_iter_state"
-# The key of a state that torchdata's states do not have.
+# The key of this package's part, which torchdata's states lack.
 OWN = "_rustloader"
 
 # The order of the keys is part of the format.
@@ -59,7 +60,7 @@ KEYS_WITHOUT_WORKERS = (*_FLAT_KEYS, FETCHER_STATE, DATASET_STATE, FINISHED, OWN
 
 
 class Own:
-    """Keys of this package's part, and of its parts."""
+    """The keys of this package's part, and of the dicts in it."""
 
     VERSION = "version"
     EPOCH = "epoch"
@@ -72,9 +73,9 @@ class Own:
     WORKERS = "workers"
     FAILURES = "failures"
     NEXT = "next"
-    # Of sampler and dataset.
+    # Of the sampler's and the dataset's part.
     KIND = "kind"
-    # Of a worker. In early states one that had delivered nothing had its snapshot at "start".
+    # Of a worker's record. In early states, "start" has the snapshot of a worker that had delivered nothing.
     REPLAY = "replay"
     BATCHES = "batches"
     SAMPLES = "samples"
@@ -87,8 +88,8 @@ class DatasetState:
 
     Attributes:
         kind: ``"map"`` or ``"iterable"``.
-        length: Its length, or None.
-        stateful: Whether it has a state of its own.
+        length: The length of the dataset, or None.
+        stateful: Whether the dataset has a state.
     """
 
     kind: Any
@@ -108,21 +109,21 @@ class DatasetState:
 
 @dataclass(frozen=True)
 class SamplerState:
-    """The part of a state that describes a sampler at a position. None stands for an entry that the state lacks.
+    """The part of a state that describes a sampler at a position. An entry that the state lacks is None.
 
     Attributes:
-        kind: That of ``sampler_kinds.Kind``; None in torchdata's states.
+        kind: The name of a ``sampler_kinds.Kind``; None in torchdata's states.
         length: Length of the sampler.
-        batch_size: That of torch's BatchSampler.
-        drop_last: The same.
+        batch_size: Batch size of torch's BatchSampler.
+        drop_last: ``drop_last`` of torch's BatchSampler.
         data_length: Number of indices that a random sampler draws from.
-        replacement: Whether it draws with replacement.
+        replacement: Whether a random sampler draws with replacement.
         start: The start of the order, see ``iterator.starts.Start``.
-        state_position: Number of index batches before the two states.
+        state_position: Number of index batches before the two following states.
         index_sampler_state: torchdata's ``_index_sampler_state``.
         sampler_iter_state: torchdata's ``_sampler_iter_state``.
-        says_batch_size: Whether it has a batch size, which may be None.
-        is_owed: Whether the draws that ``start`` foresees are still to be made. States do not say it.
+        says_batch_size: Whether the state has an entry for the batch size, which may be None.
+        is_owed: Whether torch's draws are still to be made, because ``start`` predicts them. Not an entry of states.
     """
 
     kind: Any = None
@@ -139,17 +140,22 @@ class SamplerState:
     is_owed: bool = False
 
     @classmethod
-    def of(cls, entries: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Self:
+    def of(cls, entries: Mapping[str, Any], main: Mapping[str, Any] | None = None) -> Self:
         """Reads a part of a state.
 
         Args:
             entries: This package's part.
-            beside: The part with torchdata's keys.
+            main: The dict with torchdata's keys.
         """
-        beside = beside or {}
-        states = beside.get(INDEX_SAMPLER_STATE), beside.get(SAMPLER_ITER_STATE)
-        more = {"index_sampler_state": states[0], "sampler_iter_state": states[1], "is_owed": False}
-        return _from_entries(cls, entries, says_batch_size="batch_size" in entries, **more)
+        main = main or {}
+        return _from_entries(
+            cls,
+            entries,
+            index_sampler_state=main.get(INDEX_SAMPLER_STATE),
+            sampler_iter_state=main.get(SAMPLER_ITER_STATE),
+            says_batch_size="batch_size" in entries,
+            is_owed=False,
+        )
 
     @property
     def own(self) -> dict[str, Any]:
@@ -172,9 +178,9 @@ class Draws:
 
     Attributes:
         base_seed: The base seed, or None.
-        sampler: The start of the sampler's order, or None for a sampler that draws nothing or by code that is not
-            torch's. Of these, a ``"seed"`` and a ``"global_generator"`` are drawn; from a sampler's own
-            ``"generator"`` nothing is drawn.
+        sampler: The start of the sampler's order. None for a sampler that draws nothing, or by code that is not
+            torch's. A ``"seed"`` or the order from a ``"global_generator"`` is drawn; the sampler's own
+            ``"generator"`` is only read.
     """
 
     base_seed: int | None
@@ -190,20 +196,20 @@ class State:
         low: All index batches before this ordinal are delivered.
         ahead: Delivered ordinals from ``low`` on, in ascending order.
         yielded: Number of batches delivered; an error in place of a batch does not count.
-        steps: Number of batches that torchdata has delivered since.
+        steps: Number of batches that torchdata has delivered since its snapshot.
         last_worker: The worker that delivered the last batch.
         finished: Whether the epoch has ended.
-        sampler: Its part about the sampler, or None for the beginning of an epoch.
-        workers: The start of each worker; one for a loader without workers.
-        has_records: Whether it has records of the workers besides their snapshots.
+        sampler: The part about the sampler, or None for the start of an epoch.
+        workers: The start of each worker; a single one for a loader without workers.
+        has_records: Whether the state has records of the workers in addition to their snapshots.
         base_seed: The base seed of the workers, or None to draw it.
-        len_called: torch's length of an iterable dataset.
+        len_called: The length of an iterable dataset, if torch has called ``len``.
         shared_seed: torch's seed of data pipes.
         epoch: Number of epochs that the loader began before.
-        dataset: Its part about the dataset; None in torchdata's states.
+        dataset: The part about the dataset; None in torchdata's states.
         seeds: Base seed and epoch of ``seed_by``, or None.
         failures: Number of failures under ``on_error`` in this epoch before the position.
-        next: The draws of the next epoch, if it has, or of the first one, if it has not begun.
+        next: The draws of the next epoch if this one has ended, or of this epoch if it has not begun.
     """
 
     num_workers: int = 0
@@ -228,7 +234,7 @@ class State:
     # Writing
 
     def to_torchdata(self) -> dict[str, Any]:
-        """Returns the state as a new dict. Parts of it are those of this object."""
+        """Returns the state as a new dict, which shares its values with this object."""
         assert self.sampler is not None and self.dataset is not None
         values = {
             NUM_WORKERS: self.num_workers,
@@ -301,10 +307,10 @@ class State:
 
         Args:
             state: The state.
-            check: Checks what a state of this package says of the dataset, then of the sampler, before more is read.
+            check: Checks the dataset's part of this package's states, then the sampler's, before anything else is read.
 
         Raises:
-            ValueError: It is no state, or something is missing or wrong in it.
+            ValueError: It is not a state, or something is missing or wrong in it.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a dict from state_dict() of a StatefulDataLoader, got {state!r}")
@@ -321,8 +327,8 @@ class State:
             result.sampler = SamplerState.of((own or {}).get(Own.SAMPLER) or {}, state)
         else:
             raise ValueError(
-                f"the state has neither {SNAPSHOT!r} nor {NUM_YIELDED!r}, which states of a StatefulDataLoader have: "
-                "load what state_dict() returned"
+                f"the state has neither {SNAPSHOT!r} nor {NUM_YIELDED!r}, so it is not of a StatefulDataLoader: load "
+                "what state_dict() returned"
             )
         if own is not None:
             result._read_own(own)
@@ -410,7 +416,7 @@ def _worker(snapshot: Any, record: Any) -> WorkerStart:
 
 
 def value_of(values: Any, key: str, *types: type) -> Any:
-    """Returns a value of a state, of one of these types."""
+    """Returns a value of a state. Raises ValueError if it is missing or of none of these types."""
     if key not in values:
         raise ValueError(f"the state has no {key!r}: load what state_dict() of a StatefulDataLoader returned")
     value = values[key]
@@ -421,7 +427,7 @@ def value_of(values: Any, key: str, *types: type) -> Any:
 
 
 def count(values: Any, key: str, default: int | None = None) -> int:
-    """Returns a non-negative number of a state. Without a default it must be there."""
+    """Returns a non-negative number of a state. Raises ValueError if it is missing without a default, or wrong."""
     if default is not None and key not in values:
         return default
     value: int = value_of(values, key, int)

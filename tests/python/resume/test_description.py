@@ -333,7 +333,7 @@ def test_what_is_no_dict_is_a_type_error(value):
 
 
 def test_other_dicts():
-    assert describe({}) == "an empty state: load_state_dict() makes the loader begin anew"
+    assert describe({}) == "an empty state: load_state_dict() makes the loader start from scratch"
     assert describe({"a": 1, 2: 3}) == (
         "no state of a StatefulDataLoader: it has 'a', 2, but neither '_snapshot' nor '_num_yielded'"
     )

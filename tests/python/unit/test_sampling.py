@@ -690,17 +690,17 @@ def test_differences_are_named():
     saved = said_of(Plan("random", 100, 4))
     text = refusal(saved, Plan("random", 90, 4).make()[0])
     assert text == (
-        "the state is of a sampler of length 100, and this loader's has 90: load it into a loader over the same "
-        "dataset, or begin without a state"
+        "the state was saved with a sampler of length 100, but this loader has a sampler of length 90: load it into a "
+        "loader over the same dataset, or start without a state"
     )
     text = refusal(saved, Plan("random", 90, 4, num_samples=100).make()[0])
     assert "over 100 indices" in text and "90" in text
     text = refusal(saved, Plan("random", 100, 8).make()[0])
-    assert "batch_size=4, whose batches it counts" in text and "has 8" in text
+    assert "with batch_size=4" in text and "has batch_size=8" in text
     text = refusal(saved, Plan("random", 100, 4, drop_last=True).make()[0])
-    assert "drop_last=False" in text and "has True" in text
+    assert "with drop_last=False" in text and "has drop_last=True" in text
     text = refusal(saved, Plan("random", 100, 4, replacement=True).make()[0])
-    assert "replacement=False" in text and "has True" in text
+    assert "with replacement=False" in text and "has a sampler with replacement=True" in text
     text = refusal(saved, Plan("sequential", 100, 4).make()[0])
     assert "a RandomSampler" in text and "a SequentialSampler" in text
     text = refusal(saved, Plan("other", 100, 4).make()[0])
@@ -714,11 +714,11 @@ def test_differences_are_named():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(num_replicas=3), ["2 ranks", "has 3", "reshard"]),
-        (dict(seed=5), ["seed=0", "has 5"]),
-        (dict(shuffle=False), ["shuffle=True", "has False"]),
-        (dict(size=99), ["over 100 indices", "has 99"]),
-        (dict(size=101), ["over 100 indices", "has 101"]),
+        (dict(num_replicas=3), ["2 ranks", "has 3 ranks", "reshard"]),
+        (dict(seed=5), ["seed=0", "has a DistributedSampler with seed=5"]),
+        (dict(shuffle=False), ["shuffle=True", "has a DistributedSampler with shuffle=False"]),
+        (dict(size=99), ["over 100 indices", "over 99 indices"]),
+        (dict(size=101), ["over 100 indices", "over 101 indices"]),
     ],
 )
 def test_differences_of_distributed_samplers_are_named(change, words):
@@ -733,7 +733,7 @@ def test_a_distributed_sampler_that_drops_the_last_indices():
     sampler = DistributedSampler(Sized(9), 2, 0, drop_last=True)
     saved = begin(BatchSampler(sampler, 2, False)).state(0).own
     text = refusal(saved, BatchSampler(DistributedSampler(Sized(9), 2, 0), 2, False))
-    assert "a DistributedSampler with drop_last=True" in text and "has False" in text
+    assert "with drop_last=True" in text and "has a DistributedSampler with drop_last=False" in text
 
 
 def test_junk_is_refused():
