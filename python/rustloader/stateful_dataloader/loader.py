@@ -222,7 +222,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
     def __iter__(self) -> _BaseDataLoaderIter:
         arguments.refuse_text(self)
         # No local variable refers to the last iterator: it would keep its workers.
-        if self._iterator is not None and self._iterator.failed_to_resume():
+        if isinstance(self._iterator, _WithWorkers) and self._iterator.failed_to_resume():
             self._loaded = self._resumed_from
         loaded = self._loaded
         if loaded is not None:
@@ -366,7 +366,7 @@ def _drop_next(iterator: _Iter) -> bool:
     except StopIteration:
         return False
     except Exception:
-        if iterator.has_died():
+        if isinstance(iterator, _WithWorkers) and iterator.has_died():
             raise
     return True
 

@@ -82,6 +82,10 @@ class Own:
     START = "start"
 
 
+# Of a worker's record. They are also attributes of `WorkerStart`.
+_RECORD_KEYS = (Own.DELIVERED, Own.REPLAY, Own.BATCHES, Own.SAMPLES)
+
+
 @dataclass(frozen=True)
 class DatasetState:
     """The part of a state that describes the dataset.
@@ -271,15 +275,7 @@ class State:
         return {DATASET_ITER_STATE: start.iterator_state, FETCHER_ENDED: start.ended}
 
     def _own(self, sampler: SamplerState, dataset: DatasetState) -> dict[str, Any]:
-        records = [
-            {
-                Own.DELIVERED: start.delivered,
-                Own.REPLAY: start.replay,
-                Own.BATCHES: start.batches,
-                Own.SAMPLES: start.samples,
-            }
-            for start in self.workers
-        ]
+        records = [{key: getattr(start, key) for key in _RECORD_KEYS} for start in self.workers]
         own: dict[str, Any] = {
             Own.VERSION: VERSION,
             Own.EPOCH: self.epoch,
@@ -314,22 +310,22 @@ class State:
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a dict from state_dict() of a StatefulDataLoader, got {state!r}")
-        result, own = cls(), state.get(OWN)
+        result, own, main = cls(), state.get(OWN), state
         if own is not None:
             result._read_header(own, check)
         result.finished = bool(value_of(state, FINISHED, bool))
         if SNAPSHOT in state:
-            result._read_snapshot(state, own or {})
+            main = result._read_snapshot(state, own)
         elif NUM_YIELDED in state:
             result.low = count(state, SAMPLER_ITER_YIELDED)
             result.yielded = count(state, NUM_YIELDED)
-            result.workers = [_worker(state, result._records(own or {}, 1)[0])]
-            result.sampler = SamplerState.of((own or {}).get(Own.SAMPLER) or {}, state)
+            result.workers = [_worker(state, result._records(own, 1)[0])]
         else:
             raise ValueError(
                 f"the state has neither {SNAPSHOT!r} nor {NUM_YIELDED!r}, so it is not of a StatefulDataLoader: load "
                 "what state_dict() returned"
             )
+        result.sampler = SamplerState.of((own and own.get(Own.SAMPLER)) or {}, main)
         if own is not None:
             result._read_own(own)
         return result
@@ -347,14 +343,15 @@ class State:
         check(self.dataset)
         check(SamplerState.of(value_of(own, Own.SAMPLER, dict)))
 
-    def _records(self, own: Mapping[str, Any], number: int) -> list[Any]:
+    def _records(self, own: Mapping[str, Any] | None, number: int) -> list[Any]:
         records = (value_of(own, Own.WORKERS, list, type(None)) if own else None) or []
         self.has_records = bool(records)
         return records or [{}] * number
 
-    def _read_snapshot(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def _read_snapshot(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Reads the position of a state with workers. Returns the main process's part."""
         snapshot = value_of(state, SNAPSHOT, dict)
-        main = value_of(snapshot, MAIN, dict)
+        main: Mapping[str, Any] = value_of(snapshot, MAIN, dict)
         self.steps = count(state, STEPS)
         self.low = count(main, SAMPLER_ITER_YIELDED)
         self.yielded = count(snapshot, SNAPSHOT_STEP)
@@ -373,7 +370,7 @@ class State:
             self.workers.append(_worker(value_of(snapshots, name, dict), record))
         self.last_worker = count(snapshot, LAST_WORKER)
         self.base_seed = value_of(main, BASE_SEED, int, type(None)) if BASE_SEED in main else None
-        self.sampler = SamplerState.of(own.get(Own.SAMPLER) or {}, main)
+        return main
 
     def _read_own(self, own: Mapping[str, Any]) -> None:
         ahead = value_of(own, Own.AHEAD, list, tuple)
@@ -404,14 +401,12 @@ def _worker(snapshot: Any, record: Any) -> WorkerStart:
     fetcher = value_of(snapshot, FETCHER_STATE, dict, type(None)) or {}
     if fetcher:
         value_of(fetcher, DATASET_ITER_STATE, object)
+    counts: dict[str, Any] = {key: count(record, key, 0) for key in _RECORD_KEYS}
     return WorkerStart(
         dataset_state=snapshot.get(DATASET_STATE),
         iterator_state=fetcher.get(DATASET_ITER_STATE),
         ended=bool(fetcher.get(FETCHER_ENDED)),
-        replay=count(record, Own.REPLAY, 0),
-        batches=count(record, Own.BATCHES, 0),
-        samples=count(record, Own.SAMPLES, 0),
-        delivered=count(record, Own.DELIVERED, 0),
+        **counts,
     ).resumed()
 
 

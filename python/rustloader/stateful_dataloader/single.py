@@ -95,14 +95,6 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         """Returns True if the epoch has delivered nothing, and has not ended."""
         return self._epoch.delivered_nothing(self) and not self.finished
 
-    def failed_to_resume(self) -> bool:
-        """Returns False: an iterator whose constructor failed to load a state does not exist."""
-        return False
-
-    def has_died(self) -> bool:
-        """Returns False: no error is final."""
-        return False
-
     def __next__(self) -> Any:
         if observed():
             with torch.autograd.profiler.record_function(self._profile_name):
