@@ -27,7 +27,7 @@ from rustloader.tools.probe.failure import failure
 from rustloader.tools.probe.log import warnings as logged_warnings
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader as AnyLoader
 
 _PR_SET_PDEATHSIG = 1
 # Seconds for a process to end after an interrupt. The shutdown of workers takes up to 5.5.
@@ -61,7 +61,7 @@ class Side:
     a request. ``quiet`` hides Python's warnings, which another process has shown."""
 
     # Set by `make`.
-    loader: DataLoader[Any]
+    loader: AnyLoader[Any]
 
     def __init__(self, target: str, engine: str, quiet: bool = False) -> None:
         self.target, self.engine, self.quiet = target, engine, quiet
