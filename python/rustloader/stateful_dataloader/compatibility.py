@@ -1,4 +1,4 @@
-"""Checks whether a loader's dataset and sampler are those of a state."""
+"""Checks that a loader's dataset and sampler match those of a state."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def dataset_of(loader: LoaderLike) -> DatasetState:
 
 
 def check(saved: DatasetState | SamplerState, loader: LoaderLike) -> None:
-    """Checks that a loader can resume with its dataset or its sampler.
+    """Checks that a loader's dataset or sampler matches that of a state.
 
     Args:
-        saved: A state's description of its dataset or of its sampler.
+        saved: The description of the dataset or of the sampler in a state.
         loader: The loader that loads the state.
 
     Raises:
-        ValueError: The dataset or the sampler is another one, or something is wrong with the description.
+        ValueError: The dataset or the sampler differs, or something is wrong with the description.
     """
     if isinstance(saved, DatasetState):
         _check_dataset(saved, dataset_of(loader))
@@ -90,7 +90,7 @@ def _check_kind(saved: Any, present: str) -> None:
     description = _SAMPLERS.get(saved) if isinstance(saved, str) else None
     if description is None:
         raise ValueError(f"the state's kind of sampler must be one of {', '.join(_SAMPLERS)}, got {saved!r}")
-    # Only iteration shows whether a sampler has a state.
+    # Without iteration these two kinds cannot be told apart: the sampler's iterator may have a state.
     if saved != present and not {saved, present} <= {"stateful", "other"}:
         way_out = "load it into a loader with the same sampler, or start without a state"
         raise _difference(description, _SAMPLERS[present], way_out)
@@ -107,7 +107,7 @@ def _difference(saved: str, present: str, way_out: str) -> ValueError:
 
 def _check_start(start: Any, kind: Kind) -> None:
     if not isinstance(start, Mapping):
-        raise ValueError(f"the state's start of the sampler must be a dict or None, got {start!r}")
+        raise ValueError(f"the sampler's start in the state must be a dict or None, got {start!r}")
     if kind.name == "distributed":
         check_shard_start(start)
         present = shard_start(kind.inner) or {}
@@ -122,10 +122,10 @@ def check_shard_start(start: Mapping[str, Any]) -> None:
     for name in ("epoch", "seed", "rank", "num_replicas", "dataset_length", "consumed", "first"):
         value = start.get(name)
         if type(value) is not int or (value < 0 and name not in ("epoch", "seed")):
-            raise ValueError(f"the state's {name!r} of the sampler must be a non-negative int, got {value!r}")
+            raise ValueError(f"the sampler's {name!r} in the state must be a non-negative int, got {value!r}")
     for name in ("shuffle", "drop_last"):
         if type(start.get(name)) is not bool:
-            raise ValueError(f"the state's {name!r} of the sampler must be a bool, got {start.get(name)!r}")
+            raise ValueError(f"the sampler's {name!r} in the state must be a bool, got {start.get(name)!r}")
 
 
 def _check_random_start(start: Mapping[str, Any]) -> None:
@@ -138,6 +138,6 @@ def _check_random_start(start: Mapping[str, Any]) -> None:
         if isinstance(state, torch.Tensor) and state.dtype == torch.uint8:
             return
     raise ValueError(
-        f"the state's start of the sampler must have a seed, or the state of a generator, got {dict(start)!r}: load "
+        f"the sampler's start in the state must have a seed or a generator's state, got {dict(start)!r}: load "
         "what state_dict() of a StatefulDataLoader returned"
     )

@@ -375,11 +375,7 @@ def _add_parameters() -> None:
     """Adds the parameters of ``DataLoader`` to the signature, by which frameworks rebuild a loader."""
     signature = inspect.signature(DataLoader.__init__)
     own = inspect.signature(StatefulDataLoader.__init__).parameters
-    added = [
-        own[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name in ("snapshot_every_n_steps", "forward_set_epoch")
-    ]
-    parameters = [*signature.parameters.values(), *added]
+    parameters = [*signature.parameters.values(), own["snapshot_every_n_steps"], own["forward_set_epoch"]]
     StatefulDataLoader.__init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Random draws of an epoch that has not begun, for a state, and the generators from which it draws."""
+"""The random draws of the next epoch, which a state includes before that epoch begins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def draw(loader: LoaderLike, index_sampler: Any, with_base_seed: bool) -> Draws:
     """
     draws = _draw(loader, index_sampler, with_base_seed, lambda generator: generator)
     if draws.sampler is not None and "global_generator" in draws.sampler:
-        # torch draws the order.
+        # With the first index, torch draws the whole order from its global generator.
         next(iter(kind_of(index_sampler).inner), None)
     return draws
 
@@ -116,7 +116,7 @@ class EarlyDraws:
 class SeedWatch:
     """Notices when the program seeds a generator (None: torch's global one).
 
-    A seed with the same number as before goes unnoticed if the program then draws, or had not drawn since.
+    A seed with the same number as before goes unnoticed if the program draws after it, or had not drawn before it.
     """
 
     def __init__(self, generator: _Generator) -> None:
@@ -169,7 +169,7 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
         index_sampler: The source of the loader's index batches.
         saved: As for ``sampling``.
         position: Number of index batches that were delivered.
-        has_ended: Whether the saved state of a sampler is the state after its epoch.
+        has_ended: Whether a sampler's own saved state is already the one after its epoch.
     """
     kind = kind_of(index_sampler)
     if saved is None:
@@ -189,7 +189,7 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
             recorder.begin()
             return
         # With a limit: a program can call the epoch of an endless sampler finished.
-        _exhaust(itertools.islice(recorder, max(recorder.behind, length_of(index_sampler) or 0) + 1))
+        _exhaust(itertools.islice(recorder, max(recorder.to_skip, length_of(index_sampler) or 0) + 1))
 
 
 def _exhaust(iterable: Iterable[Any]) -> None:

@@ -85,7 +85,7 @@ class Recorder(Iterator[Any]):
         every: Number of index batches from one state to the next; 0 for the first one alone.
 
     Attributes:
-        behind: Number of index batches between the sampler's saved state and the position. They are yielded first.
+        to_skip: Number of index batches from the sampler's saved state to the position. They are yielded first.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Recorder(Iterator[Any]):
             # A program may have set the position back to one before the state.
             at = position if saved.state_position is None else min(saved.state_position, position)
             entry = Entry(at, saved.index_sampler_state, saved.sampler_iter_state)
-        self.behind = position - at
+        self.to_skip = position - at
         self._kind = kind
         self._index_sampler = kind.index_sampler
         self._torch_iterator = torch_iterator
@@ -173,7 +173,7 @@ class Recorder(Iterator[Any]):
         return self._spent < SNAPSHOT_ALLOWANCE + SNAPSHOT_SHARE * (time.monotonic() - self._began)
 
     def _record(self, iterator: Iterator[Any] | None, position: int, samples: int) -> None:
-        """Keeps the current state. An error is raised by ``entry``."""
+        """Keeps the current state, or the first error, which ``entry`` raises."""
         began = time.thread_time()
         try:
             entry = Entry(position, *copied(self._states(iterator, samples)))

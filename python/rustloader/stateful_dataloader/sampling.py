@@ -85,7 +85,7 @@ class _Recorded(Sampling):
     is_repeatable = True
 
     def __init__(self, kind: Kind, recorder: Recorder) -> None:
-        super().__init__(kind, _skipping(recorder, recorder.behind))
+        super().__init__(kind, _skipping(recorder, recorder.to_skip))
         self._recorder = recorder
 
     def draw(self) -> None:

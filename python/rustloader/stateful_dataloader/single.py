@@ -36,14 +36,14 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
     finished = False
     # Number of answers before the index batch in `_drawn`.
     _drawn_at = -1
-    # The batch whose failures are being counted.
-    _kept: list[Any] = []  # noqa: RUF012
 
     def __init__(self, loader: StatefulLoaderLike, plan: Plan, about_dataset: DatasetState) -> None:
         self._epoch = Positioned(loader, plan, about_dataset)
         self._start = start = plan.workers[0] if plan.workers else WorkerStart()
         # The index batch that is being fetched. An interrupt leaves it here for the next call.
         self._drawn: list[Any] = []
+        # The batch whose failures are being counted.
+        self._kept: list[Any] = []
         # The numbers of the answers that were errors.
         self._errors: list[int] = []
         # The latest snapshots, each after a number of answers.
