@@ -261,7 +261,7 @@ def _start_words(start: Any) -> str:
         return ""
     if "rank" in start:
         rank, ranks, epoch, consumed = (_short(start.get(key)) for key in ("rank", "num_replicas", "epoch", "consumed"))
-        before = f", behind {consumed} samples of earlier ranks" if consumed not in ("0", "None") else ""
+        before = f", after {consumed} samples of earlier ranks" if consumed not in ("0", "None") else ""
         return f", rank {rank} of {ranks}, its epoch {epoch}{before}"
     if "seed" in start:
         return f", order by seed {_short(start['seed'])}"

@@ -63,7 +63,9 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
         if num_replicas != len(ranks):
             # The failures are those of an old rank.
             state[OWN].pop(Own.FAILURES, None)
-            state[OWN][Own.SAMPLER] = _of_rank(samplers[source], number).own
+            sampler = samplers[source]
+            start = sampler.start and sampler.start | {"rank": number}
+            state[OWN][Own.SAMPLER] = replace(sampler, start=start).own
         new_states.append(state)
     return new_states
 
@@ -83,7 +85,7 @@ class _Rank:
         if self.sampler.kind != "distributed":
             raise ValueError(
                 f"the states are of a sampler of kind {self.sampler.kind!r}: only states of torch's DistributedSampler "
-                "can be resharded, and of subclasses that change neither its order nor its state"
+                "can be resharded, including subclasses that change neither its order nor its state"
             )
         if own.get(Own.AHEAD):
             raise ValueError(
@@ -143,10 +145,6 @@ def _in_order(ranks: list[_Rank]) -> list[_Rank]:
         present = ", ".join(str(rank.start and rank.start["rank"]) for rank in ranks)
         raise ValueError(f"states must be those of all {replicas} ranks, got those of ranks {present}")
     return [numbered[number] for number in range(replicas)]
-
-
-def _of_rank(sampler: SamplerState, rank: int) -> SamplerState:
-    return replace(sampler, start=sampler.start and sampler.start | {"rank": rank})
 
 
 def _resharded(sampler: SamplerState, position: int, old: int, new: int) -> SamplerState:

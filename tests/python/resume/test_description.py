@@ -257,7 +257,7 @@ def test_batches_ahead_of_the_position(ahead, words):
         ),
         (
             {"kind": "distributed", "start": {"rank": 0, "num_replicas": 2, "epoch": 2, "seed": 0, "consumed": 64}},
-            "DistributedSampler, rank 0 of 2, its epoch 2, behind 64 samples of earlier ranks",
+            "DistributedSampler, rank 0 of 2, its epoch 2, after 64 samples of earlier ranks",
         ),
     ],
 )
