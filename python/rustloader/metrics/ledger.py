@@ -158,7 +158,7 @@ _ledgers: WeakTable[Ledger] = WeakTable(on_end=Ledger.end_workers)
 find = _ledgers.find
 
 # Called with each loader that gets a ledger, and with that.
-openings: list[Callable[[Any, Ledger], object]] = []
+openings: list[Callable[[LoaderLike, Ledger], object]] = []
 
 
 def of(source: Any) -> Ledger:
@@ -171,7 +171,7 @@ def of(source: Any) -> Ledger:
     return ledger
 
 
-def of_loaders() -> Iterator[tuple[Any, Ledger]]:
+def of_loaders() -> Iterator[tuple[LoaderLike | None, Ledger]]:
     """Yields the loaders of this process with their ledgers; None in place of one that is gone and has an iterator at
     work.
     """

@@ -51,12 +51,12 @@ class LoaderState:
 _states: WeakTable[LoaderState] = WeakTable()
 
 
-def of(source: Any) -> LoaderState:
+def of(source: object) -> LoaderState:
     """Returns the state of a loader, created if there is none, or of the loader of an iterator."""
     return _states.find(source) or _states.keep(source, LoaderState())
 
 
-def find(source: Any) -> LoaderState | None:
+def find(source: object) -> LoaderState | None:
     """Returns the state of a loader, or of the loader of an iterator, if there is one."""
     return _states.find(source)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 from collections.abc import Iterator
@@ -221,22 +222,22 @@ class StatefulEpochs(Positioned, Epochs):
         low, ahead = ordinals(origin, tasks, beyond)
         if last is None:
             last = (self.first_worker(it) - 1) % it._num_workers
-        sampled_at, workers = low, None
-        if self._has_states and self.on_engine:
-            workers = self._workers_after(it, counts, finished)
-            if it._dataset_kind == _DatasetKind.Map and not ahead:
-                sampled_at -= it._num_workers * max(worker.replayed for worker in workers)
+        has_records = self._has_states and self.on_engine
+        workers = self._workers_after(it, counts, finished) if has_records else [WorkerStart()] * it._num_workers
+        sampled_at = low
+        if it._dataset_kind == _DatasetKind.Map and not ahead:
+            sampled_at -= it._num_workers * max(worker.replayed for worker in workers)
         yielded -= back
         return self.state(
             it,
             low=low,
-            ahead=tuple(ahead),
+            ahead=ahead,
             yielded=yielded,
             last_worker=last,
             finished=finished,
             sampler=self.sampling.state(max(sampled_at, 0)),
-            workers=[WorkerStart()] * it._num_workers if workers is None else workers,
-            has_records=workers is not None,
+            workers=workers,
+            has_records=has_records,
             failures=self._failures_after(yielded),
             next=draws,
         )
@@ -316,19 +317,14 @@ class StatefulEpochs(Positioned, Epochs):
     def _all_snapshots(self, it: WorkersIterator, engine: Engine) -> list[list[Snapshot]]:
         """Returns all snapshots that a state may need after the end of the engine."""
         answers = self.answers(it._num_yielded)
-        counts: list[list[int]] = [[] for _ in range(it._num_workers)]
-        for back in range(BACK_BATCHES, -1, -1):
-            try:
-                position = engine.position(answers, back)
-            except ValueError:
-                continue
-            for worker, count in enumerate(position.per_worker):
-                counts[worker].append(count)
+        positions = []
+        for back in range(BACK_BATCHES + 1):
+            with contextlib.suppress(ValueError):
+                positions.append(engine.position(answers, back).per_worker)
         snapshots: list[list[Snapshot]] = [[] for _ in range(it._num_workers)]
-        for worker, wanted in enumerate(counts):
-            if wanted:
-                # The snapshot at the end of the data.
-                wanted.append(max(wanted) + 1)
+        for worker, counts in enumerate(zip(*positions, strict=True)):
+            # One more answer: the snapshot at the end of the data.
+            wanted = [*counts, max(counts) + 1]
             # From the newest to the oldest, each once: they may be large.
             while wanted and (snapshot := engine.snapshot(worker, max(wanted))) is not None:
                 snapshots[worker].insert(0, snapshot)

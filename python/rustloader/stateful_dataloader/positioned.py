@@ -147,15 +147,13 @@ def own_copy(batch: Any) -> Any:
     return [*batch] if type(batch) is list else batch
 
 
-def ordinals(origin: Plan, low: int, ahead: list[int]) -> tuple[int, list[int]]:
+def ordinals(origin: Plan, low: int, ahead: list[int]) -> tuple[int, tuple[int, ...]]:
     """Converts a position in tasks, which count from the origin, into a position in ordinals.
 
     Returns:
         The low-water mark, and the delivered ordinals beyond it.
     """
-    if not origin.ahead:
-        return origin.low + low, [origin.low + task for task in ahead]
     mark = ordinal_of(low, origin.low, origin.ahead)
     delivered = {ordinal for ordinal in origin.ahead if ordinal > mark}
     delivered.update(ordinal_of(task, origin.low, origin.ahead) for task in ahead)
-    return mark, sorted(delivered)
+    return mark, tuple(sorted(delivered))

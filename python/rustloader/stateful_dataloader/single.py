@@ -218,7 +218,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         return self._epoch.state(
             self,
             low=low,
-            ahead=tuple(ahead),
+            ahead=ahead,
             yielded=yielded,
             finished=finished,
             sampler=sampler,
