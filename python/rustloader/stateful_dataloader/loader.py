@@ -160,7 +160,9 @@ class StatefulDataLoader(DataLoader[_T_co]):
         if self._loaded is not None or iterator is None:
             if back:
                 raise ValueError(f"back must be 0 before the first batch, got {back}")
-            return self._state_before_iter()
+            if self._loaded is not None:
+                return copy.deepcopy(self._loaded[0])
+            return copy.deepcopy(self._interim) or plans.fresh(self, self._early_draws(are_made=False))
         # Before the state of the dataset, which may include that of a generator.
         finished = bool(iterator.finished) and not back
         draws = self._early_draws(are_made=True) if finished else None
@@ -343,11 +345,6 @@ class StatefulDataLoader(DataLoader[_T_co]):
             with_base_seed = not are_made or not self._keeps_workers()
             self._draws = EarlyDraws(self, self._index_sampler, are_made, with_base_seed)
         return copy.deepcopy(self._draws.draws)
-
-    def _state_before_iter(self) -> dict[str, Any]:
-        if self._loaded is not None:
-            return copy.deepcopy(self._loaded[0])
-        return copy.deepcopy(self._interim) or plans.fresh(self, self._early_draws(are_made=False))
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterators cannot be copied. Predicted draws are only for the first epoch of this loader.

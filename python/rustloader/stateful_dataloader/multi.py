@@ -29,6 +29,11 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
         return self._epochs.origin
 
     @property
+    def raised(self) -> int:
+        """Number of answers in the current epoch that were not batches. Prefetching reads it."""
+        return self._epochs.raised
+
+    @property
     def finished(self) -> bool:
         """True if the epoch has ended."""
         return self._mode is not None and self._mode.has_ended

@@ -93,7 +93,11 @@ class _RandomIterator(Iterator[int]):
         self._sampler = sampler
         self._size = len(sampler.data_source)
         self._count = sampler.num_samples
-        self._state: torch.Tensor = sampler.generator.get_state()
+        self._begin(sampler.generator.get_state())
+
+    def _begin(self, state: torch.Tensor) -> None:
+        """Begins with the first index. ``state`` is the state of the generator."""
+        self._state = state
         self.yielded = 0
         # The next chunk of indices, drawn but not yet in use: at most one tensor.
         self._next: list[torch.Tensor] = []
@@ -128,9 +132,7 @@ class _RandomIterator(Iterator[int]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         yielded, state = state_dict["yielded"], state_dict["generator"]
         self._sampler.generator.set_state(state)
-        self._state = state
-        self.yielded, self._next = 0, []
-        self._drawn, self._before = self._draw()().tolist(), 0
+        self._begin(state)
         for _ in itertools.islice(self, yielded):
             pass
 
@@ -162,6 +164,8 @@ class BatchSampler(torch_sampler.BatchSampler):
 
 
 class _BatchIterator(Iterator[list[int]]):
+    """An epoch of a BatchSampler."""
+
     def __init__(self, batches: torch_sampler.BatchSampler) -> None:
         self._sampler: Any = batches.sampler
         self._batch_size: int = batches.batch_size

@@ -91,6 +91,11 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         """The plan of the epoch."""
         return self._epoch.origin
 
+    @property
+    def raised(self) -> int:
+        """Number of answers in the epoch that were not batches. Prefetching reads it."""
+        return self._epoch.raised
+
     def delivered_nothing(self) -> bool:
         """Returns True if the epoch has delivered nothing, and has not ended."""
         return self._epoch.delivered_nothing(self) and not self.finished
