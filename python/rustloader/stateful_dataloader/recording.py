@@ -104,7 +104,7 @@ class Recorder(Iterator[Any]):
         self._every = every
         self._inner: Inner | None = None
         self._iterator: Iterator[Any] | None = None
-        # Another thread waits. A signal handler, which is in the same thread, does not.
+        # Makes other threads wait. A signal handler runs in the same thread, and does not wait.
         self._lock = threading.RLock()
         self._is_beginning = False
         self._position = at

@@ -45,7 +45,7 @@ class Source:
         self._iterator = iterator
         # The first entry counts: a signal handler may begin while its thread begins.
         self._begun: list[_Begun] = []
-        # Another thread waits. A signal handler, which is in the same thread, does not.
+        # Makes other threads wait. A signal handler runs in the same thread, and does not wait.
         self._lock = threading.RLock()
 
     def begin(self) -> _Begun:
