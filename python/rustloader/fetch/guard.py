@@ -261,7 +261,7 @@ class GuardedIterator:
         source: The dataset's iterator.
     """
 
-    def __init__(self, iterator: Any, guard: Guard) -> None:
+    def __init__(self, iterator: Iterator[Any], guard: Guard) -> None:
         self.source, self._guard = iterator, guard
         self._advance: Callable[[], Any] = functools.partial(next, iterator)
 

@@ -20,7 +20,7 @@ from rustloader.settings.config import LoaderConfig, original
 from rustloader.settings.limits import stall_limits
 from rustloader.supervision import stalls
 from rustloader.system import interrupts
-from rustloader.system.protocols import LoaderLike
+from rustloader.system.protocols import IteratorLike, LoaderLike
 from rustloader.system.torch_side import TorchIter, is_defined_in
 from rustloader.workers import serialize
 from rustloader.workers.process import process_class
@@ -107,7 +107,7 @@ def _foreign_part(cls: type, base: type) -> str | None:
     return None
 
 
-def fall_back(source: Any, reason: str, context: Any = None) -> None:
+def fall_back(source: LoaderLike | IteratorLike, reason: str, context: Any = None) -> None:
     """Records that a loader or an iterator runs on torch's iterator. Logs each reason once per loader.
 
     Raises:
@@ -122,7 +122,7 @@ def fall_back(source: Any, reason: str, context: Any = None) -> None:
         logger.warning("%s runs on torch's own iterator: %s", names.title(counters.given_name), reason)
 
 
-def warn_of_lost_options(source: Any, config: LoaderConfig) -> None:
+def warn_of_lost_options(source: object, config: LoaderConfig) -> None:
     """Warns once per loader about options that torch's iterator does not have, except those that only affect speed."""
     known = ((name, options.option_of(name)) for name in options.keywords())
     lost = [name for name, option in known if option.warns_if_lost and getattr(config, name) != option.default]

@@ -70,7 +70,7 @@ SHARD = known_code(
 )
 
 
-def stream(index_sampler: Any, torch_iterator: Any, start: Start | None = None) -> Any:
+def stream(index_sampler: Any, torch_iterator: Iterator[Any], start: Start | None = None) -> Iterator[Any]:
     """Returns the index stream of a sampler, or torch's iterator if the sampler has no stream.
 
     Args:
@@ -128,7 +128,7 @@ def _code_of(cls: type) -> CodeType | None:
     return getattr(cls.__iter__, "__code__", None)  # type: ignore[attr-defined]
 
 
-def _is_fresh(iterator: Any, code: CodeType | None, index_sampler: Any) -> bool:
+def _is_fresh(iterator: Iterator[Any], code: CodeType | None, index_sampler: Any) -> bool:
     """Returns True if an iterator is torch's own generator over a sampler, before its first step."""
     return (
         type(iterator) is GeneratorType

@@ -10,13 +10,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rustloader._core import CacheTable
 from rustloader.caching.dataset import CachedDataset, usage_of
 from rustloader.caching.usage import CacheUsage
 from rustloader.metrics import caches, ledger
 from rustloader.metrics.ledger import Ledger
+from rustloader.system.protocols import LoaderLike
 
 
 class LoaderEntry(NamedTuple):
@@ -25,7 +26,7 @@ class LoaderEntry(NamedTuple):
     ``loader`` and ``cached`` are weak references: they return None if the object is gone or never existed.
     """
 
-    loader: Callable[[], Any]
+    loader: Callable[[], LoaderLike | None]
     ledger: Ledger
     cached: Callable[[], CachedDataset | None]
 
@@ -129,7 +130,7 @@ class Accounts:
         if self._on_new_ledger in ledger.new_ledger_hooks:
             ledger.new_ledger_hooks.remove(self._on_new_ledger)
 
-    def _on_new_ledger(self, loader: Any, counters: Ledger) -> None:
+    def _on_new_ledger(self, loader: LoaderLike | None, counters: Ledger) -> None:
         self._pending.append(_entry_of(loader, counters))
         # Does not wait for the lock, because this is the thread of a training loop. If another thread holds it, the
         # next call of `items` adds the loader.
@@ -147,7 +148,7 @@ class Accounts:
         return list(self._by_name.items())
 
 
-def _entry_of(loader: Any, counters: Ledger) -> LoaderEntry:
+def _entry_of(loader: LoaderLike | None, counters: Ledger) -> LoaderEntry:
     cached = caches.find(getattr(loader, "dataset", None))
     return LoaderEntry(
         _dead_reference if loader is None else weakref.ref(loader),

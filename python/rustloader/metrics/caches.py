@@ -10,6 +10,7 @@ from rustloader._core import memory_limits
 from rustloader.caching.dataset import CachedDataset
 from rustloader.caching.usage import CacheUsage
 from rustloader.metrics.fields import CacheEstimate, StatsFields
+from rustloader.system.protocols import IteratorLike, LoaderLike
 
 # Maximum number of nested datasets that are searched for a cached one.
 _MAX_DEPTH = 8
@@ -38,16 +39,16 @@ def find(dataset: Any) -> CachedDataset | None:
     return None
 
 
-def fields_of(loader: Any, dataset: Any, stats: StatsFields) -> dict[str, Any]:
+def fields_of(source: LoaderLike | IteratorLike, dataset: Any, stats: StatsFields) -> dict[str, Any]:
     """Returns the fields of ``Stats`` about the cache."""
     current = usage(dataset)
     if current is not None:
         return {"cache": current}
-    return {"cache_estimate": _estimate(loader, dataset, stats)}
+    return {"cache_estimate": _estimate(source, dataset, stats)}
 
 
-def _estimate(loader: Any, dataset: Any, stats: StatsFields) -> CacheEstimate | None:
-    size = getattr(loader, "batch_size", None)
+def _estimate(source: LoaderLike | IteratorLike, dataset: Any, stats: StatsFields) -> CacheEstimate | None:
+    size = getattr(source, "batch_size", None)
     if type(size) is not int or not stats.bytes or isinstance(dataset, IterableDataset):
         return None
     try:

@@ -166,7 +166,7 @@ _ledgers: WeakTable[Ledger] = WeakTable(on_end=Ledger.end_workers)
 find = _ledgers.find
 
 # Functions that are called with each loader that gets a ledger, and with the ledger.
-new_ledger_hooks: list[Callable[[Any, Ledger], object]] = []
+new_ledger_hooks: list[Callable[[LoaderLike, Ledger], object]] = []
 
 
 def of(source: Any) -> Ledger:
@@ -179,7 +179,7 @@ def of(source: Any) -> Ledger:
     return ledger
 
 
-def loader_ledgers() -> Iterator[tuple[Any, Ledger]]:
+def loader_ledgers() -> Iterator[tuple[LoaderLike | None, Ledger]]:
     """Yields the loaders of this process with their ledgers.
 
     The loader is None if it is gone but one of its iterators is running.

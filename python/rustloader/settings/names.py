@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import typing
 from types import FrameType
-from typing import Any
 
 from rustloader.settings import loader_state, options
 from rustloader.system.formatting import printable
@@ -56,13 +55,13 @@ def _is_of_cell(file: str) -> bool:
     return os.path.basename(os.path.dirname(file)).startswith("ipykernel_") or file.startswith("<ipython-input-")
 
 
-def given(loader: Any) -> str | None:
+def given(loader: LoaderLike) -> str | None:
     """Returns the name that a loader of any class was given or that ``install()`` has set; None if it has neither."""
     name: str | None = options.in_force(loader, "name") or options.current().get("name")
     return name
 
 
-def of(loader: Any) -> str:
+def of(loader: LoaderLike) -> str:
     """Returns the name of a loader of any class."""
     return given(loader) or default(loader)
 

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
+import reprlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from rustloader.stateful_dataloader import schema
-from rustloader.stateful_dataloader.phrases import (
-    LISTED,
-    is_count,
-    names,
-    pickled_size,
-    plain,
-    resharded,
-    short,
-    snapshot_words,
-    start_words,
-)
+from rustloader.stateful_dataloader.resharding import samples_per_rank
+from rustloader.stateful_dataloader.sampler_kinds import TORCH_SAMPLERS
 from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, SamplerState
-from rustloader.system.formatting import count_of, type_name
+from rustloader.system.formatting import count_of, size, type_name
 
-_SAMPLERS = {
-    "sequential": "SequentialSampler",
-    "random": "RandomSampler",
-    "distributed": "DistributedSampler",
-    "subset": "SubsetRandomSampler",
-    "weighted": "WeightedRandomSampler",
+# Larger numbers are not counts.
+_MAX_COUNT = 2**63 - 1
+# Maximum number of keys or ordinals in a list.
+_MAX_LISTED = 8
+_SAMPLERS = TORCH_SAMPLERS | {
     "stateful": "one with a state",
     "other": "one without a state, iterated again up to the position",
     "none": "none (the dataset is iterable)",
@@ -35,8 +27,8 @@ _SAMPLERS = {
 def describe(state: Any) -> str:
     """Describes a state in words: its origin, its position, its sampler, and the states of dataset and workers.
 
-    It reads states of rustloader and of torchdata, and changes nothing. Entries that are missing or of a wrong type are
-    listed at the end.
+    It reads states of rustloader and of torchdata, and changes nothing. The last line lists entries that are missing or
+    of a wrong type.
 
     Args:
         state: The result of ``state_dict()`` of a StatefulDataLoader.
@@ -45,7 +37,7 @@ def describe(state: Any) -> str:
         Text of several lines.
 
     Raises:
-        TypeError: The state is no dict.
+        TypeError: The state is not a dict.
 
     Examples:
         >>> loader = rustloader.StatefulDataLoader(range(10), batch_size=2)
@@ -61,28 +53,56 @@ def describe(state: Any) -> str:
     if not isinstance(state, Mapping):
         raise TypeError(f"describe() takes the dict that state_dict() returned, got {type_name(state)}")
     if not state:
-        return "an empty state: load_state_dict() makes the loader begin anew"
+        return "an empty state: load_state_dict() makes the loader start from scratch"
     if schema.SNAPSHOT not in state and schema.NUM_YIELDED not in state:
         return (
-            f"no state of a StatefulDataLoader: it has {names(state)}, but neither "
+            f"no state of a StatefulDataLoader: it has {_listed(state)}, but neither "
             f"{schema.SNAPSHOT!r} nor {schema.NUM_YIELDED!r}"
         )
     return "\n".join(_Description(state).lines())
 
 
+class _Part(dict[Any, Any]):
+    """A dict in a state. Collects the problems of entries that are missing or of a wrong type."""
+
+    def __init__(self, entries: Mapping[Any, Any], path: str, problems: dict[str, None]) -> None:
+        super().__init__(entries)
+        self._path, self._problems = path, problems
+
+    def value(self, key: str, *types: type) -> Any:
+        """Returns a value of one of these types, by default a count; None if there is a problem with it."""
+        types = types or (int,)
+        value, problem = self.get(key), None
+        if key not in self:
+            problem = "is missing"
+        elif not isinstance(value, types):
+            problem = f"must be of type {types[0].__name__}, is {type_name(value)}"
+        elif isinstance(value, int) and not _is_count(value):
+            problem = f"must be a non-negative number, is {_short(value)}"
+        if problem is None:
+            return value
+        self._problems[f"{self._path}{_plain(key)} {problem}"] = None
+        return None
+
+    def part(self, key: str) -> _Part:
+        """Returns a dict in this one, empty if there is a problem with it."""
+        return _Part(self.value(key, dict, Mapping) or {}, f"{self._path}{_plain(key)}.", self._problems)
+
+
 class _Description:
-    """The lines about one state, with notes on entries that are missing or of a wrong type."""
+    """The lines about one state."""
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
         self._problems: dict[str, None] = {}
-        self._state = state
+        empty = _Part({}, "", self._problems)
+        self._state = _Part(state, "", self._problems)
         self._with_workers = schema.SNAPSHOT in state
-        self._own = self._part(state, "", OWN) if OWN in state else {}
-        self._snapshot = self._part(state, "", schema.SNAPSHOT) if self._with_workers else {}
+        # Empty in torchdata's states.
+        self._own = self._state.part(OWN) if OWN in state else empty
+        self._snapshot = self._state.part(schema.SNAPSHOT) if self._with_workers else empty
         # The part with the position in the sampler.
-        self._main = self._part(self._snapshot, schema.SNAPSHOT, schema.MAIN) if self._with_workers else state
-        self._main_path = "_snapshot._main_snapshot" if self._with_workers else ""
-        self._sampler_part = self._part(self._own, OWN, Own.SAMPLER) if self._own else {}
+        self._main = self._snapshot.part(schema.MAIN) if self._with_workers else self._state
+        self._sampler_part = self._own.part(Own.SAMPLER) if self._own else empty
         self._sampler = SamplerState.of(self._sampler_part)
 
     def lines(self) -> list[str]:
@@ -99,97 +119,65 @@ class _Description:
         ]
         others = [key for key in self._state if key not in known]
         if others:
-            lines.append(f"other keys: {names(others)}")
+            lines.append(f"other keys: {_listed(others)}")
         if self._problems:
             lines.append(f"problems: {'; '.join(self._problems)}")
         return lines
 
-    # Values, which the state may lack or have of a wrong type
-
-    def _value(self, values: Mapping[Any, Any], path: str, key: str, *types: type) -> Any:
-        """Returns a value of one of these types, or None with a note."""
-        name = f"{path}.{plain(key)}" if path else plain(key)
-        if key not in values:
-            self._problems[f"{name} is missing"] = None
-            return None
-        value = values[key]
-        if not isinstance(value, types):
-            self._problems[f"{name} must be of type {types[0].__name__}, is {type_name(value)}"] = None
-            return None
-        if isinstance(value, int) and not is_count(value):
-            self._problems[f"{name} must be a non-negative number, is {short(value)}"] = None
-            return None
-        return value
-
-    def _part(self, values: Mapping[Any, Any], path: str, key: str) -> Mapping[Any, Any]:
-        return self._value(values, path, key, dict, Mapping) or {}
-
-    def _number(self, values: Mapping[Any, Any], path: str, key: str) -> int | None:
-        number: int | None = self._value(values, path, key, int)
-        return number
-
-    # Lines
-
     def _writer(self) -> str:
-        if not self._own:
-            name = "StatefulDataLoader of torchdata"
-        else:
-            name = "StatefulDataLoader of rustloader"
-            version = self._number(self._own, OWN, Own.VERSION)
-            if version is not None and version > schema.VERSION:
-                name += f" in format {version}, which is newer than this rustloader's, {schema.VERSION}"
+        name = f"StatefulDataLoader of {'rustloader' if self._own else 'torchdata'}"
+        version = self._own.value(Own.VERSION) if self._own else None
+        if version is not None and version > schema.VERSION:
+            name += f" in format {version}, which is newer than this rustloader's, {schema.VERSION}"
         if not self._with_workers:
             return f"{name}, without workers"
-        count = self._number(self._main, self._main_path, schema.NUM_WORKERS)
+        count = self._main.value(schema.NUM_WORKERS)
         return f"{name}, with {'workers' if count is None else count_of(count, 'worker')}"
 
     def _position(self) -> str:
-        steps = self._number(self._state, "", schema.STEPS) or 0 if self._with_workers else 0
+        steps = 0
         if self._with_workers:
-            delivered = self._number(self._snapshot, schema.SNAPSHOT, schema.SNAPSHOT_STEP)
+            steps = self._state.value(schema.STEPS) or 0
+            delivered = self._snapshot.value(schema.SNAPSHOT_STEP)
         else:
-            delivered = self._number(self._state, "", schema.NUM_YIELDED)
-        following = self._number(self._main, self._main_path, schema.SAMPLER_ITER_YIELDED)
+            delivered = self._state.value(schema.NUM_YIELDED)
+        following = self._main.value(schema.SAMPLER_ITER_YIELDED)
         following = None if following is None else following + steps
-        text = ""
-        if self._own and (epoch := self._number(self._own, OWN, Own.EPOCH)) is not None:
-            text = f"epoch {epoch}, "
+        epoch = self._own.value(Own.EPOCH) if self._own else None
+        text = "" if epoch is None else f"epoch {epoch}, "
         total = self._total()
         text += "an unknown number of batches" if delivered is None else count_of(delivered + steps, "batch")
         text += " delivered" if total is None else f" delivered of {total:,}"
-        if self._value(self._state, "", schema.FINISHED, bool):
+        if self._state.value(schema.FINISHED, bool):
             return f"{text}; the epoch has ended, and the next iter() begins another one"
         if following is None:
             return text
         if total is not None and following >= total:
             return f"{text}; the end was not reached, and the next iter() is an epoch without batches"
-        written = self._number(self._own, OWN, Own.DELIVERED) if self._own else following
+        written = self._own.value(Own.DELIVERED) if self._own else following
         moved = "" if written in (None, following) else f" (a program has moved it from {written})"
         return f"{text}; the next one is batch {following}{moved}"
 
     def _total(self) -> int | None:
-        """Returns the batches of an epoch, if the state says so."""
+        """Returns the number of batches of an epoch; None if the state does not say it."""
         sampler, batch_size = self._sampler, self._sampler.batch_size
-        first, length = resharded(sampler.start, sampler.length)
-        if not is_count(length) or sampler.kind == "none":
+        before, length = _resharded(sampler.start, sampler.length)
+        if not _is_count(length) or sampler.kind == "none":
             return None
         if batch_size is None:
-            return first + length
-        if not is_count(batch_size) or batch_size < 1 or not self._is_known():
+            return before + length
+        if not _is_count(batch_size) or batch_size < 1 or not self._is_of_torch():
             return None
-        drops_last = sampler.drop_last is True
-        return first + (length // batch_size if drops_last else -(-length // batch_size))
+        return before + (length // batch_size if sampler.drop_last is True else -(-length // batch_size))
 
-    def _is_known(self) -> bool:
+    def _is_of_torch(self) -> bool:
         """Returns True if the sampler yields single indices. The length of another one may count batches."""
-        return _SAMPLERS.get(plain(self._sampler.kind), "")[:1].isupper()
+        return _plain(self._sampler.kind) in TORCH_SAMPLERS
 
     def _ahead(self) -> Iterator[str]:
-        ahead = (self._value(self._own, OWN, Own.AHEAD, list, tuple) if self._own else None) or ()
+        ahead = self._own.value(Own.AHEAD, list, tuple) if self._own else None
         if ahead:
-            numbers = ", ".join(short(one) for one in ahead[:LISTED])
-            more = f" and {len(ahead) - LISTED} more" if len(ahead) > LISTED else ""
-            yield f"ahead: from there on, {numbers}{more} are delivered already (in_order=False)"
+            yield f"ahead: from there on, {_listed(ahead)} are delivered already (in_order=False)"
 
     def _sampler_lines(self) -> Iterator[str]:
         if self._own:
@@ -198,30 +186,30 @@ class _Description:
             state = self._main.get(key)
             if state is not None and not (isinstance(state, Mapping) and state.keys() == {schema.SAMPLES_YIELDED}):
                 drawn = state.get(schema.SAMPLES_YIELDED) if isinstance(state, Mapping) else None
-                words = f", {count_of(drawn, 'sample')} drawn" if is_count(drawn) else ""
-                yield f"sampler's state: {key}, {pickled_size(state)}{words}"
+                words = f", {count_of(drawn, 'sample')} drawn" if _is_count(drawn) else ""
+                yield f"sampler's state: {key}, {_pickled_size(state)}{words}"
 
     def _sampler_words(self) -> str:
-        kind = self._value(self._sampler_part, f"{OWN}.{Own.SAMPLER}", Own.KIND, str)
-        text = "unknown" if kind is None else _SAMPLERS.get(kind, short(kind))
+        kind = self._sampler_part.value(Own.KIND, str)
+        text = "unknown" if kind is None else _SAMPLERS.get(kind, _short(kind))
         length, batch_size = self._sampler.length, self._sampler.batch_size
-        if is_count(length) and kind != "none":
+        if _is_count(length) and kind != "none":
             indices = "index" if length == 1 else "indices"
-            text += f", {length:,} {indices}" if self._is_known() else f", length {length:,}"
-        if is_count(batch_size):
+            text += f", {length:,} {indices}" if self._is_of_torch() else f", length {length:,}"
+        if _is_count(batch_size):
             text += f" in batches of {batch_size:,}"
         if self._sampler.drop_last is True:
             text += ", without a last one that is not full"
-        return text + start_words(self._sampler.start)
+        return text + _start_words(self._sampler.start)
 
     def _dataset_line(self) -> Iterator[str]:
         if not self._own:
             return
-        part = self._part(self._own, OWN, Own.DATASET)
-        kind = self._value(part, f"{OWN}.{Own.DATASET}", Own.KIND, str) if part else None
+        part = self._own.part(Own.DATASET)
+        kind = part.value(Own.KIND, str) if part else None
         dataset = DatasetState.of(part)
         words = ["unknown" if kind is None else {"map": "map-style"}.get(kind, kind)]
-        if is_count(dataset.length):
+        if _is_count(dataset.length):
             words.append(count_of(dataset.length, "sample"))
         if isinstance(dataset.stateful, bool):
             words.append("with a state" if dataset.stateful else "without a state")
@@ -229,41 +217,125 @@ class _Description:
 
     def _seeds(self) -> Iterator[str]:
         words = []
-        base_seed = (self._own if self._own else self._main).get(Own.BASE_SEED if self._own else schema.BASE_SEED)
+        base_seed = self._own.get(Own.BASE_SEED) if self._own else self._main.get(schema.BASE_SEED)
         if base_seed is not None:
-            words.append(f"base seed {short(base_seed)}")
+            words.append(f"base seed {_short(base_seed)}")
         seeds = self._own.get(Own.SEEDS)
         if isinstance(seeds, Mapping):
-            numbers = [short(seeds.get(key)) for key in (Own.BASE_SEED, Own.EPOCH)]
+            numbers = [_short(seeds.get(key)) for key in (Own.BASE_SEED, Own.EPOCH)]
             words.append("seed_by with base seed {}, epoch {}".format(*numbers))
         if words:
             yield f"random numbers: {'; '.join(words)}"
 
     def _workers(self) -> Iterator[str]:
         records = self._own.get(Own.WORKERS)
-        records = records if isinstance(records, list | tuple) else []
+        records = [*records] if isinstance(records, list | tuple) else []
         if not self._with_workers:
-            words = snapshot_words(self._state, records[0] if records else None)
-            if words:
-                yield f"main process: {', '.join(words)}"
+            if words := _snapshot_words(self._state, records):
+                yield f"main process: {words}"
             return
-        snapshots = self._part(self._snapshot, schema.SNAPSHOT, schema.WORKER_SNAPSHOTS)
-        states = {}
-        for number, name in enumerate(snapshots):
-            snapshot = self._part(snapshots, "_snapshot._worker_snapshots", name)
-            words = snapshot_words(snapshot, records[number] if number < len(records) else None)
-            states[plain(name).replace("_", " ")] = ", ".join(words)
+        snapshots = self._snapshot.part(schema.WORKER_SNAPSHOTS)
+        states = {
+            _plain(name).replace("_", " "): _snapshot_words(snapshots.part(name), records[number:])
+            for number, name in enumerate(snapshots)
+        }
         if not any(states.values()):
             yield "workers: no states"
         else:
             yield from (f"{name}: {words or 'no state'}" for name, words in states.items())
         steps = self._state.get(schema.STEPS)
-        if is_count(steps) and steps > 0:
+        if _is_count(steps) and steps > 0:
             yield f"since these snapshots: {count_of(steps, 'batch')}"
 
     def _next_epoch(self) -> Iterator[str]:
         draws = self._own.get(Own.NEXT)
         if isinstance(draws, Mapping):
-            words = f"base seed {short(draws.get(Own.BASE_SEED))}"
             which = "first" if self._state.get(schema.FINISHED) is False else "next"
-            yield f"{which} epoch: {words}{start_words(draws.get(Own.SAMPLER))}"
+            words = f"base seed {_short(draws.get(Own.BASE_SEED))}{_start_words(draws.get(Own.SAMPLER))}"
+            yield f"{which} epoch: {words}"
+
+
+def _start_words(start: Any) -> str:
+    """Describes the start of an order."""
+    if not isinstance(start, Mapping):
+        return ""
+    if "rank" in start:
+        rank, ranks, epoch, consumed = (_short(start.get(key)) for key in ("rank", "num_replicas", "epoch", "consumed"))
+        before = f", after {consumed} samples of earlier ranks" if consumed not in ("0", "None") else ""
+        return f", rank {rank} of {ranks}, its epoch {epoch}{before}"
+    if "seed" in start:
+        return f", order by seed {_short(start['seed'])}"
+    return ", order by the state of its generator" if "generator" in start else ""
+
+
+def _resharded(start: Any, length: Any) -> tuple[int, Any]:
+    """Returns the number of batches before a ``reshard``, and the number of samples of the rank after it."""
+    consumed = start.get("consumed") if isinstance(start, Mapping) else 0
+    if not _is_count(consumed) or consumed == 0:
+        return 0, length
+    first, dataset, ranks = (start.get(key) for key in ("first", "dataset_length", "num_replicas"))
+    if not (_is_count(first) and _is_count(dataset) and _is_count(ranks)) or ranks == 0:
+        return 0, None
+    return first, samples_per_rank(max(dataset - consumed, 0), ranks, start.get("drop_last") is True)
+
+
+def _snapshot_words(snapshot: Mapping[Any, Any], records: list[Any]) -> str:
+    """Describes the snapshot of a worker or of the main process, and the first of the records."""
+    words = []
+    fetcher = snapshot.get(schema.FETCHER_STATE)
+    fetcher = fetcher if isinstance(fetcher, Mapping) else {}
+    for owner, state in (
+        ("dataset", snapshot.get(schema.DATASET_STATE)),
+        ("iterator", fetcher.get(schema.DATASET_ITER_STATE)),
+    ):
+        if state is not None:
+            words.append(f"state of the {owner}: {_pickled_size(state)}")
+    replay = records[0].get(Own.REPLAY) if records and isinstance(records[0], Mapping) else None
+    if _is_count(replay) and replay > 0:
+        words.append(f"{count_of(replay, 'batch')} to fetch again")
+    if fetcher.get(schema.FETCHER_ENDED) is True:
+        words.append("at its end")
+    return ", ".join(words)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value <= _MAX_COUNT
+
+
+class _ByteCounter:
+    """A file that counts the bytes that are written to it."""
+
+    count = 0
+
+    def write(self, data: Any) -> int:
+        self.count += len(data)
+        return len(data)
+
+
+def _pickled_size(value: Any) -> str:
+    """Returns the size of a pickled value."""
+    counter = _ByteCounter()
+    try:
+        pickle.dump(value, counter, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return "cannot be pickled"
+    return size(counter.count)
+
+
+def _plain(key: Any) -> str:
+    """Returns a key without quotes."""
+    return key if isinstance(key, str) else _short(key)
+
+
+def _short(value: Any) -> str:
+    """Returns a value in at most a few words."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # an int with thousands of digits
+        return f"<{type_name(value)}>"
+
+
+def _listed(values: Any) -> str:
+    values = list(values)
+    more = f" and {len(values) - _MAX_LISTED} more" if len(values) > _MAX_LISTED else ""
+    return ", ".join(map(_short, values[:_MAX_LISTED])) + more

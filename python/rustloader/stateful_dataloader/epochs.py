@@ -1,7 +1,8 @@
-"""The epochs of a StatefulDataLoader with workers: each begins at a position, and has a state."""
+"""The epochs of a StatefulDataLoader with workers: each starts at a position, and has a state."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from rustloader.workers.snapshots import OF_STATE, SnapshotPolicy, WorkerStart, 
 
 
 class StatefulEpochs(Positioned, Epochs):
-    """Epochs that begin at a position.
+    """Epochs that start at a position.
 
     Args:
         loader: The loader.
@@ -34,10 +35,11 @@ class StatefulEpochs(Positioned, Epochs):
         epoch_recorder: The recorder of the dataset's ``set_epoch``.
     """
 
-    # The snapshots of each worker, once its engine has ended.
-    _frozen: list[list[Snapshot]] | None = None
+    # The snapshots of each worker after the end of the engine.
+    _kept_snapshots: list[list[Snapshot]] | None = None
+    # True once all workers have started.
     _started = False
-    # The index batches of the epoch, if those that are made again were taken from them.
+    # The index batches of the epoch, if the replayed ones were already taken from them.
     _sampling_begun: Sampling | None = None
     # True once the engine has begun the epoch.
     _has_begun = False
@@ -49,10 +51,10 @@ class StatefulEpochs(Positioned, Epochs):
         # The plan of the next epoch, until it has begun.
         self._plan: Plan | None = plan
         self._epoch_recorder = epoch_recorder
-        # A map-style dataset without a state needs its position alone.
+        # For a map-style dataset without a state, the position is enough.
         self._has_states = dataset.is_iterable or bool(dataset.stateful)
         self._wants_snapshots = self._has_states or loader.worker_init_fn is not None
-        # Workers that leave would take the state of their dataset along.
+        # The state of a dataset would be lost with its worker.
         self.may_change_workers = not dataset.stateful
 
     def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
@@ -73,16 +75,16 @@ class StatefulEpochs(Positioned, Epochs):
     def beginning(self, it: WorkersIterator) -> None:
         plan = self._next_plan(it)
         if self.failures is not None:
-            # Counted by the loader, so that a resumed epoch has its number.
+            # The loader counts the epochs, so a resumed epoch keeps its number.
             self.failures.next_epoch, self.failures.next_earlier = plan.epoch, plan.failures
 
     def _next_plan(self, it: WorkersIterator) -> Plan:
-        """Returns the plan of the epoch that begins. One that failed to begin is begun again."""
+        """Returns the plan of the epoch that begins; the same one again after a failed begin."""
         if self._plan is None:
             self._plan = Plan(base_seed=int(it._base_seed), epoch=self.origin.epoch + 1)
         plan = self._plan
         if not self.on_engine and it._dataset_kind == _DatasetKind.Iterable:
-            # torch's workers begin at the beginning.
+            # torch's workers start at the first sample.
             return Plan(base_seed=plan.base_seed, epoch=plan.epoch, drop=plan.yielded + plan.drop)
         return plan
 
@@ -90,11 +92,11 @@ class StatefulEpochs(Positioned, Epochs):
         return self.origin.first_worker if self.origin.num_workers == it._num_workers else 0
 
     def index_batches(self, it: WorkersIterator, torch_iterator: Iterator[Any]) -> Any:
-        # From here on states are of the new epoch. No code of the program has run since the counters were reset.
+        # From here on, states are of the new epoch. No code of the program has run since the counters were reset.
         plan = self._next_plan(it)
         begun, self._sampling_begun = self._sampling_begun, None
         self.sampling = begun or self.sample_from(it, plan, torch_iterator, plan.low)
-        self._frozen = None
+        self._kept_snapshots = None
         self._started = self._has_begun = False
         self.origin, self.raised, it._num_yielded = plan, 0, plan.yielded
         return self.sampling.iterator
@@ -113,7 +115,7 @@ class StatefulEpochs(Positioned, Epochs):
         if is_first and it._worker_init_fn is not None:
             self._raise_failed_start(it, engine)
         elif not is_first and self._has_states:
-            # The state that persistent workers carry over from the last epoch is in their first snapshots alone.
+            # Only the first snapshots of persistent workers have the states that they keep from the last epoch.
             self._await_started(it, engine)
         if self._epoch_recorder is not None:
             self._epoch_recorder.note_begun()
@@ -122,7 +124,7 @@ class StatefulEpochs(Positioned, Epochs):
         self._has_begun, self._plan = True, None
 
     def owes_an_epoch(self) -> bool:
-        # The engine may be in the new epoch, whose batches would have no exact state.
+        # The engine may already be in the new epoch, whose batches would have no exact state.
         return not self._has_begun
 
     def _await_started(self, it: WorkersIterator, engine: Engine) -> None:
@@ -147,29 +149,28 @@ class StatefulEpochs(Positioned, Epochs):
             job.snapshots = SnapshotPolicy(self.every, self.origin.low)
 
     def complete_first(self, it: WorkersIterator, job: Job) -> None:
-        self._frozen, plan = None, self._plan
-        # None: the process of a persistent loader begins again, with an epoch from its beginning.
+        self._kept_snapshots, plan = None, self._plan
+        # Without a plan, a persistent loader starts new processes with an epoch from its beginning.
         if plan is not None and plan.workers and self._has_states:
             job.starts = self._starts(it, plan)
 
     def complete_next(self, job: Job) -> None:
-        # The program may have set another epoch in its dataset since this one began.
+        # The program may have called `set_epoch` for a later epoch since this one began.
         job.set_epoch_call = None if self._epoch_recorder is None else self._epoch_recorder.in_force
 
     def _starts(self, it: WorkersIterator, plan: Plan) -> list[WorkerStart | None]:
-        """Returns the start of each worker. For a map-style dataset this takes the index batches that they fetch
-        again."""
+        """Returns the start of each worker. For a map-style dataset it includes the index batches to replay."""
         if it._dataset_kind == _DatasetKind.Iterable:
             return [*plan.workers]
         wanted = [_last_ordinals(plan, worker) for worker in range(it._num_workers)]
         oldest = min((numbers[0] for numbers in wanted if numbers), default=plan.low)
         begun = self.sample_from(it, plan, iter(it._index_sampler), oldest)
         drawn = zip(range(oldest, plan.low), begun.iterator, strict=False)
-        again = {ordinal: own_copy(batch) for ordinal, batch in drawn}
+        batches = {ordinal: own_copy(batch) for ordinal, batch in drawn}
         if not begun.is_repeatable:
             self._sampling_begun = begun
         return [
-            dataclasses.replace(start, replay=[again[ordinal] for ordinal in numbers if ordinal in again])
+            dataclasses.replace(start, replay=[batches[ordinal] for ordinal in numbers if ordinal in batches])
             for start, numbers in zip(plan.workers, wanted, strict=True)
         ]
 
@@ -179,12 +180,12 @@ class StatefulEpochs(Positioned, Epochs):
         worker, answers = death.worker_id, death.answers
         snapshot = engine.snapshot(worker, answers)
         while snapshot is not None and snapshot.is_error:
-            # The error in place of a state. An earlier one serves as well.
+            # It has an error in place of a state. An earlier snapshot will do.
             snapshot = engine.snapshot(worker, snapshot.answers - 1) if snapshot.answers else None
         count, state = (0, None) if snapshot is None else (snapshot.answers, read(snapshot.payload))
         after = worker_after(self._start_of(worker), answers, count, state)
         if it._dataset_kind == _DatasetKind.Map:
-            # The index batches of its earlier answers are gone.
+            # The index batches of earlier answers are no longer known.
             after.replay = 0
         return after.resumed()
 
@@ -200,45 +201,43 @@ class StatefulEpochs(Positioned, Epochs):
     def state_at(
         self, it: WorkersIterator, back: int, finished: bool, draws: Draws | None, before_error: bool = False
     ) -> dict[str, Any]:
-        """Returns the state after the last batch that was delivered, or ``back`` batches before.
-
-        ``draws``: Those of the next epoch. ``before_error``: Without the last answer, which is an error.
-        """
+        """Returns the state after the last batch that was delivered. The arguments are those of the iterator's
+        ``state``."""
         origin = self.origin
-        # Once: another thread may be in `next`.
+        # Read once: another thread may be in `next`.
         yielded = it._num_yielded
         answers = self.answers(yielded) - before_error
         if not self.on_engine and back:
             raise ValueError("back must be 0: this loader runs on torch's own iterator")
         if not self.on_engine or not self._has_begun:
-            # In the latter case the engine is still at the last epoch.
+            # Before it has begun the epoch, the engine is still at the last one.
             tasks, beyond, counts, last = answers, [], [0] * it._num_workers, None
         else:
             position = it._engine().position(answers, back)
             it._engine().note_saved(answers - back)
             tasks, beyond, counts, last = position.low, position.ahead, position.per_worker, position.last_worker
             if it._dataset_kind == _DatasetKind.Iterable:
-                # Tasks that found no data depend on how far workers were ahead.
+                # The number of tasks that found no data depends on how far workers were ahead.
                 tasks, beyond = sum(counts), []
         low, ahead = ordinals(origin, tasks, beyond)
         if last is None:
             last = (self.first_worker(it) - 1) % it._num_workers
-        sampled_at, workers = low, None
-        if self._has_states and self.on_engine:
-            workers = self._workers_after(it, counts, finished)
-            if it._dataset_kind == _DatasetKind.Map and not ahead:
-                sampled_at -= it._num_workers * max(worker.replayed for worker in workers)
+        has_records = self._has_states and self.on_engine
+        workers = self._workers_after(it, counts, finished) if has_records else [WorkerStart()] * it._num_workers
+        sampled_at = low
+        if it._dataset_kind == _DatasetKind.Map and not ahead:
+            sampled_at -= it._num_workers * max(worker.replayed for worker in workers)
         yielded -= back
         return self.state(
             it,
             low=low,
-            ahead=tuple(ahead),
+            ahead=ahead,
             yielded=yielded,
             last_worker=last,
             finished=finished,
             sampler=self.sampling.state(max(sampled_at, 0)),
-            workers=[WorkerStart()] * it._num_workers if workers is None else workers,
-            has_records=workers is not None,
+            workers=workers,
+            has_records=has_records,
             failures=self._failures_after(yielded),
             next=draws,
         )
@@ -249,9 +248,9 @@ class StatefulEpochs(Positioned, Epochs):
         return self.failures.count_after(yielded)
 
     def _workers_after(self, it: WorkersIterator, counts: list[int], finished: bool) -> list[WorkerStart]:
-        """Returns the newest snapshots that are no younger than the position, and the number of answers after them."""
-        if not self._started and self._frozen is None and self._has_begun:
-            # The state of a worker that does not start in time is the one that it starts from.
+        """Returns the start of each worker at a position: its newest snapshot up to there, and the answers since."""
+        if not self._started and self._kept_snapshots is None and self._has_begun:
+            # If a worker does not start in time, its state is that of its start.
             self._started = bool(it._engine().wait_started(it._timeout))
         workers = []
         for worker, answers in enumerate(counts):
@@ -262,14 +261,14 @@ class StatefulEpochs(Positioned, Epochs):
                 self.warn_if_frozen(it, state)
             after = worker_after(start, answers, count, state)
             if it._dataset_kind == _DatasetKind.Map and (not it._in_order or self.origin.ahead):
-                # It is not known which worker made a batch.
+                # It is unknown which worker made a batch.
                 after.replay = 0
             workers.append(after)
         return workers
 
     def _has_passed_end(self, it: WorkersIterator, worker: int, counts: list[int]) -> bool:
-        """Returns True if a position lies beyond the end of a worker's data, if that comes after its answers. In round
-        robin it does if another worker has answered a task that is later than the one of the end."""
+        """Returns True if a position is after the end of a worker's data, assumed to follow its answers. In round robin
+        this is so if another worker has answered a task after that of the end."""
         if not it._in_order or it._dataset_kind == _DatasetKind.Map:
             return False
         first, turn = self.first_worker(it), counts[worker] + 1
@@ -280,22 +279,25 @@ class StatefulEpochs(Positioned, Epochs):
         return any((count, place(other)) > (turn, place(worker)) for other, count in enumerate(counts))
 
     def failed_to_resume(self, it: WorkersIterator) -> bool:
-        """Returns True if nothing was delivered because a worker could not load the state that the epoch comes from."""
-        if it._num_yielded > self.origin.yielded or not self.raised or not self._has_states or not self.on_engine:
+        """Returns True if no batch was delivered because a worker failed to load the state of the epoch's start."""
+        if not (self.origin.resumed and self.raised and self._has_states and self.on_engine):
+            return False
+        if it._num_yielded > self.origin.yielded:
             return False
         snapshots = (self._snapshot_or_error(it, worker, 0) for worker in range(it._num_workers))
         return any(snapshot is not None and snapshot.is_error for snapshot in snapshots)
 
     def _snapshot_or_error(self, it: WorkersIterator, worker: int, answers: int) -> Snapshot | None:
-        """Returns a worker's newest snapshot, or the error in its place, after at most that many of its answers."""
+        """Returns a worker's newest snapshot after at most that many of its answers, which may have an error."""
         if not self._has_begun:
             return None
-        if self._frozen is None:
+        if self._kept_snapshots is None:
             return it._engine().snapshot(worker, answers)
-        return next((kept for kept in reversed(self._frozen[worker]) if kept.answers <= answers), None)
+        return next((kept for kept in reversed(self._kept_snapshots[worker]) if kept.answers <= answers), None)
 
     def _snapshot(self, it: WorkersIterator, worker: int, answers: int) -> tuple[int, WorkerStart | None]:
-        """Returns a worker's newest snapshot after at most that many of its answers."""
+        """Returns a worker's newest snapshot after at most that many of its answers, and the number of answers before
+        it."""
         snapshot = self._snapshot_or_error(it, worker, answers)
         if snapshot is None:
             return 0, None
@@ -303,32 +305,27 @@ class StatefulEpochs(Positioned, Epochs):
             return snapshot.answers, read(snapshot.payload)
         error = pickle.loads(snapshot.payload)
         if not error.where.startswith(OF_STATE):
-            # Of the worker's start: `next` raises it in place of every batch of this worker.
+            # An error of the worker's start. `next` raises it in place of every batch of this worker.
             return 0, None
         error.reraise()
         raise AssertionError("an error that was not raised")
 
     def before_shutdown(self, it: WorkersIterator, engine: Engine) -> None:
-        if self._frozen is None and self._has_states and not self.is_deleted:
-            self._frozen = self._all_snapshots(it, engine)
+        if self._kept_snapshots is None and self._has_states and not self.is_deleted:
+            self._kept_snapshots = self._all_snapshots(it, engine)
 
     def _all_snapshots(self, it: WorkersIterator, engine: Engine) -> list[list[Snapshot]]:
-        """Returns all snapshots that a state can need. They are gone with the engine."""
+        """Returns all snapshots that a state may need after the end of the engine."""
         answers = self.answers(it._num_yielded)
-        counts: list[list[int]] = [[] for _ in range(it._num_workers)]
-        for back in range(BACK_BATCHES, -1, -1):
-            try:
-                position = engine.position(answers, back)
-            except ValueError:
-                continue
-            for worker, count in enumerate(position.per_worker):
-                counts[worker].append(count)
+        positions = []
+        for back in range(BACK_BATCHES + 1):
+            with contextlib.suppress(ValueError):
+                positions.append(engine.position(answers, back).per_worker)
         snapshots: list[list[Snapshot]] = [[] for _ in range(it._num_workers)]
-        for worker, wanted in enumerate(counts):
-            if wanted:
-                # The one of the end.
-                wanted.append(max(wanted) + 1)
-            # From the newest on, each once: they may be large.
+        for worker, counts in enumerate(zip(*positions, strict=True)):
+            # One more answer: the snapshot at the end of the data.
+            wanted = [*counts, max(counts) + 1]
+            # From the newest to the oldest, each once: they may be large.
             while wanted and (snapshot := engine.snapshot(worker, max(wanted))) is not None:
                 snapshots[worker].insert(0, snapshot)
                 wanted = [count for count in wanted if count < snapshot.answers]
@@ -336,7 +333,7 @@ class StatefulEpochs(Positioned, Epochs):
 
 
 def _last_ordinals(plan: Plan, worker: int) -> list[int]:
-    """Returns the ordinals of the index batches that a worker fetches again, in order; worker i mod N made them."""
+    """Returns the ordinals of the index batches that a worker replays, in order. Worker i mod N made batch i."""
     count = plan.workers[worker].replay
     if not isinstance(count, int):
         return []

@@ -16,42 +16,44 @@ from rustloader.dataloader import DataLoader
 from rustloader.settings import loader_state
 from rustloader.settings.config import resolve
 from rustloader.stateful_dataloader import plan as plans
-from rustloader.stateful_dataloader import sampling, shuffle_buffers
-from rustloader.stateful_dataloader.draws import ForeseenDraws, KeptDraws, SeedWatch
-from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter
+from rustloader.stateful_dataloader import shuffle_buffers
+from rustloader.stateful_dataloader.compatibility import dataset_of
+from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter as _WithWorkers
+from rustloader.stateful_dataloader.next_epoch import EarlyDraws, SeedWatch, restore, run_out
 from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.schema import Draws, SamplerState
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder, recorder_of
-from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter
+from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter as _WithoutWorkers
 from rustloader.system.torch_side import TORCH_GET_ITERATOR, in_torch
 from rustloader.workers.snapshots import is_stateful
 
-# Draws of samplers without a generator of their own.
-_DRAWN = frozenset({"seed", "global_generator"})
+# Starts of samplers without their own generator.
+_WITHOUT_GENERATOR = frozenset({"seed", "global_generator"})
 _T_co = TypeVar("_T_co", covariant=True)
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch.utils.data import Dataset, Sampler
 
-_Iter = _StatefulSingleProcessIter | _StatefulMultiProcessingIter
+_Iter = _WithoutWorkers | _WithWorkers
 
 
 class StatefulDataLoader(DataLoader[_T_co]):
     """Loads batches as ``rustloader.DataLoader`` does, and saves and loads its position.
 
-    ``state_dict()`` says which batches ``next`` has delivered; a loader over the same dataset that loads it delivers
-    the rest of the epoch, each batch once and in the same order, in another process, too. The class takes the place of
-    ``torchdata.stateful_dataloader.StatefulDataLoader``: the same methods and keys, torch's order of samples. It loads
-    torchdata's states. docs/resuming.md says what is exact when.
+    ``state_dict()`` returns the position in the epoch. A loader over the same dataset that loads it, also in another
+    process, delivers the rest of the epoch: each batch once, in the same order. The class replaces
+    ``torchdata.stateful_dataloader.StatefulDataLoader``: it has the same methods and keys, and torch's order of
+    samples. It loads torchdata's states. docs/resuming.md says what is exact when.
 
     It has the arguments of ``rustloader.DataLoader``, and these:
 
     Args:
-        snapshot_every_n_steps: Number of batches from one snapshot of a dataset's own state to the next, 0 for one at
-            the start only (default: 1). Datasets without ``state_dict`` have none. Workers leave snapshots out that
-            would take more than 0.5 % of their time; batches after the last one are made again on resuming.
-        forward_set_epoch: Whether persistent workers are told the epoch that the program passes to the dataset's
+        snapshot_every_n_steps: Number of batches from one snapshot of a dataset's own state to the next; 0 takes one
+            snapshot, at the start (default: 1). Datasets without ``state_dict`` have no snapshots. Workers skip
+            snapshots that would take more than 0.5 % of their time; on resuming they make the batches after the last
+            snapshot again.
+        forward_set_epoch: Whether persistent workers get the epoch that the program passes to the dataset's
             ``set_epoch`` (default: True).
 
     Raises:
@@ -71,22 +73,22 @@ class StatefulDataLoader(DataLoader[_T_co]):
         [[2, 3], [4, 5], [6, 7]]
     """
 
-    # The iterator of the last `iter()`.
-    _iterator: Any = None
-    # The loaded state, until the next `iter()`: as it was loaded, and as it was read.
+    # The result of the last `iter()`.
+    _iterator: _Iter | None = None
+    # The loaded state, until the next `iter()`: the dict, and the plan that was made from it.
     _loaded: tuple[dict[str, Any], Plan] | None = None
-    # The state that the current iterator has resumed from.
+    # The same for the state from which the current iterator has resumed.
     _resumed_from: tuple[dict[str, Any], Plan] | None = None
-    # The state while `iter()` makes an iterator in place of one that was left.
+    # The state of an abandoned epoch while `iter()` replaces its iterator.
     _interim: dict[str, Any] | None = None
-    # Draws of the next epoch that a state at the end of one has made, or that one before the first one has foreseen.
-    _draws: KeptDraws | ForeseenDraws | None = None
-    # Of the generators of the base seed and of torch's samplers, since a finished state was loaded.
+    # The draws of the next epoch that a state includes.
+    _draws: EarlyDraws | None = None
+    # Watch the generators of the base seed and of torch's samplers since a state of a whole epoch was loaded.
     _since_load: tuple[SeedWatch, SeedWatch]
     # Number of epochs that have begun.
     _epochs = 0
-    # True once a state in the middle of an epoch has looked for a shuffle buffer.
-    _has_looked = False
+    # True once a state in the middle of an epoch was checked for a shuffle buffer.
+    _has_checked_buffer = False
 
     if TYPE_CHECKING:
 
@@ -122,15 +124,16 @@ class StatefulDataLoader(DataLoader[_T_co]):
             super().__init__(*args, **kwargs)
             self.snapshot_every_n_steps = every
             self.forward_set_epoch = forward_set_epoch
-            # The dataset's class notes calls from now on.
+            # From now on the dataset's class records calls of `set_epoch`.
             self._recorder()
 
     def state_dict(self, back: int = 0) -> dict[str, Any]:
-        """Returns what ``next`` has delivered so far, for ``load_state_dict`` of a loader over the same dataset.
+        """Returns the position after the last batch that ``next`` returned, for ``load_state_dict`` of a loader over
+        the same dataset.
 
-        Callable at any time, also before ``iter()``, from any thread and from a signal handler. It starts no worker. A
-        batch that ``next`` has not returned yet does not count. At the end of an epoch it makes the random draws that
-        the next ``iter()`` would make, and keeps them for it. Before the first ``iter()`` it foresees them.
+        Callable at any time, also before ``iter()``, from any thread and from a signal handler. It starts no worker. At
+        the end of an epoch it makes the random draws of the next ``iter()``, which then uses them. Before the first
+        ``iter()`` it predicts them.
 
         Args:
             back: Number of batches to go back from the last one that was delivered, up to 9 (default: 0). For wrappers
@@ -153,39 +156,41 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """
         if isinstance(back, bool) or not isinstance(back, int) or back < 0:
             raise ValueError(f"back must be a non-negative integer, got {back!r}")
-        if self._loaded is not None or self._iterator is None:
+        iterator = self._iterator
+        if self._loaded is not None or iterator is None:
             if back:
                 raise ValueError(f"back must be 0 before the first batch, got {back}")
-            return self._state_before_iter()
-        iterator: _Iter = self._iterator
-        # First: the state of a dataset may hold that of a generator.
+            if self._loaded is not None:
+                return copy.deepcopy(self._loaded[0])
+            return copy.deepcopy(self._interim) or plans.fresh(self, self._early_draws(are_made=False))
+        # Before the state of the dataset, which may include that of a generator.
         finished = bool(iterator.finished) and not back
-        draws = self._draws_of_next() if finished else None
+        draws = self._early_draws(are_made=True) if finished else None
         state = iterator.state(back, finished, draws)
-        if not (finished or self._has_looked or iterator.delivered_nothing()):
-            self._has_looked = True
+        if not (finished or self._has_checked_buffer or iterator.delivered_nothing()):
+            self._has_checked_buffer = True
             if is_stateful(self.dataset):
                 shuffle_buffers.warn(self.dataset)
         return state
 
     def _state_before_end(self) -> dict[str, Any]:
         """Returns the state after the last batch of an epoch, if only a prefetcher has seen the epoch's end."""
-        iterator: _Iter = self._iterator
-        return iterator.state(0, False)
+        assert self._iterator is not None
+        return self._iterator.state(0, False)
 
     def _state_before_error(self) -> dict[str, Any]:
-        """Returns the state before the last error, which a prefetcher has got and the program has not."""
-        iterator: _Iter = self._iterator
-        return iterator.state(0, False, before_error=True)
+        """Returns the state before the last error, if only a prefetcher has seen the error."""
+        assert self._iterator is not None
+        return self._iterator.state(0, False, before_error=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` has returned. The next ``iter()`` resumes from there.
+        """Loads a state. The next ``iter()`` resumes from its position.
 
         Args:
             state_dict: A state of this class or of torchdata's. An empty dict means a fresh start.
 
         Raises:
-            ValueError: It is no state, or one of another dataset, sampler or batch size. The loader is unchanged.
+            ValueError: It is not a state, or it is of another dataset, sampler or batch size. The loader is unchanged.
 
         Examples:
             >>> loader = rustloader.StatefulDataLoader(range(4), batch_size=2)
@@ -198,21 +203,19 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """
         loaded = None
         if state_dict != {}:
-            # One copy for the dataset, which may change it.
+            # A copy, because the dataset may change what it loads.
             plan = plans.read(copy.deepcopy(state_dict), self)
             loaded = copy.deepcopy(dict(state_dict)), plan
             if plan.finished or plan.next is not None:
-                # Now: a program that seeds its generator for the next epoch has the last word.
+                # Now, so that a program can still seed its generator for the next epoch.
                 self._restore_sampler(plan)
                 self._since_load = SeedWatch(self.generator), SeedWatch(None)
-        iterator = self._iterator
-        if iterator is not None and iterator.delivered_nothing():
+        if self._iterator is not None and self._iterator.delivered_nothing():
             warnings.warn(
                 "load_state_dict() replaces an iterator that has delivered nothing: call iter() after "
                 "load_state_dict(), or the loop continues from the old position",
                 stacklevel=2,
             )
-        del iterator
         self._iterator = self._interim = self._draws = None
         self._loaded = loaded
         if loaded is None or loaded[1].seeds is None:
@@ -220,8 +223,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
     def __iter__(self) -> _BaseDataLoaderIter:
         arguments.refuse_string(self)
-        iterator = self._iterator
-        if iterator is not None and iterator.origin.resumed and iterator.failed_to_resume():
+        # No local variable refers to the last iterator: it would keep its workers.
+        if isinstance(self._iterator, _WithWorkers) and self._iterator.failed_to_resume():
             self._loaded = self._resumed_from
         loaded = self._loaded
         if loaded is not None:
@@ -229,32 +232,31 @@ class StatefulDataLoader(DataLoader[_T_co]):
             bound = plan.num_workers if plan.is_bound else 0
             if not (bound and tuner.pin(self, bound)):
                 plans.check_workers(plan, self.num_workers)
-            self._begin_from(copy.deepcopy(plan))
+            iterator = self._begin_from(copy.deepcopy(plan))
             self._loaded, self._resumed_from = None, loaded
-        elif self._iterator is not None and self.persistent_workers and self.num_workers > 0:
-            self._iterator.begin_next_at(self._plan_of_next())
-            self._iterator._reset(self)
+        elif self.persistent_workers and self.num_workers > 0 and isinstance(self._iterator, _WithWorkers):
+            iterator = self._begin_again(self._iterator, self._plan_of_next())
         else:
-            self._begin(self._plan_of_next())
+            iterator = self._begin(self._plan_of_next())
         self._draws = None
-        self._epochs = self._iterator.origin.epoch + 1
-        return self._iterator
+        self._epochs = iterator.origin.epoch + 1
+        return iterator
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         return self._make_iterator(Plan(epoch=self._epochs))
 
-    def _make_iterator(self, plan: Plan) -> Any:
-        about = plans.dataset_of(self)
+    def _make_iterator(self, plan: Plan) -> _Iter:
+        about = dataset_of(self)
         if self.num_workers == 0:
-            return _StatefulSingleProcessIter(self, plan, about)
+            return _WithoutWorkers(self, plan, about)
         epoch_recorder = self._recorder()
         if not loader_state.has_auto(self):
             in_torch(TORCH_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
-        return _StatefulMultiProcessingIter(self, plan, about, epoch_recorder)
+        return _WithWorkers(self, plan, about, epoch_recorder)
 
     def _recorder(self) -> EpochRecorder | None:
-        """Returns the recorder of the dataset's ``set_epoch``, if there are workers to forward it to: those that
-        stay for later epochs, and those that are restarted."""
+        """Returns the recorder of the dataset's ``set_epoch`` if workers need it: those of later epochs, and those that
+        are restarted."""
         config = resolve(self)
         if not self.forward_set_epoch or not (config.persistent_workers or config.max_restarts):
             return None
@@ -264,38 +266,42 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """Returns True if the workers of an epoch stay for the next one."""
         return self.num_workers > 0 and bool(resolve(self).persistent_workers)
 
-    def _begin(self, plan: Plan) -> None:
-        last = self._iterator
-        # One that has delivered nothing may not have drawn its order, and its state would.
-        if last is not None and not last.finished and not last.delivered_nothing():
-            # The workers of an iterator that was left leave before new ones start. Until then this is the state.
-            with contextlib.suppress(Exception):
-                self._interim = self.state_dict()
-        if last is not None and not last.finished:
+    def _begin(self, plan: Plan) -> _Iter:
+        if self._iterator is not None and not self._iterator.finished:
+            # The epoch was abandoned. Its workers end before new workers start. Meanwhile the loader has this state,
+            # unless nothing was delivered: then the order may not be drawn yet, and a state would draw it.
+            if not self._iterator.delivered_nothing():
+                with contextlib.suppress(Exception):
+                    self._interim = self.state_dict()
             self._iterator = None
-        del last
         iterator = self._make_iterator(plan)
-        left = iterator.origin.drop
-        while left and _drop_next(iterator):
-            left -= 1
+        for _ in range(iterator.origin.drop):
+            if not _drop_next(iterator):
+                break
         self._iterator, self._interim = iterator, None
+        return iterator
 
-    def _begin_from(self, plan: Plan) -> None:
+    def _begin_again(self, iterator: _WithWorkers, plan: Plan) -> _Iter:
+        """Begins an epoch with the workers of the iterator."""
+        iterator.begin_next_at(plan)
+        iterator._reset(self)
+        return iterator
+
+    def _begin_from(self, plan: Plan) -> _Iter:
         """Begins an epoch from a loaded state."""
         if not plan.finished and plan.next is None:
-            self._begin(plan)
-            return
-        # The epoch of the state has ended, and the next one begins; or the first one has not begun.
+            return self._begin(plan)
+        # The state is that of a finished epoch, or of an epoch that has not begun.
         # If the program has seeded a generator since, its own draws count, as in a run without a state.
         of_loader, of_torch = self._since_load
-        says_seed = plan.next is not None and not of_loader.was_seeded()
-        base_seed = plan.next.base_seed if plan.next is not None and says_seed else None
-        start = None if plan.next is None or of_torch.was_seeded() else _random_start(plan.next)
+        draws = plan.next or Draws(None, None)
+        has_seed = plan.next is not None and not of_loader.was_seeded()
+        base_seed = draws.base_seed if has_seed else None
+        start = None if of_torch.was_seeded() else _random_start(draws)
         if not plan.finished:
-            self._begin(dataclasses.replace(plan, base_seed=base_seed, sampler=start))
-            return
-        if base_seed is None and (says_seed or self._keeps_workers()):
-            # Persistent workers keep theirs.
+            return self._begin(dataclasses.replace(plan, base_seed=base_seed, sampler=start))
+        if base_seed is None and (has_seed or self._keeps_workers()):
+            # Persistent workers keep their base seed.
             base_seed = plan.base_seed
         begun = Plan(
             epoch=plan.epoch + 1,
@@ -304,63 +310,50 @@ class StatefulDataLoader(DataLoader[_T_co]):
             seeds=None if plan.seeds is None else (plan.seeds[0], plan.seeds[1] + 1),
             resumed=True,
         )
-        # A dataset of this process, or of persistent workers, keeps its state from epoch to epoch.
-        if not any(start.has_state for start in plan.workers):
-            pass
-        elif self.num_workers == 0:
-            # Without a draw: the state of the dataset may be that of a generator.
-            self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0))
-        elif self._keeps_workers():
-            self._begin(plan)
-            self._iterator.begin_next_at(begun)
-            self._iterator._reset(self)
-            return
-        self._begin(begun)
+        if any(worker.has_state for worker in plan.workers):
+            # A dataset of this process, or of persistent workers, keeps its state from epoch to epoch.
+            if self.num_workers == 0:
+                # Any base seed prevents a draw: the state of the dataset may include that of a generator.
+                self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0))
+            elif self._keeps_workers():
+                iterator = self._begin(plan)
+                assert isinstance(iterator, _WithWorkers)
+                return self._begin_again(iterator, begun)
+        return self._begin(begun)
 
     def _restore_sampler(self, plan: Plan) -> None:
-        """Brings a sampler with a generator or a state of its own to the end of a finished epoch."""
+        """Brings a sampler with its own generator or state to the end of a finished epoch."""
         start = None if plan.next is None else plan.next.sampler
         if start is None:
-            # In torchdata's states of loaders without workers, the sampler's state is that after the end of its epoch.
+            # In torchdata's states of loaders without workers, the sampler's state is the one after its epoch.
             has_ended = plan.dataset is None and plan.num_workers == 0
-            sampling.run_out(self._index_sampler, plan.sampler, plan.low, has_ended)
+            run_out(self._index_sampler, plan.sampler, plan.low, has_ended)
         else:
-            sampling.restore(self._index_sampler, start)
+            restore(self._index_sampler, start)
 
     def _plan_of_next(self) -> Plan:
-        """Returns the beginning of the next epoch, with the draws that a state has made."""
-        kept = self._draws
-        if kept is None or kept.was_seeded_since():
+        """Returns the plan of the next epoch, with the draws that a state includes."""
+        early = self._draws
+        if early is None or early.was_seeded_since():
             return Plan(epoch=self._epochs)
-        owes = not kept.are_made
-        start = _random_start(kept.draws, owes)
-        return Plan(epoch=self._epochs, base_seed=kept.draws.base_seed, sampler=start, owes_draws=owes)
+        start = _random_start(early.draws, is_owed=not early.are_made)
+        return Plan(epoch=self._epochs, base_seed=early.draws.base_seed, sampler=start, owes_draws=not early.are_made)
 
-    def _draws_of_next(self) -> Draws:
-        """Returns the draws that the next ``iter()`` makes, made now and kept for it."""
+    def _early_draws(self, are_made: bool) -> Draws:
+        """Returns the draws of the next ``iter()``, made now or predicted. That ``iter()`` uses them."""
         if self._draws is None or self._draws.was_seeded_since():
-            self._draws = KeptDraws(self, self._index_sampler, with_base_seed=not self._keeps_workers())
-        return copy.deepcopy(self._draws.draws)
-
-    def _state_before_iter(self) -> dict[str, Any]:
-        if self._loaded is not None:
-            return copy.deepcopy(self._loaded[0])
-        return copy.deepcopy(self._interim) or plans.fresh(self, self._draws_of_first())
-
-    def _draws_of_first(self) -> Draws:
-        """Returns the draws that the first ``iter()`` makes. It keeps to them."""
-        if self._draws is None or self._draws.was_seeded_since():
-            self._draws = ForeseenDraws(self, self._index_sampler)
+            with_base_seed = not are_made or not self._keeps_workers()
+            self._draws = EarlyDraws(self, self._index_sampler, are_made, with_base_seed)
         return copy.deepcopy(self._draws.draws)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Iterators cannot be copied. A copy has a first epoch of its own.
+        # Iterators cannot be copied. Predicted draws are only for the first epoch of this loader.
         draws = self._draws if self._draws is not None and self._draws.are_made else None
         return self.__dict__ | {"_iterator": None, "_draws": draws}
 
 
 def _drop_next(iterator: _Iter) -> bool:
-    """Takes a batch that was delivered before, or the error in its place. Raises if a worker has died.
+    """Takes a batch that was delivered before the resume, or the error in its place. Raises if a worker has died.
 
     Returns:
         False at the end.
@@ -370,7 +363,7 @@ def _drop_next(iterator: _Iter) -> bool:
     except StopIteration:
         return False
     except Exception:
-        if iterator.has_died():
+        if isinstance(iterator, _WithWorkers) and iterator.has_died():
             raise
     return True
 
@@ -379,11 +372,7 @@ def _add_parameters() -> None:
     """Adds the parameters of ``DataLoader`` to the signature, by which frameworks rebuild a loader."""
     signature = inspect.signature(DataLoader.__init__)
     own = inspect.signature(StatefulDataLoader.__init__).parameters
-    added = [
-        own[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name in ("snapshot_every_n_steps", "forward_set_epoch")
-    ]
-    parameters = [*signature.parameters.values(), *added]
+    parameters = [*signature.parameters.values(), own["snapshot_every_n_steps"], own["forward_set_epoch"]]
     StatefulDataLoader.__init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
 
@@ -391,8 +380,7 @@ _add_parameters()
 
 
 def _random_start(draws: Draws, is_owed: bool = False) -> SamplerState | None:
-    """Returns the draw of a sampler's order, as a part of a state. None: it draws nothing, or from a generator of its
-    own.
-    """
+    """Returns the start of a sampler's order as a part of a state; None if nothing is drawn, or if the sampler has its
+    own generator."""
     start = draws.sampler
-    return None if not start or _DRAWN.isdisjoint(start) else SamplerState(start=start, is_owed=is_owed)
+    return None if not start or _WITHOUT_GENERATOR.isdisjoint(start) else SamplerState(start=start, is_owed=is_owed)

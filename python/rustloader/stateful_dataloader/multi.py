@@ -1,4 +1,4 @@
-"""The iterator of a StatefulDataLoader with workers: the engine's, with epochs that have a position."""
+"""The iterator of a StatefulDataLoader with workers: the engine's, whose epochs start at a position."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
 
     @property
     def origin(self) -> Plan:
-        """The plan that the current epoch started from."""
+        """The plan of the current epoch."""
         return self._epochs.origin
 
     @property
     def raised(self) -> int:
-        """Number of answers in the current epoch that were no batch."""
+        """Number of answers in the current epoch that were not batches. Prefetching reads it."""
         return self._epochs.raised
 
     @property
@@ -43,22 +43,26 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
         self._epochs.begin_next_at(self, plan)
 
     def delivered_nothing(self) -> bool:
-        """Returns True if neither a batch nor the end has come out of the current epoch."""
+        """Returns True if the current epoch has delivered nothing, and has not ended."""
         return self._epochs.delivered_nothing(self) and not self.finished
 
     def failed_to_resume(self) -> bool:
-        """Returns True if nothing was delivered because a worker could not load the state that the epoch comes from."""
+        """Returns True if no batch was delivered because a worker failed to load the state."""
         return self._epochs.failed_to_resume(self)
 
     def has_died(self) -> bool:
-        """Returns True if every later ``next`` raises an error that is not the end."""
+        """Returns True if every later ``next`` raises the same error, not the end."""
         return self._mode is not None and self._mode.has_failed
 
     def state(
         self, back: int, finished: bool, draws: Draws | None = None, *, before_error: bool = False
     ) -> dict[str, Any]:
-        """Returns the state after the last batch that was delivered, or ``back`` batches before.
+        """Returns the state after the last batch that was delivered.
 
-        ``draws``: Those of the next epoch. ``before_error``: Without the last answer, which is an error.
+        Args:
+            back: Number of batches to go back from there.
+            finished: Whether the state is that of a finished epoch.
+            draws: The draws of the next epoch.
+            before_error: Whether to leave out the last answer, which is an error.
         """
         return self._epochs.state_at(self, back, finished, draws, before_error)

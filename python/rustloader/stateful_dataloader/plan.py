@@ -9,17 +9,9 @@ from typing import Any
 from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader.settings import loader_state
-from rustloader.stateful_dataloader import sampling
-from rustloader.stateful_dataloader.kinds import length_of
-from rustloader.stateful_dataloader.schema import (
-    FETCHER_STATE,
-    DatasetState,
-    Draws,
-    SamplerState,
-    State,
-    copied,
-    value_of,
-)
+from rustloader.stateful_dataloader.compatibility import check, dataset_of
+from rustloader.stateful_dataloader.sampler_kinds import RANDOM_SAMPLERS, kind_of, length_of
+from rustloader.stateful_dataloader.schema import FETCHER_STATE, Draws, SamplerState, State, copied, value_of
 from rustloader.system.protocols import LoaderLike, StatefulLoaderLike
 from rustloader.workers.snapshots import WorkerStart, is_stateful
 
@@ -29,11 +21,12 @@ class Plan(State):
     """The start of an epoch: its beginning, or a saved position.
 
     Attributes:
-        is_bound: Whether only a loader with the same number of workers can go on.
+        is_bound: Whether only a loader with the same number of workers can resume.
         first_worker: The worker that gets the next task.
         drop: Number of batches to take and drop before the first one is delivered.
-        owes_draws: Whether the draws of ``base_seed`` and ``sampler`` are made all the same, see ``ForeseenDraws``.
-        resumed: Whether it comes out of a state.
+        owes_draws: Whether torch makes its draws, although ``base_seed`` and ``sampler`` replace their results. See
+            ``EarlyDraws``.
+        resumed: Whether the plan was made from a state.
     """
 
     is_bound: bool = False
@@ -47,7 +40,7 @@ def read(state: Any, loader: LoaderLike) -> Plan:
     """Reads a state for a loader.
 
     Raises:
-        ValueError: It is not a state of a loader, or one of another dataset, sampler or batch size.
+        ValueError: It is not a state of a loader, or it is of another dataset, sampler or batch size.
     """
     try:
         return _read(state, loader)
@@ -56,44 +49,32 @@ def read(state: Any, loader: LoaderLike) -> Plan:
 
 
 def _read(state: Any, loader: LoaderLike) -> Plan:
-    def check(part: DatasetState | SamplerState) -> None:
-        if isinstance(part, DatasetState):
-            _check_dataset(part, dataset_of(loader))
-        else:
-            sampling.check(part, loader)
-
-    plan = Plan.from_torchdata(state, check)
+    plan = Plan.from_torchdata(state, lambda part: check(part, loader))
     plan.resumed = True
-    _check_workers_states(plan, loader)
-    if plan.num_workers == 0:
-        _place_without_workers(plan, state, loader)
-    else:
-        _place_with_workers(plan, loader)
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        # The workers of an iterable dataset have positions of their own.
+    is_iterable = loader._dataset_kind == _DatasetKind.Iterable
+    _check_workers_states(plan, loader, is_iterable)
+    if plan.num_workers:
+        _place_with_workers(plan, is_iterable)
+    elif is_iterable:
+        value_of(state, FETCHER_STATE, dict)
+        if plan.dataset is None and not plan.workers[0].has_state:
+            plan.workers[0].replay = plan.yielded
+    if is_iterable:
+        # The workers of an iterable dataset have their own positions.
         plan.ahead = ()
     else:
         _check_position(plan, loader)
     return plan
 
 
-def _place_without_workers(plan: Plan, state: Any, loader: LoaderLike) -> None:
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        value_of(state, FETCHER_STATE, dict)
-        if plan.dataset is None and not plan.workers[0].has_state:
-            plan.workers[0].replay = plan.yielded
-
-
-def _place_with_workers(plan: Plan, loader: LoaderLike) -> None:
+def _place_with_workers(plan: Plan, is_iterable: bool) -> None:
+    """Sets the position of a plan, which torchdata counts from its last snapshot."""
     steps, count = plan.steps, plan.num_workers
     plan.first_worker = (plan.last_worker + 1) % count
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        if plan.dataset is None and not any(start.has_state for start in plan.workers):
-            # torchdata delivers them again.
-            plan.low, plan.yielded, plan.first_worker, plan.drop = 0, 0, 0, plan.yielded + steps
-            plan.workers = []
-        else:
-            plan.drop = steps
+    if is_iterable and plan.dataset is None and not any(start.has_state for start in plan.workers):
+        # torchdata delivers all batches again.
+        plan.low, plan.yielded, plan.first_worker, plan.drop = 0, 0, 0, plan.yielded + steps
+        plan.workers = []
     elif plan.is_bound:
         plan.drop = steps
     else:
@@ -103,16 +84,16 @@ def _place_with_workers(plan: Plan, loader: LoaderLike) -> None:
 
 def _check_position(plan: Plan, loader: LoaderLike) -> None:
     saved = plan.sampler or SamplerState()
-    # The batches that are left after a `reshard` are dealt again from this one on.
+    # After a `reshard` the remaining batches count from this ordinal.
     first = saved.start.get("first") if isinstance(saved.start, Mapping) else None
     delivered = plan.low - (first if type(first) is int else 0)
     total = length_of(loader)
     if total is not None and delivered > total:
         raise ValueError(
-            f"the state has {delivered} batches delivered, and an epoch of this loader has {total}: load it into a "
+            f"the state has {delivered} batches delivered, but an epoch of this loader has {total}: load it into a "
             "loader over the same dataset, with the same batch size"
         )
-    if plan.low and saved.kind in ("random", "subset", "weighted", "distributed") and not saved.start:
+    if plan.low and saved.kind in (*RANDOM_SAMPLERS, "distributed") and not saved.start:
         raise ValueError(
             "the state's sampler has no 'start', without which the order of the epoch is not known: load what "
             "state_dict() returned"
@@ -120,16 +101,16 @@ def _check_position(plan: Plan, loader: LoaderLike) -> None:
 
 
 def check_workers(plan: Plan, num_workers: int) -> None:
-    """Raises AssertionError if a state cannot resume with another number of workers."""
+    """Raises AssertionError if a state cannot resume with a number of workers."""
     if plan.is_bound and plan.num_workers != num_workers:
         raise AssertionError(
-            f"the state is of a loader with num_workers={plan.num_workers}, and this one has {num_workers}: a dataset "
-            "with a state of its own, or an iterable one, resumes only with the same number of workers"
+            f"the state was saved with num_workers={plan.num_workers}, but this loader has num_workers={num_workers}: "
+            "a dataset that is iterable or has a state resumes only with the same number of workers"
         )
 
 
 def fresh(loader: StatefulLoaderLike, draws: Draws) -> dict[str, Any]:
-    """Returns the state of a loader before its first epoch, and the draws of that."""
+    """Returns the state of a loader before its first epoch, with the draws of that epoch."""
     workers, dataset = loader.num_workers, loader.dataset
     starts = [WorkerStart() for _ in range(workers or 1)]
     if workers == 0 and is_stateful(dataset):
@@ -137,53 +118,30 @@ def fresh(loader: StatefulLoaderLike, draws: Draws) -> dict[str, Any]:
     return State(
         num_workers=workers,
         last_worker=workers - 1,
-        sampler=sampling.unstarted(loader._index_sampler),
+        sampler=kind_of(loader._index_sampler).unstarted(),
         workers=starts,
         len_called=loader._IterableDataset_len_called,
         epoch=loader._epochs,
         dataset=dataset_of(loader),
-        # Of a copy of a loader that has run.
+        # A copy of a loader that has run has seeds.
         seeds=loader_state.epochs(loader),
         next=draws,
     ).to_torchdata()
 
 
-def dataset_of(loader: LoaderLike) -> DatasetState:
-    """Describes the dataset of a loader for a state."""
-    dataset = loader.dataset
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        # The length of an iterable dataset is an estimate, and may take long.
-        return DatasetState("iterable", None, is_stateful(dataset))
-    return DatasetState("map", length_of(dataset), is_stateful(dataset))
-
-
-def _check_dataset(saved: DatasetState, present: DatasetState) -> None:
-    names = {"map": "a map-style", "iterable": "an iterable"}
-    if saved.kind != present.kind:
-        raise ValueError(
-            f"the state is of {names.get(saved.kind, 'another')} dataset, and this loader has {names[present.kind]} "
-            "one: load it into a loader over the same dataset"
-        )
-    if None not in (saved.length, present.length) and saved.length != present.length:
-        raise ValueError(
-            f"the state is of a dataset of length {saved.length}, and this loader's has {present.length}: load it into "
-            "a loader over the same dataset, or begin without a state"
-        )
-
-
-def _check_workers_states(plan: Plan, loader: LoaderLike) -> None:
-    """Checks that the states of the workers are for the dataset, and notes whether others can resume from them."""
-    is_iterable, has_state = loader._dataset_kind == _DatasetKind.Iterable, is_stateful(loader.dataset)
+def _check_workers_states(plan: Plan, loader: LoaderLike, is_iterable: bool) -> None:
+    """Checks that the states of the workers fit the dataset, and sets ``is_bound``."""
+    has_state = is_stateful(loader.dataset)
     for start in plan.workers:
         if start.dataset_state is not None and not has_state:
             raise ValueError(
-                f"the state has a state of the dataset, and {type(loader.dataset).__qualname__} has no "
+                f"the state has a state of the dataset, but {type(loader.dataset).__qualname__} has no "
                 "load_state_dict: load it into a loader over the same dataset"
             )
         if start.iterator_state is not None and not is_iterable:
             raise ValueError(
-                "the state is of an iterable dataset, and this loader has a map-style one: load it into a loader over "
-                "the same dataset"
+                "the state was saved with an iterable dataset, but this loader has a map-style dataset: load it into "
+                "a loader over the same dataset"
             )
     was_stateful = plan.dataset is not None and bool(plan.dataset.stateful)
     plan.is_bound = is_iterable or has_state or was_stateful or any(start.has_state for start in plan.workers)

@@ -1,4 +1,4 @@
-"""The common part of a StatefulDataLoader's iterators: an epoch that begins at a position."""
+"""The common part of a StatefulDataLoader's iterators: an epoch that starts at a position."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from rustloader.workers.snapshots import WorkerStart
 
 _EMPTY = (
     "an epoch of 0 batches: the loaded state was taken after the last batch of its epoch, before the end of the loop. "
-    "Take the state after the loop to begin with the next epoch"
+    "Take the state after the loop to start with the next epoch"
 )
 _FROZEN = (
-    "the state of {} has not changed over {} batches: a loop that resumes from it begins at the same place again. Let "
+    "the state of {} has not changed over {} batches: a loop that resumes from it starts at the same place again. Let "
     "state_dict() of the dataset, or of its iterator, return the position"
 )
 
 
 class Positioned:
-    """An epoch that begins at a position, and its part of a state. Methods take the iterator.
+    """An epoch that starts at a position, and its part of a state. Methods take the iterator.
 
     Args:
         loader: The loader.
@@ -40,12 +40,12 @@ class Positioned:
         dataset: A state's description of the dataset.
 
     Attributes:
-        origin: The plan that the current epoch started from.
-        sampling: Its index batches.
-        seeding: Its seeds, unless they are torch's.
-        raised: Number of answers in this epoch that were no batch.
+        origin: The plan of the current epoch.
+        sampling: The index batches of the current epoch.
+        seeding: The seeds of the current epoch; None for torch's seeds.
+        raised: Number of answers in this epoch that were not batches.
         dataset: A state's description of the dataset.
-        every: Batches from one snapshot to the next.
+        every: Number of batches from one snapshot to the next.
     """
 
     sampling: Sampling
@@ -69,45 +69,46 @@ class Positioned:
         return yielded - self.origin.yielded + self.raised
 
     def init_torch_iterator(self, it: IteratorLike, init: Callable[[Any], None], loader: LoaderLike) -> None:
-        """Calls torch's constructor, and sets the base seed of the position."""
+        """Calls torch's constructor, and sets the base seed of the plan."""
         base_seed = self.origin.base_seed
         if base_seed is None or self.origin.owes_draws:
             in_torch(TORCH_INIT, "__init__", init, loader)
         else:
-            # torch draws a base seed here, too. A private generator leaves those of the program alone.
+            # torch draws a base seed, which is not used: from a private generator, not from one of the program.
             in_torch(TORCH_INIT, "__init__", init, view(loader, generator=torch.Generator()))
         if base_seed is not None:
             it._base_seed = base_seed
 
     def seed_from(self, seeding: Seeding | None) -> None:
-        """Sets the seeds, which count from the position."""
+        """Sets the seeds, and the ordinals from which they are counted."""
         if seeding is not None and (self.origin.low or self.origin.ahead):
             seeding = dataclasses.replace(seeding, first_ordinal=self.origin.low, ahead=self.origin.ahead)
         self.seeding = seeding
 
     def sample_from(self, it: IteratorLike, origin: Plan, torch_iterator: Iterator[Any], position: int) -> Sampling:
-        """Returns the index batches from a position on. ``torch_iterator``: torch's iterator over the sampler."""
+        """Returns the index batches of a plan from a position on. ``torch_iterator`` is torch's, over the sampler."""
         is_map = it._dataset_kind == _DatasetKind.Map
         saved, ahead = origin.sampler, origin.ahead
         return sampling(it._index_sampler, torch_iterator, saved, position, ahead, self.every, map_style=is_map)
 
     def warn_if_frozen(self, it: IteratorLike, snapshot: WorkerStart) -> None:
+        """Warns once of a dataset whose state does not change."""
         if snapshot.frozen and not self._has_warned:
             self._has_warned = True
             text = _FROZEN.format(type(it._dataset).__qualname__, FROZEN_AFTER)
             warnings.warn(text, stacklevel=frames_to_program())
 
     def delivered_nothing(self, it: IteratorLike) -> bool:
-        """Returns True if no batch has come out of the current epoch, nor an error."""
+        """Returns True if the current epoch has delivered neither a batch nor an error."""
         return it._num_yielded == self.origin.yielded and not self.raised
 
     def warn_if_empty(self, it: IteratorLike) -> None:
-        """Warns of an epoch without batches that comes out of a state."""
+        """Warns if an epoch that resumed from a state has no batches."""
         if self.origin.resumed and self.delivered_nothing(it):
             warnings.warn(_EMPTY, stacklevel=frames_to_program())
 
     def state(self, it: IteratorLike, **position: Any) -> dict[str, Any]:
-        """Returns the state of the current epoch at a position: fields of `State` that depend on it."""
+        """Returns the state of the current epoch. ``position`` has the fields of ``State`` that depend on it."""
         seeding = self.seeding
         return State(
             num_workers=it._num_workers,
@@ -124,13 +125,13 @@ class Positioned:
 def worker_after(start: WorkerStart, answers: int, count: int, snapshot: WorkerStart | None) -> WorkerStart:
     """Returns the start of a worker that continues after a number of its answers.
 
-    Before its first answer, a worker that has loaded a state has that one: the state comes back as it was loaded. A
-    dataset that applies it at its first step shows another one until then.
+    Before the worker's first answer, a state that it has loaded is returned as it was loaded. A dataset that applies
+    the state at its first step would return another state until then.
 
     Args:
-        start: The start of the worker.
-        answers: Number of its answers since.
-        count: Number of its answers before its snapshot, and one more for a snapshot of its end.
+        start: The start of the worker in this epoch.
+        answers: Number of its answers since that start.
+        count: Number of its answers before the snapshot, plus one for a snapshot at its end.
         snapshot: The snapshot, or None.
     """
     if snapshot is None or (count == 0 and start.has_state):
@@ -142,17 +143,17 @@ def worker_after(start: WorkerStart, answers: int, count: int, snapshot: WorkerS
 
 
 def own_copy(batch: Any) -> Any:
-    """Copies an index batch to keep: a sampler may use its list again for the next one."""
+    """Returns a copy of an index batch to keep. A sampler may reuse its list for the next one."""
     return [*batch] if type(batch) is list else batch
 
 
-def ordinals(origin: Plan, low: int, ahead: list[int]) -> tuple[int, list[int]]:
-    """Returns the low-water mark and the delivered ordinals beyond it, of numbers that count from the start of the
-    epoch's tasks.
+def ordinals(origin: Plan, low: int, ahead: list[int]) -> tuple[int, tuple[int, ...]]:
+    """Converts a position in tasks, which count from the origin, into a position in ordinals.
+
+    Returns:
+        The low-water mark, and the delivered ordinals beyond it.
     """
-    if not origin.ahead:
-        return origin.low + low, [origin.low + task for task in ahead]
     mark = ordinal_of(low, origin.low, origin.ahead)
     delivered = {ordinal for ordinal in origin.ahead if ordinal > mark}
     delivered.update(ordinal_of(task, origin.low, origin.ahead) for task in ahead)
-    return mark, sorted(delivered)
+    return mark, tuple(sorted(delivered))

@@ -1,4 +1,4 @@
-"""Index batches of samplers with a state of their own, and the states that they had."""
+"""The index batches of samplers that have a state, and the states at earlier positions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from rustloader._core import call_into
 from rustloader.settings.limits import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
-from rustloader.stateful_dataloader.kinds import Kind
 from rustloader.stateful_dataloader.sampler import as_stateful, batch_state, load_batch_state
+from rustloader.stateful_dataloader.sampler_kinds import Kind
 from rustloader.stateful_dataloader.schema import SAMPLES_YIELDED, SamplerState, copied
 from rustloader.stateful_dataloader.sources import iterate
 from rustloader.stateful_dataloader.stateful import Stateful
 
-# Number of states that are kept. Beyond it every second one of the older half is dropped.
-_KEPT = 64
+# Maximum number of states that are kept. At the maximum, every second state of the older half is dropped.
+_MAX_STATES = 64
 
 
 class Entry(NamedTuple):
@@ -26,8 +26,8 @@ class Entry(NamedTuple):
 
     Attributes:
         position: Number of index batches that were drawn before.
-        index_sampler_state: That of the index sampler, if it has one.
-        sampler_iter_state: That of its iterator, if it has one.
+        index_sampler_state: The state of the index sampler, or None.
+        sampler_iter_state: The state of its iterator, or None.
     """
 
     position: int
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 class Inner:
-    """The sampler in torch's BatchSampler, and the iterator over it that torch's code makes."""
+    """The sampler in torch's BatchSampler, and the iterator that torch's code makes over it."""
 
     def __init__(self, sampler: Any, saved: Mapping[str, Any] | None) -> None:
         self._sampler = sampler
@@ -58,49 +58,60 @@ class Inner:
         return map(next, itertools.repeat(iterator)) if isinstance(iterator, Stateful) else iterator
 
     def state(self, samples_yielded: int) -> dict[str, Any] | None:
-        """Returns the state of the batches, as that of ``sampler.BatchSampler``; None if neither object has one."""
+        """Returns a state like that of ``sampler.BatchSampler``; None if neither sampler nor iterator has a state."""
         iterator = self.begin()
         if isinstance(self._sampler, Stateful) or isinstance(iterator, Stateful):
             return batch_state(samples_yielded, self._sampler, iterator)
         return None
 
 
-def may_be_stateful(kind: Kind, torch_iterator: Any) -> bool:
+def may_be_stateful(kind: Kind, torch_iterator: Iterator[Any]) -> bool:
     """Returns True if a sampler or an iterator over it has a state, or may turn out to have one."""
     if kind.name == "stateful" or isinstance(torch_iterator, Stateful):
         return True
     function = getattr(type(kind.inner), "__iter__", None)
-    # Generators have none, nor have the iterators of built-in types.
+    # Generators and the iterators of built-in types have no state.
     return kind.batches is not None and inspect.isfunction(function) and not inspect.isgeneratorfunction(function)
 
 
 class Recorder(Iterator[Any]):
-    """Yields the index batches of a sampler, and keeps the states that it had.
+    """Yields the index batches of a sampler, and keeps its states from time to time.
 
     Args:
         kind: The sampler.
         torch_iterator: Its unstarted iterator.
-        saved: The entry to go on from; None for the start of the epoch.
-        position: Number of index batches before the first one that it yields.
+        saved: The saved state of the sampler; None for the start of the epoch.
+        position: The position of the state.
         every: Number of index batches from one state to the next; 0 for the first one alone.
+
+    Attributes:
+        to_skip: Number of index batches from the sampler's saved state to the position. They are yielded first.
     """
 
-    def __init__(self, kind: Kind, torch_iterator: Any, saved: Entry | None, position: int, every: int) -> None:
+    def __init__(
+        self, kind: Kind, torch_iterator: Iterator[Any], saved: SamplerState | None, position: int, every: int
+    ) -> None:
+        entry, at = None, 0
+        if saved is not None and saved.has_states:
+            # A program may have set the position back to one before the state.
+            at = position if saved.state_position is None else min(saved.state_position, position)
+            entry = Entry(at, saved.index_sampler_state, saved.sampler_iter_state)
+        self.to_skip = position - at
         self._kind = kind
-        self._index_sampler = kind.inner if kind.batches is None else kind.batches
+        self._index_sampler = kind.index_sampler
         self._torch_iterator = torch_iterator
-        self._saved = saved
+        self._saved = entry
         self._every = every
         self._inner: Inner | None = None
-        self._iterator: Any = None
-        # Another thread waits. A signal handler, which is in the same thread, does not.
+        self._iterator: Iterator[Any] | None = None
+        # Makes other threads wait. A signal handler runs in the same thread, and does not wait.
         self._lock = threading.RLock()
         self._is_beginning = False
-        self._position = position
+        self._position = at
         self._samples = 0
-        # The index batch that an interrupt separated from its call.
+        # An index batch that an interrupt kept from its caller.
         self._drawn: list[Any] = []
-        self._entries: list[Entry] = [] if saved is None else [saved]
+        self._entries: list[Entry] = [] if entry is None else [entry]
         self._error: Exception | None = None
         self._spent = 0.0
         self._began = time.monotonic()
@@ -110,25 +121,20 @@ class Recorder(Iterator[Any]):
         if self._iterator is not None:
             return
         with self._lock:
-            self._begin_once()
+            if self._iterator is not None or self._is_beginning:
+                return
+            self._is_beginning = True
+            try:
+                # Either the sampler in torch's BatchSampler has the state, or the index sampler itself.
+                is_inner = self._kind.batches is not None and not isinstance(self._index_sampler, Stateful)
+                iterator = self._begin_inner() if is_inner else self._begin_whole()
+                if self._saved is None:
+                    self._record(iterator, self._position, self._samples)
+                self._iterator = iterator
+            finally:
+                self._is_beginning = False
 
-    def _begin_once(self) -> None:
-        if self._iterator is not None or self._is_beginning:
-            return
-        self._is_beginning = True
-        try:
-            iterator = self._begin_inner() if self._is_in_batches() else self._begin_whole()
-            if self._saved is None:
-                self._record(iterator, self._position, self._samples)
-            self._iterator = iterator
-        finally:
-            self._is_beginning = False
-
-    def _is_in_batches(self) -> bool:
-        """Returns True if the state is that of the sampler in torch's BatchSampler."""
-        return self._kind.batches is not None and not isinstance(self._index_sampler, Stateful)
-
-    def _begin_inner(self) -> Any:
+    def _begin_inner(self) -> Iterator[Any]:
         saved = None if self._saved is None else self._saved.sampler_iter_state
         self._samples = 0 if saved is None else saved[SAMPLES_YIELDED]
         inner = Inner(self._kind.inner, copied(saved))
@@ -136,7 +142,7 @@ class Recorder(Iterator[Any]):
         self._inner = inner
         return iterate(self._kind, inner)
 
-    def _begin_whole(self) -> Any:
+    def _begin_whole(self) -> Iterator[Any]:
         saved, iterator = self._saved, self._torch_iterator
         if saved is None:
             return iterator
@@ -166,8 +172,8 @@ class Recorder(Iterator[Any]):
     def _has_time(self) -> bool:
         return self._spent < SNAPSHOT_ALLOWANCE + SNAPSHOT_SHARE * (time.monotonic() - self._began)
 
-    def _record(self, iterator: Any, position: int, samples: int) -> None:
-        """Keeps the current state. An error is raised when the state is asked for."""
+    def _record(self, iterator: Iterator[Any] | None, position: int, samples: int) -> None:
+        """Keeps the current state, or the first error, which ``entry`` raises."""
         began = time.thread_time()
         try:
             entry = Entry(position, *copied(self._states(iterator, samples)))
@@ -175,14 +181,14 @@ class Recorder(Iterator[Any]):
             self._error = self._error or error
             return
         entries = self._entries
-        if len(entries) >= _KEPT:
+        if len(entries) >= _MAX_STATES:
             half = len(entries) // 2
             entries = entries[:half:2] + entries[half:]
         # A new list: another thread may read the old one.
         self._entries = [*entries, entry]
         self._spent += time.thread_time() - began
 
-    def _states(self, iterator: Any, samples: int) -> tuple[Any, Any]:
+    def _states(self, iterator: Iterator[Any] | None, samples: int) -> tuple[Any, Any]:
         if self._inner is not None:
             return None, self._inner.state(samples)
         sampler = self._index_sampler
@@ -192,7 +198,7 @@ class Recorder(Iterator[Any]):
         )
 
     def entry(self, position: int) -> Entry | None:
-        """Returns a copy of the newest state that the sampler had before a position, or at it. None: it has no state.
+        """Returns a copy of the newest state at or before a position; None if the sampler has no state.
 
         Raises:
             Exception: The error of the sampler's ``state_dict``.
@@ -204,16 +210,3 @@ class Recorder(Iterator[Any]):
         if newest is None or newest[1:] == (None, None):
             return None
         return Entry(*copied(tuple(newest)))
-
-
-def recorder_of(
-    kind: Kind, torch_iterator: Any, saved: SamplerState | None, position: int, every: int
-) -> tuple[Recorder, int]:
-    """Returns a recorder that continues from a state, and the number of its index batches before a position."""
-    entry = None
-    begun = 0
-    if saved is not None and saved.has_states:
-        # A program may have set the position back to one before the state.
-        begun = position if saved.state_position is None else min(saved.state_position, position)
-        entry = Entry(begun, saved.index_sampler_state, saved.sampler_iter_state)
-    return Recorder(kind, torch_iterator, entry, begun, every), position - begun

@@ -1,4 +1,4 @@
-"""``reshard``: the states of all ranks of a DistributedSampler, for another number of ranks."""
+"""``reshard``: converts the states of all ranks of a DistributedSampler to another number of ranks."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from dataclasses import replace
 from typing import Any
 
 from rustloader.stateful_dataloader import schema
+from rustloader.stateful_dataloader.compatibility import check_shard_start
 from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, SamplerState
 
 
 def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict[str, Any]]:
-    """Makes the states of another number of ranks, which share the rest of the epoch.
+    """Makes states for another number of ranks, which share the rest of the epoch.
 
     A DistributedSampler deals the order of an epoch to its ranks in turn. So ranks that have delivered the same number
-    of batches have together delivered the start of that order. What is left is dealt to the new ranks: over all ranks,
-    before and after, each sample is delivered once. If the samples that are left do not divide by the number of ranks,
-    the sampler repeats the first of them or, with its ``drop_last``, leaves out the last of them, as torch does with
-    those of a whole epoch.
+    of batches have together delivered the first part of that order. The remaining samples are dealt to the new ranks:
+    over all old and new ranks, each sample is delivered once. If the remaining samples do not divide evenly among the
+    ranks, the sampler repeats the first of them or, with ``drop_last``, leaves out the last of them, as torch does with
+    a whole epoch.
 
-    Each new rank loads the state of its number, into a loader with the same batch size and a DistributedSampler with
-    the new ``num_replicas``. The batches keep their numbers: the first new one follows the last one that the state
-    counts. A new rank takes its seeds from the state of an old one. States can be resharded again.
+    Each new rank loads the state at its place in the list, into a loader with the same batch size and a
+    DistributedSampler with the new ``num_replicas``. The numbers of batches continue from the states. A new rank takes
+    its seeds from the state of an old one. States can be resharded again.
 
     Args:
         states: The states of all ranks, in any order, taken after the same batch.
-        num_replicas: Number of ranks to come.
+        num_replicas: New number of ranks.
 
     Returns:
-        New states; the place in the list is the rank.
+        The new states, by rank.
 
     Raises:
         ValueError: ``num_replicas`` is not a positive integer; the states are not those of all ranks of one
-            DistributedSampler at the same position; or what they have delivered is not the start of the order:
-            batches were delivered out of order, or the dataset has a state of its own.
+            DistributedSampler at the same position; or the delivered batches are not the first part of the order:
+            batches were delivered out of order, or the dataset has a state.
 
     Examples:
         >>> def loader(rank, num_replicas):
@@ -60,47 +61,49 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
         source = number % len(ranks)
         state: dict[str, Any] = copy.deepcopy(dict(ranks[source].state))
         if num_replicas != len(ranks):
-            # They belong to the old ranks.
+            # The failures are those of an old rank.
             state[OWN].pop(Own.FAILURES, None)
-            state[OWN][Own.SAMPLER] = _of_rank(samplers[source], number).own
+            sampler = samplers[source]
+            start = sampler.start and sampler.start | {"rank": number}
+            state[OWN][Own.SAMPLER] = replace(sampler, start=start).own
         new_states.append(state)
     return new_states
 
 
 class _Rank:
-    """The part of a rank's state that matters here."""
+    """The state of a rank, checked, and the entries of it that are converted."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         own = state.get(OWN) if isinstance(state, Mapping) else None
         if not isinstance(own, Mapping) or not isinstance(own.get(Own.SAMPLER), Mapping):
             raise ValueError(
-                f"states must be those of a rustloader.StatefulDataLoader, which have {OWN!r}, got a "
+                f"states must be those of a rustloader.StatefulDataLoader, with the key {OWN!r}, got a "
                 f"{type(state).__name__} without it"
             )
         self.state = state
         self.sampler = SamplerState.of(own[Own.SAMPLER])
         if self.sampler.kind != "distributed":
             raise ValueError(
-                f"the states are of a sampler of kind {self.sampler.kind!r}: only those of torch's "
-                "DistributedSampler can be resharded, without subclasses that have an order or a state of their own"
+                f"the states are of a sampler of kind {self.sampler.kind!r}: only states of torch's DistributedSampler "
+                "can be resharded, including subclasses that change neither its order nor its state"
             )
         if own.get(Own.AHEAD):
             raise ValueError(
-                f"batches {list(own[Own.AHEAD])} were delivered before older ones, so the rest cannot be "
+                f"batches {list(own[Own.AHEAD])} were delivered before earlier ones, so the other samples cannot be "
                 "redistributed: take the states with in_order=True, or at the end of an epoch"
             )
         if DatasetState.of(own.get(Own.DATASET) or {}).stateful:
             raise ValueError(
-                "the dataset has a state of its own, which cannot be divided among other ranks: resume with the same "
-                "number of ranks"
+                "the dataset has a state, which cannot be divided among other ranks: resume with the same number of "
+                "ranks"
             )
         self.position = _position(state)
         self.start: Mapping[str, Any] | None = self.sampler.start
         if self.start is not None:
-            schema.check_shard_start(self.start)
+            check_shard_start(self.start)
 
     def common(self) -> dict[str, Any]:
-        """Returns the entries that must be the same in the states of all ranks."""
+        """Returns the entries that must be equal in the states of all ranks."""
         entries = {name: getattr(self.sampler, name) for name in ("batch_size", "drop_last", "length")}
         entries |= {schema.FINISHED: self.state.get(schema.FINISHED), "number of batches": self.position}
         entries["start of the epoch"] = "not begun" if self.start is None else "begun"
@@ -123,7 +126,7 @@ def _position(state: Mapping[str, Any]) -> int:
 
 
 def _in_order(ranks: list[_Rank]) -> list[_Rank]:
-    """Returns the states of all ranks by rank; checks that they belong together."""
+    """Returns the states of all ranks in the order of the ranks. Raises ValueError if they do not belong together."""
     if not ranks:
         raise ValueError("states must be those of all ranks, got none")
     first = ranks[0].common()
@@ -144,28 +147,24 @@ def _in_order(ranks: list[_Rank]) -> list[_Rank]:
     return [numbered[number] for number in range(replicas)]
 
 
-def _of_rank(sampler: SamplerState, rank: int) -> SamplerState:
-    return replace(sampler, start=sampler.start and sampler.start | {"rank": rank})
-
-
 def _resharded(sampler: SamplerState, position: int, old: int, new: int) -> SamplerState:
-    """Converts the state of a sampler to another number of ranks."""
+    """Converts the state of a sampler from an old to a new number of ranks."""
     start = sampler.start
     if start is None:
         # The epoch has not begun. Its order depends on the sampler alone.
         return replace(sampler, length=None)
     size = 1 if sampler.batch_size is None else sampler.batch_size
     length, consumed = start["dataset_length"], start["consumed"]
-    samples = min((position - start["first"]) * size, _samples_per_rank(length - consumed, old, start["drop_last"]))
-    # The end of the order may have been repeated to serve all ranks.
+    samples = min((position - start["first"]) * size, samples_per_rank(length - consumed, old, start["drop_last"]))
+    # All ranks together may have delivered more than the order: its start is repeated to serve all ranks.
     consumed = min(consumed + samples * old, length)
     return replace(
         sampler,
-        length=_samples_per_rank(length, new, start["drop_last"]),
+        length=samples_per_rank(length, new, start["drop_last"]),
         start=dict(start) | {"num_replicas": new, "consumed": consumed, "first": position},
     )
 
 
-def _samples_per_rank(length: int, replicas: int, drop_last: bool) -> int:
+def samples_per_rank(length: int, replicas: int, drop_last: bool) -> int:
     """Returns the number of samples of each rank."""
     return length // replicas if drop_last else -(-length // replicas)

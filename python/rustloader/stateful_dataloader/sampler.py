@@ -1,7 +1,7 @@
 """Stateful samplers, with the names of ``torchdata.stateful_dataloader.sampler``.
 
-A ``StatefulDataLoader`` resumes torch's own samplers without these. They are for programs that save a
-sampler's state separately, or that were written for torchdata's samplers.
+A ``StatefulDataLoader`` resumes torch's samplers without these. They are for programs that save a sampler's state
+separately, or that were written for torchdata's samplers.
 """
 
 from __future__ import annotations
@@ -86,16 +86,20 @@ class RandomSampler(Sampler[int]):
 class _RandomIterator(Iterator[int]):
     """An epoch of a RandomSampler. Its state is the generator's initial state and the number of indices yielded."""
 
-    # With replacement, this many indices are drawn at a time.
+    # Number of indices that are drawn at a time with replacement.
     _CHUNK = 32
 
     def __init__(self, sampler: RandomSampler) -> None:
         self._sampler = sampler
         self._size = len(sampler.data_source)
         self._count = sampler.num_samples
-        self._state: torch.Tensor = sampler.generator.get_state()
+        self._begin(sampler.generator.get_state())
+
+    def _begin(self, state: torch.Tensor) -> None:
+        """Begins with the first index. ``state`` is the state of the generator."""
+        self._state = state
         self.yielded = 0
-        # The next chunk of indices, drawn but not in use yet: at most one tensor.
+        # The next chunk of indices, drawn but not yet in use: at most one tensor.
         self._next: list[torch.Tensor] = []
         # The chunk in use, and the number of indices yielded before it.
         self._drawn, self._before = self._draw()().tolist(), 0
@@ -128,9 +132,7 @@ class _RandomIterator(Iterator[int]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         yielded, state = state_dict["yielded"], state_dict["generator"]
         self._sampler.generator.set_state(state)
-        self._state = state
-        self.yielded, self._next = 0, []
-        self._drawn, self._before = self._draw()().tolist(), 0
+        self._begin(state)
         for _ in itertools.islice(self, yielded):
             pass
 
@@ -138,8 +140,8 @@ class _RandomIterator(Iterator[int]):
 class BatchSampler(torch_sampler.BatchSampler):
     """Yields the indices of another sampler in batches; its iterator has a state.
 
-    The state contains those of the sampler and of its iterator, if they are stateful. If neither is, resuming iterates
-    over the sampler again and skips the indices that were already yielded.
+    The state contains the states of the sampler and of its iterator, if they have any. If neither has one, resuming
+    iterates over the sampler again and skips the indices that were already yielded.
 
     Args:
         sampler: Yields the indices.
@@ -162,6 +164,8 @@ class BatchSampler(torch_sampler.BatchSampler):
 
 
 class _BatchIterator(Iterator[list[int]]):
+    """An epoch of a BatchSampler."""
+
     def __init__(self, batches: torch_sampler.BatchSampler) -> None:
         self._sampler: Any = batches.sampler
         self._batch_size: int = batches.batch_size
@@ -193,7 +197,7 @@ class _BatchIterator(Iterator[list[int]]):
 
 
 def batch_state(samples_yielded: int, sampler: Any, indices: Any) -> dict[str, Any]:
-    """Returns the state of an iterator over batches. It contains those of its sampler and of the sampler's iterator."""
+    """Returns the state of an iterator over batches, with the states of its sampler and of the sampler's iterator."""
     state: dict[str, Any] = {SAMPLES_YIELDED: samples_yielded}
     if isinstance(sampler, Stateful):
         state[INNER_STATE] = sampler.state_dict()
@@ -206,7 +210,7 @@ def load_batch_state(state: Mapping[str, Any], sampler: Any) -> Iterator[Any]:
     """Loads a state from ``batch_state`` and returns an iterator over the remaining indices.
 
     Raises:
-        ValueError: The state is of a sampler or an iterator that has one, and this has none.
+        ValueError: The state contains that of a sampler or an iterator, but this one has no state.
     """
     if INNER_STATE in state:
         as_stateful(sampler).load_state_dict(state[INNER_STATE])
@@ -220,15 +224,15 @@ def load_batch_state(state: Mapping[str, Any], sampler: Any) -> Iterator[Any]:
 
 
 def as_stateful(sampler: Any) -> Stateful:
-    """Returns the sampler or iterator unchanged, typed as stateful, so that a saved state can be loaded into it.
+    """Returns a sampler or iterator unchanged, with the type of a stateful object.
 
     Raises:
-        ValueError: It has no state.
+        ValueError: It cannot load a state.
     """
     if not isinstance(sampler, Stateful):
         raise ValueError(
-            f"the state is of a sampler with a state of its own, and {type(sampler).__qualname__} has no "
-            "load_state_dict: load it into a loader with the same sampler, or begin without a state"
+            f"the state contains the state of a sampler, but {type(sampler).__qualname__} has no load_state_dict: load "
+            "the state into a loader with the same sampler, or start without a state"
         )
     return sampler
 
@@ -236,8 +240,8 @@ def as_stateful(sampler: Any) -> Stateful:
 class StatefulDistributedSampler(DistributedSampler[Any]):
     """torch's DistributedSampler, made stateful. Its state is the number of indices yielded in the current epoch.
 
-    A state that is loaded takes effect at the next ``iter()``. The state has no epoch: call ``set_epoch`` as with
-    torch's class. The epoch in a state of a newer torchdata is set.
+    A loaded state takes effect at the next ``iter()``. States do not contain the epoch: call ``set_epoch`` as with
+    torch's class. Only states of newer torchdata versions contain it; loading them sets the epoch.
 
     Args:
         dataset: Dataset whose indices are divided among the ranks.
@@ -253,7 +257,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
 
     Raises:
         ValueError: ``rank`` is out of range.
-        RuntimeError: There is no process group to ask.
+        RuntimeError: ``num_replicas`` or ``rank`` is missing, and there is no process group.
 
     Examples:
         >>> indices = StatefulDistributedSampler(range(6), num_replicas=2, rank=0, shuffle=False)
@@ -284,7 +288,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         return self._yield()
 
     def _yield(self) -> Iterator[Any]:
-        # The loaded state is consumed only at the first index, because loaders create iterators that they never use.
+        # The loaded state is consumed at the first index, because loaders create iterators that they never use.
         self.yielded, self.next_yielded = self.next_yielded or 0, None
         for index in itertools.islice(super().__iter__(), self.yielded, None):
             self.yielded += 1
@@ -298,13 +302,18 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         """Makes the next epoch skip the indices that were already yielded.
 
         Raises:
-            ValueError: The state has no ``yielded``, or a negative one.
+            ValueError: ``yielded`` in the state is missing or negative.
         """
         if self._YIELDED not in state_dict:
-            raise ValueError(f"the state of a distributed sampler must have {self._YIELDED!r}, got {state_dict!r}")
+            raise ValueError(
+                f"a state of StatefulDistributedSampler must have the key {self._YIELDED!r}, got {state_dict!r}: load "
+                "what its state_dict() returned"
+            )
         yielded = state_dict[self._YIELDED]
         if yielded < 0:
-            raise ValueError(f"{self._YIELDED!r} must not be negative, got {yielded}")
+            raise ValueError(
+                f"{self._YIELDED!r} in the state of StatefulDistributedSampler must not be negative, got {yielded}"
+            )
         if self._EPOCH in state_dict:
             self.set_epoch(state_dict[self._EPOCH])
         self.next_yielded = yielded

@@ -1,7 +1,7 @@
 """The format of a loader's state: the keys of torchdata's states, and this package's part, ``_rustloader``.
 
-No other module spells these keys. ``State`` is the content of a state; ``State.to_torchdata`` writes it as a dict, and
-``State.from_torchdata`` reads it, of this package or of torchdata.
+Only this module has these keys as text. ``State`` is the content of a state. ``State.to_torchdata`` writes it as a
+dict; ``State.from_torchdata`` reads dicts of this package and of torchdata.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rustloader.workers.snapshots import WorkerStart
 
 VERSION = 1
 
-# Keys of a state of a loader with workers,
+# Keys of a state with workers.
 SNAPSHOT = "_snapshot"
 STEPS = "_steps_since_snapshot"
 FINISHED = "_iterator_finished"
-# of its snapshot,
+# Keys of its snapshot.
 SNAPSHOT_STEP = "_snapshot_step"
 LAST_WORKER = "_last_yielded_worker_id"
 MAIN = "_main_snapshot"
 WORKER_SNAPSHOTS = "_worker_snapshots"
-# and of the main process's part of that. Most are also those of a state without workers.
+# Keys of the main process's part of the snapshot. Most are also keys of a state without workers.
 NUM_WORKERS = "_num_workers"
 INDEX_SAMPLER_STATE = "_index_sampler_state"
 SAMPLER_ITER_STATE = "_sampler_iter_state"
@@ -35,17 +35,18 @@ NUM_YIELDED = "_num_yielded"
 LEN_CALLED = "_IterableDataset_len_called"
 SHARED_SEED = "_shared_seed"
 BASE_SEED = "_base_seed"
-# Of a worker's snapshot; a state without workers has the last two itself.
+# Keys of a worker's part of the snapshot. Those of the two states are also keys of a state without workers.
 WORKER_ID = "worker_id"
 DATASET_STATE = "dataset_state"
 FETCHER_STATE = "fetcher_state"
+# Keys of a fetcher's state.
 DATASET_ITER_STATE = "dataset_iter_state"
 FETCHER_ENDED = "fetcher_ended"
-# Of the state of an iterator over batches.
+# Keys of the state of an iterator over batches.
 SAMPLES_YIELDED = "samples_yielded"
 INNER_STATE = "sampler_state"
 INNER_ITER_STATE = "sampler_iter_state"
-# The key of a state that torchdata's states do not have.
+# The key of this package's part, which torchdata's states lack.
 OWN = "_rustloader"
 
 # The order of the keys is part of the format.
@@ -59,7 +60,7 @@ KEYS_WITHOUT_WORKERS = (*_FLAT_KEYS, FETCHER_STATE, DATASET_STATE, FINISHED, OWN
 
 
 class Own:
-    """Keys of this package's part, and of its parts."""
+    """The keys of this package's part, and of the dicts in it."""
 
     VERSION = "version"
     EPOCH = "epoch"
@@ -72,13 +73,17 @@ class Own:
     WORKERS = "workers"
     FAILURES = "failures"
     NEXT = "next"
-    # Of sampler and dataset.
+    # Of the sampler's and the dataset's part.
     KIND = "kind"
-    # Of a worker. In early states one that had delivered nothing had its snapshot at "start".
+    # Of a worker's record. In early states, "start" has the snapshot of a worker that had delivered nothing.
     REPLAY = "replay"
     BATCHES = "batches"
     SAMPLES = "samples"
     START = "start"
+
+
+# Of a worker's record. They are also attributes of `WorkerStart`.
+_RECORD_KEYS = (Own.DELIVERED, Own.REPLAY, Own.BATCHES, Own.SAMPLES)
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,8 @@ class DatasetState:
 
     Attributes:
         kind: ``"map"`` or ``"iterable"``.
-        length: Its length, or None.
-        stateful: Whether it has a state of its own.
+        length: The length of the dataset, or None.
+        stateful: Whether the dataset has a state.
     """
 
     kind: Any
@@ -108,21 +113,21 @@ class DatasetState:
 
 @dataclass(frozen=True)
 class SamplerState:
-    """The part of a state that describes a sampler at a position. None stands for an entry that the state lacks.
+    """The part of a state that describes a sampler at a position. An entry that the state lacks is None.
 
     Attributes:
-        kind: That of ``kinds.Kind``; None in torchdata's states.
+        kind: The name of a ``sampler_kinds.Kind``; None in torchdata's states.
         length: Length of the sampler.
-        batch_size: That of torch's BatchSampler.
-        drop_last: The same.
+        batch_size: Batch size of torch's BatchSampler.
+        drop_last: ``drop_last`` of torch's BatchSampler.
         data_length: Number of indices that a random sampler draws from.
-        replacement: Whether it draws with replacement.
+        replacement: Whether a random sampler draws with replacement.
         start: The start of the order, see ``iterator.starts.Start``.
-        state_position: Number of index batches before the two states.
+        state_position: Number of index batches before the two following states.
         index_sampler_state: torchdata's ``_index_sampler_state``.
         sampler_iter_state: torchdata's ``_sampler_iter_state``.
-        says_batch_size: Whether it has a batch size, which may be None.
-        is_owed: Whether the draws that ``start`` foresees are still to be made. States do not say it.
+        says_batch_size: Whether the state has an entry for the batch size, which may be None.
+        is_owed: Whether torch's draws are still to be made, because ``start`` predicts them. Not an entry of states.
     """
 
     kind: Any = None
@@ -139,17 +144,22 @@ class SamplerState:
     is_owed: bool = False
 
     @classmethod
-    def of(cls, entries: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Self:
+    def of(cls, entries: Mapping[str, Any], main: Mapping[str, Any] | None = None) -> Self:
         """Reads a part of a state.
 
         Args:
             entries: This package's part.
-            beside: The part with torchdata's keys.
+            main: The dict with torchdata's keys.
         """
-        beside = beside or {}
-        states = beside.get(INDEX_SAMPLER_STATE), beside.get(SAMPLER_ITER_STATE)
-        more = {"index_sampler_state": states[0], "sampler_iter_state": states[1], "is_owed": False}
-        return _from_entries(cls, entries, says_batch_size="batch_size" in entries, **more)
+        main = main or {}
+        return _from_entries(
+            cls,
+            entries,
+            index_sampler_state=main.get(INDEX_SAMPLER_STATE),
+            sampler_iter_state=main.get(SAMPLER_ITER_STATE),
+            says_batch_size="batch_size" in entries,
+            is_owed=False,
+        )
 
     @property
     def own(self) -> dict[str, Any]:
@@ -172,9 +182,9 @@ class Draws:
 
     Attributes:
         base_seed: The base seed, or None.
-        sampler: The start of the sampler's order, or None for a sampler that draws nothing or by code that is not
-            torch's. Of these, a ``"seed"`` and a ``"global_generator"`` are drawn; from a sampler's own
-            ``"generator"`` nothing is drawn.
+        sampler: The start of the sampler's order. None for a sampler that draws nothing, or by code that is not
+            torch's. A ``"seed"`` or the order from a ``"global_generator"`` is drawn; the sampler's own
+            ``"generator"`` is only read.
     """
 
     base_seed: int | None
@@ -190,20 +200,20 @@ class State:
         low: All index batches before this ordinal are delivered.
         ahead: Delivered ordinals from ``low`` on, in ascending order.
         yielded: Number of batches delivered; an error in place of a batch does not count.
-        steps: Number of batches that torchdata has delivered since.
+        steps: Number of batches that torchdata has delivered since its snapshot.
         last_worker: The worker that delivered the last batch.
         finished: Whether the epoch has ended.
-        sampler: Its part about the sampler, or None for the beginning of an epoch.
-        workers: The start of each worker; one for a loader without workers.
-        has_records: Whether it has records of the workers besides their snapshots.
+        sampler: The part about the sampler, or None for the start of an epoch.
+        workers: The start of each worker; a single one for a loader without workers.
+        has_records: Whether the state has records of the workers in addition to their snapshots.
         base_seed: The base seed of the workers, or None to draw it.
-        len_called: torch's length of an iterable dataset.
+        len_called: The length of an iterable dataset, if torch has called ``len``.
         shared_seed: torch's seed of data pipes.
         epoch: Number of epochs that the loader began before.
-        dataset: Its part about the dataset; None in torchdata's states.
+        dataset: The part about the dataset; None in torchdata's states.
         seeds: Base seed and epoch of ``seed_by``, or None.
         failures: Number of failures under ``on_error`` in this epoch before the position.
-        next: The draws of the next epoch, if it has, or of the first one, if it has not begun.
+        next: The draws of the next epoch if this one has ended, or of this epoch if it has not begun.
     """
 
     num_workers: int = 0
@@ -228,7 +238,7 @@ class State:
     # Writing
 
     def to_torchdata(self) -> dict[str, Any]:
-        """Returns the state as a new dict. Parts of it are those of this object."""
+        """Returns the state as a new dict, which shares its values with this object."""
         assert self.sampler is not None and self.dataset is not None
         values = {
             NUM_WORKERS: self.num_workers,
@@ -265,15 +275,7 @@ class State:
         return {DATASET_ITER_STATE: start.iterator_state, FETCHER_ENDED: start.ended}
 
     def _own(self, sampler: SamplerState, dataset: DatasetState) -> dict[str, Any]:
-        records = [
-            {
-                Own.DELIVERED: start.delivered,
-                Own.REPLAY: start.replay,
-                Own.BATCHES: start.batches,
-                Own.SAMPLES: start.samples,
-            }
-            for start in self.workers
-        ]
+        records = [{key: getattr(start, key) for key in _RECORD_KEYS} for start in self.workers]
         own: dict[str, Any] = {
             Own.VERSION: VERSION,
             Own.EPOCH: self.epoch,
@@ -301,29 +303,29 @@ class State:
 
         Args:
             state: The state.
-            check: Checks what a state of this package says of the dataset, then of the sampler, before more is read.
+            check: Checks the dataset's part of this package's states, then the sampler's, before anything else is read.
 
         Raises:
-            ValueError: It is no state, or something is missing or wrong in it.
+            ValueError: It is not a state, or something is missing or wrong in it.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a dict from state_dict() of a StatefulDataLoader, got {state!r}")
-        result, own = cls(), state.get(OWN)
+        result, own, main = cls(), state.get(OWN), state
         if own is not None:
             result._read_header(own, check)
         result.finished = bool(value_of(state, FINISHED, bool))
         if SNAPSHOT in state:
-            result._read_snapshot(state, own or {})
+            main = result._read_snapshot(state, own)
         elif NUM_YIELDED in state:
             result.low = count(state, SAMPLER_ITER_YIELDED)
             result.yielded = count(state, NUM_YIELDED)
-            result.workers = [_worker(state, result._records(own or {}, 1)[0])]
-            result.sampler = SamplerState.of((own or {}).get(Own.SAMPLER) or {}, state)
+            result.workers = [_worker(state, result._records(own, 1)[0])]
         else:
             raise ValueError(
-                f"the state has neither {SNAPSHOT!r} nor {NUM_YIELDED!r}, which states of a StatefulDataLoader have: "
-                "load what state_dict() returned"
+                f"the state has neither {SNAPSHOT!r} nor {NUM_YIELDED!r}, so it is not of a StatefulDataLoader: load "
+                "what state_dict() returned"
             )
+        result.sampler = SamplerState.of((own and own.get(Own.SAMPLER)) or {}, main)
         if own is not None:
             result._read_own(own)
         return result
@@ -341,14 +343,15 @@ class State:
         check(self.dataset)
         check(SamplerState.of(value_of(own, Own.SAMPLER, dict)))
 
-    def _records(self, own: Mapping[str, Any], number: int) -> list[Any]:
+    def _records(self, own: Mapping[str, Any] | None, number: int) -> list[Any]:
         records = (value_of(own, Own.WORKERS, list, type(None)) if own else None) or []
         self.has_records = bool(records)
         return records or [{}] * number
 
-    def _read_snapshot(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def _read_snapshot(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Reads the position of a state with workers. Returns the main process's part."""
         snapshot = value_of(state, SNAPSHOT, dict)
-        main = value_of(snapshot, MAIN, dict)
+        main: Mapping[str, Any] = value_of(snapshot, MAIN, dict)
         self.steps = count(state, STEPS)
         self.low = count(main, SAMPLER_ITER_YIELDED)
         self.yielded = count(snapshot, SNAPSHOT_STEP)
@@ -367,7 +370,7 @@ class State:
             self.workers.append(_worker(value_of(snapshots, name, dict), record))
         self.last_worker = count(snapshot, LAST_WORKER)
         self.base_seed = value_of(main, BASE_SEED, int, type(None)) if BASE_SEED in main else None
-        self.sampler = SamplerState.of(own.get(Own.SAMPLER) or {}, main)
+        return main
 
     def _read_own(self, own: Mapping[str, Any]) -> None:
         ahead = value_of(own, Own.AHEAD, list, tuple)
@@ -398,19 +401,17 @@ def _worker(snapshot: Any, record: Any) -> WorkerStart:
     fetcher = value_of(snapshot, FETCHER_STATE, dict, type(None)) or {}
     if fetcher:
         value_of(fetcher, DATASET_ITER_STATE, object)
+    counts: dict[str, Any] = {key: count(record, key, 0) for key in _RECORD_KEYS}
     return WorkerStart(
         dataset_state=snapshot.get(DATASET_STATE),
         iterator_state=fetcher.get(DATASET_ITER_STATE),
         ended=bool(fetcher.get(FETCHER_ENDED)),
-        replay=count(record, Own.REPLAY, 0),
-        batches=count(record, Own.BATCHES, 0),
-        samples=count(record, Own.SAMPLES, 0),
-        delivered=count(record, Own.DELIVERED, 0),
+        **counts,
     ).resumed()
 
 
 def value_of(values: Any, key: str, *types: type) -> Any:
-    """Returns a value of a state, of one of these types."""
+    """Returns a value of a state. Raises ValueError if it is missing or of none of these types."""
     if key not in values:
         raise ValueError(f"the state has no {key!r}: load what state_dict() of a StatefulDataLoader returned")
     value = values[key]
@@ -421,7 +422,7 @@ def value_of(values: Any, key: str, *types: type) -> Any:
 
 
 def count(values: Any, key: str, default: int | None = None) -> int:
-    """Returns a non-negative number of a state. Without a default it must be there."""
+    """Returns a non-negative number of a state. Raises ValueError if it is missing without a default, or wrong."""
     if default is not None and key not in values:
         return default
     value: int = value_of(values, key, int)
@@ -430,32 +431,6 @@ def count(values: Any, key: str, default: int | None = None) -> int:
     if value < 0:
         raise ValueError(f"the state's {key!r} must not be negative, got {value}")
     return value
-
-
-def check_shard_start(start: Mapping[str, Any]) -> None:
-    """Raises ValueError if something is missing or wrong in the start of a DistributedSampler."""
-    for name in ("epoch", "seed", "rank", "num_replicas", "dataset_length", "consumed", "first"):
-        value = start.get(name)
-        if type(value) is not int or (value < 0 and name not in ("epoch", "seed")):
-            raise ValueError(f"the state's {name!r} of the sampler must be a non-negative int, got {value!r}")
-    for name in ("shuffle", "drop_last"):
-        if type(start.get(name)) is not bool:
-            raise ValueError(f"the state's {name!r} of the sampler must be a bool, got {start.get(name)!r}")
-
-
-def check_random_start(start: Mapping[str, Any]) -> None:
-    """Raises ValueError if the start of a sampler that draws its order has neither a seed nor a generator's state."""
-    seed = start.get("seed")
-    if type(seed) is int and 0 <= seed < 2**63:
-        return
-    for name in ("generator", "global_generator"):
-        state = start.get(name)
-        if isinstance(state, torch.Tensor) and state.dtype == torch.uint8:
-            return
-    raise ValueError(
-        f"the state's start of the sampler must have a seed, or the state of a generator, got {dict(start)!r}: load "
-        "what state_dict() of a StatefulDataLoader returned"
-    )
 
 
 _IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})

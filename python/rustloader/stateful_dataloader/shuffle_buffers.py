@@ -1,4 +1,4 @@
-"""Finds the shuffle buffers of Hugging Face's streams, ``datasets.IterableDataset``: their states do not hold them."""
+"""Finds shuffle buffers in Hugging Face's streams, ``datasets.IterableDataset``, whose states do not contain them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ logger = logging.getLogger("rustloader")
 # The attributes of a stream, and of its parts, that hold further parts.
 _OF_STREAM = "_ex_iterable"
 _PARTS = frozenset({_OF_STREAM, "ex_iterable", "ex_iterables"})
-# Parts of a stream that are looked at, at most.
-_MOST = 10_000
-_TEXT = (
+# Maximum number of parts of a stream that are visited.
+_MAX_PARTS = 10_000
+_WARNING = (
     "%s has a shuffle buffer of %d samples, which its state_dict() does not hold: a loop that resumes from this state "
-    "misses some samples and gets others twice, or fails. Shuffle before to_iterable_dataset(), shuffle the order of "
-    "the shards alone with shuffle(buffer_size=1, max_buffer_input_shards=1), or resume at the end of an epoch"
+    "misses some samples and gets others twice, or fails. Shuffle before to_iterable_dataset(), shuffle only the order "
+    "of the shards with shuffle(buffer_size=1, max_buffer_input_shards=1), or resume at the end of an epoch"
 )
 
 
@@ -26,7 +26,7 @@ def warn(dataset: Any) -> None:
     with contextlib.suppress(Exception):
         size = largest(dataset)
     if size > 1:
-        logger.warning(_TEXT, type(dataset).__qualname__, size)
+        logger.warning(_WARNING, type(dataset).__qualname__, size)
 
 
 def largest(dataset: Any) -> int:
@@ -34,7 +34,7 @@ def largest(dataset: Any) -> int:
     candidates = [dataset, *_attributes(dataset).values()]
     waiting = [it for it in candidates if _OF_STREAM in _attributes(it)]
     size = 0
-    for _ in range(_MOST):
+    for _ in range(_MAX_PARTS):
         if not waiting:
             break
         attributes = _attributes(waiting.pop())

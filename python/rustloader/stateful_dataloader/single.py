@@ -1,10 +1,11 @@
-"""The iterator of a StatefulDataLoader without workers: torch's, with a position."""
+"""The iterator of a StatefulDataLoader without workers: torch's, which starts at a position."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,19 +34,19 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
     """Iterates without workers, as torch's iterator does."""
 
     finished = False
-    # Answers when the index batch of `_drawn` was drawn.
+    # Number of answers before the index batch in `_drawn`.
     _drawn_at = -1
-    # A batch whose failures are being counted.
-    _kept: list[Any] = []  # noqa: RUF012
 
     def __init__(self, loader: StatefulLoaderLike, plan: Plan, about_dataset: DatasetState) -> None:
         self._epoch = Positioned(loader, plan, about_dataset)
         self._start = start = plan.workers[0] if plan.workers else WorkerStart()
-        # The index batch that is being made. An interrupt leaves it here for the next call.
+        # The index batch that is being fetched. An interrupt leaves it here for the next call.
         self._drawn: list[Any] = []
-        # Numbers of the answers that were errors.
+        # The batch whose failures are being counted.
+        self._kept: list[Any] = []
+        # The numbers of the answers that were errors.
         self._errors: list[int] = []
-        # Snapshots after a number of answers, the latest last.
+        # The latest snapshots, each after a number of answers.
         self._snapshots: list[tuple[int, bytes]] = []
         resuming.load_dataset(loader.dataset, start)
         self._epoch.init_torch_iterator(self, super().__init__, loader)
@@ -53,7 +54,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
         config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
         self._epoch.seed_from(fetching.seeding(loader, config, int(self._base_seed)))
-        # The guard, which decides about failing samples and counts them; None without one.
+        # The guard, which decides about failing samples, and their count; None if samples may not fail.
         self._guarded = prepare_fetcher(self, loader, config, self._epoch.seeding, plan.epoch)
         if self._guarded is not None:
             self._guarded[1].next_earlier = plan.failures
@@ -64,11 +65,11 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._num_yielded = plan.yielded
         tracing.follow_fetches(self, loader_state.of(loader), names.of(loader))
 
-    def _resume_sampler(self, torch_iterator: Any) -> Any:
-        """Takes the first snapshot, and makes the batches again that the saved one lacks."""
+    def _resume_sampler(self, torch_iterator: Iterator[Any]) -> Iterator[Any]:
+        """Takes the first snapshot, and replays the batches after the saved one. Returns the index batches."""
         start, low = self._start, self.origin.low
         fetcher, count = self._dataset_fetcher, start.replayed
-        with contextlib.suppress(Exception):  # `state_dict` raises it again
+        with contextlib.suppress(Exception):  # `state` raises it again
             first = self._maker.first(fetcher, self._dataset)
             if self._maker.has_state:
                 self._snapshots.append((0, first))
@@ -80,33 +81,24 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             if is_map:
                 batches: Any = [own_copy(batch) for batch in itertools.islice(sampling.iterator, count)]
             else:
-                # The index batches of an iterable dataset are all alike.
+                # The index batches of an iterable dataset are all the same.
                 batches = itertools.repeat(next(iter(self._index_sampler)), count)
             resuming.replay(fetcher, batches, self._dataset_kind)
         return sampling.iterator
 
     @property
     def origin(self) -> Plan:
-        """The plan that the epoch started from."""
+        """The plan of the epoch."""
         return self._epoch.origin
 
     @property
     def raised(self) -> int:
-        """Number of answers that were no batch."""
+        """Number of answers in the epoch that were not batches. Prefetching reads it."""
         return self._epoch.raised
 
     def delivered_nothing(self) -> bool:
-        """Returns True if neither a batch nor the end has come out of the epoch."""
+        """Returns True if the epoch has delivered nothing, and has not ended."""
         return self._epoch.delivered_nothing(self) and not self.finished
-
-    def failed_to_resume(self) -> bool:
-        """Returns True if nothing was delivered because the state could not be loaded. The constructor would have
-        raised."""
-        return False
-
-    def has_died(self) -> bool:
-        """Returns True if every later ``next`` raises an error that is not the end."""
-        return False
 
     def __next__(self) -> Any:
         if observed():
@@ -114,7 +106,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
                 data = self._next_data()
         else:
             data = self._next_data()
-        # No call from here on, as `call_into` says: a signal handler that raises in it would lose a batch that counts.
+        # No call from here on, see `call_into`: if a signal handler raised in it, a batch that counts would be lost.
         self._num_yielded += 1
         length: Any = self._IterableDataset_len_called
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
@@ -128,7 +120,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         while not self._kept:
             if count.error is not None:
                 raise count.error()
-            # Also where the sampler ends or raises, and nothing is fetched.
+            # Here, because the sampler may end or raise, and then nothing is fetched.
             guard.begin()
             try:
                 self._kept = [self._next_answer()]
@@ -144,7 +136,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         return data
 
     def _count_failures(self) -> None:
-        """Counts the failures of the current batch. Raises beyond ``max_errors``."""
+        """Counts the failures of the current batch. Raises if there are more than ``max_errors``."""
         assert self._guarded is not None
         guard, count = self._guarded
         error = count.add(guard.take_failures(), self._num_yielded + 1, is_empty=not self._kept)
@@ -153,7 +145,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             raise error()
 
     def _next_answer(self) -> Any:
-        """Makes the batch of the next index batch."""
+        """Fetches the next batch."""
         answers = self._epoch.answers(self._num_yielded)
         if self._drawn_at != answers:
             self._drawn.clear()
@@ -194,7 +186,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         if made is None:
             return
         kept = self._snapshots
-        # The one before the oldest position that can be asked for, and all later ones.
+        # Keeps the newest snapshot at or before the oldest position that can be asked for, and all later ones.
         first = 0
         while first + 1 < len(kept) and kept[first + 1][0] <= answers - BACK_BATCHES:
             first += 1
@@ -202,6 +194,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._snapshots = [*kept[first:], (answers + 1, made)]
 
     def _answers_before(self, answers: int, back: int) -> int:
+        """Returns the number of answers before the last ``back`` batches of a number of answers."""
         if back > BACK_BATCHES:
             raise ValueError(f"back must be {BACK_BATCHES} or less, got {back}")
         while back:
@@ -214,17 +207,15 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
     def state(
         self, back: int, finished: bool, draws: Draws | None = None, *, before_error: bool = False
     ) -> dict[str, Any]:
-        """Returns the state after the last batch that was delivered, or ``back`` batches before.
-
-        ``draws``: Those of the next epoch. ``before_error``: Without the last answer, which is an error.
-        """
-        # Once: another thread may be in `next`.
+        """Returns the state after the last batch that was delivered. The arguments are those of the iterator with
+        workers."""
+        # Read once: another thread may be in `next`.
         yielded = self._num_yielded
         answers = self._epoch.answers(yielded) - before_error
         if back:
             answers = self._answers_before(answers, back)
         low, ahead = ordinals(self.origin, answers, [])
-        # First: the state of a dataset may hold that of a generator.
+        # Before the state of the dataset, which may include that of a generator.
         self._epoch.sampling.draw()
         worker = self._worker(answers, back == 0 and not before_error, finished)
         sampler = self._epoch.sampling.state(low - worker.replayed if self._dataset_kind == _DatasetKind.Map else low)
@@ -232,7 +223,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         return self._epoch.state(
             self,
             low=low,
-            ahead=tuple(ahead),
+            ahead=ahead,
             yielded=yielded,
             finished=finished,
             sampler=sampler,
@@ -243,7 +234,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         )
 
     def _worker(self, answers: int, is_last: bool, finished: bool) -> WorkerStart:
-        """Returns the state of dataset and fetcher, and how many batches were made after it."""
+        """Returns the state of dataset and fetcher after a number of answers."""
         maker, start, snapshot = self._maker, self._start, None
         is_at_start = answers == 0 and start.has_state and not finished
         if is_last and maker.has_state and not is_at_start and (finished or self._drawn_at != answers):
@@ -254,7 +245,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
                 # Another thread has begun the next batch.
                 snapshot = None
         if snapshot is not None:
-            # The batches that were made again are in it.
+            # The snapshot includes the replayed batches.
             worker = worker_after(start, answers, answers, snapshot)
             worker.replay = 0
         else:
@@ -268,6 +259,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         return self.origin.failures if self._guarded is None else self._guarded[1].count_after(yielded)
 
     def _newest_snapshot(self, answers: int) -> tuple[int, WorkerStart | None]:
+        """Returns the newest snapshot after at most that many answers, and the number of answers before it."""
         for after, payload in reversed(self._snapshots):
             if after <= answers:
                 return after, read(payload)

@@ -1,4 +1,4 @@
-"""The indices of torch's samplers from a saved place, and torch's batches of them."""
+"""The indices of torch's samplers from a saved start and position, and torch's batches of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch.utils.data import BatchSampler
 
 from rustloader._core import call_into
 from rustloader.iterator.starts import Start, shard, shard_start
-from rustloader.stateful_dataloader.kinds import Kind
+from rustloader.stateful_dataloader.sampler_kinds import Kind
 from rustloader.stateful_dataloader.schema import INNER_ITER_STATE, SamplerState
+
+_Begun = tuple[Iterator[Any], dict[str, Any] | None]
 
 
 class Source:
-    """The indices of an epoch of a sampler. It begins with the first index, or earlier if ``begin`` is called.
+    """The indices of an epoch of a sampler. The epoch begins with the first index, or earlier if ``begin`` is called.
 
     Args:
         kind: The sampler, which must be known.
@@ -41,39 +43,35 @@ class Source:
         self._start = start
         self._skip = skip
         self._iterator = iterator
-        # Iterator and start. The first ones count: a signal handler may begin while its thread begins.
-        self._begun: list[tuple[Iterator[Any], dict[str, Any] | None]] = []
-        # Another thread waits. A signal handler, which is in the same thread, does not.
+        # The first entry counts: a signal handler may begin while its thread begins.
+        self._begun: list[_Begun] = []
+        # Makes other threads wait. A signal handler runs in the same thread, and does not wait.
         self._lock = threading.RLock()
 
-    @property
-    def saved(self) -> dict[str, Any] | None:
-        """The start to save; None if nothing is drawn yet, or if it cannot be saved."""
-        return self._begun[0][1] if self._begun else None
+    def begin(self) -> _Begun:
+        """Makes the draws of the first index, once.
 
-    def begin(self) -> Iterator[Any]:
-        """Makes the draws of the first index, once."""
+        Returns:
+            The iterator, and the start to save; None if it cannot be saved.
+        """
         with self._lock:
             if not self._begun:
-                call_into(self._begun, self._make)
-            return self._begun[0][0]
+                call_into(self._begun, self._shard if self._kind.name == "distributed" else self._random)
+            return self._begun[0]
 
     def __iter__(self) -> Iterator[Any]:
         if self._kind.name == "sequential":
             return iter(range(len(self._kind.inner.data_source))[self._skip :])
-        iterator = self.begin()
+        iterator, _ = self.begin()
         return itertools.islice(iterator, self._skip, None) if self._skip else iterator
 
-    def _make(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
-        return self._shard() if self._kind.name == "distributed" else self._random()
-
-    def _shard(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
+    def _shard(self) -> _Begun:
         if self._start is not None:
             return iter(shard(self._start).tolist()), dict(self._start)
         start = shard_start(self._kind.inner)
         return iter(self._kind.inner) if self._iterator is None else self._iterator, start
 
-    def _random(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
+    def _random(self) -> _Begun:
         inner = self._kind.inner
         if inner.generator is None and self._start is None and self._kind.name != "random":
             # torch draws from the global generator.
@@ -97,7 +95,7 @@ def _advanced(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 class _Batches:
-    """A BatchSampler over other indices, for torch's code. It reads ``batch_size`` of the original."""
+    """A BatchSampler over other indices, for torch's code. Its other attributes are those of the original."""
 
     def __init__(self, batches: BatchSampler, inner: Any) -> None:
         self._batches = batches

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Has a state that can be saved and loaded: a dataset, a sampler, or an iterator over one.
+    """An object whose state can be saved and loaded: a dataset, a sampler, or an iterator over one.
 
     ``isinstance`` is true for every object that has both methods.
 
@@ -21,5 +21,5 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` has returned."""
+        """Loads a result of ``state_dict``."""
         ...

@@ -6,7 +6,10 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 
 class AfterImport:
@@ -46,7 +49,7 @@ class AfterImport:
             self._wrap(spec.loader)
         return spec
 
-    def _wrap(self, loader: Any) -> None:
+    def _wrap(self, loader: Loader) -> None:
         """Makes a module's loader call ``then`` after it has executed the module."""
         run = loader.exec_module
 
@@ -57,4 +60,4 @@ class AfterImport:
                 sys.meta_path.remove(self)
             self._then()
 
-        loader.exec_module = exec_module
+        loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from rustloader._core import Engine
+
+
+class HasState(Protocol):
+    """A dataset, or an iterator over one, with a state that can be saved and loaded."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> None: ...
 
 
 class LoaderLike(Protocol):
@@ -36,8 +45,10 @@ class LoaderLike(Protocol):
     @property
     def _IterableDataset_len_called(self) -> Any: ...
 
+    @property
+    def _iterator(self) -> Iterator[Any] | None: ...
+
     num_workers: int
-    _iterator: Any
 
 
 class StatefulLoaderLike(LoaderLike, Protocol):
@@ -103,8 +114,8 @@ class WorkersIterator(IteratorLike, Protocol):
     @property
     def _core(self) -> Engine | None: ...
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None: ...
-    def _reset_base(self, loader: Any, first_iter: bool) -> None: ...
+    def _reset(self, loader: LoaderLike, first_iter: bool = False) -> None: ...
+    def _reset_base(self, loader: LoaderLike, first_iter: bool) -> None: ...
     def _next_index(self) -> Any: ...
     def _next_data(self) -> Any: ...
     def _shutdown_workers(self) -> None: ...

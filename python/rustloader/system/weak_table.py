@@ -21,7 +21,7 @@ class WeakTable(Generic[_V]):
         self._on_end = on_end
         self._entries: dict[int, tuple[weakref.ref[Any], _V]] = {}
 
-    def find(self, source: Any) -> _V | None:
+    def find(self, source: object) -> _V | None:
         """Returns the value of an object, or None."""
         reference, value = self._entries.get(id(source), (None, None))
         return value if reference is not None and reference() is source else None
@@ -33,7 +33,7 @@ class WeakTable(Generic[_V]):
             if source is not None:
                 yield source, value
 
-    def keep(self, source: Any, value: _V) -> _V:
+    def keep(self, source: object, value: _V) -> _V:
         """Keeps a value while its object is alive, if the object supports weak references. Returns the value."""
         # Only a weak reference to the table, so that the callbacks end with it while the interpreter exits.
         key, weak = id(source), weakref.ref(self)

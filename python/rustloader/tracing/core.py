@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from rustloader._core import TRACE_KINDS, TRACE_MAIN, Engine
+from rustloader.system.protocols import SingleIterator
 from rustloader.tracing import files
 from rustloader.tracing.spool import Spool
 
@@ -196,7 +197,7 @@ def follow_copies(key: object, name: str) -> Callable[[int], None] | None:
     return lambda begin: active.put(source, _COPY, begin, time.monotonic_ns())
 
 
-def follow_fetches(iterator: Any, key: object, name: str) -> None:
+def follow_fetches(iterator: SingleIterator, key: object, name: str) -> None:
     """Adds the fetches of an iterator without workers to the current trace, if there is one.
 
     Args:

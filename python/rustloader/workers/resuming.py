@@ -22,7 +22,7 @@ def load_dataset(dataset: Any, start: WorkerStart) -> None:
 
 def load_iterator(fetcher: Any, start: WorkerStart) -> None:
     """Loads the state of the dataset's iterator, which a new torch fetcher has made."""
-    iterator: Any = getattr(fetcher, "dataset_iter", None)
+    iterator: Iterator[Any] = getattr(fetcher, "dataset_iter", iter(()))
     if start.iterator_state is not None and is_stateful(iterator):
         iterator.load_state_dict(start.iterator_state)
     if start.ended:

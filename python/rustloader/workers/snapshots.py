@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from time import monotonic, thread_time
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
@@ -20,6 +20,7 @@ from rustloader.fetch.guard import unguarded
 from rustloader.fetch.inline import StepFetcher
 from rustloader.fetch.seeds import Seeds
 from rustloader.settings.limits import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
+from rustloader.system.protocols import HasState
 from rustloader.workers import by_value, serialize
 
 # The prefix of `where` in errors of states. It distinguishes them from errors of a worker's start.
@@ -87,7 +88,7 @@ def _start_of(fields: bytes) -> WorkerStart:
     return WorkerStart(**pickle.loads(fields))
 
 
-def is_stateful(obj: Any) -> bool:
+def is_stateful(obj: Any) -> TypeGuard[HasState]:
     """Returns True if an object can save and load its state, with the methods of torchdata's ``Stateful``."""
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 

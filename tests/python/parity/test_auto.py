@@ -605,7 +605,7 @@ def test_a_state_under_install_resumes_under_install_alone(decisions):
         other.load_state_dict(state)
         assert values(other) == rest and other.num_workers == 1
     other.load_state_dict(state)
-    with pytest.raises(AssertionError, match="num_workers=3, and this one has 1"):
+    with pytest.raises(AssertionError, match="num_workers=3, but this loader has num_workers=1"):
         iter(other)
 
 

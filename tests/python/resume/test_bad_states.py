@@ -226,7 +226,7 @@ def test_another_number_of_workers_leaves_the_loader_as_it_was(kind, saved, load
     loader = make(kind, loaded)
     loader.load_state_dict(state)
     for _ in range(2):
-        with pytest.raises(AssertionError, match=f"num_workers={saved}.* {loaded}"):
+        with pytest.raises(AssertionError, match=f"num_workers={saved}.* has num_workers={loaded}"):
             iter(loader)
     assert loader.state_dict() == state
     loader.num_workers, loader.prefetch_factor = saved, 2 if saved else None

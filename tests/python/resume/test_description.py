@@ -257,7 +257,7 @@ def test_batches_ahead_of_the_position(ahead, words):
         ),
         (
             {"kind": "distributed", "start": {"rank": 0, "num_replicas": 2, "epoch": 2, "seed": 0, "consumed": 64}},
-            "DistributedSampler, rank 0 of 2, its epoch 2, behind 64 samples of earlier ranks",
+            "DistributedSampler, rank 0 of 2, its epoch 2, after 64 samples of earlier ranks",
         ),
     ],
 )
@@ -333,7 +333,7 @@ def test_what_is_no_dict_is_a_type_error(value):
 
 
 def test_other_dicts():
-    assert describe({}) == "an empty state: load_state_dict() makes the loader begin anew"
+    assert describe({}) == "an empty state: load_state_dict() makes the loader start from scratch"
     assert describe({"a": 1, 2: 3}) == (
         "no state of a StatefulDataLoader: it has 'a', 2, but neither '_snapshot' nor '_num_yielded'"
     )

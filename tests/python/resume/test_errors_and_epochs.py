@@ -1,6 +1,7 @@
 """What a state keeps besides its position: errors, steps back, seeds, and draws of the next epoch."""
 
 import copy
+import multiprocessing
 import pickle
 import random
 
@@ -178,3 +179,20 @@ def test_a_seed_between_the_load_of_a_finished_epoch_and_iter_counts(own, worker
     first, _ = begun(0)
     state = first.state_dict()
     assert begun(1, state)[1] == begun(1)[1]
+
+
+def test_the_workers_of_an_abandoned_epoch_end_before_others_start(monkeypatch):
+    abandoned = loader(Draws(), num_workers=2)
+    next(iter(abandoned))
+    workers = {worker.pid for worker in abandoned._iterator._workers}
+    make, seen = abandoned._make_iterator, []
+
+    def watched(plan):
+        seen.append((workers & {it.pid for it in multiprocessing.active_children()}, abandoned.state_dict()))
+        return make(plan)
+
+    monkeypatch.setattr(abandoned, "_make_iterator", watched)
+    iter(abandoned)
+    ((alive, state),) = seen
+    assert len(workers) == 2 and not alive
+    assert len(list(resumed(state, Draws(), num_workers=2))) == 7

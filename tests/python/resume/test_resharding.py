@@ -10,9 +10,11 @@ import pytest
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from rustloader import StatefulDataLoader
+from rustloader.stateful_dataloader.compatibility import check
 from rustloader.stateful_dataloader.resharding import reshard
 from rustloader.stateful_dataloader.sampler import StatefulDistributedSampler
-from rustloader.stateful_dataloader.sampling import check, sampling, unstarted
+from rustloader.stateful_dataloader.sampler_kinds import kind_of
+from rustloader.stateful_dataloader.sampling import sampling
 from rustloader.stateful_dataloader.schema import SamplerState
 
 pytestmark = pytest.mark.ours
@@ -279,7 +281,7 @@ def test_states_with_workers():
 
 def test_states_before_the_first_epoch():
     job = Job(10)
-    states = [state_of(unstarted(job.batches(job.sampler(rank, 2))), 0) for rank in range(2)]
+    states = [state_of(kind_of(job.batches(job.sampler(rank, 2))).unstarted(), 0) for rank in range(2)]
     made = reshard(states, 3)
     after, _ = job.run(3, made)
     assert after == job.run(3)[0]

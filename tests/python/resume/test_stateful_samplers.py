@@ -14,8 +14,10 @@ from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 from torch.utils.data import RandomSampler as TorchRandomSampler
 
 from rustloader.stateful_dataloader import recording
+from rustloader.stateful_dataloader.compatibility import check
+from rustloader.stateful_dataloader.next_epoch import draw, run_out
 from rustloader.stateful_dataloader.sampler import BatchSampler, RandomSampler, StatefulDistributedSampler
-from rustloader.stateful_dataloader.sampling import check, draws, run_out, sampling
+from rustloader.stateful_dataloader.sampling import sampling
 from rustloader.stateful_dataloader.schema import Draws, SamplerState, copied
 from rustloader.stateful_dataloader.stateful import Stateful
 
@@ -494,7 +496,7 @@ def test_draws_say_nothing_of_samplers_with_a_state():
         generator = dataset = None
 
     for make in SAMPLERS.values():
-        assert draws(Loader, make(1), with_base_seed=False) == Draws(None, None)
+        assert draw(Loader, make(1), with_base_seed=False) == Draws(None, None)
 
 
 def test_the_samples_that_a_state_counts():
@@ -774,13 +776,13 @@ def test_old_states_are_thinned_out(monkeypatch):
     monkeypatch.setattr(recording, "SNAPSHOT_ALLOWANCE", 100)
     first = begin(RandomSampler(range(1000), generator=generator(1)))
     whole = [*itertools.islice(first.iterator, 900)]
-    assert len(first._recorder._entries) <= recording._KEPT
+    assert len(first._recorder._entries) <= recording._MAX_STATES
     rest = [*first.iterator]
     whole += rest
     # Recent ones are all there, older ones farther apart.
     positions = [first.state(at).own["state_position"] for at in range(1001)]
     assert positions[-30:] == [*range(971, 1001)]
-    assert len({*positions}) <= recording._KEPT and positions[0] == 0
+    assert len({*positions}) <= recording._MAX_STATES and positions[0] == 0
     for at in (0, 1, 333, 970, 1000):
         sampler = RandomSampler(range(1000), generator=generator(2))
         assert [*begin(sampler, merged(first.state(at)), at).iterator] == whole[at:]

@@ -23,14 +23,10 @@ from torch.utils.data import (
 
 from rustloader._core import IndexStream
 from rustloader.iterator.indices import Endless
-from rustloader.stateful_dataloader.sampling import (
-    check,
-    draws,
-    restore,
-    run_out,
-    sampling,
-    unstarted,
-)
+from rustloader.stateful_dataloader.compatibility import check
+from rustloader.stateful_dataloader.next_epoch import draw, restore, run_out
+from rustloader.stateful_dataloader.sampler_kinds import kind_of
+from rustloader.stateful_dataloader.sampling import sampling
 from rustloader.stateful_dataloader.schema import Draws, SamplerState
 
 pytestmark = pytest.mark.ours
@@ -427,7 +423,7 @@ def test_a_sampler_before_its_first_epoch():
         kw = dict(num_samples=7, replacement=True) if kind == "weighted" else kw
         sampler, generator = Plan(kind, 7, given=kind in ("random", "subset", "weighted"), **kw).make()
         before = states(generator)
-        state = unstarted(sampler)
+        state = kind_of(sampler).unstarted()
         assert states(generator) == before
         assert state.own["kind"] == kind and state.own["start"] is None
         torch.manual_seed(2)
@@ -567,7 +563,7 @@ def test_the_next_epoch_has_torchs_order(kind, between):
         torch.manual_seed(seed)
         sampler, generator = plan.make()
         ours = [(base_seed(generator), [*begin(sampler).iterator])]
-        made = draws(Loader(generator), sampler, with_base_seed=True)
+        made = draw(Loader(generator), sampler, with_base_seed=True)
         start = made.sampler
         # Only what was drawn is kept; from a generator of its own the sampler draws by itself.
         kept = {"start": start} if start is not None and "generator" not in start else None
@@ -594,7 +590,7 @@ def test_the_next_epoch_has_torchs_order(kind, between):
 def test_draws_of_persistent_workers_have_no_base_seed():
     sampler, _ = Plan("random", 9).make()
     torch.manual_seed(3)
-    made = draws(Loader(), sampler, with_base_seed=False)
+    made = draw(Loader(), sampler, with_base_seed=False)
     torch.manual_seed(3)
     assert made == Draws(None, {"seed": base_seed(None)})
 
@@ -602,7 +598,7 @@ def test_draws_of_persistent_workers_have_no_base_seed():
 def test_draws_of_samplers_that_draw_nothing_known():
     for plan in (Plan("sequential", 9), Plan("distributed", 9, num_replicas=2, rank=0), Plan("other", 9)):
         torch.manual_seed(3)
-        made = draws(Loader(), plan.make()[0], with_base_seed=True)
+        made = draw(Loader(), plan.make()[0], with_base_seed=True)
         after = torch.get_rng_state()
         torch.manual_seed(3)
         assert made == Draws(base_seed(None), None)
@@ -614,7 +610,7 @@ def test_draws_for_a_datapipe_leave_all_to_torch():
 
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    made = draws(Loader(dataset=IterableWrapper(range(3))), Plan("random", 9).make()[0], with_base_seed=True)
+    made = draw(Loader(dataset=IterableWrapper(range(3))), Plan("random", 9).make()[0], with_base_seed=True)
     assert made == Draws(None, None)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -687,24 +683,24 @@ def test_a_state_fits_a_sampler_with_the_same_settings(kind):
     for _ in range(30):
         plan = random_plan(rng, kind)
         check_said(through(said_of(plan)), Holder(plan.make(seed=9)[0]))
-        check_said(unstarted(plan.make()[0]).own, Holder(plan.make()[0]))
+        check_said(kind_of(plan.make()[0]).unstarted().own, Holder(plan.make()[0]))
 
 
 def test_differences_are_named():
     saved = said_of(Plan("random", 100, 4))
     text = refusal(saved, Plan("random", 90, 4).make()[0])
     assert text == (
-        "the state is of a sampler of length 100, and this loader's has 90: load it into a loader over the same "
-        "dataset, or begin without a state"
+        "the state was saved with a sampler of length 100, but this loader has a sampler of length 90: load it into a "
+        "loader over the same dataset, or start without a state"
     )
     text = refusal(saved, Plan("random", 90, 4, num_samples=100).make()[0])
     assert "over 100 indices" in text and "90" in text
     text = refusal(saved, Plan("random", 100, 8).make()[0])
-    assert "batch_size=4, whose batches it counts" in text and "has 8" in text
+    assert "with batch_size=4" in text and "has batch_size=8" in text
     text = refusal(saved, Plan("random", 100, 4, drop_last=True).make()[0])
-    assert "drop_last=False" in text and "has True" in text
+    assert "with drop_last=False" in text and "has drop_last=True" in text
     text = refusal(saved, Plan("random", 100, 4, replacement=True).make()[0])
-    assert "replacement=False" in text and "has True" in text
+    assert "with replacement=False" in text and "has a sampler with replacement=True" in text
     text = refusal(saved, Plan("sequential", 100, 4).make()[0])
     assert "a RandomSampler" in text and "a SequentialSampler" in text
     text = refusal(saved, Plan("other", 100, 4).make()[0])
@@ -718,11 +714,11 @@ def test_differences_are_named():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(num_replicas=3), ["2 ranks", "has 3", "reshard"]),
-        (dict(seed=5), ["seed=0", "has 5"]),
-        (dict(shuffle=False), ["shuffle=True", "has False"]),
-        (dict(size=99), ["over 100 indices", "has 99"]),
-        (dict(size=101), ["over 100 indices", "has 101"]),
+        (dict(num_replicas=3), ["2 ranks", "has 3 ranks", "reshard"]),
+        (dict(seed=5), ["seed=0", "has a DistributedSampler with seed=5"]),
+        (dict(shuffle=False), ["shuffle=True", "has a DistributedSampler with shuffle=False"]),
+        (dict(size=99), ["over 100 indices", "over 99 indices"]),
+        (dict(size=101), ["over 100 indices", "over 101 indices"]),
     ],
 )
 def test_differences_of_distributed_samplers_are_named(change, words):
@@ -737,7 +733,7 @@ def test_a_distributed_sampler_that_drops_the_last_indices():
     sampler = DistributedSampler(Sized(9), 2, 0, drop_last=True)
     saved = begin(BatchSampler(sampler, 2, False)).state(0).own
     text = refusal(saved, BatchSampler(DistributedSampler(Sized(9), 2, 0), 2, False))
-    assert "a DistributedSampler with drop_last=True" in text and "has False" in text
+    assert "with drop_last=True" in text and "has a DistributedSampler with drop_last=False" in text
 
 
 def test_junk_is_refused():

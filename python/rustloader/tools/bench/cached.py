@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rustloader.system.formatting import size
 from rustloader.tools.bench.comparison import too_few
 from rustloader.tools.bench.rates import SideRates, make_sides_comparable
 from rustloader.tools.harness.layout import number, times
 from rustloader.tools.probe.factory import Unusable
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 # The engine's name in results.
 CACHED = "cached"
@@ -106,7 +109,7 @@ class CachedLoader:
         Unusable: the dataset cannot be cached, or there is not enough memory.
     """
 
-    def __init__(self, loader: Any, memory: int) -> None:
+    def __init__(self, loader: DataLoader[Any], memory: int) -> None:
         from rustloader._core import memory_limits
 
         self._loader, self._dataset, self._memory = loader, loader.dataset, memory

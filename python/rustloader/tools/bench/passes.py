@@ -8,11 +8,14 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rustloader.system.cores import busy_seconds, share_of_cores
 from rustloader.tools.harness.machine import cpu_seconds
 from rustloader.tools.probe.side import end_workers
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 # Minimum seconds between two marks. Reading the clocks of all processes takes a few microseconds.
 _MARK_INTERVAL = 0.05
@@ -37,7 +40,7 @@ class Limits(NamedTuple):
 class Watcher(Protocol):
     """Receives progress callbacks of a pass."""
 
-    def on_start(self, iterator: Any) -> None:
+    def on_start(self, iterator: Iterator[Any]) -> None:
         """Called after the start of the workers."""
 
     def on_progress(self) -> None:
@@ -86,7 +89,10 @@ class Pass:
 
 
 def run_pass(
-    loader: Any, limits: Limits, count_bytes: Callable[[Any], int] | None = None, watcher: Watcher | None = None
+    loader: DataLoader[Any],
+    limits: Limits,
+    count_bytes: Callable[[Any], int] | None = None,
+    watcher: Watcher | None = None,
 ) -> Pass:
     """Iterates over a DataLoader up to ``limits``.
 
@@ -100,7 +106,7 @@ def run_pass(
 
 
 @contextlib.contextmanager
-def iterating(loader: Any, watcher: Watcher | None) -> Iterator[Any]:
+def iterating(loader: DataLoader[Any], watcher: Watcher | None) -> Iterator[Any]:
     """Creates and yields an iterator. Ends its workers afterwards, unless they are persistent."""
     iterator = iter(loader)
     try:
@@ -117,8 +123,8 @@ def iterating(loader: Any, watcher: Watcher | None) -> Iterator[Any]:
 
 
 def _pass(
-    loader: Any,
-    iterator: Any,
+    loader: DataLoader[Any],
+    iterator: Iterator[Any],
     limits: Limits,
     count_bytes: Callable[[Any], int] | None,
     watcher: Watcher | None,

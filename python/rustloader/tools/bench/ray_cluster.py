@@ -11,12 +11,15 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rustloader.system.formatting import count_of, duration, size
 from rustloader.tools.harness.layout import number
 from rustloader.tools.probe.cluster import reach
 from rustloader.tools.probe.factory import Unusable, check_target
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 # The engine's name in results.
 RAY = "ray"
@@ -32,7 +35,7 @@ def check_ray() -> None:
         raise Unusable("--ray needs Ray: pip install rustloader[ray]")
 
 
-def give_workers(loader: Any, engine: str) -> None:
+def give_workers(loader: DataLoader[Any], engine: str) -> None:
     """Gives a loader the workers of an engine: on the cluster, or on this machine. Keeps the factory's RayContext."""
     from rustloader.remote.context import is_remote
 

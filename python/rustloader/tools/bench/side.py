@@ -60,7 +60,8 @@ class BenchSide(Side):
 
     def close(self) -> None:
         """Ends the remaining workers."""
-        end_workers(getattr(self.loader, "_iterator", None))  # persistent workers
+        loader = getattr(self, "loader", None)
+        end_workers(getattr(loader, "_iterator", None))  # persistent workers
 
     def about(self) -> dict[str, Any]:
         """Creates the loader. Returns descriptions of the machine and the loader."""

@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rustloader.system.patches import Patch
 from rustloader.tools.bench.passes import Limits, Watcher, iterating
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class TimelineRecorder:
         self._file = os.open(f"{self._folder}/{worker}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._time_fetches()
 
-    def spans(self, loader: Any) -> dict[int, list[tuple[str, float, float]]]:
+    def spans(self, loader: DataLoader[Any]) -> dict[int, list[tuple[str, float, float]]]:
         """Returns the spans of each worker.
 
         rustloader sends a batch right after its fetch. Spans for sending have the mean duration from the loader's
@@ -105,7 +108,7 @@ class TimelineRecorder:
         patch.put_in(staticmethod(create_fetcher))
 
 
-def _seconds_per_send(loader: Any) -> dict[int, float]:
+def _seconds_per_send(loader: DataLoader[Any]) -> dict[int, float]:
     """Returns the mean seconds that each worker takes to send a batch; empty on torch's iterator."""
     import rustloader
 
@@ -114,7 +117,7 @@ def _seconds_per_send(loader: Any) -> dict[int, float]:
     }
 
 
-def watch(loader: Any, limits: Limits, watcher: Watcher | None = None) -> tuple[list[float], list[float]]:
+def watch(loader: DataLoader[Any], limits: Limits, watcher: Watcher | None = None) -> tuple[list[float], list[float]]:
     """Runs a pass over a DataLoader. Returns the times at which ``next`` was called, and at which it returned."""
     called: list[float] = []
     returned: list[float] = []

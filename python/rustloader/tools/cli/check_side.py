@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import pickle
 import random
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rustloader.tools.probe.factory import Unusable
@@ -35,7 +36,7 @@ class CheckSide(Side):
     def __init__(self, target: str, engine: str, number: int, quiet: bool) -> None:
         super().__init__(target, engine, quiet)
         self._number = number
-        self._iterator: Any = None
+        self._iterator: Iterator[Any] = iter(())
         self._batch: Any = None
         self._open: contextlib.ExitStack | None = None
 

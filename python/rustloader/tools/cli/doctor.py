@@ -300,7 +300,8 @@ def _trial() -> Iterator[Finding]:
 
     before = rustloader.engine_batches()
     with warnings() as lines:
-        loader: Any = rustloader.DataLoader(_Squares(), batch_size=8, num_workers=2, timeout=60)  # type: ignore[arg-type]
+        squares: Any = _Squares()
+        loader: rustloader.DataLoader[Any] = rustloader.DataLoader(squares, batch_size=8, num_workers=2, timeout=60)
         is_right = all(int(x) == k * k for k, x in enumerate(x[0, 0] for batch in loader for x in batch))
     batches = rustloader.engine_batches() - before
     if not lines and batches == 8 and is_right:

@@ -9,10 +9,13 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rustloader.settings.options import PREFETCH_FACTOR
 from rustloader.tools.probe.failure import Failure, failure
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader as AnyLoader
 
 # Advice for a factory that returns a wrong object, by an attribute that identifies the object.
 _REMEDIES = {
@@ -86,7 +89,7 @@ def find(target: str) -> Callable[[], Any]:
     return value
 
 
-def make(factory: Callable[[], Any], target: str, workers: int | None = None, remedy: str = "") -> Any:
+def make(factory: Callable[[], Any], target: str, workers: int | None = None, remedy: str = "") -> AnyLoader[Any]:
     """Calls a factory. Raises ``Unusable`` if it fails or returns no loader with workers.
 
     Args:

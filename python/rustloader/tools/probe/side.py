@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rustloader
 from rustloader.remote.context import is_remote
@@ -25,6 +25,9 @@ from rustloader.tools.probe.deaths import describe_death, install
 from rustloader.tools.probe.factory import Unusable, find, make
 from rustloader.tools.probe.failure import failure
 from rustloader.tools.probe.log import warnings as logged_warnings
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader as AnyLoader
 
 _PR_SET_PDEATHSIG = 1
 # Maximum seconds for a process to end after an interrupt. The shutdown of workers takes up to 5.5 s.
@@ -59,9 +62,11 @@ class Side:
     Each method of a subclass is a request. ``quiet`` hides Python's warnings, because another process has shown them.
     """
 
+    # Set by `make`.
+    loader: AnyLoader[Any]
+
     def __init__(self, target: str, engine: str, quiet: bool = False) -> None:
         self.target, self.engine, self.quiet = target, engine, quiet
-        self.loader: Any = None
         # Sends a note (name, value) to the command before the answer. `serve` sets this.
         self.send_note: Callable[[str, Any], None] = _no_command
         # Description of the worker that has died.
@@ -102,7 +107,7 @@ class Side:
         """Returns the number of batches from the Rust engine since ``on_engine``, and the first line of the log."""
         return rustloader.engine_batches() - self._served_before, "".join(self._logged[:1])
 
-    def on_start(self, iterator: Any) -> None:
+    def on_start(self, iterator: Iterator[Any]) -> None:
         """Sends the process ids of the workers to the command, so that it can name one that dies or hangs.
 
         The command cannot check processes on other machines.
@@ -125,7 +130,7 @@ class Side:
         """Ends the remaining workers."""
 
 
-def end_workers(iterator: Any) -> None:
+def end_workers(iterator: Iterator[Any] | None) -> None:
     """Ends the workers of an iterator, which is torch's, or one of a class that wraps it."""
     for end in ("_shutdown_workers", "close"):
         if hasattr(iterator, end):

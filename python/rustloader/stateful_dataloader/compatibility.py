@@ -1,0 +1,143 @@
+"""Checks that a loader's dataset and sampler match those of a state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data.dataloader import _DatasetKind
+
+from rustloader.iterator.starts import shard_start
+from rustloader.stateful_dataloader.sampler_kinds import RANDOM_SAMPLERS, TORCH_SAMPLERS, Kind, kind_of, length_of
+from rustloader.stateful_dataloader.schema import DatasetState, SamplerState
+from rustloader.system.protocols import LoaderLike
+from rustloader.workers.snapshots import is_stateful
+
+_DATASETS = {"map": "a map-style dataset", "iterable": "an iterable dataset"}
+_SAMPLERS = {kind: f"a {cls}" for kind, cls in TORCH_SAMPLERS.items()} | {
+    "none": "an iterable dataset, which has no sampler",
+    "stateful": "a sampler of another class",
+    "other": "a sampler of another class",
+}
+_USE_SAME_DATASET = "load it into a loader over the same dataset, or start without a state"
+_USE_SAME_SETTINGS = "make the loader with the same settings, or start without a state"
+# The description of a value and the way out, by the entry that differs.
+_OF_SAMPLERS = {
+    "length": ("a sampler of length {}", _USE_SAME_DATASET),
+    "data_length": ("a sampler over {} indices", _USE_SAME_DATASET),
+    "batch_size": ("batch_size={}", _USE_SAME_SETTINGS),
+    "drop_last": ("drop_last={}", _USE_SAME_SETTINGS),
+    "replacement": ("a sampler with replacement={}", _USE_SAME_SETTINGS),
+}
+_OF_SHARDS = {
+    "dataset_length": ("a DistributedSampler over {} indices", _USE_SAME_DATASET),
+    "num_replicas": (
+        "{} ranks",
+        "load it with the same number of ranks, or make states for another number with "
+        "rustloader.stateful_dataloader.reshard",
+    ),
+    "seed": ("a DistributedSampler with seed={}", _USE_SAME_SETTINGS),
+    "shuffle": ("a DistributedSampler with shuffle={}", _USE_SAME_SETTINGS),
+    "drop_last": ("a DistributedSampler with drop_last={}", _USE_SAME_SETTINGS),
+}
+
+
+def dataset_of(loader: LoaderLike) -> DatasetState:
+    """Describes the dataset of a loader for a state."""
+    dataset = loader.dataset
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        # The length of an iterable dataset is an estimate, and may take long.
+        return DatasetState("iterable", None, is_stateful(dataset))
+    return DatasetState("map", length_of(dataset), is_stateful(dataset))
+
+
+def check(saved: DatasetState | SamplerState, loader: LoaderLike) -> None:
+    """Checks that a loader's dataset or sampler matches that of a state.
+
+    Args:
+        saved: The description of the dataset or of the sampler in a state.
+        loader: The loader that loads the state.
+
+    Raises:
+        ValueError: The dataset or the sampler differs, or something is wrong with the description.
+    """
+    if isinstance(saved, DatasetState):
+        _check_dataset(saved, dataset_of(loader))
+    else:
+        _check_sampler(saved, kind_of(loader._index_sampler))
+
+
+def _check_dataset(saved: DatasetState, present: DatasetState) -> None:
+    if saved.kind != present.kind:
+        raise _difference(_DATASETS.get(saved.kind, "another dataset"), _DATASETS[present.kind], _USE_SAME_DATASET)
+    _compare(saved.length, present.length, "a dataset of length {}", _USE_SAME_DATASET)
+
+
+def _check_sampler(saved: SamplerState, kind: Kind) -> None:
+    present = kind.unstarted()
+    _check_kind(saved.kind, kind.name)
+    if saved.start is not None:
+        _check_start(saved.start, kind)
+    size = present.batch_size
+    if saved.says_batch_size and (saved.batch_size is None) != (size is None):
+        raise _difference(f"batch_size={saved.batch_size}", f"batch_size={size}", _USE_SAME_SETTINGS)
+    for name, (text, way_out) in _OF_SAMPLERS.items():
+        _compare(getattr(saved, name), getattr(present, name), text, way_out)
+
+
+def _check_kind(saved: Any, present: str) -> None:
+    description = _SAMPLERS.get(saved) if isinstance(saved, str) else None
+    if description is None:
+        raise ValueError(f"the state's kind of sampler must be one of {', '.join(_SAMPLERS)}, got {saved!r}")
+    # Without iteration these two kinds cannot be told apart: the sampler's iterator may have a state.
+    if saved != present and not {saved, present} <= {"stateful", "other"}:
+        way_out = "load it into a loader with the same sampler, or start without a state"
+        raise _difference(description, _SAMPLERS[present], way_out)
+
+
+def _compare(saved: Any, present: Any, text: str, way_out: str) -> None:
+    if saved is not None and present is not None and saved != present:
+        raise _difference(text.format(saved), text.format(present), way_out)
+
+
+def _difference(saved: str, present: str, way_out: str) -> ValueError:
+    return ValueError(f"the state was saved with {saved}, but this loader has {present}: {way_out}")
+
+
+def _check_start(start: Any, kind: Kind) -> None:
+    if not isinstance(start, Mapping):
+        raise ValueError(f"the sampler's start in the state must be a dict or None, got {start!r}")
+    if kind.name == "distributed":
+        check_shard_start(start)
+        present = shard_start(kind.inner) or {}
+        for name, (text, way_out) in _OF_SHARDS.items():
+            _compare(start[name], present.get(name), text, way_out)
+    elif kind.name in RANDOM_SAMPLERS:
+        _check_random_start(start)
+
+
+def check_shard_start(start: Mapping[str, Any]) -> None:
+    """Raises ValueError if something is missing or wrong in the start of a DistributedSampler."""
+    for name in ("epoch", "seed", "rank", "num_replicas", "dataset_length", "consumed", "first"):
+        value = start.get(name)
+        if type(value) is not int or (value < 0 and name not in ("epoch", "seed")):
+            raise ValueError(f"the sampler's {name!r} in the state must be a non-negative int, got {value!r}")
+    for name in ("shuffle", "drop_last"):
+        if type(start.get(name)) is not bool:
+            raise ValueError(f"the sampler's {name!r} in the state must be a bool, got {start.get(name)!r}")
+
+
+def _check_random_start(start: Mapping[str, Any]) -> None:
+    """Raises ValueError if the start of a sampler that draws its order has neither a seed nor a generator's state."""
+    seed = start.get("seed")
+    if type(seed) is int and 0 <= seed < 2**63:
+        return
+    for name in ("generator", "global_generator"):
+        state = start.get(name)
+        if isinstance(state, torch.Tensor) and state.dtype == torch.uint8:
+            return
+    raise ValueError(
+        f"the sampler's start in the state must have a seed or a generator's state, got {dict(start)!r}: load "
+        "what state_dict() of a StatefulDataLoader returned"
+    )

@@ -1,0 +1,196 @@
+"""The random draws of the next epoch, which a state includes before that epoch begins."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe
+
+from rustloader.stateful_dataloader.recording import Recorder, may_be_stateful
+from rustloader.stateful_dataloader.sampler import RandomSampler
+from rustloader.stateful_dataloader.sampler_kinds import RANDOM_SAMPLERS, kind_of, length_of
+from rustloader.stateful_dataloader.schema import Draws, SamplerState
+from rustloader.stateful_dataloader.sources import start_of
+from rustloader.system.protocols import LoaderLike
+
+# A generator; None: torch's global one.
+_Generator = torch.Generator | None
+
+
+def draw(loader: LoaderLike, index_sampler: Any, with_base_seed: bool) -> Draws:
+    """Makes the draws of the next ``iter()`` and its first ``next``, in torch's order.
+
+    Args:
+        loader: The loader, whose generator the base seed comes from.
+        index_sampler: The source of its index batches.
+        with_base_seed: Whether ``iter()`` draws a base seed. Persistent workers keep theirs.
+    """
+    draws = _draw(loader, index_sampler, with_base_seed, lambda generator: generator)
+    if draws.sampler is not None and "global_generator" in draws.sampler:
+        # With the first index, torch draws the whole order from its global generator.
+        next(iter(kind_of(index_sampler).inner), None)
+    return draws
+
+
+def predict(loader: LoaderLike, index_sampler: Any) -> Draws:
+    """Returns the draws of the first ``iter()`` and its first ``next``, from copies of the generators."""
+    copies: dict[int, torch.Generator] = {}
+
+    def copy_of(generator: _Generator) -> torch.Generator:
+        own = _or_global(generator)
+        if id(own) not in copies:
+            copies[id(own)] = torch.Generator(own.device)
+            copies[id(own)].set_state(own.get_state())
+        return copies[id(own)]
+
+    return _draw(loader, index_sampler, True, copy_of)
+
+
+def _draw(
+    loader: LoaderLike, index_sampler: Any, with_base_seed: bool, use: Callable[[_Generator], _Generator]
+) -> Draws:
+    """Makes the draws, without the order of a sampler that has no generator. ``use`` returns the generator to draw from
+    in place of a loader's or sampler's."""
+    if isinstance(loader.dataset, IterDataPipe):
+        # Its processes agree on a seed before the base seed is drawn.
+        return Draws(None, None)
+    base_seed = _random_seed(use(loader.generator)) if with_base_seed else None
+    kind = kind_of(index_sampler)
+    start: dict[str, Any] | None = None
+    if kind.name in RANDOM_SAMPLERS:
+        own = kind.inner.generator
+        generator = use(own)
+        if own is None and kind.name == "random":
+            start = {"seed": _random_seed(generator)}
+        else:
+            start = {"global_generator" if own is None else "generator": _or_global(generator).get_state()}
+    return Draws(base_seed, start)
+
+
+def _random_seed(generator: _Generator) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+class EarlyDraws:
+    """The draws of the next epoch, made or predicted for a state, until the epoch begins.
+
+    The epoch makes predicted draws when torch does, and replaces the results by these. So the program's other draws are
+    those of a run without the state.
+
+    Args:
+        loader: As for ``draw``.
+        index_sampler: As for ``draw``.
+        are_made: True for ``draw``, False for ``predict``.
+        with_base_seed: As for ``draw``.
+
+    Attributes:
+        draws: The result of ``draw`` or ``predict``.
+        are_made: Whether the generators have made them.
+    """
+
+    def __init__(self, loader: LoaderLike, index_sampler: Any, are_made: bool, with_base_seed: bool = True) -> None:
+        self.are_made = are_made
+        watched = [None] if loader.generator is None else [None, loader.generator]
+        # The generators that have drawn, with their states before.
+        self._drawn_from: list[tuple[_Generator, torch.Tensor]] = []
+        if are_made:
+            before = [(generator, _or_global(generator).get_state()) for generator in watched]
+            self.draws = draw(loader, index_sampler, with_base_seed)
+            self._drawn_from = [(generator, state) for generator, state in before if not _is_at(generator, state)]
+            watched = [generator for generator, _ in self._drawn_from]
+        else:
+            self.draws = predict(loader, index_sampler)
+        self._watches = [SeedWatch(generator) for generator in watched]
+
+    def was_seeded_since(self) -> bool:
+        """Returns True if the program has since seeded a generator or restored its state: then its own draws count, as
+        in a run without a state. Seeding with the same number and drawing before the next epoch is not noticed."""
+        restored = any(_is_at(generator, state) for generator, state in self._drawn_from)
+        return restored or any(watch.was_seeded() for watch in self._watches)
+
+
+class SeedWatch:
+    """Notices when the program seeds a generator (None: torch's global one).
+
+    A seed with the same number as before goes unnoticed if the program draws after it, or had not drawn before it.
+    """
+
+    def __init__(self, generator: _Generator) -> None:
+        # Not the global generator itself: a copy of the loader would have a copy of it.
+        self._generator = generator
+        now = _or_global(generator)
+        self._seed, self._was_fresh = now.initial_seed(), _is_fresh(now)
+
+    def was_seeded(self) -> bool:
+        """Returns True if the generator was seeded."""
+        generator = _or_global(self._generator)
+        return generator.initial_seed() != self._seed or (_is_fresh(generator) and not self._was_fresh)
+
+
+def _or_global(generator: _Generator) -> torch.Generator:
+    return torch.default_generator if generator is None else generator
+
+
+def _is_at(generator: _Generator, state: torch.Tensor) -> bool:
+    return torch.equal(_or_global(generator).get_state(), state)
+
+
+def _is_fresh(generator: torch.Generator) -> bool:
+    """Returns True if a generator has not drawn since it was seeded."""
+    seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    return torch.equal(generator.get_state(), seeded.get_state())
+
+
+def restore(index_sampler: Any, start: Mapping[str, Any] | None) -> bool:
+    """Sets a sampler's own generator to the state of a start, so that the next epoch draws from there.
+
+    A program that then seeds the generator for its epoch overrides that, as in a run without a state.
+
+    Returns:
+        False if there is no generator, or no state of it in the start.
+    """
+    generator = getattr(kind_of(index_sampler).inner, "generator", None)
+    if start is None or "generator" not in start or generator is None:
+        return False
+    generator.set_state(start["generator"])
+    return True
+
+
+def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, has_ended: bool = False) -> None:
+    """Brings the generator or the state of a sampler to the end of a saved epoch.
+
+    For the state of a finished epoch that does not say where the next epoch starts.
+
+    Args:
+        index_sampler: The source of the loader's index batches.
+        saved: As for ``sampling``.
+        position: Number of index batches that were delivered.
+        has_ended: Whether a sampler's own saved state is already the one after its epoch.
+    """
+    kind = kind_of(index_sampler)
+    if saved is None:
+        return
+    if kind.is_known:
+        if restore(index_sampler, start_of(kind, saved)):
+            inner = kind.inner
+            if saved.kind is None:
+                # A state of torchdata, whose sampler draws differently from the same generator.
+                inner = RandomSampler(inner.data_source, inner.replacement, inner.num_samples, inner.generator)
+            _exhaust(inner)
+        return
+    torch_iterator = iter(index_sampler)
+    if may_be_stateful(kind, torch_iterator):
+        recorder = Recorder(kind, torch_iterator, saved, position, every=0)
+        if has_ended:
+            recorder.begin()
+            return
+        # With a limit: a program can call the epoch of an endless sampler finished.
+        _exhaust(itertools.islice(recorder, max(recorder.to_skip, length_of(index_sampler) or 0) + 1))
+
+
+def _exhaust(iterable: Iterable[Any]) -> None:
+    collections.deque(iterable, maxlen=0)
