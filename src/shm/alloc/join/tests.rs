@@ -131,7 +131,7 @@ fn idle_blocks_with_a_held_one_between_them_are_not_joined() {
 fn a_full_region_says_what_is_in_use_and_what_is_idle() {
     let error = Error::RegionFull { wanted: 9, size: 20, idle: 12, longest: 8 };
     assert!(error.to_string().starts_with(
-        "cannot get 9 bytes of shared memory for a batch: each worker's region of the shared memory has 20 bytes, in this one \
+        "cannot get 9 bytes of shared memory for a batch: each worker's region of the shared memory has 20 bytes; in this one, \
          8 bytes are in use and 12 bytes are idle, at most 8 of them in one piece; use a smaller batch_size"
     ));
 }
