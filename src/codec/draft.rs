@@ -82,7 +82,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
     /// Records an object. Returns false if it is repeated: its place then has a gap. Returns an error if it is inside
     /// itself.
     #[inline]
-    pub fn is_new(&mut self, value: &O) -> Plain<bool> {
+    pub fn record(&mut self, value: &O) -> Plain<bool> {
         let (address, at) = (value.address(), self.out.len());
         let Some(first) = self.seen.object(address, at) else { return Ok(true) };
         if self.open.contains(&address) {
@@ -93,14 +93,14 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(false)
     }
 
-    /// Records a container at a depth. Returns false as [`Self::is_new`] does, and an error if it is too deep.
+    /// Records a container at a depth. Returns false as [`Self::record`] does, and an error if it is too deep.
     /// [`Self::leave`] ends it.
     #[inline]
     pub fn enter(&mut self, value: &O, depth: usize) -> Plain<bool> {
         if depth >= MAX_DEPTH {
             return Err(NotPlain);
         }
-        let new = self.is_new(value)?;
+        let new = self.record(value)?;
         if new {
             self.open.push(value.address());
         }
@@ -115,7 +115,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
 
     /// Writes a bytes object as a leaf.
     pub fn bytes_outside(&mut self, value: &O, bytes: &[u8]) -> Plain {
-        if self.is_new(value)? {
+        if self.record(value)? {
             let place = self.out.bytes_outside(bytes.len());
             self.copies.push(PendingCopy::of_bytes(value.clone(), place, bytes.as_ptr(), bytes.len(), 1));
         }
@@ -143,7 +143,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         };
         if plan.span == 0 {
             // Without memory, only the object itself shows that it is repeated.
-            if !self.is_new(value)? {
+            if !self.record(value)? {
                 return Ok(());
             }
             if let Some(offset) = storage_offset()? {

@@ -150,7 +150,7 @@ impl<'py> Encoder<'_, 'py> {
         } else if kind == &raw mut ffi::PyUnicode_Type {
             let text = value.cast_exact::<PyString>().map_err(|_| NotPlain)?;
             let text = text.to_str().map_err(|_| NotPlain)?;
-            if text.len() < ONCE_FROM || self.draft.is_new(value)? {
+            if text.len() < ONCE_FROM || self.draft.record(value)? {
                 self.draft.out.str(text);
             }
         } else if kind == &raw mut ffi::PyFloat_Type {
@@ -185,7 +185,7 @@ impl<'py> Encoder<'_, 'py> {
     fn bytes(&mut self, value: &Bound<'py, PyAny>) -> Plain {
         let bytes = value.cast_exact::<PyBytes>().map_err(|_| NotPlain)?.as_bytes();
         if self.bridge.is_none() || bytes.len() < INLINE_LIMIT {
-            if bytes.len() < ONCE_FROM || self.draft.is_new(value)? {
+            if bytes.len() < ONCE_FROM || self.draft.record(value)? {
                 self.draft.out.bytes(bytes);
             }
         } else {

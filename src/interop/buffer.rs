@@ -15,11 +15,11 @@ use super::view::Form;
 /// lease lives as long as the object: NumPy keeps the object, but holds no export of it.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct LeaseBuffer {
-    shared: SharedMemory,
+    shared: SharedLease,
 }
 
 /// A lease that the buffer and its storages share.
-struct SharedMemory {
+struct SharedLease {
     /// Keeps the memory alive. The lock only makes the lease `Sync`.
     _lease: Arc<Mutex<dyn Memory>>,
     memory: *mut u8,
@@ -27,11 +27,11 @@ struct SharedMemory {
 }
 
 // SAFETY: `memory` belongs to the lease, which is `Send` and protected by a lock.
-unsafe impl Send for SharedMemory {}
+unsafe impl Send for SharedLease {}
 // SAFETY: as above; the shared pointer never changes.
-unsafe impl Sync for SharedMemory {}
+unsafe impl Sync for SharedLease {}
 
-impl Memory for SharedMemory {
+impl Memory for SharedLease {
     fn ptr(&self) -> *mut u8 {
         self.memory
     }
@@ -44,15 +44,15 @@ impl Memory for SharedMemory {
 impl LeaseBuffer {
     pub fn new<M: Memory>(lease: M) -> Self {
         let (memory, len) = (lease.ptr(), lease.len());
-        Self { shared: SharedMemory { _lease: Arc::new(Mutex::new(lease)), memory, len } }
+        Self { shared: SharedLease { _lease: Arc::new(Mutex::new(lease)), memory, len } }
     }
 }
 
 #[pymethods]
 impl LeaseBuffer {
     pub fn storage(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        let SharedMemory { _lease: lease, memory, len } = &self.shared;
-        let lease = SharedMemory { _lease: lease.clone(), memory: *memory, len: *len };
+        let SharedLease { _lease: lease, memory, len } = &self.shared;
+        let lease = SharedLease { _lease: lease.clone(), memory: *memory, len: *len };
         let tensor = Bridge::get(py)?.tensor(py, lease, 0, Form::bytes(&[*len as i64]))?;
         Ok(tensor.bind(py).call_method0("untyped_storage")?.unbind())
     }
@@ -67,7 +67,7 @@ impl LeaseBuffer {
         if view.is_null() {
             return Err(PyBufferError::new_err("no buffer structure was given"));
         }
-        let SharedMemory { memory, len, .. } = slf.get().shared;
+        let SharedLease { memory, len, .. } = slf.get().shared;
         // SAFETY: the structure is Python's; the memory stays while `slf`, which the export holds, lives.
         match unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.cast(), len as isize, 0, flags) } {
             0 => Ok(()),

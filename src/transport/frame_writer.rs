@@ -70,13 +70,13 @@ impl FrameWriter {
     }
 
     /// Notes that the worker enters its loop.
-    pub(super) fn ready(&mut self) {
+    pub(super) fn on_ready(&mut self) {
         self.ready = true;
-        self.show();
+        self.publish_status();
     }
 
     /// Takes entries from the rings. When the loader ends, asks the worker to stop instead.
-    pub(super) fn take_up(&mut self) -> Result<()> {
+    pub(super) fn queue_tasks(&mut self) -> Result<()> {
         if self.arena.header().stop.0.load(Ordering::Relaxed) != 0 {
             if !std::mem::replace(&mut self.stop_sent, true) {
                 self.put(Kind::Stop);
@@ -119,7 +119,7 @@ impl FrameWriter {
         if entry.kind != TaskKind::Leave {
             self.unanswered.push_back((entry.task, entry.kind));
             if self.unanswered.len() == 1 {
-                self.show();
+                self.publish_status();
             }
         }
         Ok(())
@@ -139,7 +139,7 @@ impl FrameWriter {
     }
 
     /// Stores the worker's current task in the status page, as far as this end knows it.
-    fn show(&self) {
+    fn publish_status(&self) {
         let (state, task) = match self.unanswered.front() {
             _ if !self.ready => return,
             Some((_, kind)) if kind.begins_epoch() => (WorkerState::Starting, None),
@@ -156,7 +156,7 @@ impl FrameWriter {
 
     /// Notes that the worker begins a sample. `words` are its task, and its place in the index batch plus 1. The frame
     /// may come before the answers to earlier tasks.
-    pub(super) fn at_sample(&self, mut words: impl Iterator<Item = u64>) {
+    pub(super) fn on_sample(&self, mut words: impl Iterator<Item = u64>) {
         let (Some(task), Some(place)) = (words.next(), words.next()) else { return };
         let is_due = |(due, kind): &(u64, TaskKind)| *due == task && *kind != TaskKind::Resume;
         if !self.ready || self.exhausted || !self.unanswered.iter().any(is_due) {
@@ -170,7 +170,7 @@ impl FrameWriter {
     }
 
     /// Notes an answer. Returns [`Error::Connection`] unless it is for the oldest task.
-    pub(super) fn answered(&mut self, entry: &ResultEntry) -> Result<()> {
+    pub(super) fn on_answer(&mut self, entry: &ResultEntry) -> Result<()> {
         let is_resume = entry.kind == ResultKind::Resumed;
         if is_resume && std::mem::take(&mut self.exhausted) {
             // Tasks that were sent after the end of the dataset get no answers.
@@ -185,12 +185,12 @@ impl FrameWriter {
         });
         if !fits {
             return Err(Error::connection(format!(
-                "a worker answers task {} by {:?}, but {oldest:?} is due",
+                "a worker answered task {} with {:?}, but {oldest:?} was due",
                 entry.task, entry.kind
             )));
         }
         self.exhausted |= entry.kind == ResultKind::Exhausted;
-        self.show();
+        self.publish_status();
         Ok(())
     }
 }

@@ -181,7 +181,7 @@ impl Link {
         if self.has_ended() {
             return None;
         }
-        let sent = writer.take_up().and_then(|()| writer.flush(&self.socket));
+        let sent = writer.queue_tasks().and_then(|()| writer.flush(&self.socket));
         self.blocked.store(matches!(sent, Ok(false)), Ordering::Relaxed);
         drop(writer);
         sent.inspect_err(|error| self.cut(&error.to_string())).ok()
@@ -366,7 +366,7 @@ impl Link {
         match head.kind {
             _ if intake.has_left => return Err(Error::connection("a frame after the worker's last one")),
             Kind::Ready => {
-                lock(&self.writer).ready();
+                lock(&self.writer).on_ready();
                 // From now on the worker takes tasks of a shared queue.
                 self.pump();
             }
@@ -374,7 +374,7 @@ impl Link {
             Kind::Sample => {
                 let mut body = [0; SAMPLE];
                 intake.reader.fill(&self.socket, &mut body, &mut || self.sleep(false))?;
-                lock(&self.writer).at_sample(frame::words(&body));
+                lock(&self.writer).on_sample(frame::words(&body));
             }
             // The time of the batch counts from now.
             Kind::Replay => {
@@ -436,7 +436,7 @@ impl Link {
         counters::store(self.page(), &counted);
         let full = || Error::connection("more results than may be outstanding");
         if !entry.kind.is_snapshot() {
-            lock(&self.writer).answered(&entry)?;
+            lock(&self.writer).on_answer(&entry)?;
         }
         results.push(&entry.to_words()).map_err(|_| full())?;
         held.blocks.clear();

@@ -96,7 +96,7 @@ def step(settings: Settings) -> str:
     """Describes the training step of part 1."""
     if not settings.step:
         return "no training step"
-    return f"a training step of {settings.step * 1e3:g} ms (the loop sleeps, as one that waits for a GPU)"
+    return f"a training step of {settings.step * 1e3:g} ms (the loop sleeps, as it would while waiting for a GPU)"
 
 
 def _gain(result: Result) -> str:

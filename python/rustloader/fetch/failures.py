@@ -155,15 +155,15 @@ class EmptyBatch:
         raise EmptyBatchError(self.failures)
 
 
-class Reported:
+class BatchWithFailures:
     """A batch with the failures of its samples."""
 
     def __init__(self, batch: Any, failures: list[Failure]) -> None:
         self.batch, self.failures = batch, failures
 
-    def pin_memory(self, device: Any = None) -> "Reported":
+    def pin_memory(self, device: Any = None) -> "BatchWithFailures":
         """Pins the batch. torch's ``pin_memory`` calls this."""
         # Imported here: statistics need this module, but not torch.
         from torch.utils.data import _utils
 
-        return Reported(_utils.pin_memory.pin_memory(self.batch, device), self.failures)
+        return BatchWithFailures(_utils.pin_memory.pin_memory(self.batch, device), self.failures)

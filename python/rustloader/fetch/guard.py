@@ -15,7 +15,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from rustloader._core import seed_words
 from rustloader.errors import WorkerDiedError
 from rustloader.fetch import torch_fetcher
-from rustloader.fetch.failures import EmptyBatchError, Failure, Reported, failure_of
+from rustloader.fetch.failures import EmptyBatchError, Failure, BatchWithFailures, failure_of
 from rustloader.fetch.tables import TableFetcher
 
 # Maximum number of replacements that are tried for a sample before its error is raised.
@@ -129,7 +129,7 @@ class Guard:
 
     def with_failures(self, batch: Any) -> Any:
         """Returns the batch, wrapped with the failures of its samples if there are any."""
-        return Reported(batch, self.failures()) if self._by_place else batch
+        return BatchWithFailures(batch, self.failures()) if self._by_place else batch
 
     def why_empty(self, error: Exception, kind: int) -> list[Failure] | None:
         """Returns the failures that made the fetcher raise ``error``, or None if the error has another cause.

@@ -15,7 +15,7 @@ from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, 
 from rustloader.auto import tuner
 from rustloader.auto.tuner import Tuner
 from rustloader.device import pinning
-from rustloader.fetch.failures import EmptyBatch, EmptyBatchError, Failure, Reported, add_note
+from rustloader.fetch.failures import EmptyBatch, EmptyBatchError, Failure, BatchWithFailures, add_note
 from rustloader.iterator import early_epochs, failures, fallback, fetching
 from rustloader.iterator.epochs import Epochs
 from rustloader.iterator.failures import FailureCount
@@ -371,7 +371,7 @@ class Session:
                 continue
             # Set before any call, in which a signal handler could run and lose the batch.
             self.rescued = [BATCH, data]
-            if isinstance(data, Reported):
+            if isinstance(data, BatchWithFailures):
                 self._count_failures(it, count, data.failures)
                 data = data.batch
             self.rescued = None

@@ -24,12 +24,12 @@ _UNPICKLABLE = (
 )
 _UNLOADABLE = (
     "Workers that start by spawn or forkserver import the classes and functions of their arguments. They cannot import "
-    "definitions from the body of `if __name__ == '__main__':` or from a prompt after a script: move these into a "
+    "definitions from the body of `if __name__ == '__main__':`, or from the prompt of `python -i`: move these into a "
     "module, or use multiprocessing_context='fork'."
 )
 _UNKNOWN = (
     "The worker ended before it could load its arguments; its own error is on stderr. Workers that start by spawn or "
-    "forkserver import the main script again: a script that starts such workers must put the code that it runs under "
+    "forkserver import the main script again: a script that starts such workers must guard its top-level code with "
     "`if __name__ == '__main__':`."
 )
 _current = threading.local()

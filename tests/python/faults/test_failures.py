@@ -6,7 +6,7 @@ import pytest
 from failing_samples import BAD, SIZE, Broken, index_batches, left, minus, numbers
 from support import SOON, DataLoader, LoaderIter, gone, rustloader, wait_until, worker_pids
 
-from rustloader.fetch.failures import Failure, Reported, failure_of
+from rustloader.fetch.failures import Failure, BatchWithFailures, failure_of
 from rustloader.metrics.faults import KEPT_DEATHS, KEPT_FAILURES, Faults
 from rustloader.metrics.fields import FaultStats
 
@@ -17,7 +17,7 @@ def test_what_programs_take_from_the_iterator_is_a_batch():
     class Mine(LoaderIter):
         def __next__(self):
             data = self._next_data()
-            assert not isinstance(data, Reported)
+            assert not isinstance(data, BatchWithFailures)
             return data
 
     loader = DataLoader(Broken(), batch_size=4, num_workers=1, on_error="skip")
