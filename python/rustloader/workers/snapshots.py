@@ -23,7 +23,8 @@ from rustloader.settings.limits import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHO
 from rustloader.system.protocols import HasState
 from rustloader.workers import by_value, serialize
 
-# The prefix of `where` in errors of states. It distinguishes them from errors of a worker's start.
+# The prefix of `where` in an error from saving the dataset's state. It distinguishes such an error from one in the
+# worker's start.
 OF_STATE = "in the state of the dataset"
 
 
@@ -48,8 +49,8 @@ class WorkerStart:
     Attributes:
         dataset_state: Argument of the dataset's ``load_state_dict``, or None.
         iterator_state: Argument of its iterator's ``load_state_dict``, or None.
-        ended: Whether the iterable dataset had ended. Nothing more is fetched from it then.
-        replay: Batches to fetch and drop: their number for an iterable dataset, else a list of index batches.
+        ended: Whether the iterable dataset had ended. If so, nothing more is fetched from it.
+        replay: Batches to fetch and drop: their number for an iterable dataset, otherwise a list of index batches.
         batches: Number of batches that ``Seeds`` had counted at the snapshot.
         samples: Number of samples that ``Seeds`` had counted at the snapshot.
         delivered: Number of the worker's answers before the position.
@@ -169,8 +170,8 @@ class Snapshots:
 
     @contextlib.contextmanager
     def charged(self) -> Iterator[None]:
-        """Counts the CPU time of the body as a snapshot's, and postpones the next snapshot until it may cost as
-        much."""
+        """Counts the CPU time of the body as the cost of a snapshot, and postpones the next snapshot until the
+        allowance covers the same cost again."""
         before = thread_time()
         try:
             yield
@@ -201,8 +202,7 @@ class Snapshots:
         return not self._compared or self._ordinal - self._compared_at >= FROZEN_AFTER * self._turns
 
     def _compare(self, states: bytes) -> None:
-        """Records whether the state stays the same while batches are made. Such a state does not contain the
-        position."""
+        """Records whether the state stays the same while batches are made. If so, it does not contain the position."""
         if self._is_compared_now():
             self._is_frozen = self._compared == states
             self._compared, self._compared_at = states, self._ordinal
@@ -241,7 +241,8 @@ class Publisher:
         self._failed = False
 
     def begin_epoch(self, first_task: int) -> None:
-        """Begins another epoch, whose batches are the tasks from ``first_task`` on. A call of ``first`` must follow."""
+        """Begins another epoch, whose batches are the tasks from ``first_task`` on. The caller must then call
+        ``first``."""
         self._offset, self._answers, self._failed = -first_task, 0, False
 
     def first(self, error: ExceptionWrapper | None, fetcher: Any, dataset: Any) -> None:
@@ -261,9 +262,9 @@ class Publisher:
                 self._send(self._snapshots.make, self._answers, fetcher, dataset)
 
     def at_end(self, fetcher: Any, dataset: Any) -> None:
-        """Sends the snapshot of an iterable dataset that has ended, regardless of its cost. It is sent for one answer
-        more, so that the state at a position before the end does not depend on whether the worker has reached the
-        end."""
+        """Sends the snapshot of an iterable dataset that has ended, regardless of its cost. It is sent under the number
+        of the next answer, so that the state at a position before the end does not depend on whether the worker has
+        reached the end."""
         # torch's fetcher sets this only when it collates samples into batches.
         fetcher.ended = True
         if not self._failed:
