@@ -92,7 +92,7 @@ class DeviceIterator:
 
     note_copy: Callable[[int], None] | None = None
 
-    # Class attributes are defaults for `__del__` after a failed construction.
+    # Default for `__del__` after a failed construction.
     _position: Position | None = None
     # A batch that did not reach the caller because a signal handler raised an error.
     _rescued: list[Any] | None = None
