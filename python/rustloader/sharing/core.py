@@ -52,8 +52,8 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
     Args:
         x: A list or another iterable, a tuple, a dict, an array, a tensor, a dataset, or a function without arguments
             that returns any of these except a dataset. With a key, only the first rank calls the function.
-        threshold: Size in bytes from which an attribute of a dataset is shared. Sizes are estimated for
-            Python objects. Default: 1 MiB.
+        threshold: Size in bytes from which an attribute of a dataset is shared. Sizes are estimates for Python objects.
+            Default: 1 MiB.
         key: A name under which the ranks of this machine share this object, such as "train-index".
         timeout: Seconds that a rank waits for the rank that builds the object, and for which the building rank keeps
             the object available to ranks that make the call later. Default: half an hour. ``math.inf``: no limit.
