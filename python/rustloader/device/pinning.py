@@ -32,7 +32,7 @@ def allocate(nbytes: int) -> torch.Tensor:
 
     The memory comes from torch's caching host allocator, which tracks the streams that still read it.
     """
-    # The device is explicit because the default device may be another one.
+    # The device is explicit because the program may have set another default device.
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 

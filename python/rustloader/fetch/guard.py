@@ -418,7 +418,7 @@ class _GuardedTable(TableFetcher):
         except Exception as error:
             if self.guard.is_foreign(error):
                 raise
-        # Fetches one sample at a time, and reads the rows that the gather has already read once more.
+        # Fetches the entire batch again, one sample at a time.
         table = GuardedDataset(torch_fetcher.by_sample(self.dataset), self.guard)
         return _MapDatasetFetcher(table, self.auto_collation, self.collate_fn, self.drop_last).fetch(
             possibly_batched_index

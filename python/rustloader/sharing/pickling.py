@@ -75,7 +75,7 @@ def _store_with(image: memoryview) -> SharedStore:
 
 
 def reduce_to_store(shared: Any) -> tuple[Any, ...]:
-    """Reduces a shared object to its store, for another process of this machine."""
+    """Reduces a shared object to its store, for another process on this machine."""
     return type(shared), (shared.store,)
 
 

@@ -121,8 +121,8 @@ def meet(key: str, build: Callable[[], _S], timeout: float, open_store: Callable
     Args:
         key: The key. Keys of different functions (``call``) do not conflict.
         build: Builds the store.
-        timeout: Seconds that a rank waits for the rank that builds the store, and for which the latter serves later
-            ranks.
+        timeout: Seconds that a rank waits for the rank that builds the store, and for which the builder serves ranks
+            that connect later.
         open_store: Opens the store through a descriptor that was received.
         call: Name of the function that the program called.
 

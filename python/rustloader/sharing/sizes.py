@@ -42,8 +42,8 @@ def sampled(container: Any, limit: int = _ITEMS_BY_LEVEL[0]) -> list[Any]:
 
 
 def size_of(value: Any, level: int = 0) -> int:
-    """Estimates the bytes of a value, without shared memory: those that another process gets only as a copy. In a large
-    container, only a few items are measured.
+    """Estimates how many bytes of a value are not in shared memory, so that another process gets a copy of them. In a
+    large container, only a few items are measured.
     """
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return 0 if is_shared(value) else int(value.nbytes)

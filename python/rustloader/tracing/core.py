@@ -138,8 +138,8 @@ def trace(
     """Records the work of this process's loaders during the body of a ``with`` statement, in a file for Perfetto.
 
     The file has the JSON format of Chrome's trace viewer: open it at https://ui.perfetto.dev. It has a row for the loop
-    of each loader and one for each of its workers, including those already running. Its clock is that of
-    ``torch.profiler``. The file is written at the end of the body, even after an exception.
+    over each loader and a row for each of the loader's workers, including workers already running. It uses the same
+    clock as ``torch.profiler``. The file is written at the end of the body, even after an exception.
 
     Args:
         path: The file. With the suffix ``.gz`` it is compressed to about a tenth of the size; Perfetto also opens

@@ -1,8 +1,8 @@
 """Converts the records of a trace to events of Chrome's trace format.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format. Each event is one
-line. A slice comes before the slices within it. Starts and ends are rounded down to microseconds, so that slices that
-touch or contain each other still do so after rounding.
+line. A slice precedes the slices within it. Starts and ends are rounded down to microseconds, so that slices that touch
+or contain each other still do so after rounding.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def _receive(duplicate: Any, common: Any, gate_fds: list[int], worker_id: int, r
     with os.fdopen(duplicate.detach(), "rb") as file:
         file.seek(0)
         connection = pickle.load(file)
-        # All imports are done: lets the next worker start its own, which must not wait while this one unpickles the
+        # All imports are done, so the next worker may begin to import. It must not wait while this worker unpickles the
         # dataset.
         for fd in gate_fds:
             os.close(fd)

@@ -75,10 +75,10 @@ def serve(port: Port, dataset: Any, job: Job, worker_id: int) -> None:
 def _seeds_of(job: Job, worker_id: int, start: WorkerStart | None) -> tuple[int, list[int]]:
     """Returns the seed for torch and Python, and the seed for NumPy.
 
-    The first process in a slot gets the seeds of torch's worker. So does a replacement that makes the worker's batches
-    of the first epoch from the first one on: one that no answer precedes, or one with an iterable dataset without a
-    state to load. Any other replacement gets different seeds, because it makes different batches. With ``seed_by``, all
-    processes get torch's seeds, because each batch or sample has its own seed.
+    The first process in a slot gets the seeds of torch's worker. So does a process that replaces a dead one in the
+    first epoch and starts again with the worker's first batch, because no answer preceded it or because its iterable
+    dataset has no state to load. Any other replacement gets different seeds, because it makes different batches. With
+    ``seed_by``, all processes get torch's seeds, because each batch or sample has its own seed.
     """
     from_first = job.answers == 0 or (job.dataset_kind == _DatasetKind.Iterable and not (start and start.has_state))
     if job.generation == 0 or job.seeding is not None or (job.first_task == 0 and from_first):
@@ -96,7 +96,7 @@ class _Worker:
         self.job = job
         self.worker_id = worker_id
         self.where = f"in DataLoader worker process {worker_id}"
-        # Number of the task that is batch 0 of the epoch.
+        # Number of the task for batch 0 of the epoch. It may be negative in a resumed epoch.
         self.first_task = job.first_task - (0 if job.snapshots is None else job.snapshots.first_ordinal)
         # An error from worker_init_fn or iter(dataset). It replaces every batch of this worker.
         self.broken: ExceptionWrapper | None = None
@@ -189,7 +189,8 @@ class _Worker:
         )
 
     def make_fetcher(self, start: WorkerStart | None = None, set_epoch_call: Any = None) -> None:
-        """Creates torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset.
+        """Creates torch's fetcher for a new epoch. For an iterable dataset, this calls ``iter(dataset)``. An error is
+        not raised, but kept in ``broken``.
 
         Args:
             start: The starting point in a resumed epoch, or None.

@@ -35,7 +35,7 @@ class SnapshotPolicy:
     Attributes:
         every: Number of the loader's batches from one snapshot to the next; 0: only at the start and the end of an
             epoch.
-        first_ordinal: Number of the epoch's first batch.
+        first_ordinal: Ordinal of the first batch of the epoch.
     """
 
     every: int
@@ -124,7 +124,7 @@ class Snapshots:
         self._every = 0
         self._began = self._not_before = 0.0
         self._spent = 0.0
-        # Number of the last batch, and of the batch after which states were last compared.
+        # Ordinals of the last batch, and of the batch after which states were last compared.
         self._ordinal = self._compared_at = -1
         # Pickle of the states at that comparison.
         self._compared = b""
@@ -144,7 +144,7 @@ class Snapshots:
         return payload
 
     def after(self, ordinal: int, fetcher: Any, dataset: Any) -> bytes | None:
-        """Returns the snapshot after the batch with this number, or None if none is due. Also returns None if a state
+        """Returns the snapshot after the batch with this ordinal, or None if none is due. Also returns None if a state
         cannot be made or pickled; in that case no more snapshots are due in this epoch.
         """
         if not self.is_due(ordinal):
@@ -157,7 +157,7 @@ class Snapshots:
                 return None
 
     def is_due(self, ordinal: int) -> bool:
-        """Returns True if the policy asks for a snapshot after the batch with this number, and the cost of earlier
+        """Returns True if the policy asks for a snapshot after the batch with this ordinal, and the cost of earlier
         snapshots leaves CPU time for it. As in torchdata, each worker makes a snapshot during the last turn before a
         multiple of ``every``."""
         self._ordinal = ordinal
@@ -208,7 +208,8 @@ class Snapshots:
             self._compared, self._compared_at = states, self._ordinal
 
     def _sources(self, fetcher: Any, dataset: Any) -> tuple[Any, Any]:
-        """Returns the iterator and the dataset, with None in place of one without a separate state."""
+        """Returns the dataset's iterator and the dataset. The iterator is None for a map-style dataset. The dataset is
+        None if it is its own iterator."""
         if not self._is_iterable:
             return None, dataset
         iterator = unguarded(getattr(fetcher, "dataset_iter", None))
@@ -228,8 +229,8 @@ class Publisher:
     Args:
         port: The worker's port.
         snapshots: Makes the snapshots.
-        offset: Number to add to a task's number to get that of its batch, in the first epoch.
-        where: The place that errors name as their source.
+        offset: The ordinal of a batch minus the number of its task, in the first epoch.
+        where: The source that errors name, such as "in DataLoader worker process 0".
         answers: Number of answers from the worker's earlier processes in this epoch.
     """
 
