@@ -44,7 +44,7 @@ class Guard:
         dataset: The dataset, for its length.
         base_seed: Determines the replacements, together with ``epoch``.
         epoch: Number of the epoch.
-        worker_id: Number of the worker, or None.
+        worker_id: ID of the worker; None without workers.
         limit: Maximum number of failures in the epoch; None if there is no limit or it is unknown.
         poison: The poison samples: for each task number and position in the task's index batch, the message of the
             error that replaces the sample.
@@ -104,7 +104,7 @@ class Guard:
             fetcher.dataset_iter = GuardedIterator(fetcher.dataset_iter, self)
             return fetcher.dataset
         if isinstance(fetcher, TableFetcher):
-            # The object stays the same: without workers, programs can reach its attributes.
+            # The fetcher remains the same object: without workers, programs can access its attributes.
             table: Any = fetcher
             table.__class__ = _GuardedTable
             table.guard = self
@@ -258,7 +258,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 class GuardedIterator:
-    """An iterator of an iterable dataset that continues after an error.
+    """Wraps the iterator of an iterable dataset, and continues after its errors.
 
     Attributes:
         source: The dataset's iterator.

@@ -35,7 +35,7 @@ class Seeding:
         by_sample: True: seed before each sample and before collating. False: seed before each batch.
         base_seed: The base seed that torch drew for the first iterator of the loader.
         epoch: Number of epochs that the loader began before this one.
-        first_ordinal: Ordinal of the first batch, in the epoch that an iterator resumes.
+        first_ordinal: Ordinal of the first batch to make, in a resumed epoch.
         ahead: Ordinals of later batches that were already delivered and are not made again.
     """
 

@@ -61,8 +61,8 @@ class Sharing:
     def __init__(self, threshold: int, share: Callable[[Any, str], Any]) -> None:
         self._threshold = threshold
         self._share = share
-        # These dicts are keyed by the id of the original. The nodes, and `_kept`, keep the originals, so that no id is
-        # reused.
+        # These dicts are keyed by the id of the original. The nodes, and `_kept`, keep the originals alive, so that no
+        # id is reused.
         self._nodes: dict[int, _Node] = {}
         self._kept: list[Any] = []
         self._shared: dict[int, Any] = {}

@@ -76,7 +76,7 @@ class _Sequence(SharedItems):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shared memory."""
+        """Size of the shared memory in bytes."""
         return self.store.nbytes
 
     def to_list(self) -> list[Any]:
@@ -203,7 +203,7 @@ class SharedDict(SharedPairs):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shared memory."""
+        """Size of the shared memory in bytes."""
         return self.store.nbytes
 
     def keys(self) -> collections.abc.KeysView[Any]:

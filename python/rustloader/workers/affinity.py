@@ -39,7 +39,7 @@ def of_workers(affinity: str | Sequence[int | Collection[int]] | None, workers: 
 
 def spread(cores: Sequence[int], workers: int) -> list[list[int]]:
     """Divides cores among workers. Each worker gets neighbouring cores. If there are fewer cores than workers, each
-    worker gets one core, which it shares with others."""
+    worker gets one core, which it may share with others."""
     count = len(cores)
     if workers >= count:
         return [[cores[worker % count]] for worker in range(workers)]

@@ -1,4 +1,4 @@
-"""Lets spawned workers import torch in turn, as many at a time as the rank has cores.
+"""Makes spawned workers take turns to import torch. At most one worker per core of the rank imports it at a time.
 
 The import takes seconds of CPU time. If more workers than cores import at the same time, the first batch arrives only
 when nearly all imports are done. With turns, worker 0 is ready after the time of one import, and the last worker is

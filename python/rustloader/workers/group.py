@@ -78,7 +78,7 @@ class WorkerGroup:
 
     Args:
         engine: The engine that sends tasks to the workers and signals them.
-        processes: List to append the processes to. Programs can reach and change it.
+        processes: List to which the processes are appended. Programs can access and change it.
         context: The multiprocessing context.
         dataset: The dataset.
         on_exit: Function to call after the workers have been ended at the interpreter's exit.

@@ -15,7 +15,7 @@ OUT_OF_MEMORY = " Its memory cgroup was out of memory."
 
 
 class OomKills:
-    """The counters of OOM kills of this process's memory cgroups, read when the object is made.
+    """Counters of the OOM kills in this process's memory cgroups. They are first read when the object is made.
 
     Workers start in the cgroups of the main process. The cgroups above these are also read, but only for kills of
     processes directly in them: cgroups further down may belong to other containers.

@@ -88,7 +88,7 @@ class _Table(dict[type, Callable[[Any], Any]]):
         return self.setdefault(kind, _reduce)
 
 
-# Reduces an object as the pickler does if its type is not in the table.
+# Reduces an object as the pickler would if the table had no entry for its type.
 _reduce: Callable[[Any], Any] = operator.methodcaller("__reduce_ex__", pickle.DEFAULT_PROTOCOL)
 
 

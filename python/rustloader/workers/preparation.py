@@ -1,8 +1,8 @@
 """Calls that a process makes before its first import, if it starts by spawn or forkserver.
 
 multiprocessing first sends preparation data, which is unpickled before the program's main module is imported. The name
-of the process is part of that data, and its pickle contains the calls. They can use only functions that Python has
-loaded by then.
+of the process is part of that data, and the pickle of the name contains the calls. They can use only functions that
+Python has loaded by then.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class _Starting:
         self.pending[connection] = thread
 
     def _greet(self, connection: socket.socket, job: bytes, deadline: float, report: Callable[[_Report], None]) -> None:
-        """Authenticates a connection. If it is the worker's, sends the job and waits until the worker has read
-        everything."""
+        """Authenticates a connection. If it is the worker's, sends the job and waits until the worker has read the job
+        and the dataset."""
         outcome: int | Exception | None
         try:
             outcome = handshake.authenticate_worker(connection, self.token, self.worker_id, deadline)

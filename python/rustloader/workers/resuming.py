@@ -1,5 +1,5 @@
-"""Resumes a worker: loads the states of the dataset and its iterator, then fetches the next batches again and drops
-them."""
+"""Resumes a worker: loads the states of the dataset and its iterator, then fetches again the batches that were made
+after these states, and drops them."""
 
 from __future__ import annotations
 

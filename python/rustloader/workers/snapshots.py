@@ -35,7 +35,7 @@ class SnapshotPolicy:
     Attributes:
         every: Number of the loader's batches from one snapshot to the next; 0: only at the start and the end of an
             epoch.
-        first_ordinal: Ordinal of the first batch of the epoch.
+        first_ordinal: Ordinal of the batch that is the epoch's first task.
     """
 
     every: int

@@ -222,7 +222,7 @@ class DeviceIterator:
             if ahead:
                 _note_frames(self._error)
             failed = _Failed(self._error, is_counted=self._is_counted)
-            # Atomic for signal handlers: the error is in one of the two places.
+            # Atomic for signal handlers: the error is either in `_error` or in `ahead`.
             ahead += (failed,)
             self._error = None
             return
