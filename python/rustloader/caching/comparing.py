@@ -53,7 +53,8 @@ def are_equal(sample: Any, again: Any) -> bool:
     try:
         if _content(sample) == _content(again):
             return True
-        # Pickles of equal objects can differ in which of their parts are one object. Pickles of their copies do not.
+        # Pickles of equal objects can differ in which of their parts are the same object. Pickles of copies made by
+        # unpickling do not.
         first, repeated, second = (_content(pickle.loads(dumps(obj))) for obj in (sample, sample, again))
         return first == second or first != repeated
     except Exception:
@@ -62,7 +63,7 @@ def are_equal(sample: Any, again: Any) -> bool:
 
 def first_difference(table: CacheTable, dataset: Any) -> int | None:
     """Makes some samples of the table again and returns a row where the sample differs, or None. Restores the
-    generators afterwards. Ignores errors of the dataset, which a later access raises.
+    generators afterwards. Ignores errors of the dataset, because a later access raises them.
     """
     generators = GeneratorStates()
     try:

@@ -54,17 +54,17 @@ def cache(
     Args:
         dataset: A dataset with ``__getitem__`` and ``__len__``. The cache covers the indices from 0 to ``len(dataset) -
             1`` at the time of this call; the samples at other indices are made each time.
-        memory: Maximum size of the cache in bytes, as a number or a text such as "8GiB". Default: half of the available
-            memory, divided by the ranks of this machine unless they share the cache; with ``path``, half of the
-            available space there. Memory is used only as samples are added.
+        memory: Maximum size of the cache in bytes, as a number or a string such as "8GiB". Default: half of the
+            available memory, divided by the ranks of this machine unless they share the cache; with ``path``, half of
+            the available space there. Memory is used only as samples are added.
         then: A function of one argument that is applied to each sample after the cache.
-        key: A name for this cache among the ranks of this machine, such as "train". All ranks share the cache of the
-            first rank. They must pass the same dataset, and make their calls with a key in the same order. The ranks
-            are those that ``torchrun``, Slurm or MPI define.
+        key: A name under which the ranks of this machine share this cache, such as "train". The first rank creates the
+            cache, and the others use it. All ranks must pass the same dataset, and make their calls with a key in the
+            same order. The ranks are those that ``torchrun``, Slurm or MPI defines.
         path: A file for the samples, which later runs reuse, on a local disk or in /dev/shm. Several programs may use
-            it at the same time. After a crash its undamaged part is used.
-        version: A version of everything that the samples in the file depend on, such as the preprocessing. A file with
-            another ``version`` is refused.
+            it at the same time. After a crash, the undamaged part of the file is used.
+        version: A version of everything on which the samples in the file depend, such as the preprocessing. A file with
+            a different ``version`` is refused.
 
     Returns:
         The cached dataset.
@@ -73,7 +73,7 @@ def cache(
         OSError: The file cannot be opened or mapped.
         TypeError: The dataset is iterable, or lacks ``__getitem__`` or ``__len__``.
         ValueError: ``memory`` is more than is available, or too little for the index of 8 bytes per sample. Or the file
-            belongs to another dataset, ``version`` or version of rustloader; the text says what differs.
+            belongs to another dataset, ``version`` or version of rustloader; the message says what differs.
 
     Examples:
         >>> images = torch.utils.data.TensorDataset(torch.zeros(100, 3, 8, 8))

@@ -120,7 +120,8 @@ class CachedDataset(Wrapper):
         return self._make_sample(index) if sample is _MISSING else sample
 
     def _make_sample(self, index: Any) -> Any:
-        """Makes a sample and keeps it."""
+        """Makes a sample, and keeps it if the cache has a row for it. With ``then``, making the sample does not change
+        the random generators."""
         row = self._row(index)
         if row is None:
             return self.dataset[index]
@@ -145,7 +146,7 @@ class CachedDataset(Wrapper):
         try:
             full = table.put(row, sample, dumps)
         except MemoryError:
-            # The sample itself has been made.
+            # Only the cache lacks memory. The sample itself has been made.
             return
         except OSError as error:
             if table.is_news(_FAILED):
@@ -179,7 +180,7 @@ class CachedDataset(Wrapper):
             logger.warning(text, kept)
 
     def _probe(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
-        """Makes a sample a second time, and warns if it differs: the dataset is random."""
+        """Makes a sample a second time, and warns that the dataset is random if the two differ."""
         generators = GeneratorStates()
         try:
             again = make_again()
@@ -220,8 +221,8 @@ class _CachedBatches(CachedDataset):
         return samples if self.then is None else [self.then(sample) for sample in samples]
 
     def _whole_batch(self, indices: list[Any], batch: Any) -> Any:
-        """Returns the batch of a dataset whose ``__getitems__`` returns no list of samples. The cache keeps none of
-        it."""
+        """Returns the batch of a dataset whose ``__getitems__`` does not return a list with one sample for each index.
+        The cache keeps none of it."""
         if self.then is not None:
             raise TypeError(
                 f"then= needs samples, and __getitems__ of {type(self.dataset).__name__} does not return a list with "
@@ -233,7 +234,7 @@ class _CachedBatches(CachedDataset):
         return self.dataset.__getitems__([index])[0]
 
 
-# Pickling for other processes of this machine, with ForkingPickler
+# Pickling with ForkingPickler, for other processes on this machine
 
 
 def _reduce_table(table: CacheTable) -> tuple[Any, ...]:

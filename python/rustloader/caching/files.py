@@ -18,7 +18,8 @@ logger = logging.getLogger("rustloader")
 
 # The first bytes of a file.
 _MAGIC = b"RLCACHE1"
-# Maximum length of each text in a file's header, in characters. A character may take 4 bytes or an escape of 6.
+# Maximum length of each string in a file's header, in characters. A character may take up to 4 bytes, or an escape
+# sequence of 6 bytes.
 _MAX_TEXT = 400
 
 
@@ -39,11 +40,12 @@ def open_table(path: str, dataset: Any, rows: int, memory: int | None, version: 
         _lock(fd, path)
         table, is_new = _table(fd, path, rows, memory, meta)
     except OSError as error:
-        # Errors of calls on a descriptor lack the file's name.
+        # Errors from calls with a descriptor lack the file's name.
         error.filename = error.filename or path
         raise
     finally:
-        # Unlocks explicitly: the mapping's own descriptor shares the lock.
+        # Unlocks explicitly, because closing is not enough: the mapping has a duplicate of the descriptor, which shares
+        # the lock.
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
     if not is_new and (row := first_difference(table, dataset)) is not None:
@@ -63,7 +65,7 @@ def _lock(fd: int, path: str) -> None:
 
 
 def _table(fd: int, path: str, rows: int, memory: int | None, meta: dict[str, str]) -> tuple[CacheTable, bool]:
-    """Returns the table of a file, and True if it is new."""
+    """Returns the table of a file, and whether it is new."""
     system, status = os.fstatvfs(fd), os.fstat(fd)
     available, present = system.f_bavail * system.f_frsize, status.st_blocks * 512
     in_memory = _is_in_memory(path)
@@ -74,8 +76,8 @@ def _table(fd: int, path: str, rows: int, memory: int | None, meta: dict[str, st
         limit = limits.of_file(rows, memory, available, present)
         os.ftruncate(fd, 0)
         os.ftruncate(fd, limit)
-        # Access to a mapped page for which the disk has no room is a SIGBUS. Samples are written by system calls
-        # instead.
+        # Access to a mapped page for which the disk has no room raises SIGBUS, so the space for the index is allocated
+        # now. Samples are written with system calls instead.
         os.posix_fallocate(fd, 0, CacheTable.overhead(rows))
         CacheTable.format(fd, rows, limit, json.dumps(meta).encode())
         return CacheTable.open_file(fd, in_memory, limit), True
@@ -124,12 +126,12 @@ def _is_unfinished(fd: int, length: int) -> bool:
     head = os.pread(fd, CACHE_HEADER, 0)
     if head.startswith(_MAGIC):
         return length < CACHE_HEADER
-    # The limit is written before the magic.
+    # The limit is written before the magic bytes.
     return not any(head) or (not any(head[:8]) and int.from_bytes(head[24:32], sys.byteorder) == length)
 
 
 def _is_in_memory(path: str) -> bool:
-    """Returns True if a file's pages are memory, as in a tmpfs."""
+    """Returns True if a file is stored in memory, as in a tmpfs."""
     path, best = os.path.realpath(path), ("", "")
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:

@@ -1,4 +1,4 @@
-"""Computes the number of bytes that a cache may take."""
+"""Computes the maximum size of a cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import resource
 from rustloader._core import CacheTable, memory_limits
 from rustloader.system import local_ranks, procfs
 
-# Minimum number of bytes beyond the index by default, so that the cache is useful even on a tiny machine.
+# Minimum number of bytes for samples, in addition to the index, in a default limit. It keeps the cache useful even on a
+# tiny machine.
 _MIN_BYTES = 1 << 20
 _PAGE = 4096
 
@@ -23,7 +24,7 @@ def of_memory(rows: int, wanted: int | None, is_shared: bool) -> int:
     maximum = min(available, space)
     if wanted is None:
         ranks = 1 if is_shared else local_ranks.size() or 1
-        # Half of the address space also stays free, because the arenas of loaders need some.
+        # Half of the address space also stays free, because loaders need some of it for their arenas.
         return _checked(rows, max(maximum // 2 // ranks, CacheTable.overhead(rows) + _MIN_BYTES))
     if wanted > maximum:
         resource_name = "memory" if available <= space else "address space (RLIMIT_AS, `ulimit -v`)"
@@ -39,9 +40,9 @@ def of_file(rows: int, wanted: int | None, available: int, present: int) -> int:
 
     Args:
         rows: The number of samples.
-        wanted: The requested limit, or None.
+        wanted: The requested limit; None for half of the available space.
         available: Available bytes of the file system.
-        present: Bytes that the file already has there.
+        present: Bytes that the file already occupies there.
 
     Raises:
         ValueError: ``wanted`` is more than the available space, or too little for the index.
@@ -64,7 +65,7 @@ def _checked(rows: int, wanted: int) -> int:
 
 
 def _mappable_bytes() -> int:
-    """Returns the number of bytes that this process may still map and may write to a file."""
+    """Returns the maximum size in bytes of a file that this process may still write and map."""
     space, length = resource.getrlimit(resource.RLIMIT_AS)[0], resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     used = int((procfs.read("/proc/self/statm") or "0").split()[0]) * resource.getpagesize()
     maximum = 1 << 46 if space == resource.RLIM_INFINITY else max(space - used, 0)

@@ -14,7 +14,7 @@ from rustloader.sharing.ranks import meet_on_machine
 
 
 class Origin(NamedTuple):
-    """The arguments of a cache, from which another machine makes a separate cache."""
+    """The arguments of a cache, from which a worker on another machine creates that machine's cache."""
 
     memory: int | None
     key: str | None
@@ -22,18 +22,18 @@ class Origin(NamedTuple):
     version: str
 
 
-# The names of tables. On other machines also the tables by name, because a process opens each only once.
+# The names of tables and, on other machines, the open tables by name: a process opens each table only once.
 _names: weakref.WeakKeyDictionary[CacheTable, str] = weakref.WeakKeyDictionary()
 _tables: weakref.WeakValueDictionary[str, CacheTable] = weakref.WeakValueDictionary()
 
 
 def name_of(table: CacheTable) -> str:
-    """Returns the name of a table, which no other cache has."""
+    """Returns the name of a table, which is unique among all caches. The first call for a table makes it."""
     return _names.setdefault(table, secrets.token_hex(16))
 
 
 def table_of(name: str, dataset: Any, rows: int, origin: Origin) -> CacheTable:
-    """Returns the table with a name on this machine: that of an earlier worker, or a new one."""
+    """Returns this machine's table with a name. The first worker that needs the table creates it."""
     table = _tables.get(name)
     if table is None:
         table = _open(name, dataset, rows, origin)

@@ -1,4 +1,4 @@
-"""Reads the sizes and counters of another process's cache, from its file alone, without mapping or writing it."""
+"""Reads the sizes and counters of another process's cache from its file, without mapping or writing to the file."""
 
 from __future__ import annotations
 

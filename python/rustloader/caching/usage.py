@@ -11,11 +11,11 @@ class CacheUsage:
         hits: Number of samples that were read from the cache.
         misses: Number of samples that the dataset had to make.
         samples_bytes: Bytes of the samples in the cache.
-        bytes_left: Bytes that the cache may still take.
+        bytes_left: Bytes that the cache may still use.
         bytes_unused: Bytes that the cache has lost to processes that were killed while they wrote, and to samples that
             two processes made at the same time.
         refused: Number of samples that the cache cannot keep, because they cannot be pickled.
-        damaged: Number of samples in a file that were damaged and are made again.
+        damaged: Number of samples that were damaged in the file, and are made again.
         limit: Maximum size of the cache in bytes, including its index.
 
     Examples:

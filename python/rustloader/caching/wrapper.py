@@ -29,7 +29,7 @@ class Wrapper(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        # Unpickling asks for attributes before there is a dataset.
+        # Unpickling accesses attributes before the dataset is set.
         if name.startswith("__") or "dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.dataset, name)

@@ -1,4 +1,4 @@
-"""Callbacks of the pin thread, with torch's allocator of pinned memory, its rules and its error texts."""
+"""Callbacks of the pin thread, which use torch's allocator of pinned memory, its rules and its error messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def allocate(nbytes: int) -> torch.Tensor:
 
     The memory comes from torch's caching host allocator, which tracks the streams that still read it.
     """
-    # The device is explicit because the default device may be another one.
+    # The device is explicit because the program may have set another default device.
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
@@ -50,14 +50,15 @@ def ignore_captures_elsewhere() -> None:
 
 
 class Pinner:
-    """The functions with which the pin thread pins the batches of one iterator."""
+    """The functions that the pin thread calls to pin the batches of one iterator."""
 
     def __init__(self, device: str | None) -> None:
         self.device = device
-        # Each thread has its own current device. Its default, the first device, is wrong for most ranks.
+        # Each thread has its own current device. The default, the first device, is wrong for most ranks.
         self.device_index = torch.accelerator.current_device_index()
-        # The allocator is initialized here: if the thread did so, it would hold locks of the C library, and a process
-        # forked at that moment could not exit. An error is ignored here, because each batch raises it again.
+        # The allocator is initialized here. If the pin thread did this, it would hold locks of the C library meanwhile,
+        # and a process forked at that moment could not exit. An error is ignored here, because each batch raises it
+        # again.
         with contextlib.suppress(Exception):
             allocate(1)
 
@@ -69,8 +70,8 @@ class Pinner:
         ignore_captures_elsewhere()
 
     def plain(self) -> tuple[Callable[[int], torch.Tensor], bool] | None:
-        """Returns the allocator for batches of plain containers and tensors, and True if tuples become lists. Returns
-        None if a program has replaced torch's function or method, which must then be called.
+        """Returns the allocator for batches of plain containers and tensors, and whether tuples become lists. Returns
+        None if a program has replaced torch's function or method; the caller must then use ``pin``.
         """
         if _utils.pin_memory.pin_memory is _pin_memory and torch.Tensor.pin_memory is _tensor_pin_memory:
             return allocate, _TUPLES_BECOME_LISTS

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rustloader.settings.limits import INDEX_SHOWN
 from rustloader.system.package import FOLDER
 
-# Maximum number of characters of an error's text in a description.
+# Maximum number of characters of an error's message in a description.
 _MAX_TEXT = 1000
 
 
@@ -22,10 +22,11 @@ class Failure:
     """Describes a sample that failed under ``on_error``.
 
     Attributes:
-        index: Index of the sample; a text if it is not an integer. None for an iterable dataset, which has no indices.
+        index: Index of the sample; a string if it is not an integer. None for an iterable dataset, which has no
+            indices.
         error_text: Type and message of the exception.
         action: "skipped" or "replaced": what was done with the sample instead of raising the exception.
-        worker_id: Number of the worker, from 0; None with ``num_workers=0``.
+        worker_id: ID of the worker, from 0; None with ``num_workers=0``.
 
     Examples:
         >>> class Squares(rustloader.Dataset):
@@ -70,23 +71,23 @@ def _storable(index: Any) -> int | str | None:
 
 
 def index_text(index: Any) -> str:
-    """Returns an index batch as a text of limited length."""
+    """Returns an index batch as a string of limited length."""
     try:
         text = repr(index)
-    except Exception as error:  # the user's __repr__ must not replace the death or the warning
+    except Exception as error:  # an error in the user's __repr__ must not hide the death or the warning
         text = f"<{type(index).__name__}, whose repr() raised {type(error).__name__}>"
     return text if len(text) <= INDEX_SHOWN else text[:INDEX_SHOWN] + "..."
 
 
 def put_note(wrapper: Any, worker_id: int, batch: int, index: Any, error: BaseException) -> None:
-    """Attaches a note to the wrapper of an error. The note says where a worker raised the error; :func:`add_note` shows
-    it.
+    """Attaches a note to the wrapper of an error. The note says at which batch and sample a worker raised the error.
+    :func:`add_note` adds it to the error itself.
 
     Args:
         wrapper: torch's ``ExceptionWrapper`` of the error.
-        worker_id: Number of the worker.
+        worker_id: ID of the worker.
         batch: Number of the batch in its epoch, from 0.
-        index: Its index batch; for an iterable dataset, one without indices.
+        index: Its index batch, which contains no indices for an iterable dataset.
         error: The error.
     """
     text = f"Worker {worker_id} was fetching batch {batch}"
@@ -99,7 +100,7 @@ def put_note(wrapper: Any, worker_id: int, batch: int, index: Any, error: BaseEx
 
 def add_note(error: BaseException, wrapper: Any) -> None:
     """Adds the note of :func:`put_note` to the error that a wrapper has raised."""
-    # Programs may use their own wrappers, and raise errors whose notes are not a list.
+    # Programs may use their own wrappers, and raise errors whose `__notes__` is not a list.
     if note := getattr(wrapper, "note", None):
         with contextlib.suppress(TypeError):
             error.add_note(note)
@@ -127,7 +128,7 @@ def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
 def _assigns(code: CodeType, name: str) -> bool:
     """Returns True if a function assigns to one of its parameters."""
     stores = ("STORE_FAST", "STORE_DEREF", "DELETE_FAST", "DELETE_DEREF")
-    # Python 3.13 joins two stores into one instruction.
+    # Python 3.13 combines two stores into one instruction.
     targets = (step.argval for step in dis.get_instructions(code) if step.opname.startswith(stores))
     return any(name in target if isinstance(target, tuple) else name == target for target in targets)
 
@@ -163,7 +164,7 @@ class BatchWithFailures:
 
     def pin_memory(self, device: Any = None) -> "BatchWithFailures":
         """Pins the batch. torch's ``pin_memory`` calls this."""
-        # Imported here: statistics need this module, but not torch.
+        # Imported here because code that computes statistics imports this module, but does not need torch.
         from torch.utils.data import _utils
 
         return BatchWithFailures(_utils.pin_memory.pin_memory(self.batch, device), self.failures)

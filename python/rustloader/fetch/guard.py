@@ -1,4 +1,4 @@
-"""The option ``on_error``: leaves out or replaces samples that fail, where torch's fetcher asks for them."""
+"""Implements the option ``on_error``: leaves out or replaces failed samples when torch's fetcher requests them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ MAX_ATTEMPTS = 10
 # Maximum number of consecutive failures of an iterable dataset before its error is raised.
 MAX_CONSECUTIVE_FAILURES = 1000
 _U64 = (1 << 64) - 1
-# Takes the place of a worker's number among the words that choose replacements. No sample's seed has the same words.
+# Takes the place of a worker's number in the words from which a replacement is chosen. Thus these words differ from
+# those of every sample's seed.
 _REPLACEMENT_WORD = _U64
-# Stands for a sample that is left out.
+# Takes the place of a sample that is left out.
 LEFT_OUT = object()
 
 
@@ -43,13 +44,14 @@ class Guard:
         dataset: The dataset, for its length.
         base_seed: Determines the replacements, together with ``epoch``.
         epoch: Number of the epoch.
-        worker_id: Number of the worker, or None.
-        limit: Maximum number of failures in the epoch, if it is known.
-        poison: The poison samples: for each task number and place in its index batch, the text of the error that
-            replaces the sample.
-        check: Called between samples that fail; raises an error if the worker has to stop.
-        at_sample: Called with the place of a sample that is made alone, so that a death can be attributed to it. If
-            torch's fetcher iterates over the index batch, the batch reports the places itself.
+        worker_id: ID of the worker; None without workers.
+        limit: Maximum number of failures in the epoch; None if there is no limit or it is unknown.
+        poison: The poison samples: for each task number and position in the task's index batch, the message of the
+            error that replaces the sample.
+        check: Called at each failed sample; raises an error if the worker has to stop.
+        at_sample: Called before a sample is made separately, with the sample's position in the index batch, so that a
+            death can be attributed to the sample. If torch's fetcher iterates over the index batch, the index batch
+            itself reports the positions.
         is_foreign: Returns True if an error has nothing to do with the sample. The second argument is the error that
             was being handled when the batch began, or None.
 
@@ -79,7 +81,7 @@ class Guard:
         self.check = check
         self.at_sample = at_sample
         self._is_foreign = is_foreign
-        # Failures in the current batch, each with its place. Threads add to them.
+        # Failures in the current batch, each with the sample's position. Several threads may add to this list.
         self._by_place: list[tuple[int, Failure]] = []
         self._poison: Mapping[int, str] = {}
         self._handled: BaseException | None = None
@@ -91,7 +93,8 @@ class Guard:
         Args:
             fetcher: The fetcher.
             kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
-            parallel: Turns a dataset of (place, index) pairs into one that makes several samples at the same time.
+            parallel: Wraps a dataset of (position, index) pairs so that several samples are made at the same time; None
+                makes one after another.
 
         Returns:
             The dataset that makes the samples.
@@ -101,7 +104,7 @@ class Guard:
             fetcher.dataset_iter = GuardedIterator(fetcher.dataset_iter, self)
             return fetcher.dataset
         if isinstance(fetcher, TableFetcher):
-            # The object stays the same: without workers, programs can reach its attributes.
+            # The fetcher remains the same object: without workers, programs can access its attributes.
             table: Any = fetcher
             table.__class__ = _GuardedTable
             table.guard = self
@@ -111,14 +114,14 @@ class Guard:
         return source
 
     def begin(self, task: int = 0) -> None:
-        """Begins a batch, and forgets the failures of the last one."""
+        """Begins a batch, and forgets the failures of the previous one."""
         self._by_place = []
         self._poison = self._all_poison.get(task, {})
         self._handled = sys.exception()
 
     def failures(self) -> list[Failure]:
         """Returns the failures of the current batch, in the order of its samples."""
-        # Threads find failures in any order. The sort keeps the order of failures at the same place.
+        # Threads record failures in any order. The sort is stable, so failures at the same position stay in order.
         return [failure for _, failure in sorted(self._by_place, key=operator.itemgetter(0))]
 
     def take_failures(self) -> list[Failure]:
@@ -147,7 +150,7 @@ class Guard:
         return bool(self._by_place)
 
     def is_poisoned(self) -> bool:
-        """Returns True if a sample of the current batch must not be made."""
+        """Returns True if the current batch contains a poison sample, which must not be made."""
         return bool(self._poison)
 
     def is_foreign(self, error: Exception) -> bool:
@@ -155,11 +158,11 @@ class Guard:
         return self._is_foreign(error, self._handled)
 
     def empty_batch_error(self) -> EmptyBatchError:
-        """Returns the error that replaces a batch without samples."""
+        """Returns the error to raise in place of a batch without samples."""
         return EmptyBatchError(self.failures())
 
     def sample(self, place: int, index: Any, fetch: Callable[[Any], Any]) -> Any:
-        """Makes a sample, or its replacement. Raises an error if the batch has to fail."""
+        """Returns a sample, its replacement, or ``LEFT_OUT``. Raises an error if the batch has to fail."""
         # Also called before a poison sample, because its replacement may kill the worker, too.
         if self.at_sample is not None:
             self.at_sample(place)
@@ -197,7 +200,7 @@ class Guard:
             return self._substitute(0, None, error)
         self._record(0, None, error, "skipped")
         if self._limit is not None and len(self._by_place) > self._limit:
-            # The main process ends the epoch.
+            # The main process then ends the epoch.
             raise self.empty_batch_error() from None
         return LEFT_OUT
 
@@ -255,7 +258,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 class GuardedIterator:
-    """An iterator of an iterable dataset that continues after an error.
+    """Wraps the iterator of an iterable dataset, and continues after its errors.
 
     Attributes:
         source: The dataset's iterator.
@@ -274,7 +277,8 @@ class GuardedIterator:
             try:
                 sample = self._advance()
             except StopIteration:
-                # A fetcher may call this once more, for the failures before the end.
+                # After failures just before the end, a fetcher calls this method once more. The dataset's iterator must
+                # not be called again.
                 self._advance = functools.partial(next, iter(()))
                 raise
             except Exception as error:
@@ -287,21 +291,22 @@ class GuardedIterator:
 
 
 class GuardedDataset:
-    """A map-style dataset whose failed samples are left out or replaced. torch's fetcher asks it for whole batches.
+    """A map-style dataset whose failed samples are left out or replaced. torch's fetcher calls its ``__getitems__``
+    once per batch.
 
     Args:
         source: The dataset.
         guard: Decides what happens to samples that fail.
-        parallel: As for ``Guard.attach``.
+        parallel: See ``Guard.attach``.
     """
 
     def __init__(self, source: Any, guard: Guard, parallel: Callable[[Any], Any] | None = None) -> None:
         self.source, self._guard = source, guard
-        # Makes the samples of (place, index) pairs at the same time.
+        # Makes the samples of (position, index) pairs at the same time.
         self._parallel = None if parallel is None else parallel(_PlacedSamples(source, guard))
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns the only sample of a loader without batches."""
+        """Returns a sample for a loader with ``batch_size=None``."""
         sample = self._guard.sample(0, index, self._item)
         if sample is LEFT_OUT:
             raise self._guard.empty_batch_error()
@@ -338,12 +343,13 @@ class GuardedDataset:
                     samples.append(source[index])
                 return samples
             except Exception as error:
-                if place < len(samples):  # an error of the index batch
+                if place < len(samples):  # the index batch itself raised the error
                     raise
                 samples.append(self._guard.handle_failure(place, index, error, self._item))
 
     def _as_batch(self, indices: Any) -> Any:
-        """Makes a batch with the dataset's ``__getitems__``. If the batch fails, calls it for each sample alone."""
+        """Makes a batch with the dataset's ``__getitems__``. If the batch fails, calls that method for each sample
+        separately."""
         guard = self._guard
         if not guard.is_poisoned():
             try:
@@ -379,7 +385,7 @@ class _SingleResult:
 
 
 class _PlacedIndices:
-    """An index batch as (place, index) pairs."""
+    """An index batch as (position, index) pairs."""
 
     def __init__(self, indices: Any) -> None:
         self._indices = indices
@@ -392,7 +398,7 @@ class _PlacedIndices:
 
 
 class _PlacedSamples:
-    """A guarded dataset of (place, index) pairs, for threads."""
+    """A guarded dataset that is indexed with (position, index) pairs, for threads."""
 
     def __init__(self, source: Any, guard: Guard) -> None:
         self._fetch, self._guard = source.__getitem__, guard
@@ -402,7 +408,7 @@ class _PlacedSamples:
 
 
 class _GuardedTable(TableFetcher):
-    """A table's fetcher that makes a failed batch again with a guard."""
+    """A table's fetcher that, if a batch fails, fetches the batch again with a guard."""
 
     guard: Guard
 
@@ -412,7 +418,7 @@ class _GuardedTable(TableFetcher):
         except Exception as error:
             if self.guard.is_foreign(error):
                 raise
-        # One sample at a time: parts of the batch that the gather has read are read again.
+        # Fetches the entire batch again, one sample at a time.
         table = GuardedDataset(torch_fetcher.by_sample(self.dataset), self.guard)
         return _MapDatasetFetcher(table, self.auto_collation, self.collate_fn, self.drop_last).fetch(
             possibly_batched_index
@@ -420,5 +426,5 @@ class _GuardedTable(TableFetcher):
 
 
 def unguarded(source: Any) -> Any:
-    """Returns the dataset or iterator behind a guarded one. Returns any other object unchanged."""
+    """Returns the dataset or iterator that a guarded one wraps. Returns any other object unchanged."""
     return source.source if isinstance(source, GuardedDataset | GuardedIterator) else source

@@ -12,13 +12,13 @@ from rustloader.system.generators import GeneratorStates
 
 
 class StepFetcher:
-    """A stand-in for torch's fetcher, which takes a step for each batch. Seeding does not change the program's
-    generators.
+    """A stand-in for torch's fetcher that makes batches with a ``Step``. Seeding does not change the program's
+    generators: they are restored after each batch.
 
     Args:
         step: The step, which uses the fetcher.
         fetcher: torch's fetcher.
-        use_gather: As for ``Step.use``.
+        use_gather: See ``Step.use``.
 
     Attributes:
         inner: torch's fetcher.
@@ -44,14 +44,15 @@ class StepFetcher:
             return self._step.fetch(number, index)
 
     def go_back(self, batches: int) -> None:
-        """Rewinds, so that the last ``batches`` batches come next. With a map-style dataset they get the same seeds
-        again."""
+        """Lowers ``number`` by ``batches``. With a map-style dataset, the next batches then get the seeds of the last
+        ``batches`` batches again."""
         self.number -= batches
 
 
 @contextlib.contextmanager
 def _keeping_generators() -> Iterator[None]:
-    """Restores, after the body, the generators that it seeds, and the seed of an outer loader's sample."""
+    """After the body, restores the generators that it seeds, and the sample seed of an outer loader, whose dataset may
+    iterate over this one."""
     outer = seeds.current()
     states = GeneratorStates()
     try:

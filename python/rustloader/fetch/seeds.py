@@ -1,5 +1,5 @@
-"""The option ``seed_by``: random numbers that depend on the place of a batch or sample, not on the worker that makes
-it."""
+"""Implements the option ``seed_by``: random numbers that depend on the position of a batch or sample in the epoch, not
+on the worker that makes it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from rustloader._core import seed_words
 # A seed fits in a signed 64-bit integer, so that a tensor can hold it.
 MAX_SEED = (1 << 63) - 1
 _NUMPY_SEED = (1 << 32) - 1
-# The place of a batch itself; its sample k has place k + 1. Collating uses the batch's place.
+# The argument `place` of `seed_words`. It is 0 for a batch, and k + 1 for sample k of the batch. Collating uses that of
+# the batch.
 _BATCH = 0
 _FIRST_SAMPLE = 1
-# The place of an iterable dataset's iterator. Its samples all have `_FIRST_SAMPLE`.
+# The `place` of an iterable dataset's iterator. The samples of such a dataset all have `_FIRST_SAMPLE`.
 _ITERATOR = 2
 
 
@@ -34,7 +35,7 @@ class Seeding:
         by_sample: True: seed before each sample and before collating. False: seed before each batch.
         base_seed: The base seed that torch drew for the first iterator of the loader.
         epoch: Number of epochs that the loader began before this one.
-        first_ordinal: Ordinal of the first batch, in the epoch that an iterator resumes.
+        first_ordinal: Ordinal of the first batch to make, in a resumed epoch.
         ahead: Ordinals of later batches that were already delivered and are not made again.
     """
 
@@ -47,7 +48,7 @@ class Seeding:
 
 def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
     """Returns the ordinal of the batch with this number, from 0, in a resumed epoch. Its ordinals start at
-    ``first_ordinal`` and leave out those in ``ahead``. Negative numbers stand for the batches just before the first."""
+    ``first_ordinal`` and leave out those in ``ahead``. Negative numbers denote the batches just before the first."""
     ordinal = first_ordinal + number
     for delivered in sorted(ahead):
         if first_ordinal <= delivered <= ordinal:
@@ -56,7 +57,7 @@ def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
 
 
 class SampleAccess(Enum):
-    """The kinds of access to the samples of a batch, which decide where the generators can be seeded."""
+    """The ways in which the samples of a batch are accessed. They determine where the generators can be seeded."""
 
     TOGETHER = 0  # the dataset makes the batch in one call
     ONE = 1  # the batch is a single sample, or threads make its samples at the same time
@@ -73,10 +74,10 @@ _current = _Current()
 def sample_seed() -> int:
     """Returns the seed of the sample that this thread is making.
 
-    For code that uses its own random number generators in the dataset or the ``collate_fn`` of a loader with
+    Use it to seed random number generators of your own in the dataset or the ``collate_fn`` of a loader with
     ``seed_by="sample"`` or ``seed_by="batch"``. With ``"sample"`` each sample has its own seed, and ``collate_fn`` has
     another one. With ``"batch"`` all samples of a batch and its ``collate_fn`` have the same seed.
-    docs/reproducibility.md describes the function that computes seeds; later versions do not change it.
+    docs/reproducibility.md describes the function that computes the seeds; it will not change in later versions.
 
     Returns:
         An integer from 0 to 2**63 - 1.
@@ -118,8 +119,8 @@ class Seeds:
 
     Args:
         seeding: The seeds of the first epoch.
-        worker: 0 for a map-style dataset; the worker's number + 1 for an iterable one, whose batches and samples are
-            counted in each worker.
+        worker: 0 for a map-style dataset; the worker's ID + 1 for an iterable one, whose batches and samples each
+            worker counts separately.
         first_task: Number of the first epoch's first task.
 
     Attributes:
@@ -145,7 +146,7 @@ class Seeds:
 
     def begin_iterator(self) -> None:
         """Seeds the generators for ``iter(dataset)`` in a later epoch of persistent workers, so that a worker that is
-        restarted in that epoch draws the same numbers as the dead one. In the first epoch both have torch's seeds of
+        restarted in that epoch draws the same numbers as its predecessor. In the first epoch both have torch's seeds of
         the worker."""
         if self._worker and self._first_task:
             self._seed(_ITERATOR, 0)
@@ -184,8 +185,8 @@ class Seeds:
         return collate
 
     def mark_sample(self, number: int) -> None:
-        """Sets the seed of this thread's sample to that of the batch's sample ``number``. Does not seed the generators,
-        which threads share."""
+        """Sets this thread's sample seed to the seed of sample ``number`` of the batch. Does not seed the generators,
+        which all threads share."""
         place = _FIRST_SAMPLE + number if self._by_sample else _BATCH
         _current.seed = self._words(place, self._ordinal)[0] & MAX_SEED
 

@@ -1,5 +1,5 @@
-"""Makes the batches of a process with torch's fetcher, and the seeds, guards, threads and gathers that options ask
-for."""
+"""Makes the batches of a process with torch's fetcher, and with the seeds, guards, threads and gathers that options
+require."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Step:
         kind: Its kind, a value of torch's ``_DatasetKind``.
         auto_collation: Whether the fetcher makes a batch by collating samples.
         seeds: Seeds batches or samples; None leaves that to torch.
-        guard: Decides what happens to samples that fail; None lets their errors through.
+        guard: Decides what happens to samples that fail; None lets their errors propagate.
         make_pool: Creates the threads that make the samples of a batch; None makes one sample after another.
         wrap_indices: Wraps an index batch to act before each of its samples; None leaves it unchanged.
 
     Attributes:
-        fetcher: torch's fetcher, from `use` on.
+        fetcher: torch's fetcher; None before the first call of `use`.
     """
 
     def __init__(
@@ -47,19 +47,20 @@ class Step:
         self.fetcher: Any = None
         # The source of the fetcher's samples: the dataset, or an object in its place.
         self._source: Any = dataset
-        # torch's `fetch`, if the fetcher has it.
+        # torch's `fetch` if no library has replaced it, otherwise None.
         self._torch_fetch: Any = None
 
     def collating(self, collate_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a ``collate_fn`` for the fetcher that draws its random numbers from the stream of its batch."""
+        """Returns the ``collate_fn`` to pass to the fetcher. With seeds, it draws its random numbers from the stream of
+        the batch."""
         return collate_fn if self.seeds is None else self.seeds.for_collating(collate_fn)
 
     def use(self, fetcher: Any, use_gather: Callable[[], Any] | None = None) -> None:
-        """Uses a new fetcher of torch from now on.
+        """Uses a new torch fetcher from now on.
 
         Args:
             fetcher: The fetcher.
-            use_gather: Makes the fetcher gather the rows of a table; called only if its batches are exactly torch's.
+            use_gather: Makes the fetcher gather the rows of a table; called only without seeds and threads.
         """
         is_original = torch_fetcher.is_original(self.kind)
         self.fetcher, self._source = fetcher, self._dataset
@@ -77,7 +78,8 @@ class Step:
             fetcher.dataset = self._threaded(self._source)
 
     def _threaded(self, source: Any) -> ThreadedDataset:
-        """Returns a dataset whose samples are made by threads, in ``__getitems__``, which torch's fetcher prefers."""
+        """Returns a dataset whose ``__getitems__`` makes the samples in threads. torch's fetcher prefers it to
+        ``__getitem__``."""
         if self._pool is None:
             assert self._make_pool is not None
             self._pool = self._make_pool()
@@ -88,13 +90,14 @@ class Step:
         """Makes a batch from an index batch.
 
         Args:
-            number: Number of the batch, among those that this run makes in the epoch.
+            number: Number of the task in a worker; without workers, the batch's number among those that this process
+                makes in the epoch.
             index: The index batch.
         """
         return self.fetcher.fetch(self._prepare(number, index))
 
     def _prepare(self, number: int, index: Any) -> Any:
-        """Returns an index batch as the fetcher receives it. If torch's fetcher only iterates over it, each sample can
+        """Returns the index batch to pass to the fetcher. If torch's fetcher only iterates over it, each sample can
         have its own seed and ``wrap_indices`` applies.
         """
         access = SampleAccess.ONE

@@ -1,4 +1,5 @@
-"""Makes batches of a TensorDataset, or of cached samples, by a gather, instead of making samples and stacking them."""
+"""Makes batches of a TensorDataset, or of cached samples, with a gather, instead of making samples and stacking
+them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _row: Any = torch.Tensor.__getitem__
 _fetch: Any = _MapDatasetFetcher.fetch
 _getitem: Any = TensorDataset.__getitem__
 _getitems: Any = Subset.__getitems__
-# True if torch's code is the code that a gather replaces.
+# True if torch's functions have exactly the code that a gather replaces.
 _torch_is_known = all(
     (
         # A program may have replaced these before this import.
@@ -48,7 +49,7 @@ def use(fetcher: Any, collate_fn: Any, gather: _Gather, gather_cached: _Gather |
 
     Args:
         fetcher: torch's fetcher.
-        collate_fn: The program's function, which the fetcher calls, possibly wrapped.
+        collate_fn: The program's function, which the fetcher calls, possibly through a wrapper.
         gather: Gathers the rows of a table.
         gather_cached: Gathers cached samples; None leaves them to torch.
     """
@@ -58,7 +59,7 @@ def use(fetcher: Any, collate_fn: Any, gather: _Gather, gather_cached: _Gather |
         while type(table) is Subset:
             table = table.dataset
         if type(table) is TensorDataset:
-            # The object stays the same: without workers, programs can reach its attributes.
+            # The fetcher remains the same object: without workers, programs can access its attributes.
             fetcher.__class__ = TableFetcher
             fetcher._begin(gather)
         elif gather_cached is not None and isinstance(table, CachedDataset) and table.then is None:
@@ -66,14 +67,16 @@ def use(fetcher: Any, collate_fn: Any, gather: _Gather, gather_cached: _Gather |
             fetcher._begin(gather_cached)
 
 
-# Types of sequences of indices whose access runs no code of the program.
+# Types of index sequences. Reading their items runs no code of the program.
 _INDEX_TYPES = (list, tuple, range, SharedList, SharedTuple)
 
 
 class TableFetcher(_MapDatasetFetcher):
-    """torch's fetcher for a table. torch's own method makes the batches for which a gather would differ from it."""
+    """torch's fetcher for a table. torch's own method makes any batch for which a gather could give a different
+    result."""
 
-    # The types that are collated, and examples of samples. A program may have registered other functions for these.
+    # The types that the gather collates, and examples of the samples. A program may have registered other collate
+    # functions for the types of either.
     _collated_types: tuple[type, ...] = (torch.Tensor,)
     _sample_examples: tuple[Any, ...] = ((),)
 
@@ -109,8 +112,8 @@ class TableFetcher(_MapDatasetFetcher):
         )
 
     def _table(self, index: Any) -> tuple[Any, list[Any] | None]:
-        """Returns the dataset below torch's Subsets, and the indices in it, or None if they are not all ints in
-        range."""
+        """Returns the dataset below torch's Subsets, and the list of the indices in it. The list is None if it cannot
+        be computed without code of the program, or an index is not an int in range."""
         table = self.dataset
         if type(index) is not list or not self.auto_collation:
             return table, None
@@ -133,8 +136,7 @@ class TableFetcher(_MapDatasetFetcher):
 
 
 class CachedFetcher(TableFetcher):
-    """torch's fetcher for cached samples. torch's own method makes the batches whose samples are not all in the
-    cache."""
+    """torch's fetcher for cached samples. torch's own method makes any batch whose samples are not all in the cache."""
 
     _collated_types: tuple[type, ...] = (torch.Tensor, float, int)
     _sample_examples: tuple[Any, ...] = ((), [], {})

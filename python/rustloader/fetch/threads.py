@@ -1,4 +1,4 @@
-"""The option ``worker_threads``: several threads of a worker make the samples of a batch."""
+"""Implements the option ``worker_threads``: several threads of a worker make the samples of a batch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _STOP_CHECK = 0.1
 
 
 class ThreadedDataset:
-    """A dataset whose samples are made by threads. torch's fetcher asks it for whole batches.
+    """A dataset whose samples are made by threads. torch's fetcher calls its ``__getitems__`` once per batch.
 
     Args:
         dataset: Map-style dataset.
         pool: The threads.
-        before_sample: Called in the thread before each sample, with its place in the batch; or None.
+        before_sample: Called in the thread before each sample, with the sample's position in the batch; None calls
+            nothing.
     """
 
     def __init__(self, dataset: Any, pool: Pool, before_sample: Callable[[int], None] | None) -> None:
@@ -52,7 +53,7 @@ class Pool:
     def fetch(self, batch: _Batch) -> list[Any]:
         """Returns a batch's samples in order, or raises the error of the first failed sample in that order."""
         self._start(batch.size)
-        # No thread works on another batch: `fetch` has waited for the last one.
+        # No thread works on another batch: `fetch` has waited for the previous one.
         batch.threads = self._started
         for _ in range(self._started):
             self._batches.put(batch)
@@ -84,7 +85,7 @@ def _serve(batches: queue.SimpleQueue[_Batch], on_thread_start: Callable[[], obj
 
 
 class _Batch:
-    """A batch whose samples are taken by threads one after another."""
+    """A batch from which threads take one sample after another."""
 
     def __init__(self, dataset: Any, indices: Iterable[Any], before_sample: Callable[[int], None] | None) -> None:
         self._dataset, self._before_sample = dataset, before_sample
@@ -92,7 +93,7 @@ class _Batch:
         self._indices = iter(indices)
         self._lock = threading.Lock()
         self._samples: list[Any] = []
-        # The error with the lowest place. No samples are begun after an error.
+        # The error at the lowest position, with that position. After an error, no further samples are started.
         self._error: tuple[int, BaseException] | None = None
         # Number of threads that are not done with the batch.
         self.threads = 0
@@ -113,7 +114,7 @@ class _Batch:
             if self._error is not None:
                 return False
             try:
-                # Raises an error when the loader shuts down.
+                # This raises an error when the loader shuts down.
                 index = next(self._indices)
             except StopIteration:
                 return False
@@ -130,14 +131,14 @@ class _Batch:
         return True
 
     def _keep_if_first(self, place: int, error: BaseException) -> None:
-        """Keeps an error unless the kept one has a lower place."""
+        """Keeps an error unless one at a lower position is already kept."""
         with self._lock:
             if self._error is None or place < self._error[0]:
                 self._error = place, error
 
     def take(self) -> list[Any]:
-        """Returns the samples of a finished batch and drops its references to them, or raises the error with the lowest
-        place."""
+        """Returns the samples of a finished batch and drops its references to them, or raises the error at the lowest
+        position."""
         samples, self._samples = self._samples, []
         error, self._error = self._error, None
         if error is None:

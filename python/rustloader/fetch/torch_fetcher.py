@@ -23,7 +23,7 @@ def is_original(dataset_kind: int) -> bool:
 
 
 class WithoutGetitems:
-    """A dataset without its ``__getitems__``, so that torch's fetcher asks it for one sample after another."""
+    """A wrapper that hides a dataset's ``__getitems__``, so that torch's fetcher requests one sample at a time."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -34,7 +34,7 @@ class WithoutGetitems:
 
 def by_sample(dataset: Any) -> Any:
     """Returns the dataset, or a `WithoutGetitems` if its only ``__getitems__`` is that of torch's ``Subset``, which
-    also asks for one sample after another.
+    requests one sample at a time anyway.
     """
     inner = dataset
     while (
@@ -47,6 +47,6 @@ def by_sample(dataset: Any) -> Any:
 
 
 def takes_batches(dataset_kind: int, dataset: Any, auto_collation: bool) -> bool:
-    """Returns True if only the dataset itself can make the samples of a batch, in one call of ``__getitems__``."""
+    """Returns True if the dataset makes all samples of a batch itself, in one call of ``__getitems__``."""
     is_map = dataset_kind == _DatasetKind.Map
     return auto_collation and is_map and bool(getattr(by_sample(dataset), "__getitems__", None))

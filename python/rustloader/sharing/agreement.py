@@ -11,7 +11,7 @@ import torch
 
 from rustloader.sharing.sequences import SharedDict, SharedList, SharedTuple
 
-# Number of items that are compared, and maximum length of an item's text in an error.
+# Number of items that are compared, and maximum length of an item's repr in an error message.
 _ITEMS_COMPARED = 16
 _MAX_ITEM_TEXT = 60
 _COMPARABLE_TYPES = (str, bytes, int)
@@ -49,7 +49,7 @@ class Disagreement(ValueError):
 
 
 def check(key: str, own: Any, shared: Any) -> None:
-    """Compares this rank's object with the object that another rank has shared, as far as that is cheap.
+    """Compares this rank's object with the object that another rank has shared, as far as the comparison is cheap.
 
     Raises:
         Disagreement: The objects differ.

@@ -50,9 +50,9 @@ def share_array(array: np.ndarray) -> np.ndarray:
 
 
 def array_of(store: SharedStore) -> np.ndarray:
-    """Returns the array over an image."""
+    """Returns a read-only array over an image."""
     dtype, shape, is_fortran = pickle.loads(store.meta)
-    # From the first array on, ForkingPickler sends shared arrays as descriptors.
+    # When the first shared array is made, ForkingPickler starts to send such arrays as descriptors.
     pickling.register(np.ndarray, pickling.reduce_array)
     return np.ndarray(shape, dtype, store.data(), order="F" if is_fortran else "C")
 
@@ -87,7 +87,7 @@ def share_tensor(tensor: torch.Tensor) -> SharedTensor:
     if tensor.requires_grad:
         raise TypeError("a tensor that requires grad is not shared: use share(tensor.detach())")
     plain = tensor.resolve_conj().resolve_neg()
-    # NumPy lacks bfloat16 and other types, so an integer type of the same size stands for them.
+    # NumPy lacks bfloat16 and other types, so the array has an integer type of the same size.
     size = plain.element_size()
     integer_type = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
     array = (plain.view(integer_type) if integer_type is not None else plain).numpy()

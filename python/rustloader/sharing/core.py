@@ -22,41 +22,41 @@ _OPENERS = {LIST: SharedList, TUPLE: SharedTuple, DICT: SharedDict, ARRAY: array
 def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: float = 1800.0) -> Any:
     """Copies an object into shared memory, which the workers of all loaders read without copying it.
 
-    Workers that read a plain list or dict copy it bit by bit: Python writes a reference count into each object that it
+    Workers that read a plain list or dict gradually copy it: Python writes a reference count into each object that it
     accesses, and a forked process copies each page that is written to. A shared object has no such counts. Its memory
-    is one sealed file without a name, which nothing can change. It is counted once for all processes, and freed when
-    the last of them ends.
+    is one sealed file without a name, which no process can change. The memory is counted once for all processes, and
+    freed when the last process that uses it ends.
 
     Each access makes a new item with the type and value of the original: changes to items are lost, and two accesses
     return different objects.
 
-    A list, or any other iterable of items, becomes a read-only sequence like a list; the iterable is read once and
-    never held in memory as a whole. ``to_list()`` converts the sequence to a list. A tuple becomes a read-only sequence
-    like a tuple, a dict or another mapping becomes a read-only mapping in the same order (``to_dict()``), and a NumPy
-    array without Python objects becomes a read-only array. A dense CPU tensor becomes a tensor: torch has no read-only
-    tensors, and only the process that writes to it sees the changes.
+    A list, or any other iterable of items, becomes a read-only sequence like a list; the iterable is read once, and
+    never held in memory in its entirety. ``to_list()`` converts the sequence to a list. A tuple becomes a read-only
+    sequence like a tuple, a dict or another mapping becomes a read-only mapping in the same order (``to_dict()``), and
+    a NumPy array without Python objects becomes a read-only array. A dense CPU tensor becomes a tensor: torch has no
+    read-only tensors, and only the process that writes to it sees the changes.
 
     A dataset becomes a shallow copy in which the large lists, tuples, dicts, arrays and tensors among its attributes,
     and among those of the datasets in it (``Subset``, ``ConcatDataset``, wrappers), are shared. The dataset itself does
-    not change. The log lists at level INFO what was shared, and as a warning what could not be shared, or that nothing
-    was large.
+    not change. At level INFO the log lists what was shared. A warning reports what could not be shared, or that nothing
+    was large enough.
 
     Items and values may be any objects that can be pickled. Plain ones (str, bytes, numbers, None, arrays, tensors, and
     lists, tuples and dicts of these) are not pickled, and are faster.
 
-    With a ``key``, the ranks of a run on this machine have one copy: the first rank that makes the call shares ``x``,
+    With a ``key``, the ranks of a run on this machine use one copy: the first rank that makes the call shares ``x``,
     and the others receive the same memory. All ranks must give the same object, and make their calls with a key in the
     same order. If the rank that builds the copy dies, another one builds it. The ranks are those that ``torchrun``,
-    Slurm or MPI define; without them, the key has no effect.
+    Slurm or MPI defines; without one of these, the key has no effect.
 
     Args:
         x: A list or another iterable, a tuple, a dict, an array, a tensor, a dataset, or a function without arguments
             that returns any of these except a dataset. With a key, only the first rank calls the function.
-        threshold: Minimum size of a dataset's attributes that are shared, in bytes, as estimated for Python objects.
+        threshold: Size in bytes from which an attribute of a dataset is shared. Sizes are estimates for Python objects.
             Default: 1 MiB.
-        key: A name for this object among the ranks of this machine, such as "train-index".
-        timeout: Seconds that a rank waits for the rank that builds the object, and that the latter keeps it available
-            for later ranks. Default: half an hour. ``math.inf``: no limit.
+        key: A name under which the ranks of this machine share this object, such as "train-index".
+        timeout: Seconds that a rank waits for the rank that builds the object, and for which the building rank keeps
+            the object available to ranks that make the call later. Default: half an hour. ``math.inf``: no limit.
 
     Returns:
         The shared object, or ``x`` itself if it is already shared or is a dataset with nothing to share. It compares
@@ -65,10 +65,10 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
         saved as plain ones.
 
     Raises:
-        MemoryError: A memory cgroup, the machine or a limit has too little memory. The text gives the sizes.
+        MemoryError: A memory cgroup, the machine or a limit has too little memory. The message gives the sizes.
         PermissionError: A process of another user holds the key's name.
         TimeoutError: The rank that builds the object for this key did not finish within ``timeout``.
-        TypeError: The object cannot be shared. The text names the remedy.
+        TypeError: The object cannot be shared. The message names the remedy.
         ValueError: Ranks give different objects for the same key, or ``timeout`` is negative or NaN.
 
     Examples:
@@ -128,7 +128,7 @@ def store_of(shared: Any) -> SharedStore:
     """Returns the image of a shared object."""
     if isinstance(shared, np.ndarray):
         data = data_of(shared)
-        # A view of a shared array refers to the image of the whole array.
+        # A view of a shared array refers to the image of the entire array.
         if data is None or not _is_whole(shared, data):
             data = data_of(share_array(np.array(shared)))
         assert data is not None
@@ -144,7 +144,7 @@ def _is_whole(view: np.ndarray, data: SharedData) -> bool:
 
 
 def open_store(store: SharedStore) -> Any:
-    """Returns the shared object over an image. Raises ValueError if its kind is unknown."""
+    """Returns the shared object over an image. Raises ValueError if the kind of the image is unknown."""
     opener = _OPENERS.get(store.kind)
     if opener is None:
         raise ValueError(

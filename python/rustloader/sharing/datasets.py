@@ -18,16 +18,15 @@ from rustloader.sharing.sizes import check_items, is_shared, sampled, size_of
 
 logger = logging.getLogger("rustloader")
 
-# Maximum length of a list, tuple or dict whose items are shared one by one if one of them is large. Each shared item
-# takes a descriptor.
+# Maximum length of a list, tuple or dict whose large items are shared one by one. Each shared item takes a descriptor.
 _FEW_ITEMS = 64
 _CONTAINERS = (list, tuple, dict)
 _ARRAYS = (np.ndarray, torch.Tensor)
 
 
 def is_dataset(x: Any) -> bool:
-    """Returns True if an object is a dataset: an instance of torch's class, or an object with items and attributes that
-    is not a container."""
+    """Returns True if an object is a dataset: an instance of torch's class, or an object that has items and attributes
+    but is not a container."""
     if isinstance(x, Dataset):
         return True
     kind = type(x)
@@ -36,16 +35,17 @@ def is_dataset(x: Any) -> bool:
 
 
 class _Node:
-    """A dataset, or a container or a method of one, that may have to be rebuilt."""
+    """An object that may have to be rebuilt because a part of it is shared: a dataset, a container, or a dataset's
+    method."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self.changes = False
-        # The nodes that hold this one, and change with it.
+        # The nodes that hold this one. If it changes, they change, too.
         self.holders: list[_Node] = []
 
     def change(self) -> None:
-        """Marks this node and all nodes that hold it."""
+        """Marks this node and all nodes that hold it, directly or indirectly, as changed."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -61,8 +61,8 @@ class Sharing:
     def __init__(self, threshold: int, share: Callable[[Any, str], Any]) -> None:
         self._threshold = threshold
         self._share = share
-        # These dicts are keyed by the id of the original. The nodes, and `_kept`, keep the originals, so that no id is
-        # reused.
+        # These dicts are keyed by the id of the original. The nodes, and `_kept`, keep the originals alive, so that no
+        # id is reused.
         self._nodes: dict[int, _Node] = {}
         self._kept: list[Any] = []
         self._shared: dict[int, Any] = {}
@@ -113,8 +113,8 @@ class Sharing:
                 holder.change()
 
     def _parts(self, value: Any, name: str) -> list[tuple[Any, str]] | None:
-        """Returns the parts of a value that is searched, with their names, or None for a value that is shared as a
-        whole or stays unchanged.
+        """Returns the parts of a value, with their names, if they are to be searched for large objects. Returns None
+        for a value that is shared as one object or stays unchanged.
         """
         if is_dataset(value):
             return [(part, f"{name}.{key}") for key, part in list(getattr(value, "__dict__", {}).items())]
@@ -178,7 +178,7 @@ class Sharing:
             self._rebuilt[id(value)] = tuple(map(self._rebuild, value))
         elif type(value) is list:
             items: list[Any] = []
-            # Stored before its items are rebuilt, because they may hold it.
+            # The list is stored before its items are rebuilt, because they may hold it.
             self._rebuilt[id(value)] = items
             items.extend(map(self._rebuild, value))
         elif type(value) is dict:
@@ -212,8 +212,8 @@ def _shallow_copy(dataset: Any) -> Any:
     if any(vars(base).get("__slots__") for base in kind.__mro__) or hasattr(kind, "__copy__"):
         return copy.copy(dataset)
     try:
-        # copy.copy would call __getstate__, which may leave out attributes that other processes cannot use but this one
-        # needs.
+        # copy.copy would call __getstate__, which may leave out attributes that only this process can use. The copy
+        # needs them, too.
         copied = object.__new__(kind)
     except TypeError:
         return copy.copy(dataset)

@@ -1,7 +1,7 @@
 """Pickles shared objects and their items.
 
-For another process of this machine (ForkingPickler) a shared object is pickled as a descriptor, and for any other
-purpose (``pickle``, ``torch.save``) as its content.
+A shared object is pickled as a descriptor for another process on this machine (ForkingPickler), and as its content for
+any other purpose (``pickle``, ``torch.save``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MAX_DESCRIPTORS = 240
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Reduces a tensor. A view of a larger storage is reduced to its own elements: torch would pickle the whole storage
-    with each item."""
+    """Reduces a tensor. A view of a larger storage is reduced to the elements of the view: torch would pickle the
+    entire storage with each item."""
     if tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized:
         if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
             return tensor.detach().clone().requires_grad_(tensor.requires_grad).__reduce_ex__(_PROTOCOL)
@@ -47,13 +47,13 @@ def dumps(item: Any) -> bytes:
 
 
 def reduce_by_value(shared: Any, protocol: int) -> tuple[Any, ...]:
-    """Reduces a shared object to the bytes of its image, from which a new one is made."""
+    """Reduces a shared object to the bytes of its image, from which unpickling makes a new shared object."""
     image = memoryview(shared.store)
     return from_image, (type(shared), pickle.PickleBuffer(image) if protocol >= 5 else bytes(image))
 
 
 def from_image(kind: type, image: Any) -> Any:
-    """Returns a shared object with a copy of an image.
+    """Returns a new shared object over a copy of an image.
 
     Raises:
         ValueError: The image is damaged, or is of another version.
@@ -75,7 +75,7 @@ def _store_with(image: memoryview) -> SharedStore:
 
 
 def reduce_to_store(shared: Any) -> tuple[Any, ...]:
-    """Reduces a shared object to its store, for another process of this machine."""
+    """Reduces a shared object to its store, for another process on this machine."""
     return type(shared), (shared.store,)
 
 
@@ -85,16 +85,17 @@ def is_spawning() -> bool:
 
 
 def register(kind: type, reducer: Callable[[Any], Any]) -> None:
-    """Registers ForkingPickler's reducer for a class."""
+    """Registers a reducer for a class with ForkingPickler."""
     reduction.register(kind, reducer)
 
 
-# Stores, sent as descriptors. Several objects and views over one store share a descriptor, because a process cannot
-# receive the same one twice.
+# Stores, which are sent as descriptors. Several objects and views over one store share a descriptor, because a process
+# cannot receive the same descriptor twice.
 
 
 def descriptor_of(store: Any, kind: Callable[[int], Any]) -> tuple[Any, ...]:
-    """Reduces an object that has a descriptor, and can be made from one, for another process of this machine."""
+    """Reduces an object to its descriptor, for another process on this machine. ``kind`` makes an object from the
+    descriptor there."""
     popen = context.get_spawning_popen()
     count = len(popen._fds) if isinstance(popen, popen_forkserver.Popen) else 0  # type: ignore[attr-defined]
     if count >= _MAX_DESCRIPTORS:
@@ -132,7 +133,8 @@ register(SharedData, _reduce_data)
 
 
 def data_of(array: Any) -> SharedData | None:
-    """Returns the shared data that contains an array, whole or as a view, or None for other arrays."""
+    """Returns the shared data over which an array or the base of a view is built; None for an array that is not
+    shared."""
     base = array.base
     while isinstance(base, np.ndarray):
         base = base.base
@@ -145,7 +147,8 @@ def reduce_array(array: np.ndarray) -> Any:
     """Reduces a shared array: to a descriptor in the arguments of a new process, otherwise to its elements."""
     data = data_of(array) if is_spawning() else None
     if data is None:
-        # ForkingPickler would prefer this reducer to a reducer that the program has added to copyreg's table.
+        # ForkingPickler prefers this reducer to one that the program has added to copyreg's table, so that reducer is
+        # called here.
         reduce = copyreg.dispatch_table.get(np.ndarray)
         return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL) if reduce is None else reduce(array)
     view = array.__array_interface__["data"][0] - data.address, array.shape, array.strides

@@ -1,8 +1,10 @@
-"""Shares one object among all ranks of a machine: the first rank builds it, the others receive its descriptor.
+"""Shares one object among all ranks of a machine: the first rank builds the object, and the others receive its
+descriptor.
 
 The meeting point is an abstract Unix socket, which the kernel removes with the process that bound it. Binding is the
 lock: the rank that succeeds builds the object, and the others connect, identify themselves, and wait for the
-descriptor. If the builder dies or fails, their connections end, and the next rank binds the socket. There is no file.
+descriptor. If the builder dies or fails, their connections end, and the next rank binds the socket. No file is
+involved.
 
 A builder does not wait for the others. Ranks that have already connected receive the descriptor at once. For later
 ranks, a thread keeps the socket until all have connected, the timeout has passed, or the process ends.
@@ -30,15 +32,15 @@ from rustloader.system.forks import at_fork
 logger = logging.getLogger("rustloader")
 
 # Seconds between two attempts to connect to a rank that has bound its socket but does not listen yet, or that has just
-# ended.
+# exited.
 _RETRY_SECONDS = 0.02
 # Maximum number of seconds of a single wait: sockets count milliseconds in 31 bits.
 _MAX_WAIT = 1e6
-# Maximum number of connections that wait at a listening socket, and of accepted connections that have not identified
-# themselves.
+# Maximum number of connections in the backlog of a listening socket, and of accepted connections that have not
+# identified themselves.
 _MAX_WAITING = 256
 _CREDENTIALS = struct.Struct("3i")
-# Prefix of the greeting with which a rank identifies itself, and maximum length of a greeting in bytes.
+# Prefix of the greeting that a rank sends to identify itself, and maximum length of a greeting in bytes.
 _HELLO = b"rustloader share "
 _MAX_GREETING = 128
 
@@ -47,7 +49,7 @@ _uses: dict[str, int] = {}
 # Held while a socket is created, so that no fork happens between its creation and its entry in `_own`. Reentrant,
 # because a signal handler may fork.
 _lock = threading.RLock()
-# Sockets that only this process may keep open. A forked child would keep the name bound after this process has died.
+# Sockets that a forked child closes: in a child, they would keep the name bound after this process has died.
 _own: set[socket.socket] = set()
 _servers: set[_Server] = set()
 
@@ -80,7 +82,7 @@ atexit.register(_at_exit)
 
 
 def _close(sock: socket.socket) -> None:
-    # A fork between the two steps would leave the child with a socket that it does not know.
+    # A fork between the two steps would leave the child with an open socket that it cannot find.
     with _lock:
         _own.discard(sock)
         sock.close()
@@ -93,13 +95,13 @@ def _address(key: str, run: tuple[str, ...]) -> bytes:
 
 
 def _socket_name(parts: list[str]) -> bytes:
-    # Lengths ensure that different lists of parts result in different bytes.
+    # The lengths ensure that different lists of parts result in different names.
     name = "".join(f"{len(part)}:{part}" for part in parts)
     return b"\0rustloader-share-" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:40].encode()
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:
-    """Returns the IDs of the process and the user at the other end."""
+    """Returns the process ID and the user ID at the other end of a socket."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
@@ -117,9 +119,10 @@ def meet(key: str, build: Callable[[], _S], timeout: float, open_store: Callable
     """Returns the store for a key. The first rank of this machine builds it, and the others receive it.
 
     Args:
-        key: The key. Each function has separate keys.
+        key: The key. Keys of different functions (``call``) do not conflict.
         build: Builds the store.
-        timeout: Seconds that a rank waits for the rank that builds the store.
+        timeout: Seconds that a rank waits for the rank that builds the store, and for which the builder serves ranks
+            that connect later.
         open_store: Opens the store through a descriptor that was received.
         call: Name of the function that the program called.
 
@@ -142,7 +145,7 @@ def meet(key: str, build: Callable[[], _S], timeout: float, open_store: Callable
 
 
 def meet_on_machine(name: str, build: Callable[[], _S], open_store: Callable[[int], _S], call: str) -> _S:
-    """Works like `meet` for an unknown number of processes of this machine. No other store may have the name."""
+    """Works like `meet`, for an unknown number of processes on this machine. The name must be unique to the store."""
     ranks = Ranks(None, f"pid {os.getpid()}")
     return _meet_at(_socket_name([str(os.geteuid()), call, name]), call, ranks, build, math.inf, open_store)
 
@@ -160,7 +163,7 @@ def _meet_at(
                 sock.listen(_MAX_WAITING)
                 store = build()
                 server = _Server(sock, store, label, ranks, timeout)
-                # From now on the server closes the socket.
+                # From now on the server is responsible for closing the socket.
                 sock = None  # type: ignore[assignment]
                 server.begin()
                 return store
@@ -186,8 +189,8 @@ def _bind(sock: socket.socket, address: bytes) -> bool:
 def _receive_descriptor(
     sock: socket.socket, address: bytes, label: str, ranks: Ranks, deadline: float, timeout: float
 ) -> int | None:
-    """Waits for the descriptor and returns it, or None if the rank that builds the store has ended or does not listen
-    yet."""
+    """Waits for the descriptor and returns it. Returns None if the caller must try again: the rank that builds the
+    store has exited or does not listen yet."""
     late = TimeoutError(
         f"{label}: the rank of this machine that builds the object has not finished within {timeout:.0f} s; "
         "use a larger timeout, or find out why that rank is slow"
@@ -226,7 +229,7 @@ def _receive_descriptor(
 
 
 class _Server:
-    """A server that sends a descriptor to each other rank once."""
+    """A server that sends the store's descriptor to each of the other ranks once."""
 
     def __init__(self, listener: socket.socket, store: _Store, label: str, ranks: Ranks, timeout: float) -> None:
         self._listener, self._store, self._label, self._ranks = listener, store, label, ranks
@@ -255,7 +258,7 @@ class _Server:
                 self._close()
 
     def end(self) -> None:
-        """Ends the thread when the process ends."""
+        """Ends the thread, and waits for it. Called when the process exits."""
         self._ended = True
         try:
             # Wakes the thread.
@@ -310,7 +313,7 @@ class _Server:
                 sock, _ = self._listener.accept()
                 _own.add(sock)
         except OSError as error:
-            # The rank has already disconnected, or no descriptor is free for the connection.
+            # The rank has already disconnected, or this process has no descriptor left for the connection.
             logger.debug("%s: %s", self._label, error)
             if not self._ended:
                 time.sleep(_RETRY_SECONDS)

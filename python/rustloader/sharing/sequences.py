@@ -25,7 +25,7 @@ def checked(store: SharedStore, kind: int) -> SharedStore:
 
 
 def forbid(kind: type, names: Iterable[str], remedy: str) -> None:
-    """Adds methods to a class that raise a TypeError, with a remedy, instead of changing the object."""
+    """Adds to a class methods that raise a TypeError, with a remedy, instead of changing the object."""
     for name in names:
 
         def method(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> NoReturn:
@@ -39,18 +39,18 @@ class _Sequence(SharedItems):
     """The common base of a shared list and a shared tuple."""
 
     __slots__ = ()
-    # Types whose objects can be compared with this object.
+    # Types of the objects that can be compared with this object.
     _comparable_types: ClassVar[Any] = ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return pickling.reduce_by_value(self, protocol)
 
     def _compare(self, other: Any, test: Callable[[Any, Any], Any]) -> Any:
-        """Compares like lists and tuples: the first differing items decide, then the lengths."""
+        """Compares as lists and tuples do: the first differing items decide; if there are none, the lengths do."""
         if not isinstance(other, self._comparable_types):
             return NotImplemented
         for own_item, other_item in zip(self, other, strict=False):
-            # A type may define `!=` differently.
+            # This does not use `!=`, which a type may define differently.
             if not (own_item == other_item):
                 return test(own_item, other_item)
         return test(len(self), len(other))
@@ -76,7 +76,7 @@ class _Sequence(SharedItems):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shared memory."""
+        """Size of the shared memory in bytes."""
         return self.store.nbytes
 
     def to_list(self) -> list[Any]:
@@ -203,7 +203,7 @@ class SharedDict(SharedPairs):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shared memory."""
+        """Size of the shared memory in bytes."""
         return self.store.nbytes
 
     def keys(self) -> collections.abc.KeysView[Any]:

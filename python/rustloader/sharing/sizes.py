@@ -1,6 +1,6 @@
-"""Estimates the memory of a dataset's attributes, including the data of arrays and tensors unless that is shared.
+"""Estimates the memory of a dataset's attributes, including the data of arrays and tensors unless the data is shared.
 
-`metrics.copied` counts only the Python objects that a forked worker copies as it reads them, and has less time.
+`metrics.copied` counts only the Python objects that a forked worker copies as it reads them, and has to be faster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rustloader.sharing.sequences import SharedDict, SharedList, SharedTuple
 # Maximum number of items of a container that are measured, by level: the outermost container, containers in it, and so
 # on.
 _ITEMS_BY_LEVEL = (200, 32, 8, 2)
-# Number of items that are pickled to find common parts, and size in bytes above which a pickle is given up.
+# Number of items that are pickled to find common parts, and size in bytes above which pickling is abandoned.
 _ITEMS_PICKLED = 8
 _MAX_PICKLE = 16 << 20
 # Allowance in bytes for the names of classes in pickles.
@@ -42,8 +42,8 @@ def sampled(container: Any, limit: int = _ITEMS_BY_LEVEL[0]) -> list[Any]:
 
 
 def size_of(value: Any, level: int = 0) -> int:
-    """Estimates the bytes of a value that another process gets only as a copy. In a large container, a few items are
-    measured.
+    """Estimates how many bytes of a value are not in shared memory, so that another process gets a copy of them. In a
+    large container, only a few items are measured.
     """
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return 0 if is_shared(value) else int(value.nbytes)
@@ -61,8 +61,8 @@ def size_of(value: Any, level: int = 0) -> int:
 
 
 def is_shared(value: np.ndarray | torch.Tensor) -> bool:
-    """Returns True if all processes already share the memory of an array or tensor: it is shared memory, or that of a
-    file."""
+    """Returns True if all processes already share the memory of an array or tensor: it is shared memory, or a mapped
+    file. Also returns True for tensors that ``share`` does not support: those on a device, or not strided."""
     if isinstance(value, SharedTensor):
         return True
     if isinstance(value, torch.Tensor):
@@ -74,7 +74,7 @@ def is_shared(value: np.ndarray | torch.Tensor) -> bool:
 
 
 class _Counter:
-    """A file that counts the bytes of a pickle."""
+    """A file that only counts the bytes of a pickle. Raises OverflowError if there are too many."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -96,7 +96,7 @@ def check_items(container: Any) -> None:
     """Checks that the items of a container can be pickled one by one.
 
     Raises:
-        ValueError: The items refer to common objects, and each item would get a copy of these.
+        ValueError: The items refer to common objects, and each item would get a copy of those objects.
     """
     plain = (str, bytes, int, float, np.ndarray, torch.Tensor)
     items = [item for item in sampled(container, _ITEMS_PICKLED) if not isinstance(item, plain)]

@@ -1,4 +1,4 @@
-"""Begins and ends traces, and connects the loaders with them."""
+"""Begins and ends traces, and connects the loaders to them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Traceable(Protocol):
 
 # All live iterators that can be traced.
 _live: weakref.WeakSet[Traceable] = weakref.WeakSet()
-# The trace that this process, or its parent at the fork, is making.
+# The trace that this process is making, or that its parent was making at the fork.
 _active: Trace | None = None
 
 
@@ -81,7 +81,7 @@ class Trace:
             lost = spool.end()
             files.convert(spool.folder, self.path)
         except OSError as error:
-            # Only logged, because the program may not have saved its results yet.
+            # The error is only logged: the program may not have saved its results yet.
             text = (
                 "the trace %s could not be written: %s. `rustloader trace merge %s -o FILE` creates it from its records"
             )
@@ -93,7 +93,8 @@ class Trace:
             logger.warning("the trace %s lacks %d events: there was no room for them", self.path, lost)
 
     def add_source(self, key: object, name: str, workers: int) -> int | None:
-        """Adds an iterator. Returns its number; None if it cannot be added, or the trace has ended."""
+        """Adds an iterator, and returns its number in the trace. Returns None if it cannot be added, or the trace has
+        ended."""
         spool = self._spool
         if spool is None:
             return None
@@ -137,12 +138,13 @@ def trace(
     """Records the work of this process's loaders during the body of a ``with`` statement, in a file for Perfetto.
 
     The file has the JSON format of Chrome's trace viewer: open it at https://ui.perfetto.dev. It has a row for the loop
-    of each loader and one for each of its workers, including those already running. Its clock is that of
-    ``torch.profiler``. The file is written at the end of the body, even after an exception.
+    over each loader and a row for each of the loader's workers, including workers already running. It uses the same
+    clock as ``torch.profiler``. The file is written at the end of the body, even after an exception.
 
     Args:
-        path: The file. With the suffix ``.gz`` it is compressed to about a tenth of the size; Perfetto opens both.
-        level: "batch" for one slice per batch (default), "sample" for one per sample as well.
+        path: The file. With the suffix ``.gz`` it is compressed to about a tenth of the size; Perfetto also opens
+            compressed files.
+        level: "batch" for one slice per batch (default), "sample" for one slice per sample in addition.
         seconds: Keep only the last ``seconds`` seconds of the body (default: None, keep all).
 
     Returns:
@@ -151,8 +153,8 @@ def trace(
     Raises:
         ValueError: ``level`` or ``seconds`` is invalid.
         RuntimeError: This process is already making a trace; raised at the start of the body.
-        OSError: The file cannot be written; raised at the start of the body. At its end, the error is logged instead,
-            with the command that creates the file.
+        OSError: The file cannot be written; raised at the start of the body. At the end of the body, the error is
+            logged instead, with the command that creates the file.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2)
@@ -184,11 +186,12 @@ def follow(traceable: Traceable) -> None:
 def follow_copies(key: object, name: str) -> Callable[[int], None] | None:
     """Returns a function that adds a copy to the current trace; None if there is no trace.
 
-    The argument of the function is the start of the copy, a time of ``time.monotonic_ns``. The copy ends at the call.
+    The argument of the function is the time of ``time.monotonic_ns`` at which the copy started. The time of the call is
+    recorded as the copy's end.
 
     Args:
         key: An object that lives as long as the object that makes the copies.
-        name: The name of their row.
+        name: The name of the copies' row.
     """
     active = current()
     source = None if active is None else active.add_source(key, name, 0)
@@ -211,7 +214,7 @@ def follow_fetches(iterator: SingleIterator, key: object, name: str) -> None:
     fetcher, source = iterator._dataset_fetcher, active.add_source(key, name, 0)
     if source is None:
         return
-    # A weak reference: a fetcher that refers to itself would outlive its iterator.
+    # The reference is weak because a fetcher that refers to itself would outlive its iterator.
     fetch_of_class, weak = type(fetcher).fetch, weakref.ref(fetcher)
     number, last_end = 0, 0
 

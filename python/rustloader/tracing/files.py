@@ -1,4 +1,4 @@
-"""Reads, writes and merges the files of traces."""
+"""Reads, writes and merges trace files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rustloader.tracing import slices, spool
 _EPOCH = TRACE_KINDS.index("epoch")
 # Added to the pids of a file, for each earlier file with the same pids.
 _PID_STEP = 100_000_000
-# Phases of events that belong together if their `id` is the same.
+# Phases whose events belong together if they have the same `id`.
 _BOUND_BY_ID = frozenset("stfbneSTpFNOD")
 
 
@@ -29,7 +29,8 @@ def convert(folder: str, path: str) -> None:
 
 
 def _lines(folder: str, about: dict[str, Any]) -> Iterator[str]:
-    """Returns the events of a spool, each as JSON."""
+    """Returns the events of a spool, each as JSON, without those before the last ``seconds`` seconds if the trace is
+    limited."""
     since = 0
     if about["seconds"] is not None:
         last = max((begin + length for _, begin, length, *_ in spool.read_records(folder, about)), default=0)
@@ -58,8 +59,9 @@ def _open(path: str, mode: str) -> IO[str]:
 def merge(paths: list[str], path: str) -> int:
     """Merges traces of this module and of torch.profiler into one file. Returns the number of events.
 
-    All clocks are aligned. If two files of the same kind have the same pids, those of the second file are changed. Pids
-    that a file of this module shares with one of torch.profiler stay.
+    All clocks are aligned. If two files from the same source, this module or torch.profiler, have the same pids, the
+    pids in the second file are changed. Pids that occur in a file of this module and in one of torch.profiler stay
+    unchanged.
 
     Raises:
         NotATrace: A file is not a trace.
@@ -93,7 +95,7 @@ def merge(paths: list[str], path: str) -> int:
 
 
 def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
-    """Returns the base of a file's clock in nanoseconds, True if the file is of this module, and its events."""
+    """Returns the base of a file's clock in nanoseconds, whether this module made the file, and its events."""
     if os.path.isdir(path):
         try:
             about = spool.read_about(path)

@@ -1,8 +1,8 @@
 """Converts the records of a trace to events of Chrome's trace format.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format. Each event is one
-line. A slice comes before the slices within it. Starts and ends are rounded down to microseconds, so that slices that
-touch or contain each other still do so.
+line. A slice precedes the slices within it. Starts and ends are rounded down to microseconds, so that slices that touch
+or contain each other still do so after rounding.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from rustloader._core import TRACE_KINDS, TRACE_MAIN, TRACE_PINNER
 
-# Names of the event that describes the clock of a file, and of the last event, which has the number of lost events.
+# Name of the event that describes a file's clock, and name of the last event, which has the number of lost events.
 CLOCK, END = "rustloader_trace", "rustloader_trace_end"
 
-# The first row, in place of a thread id. No thread has such a high id.
+# The ID of the first row, in place of a thread ID. No thread has an ID this high.
 _FIRST_ROW = 10_000_000
-# Minimum nanoseconds of the work between collate_fn and sending for a slice.
+# Minimum length in nanoseconds of the work between collate_fn and sending to be shown as a slice.
 _MIN_REST = 20_000
-# Maximum nanoseconds between two waits that are shown as one.
+# Maximum gap in nanoseconds between two waits that are shown as one.
 _MAX_GAP = 200_000
 _FETCH, _COLLATE, _PACK, _PUBLISH, _SAMPLE = map(TRACE_KINDS.index, ("fetch", "collate", "pack", "publish", "sample"))
 _NEXT, _WAITING, _EPOCH, _STARTED = map(TRACE_KINDS.index, ("next", "waiting", "epoch", "started"))
@@ -30,7 +30,7 @@ _BATCH_KINDS = {_FETCH, _COLLATE, _PACK, _PUBLISH, _SAMPLE}
 _MOMENT_KINDS = {_EPOCH, _STARTED, _DIED, _STALLED, _SAVED}
 _NO_INDEX = (1 << 64) - 1
 
-# The kind (in `lines`, the whole first word), begin, length, and two numbers.
+# The kind, begin, length, and two numbers. In `lines`, the entire first word takes the place of the kind.
 _Record = tuple[int, int, int, int, int]
 
 
@@ -58,7 +58,8 @@ def metadata(name: str, pid: int, args: dict[str, Any], tid: int = 0) -> str:
 
 
 class _Source:
-    """The rows of one iterator. Successive iterators of a loader share them if they have the same number of workers."""
+    """The rows of one iterator. Successive iterators of a loader share their rows if they have the same number of
+    workers."""
 
     def __init__(
         self, about: dict[str, Any], number: int, loader: dict[str, Any], previous: _Source | None, first: int
@@ -68,7 +69,7 @@ class _Source:
         self._offset = about["wallNanoseconds"] - about["monotonicNanoseconds"] - about["baseTimeNanoseconds"]
         self._is_new = previous is None or previous._workers != self._workers
         self._first: int = first if self._is_new or previous is None else previous._first
-        # Rows with names. Iterators that share rows share this set.
+        # Rows that were named when their first event came. Iterators that share rows share this set.
         self._named: set[int] = set() if self._is_new or previous is None else previous._named
         # The row after the last one in use.
         self.end = max(first, self._first + self._workers + 2)
@@ -77,13 +78,13 @@ class _Source:
         # The first task and the number of each epoch.
         self._tasks: list[int] = []
         self._epochs: list[int] = []
-        # By row: the records of the current batch, or the waits of the current `next`.
+        # By row, the records of the current batch, or the waits of the current `next`.
         self._pending: dict[int, list[_Record]] = {}
         # The last delivered task.
         self._delivered = -1
 
     def names(self) -> Iterator[str]:
-        """Yields the events that name the rows, unless the rows have names."""
+        """Yields the events that name the rows, unless an earlier iterator has named them."""
         if self._is_new:
             yield self._row_name(0, "main")
             for worker in range(self._workers):
@@ -94,7 +95,7 @@ class _Source:
 
     @property
     def epochs_before(self) -> int:
-        """The number of epochs of the loader's earlier iterators."""
+        """The number of epochs that the loader's earlier iterators had."""
         chain = [self]
         while chain[-1]._epochs_before is None and chain[-1]._previous is not None:
             chain.append(chain[-1]._previous)
@@ -134,7 +135,7 @@ class _Source:
                 # The arrow must end within the slice, and after the batch was sent.
                 yield self._flow(row, "f", begin + max(0, length - 1000), number - 1)
         elif kind == _WAITING:
-            # In a long wait the engine wakes up now and then, which splits it into several records.
+            # In a long wait the engine wakes up now and then, which splits the wait into several records.
             continues = bool(pending) and begin - pending[-1][1] - pending[-1][2] < _MAX_GAP
             since = pending.pop()[1] if continues else begin
             pending.append((kind, since, begin + length - since, 0, 0))
@@ -149,7 +150,7 @@ class _Source:
             yield self._slice(row, TRACE_KINDS[kind], begin, length, args)
 
     def _begin_epoch(self, task: int, count: int) -> bool:
-        """Notes the start of an epoch. Returns False if the epoch is known already, or has not begun.
+        """Notes the start of an epoch. Returns False if the epoch is already known, or has not begun.
 
         Each file of records begins with the current epoch, which may therefore be known.
         """
@@ -170,7 +171,8 @@ class _Source:
     def _batch(self, row: int, is_whole: bool = False) -> Iterator[str]:
         """Yields the events of a row's current batch and its parts.
 
-        ``is_whole`` is True if the batch is complete. Otherwise the worker did not finish it, or there was no batch.
+        ``is_whole`` is True if the batch is complete. Otherwise the worker did not finish the batch, or the records
+        belong to no batch.
         """
         records = self._pending.get(row)
         if not records:

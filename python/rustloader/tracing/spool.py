@@ -1,6 +1,6 @@
-"""The folder of a trace in progress. It has the records, which the extension writes, and a list of the loaders.
+"""The folder of a trace in progress. It contains the records, which the extension writes, and a list of the loaders.
 
-The folder is next to the file of the trace, and remains if the program is killed. `rustloader trace merge` reads it.
+The folder is next to the trace's file, and remains there if the program is killed. `rustloader trace merge` reads it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rustloader.system import local_ranks
 ABOUT, _LOADERS = "about.json", "loaders.jsonl"
 # Version of the format of the folder.
 VERSION = 1
-# A record: the first word has the source (32 bits), the worker, main process or pin thread (24 bits) and the kind
-# (8 bits). The start, the length and two numbers follow.
+# A record. From its highest bits, the first word consists of the source (32 bits), the worker, main process or pin
+# thread (24 bits), and the kind (8 bits). The start, the length and two numbers follow.
 _RECORD = struct.Struct("<5Q")
 _READ_BYTES = _RECORD.size << 14
 # Timestamps are microseconds since the start of a period of this length in nanoseconds, as in torch.profiler's files.
@@ -33,7 +33,7 @@ _PERIOD = 7_889_238 * 10**9
 
 
 def _clocks() -> tuple[int, int]:
-    """Returns the times of the monotonic clock and the wall clock at the same moment, in nanoseconds."""
+    """Returns the times of the monotonic clock and of the wall clock at the same moment, in nanoseconds."""
     reads = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(10)]
     before, wall, after = min(reads, key=lambda read: read[2] - read[0])
     return (before + after) // 2, wall
@@ -45,7 +45,7 @@ class Spool:
     Args:
         path: The file of the trace.
         level: 1 for batches, 2 for batches and samples.
-        seconds: Length of the time to keep; None to keep all.
+        seconds: Number of seconds to keep at the end of the trace; None to keep everything.
     """
 
     def __init__(self, path: str, level: int, seconds: float | None) -> None:
@@ -76,7 +76,7 @@ class Spool:
         return self._pid == os.getpid()
 
     def add(self, group: int, name: str, workers: int) -> int:
-        """Adds an iterator of a loader. Returns its number."""
+        """Adds an iterator of a loader, and returns the iterator's number."""
         with open(os.path.join(self.folder, _LOADERS), "a") as file:
             file.write(json.dumps({"group": group, "name": name, "workers": workers}) + "\n")
         self._loaders += 1
@@ -98,7 +98,7 @@ class Spool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self) -> None:
-        # Read at each write: `rustloader trace` begins the trace before it runs the script.
+        # The name is read at each write, because `rustloader trace` begins the trace before it runs the script.
         main = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
         self._about["script"] = os.path.basename(main)
         name = os.path.join(self.folder, ABOUT)
@@ -108,7 +108,7 @@ class Spool:
 
 
 def _new_folder(path: str, pid: int) -> str:
-    """Creates a folder next to the trace. An existing one belongs to another process, or remains from a crash."""
+    """Creates a folder next to the trace. An existing folder belongs to another process, or was left by a crash."""
     for folder in (f"{path}.spool", f"{path}.{pid}.spool"):
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
@@ -134,7 +134,8 @@ def read_about(folder: str) -> dict[str, Any]:
 
 
 def read_records(folder: str, about: dict[str, Any]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yields the records in the order of the files. If the program was killed, the lengths of the files are unknown."""
+    """Yields the records in the order of the files. If the program was killed, the lengths of the files are unknown,
+    and the files are read to their ends."""
     files = [name for name in ("0", "1") if os.path.exists(os.path.join(folder, name))]
     files.sort(key=lambda name: os.stat(os.path.join(folder, name)).st_mtime_ns)
     for name, length in about.get("files", [(name, sys.maxsize) for name in files]):

@@ -38,7 +38,8 @@ def of_workers(affinity: str | Sequence[int | Collection[int]] | None, workers: 
 
 
 def spread(cores: Sequence[int], workers: int) -> list[list[int]]:
-    """Divides cores among workers. Each worker gets neighbouring cores, or shares one core if there are too few."""
+    """Divides cores among workers. Each worker gets neighbouring cores. If there are fewer cores than workers, each
+    worker gets one core, which it may share with others."""
     count = len(cores)
     if workers >= count:
         return [[cores[worker % count]] for worker in range(workers)]
@@ -46,7 +47,7 @@ def spread(cores: Sequence[int], workers: int) -> list[list[int]]:
 
 
 def cores_of_rank(cores: Sequence[int]) -> Sequence[int]:
-    """Returns the cores of this rank. If the launcher has not bound its ranks to cores, they divide its cores among
+    """Returns the cores of this rank. If the launcher has not bound the local ranks to cores, divides the cores among
     them."""
     rank, ranks = local_ranks.rank(), local_ranks.size()
     if rank is None or ranks is None or rank >= ranks or local_ranks.are_bound(cores):

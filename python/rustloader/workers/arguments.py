@@ -1,6 +1,7 @@
 """Names the DataLoader argument that cannot be pickled for a worker or that a worker cannot unpickle.
 
-The pickle has a mark before each argument. Both ends process the pickle in order, so the last mark names the argument.
+The pickle has a mark before each argument. Both ends process the pickle in order, so the last mark before an error
+names the argument that caused it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _current = threading.local()
 
 
 def set_current(name: str | None) -> None:
-    """Records the argument that this thread pickles or unpickles next. None: no further argument follows."""
+    """Records the argument that this thread pickles or unpickles next. None: what follows is not an argument of the
+    loader."""
     _current.name = name
 
 
@@ -53,7 +55,7 @@ class Mark:
 
 
 def marked(dataset: Any, job: Any, last: Any) -> tuple[Any, ...]:
-    """Returns the arguments of a worker, with marks: the dataset first, ``last`` at the end. Both may share objects
+    """Returns the arguments of a worker, with marks: the dataset first and ``last`` at the end. Both may share objects
     with the arguments in between."""
     values = {"collate_fn": job.collate_fn, "worker_init_fn": job.init_fn, "on_error": job.config.on_error}
     marks: list[Any] = [Mark("dataset"), dataset]
@@ -98,13 +100,13 @@ class Reports:
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("rustloader-reports", os.MFD_CLOEXEC)
-        # Workers may write at the same time; appending keeps their reports apart.
+        # Workers may write at the same time; with O_APPEND, their reports do not overwrite each other.
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
         self._file = self._identity()
 
     def _identity(self) -> tuple[int, int] | None:
         """Returns the device and inode of the descriptor's file, or None if it is closed. The program may close the
-        descriptor and open another file with its number."""
+        descriptor, and its number may then belong to another file."""
         try:
             status = self._fstat(self._fd)
         except OSError:

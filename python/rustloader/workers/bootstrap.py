@@ -23,10 +23,11 @@ from rustloader.workers.snapshots import SnapshotPolicy, WorkerStart
 
 
 class Connection:
-    """The descriptors and numbers with which a worker opens its port.
+    """The descriptors and parameters that a worker needs to open its port.
 
-    Under fork the worker inherits the engine with its mapping. Under spawn and forkserver the descriptors are sent with
-    the pickle. Unpickling opens the port at once, because unpickling the dataset afterwards may be slow or hang.
+    Under fork the worker inherits the engine with its memory mapping. Under spawn and forkserver the descriptors are
+    sent with the pickle. Unpickling opens the port at once, because unpickling the dataset afterwards may be slow or
+    hang.
     """
 
     def __init__(self, engine: Engine, worker_id: int) -> None:
@@ -57,8 +58,8 @@ class Connection:
 
 
 def _guarded(port: Port, parent: tuple[int, int]) -> Port:
-    """Makes this process end when the main process ends, and offers its stack for stall warnings. Must run before any
-    user code."""
+    """Makes this process end when the main process ends, and lets the main process dump its stacks for stall warnings.
+    Must run before any user code."""
     port.watch(parent)
     port.offer_stack()
     return port
@@ -79,10 +80,10 @@ class Job:
     seeding: Seeding | None = None
     # True if NumPy allocates its arrays in the worker's region.
     numpy_arena: bool = True
-    # Set if the main process handles SIGTERM. Workers then ignore a SIGTERM that the whole process group receives. A
-    # worker ends if no other worker receives its SIGTERM within this many seconds.
+    # Set if the main process handles SIGTERM. Workers then survive a SIGTERM to the process group. A worker that
+    # receives SIGTERM dies only if no other worker receives one within this many seconds.
     sigterm_seconds: float | None = None
-    # Signals that are blocked during the start. The worker unblocks them once it can handle them.
+    # Signals that are blocked while the worker starts. The worker unblocks them when it can handle them.
     unblock: list[int] = field(default_factory=list)
     # Set if workers send snapshots of their datasets.
     snapshots: SnapshotPolicy | None = None
@@ -94,14 +95,14 @@ class Job:
     first_task: int = 0
     # Number of answers from the worker's earlier processes in this epoch.
     answers: int = 0
-    # Maximum number of samples that may fail in the epoch, if it is known.
+    # Maximum number of samples that may fail in the epoch; None if there is no limit or it is unknown.
     max_errors: int | None = None
-    # Number of the epoch that the worker starts in, counted by the iterator.
+    # Number of the epoch in which the worker starts, counted by the iterator.
     epoch: int = 0
-    # The poison samples: for each task number and place in its index batch, the text of the error that replaces the
-    # sample. None: dead workers are not replaced.
+    # The poison samples: for each task number and position in the task's index batch, the message of the error that
+    # replaces the sample. None: dead workers are not replaced.
     poison: dict[int, dict[int, str]] | None = None
-    # Arguments of the last known call of the dataset's `set_epoch`, for a process that replaces a dead one. None: no
+    # Arguments of the last known call of the dataset's `set_epoch`, for a process that replaces a dead one; None if no
     # call is known.
     set_epoch_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     # The cores of each worker. None: workers use those of the main process.
@@ -123,7 +124,7 @@ class Job:
 
 
 class Payload:
-    """The argument of a worker process: its connection, the dataset, its job and its number.
+    """The argument of a worker process: its connection, the dataset, its job and its worker ID.
 
     A fresh interpreter receives it in a memfd. multiprocessing would write it to a pipe, which holds 64 KiB: with a
     larger dataset each start would wait until the interpreter has imported torch, one worker after another.
@@ -148,7 +149,7 @@ class Payload:
     ) -> None:
         self.connection, self.job, self.worker_id = connection, job, worker_id
         self._dataset = [dataset]
-        # Cores that a forked worker moves to. A worker that is not forked moves before its first import.
+        # Cores that a forked worker moves to when it runs. A worker that is not forked moves before its first import.
         self.cores = None if job.cores is None else job.cores[worker_id]
         self._common, self._gate, self._reports = common, gate, reports
         self._pickling = pickling
@@ -182,14 +183,15 @@ class Payload:
         return calls if self._gate is None else [*calls, *self._gate.calls()]
 
     def close(self) -> None:
-        """Closes the file, after the start of the worker, which needs it open."""
+        """Closes the file, which must stay open until the worker has been started."""
         if self._file is not None:
             # A failed write has already raised its error.
             with contextlib.suppress(OSError):
                 self._file.close()
 
     def take_dataset(self) -> Any:
-        """Returns the dataset and drops the reference to it, because only the worker may keep it alive. Works once."""
+        """Returns the dataset and drops the reference to it, because only the worker may keep it alive. May be called
+        only once."""
         return self._dataset.pop()
 
 
@@ -198,7 +200,8 @@ def _receive(duplicate: Any, common: Any, gate_fds: list[int], worker_id: int, r
     with os.fdopen(duplicate.detach(), "rb") as file:
         file.seek(0)
         connection = pickle.load(file)
-        # All imports are done. The next worker must not wait for code of the dataset.
+        # All imports are done, so the next worker may begin to import. It must not wait while this worker unpickles the
+        # dataset.
         for fd in gate_fds:
             os.close(fd)
         with arguments.reporting(reports, worker_id):

@@ -1,8 +1,9 @@
 """Pickles the results of a worker that received classes and functions by value.
 
 The results refer to them by name, because the main process must get its own objects back: ``except`` and ``isinstance``
-would not recognize a copy. cloudpickle sends them to workers on other machines. On this machine ``definitions`` sends
-them, with a key in addition to the name, because a local class has no name that can be looked up.
+would not recognize a copy. Workers on other machines receive the classes and functions through cloudpickle. Workers on
+this machine receive them through ``definitions``, with a key in addition to the name, because a local class has no name
+that can be looked up.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def pickler(*args: Any, **kwargs: Any) -> pickle.Pickler:
 
 
 def key_of(obj: Any) -> str:
-    """Returns the key of a class or function that is sent by value. The key is valid while the object lives."""
+    """Returns the key of a class or function that is sent by value; makes the key on the first call. It is valid while
+    the object lives."""
     key = _keys.find(obj)
     if key is None:
         key = _keys.keep(obj, os.urandom(16).hex())
@@ -66,8 +68,8 @@ def define(key: str, name: str | None, make: Callable[..., Any], args: tuple[Any
     Args:
         key: Its key in the main process.
         name: Its name in the program's ``__main__``, or None. The object gets the same name in the ``__main__`` of this
-            process, so that pickles of other code find it.
-        make: Returns the object.
+            process, where other code's pickles look it up.
+        make: A function that returns the object.
         args: Arguments of ``make``.
     """
     obj = make(*args)

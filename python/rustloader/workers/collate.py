@@ -26,7 +26,7 @@ def use_arena(port: Port) -> Callable[[], None]:
     def new_shared(cls: type[torch.UntypedStorage], size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
         if torch.device(device).type != "cpu":
             return torch_new_shared(size, device=device)
-        # Neither of these storages can be resized, as with torch's shared storages.
+        # Like torch's shared storages, neither of these storages can be resized.
         return port.storage(size) or heap_storage(size)
 
     patch.put_in(classmethod(new_shared))

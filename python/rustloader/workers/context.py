@@ -1,7 +1,7 @@
 """The process-wide state that a worker replaces.
 
-It is the reason why workers are processes and not threads: ``get_worker_info()``, the seeds of ``random``, NumPy and
-torch, and the port that allocates torch's shared memory and NumPy's arrays exist once per process.
+This state is the reason why workers are processes and not threads: ``get_worker_info()``, the seeds of ``random``,
+NumPy and torch, and the port that allocates torch's shared memory and NumPy's arrays exist once per process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rustloader.workers.collate import use_arena
 
 
 class WorkerContext:
-    """Sets ``get_worker_info()`` and the memory of ``default_collate`` while a worker runs."""
+    """Sets the result of ``get_worker_info()`` and the memory that ``default_collate`` uses while a worker runs."""
 
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()

@@ -1,4 +1,5 @@
-"""A default_convert that makes no tensors from arrays in shared memory, because a tensor would hide its array."""
+"""A variant of default_convert that makes no tensors from arrays in shared memory. A tensor would hide its array, and
+with it other references to the memory."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _UNCHANGED = frozenset((bool, int, float, complex, str, bytes, type(None), torch
 
 
 def is_torchs_own(collate_fn: Any) -> bool:
-    """Returns True if a ``collate_fn`` is torch's own default_convert, unchanged by the program."""
+    """Returns True if a ``collate_fn`` is torch's own default_convert, and the program has not changed it."""
     return (
         collate_fn is _default_convert
         and collate.default_convert is _default_convert
@@ -59,8 +60,8 @@ def converter(port: Port) -> Callable[[Any], Any]:
 
 
 def tensors_of(batch: Any) -> Any:
-    """Returns a batch of :func:`converter` with a tensor for each ``ArrayTensor``, or the same object if it has
-    none."""
+    """Returns a batch from :func:`converter` with each ``ArrayTensor`` replaced by its tensor, or the same object if it
+    has none."""
     kind = type(batch)
     if kind is ArrayTensor:
         return batch.tensor()
@@ -74,6 +75,6 @@ def tensors_of(batch: Any) -> Any:
 
 
 def kind_of(batch: Any) -> type:
-    """Returns the type that a batch of :func:`converter` has after :func:`tensors_of`."""
+    """Returns the type that a batch from :func:`converter` has after :func:`tensors_of`."""
     kind = type(batch)
     return torch.Tensor if kind is ArrayTensor else kind

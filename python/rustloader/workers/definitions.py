@@ -30,10 +30,10 @@ from rustloader.workers import arguments, by_name
 from rustloader.workers.preparation import Call
 
 _Reducers = dict[type, Callable[[Any], Any]]
-# The type of functions with `functools.cache` or `lru_cache`. The standard pickle refers to them by name.
+# The type of functions that `functools.cache` or `lru_cache` wraps. The standard pickle refers to them by name.
 _CachedFunction: type = type(functools.cache(len))
 
-# The bytes with which a pickle of protocol 4 or later names an object of `__main__`.
+# The bytes that name the module of an object of `__main__` in a pickle of protocol 4 or later.
 _MAIN_IN_PICKLE = b"\x8c\x08__main__"
 # Types that cloudpickle would convert to another type, or that the standard pickle supports.
 _NOT_FOR_CLOUDPICKLE = (io.TextIOWrapper, memoryview, logging.Logger, logging.RootLogger)
@@ -53,7 +53,7 @@ class _NamesMain(Exception):
 
 
 class _FileRefusingMain:
-    """A file that refuses a pickle that names an object of ``__main__``. No name is split over two calls of
+    """A file that refuses a pickle that names an object of ``__main__``. pickle never splits a name over two calls of
     ``write``."""
 
     def __init__(self, file: Any) -> None:
@@ -71,7 +71,8 @@ def is_available() -> bool:
 
 
 def _main_file() -> str | None:
-    """Returns the file that multiprocessing runs as a worker's ``__main__``, or None if the program's has no file."""
+    """Returns the file that multiprocessing runs as a worker's ``__main__``, or None if the program's ``__main__`` has
+    no file."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         return None
@@ -120,7 +121,7 @@ class _Namespace:
 def _namespace(module: str) -> dict[str, Any]:
     names = vars(importlib.import_module(module))
     if module == "__main__":
-        # A worker runs the script in a separate namespace. Its `__main__` has a copy.
+        # A worker runs the script in a separate namespace, `__mp_main__`, and copies the names into its `__main__`.
         for value in [*names.values()]:
             for function in (value, *(vars(value).values() if isinstance(value, type) else ())):
                 if isinstance(function, FunctionType) and function.__module__ == "__mp_main__":
@@ -143,8 +144,8 @@ class Pickling:
         Args:
             value: The value to pickle.
             file: A seekable file. After an error it may contain part of a pickle.
-            table: Returns the reducers by type, which may raise any error to give up. None: those of
-                ``ForkingPickler``.
+            table: Returns the reducers by type. The table may raise any error to stop the pickling. None: the reducers
+                of ``ForkingPickler``.
 
         Raises:
             Exception: The standard pickle's error, if pickling by value fails, too. With a table, any error may be
@@ -208,7 +209,7 @@ class Pickling:
 
 
 def _pickler_of(cloudpickle: ModuleType, reducers: _Reducers, has_main: bool) -> Any:
-    """Returns a pickler class that sends the definitions that workers lack by value."""
+    """Returns a pickler class that sends by value the definitions that workers lack."""
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined,misc]
         dispatch_table = reducers
@@ -251,14 +252,14 @@ def _rebuild_cached(function: Callable[..., Any], settings: dict[str, Any]) -> A
 
 
 def _reduce_property(cached: functools.cached_property[Any]) -> Any:
-    """Reduces a cached property, without the lock that it has before Python 3.12."""
+    """Reduces a cached property, without the lock that it has in Python before 3.12."""
     state = {name: value for name, value in vars(cached).items() if name not in ("func", "lock")}
     return functools.cached_property, (cached.func,), state
 
 
 def _module_of(function: FunctionType) -> str | None:
-    """Returns the name of the module whose globals a function uses, if workers have that module, too. Their
-    ``__main__`` may be empty."""
+    """Returns the name of the module whose globals a function uses, or None if no module has these globals or workers
+    may lack the module. Workers always have a ``__main__``, although it may be empty."""
     name = function.__globals__.get("__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
     if module is None or vars(module) is not function.__globals__:
@@ -267,7 +268,7 @@ def _module_of(function: FunctionType) -> str | None:
 
 
 def _name_in_main(obj: Any) -> str | None:
-    """Returns the qualified name of a class or function if the program's ``__main__`` has it under that name, else
+    """Returns the qualified name of a class or function if the program's ``__main__`` has it under that name, otherwise
     None."""
     if obj.__module__ != "__main__":
         return None
@@ -283,7 +284,7 @@ def _lookup(module: str | None, obj: Any) -> Any:
 
 
 def _is_raised_by_pickle(error: Exception) -> bool:
-    """Returns True if pickle raised an error itself, and not code that it called."""
+    """Returns True if pickle itself raised an error, rather than code that it called."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next

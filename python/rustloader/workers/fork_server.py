@@ -37,8 +37,8 @@ class _Exit:
 def ensure_running() -> None:
     """Starts the server if it is not running, and waits until it has imported its modules.
 
-    A signal handler can interrupt this wait with an error. The start of the first worker would also wait for the
-    server, but with signals deferred.
+    A signal handler can interrupt this wait by raising an error. Without this function, the start of the first worker
+    would wait for the server, with signals deferred.
     """
     pid = getattr(_server, "_forkserver_pid", None)
     with _preload():
@@ -48,7 +48,7 @@ def ensure_running() -> None:
         try:
             _await_server()
         except (OSError, EOFError):
-            # The server has ended during its imports. Python starts another one, with the program's own list.
+            # The server died during its imports. Python now starts another one, with the program's own list of modules.
             _await_end(started)
             forkserver.ensure_running()
 
@@ -62,11 +62,11 @@ def _preload() -> Iterator[None]:
         return
     patch = Patch("multiprocessing.forkserver._forkserver._preload_modules", _server)
     try:
-        # In some versions of Python the server runs the file of `__main__`, and ends if that is not a file.
+        # In some versions of Python the server runs the program's main file, and dies if that file does not exist.
         patch.put_in([_PRELOADED] if definitions.main_is_missing() else [*modules, _PRELOADED])
         yield
     finally:
-        # Keeps a list that another thread of the program has set meanwhile.
+        # `take_out` does not overwrite a list that another thread of the program has set in the meantime.
         patch.take_out()
 
 
@@ -84,10 +84,10 @@ def _is_shadowed() -> bool:
 
 
 def _await_server() -> None:
-    """Waits until the server has started a process, which exits at once.
+    """Waits until the server has finished its imports, by having it start a process that exits at once.
 
-    This also makes the server single-threaded: OpenBLAS started threads when NumPy was imported. OpenBLAS ends them
-    before a fork, and starts them again only when they are needed.
+    The fork also makes the server single-threaded: OpenBLAS starts threads when NumPy is imported, ends them before a
+    fork, and starts them again only when it needs them.
     """
     status, data = forkserver.connect_to_new_process([])
     try:
@@ -101,7 +101,7 @@ def _await_server() -> None:
 
 
 def _await_end(pid: int) -> None:
-    """Waits until a server that has closed its connections can be reaped."""
+    """Waits up to ``STATUS_AFTER`` seconds until a server that has closed its connections can be reaped."""
     with contextlib.suppress(OSError):
         fd = os.pidfd_open(pid)
         try:

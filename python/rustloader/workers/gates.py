@@ -1,11 +1,11 @@
-"""Lets spawned workers import torch in turn, as many at a time as the rank has cores.
+"""Makes spawned workers take turns to import torch. At most one worker per core of the rank imports it at a time.
 
-The import takes seconds of CPU time. If all workers import at the same time on fewer cores, the first batch arrives
-when nearly all imports are done. In turn, worker 0 is ready after one import, and the last worker no later than without
-turns.
+The import takes seconds of CPU time. If more workers than cores import at the same time, the first batch arrives only
+when nearly all imports are done. With turns, worker 0 is ready after the time of one import, and the last worker is
+ready no later than without turns.
 
-Each worker holds the write end of a pipe until its imports are done. The next worker on the same core waits for
-end-of-file on that pipe, which also arrives if the first worker dies.
+Each worker holds the write end of a pipe until its imports are done. With C cores, worker N + C waits for end-of-file
+on the pipe of worker N. End-of-file also arrives if worker N dies.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ _SELECTABLE = 1024
 
 
 class Gate:
-    """The gate of one worker: the pipe that the worker waits for, and the pipe that it holds."""
+    """The gate of one worker: the pipe on which the worker waits for its predecessor, and the pipe that it holds
+    open."""
 
     def __init__(self, waits_for: int | None, holds: int) -> None:
         self._waits_for, self._holds = waits_for, holds
 
     def calls(self) -> list[Call]:
-        """Returns the calls that the worker makes before its first import: they wait for end-of-file on the pipe."""
+        """Returns the calls that the worker makes before its first import. They wait up to ``GATE_SECONDS`` for
+        end-of-file on the predecessor's pipe."""
         if self._waits_for is None:
             return []
         return [Call(select.select, [_inherited(self._waits_for)], [], [], GATE_SECONDS)]
@@ -44,7 +46,8 @@ class Gate:
 
 
 def _inherited(fd: int) -> int:
-    """Passes a descriptor to the process that is being spawned, under the same number, which it returns."""
+    """Passes a descriptor to the process that is being spawned. Returns the descriptor's number there, which is the
+    same."""
     popen: Any = get_spawning_popen()
     number: int = popen.duplicate_for_child(fd)
     return number
@@ -56,12 +59,13 @@ class Gates:
     def __init__(self, workers: int) -> None:
         self._cores = own_cores()
         self._are_needed = workers > self._cores
-        # The read ends of the workers' pipes, in the order of their starts.
+        # The read ends of the workers' pipes, in the order in which the workers start.
         self._ends: list[int] = []
 
     @contextlib.contextmanager
     def next(self) -> Iterator[Gate | None]:
-        """Yields the gate of the next worker, or None. The body starts the worker."""
+        """Yields the gate of the next worker, or None if workers import without taking turns. The body starts the
+        worker."""
         pipe = self._pipe() if self._are_needed else None
         if pipe is None:
             self._are_needed = False
@@ -88,6 +92,6 @@ class Gates:
         return None
 
     def close(self) -> None:
-        """Closes the main process's ends, after the last start."""
+        """Closes the main process's read ends. Must be called after the last worker has been started."""
         while self._ends:
             os.close(self._ends.pop())

@@ -1,4 +1,4 @@
-"""Starts the workers of an engine, ends them within one deadline, and ends them at the interpreter's exit."""
+"""Starts the workers of an engine, and ends them within one deadline, at the latest when the interpreter exits."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class WorkerGroup:
 
     Args:
         engine: The engine that sends tasks to the workers and signals them.
-        processes: List to append the processes to. Programs can reach and change it.
+        processes: List to which the processes are appended. Programs can access and change it.
         context: The multiprocessing context.
         dataset: The dataset.
         on_exit: Function to call after the workers have been ended at the interpreter's exit.
@@ -101,7 +101,7 @@ class WorkerGroup:
         self._blob: remote.Blob | None = None
         # Reports about arguments that workers could not load. Forked workers load none.
         self._reports: Reports | None = None
-        # Set when the workers start.
+        # Set when the workers start, if OOM kills are counted.
         self._oom_kills: OomKills | None = None
         # For each worker, the generation that died last, and whether its memory cgroup was out of memory.
         self._out_of_memory: dict[int, tuple[int, bool]] = {}
@@ -142,7 +142,7 @@ class WorkerGroup:
 
     def _start_remote(self, worker_ids: Sequence[int], blob: remote.Blob, job: Job) -> None:
         """Starts workers on other machines, all at the same time."""
-        # Earlier processes are killed first: a stopped process keeps the resources that the cluster has reserved for
+        # Earlier processes are killed first: a process that hangs keeps the resources that the cluster has reserved for
         # it.
         for worker_id in worker_ids:
             for predecessor in self.processes[worker_id : worker_id + 1]:
@@ -237,8 +237,9 @@ class WorkerGroup:
 
     def end(self, grace: float) -> None:
         """Ends the workers. They have ``grace`` seconds to exit, then receive SIGTERM, and SIGKILL ``KILL_AFTER``
-        seconds later. After an interrupt they receive SIGKILL at once, and the interrupt is raised again. Workers on
-        other machines have about a second."""
+        seconds later. After an interrupt they receive SIGKILL at once, and the interrupt is raised again. For workers
+        on other machines, ``grace`` is at most ``REMOTE_GRACE``, and ``REMOTE_KILL_AFTER`` takes the place of
+        ``KILL_AFTER``."""
         if self._blob is None:
             _end([self], grace, KILL_AFTER)
         else:
@@ -246,8 +247,8 @@ class WorkerGroup:
 
     @staticmethod
     def exiting() -> bool:
-        """Returns True while the interpreter exits, when torch has set its flag. This is a method because the names of
-        modules that are already cleared are None."""
+        """Returns True if the interpreter is exiting: torch has set its flag, or this module's names have already
+        become None. This is a method because the name of a function of this module could be None, too."""
         return _utils is None or _utils.python_exit_status is True or _utils.python_exit_status is None
 
     def exit(self) -> None:
@@ -261,8 +262,8 @@ _live: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
 
 
 def interrupt_again() -> None:
-    """Repeats a Ctrl-C that a destructor caught, but only a moment later, when the object is gone: Python drops the
-    errors that destructors and the weak reference callbacks after them raise."""
+    """Raises again a Ctrl-C that a destructor caught, but a moment later, when the object is gone: Python drops errors
+    that are raised in a destructor or in the weak reference callbacks that follow it."""
 
     def interrupt() -> None:
         time.sleep(INTERRUPT_AFTER)
@@ -308,7 +309,7 @@ def _end(groups: list[WorkerGroup], grace: float, kill_after: float) -> None:
 
 
 def _gone(engines: list[Engine], seconds: float) -> bool:
-    """Waits until all workers have ended. Returns False if some have not after ``seconds``."""
+    """Waits until all workers have ended. Returns False if some of them have not ended after ``seconds`` seconds."""
     deadline = time.monotonic() + seconds
     for engine in engines:
         while not engine.wait_gone(deadline - time.monotonic()):
@@ -325,7 +326,7 @@ def _end_all() -> None:
     for group in own_groups:
         # A daemon thread in `next` must not wake up to an error that it can only print.
         group.engine.close(exiting=True)
-    # A second Ctrl-C only speeds up the end. Python would print it as an error of this hook.
+    # A second Ctrl-C only makes the workers end sooner. Python would print it as an error in this hook.
     with contextlib.suppress(KeyboardInterrupt):
         _end(own_groups, EXIT_GRACE, EXIT_KILL_AFTER)
     for group in own_groups:
@@ -340,7 +341,7 @@ def _forget_in_child() -> None:
 
 atexit.register(_end_all)
 at_fork("workers", after_in_child=_forget_in_child)
-# Python 3.13 counts the threads after these hooks, to warn about forks with threads. There, the next iterator makes
-# this call.
+# Python 3.13 counts the threads after these hooks have run, to warn about forks with threads. In 3.13 the next iterator
+# makes this call instead.
 if sys.version_info[:2] != (3, 13):
     at_fork("pages", after_in_parent=tend_pages)

@@ -48,16 +48,16 @@ def run(payload: Payload) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, job.unblock)
         _Worker(port, context, payload.take_dataset(), job, payload.worker_id).loop()
     except (KeyboardInterrupt, WorkerStopped):
-        # The main process also receives the Ctrl-C, and raises it.
+        # The main process also receives the Ctrl-C, and raises KeyboardInterrupt.
         pass
     finally:
-        # This must come first: a Ctrl-C has no effect after it.
+        # This must come first: it makes the worker ignore Ctrl-C from now on.
         port.leave()
         context.restore()
 
 
 def serve(port: Port, dataset: Any, job: Job, worker_id: int) -> None:
-    """Runs a worker for a main process on another machine, in a process that belongs to other code."""
+    """Runs a worker for a main process on another machine, in a process that other code started and owns."""
     context = WorkerContext()
     try:
         worker = _Worker(port, context, dataset, job, worker_id)
@@ -75,9 +75,10 @@ def serve(port: Port, dataset: Any, job: Job, worker_id: int) -> None:
 def _seeds_of(job: Job, worker_id: int, start: WorkerStart | None) -> tuple[int, list[int]]:
     """Returns the seed for torch and Python, and the seed for NumPy.
 
-    A process that makes the worker's batches from the first one on gets the seeds of torch's worker. After a restart,
-    this applies to an iterable dataset without a state. Other replacement processes get other seeds, because they make
-    other batches, unless each batch or sample has its own seed.
+    The first process in a slot gets the seeds of torch's worker. So does a process that replaces a dead one in the
+    first epoch and starts again with the worker's first batch, because no answer preceded it or because its iterable
+    dataset has no state to load. Any other replacement gets different seeds, because it makes different batches. With
+    ``seed_by``, all processes get torch's seeds, because each batch or sample has its own seed.
     """
     from_first = job.answers == 0 or (job.dataset_kind == _DatasetKind.Iterable and not (start and start.has_state))
     if job.generation == 0 or job.seeding is not None or (job.first_task == 0 and from_first):
@@ -95,13 +96,13 @@ class _Worker:
         self.job = job
         self.worker_id = worker_id
         self.where = f"in DataLoader worker process {worker_id}"
-        # Number of the task that is batch 0 of the epoch.
+        # Number of the task for batch 0 of the epoch. It may be negative in a resumed epoch.
         self.first_task = job.first_task - (0 if job.snapshots is None else job.snapshots.first_ordinal)
         # An error from worker_init_fn or iter(dataset). It replaces every batch of this worker.
         self.broken: ExceptionWrapper | None = None
         self.init_failed = False
         self.exhausted = False
-        # True if batches may have an `ArrayTensor` in place of a tensor.
+        # True if batches may contain an `ArrayTensor` in place of a tensor.
         self.converts = False
         # Sends snapshots of the dataset's state, if the loader can resume.
         self.publisher: Publisher | None = None
@@ -111,8 +112,8 @@ class _Worker:
         self.announced: tuple[int, bytes] | None = None
         # States of the random generators before the early epoch began.
         self.before_early: GeneratorStates | None = None
-        # The garbage collector runs when garbage keeps blocks alive. From now on it skips existing objects, so their
-        # pages stay shared with the main process until one side writes to them.
+        # The garbage collector also runs when garbage keeps blocks alive. After this call it skips the objects that
+        # exist now, so their pages stay shared with the main process until one side writes to them.
         gc.freeze()
 
         torch.multiprocessing._set_thread_name("pt_data_worker")
@@ -132,7 +133,7 @@ class _Worker:
             self.broken = ExceptionWrapper(where=self.where)
             self.init_failed = True
         else:
-            # This follows worker_init_fn, which may replace torch's fetcher with another one.
+            # This must follow worker_init_fn, which may replace torch's fetcher with another one.
             self.step = self.make_step(worker_id)
             self.make_fetcher(start, job.set_epoch_call)
         policy = job.snapshots
@@ -141,7 +142,8 @@ class _Worker:
             offset = policy.first_ordinal - job.first_task
             self.publisher = Publisher(port, snapshots, offset, self.where, job.answers)
             self.publisher.first(self.broken, self.step.fetcher, dataset)
-        # This comes last: objects that exist by now live long, and the program may have set a memory handler of NumPy.
+        # This comes last: arrays that exist by now live long and stay outside the arena, and user code may have set its
+        # own memory handler for NumPy, which this call then respects.
         if job.numpy_arena:
             self.port.use_numpy_arena()
         if start is not None and self.broken is None:
@@ -165,7 +167,7 @@ class _Worker:
             seeds,
             guard,
             make_pool=self.make_pool if has_threads else None,
-            # A shutdown ends the fetch between two samples.
+            # Lets a shutdown end the fetch between two samples.
             wrap_indices=functools.partial(self.port.stoppable, shows_places=places, traces=not has_threads),
         )
 
@@ -182,12 +184,13 @@ class _Worker:
             limit=job.max_errors,
             poison=job.poison,
             check=self.check_stop,
-            # Several threads make samples at several places at the same time.
+            # Threads make several samples at the same time, so a death cannot be attributed to one of them.
             at_sample=None if job.poison is None or job.config.worker_threads > 1 else self.port.at_sample,
         )
 
     def make_fetcher(self, start: WorkerStart | None = None, set_epoch_call: Any = None) -> None:
-        """Creates torch's fetcher for a new epoch, which calls ``iter(dataset)`` for an iterable dataset.
+        """Creates torch's fetcher for a new epoch. For an iterable dataset, this calls ``iter(dataset)``. An error is
+        not raised, but kept in ``broken``.
 
         Args:
             start: The starting point in a resumed epoch, or None.
@@ -224,7 +227,7 @@ class _Worker:
         return Pool(self.job.config.worker_threads, self.check_stop, self.port.enter_thread)
 
     def check_stop(self) -> None:
-        """Raises WorkerStopped when the loader shuts down."""
+        """Raises WorkerStopped if the loader is shutting down."""
         for _ in self.port.stoppable(()):
             pass
 
@@ -260,7 +263,7 @@ class _Worker:
                     self.end_replay(index)
                 data = step.fetch(task, index)
                 if type(data) is ExceptionWrapper:
-                    # The dataset itself caught and wrapped an error. torch raises such an error, too.
+                    # The dataset itself returned a wrapped error. torch's loader also raises such an error.
                     self.send_error(task, data)
                     del data, index
                     continue
@@ -284,8 +287,8 @@ class _Worker:
             else:
                 if self.publisher is not None:
                     self.publisher.after(task, self.step.fetcher, self.dataset)
-                # The list has the only reference to the batch: tensors without other references in the worker are sent
-                # without a copy.
+                # The list must hold the only reference to the batch: tensors that nothing else in the worker references
+                # are sent without a copy.
                 batch = [data]
                 del data
                 self.send(task, batch)
@@ -294,10 +297,11 @@ class _Worker:
             del index
 
     def explained(self, error: Exception) -> tuple[type[Exception], Exception, Any]:
-        """Returns the error of a fetch in the form of ``sys.exc_info``. If NumPy raised it because the memory for an
-        array was refused, returns a MemoryError that names the limit: NumPy's class cannot be raised from a text."""
+        """Returns the error of a fetch in the form of ``sys.exc_info``. If NumPy raised it because it was refused
+        memory for an array, returns instead a MemoryError that names the limit: NumPy's class cannot be constructed
+        from a message."""
         refusal = self.port.take_refusal() if isinstance(error, MemoryError) else None
-        # A plain MemoryError with a text comes from the dataset itself.
+        # A plain MemoryError with a message comes from the dataset itself.
         if refusal is None or (type(error) is MemoryError and error.args):
             return type(error), error, error.__traceback__
         refusal.__cause__ = error
@@ -309,7 +313,8 @@ class _Worker:
         self.begin_epoch(first_task, pickled, is_early=True)
 
     def rewind(self, is_canceled: bool) -> None:
-        """Forgets an early epoch. If it is canceled, restores the random generators, as if it had not begun."""
+        """Forgets the early epoch, if there is one. If it is canceled, restores the states that the random generators
+        had before it began."""
         if is_canceled and self.announced is None and self.before_early is not None:
             self.before_early.restore()
         self.announced = self.before_early = None
@@ -334,8 +339,8 @@ class _Worker:
             self.publisher.first(self.broken, self.step.fetcher, self.dataset)
 
     def begin_replay(self, batches: int | list[Any], worker_id: int) -> None:
-        """Fetches again the batches that a map-style dataset made after its state. For an iterable dataset this is
-        postponed to the first task, which says how large a batch is."""
+        """Fetches again the batches that a map-style dataset made after its state was saved. For an iterable dataset,
+        postpones this until the first task, whose index batch has the size of a batch."""
         if isinstance(batches, int):
             self.replay = batches
         else:
@@ -344,13 +349,14 @@ class _Worker:
             self.fetch_again(zip(tasks, batches, strict=True))
 
     def end_replay(self, index: Any) -> None:
-        """Fetches again the batches that an iterable dataset made after its state. Its index batches are all alike."""
+        """Fetches again the batches that an iterable dataset made after its state was saved. All of them have the same
+        index batch."""
         batches, self.replay = self.replay, 0
         self.fetch_again(itertools.repeat((0, index), batches))
 
     def fetch_again(self, batches: Iterable[tuple[int, Any]]) -> None:
         """Fetches batches and drops them. A shutdown ends this between two samples. ``stall_timeout`` applies to each
-        batch."""
+        batch separately."""
 
         def fetch(batch: tuple[int, Any]) -> object:
             self.check_stop()
@@ -361,7 +367,7 @@ class _Worker:
         self.port.progress(ends=True)
 
     def send(self, task: int, batch: list[Any]) -> None:
-        """Sends the batch in a list of one item, or the error that prevents it. May empty the list."""
+        """Sends the batch in a list of one item, or the error that prevents sending it. May empty the list."""
         kind = converting.kind_of(batch[0])
         try:
             if not self.send_plain(task, batch):
@@ -371,8 +377,8 @@ class _Worker:
             self.port.send_error(task, serialize.dumps_error(ExceptionWrapper(where=where)))
 
     def send_plain(self, task: int, batch: list[Any]) -> bool:
-        """Sends the batch in a list of one item and returns True if it is a plain tree. Otherwise leaves it in the
-        list, ready to be pickled."""
+        """Sends the batch in a list of one item if it is a plain tree, and returns True. Otherwise returns False and
+        leaves the batch in the list, ready to be pickled."""
         leaves_are_ours = serialize.leaves_are_ours()
         if self.port.send(task, batch, leaves_are_ours):
             return True

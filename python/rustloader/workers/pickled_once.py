@@ -21,8 +21,8 @@ from typing import Any
 from rustloader.workers.arguments import Mark
 from rustloader.workers.definitions import Pickling
 
-# Packages whose objects can be pickled once. Objects of others may be tied to one process, or their code may show how
-# often it runs.
+# Packages whose objects can be pickled once. Objects of other packages may be tied to one process, or their code may
+# reveal how often it runs.
 _PLAIN = (sys.stdlib_module_names | {"numpy", "pandas", "torch"}) - {"multiprocessing", "_multiprocessing"}
 # Methods of an object's class that pickling calls.
 _HOOKS = (
@@ -57,8 +57,8 @@ def _is_plain_class(kind: type) -> bool:
     for name in _HOOKS + (_ITEMS if issubclass(kind, list | dict) else ()):
         for base in kind.__mro__:
             if name in vars(base):
-                # A method that the standard library adds to a class, as to a named tuple, names a module of that
-                # library.
+                # A method that the standard library adds to a class, such as a named tuple, has a module of that
+                # library in `__module__`.
                 module = getattr(vars(base)[name], "__module__", None) or base.__module__
                 if not _is_plain(module):
                     return False
@@ -88,12 +88,12 @@ class _Table(dict[type, Callable[[Any], Any]]):
         return self.setdefault(kind, _reduce)
 
 
-# Reduces an object as the pickler does if its type is not in the table.
+# Reduces an object as the pickler would if the table had no entry for its type.
 _reduce: Callable[[Any], Any] = operator.methodcaller("__reduce_ex__", pickle.DEFAULT_PROTOCOL)
 
 
 class PickledOnce:
-    """A pickle in a memfd, which workers map. It is in memory only once, for any number of workers."""
+    """A pickle in a memfd, which workers map. It is in memory only once, regardless of the number of workers."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -107,7 +107,7 @@ class PickledOnce:
             (pickling or Pickling()).dump(value, file, _Table)
             file.flush()
         except Exception:
-            # If this is a genuine error, pickling for the first worker raises it.
+            # If this is a genuine error, pickling for the first worker raises it again.
             if file is not None:
                 _close(file)
             return None
@@ -118,7 +118,7 @@ class PickledOnce:
         return reduction.DupFd(self._file.fileno())
 
     def close(self) -> None:
-        """Closes the file, after the start of all workers, which need it open."""
+        """Closes the file, which must stay open until all workers have been started."""
         _close(self._file)
 
 
@@ -132,7 +132,7 @@ def load(duplicate: Any) -> Any:
     """Unpickles the value in a worker."""
     fd = duplicate.detach()
     try:
-        # The file is mapped and not read, because spawned workers share its position.
+        # The file is mapped instead of read, because spawned workers share its file offset.
         contents = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
     finally:
         os.close(fd)

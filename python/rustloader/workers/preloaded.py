@@ -1,7 +1,7 @@
-"""Imports the modules that each worker needs in multiprocessing's fork server, so that no worker has to import them.
+"""Imports into multiprocessing's fork server the modules that every worker needs, so that no worker has to import them.
 
 The server is a fresh interpreter. In some versions of Python it receives the program's ``sys.path`` but does not use
-it. This module imports what a worker of the program would import with that path, or nothing if the path is unknown.
+it. This module uses that path for its imports, as a worker would, and imports nothing if the path is unknown.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def _import_all(path: list[str]) -> None:
 
 
 def _seed_workers(server: int) -> None:
-    """Reseeds NumPy's generator in each process that the server forks, as in a fresh interpreter. Python's generator is
-    reseeded by Python itself, and torch's starts from the same seed everywhere."""
+    """Reseeds NumPy's generator in each process that the server forks, so that it is random there, as in a fresh
+    interpreter. Python reseeds its generator itself, and torch's generator starts from the same seed in every
+    process."""
 
     def after_fork() -> None:
         if os.getppid() == server:

@@ -1,8 +1,8 @@
 """Calls that a process makes before its first import, if it starts by spawn or forkserver.
 
 multiprocessing first sends preparation data, which is unpickled before the program's main module is imported. The name
-of the process is part of that data, and its pickle contains the calls. They are limited to functions that Python has
-loaded by then.
+of the process is part of that data, and the pickle of the name contains the calls. They can use only functions that
+Python has loaded by then.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ class _Name(str):
 
     def __reduce__(self) -> Any:
         name = str.__str__(self)
-        # The process itself is pickled after the preparation data, with the same name.
+        # The process object, pickled after the preparation data, has the same name: the calls are pickled only the
+        # first time.
         calls, self._calls = self._calls, None
         return (str, (name,)) if calls is None else (operator.itemgetter(0), ((name, *calls()),))
 
 
 @contextlib.contextmanager
 def calling_first(process: Any, calls: Callable[[], Sequence[Call]]) -> Iterator[None]:
-    """Adds calls to a process that the body starts. The process makes them first.
+    """Adds calls to a process that the body starts. The process makes them before its first import.
 
     Args:
         process: The process, which has not started yet.

@@ -1,4 +1,4 @@
-"""Starts a worker process with multiprocessing, and records its end there."""
+"""Starts worker processes through multiprocessing, and makes multiprocessing record that they have ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rustloader.workers import fork_server
 # The children that multiprocessing ends and joins at the interpreter's exit.
 _mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
 
-# Remedies, by error number, if the system refuses to start another process.
+# Remedies to suggest if the system refuses to start another process, by error number.
 _REFUSED_STARTS = {
     errno.EAGAIN: "raise `ulimit -u` (RLIMIT_NPROC), or the cgroup's pids.max, or use a smaller num_workers",
     errno.ENOMEM: "the machine or the address space (`ulimit -v`, RLIMIT_AS) has no memory left for another process",
@@ -37,7 +37,7 @@ _PICKLE_WARNING = (
 
 
 def process_class(context: Any) -> Any:
-    """Returns the class of a context's processes, a function that makes them, or None."""
+    """Returns a context's process class, the function that some contexts have in its place, or None."""
     kind = getattr(context, "Process", None)
     while isinstance(kind, functools.partial):
         kind = kind.func
@@ -83,23 +83,24 @@ def is_refused(error: OSError) -> bool:
 
 
 def kill(process: Any) -> None:
-    """Kills a worker. Does nothing to a thread, or to a process that does not descend from this one."""
+    """Kills a worker and joins it. Does nothing to a thread, or to a process that does not descend from this one."""
     if isinstance(process, multiprocessing.process.BaseProcess) and descends(process.pid or 0):
         process.kill()
         process.join()
 
 
 def note_end(process: Any, has_ended: bool) -> None:
-    """Lets multiprocessing record the end of a worker."""
-    # Under forkserver, join() waits for a descriptor, whose number may belong to another file by now.
-    # A process that the program has closed raises ValueError.
+    """Makes multiprocessing record the end of a worker, and forget the worker. ``has_ended`` is True if the process is
+    known to have ended."""
+    # Under forkserver, join() waits for a descriptor, whose number may belong to another file by now; hence the time
+    # limit. A process that the program has closed raises ValueError.
     with contextlib.suppress(ValueError):
         if has_ended and process.exitcode is None:
             process.join(STATUS_AFTER)
-    # Without this, multiprocessing would list a process that other code has reaped as alive forever.
+    # If other code has reaped the process, multiprocessing would otherwise list it as alive forever.
     _mp_children.discard(process)
 
 
 def forget(processes: list[Any]) -> None:
-    """Keeps multiprocessing from ending processes when this process exits."""
+    """Keeps multiprocessing from ending these processes when this process exits."""
     _mp_children.difference_update(processes)

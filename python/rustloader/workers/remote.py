@@ -27,7 +27,7 @@ from rustloader.workers.bootstrap import Job
 
 # Fields of a job that are pickled together with the dataset, because they may share objects with it.
 _SHARED = ("collate_fn", "init_fn", "config")
-# The header of a job: the number of slots of a ring, and of bytes of a region, in the engine's arena.
+# The header of a job: the number of slots per ring and the number of bytes per region in the engine's arena.
 _SIZES = struct.Struct("<IQ")
 # Maximum number of connections to one worker's listener that are authenticated at a time. The others wait.
 _AT_ONCE = 16
@@ -52,7 +52,7 @@ class RemoteProcess:
     def __init__(self, worker_id: int, pid: int, started: Started, link: Link) -> None:
         self.worker_id, self.pid = worker_id, pid
         self._started, self._link = started, link
-        # The reason why it ended, noted before this process kills it: afterwards the cluster reports the kill.
+        # Why the worker ended, recorded before this process kills it: afterwards the cluster reports only the kill.
         self._reason_before_kill: str | None = None
 
     @property
@@ -66,15 +66,15 @@ class RemoteProcess:
 
     @property
     def end(self) -> str | None:
-        """The reason why the worker ended, as far as this machine knows; None if it ended in order, or is alive."""
+        """The reason why the worker ended, as far as this machine knows; None if it is alive or ended normally."""
         return None if self._link.reason is None else self._known_reason()
 
     def _known_reason(self) -> str | None:
         return self._reason_before_kill or self._started.failure() or self._link.reason
 
     def why_died(self) -> str | None:
-        """Returns the reason why the worker died. Waits a little for the cluster, which knows more than the
-        connection."""
+        """Returns the reason why the worker died. Waits up to ``STATUS_AFTER`` seconds for the cluster's reason, which
+        is more precise than the connection's."""
         deadline = time.monotonic() + STATUS_AFTER
         while (reason := self._reason_before_kill or self._started.failure()) is None and time.monotonic() < deadline:
             time.sleep(REMOTE_CHECK)
@@ -89,7 +89,7 @@ class RemoteProcess:
     terminate = kill
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for the end of the connection."""
+        """Waits until the worker's connection has ended, for at most ``timeout`` seconds if it is given."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.is_alive() and (deadline is None or time.monotonic() < deadline):
             time.sleep(REMOTE_CHECK)
@@ -134,8 +134,8 @@ class _Starting:
             raise
 
     def accept(self, job: bytes, deadline: float, report: Callable[[_Report], None]) -> None:
-        """Accepts a connection, and lets a thread authenticate it, so that a silent stranger does not delay the
-        others."""
+        """Accepts a connection, and has a thread authenticate it, so that a stranger that sends nothing does not delay
+        the other connections."""
         connection, _ = self.listener.accept()
         thread = threading.Thread(target=self._greet, args=(connection, job, deadline, report), daemon=True)
         try:
@@ -146,8 +146,8 @@ class _Starting:
         self.pending[connection] = thread
 
     def _greet(self, connection: socket.socket, job: bytes, deadline: float, report: Callable[[_Report], None]) -> None:
-        """Authenticates a connection. If it is the worker's, sends the job and waits until the worker has read
-        everything."""
+        """Authenticates a connection. If it is the worker's, sends the job and waits until the worker has read the job
+        and the dataset."""
         outcome: int | Exception | None
         try:
             outcome = handshake.authenticate_worker(connection, self.token, self.worker_id, deadline)
@@ -160,7 +160,7 @@ class _Starting:
         report((self, connection, outcome))
 
     def settle(self, connection: socket.socket, pid: int) -> None:
-        """Keeps the connection that is the worker's, and closes the others."""
+        """Keeps ``connection``, which is the worker's, and closes the others."""
         self.connection, self.pid = connection, pid
         self.close()
 
@@ -182,13 +182,13 @@ class _Starting:
         self.started.kill()
 
 
-# The report of a thread on a connection: the worker's pid, None for a stranger, or an error.
+# The report of a thread about a connection. The last item is the worker's pid, None for a stranger, or an error.
 _Report = tuple[_Starting, socket.socket, int | Exception | None]
 
 
 def start(engine: Engine, blob: Blob, worker_ids: Sequence[int], job: Job) -> list[RemoteProcess]:
-    """Starts workers, all at the same time, and passes their connections to the engine. After an error none of them
-    runs.
+    """Starts workers, all at the same time, and passes their connections to the engine. If an error is raised, none of
+    them is left running.
 
     Raises:
         StartError: A worker or its connection has ended.

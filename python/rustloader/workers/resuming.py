@@ -1,5 +1,5 @@
-"""Resumes a worker: loads the states of the dataset and its iterator, then fetches the next batches again and drops
-them."""
+"""Resumes a worker: loads the states of the dataset and its iterator, then fetches again the batches that were made
+after these states, and drops them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def load_dataset(dataset: Any, start: WorkerStart) -> None:
 
 
 def load_iterator(fetcher: Any, start: WorkerStart) -> None:
-    """Loads the state of the dataset's iterator, which a new torch fetcher has made."""
+    """Loads the state of the dataset's iterator, which a new fetcher of torch has just made."""
     iterator: Iterator[Any] = getattr(fetcher, "dataset_iter", iter(()))
     if start.iterator_state is not None and is_stateful(iterator):
         iterator.load_state_dict(start.iterator_state)
     if start.ended:
-        # A generator uses its loaded position only in its first step. Without that step, the next epoch would begin
-        # there.
+        # A generator applies its loaded position only when it takes its first step. Without that step, the next epoch
+        # would begin at the loaded position.
         with contextlib.suppress(Exception):
             next(iterator)
         fetcher.ended = True
@@ -40,9 +40,9 @@ def load_counters(seeds: Any, start: WorkerStart) -> None:
 
 
 def earlier_tasks(count: int, worker_id: int, num_workers: int, first_ordinal: int) -> list[int]:
-    """Returns the numbers of a worker's last ``count`` tasks before a resumed epoch, which begins with task 0. With
-    round robin a worker has every ``num_workers``-th task of an epoch. No number is below that of the epoch's first
-    task, even if a program changed the position in the state.
+    """Returns the numbers of a worker's last ``count`` tasks before the position of a resumed epoch, which continues
+    with task 0. With round robin a worker gets every ``num_workers``-th task of an epoch. No number is below that of
+    the epoch's first task, even if a program has changed the position in the state.
     """
     last = (worker_id - first_ordinal) % num_workers - num_workers
     return [max(last - num_workers * turns_back, -first_ordinal) for turns_back in reversed(range(count))]
@@ -56,7 +56,7 @@ def replay(fetcher: Any, batches: Iterable[Any], kind: int, fetch: Callable[[Any
         fetcher: The fetcher.
         batches: Index batches, or other arguments of ``fetch``.
         kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
-        fetch: Fetches a batch; by default the fetcher's own method.
+        fetch: Function that fetches a batch; by default, the fetcher's own method.
     """
     inner = fetcher
     if isinstance(fetcher, StepFetcher):

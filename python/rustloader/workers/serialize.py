@@ -1,10 +1,10 @@
 """Pickles values that are not plain trees of tensors, arrays and numbers.
 
 The dispatch table is ForkingPickler's, with the reducers that torch and programs have registered there. This module
-replaces only the reducers of plain CPU tensors, plain arrays and CPU storages. A batch's pickle has tokens for these
-objects. They travel out of band (protocol 5) through the codec, which knows what memory they share and which part of
-their storages they use. torch's reducers of other tensors reduce them to a storage, which travels as a tensor of its
-bytes.
+replaces only the reducers of plain CPU tensors, plain arrays and CPU storages. A batch's pickle has tokens in place of
+these objects. The objects travel out of band (protocol 5) through the codec, which knows what memory they share and
+which part of their storages they use. Other tensors keep torch's reducers, which reduce a tensor to its storage; the
+storage travels as a tensor of its bytes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def _reducers(storage: Any, tensor: Any, array: Any) -> _Reducers:
     return {torch.UntypedStorage: storage, torch.Tensor: tensor, torch.nn.Parameter: tensor, np.ndarray: array}
 
 
-# The reducers (None: no reducer) that this module replaces. It keeps all others.
+# The reducers that this module replaces; None if no reducer is registered by default. It keeps all others.
 _TORCH_REDUCERS = _reducers(reductions.reduce_storage, reductions.reduce_tensor, None)
 
-# Results of these packages' reducers are in the pickle, out of band, or with the resource sharer.
+# What the reducers of these packages return travels in the pickle, out of band, or through the resource sharer.
 _SELF_CONTAINED = ("torch", "multiprocessing")
 
 _sharer: Any = resource_sharer._resource_sharer  # type: ignore[attr-defined]
@@ -65,12 +65,12 @@ def leaves_are_ours() -> bool:
 
 
 def _is_foreign(reducer: Callable[[Any], Any]) -> bool:
-    """Returns True if the results of a reducer may be readable only while its process is alive."""
+    """Returns True if the results of a reducer may be readable only while the process that made them is alive."""
     package = str(getattr(reducer, "__module__", None)).partition(".")[0]
     return package not in _SELF_CONTAINED or getattr(reducer, "__name__", "").endswith("reduce_event")
 
 
-# Registered reducers that are not foreign, as of the import of this module.
+# Reducers that were registered when this module was imported, except foreign ones.
 _known_reducers = {kind: reducer for kind, reducer in _extra_reducers.items() if not _is_foreign(reducer)}
 
 
@@ -83,7 +83,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg()) and tensor.is_leaf:
         return _rebuild_leaf, (type(tensor), tensor.detach().resolve_conj().resolve_neg(), tensor.requires_grad)
     if tensor.is_quantized:
-        # torch's reducer between processes loses the quantizer; the one for files keeps it.
+        # torch's reducer for multiprocessing loses the quantizer; its reducer for files keeps it.
         return tensor._reduce_ex_internal(2)
     return reductions.reduce_tensor(tensor)
 
@@ -96,8 +96,8 @@ def _reduce_array(array: np.ndarray) -> Any:
     if array.nbytes < INLINE_LIMIT:
         # Protocol 5 would make it a view of a buffer. With torch's loader an array owns its memory.
         return array.__reduce_ex__(4)
-    # With torch's loader arrays arrive in C or F order, in native byte order, and writable. A buffer would keep the
-    # order and flags of the array.
+    # With torch's loader arrays arrive in C or F order, in native byte order, and writable. An out-of-band buffer would
+    # keep the array's own byte order and flags.
     dtype = array.dtype
     native = dtype if dtype.isnative or dtype.names else dtype.newbyteorder("=")
     if native is not dtype or not (array.flags.writeable and array.flags.forc):
@@ -147,7 +147,7 @@ def _rebuild_view(content: torch.Tensor, *other_args: Any) -> torch.Tensor:
 
 
 def _reduce_subclass(tensor: torch.Tensor) -> Any:
-    """Returns torch's reduction of an instance of a subclass, with a view of the tensor in place of its whole
+    """Returns torch's reduction of an instance of a subclass, with a view of the tensor's data in place of its entire
     storage."""
     reduced = tensor.__reduce_ex__(_PROTOCOL)
     match reduced:
@@ -158,13 +158,13 @@ def _reduce_subclass(tensor: torch.Tensor) -> Any:
     return reduced
 
 
-# Reduces an object as the pickler does if its type is not in the table.
+# Reduces an object as the pickler would if the table had no entry for its type.
 _reduce_by_itself: Callable[[Any], Any] = operator.methodcaller("__reduce_ex__", _PROTOCOL)
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """The reducers by type. The first instance of a type adds an entry: ``_reduce_subclass`` for a subclass of tensors,
-    and for other types the default, which saves later instances a call."""
+    """The reducers by type. The first instance of a type adds an entry: ``_reduce_subclass`` for a subclass of
+    ``torch.Tensor``, and the default reducer for any other type. The entry saves a call for each later instance."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
         if issubclass(kind, type):
@@ -176,13 +176,13 @@ class _Table(dict[type, Callable[[Any], Any]]):
 class _OutOfBand:
     """The out-of-band objects of a pickle, in the order of their tokens.
 
-    A token is a writable buffer of one byte. ``pickle.loads`` is given the objects and replaces the tokens with them,
-    in order.
+    A token is a writable buffer of one byte. ``pickle.loads`` receives the objects and puts them in place of the
+    tokens, in order.
     """
 
     def __init__(self, views: bool) -> None:
         self.objects: list[Any] = []
-        # True if unpickling needs this process, for a descriptor or device memory.
+        # True if unpickling needs this process to be alive, for a descriptor or device memory.
         self.tied = False
         self._by_token: dict[int, Any] = {}
         self._views = views
@@ -199,7 +199,7 @@ class _OutOfBand:
             return True
         if raw.nbytes < INLINE_LIMIT:
             return True
-        # The list marks a buffer; an array alone arrives as an array.
+        # The list marks a buffer; an array that is not in a list arrives as an array.
         self.objects.append([np.frombuffer(raw, np.uint8)])
         return False
 
@@ -226,7 +226,7 @@ class _OutOfBand:
         if self._views:
             if is_plain_leaf(tensor):
                 return self._token(_rebuild_object, tensor)
-            # Of such a tensor, torch's reducer keeps only the class and this flag.
+            # Apart from the data, torch's reducer keeps only the class and `requires_grad` of such a tensor.
             needs_grad = tensor.requires_grad and tensor.is_leaf
             if needs_grad or type(tensor) is torch.nn.Parameter:
                 content = tensor.detach()
@@ -242,8 +242,8 @@ class _OutOfBand:
 
 
 def _registered() -> _Reducers:
-    """Returns the reducers of torch and of programs. In a batch, an array in shared memory is pickled like any
-    other."""
+    """Returns the reducers that torch and programs have registered, without the one for arrays of ``rustloader.share``:
+    in a batch, these are pickled like any other array."""
     return {kind: reducer for kind, reducer in _extra_reducers.items() if reducer is not reduce_shared_array}
 
 
@@ -251,7 +251,7 @@ def _table(reducers: _Reducers) -> _Reducers:
     table = {**copyreg.dispatch_table, **_registered()}
     replacing = {kind: reducer for kind, reducer in reducers.items() if table.get(kind) is _TORCH_REDUCERS[kind]}
     if torch.UntypedStorage not in replacing:
-        # torch's reducer of tensors calls the program's reducer of storages.
+        # The program has its own reducer for storages, and only torch's reducer for tensors calls it.
         replacing.pop(torch.Tensor, None)
         replacing.pop(torch.nn.Parameter, None)
     table.update(replacing)
@@ -267,9 +267,9 @@ def _pickle(value: Any, table: _Reducers, callback: Callable[[pickle.PickleBuffe
 
 
 def dumps(value: Any, *, views: bool = True) -> tuple[bytes, list[Any], bool]:
-    """Pickles a batch. With ``views=False`` tensors travel as whole storages, which always works.
+    """Pickles a batch. With ``views=False`` tensors travel as entire storages, which always works.
 
-    Returns the pickle, its out-of-band objects, and True if unpickling needs this process to be alive.
+    Returns the pickle, its out-of-band objects, and whether unpickling needs this process to be alive.
     """
     out_of_band = _OutOfBand(views)
     table = _table(_reducers(out_of_band._reduce_storage, out_of_band._reduce_tensor, out_of_band._reduce_array))
@@ -295,7 +295,7 @@ def dumps_alone(value: Any) -> bytes:
 
 
 def dumps_index(index: Any) -> bytes:
-    """Pickles an index batch. A note on an error names the sampler as the source of the batch."""
+    """Pickles an index batch. If that fails, a note on the error names the sampler as the source of the batch."""
     try:
         return dumps_alone(index)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -304,7 +304,7 @@ def dumps_index(index: Any) -> bytes:
 
 
 def dumps_error(error: ExceptionWrapper) -> bytes:
-    """Pickles a worker's error, or a RuntimeError with its text if its class cannot be pickled."""
+    """Pickles a worker's error, or a RuntimeError with the same message if the error's class cannot be pickled."""
     try:
         return dumps_alone(error)
     except Exception as reason:

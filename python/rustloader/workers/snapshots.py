@@ -23,7 +23,8 @@ from rustloader.settings.limits import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHO
 from rustloader.system.protocols import HasState
 from rustloader.workers import by_value, serialize
 
-# The prefix of `where` in errors of states. It distinguishes them from errors of a worker's start.
+# The prefix of `where` in an error from saving the dataset's state. It distinguishes such an error from one in the
+# worker's start.
 OF_STATE = "in the state of the dataset"
 
 
@@ -34,7 +35,7 @@ class SnapshotPolicy:
     Attributes:
         every: Number of the loader's batches from one snapshot to the next; 0: only at the start and the end of an
             epoch.
-        first_ordinal: Number of the epoch's first batch.
+        first_ordinal: Ordinal of the batch that is the epoch's first task.
     """
 
     every: int
@@ -48,8 +49,8 @@ class WorkerStart:
     Attributes:
         dataset_state: Argument of the dataset's ``load_state_dict``, or None.
         iterator_state: Argument of its iterator's ``load_state_dict``, or None.
-        ended: Whether the iterable dataset had ended. Nothing more is fetched from it then.
-        replay: Batches to fetch and drop: their number for an iterable dataset, else a list of index batches.
+        ended: Whether the iterable dataset had ended. If so, nothing more is fetched from it.
+        replay: Batches to fetch and drop: their number for an iterable dataset, otherwise a list of index batches.
         batches: Number of batches that ``Seeds`` had counted at the snapshot.
         samples: Number of samples that ``Seeds`` had counted at the snapshot.
         delivered: Number of the worker's answers before the position.
@@ -123,7 +124,7 @@ class Snapshots:
         self._every = 0
         self._began = self._not_before = 0.0
         self._spent = 0.0
-        # Number of the last batch, and of the batch after which states were last compared.
+        # Ordinals of the last batch, and of the batch after which states were last compared.
         self._ordinal = self._compared_at = -1
         # Pickle of the states at that comparison.
         self._compared = b""
@@ -143,7 +144,7 @@ class Snapshots:
         return payload
 
     def after(self, ordinal: int, fetcher: Any, dataset: Any) -> bytes | None:
-        """Returns the snapshot after the batch with this number, or None if none is due. Also returns None if a state
+        """Returns the snapshot after the batch with this ordinal, or None if none is due. Also returns None if a state
         cannot be made or pickled; in that case no more snapshots are due in this epoch.
         """
         if not self.is_due(ordinal):
@@ -156,7 +157,7 @@ class Snapshots:
                 return None
 
     def is_due(self, ordinal: int) -> bool:
-        """Returns True if the policy asks for a snapshot after the batch with this number, and the cost of earlier
+        """Returns True if the policy asks for a snapshot after the batch with this ordinal, and the cost of earlier
         snapshots leaves CPU time for it. As in torchdata, each worker makes a snapshot during the last turn before a
         multiple of ``every``."""
         self._ordinal = ordinal
@@ -169,8 +170,8 @@ class Snapshots:
 
     @contextlib.contextmanager
     def charged(self) -> Iterator[None]:
-        """Counts the CPU time of the body as a snapshot's, and postpones the next snapshot until it may cost as
-        much."""
+        """Counts the CPU time of the body as the cost of a snapshot, and postpones the next snapshot until the
+        allowance covers the same cost again."""
         before = thread_time()
         try:
             yield
@@ -201,14 +202,14 @@ class Snapshots:
         return not self._compared or self._ordinal - self._compared_at >= FROZEN_AFTER * self._turns
 
     def _compare(self, states: bytes) -> None:
-        """Records whether the state stays the same while batches are made. Such a state does not contain the
-        position."""
+        """Records whether the state stays the same while batches are made. If so, it does not contain the position."""
         if self._is_compared_now():
             self._is_frozen = self._compared == states
             self._compared, self._compared_at = states, self._ordinal
 
     def _sources(self, fetcher: Any, dataset: Any) -> tuple[Any, Any]:
-        """Returns the iterator and the dataset, with None in place of one without a separate state."""
+        """Returns the dataset's iterator and the dataset. The iterator is None for a map-style dataset. The dataset is
+        None if it is its own iterator."""
         if not self._is_iterable:
             return None, dataset
         iterator = unguarded(getattr(fetcher, "dataset_iter", None))
@@ -228,8 +229,8 @@ class Publisher:
     Args:
         port: The worker's port.
         snapshots: Makes the snapshots.
-        offset: Number to add to a task's number to get that of its batch, in the first epoch.
-        where: The place that errors name as their source.
+        offset: The ordinal of a batch minus the number of its task, in the first epoch.
+        where: The source that errors name, such as "in DataLoader worker process 0".
         answers: Number of answers from the worker's earlier processes in this epoch.
     """
 
@@ -241,7 +242,8 @@ class Publisher:
         self._failed = False
 
     def begin_epoch(self, first_task: int) -> None:
-        """Begins another epoch, whose batches are the tasks from ``first_task`` on. A call of ``first`` must follow."""
+        """Begins another epoch, whose batches are the tasks from ``first_task`` on. The caller must then call
+        ``first``."""
         self._offset, self._answers, self._failed = -first_task, 0, False
 
     def first(self, error: ExceptionWrapper | None, fetcher: Any, dataset: Any) -> None:
@@ -261,9 +263,9 @@ class Publisher:
                 self._send(self._snapshots.make, self._answers, fetcher, dataset)
 
     def at_end(self, fetcher: Any, dataset: Any) -> None:
-        """Sends the snapshot of an iterable dataset that has ended, regardless of its cost. It is sent for one answer
-        more, so that the state at a position before the end does not depend on whether the worker has reached the
-        end."""
+        """Sends the snapshot of an iterable dataset that has ended, regardless of its cost. It is sent under the number
+        of the next answer, so that the state at a position before the end does not depend on whether the worker has
+        reached the end."""
         # torch's fetcher sets this only when it collates samples into batches.
         fetcher.ended = True
         if not self._failed:

@@ -1,7 +1,8 @@
-"""The iterator of a prefetcher: it takes batches from the loader in order, and delivers them.
+"""The iterator of a prefetcher, which takes batches from the loader in order, has them copied, and delivers them.
 
-An error that a signal handler raises in ``next`` loses no batch. At any time a batch is in one of two places:
-`Position.ahead` or the answer of a call. It moves from the first to the second by the rules of `_core.call_into`.
+An error that a signal handler raises in ``next`` loses no batch. At any time a batch is either in `Position.ahead` or
+in the list `answer` of a call of `next`. It moves from the former to the latter by the rules that the docstring of
+`_core.call_into` gives.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class _Failed:
     """An error in place of a batch.
 
     Attributes:
-        is_batch: True if the loader delivered the batch and its copy failed.
+        is_batch: True if the loader delivered the batch, but its copy failed.
         is_counted: True if the loader raised the error and counts it in its position.
     """
 
@@ -34,11 +35,11 @@ class _Failed:
 
 
 class _End:
-    """Stands for the end of the loader."""
+    """Takes the place of a batch at the end of the loader."""
 
 
 class _Abandoned:
-    """Stands for a batch that was taken from the loader but not delivered before its iterator ended."""
+    """Takes the place of a batch that was taken from the loader, but was not delivered before the loop ended."""
 
 
 _END, _ABANDONED = _End(), _Abandoned()
@@ -91,7 +92,7 @@ class DeviceIterator:
 
     note_copy: Callable[[int], None] | None = None
 
-    # For `__del__` after a failed construction.
+    # Default for `__del__` after a failed construction.
     _position: Position | None = None
     # A batch that did not reach the caller because a signal handler raised an error.
     _rescued: list[Any] | None = None
@@ -135,14 +136,14 @@ class DeviceIterator:
             try:
                 raise error
             finally:
-                # The error's traceback has this frame and the caller's. In a reference cycle, both would keep batches
-                # until the garbage collector runs.
+                # The error's traceback refers to this frame and the caller's. In a reference cycle, both would keep
+                # batches alive until the garbage collector runs.
                 error = None
         self._position.returning -= 1  # type: ignore[union-attr]
         try:
             return entry.batch
         finally:
-            # The traceback of an error that was raised ahead may keep this frame alive.
+            # The traceback of an error that was raised while prefetching may keep this frame alive.
             entry.batch = entry.loans = None
 
     def _answer(self, answer: list[Any]) -> None:
@@ -177,7 +178,7 @@ class DeviceIterator:
         if rescued is not None:
             taken = rescued[0]
             if isinstance(taken, Copied):
-                # The caller's stream may have changed since then.
+                # The caller's stream may have changed since the interrupted call.
                 lane.lend(taken)
             answer[0] = taken
             self._rescued = None
@@ -210,7 +211,7 @@ class DeviceIterator:
             for place in range(len(ahead)):
                 if not isinstance(ahead[place], (Copied, _Failed, _End)):
                     self._copy(place)
-            # The loader is asked again after the program has received the error.
+            # After an error, the loader is asked for more only when the program has received the error.
             if len(ahead) >= self._target or (ahead and isinstance(ahead[-1], (_Failed, _End))):
                 return
             self._pull()
@@ -221,7 +222,7 @@ class DeviceIterator:
             if ahead:
                 _note_frames(self._error)
             failed = _Failed(self._error, is_counted=self._is_counted)
-            # Atomic for signal handlers: the error is in one of the two places.
+            # Atomic for signal handlers: the error is either in `_error` or in `ahead`.
             ahead += (failed,)
             self._error = None
             return
@@ -237,7 +238,7 @@ class DeviceIterator:
             self._error = error
             self._is_counted = _error_count(self._inner) != error_count
         if self._error is not None:
-            # If a batch has arrived, a handler raised the error after the call.
+            # If a batch has arrived, a signal handler raised the error after the call of `next`.
             if len(ahead) > count or is_interrupt(self._error, handled):
                 _raise(self, "_error")
 
@@ -262,7 +263,7 @@ class DeviceIterator:
             return
         assert self._failure is not None
         if is_interrupt(self._failure, handled):
-            # The batch is still in its place and will be copied again.
+            # The batch is still in `ahead`, and its copy will be tried again.
             _raise(self, "_failure")
         if place:
             _note_frames(self._failure)
@@ -272,7 +273,8 @@ class DeviceIterator:
         self._failure = None
 
     def close(self) -> None:
-        """Ends the loop and frees its batches. If ``next`` of any loop is running, that call does this when it ends."""
+        """Ends the loop and frees its batches. If a call of ``next`` is running in any loop of the same prefetcher,
+        that call does this at its end."""
         self._is_closed = True
         if self._lane.is_usable:
             self._lane.close(self._leave)
@@ -302,7 +304,8 @@ class DeviceIterator:
 
 
 def _error_count(inner: Any) -> int:
-    """Returns the number of errors that an iterator with a state counts in its position."""
+    """Returns the number of errors that an iterator with a state has counted in its position; 0 for any other
+    iterator."""
     count: int = getattr(inner, "raised", 0)
     return count
 
@@ -319,7 +322,7 @@ def _note_frames(error: BaseException) -> None:
 
 
 def _raise(iterator: DeviceIterator, name: str) -> None:
-    """Raises a signal handler's error, which is in an attribute.
+    """Raises a signal handler's error that an attribute holds, and clears the attribute.
 
     `is_interrupt` inspects the frames of the traceback, and Python 3.11 and 3.12 then keep their variables. So no
     variable of these frames refers to the error: such a cycle would keep the program's batches until the garbage

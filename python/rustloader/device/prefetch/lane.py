@@ -1,11 +1,12 @@
-"""Copies batches to a device on a separate stream, and keeps their memory until the device is done with it.
+"""Copies batches to a device on a separate stream, and keeps their memory alive until the device is done with it.
 
 The memory of a copy belongs to the copy stream: torch's allocator gives freed memory to the next copy at once, while
 the program's stream may still read it. So each storage is *lent*: an alias keeps it alive.
 
 * A lent storage that the program has dropped, according to its use count, is *retired*: an event is recorded in the
   streams that the batch was delivered to. The alias is freed after these events. If there are too many, the copy stream
-  waits for them, and the alias is freed at once. Either way no copy begins before the program's work is done.
+  waits for them, and the alias is freed at once. Either way, no copy reuses the memory before the program's work on it
+  is done.
 * A storage that the program keeps for longer than `depth` batches is left to torch's allocator with ``record_stream``.
   Only these storages cost the extra memory that ``record_stream`` is known for.
 """
@@ -31,8 +32,8 @@ _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _sole_use_count() -> int:
-    """Returns the use count of a storage with one tensor over it. In some versions of torch the Python object of the
-    storage counts, too.
+    """Returns the use count of a storage with one tensor over it. In some versions of torch, the storage's Python
+    object counts, too. Returns -1 if torch does not provide the count.
     """
     tensor = torch.empty(1)
     address = tensor.untyped_storage()._cdata
@@ -50,12 +51,12 @@ class Copied:
         nbytes: Its size on the device in bytes.
         made: Its memory on the device, as in `Move`.
         host: The objects on the host that the device may still read.
-        started: The event before the copy.
-        done: The event after the copy.
-        loans: Its memory on the device after its delivery.
+        started: The event recorded before the copy.
+        done: The event recorded after the copy.
+        loans: Its memory on the device as loans; None before its delivery.
     """
 
-    # `_Failed` has the same attribute, with an error.
+    # `_Failed` also has this attribute, which holds its error.
     error = None
     __slots__ = ("batch", "done", "host", "loans", "made", "nbytes", "started")
 
@@ -110,10 +111,10 @@ class _Retired:
 
 
 class Lane:
-    """The copies of one prefetcher to one device.
+    """The copies to one device that one prefetcher makes.
 
-    A caller holds ``lock`` while it uses any method except `drop` and `close`, and calls `close_waiting` afterwards.
-    Each method may end early with an error of a signal handler or of the device, and can then be called again.
+    A caller holds ``lock`` while it uses any method except `drop` and `close`, and calls `close_waiting` afterwards. An
+    error from a signal handler or from the device may end any method early; the method can then be called again.
 
     Args:
         streams: The streams of the device.
@@ -124,7 +125,7 @@ class Lane:
         self.streams, self.depth = streams, depth
         # Reentrant, because a signal handler may raise an error between the acquisition and the body of `with`.
         self.lock = threading.RLock()
-        # True while a call runs. A signal handler or the garbage collector may have interrupted it.
+        # True while a call runs, even if a signal handler or the garbage collector has interrupted it.
         self.is_busy = False
         self.delivered = 0
         self.transfers = Transfers()
@@ -134,7 +135,7 @@ class Lane:
         self._sources: deque[_Source] = deque()
         # Batches that iterators abandoned while the lane was in use.
         self._dropped: deque[Copied] = deque()
-        # Functions that end the loops that were closed while the lane was in use.
+        # Functions that end loops that were closed while the lane was in use.
         self._closers: deque[Callable[[], None]] = deque()
         # This comes last: `__del__` uses all other attributes even if this fails.
         self.stream = streams.make()
@@ -164,7 +165,7 @@ class Lane:
         move = Move(streams, checks_pinning)
         saved = streams.save()
         try:
-            # A batch that is copied ahead may be delivered outside the caller's inference mode.
+            # A batch that is copied in inference mode may be delivered outside it, so the mode is disabled here.
             with torch.inference_mode(False), streams.using(stream):
                 started = streams.record(stream, timed=True)
                 batch = move(host)
@@ -175,8 +176,8 @@ class Lane:
             self._sources.append(_Source(None, (host, move.read)))
             # A signal handler may have raised an error between the change of the stream and the body of `with`.
             streams.restore(saved)
-            # An object that changes itself keeps the parts that it has moved, and the next call finds them on the
-            # device.
+            # If `to` changes the object itself, the object keeps the parts that were moved, and the next call finds
+            # them on the device.
             self._lent += self._loans(move.made, streams.current())
             raise
 
@@ -199,7 +200,7 @@ class Lane:
             _add_once(loan.streams, stream)
 
     def _loans(self, memory: dict[int, torch.Tensor], stream: Any) -> list[_Loan]:
-        """Returns loans of memory to a stream, with the number of the next batch to be delivered."""
+        """Returns loans of memory to a stream, numbered as the next batch to be delivered."""
         return [_Loan(address, alias, self.delivered, stream) for address, alias in memory.items()]
 
     def sweep(self) -> None:
@@ -221,7 +222,8 @@ class Lane:
             self._retired.popleft()
 
     def _retire(self) -> None:
-        """Records events after the last use of the storages that the program has dropped since the last call."""
+        """Retires the storages that the program has dropped since the last call, with events after their last use.
+        Leaves storages that the program has kept for long to torch's allocator."""
         streams, current = self.streams, self.streams.current()
         kept: list[_Loan] = []
         by_batch: dict[int, _Retired] = {}
@@ -250,7 +252,7 @@ class Lane:
             self.streams.wait(self.stream, event)
 
     def settle(self) -> None:
-        """Releases all memory at the end of a loop, for whatever reason it ended. Waits for the copies in progress."""
+        """Releases all memory when a loop ends, for any reason. Waits for the copies in progress."""
         streams = self.streams
         for loan in self._lent:
             is_dropped = loan.is_dropped()
@@ -263,7 +265,7 @@ class Lane:
         for retired in self._retired:
             self._await_last_use(retired)
         self._retired.clear()
-        # The garbage collector may destroy another loop's iterator meanwhile.
+        # The garbage collector may destroy another loop's iterator in the meantime, which adds batches to `_dropped`.
         while self._dropped or self._sources:
             self._forget_dropped()
             if self._sources:
@@ -271,8 +273,8 @@ class Lane:
                 self._count(self._sources.popleft())
 
     def _event_of(self, source: _Source) -> Any:
-        """Returns the event after a source's copy. For a failed copy it is recorded here, which suffices because a
-        stream keeps its order."""
+        """Returns the event after a source's copy. For a failed copy, records the event now, which suffices because a
+        stream runs its work in order."""
         if source.done is None:
             source.done = self.streams.record(self.stream)
         return source.done
@@ -319,12 +321,12 @@ class Lane:
         self.close_waiting()
 
     def close(self, closer: Callable[[], None]) -> None:
-        """Calls ``closer``, which ends a loop, at once, or at the end of the current call if the lane is in use."""
+        """Calls ``closer``, which ends a loop. If the lane is in use, the current call does this at its end."""
         self._closers.append(closer)
         self.close_waiting()
 
     def close_waiting(self) -> None:
-        """Ends the loops that were closed while the lane was in use, unless it still is in use."""
+        """Ends the loops that were closed while the lane was in use, unless it is still in use."""
         while self._closers and self.lock.acquire(blocking=False):
             try:
                 if self.is_busy:

@@ -36,14 +36,14 @@ def prefetch_to_device(
     (``pin_memory=True``).
 
     Tensors in dicts, lists, tuples, named tuples, dataclasses, and other mappings and sequences are copied, as are
-    objects with a method ``to(device, non_blocking=...)``. All other objects stay unchanged: numbers, strings, NumPy
-    arrays.
+    objects with a method ``to(device, non_blocking=...)``. All other objects, such as numbers, strings and NumPy
+    arrays, stay unchanged.
 
     Args:
         loader: A loader of rustloader or torch, or any iterable of batches.
         device: The device of the batches (default: None, the accelerator of this process; the CPU if there is none).
             Without an index it is the calling thread's current device. On the CPU batches are delivered unchanged.
-        depth: Number of batches that are copied ahead (default: 2).
+        depth: Number of batches to copy ahead (default: 2).
 
     Returns:
         An iterable that can be used for any number of epochs.
@@ -64,10 +64,10 @@ def prefetch_to_device(
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise TypeError(f"prefetch_to_device() takes an iterable of batches, not an object of type {type(loader)!r}")
     if hasattr(loader, "_state_before_end"):
-        # Not imported at the top: the core, like these loaders, exists only on Linux.
+        # Imported here because the core exists only on Linux, as do these loaders.
         from rustloader._core import BACK_BATCHES
 
-        # One more batch may be ahead in a call of `next` that has not returned.
+        # A call of `next` that has not returned may hold one more batch.
         if depth >= BACK_BATCHES:
             maximum = BACK_BATCHES - 1
             raise ValueError(
@@ -82,8 +82,8 @@ class DeviceLoader:
     """A loader that delivers the batches of another loader on a device, made by ``prefetch_to_device``.
 
     It has the length and the attributes of that loader. Over a ``StatefulDataLoader`` it also has ``state_dict`` and
-    ``load_state_dict``, and its state counts the batches that the program has received. At the end of a ``with``
-    statement it is closed.
+    ``load_state_dict``, and its state counts the batches that the program has received. As a context manager, it closes
+    itself at the end of the ``with`` statement.
 
     Raises:
         RuntimeError: ``next`` is called while a graph is being captured, in a forked child, or after ``close``.
@@ -102,7 +102,7 @@ class DeviceLoader:
         self._lane = lane
         self._position = Position()
         self._iterators: weakref.WeakSet[DeviceIterator] = weakref.WeakSet()
-        # `stats` finds the counters by the loader and by this object.
+        # Lets `stats` find the counters both by the loader and by this object.
         counters = transfers.keep(self, transfers.of(loader_in(loader, lambda _: False)))
         if isinstance(lane, HostLane):
             counters.note_host()
@@ -120,7 +120,7 @@ class DeviceLoader:
         # Loops on the CPU share nothing and need not wait for one another.
         lane = HostLane() if isinstance(self._lane, HostLane) else self._lane
         iterator = DeviceIterator(self.loader, lane, position, log_unpinned)
-        # Tracing exists only if the core does.
+        # Tracing is available only with the core.
         tracing = sys.modules.get("rustloader.tracing.core")
         if tracing is not None and lane is self._lane:
             iterator.note_copy = tracing.follow_copies(self, f"to {self.device}")
@@ -175,7 +175,8 @@ class StatefulDeviceLoader(DeviceLoader):
     """
 
     def state_dict(self, back: int = 0) -> Any:
-        """Returns the state of the loader after the batches that this loader has delivered."""
+        """Returns the loader's state after the batches that this object has delivered, without the last ``back`` of
+        them."""
         method: Any = self.loader.state_dict  # type: ignore[attr-defined]
         position = self._position
         ahead = position.ahead_count()
@@ -196,7 +197,7 @@ class StatefulDeviceLoader(DeviceLoader):
     def load_state_dict(self, state_dict: Any) -> None:
         """Loads a state. The next ``iter()`` resumes from it."""
         self.loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
-        # From now on the state is that of the loader itself.
+        # Until the next ``iter()``, the state is that of the loader itself.
         self._position = Position()
 
 

@@ -1,4 +1,4 @@
-"""Moves a batch to a device: decides which parts to copy, and rebuilds their containers."""
+"""Moves a batch to a device: decides which parts to copy, and rebuilds the containers around them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from rustloader.device.prefetch.streams import Streams, parts
 
 _UNMOVED_TYPES = (str, bytes, bytearray, memoryview, range, int, float, complex, type, type(None))
-# By type, whether its method `to` takes `non_blocking`.
+# For each type, whether its method `to` takes `non_blocking`.
 _takes_non_blocking: dict[type, bool] = {}
 
 
 class Move:
-    """The move of one batch. Containers with nothing to move stay the same objects.
+    """The move of one batch. A container with nothing to move is not rebuilt.
 
     Args:
         streams: The streams of the device. Copies are queued in the calling thread's stream.
@@ -29,8 +29,8 @@ class Move:
         made: The new memory on the device, as a dict from the address of a storage to an alias of a tensor over it.
         read: The tensors on the host that are being copied. The device may still read them.
         nbytes: Bytes of ``made``.
-        unpinned: The types of the objects in pageable memory. A part of a dataclass that torch does not pin counts as
-            the outermost such dataclass.
+        unpinned: The types of the objects in pageable memory. An object inside a dataclass that torch does not pin is
+            listed under the type of the outermost such dataclass.
     """
 
     def __init__(self, streams: Streams, checks_pinning: bool = False) -> None:
@@ -40,8 +40,8 @@ class Move:
         self.unpinned: set[type] = set()
         self._streams = streams
         self._checks_pinning = checks_pinning
-        # Each object and its copy by the object's id, so that an object that a batch has twice is copied once. The
-        # object is kept because an id is reused after its object ends.
+        # By id, each object with its copy, so that an object that occurs twice in a batch is copied once. The object is
+        # kept alive so that its id is not reused.
         self._moved: dict[int, tuple[Any, Any]] = {}
         # The outermost dataclass around the current value that torch's pin_memory does not pin.
         self._owner: type | None = None
@@ -78,7 +78,7 @@ class Move:
         read: list[torch.Tensor] = []
         try:
             if type(value) is torch.Tensor and value.layout is torch.strided:
-                # Some containers make their items at each access and do not keep them, so they are kept here.
+                # Some containers make a new item at each access and do not keep it, so the item is kept alive here.
                 read.append(value)
                 moved = self._streams.copy(value)
                 if moved is not value:
@@ -86,11 +86,11 @@ class Move:
             else:
                 moved = self._streams.traced(lambda: _call_to(value, self._streams), on_device, read)
         finally:
-            # Also after a call that failed: some objects change themselves, and keep the parts that they have moved.
+            # This also runs if the call fails: some objects change themselves, and keep the parts that they have moved.
             self._record_memory(on_device, read)
         if self._checks_pinning and not all(self._streams.is_pinned(tensor) for tensor in read):
             self.unpinned.add(self._owner or (torch.Tensor if isinstance(value, torch.Tensor) else type(value)))
-        # Some types change the object itself and return nothing.
+        # For some types, `to` changes the object itself and returns nothing.
         return value if moved is None else moved
 
     def _record_memory(self, on_device: list[torch.Tensor], read: list[torch.Tensor]) -> None:
@@ -102,7 +102,7 @@ class Move:
                 self.nbytes += storage.nbytes()
 
     def _mapping(self, value: Mapping[Any, Any]) -> Any:
-        # Some mappings make their items at each access.
+        # Some mappings make new items at each access.
         items = list(value.items())
         moved = {key: self(item) for key, item in items}
         if all(moved[key] is item for key, item in items):

@@ -19,7 +19,7 @@ class Streams:
         device: The device, with an index.
     """
 
-    # The argument `non_blocking` of copies: True if they are queued.
+    # The argument `non_blocking` of copies: True if copies are queued, False if the calling thread waits for them.
     non_blocking = True
 
     def __init__(self, device: torch.device) -> None:
@@ -37,13 +37,13 @@ class Streams:
     def using(self, stream: Any) -> contextlib.AbstractContextManager[object]:
         """Makes a stream the calling thread's current stream in the body of a ``with`` statement."""
         guard = getattr(self._module, "device", None)
-        # A backend's module may have imported `torch.device`, which is not a context manager of devices.
+        # A backend's module may have imported `torch.device` under this name, which does not select the current device.
         device = contextlib.nullcontext() if guard in (None, torch.device) else guard(self.device)
         return _device_and_stream(device, self._module.stream(stream))
 
     def save(self) -> Any:
-        """Returns the calling thread's streams for `restore`: that of this device and that of the thread's current
-        device."""
+        """Returns the calling thread's streams for `restore`: the stream on this device and the stream on the thread's
+        current device."""
         return self._module.current_stream(self.device), self._module.current_stream()
 
     def restore(self, saved: Any) -> None:
@@ -58,7 +58,7 @@ class Streams:
         return event
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Makes later work of the stream begin only after the event. The calling thread does not wait."""
+        """Makes the stream start later work only after the event. The calling thread does not wait."""
         stream.wait_event(event)
 
     def is_done(self, event: Any) -> bool:
@@ -102,7 +102,7 @@ class Streams:
 class NoStreams(Streams):
     """A device without streams, such as Apple's, which has a single queue for all work.
 
-    The calling thread waits for copies, because no event tells when the device has read the host's memory.
+    The calling thread waits for copies, because no event shows when the device has read the host's memory.
     """
 
     non_blocking = False
@@ -171,8 +171,8 @@ def _is_on(value: object, kind: str) -> bool:
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors with separate memory of which a tensor consists, such as the indices and values of a sparse
-    tensor."""
+    """Returns the tensors with separate memory that make up a tensor, such as the indices and values of a sparse
+    tensor. Returns an empty list for a tensor without storage."""
     anything: Any = tensor
     if is_traceable_wrapper_subclass(anything):
         names, _ = anything.__tensor_flatten__()
@@ -194,8 +194,8 @@ def streams_of(device: torch.device | str | int | None) -> Streams | None:
     """Returns the streams of a device, or None for the CPU.
 
     Args:
-        device: The device, or None for the accelerator of this process. Without an index it is the calling thread's
-            current one.
+        device: The device, or None for the accelerator of this process. A device without an index is the calling
+            thread's current device of that type.
 
     Raises:
         ValueError: The device holds no data (``meta``).
