@@ -52,8 +52,8 @@ NO_TIME = WorkTime()
 def time_of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
     """Returns the processor time of a process, including its threads and the children that it has waited for.
 
-    Returns None if the system does not report it. ``start`` is an earlier result of `start_time`; if it is
-    given, the result is also None if another process has the pid by now.
+    Returns None if the system does not report it. ``start`` is an earlier result of `start_time`: if it is given, the
+    result is also None if another process has the pid by now.
     """
     # Read before the processor clock. If the process ends in between, the result is None, not a time without `queued`.
     queued = _queued_seconds(pid)

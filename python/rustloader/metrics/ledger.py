@@ -1,7 +1,7 @@
 """Counters of loaders and iterators, in a table of weak references.
 
-The counters are not attributes of a loader, because copies and pickles of a loader must be the same as torch's. As an
-attribute of an iterator, they would also cost it Python's compact layout for objects with few attributes.
+The counters are not attributes of a loader, because copies and pickles of a loader must be the same as torch's. An
+iterator with one more attribute would also lose Python's compact layout for objects with few attributes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from rustloader.metrics.fields import StatsFields
 
 
 def scalars(stats: StatsFields) -> dict[str, float]:
-    """Returns the result of ``Stats.scalars()``."""
+    """Computes the result of ``Stats.scalars()``."""
     loop = stats.next_seconds + stats.step_seconds
     waited = stats.first_seconds + stats.waited_seconds
     figures: dict[str, float] = {

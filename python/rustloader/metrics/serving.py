@@ -94,7 +94,7 @@ def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
     """Serves the metrics of all loaders in this process over HTTP, for Prometheus and compatible systems.
 
     This needs prometheus_client: ``pip install 'rustloader[metrics]'``. A thread answers ``/metrics`` from the
-    counters that ``rustloader.stats()`` reads, so nothing else is counted. Loaders are identified by their names
+    counters that ``rustloader.stats()`` reads; no others are kept. Loaders are identified by their names
     (``name=``). A loader's counts are kept after the program drops it, so counters never decrease. The page on metrics
     lists all metrics.
 

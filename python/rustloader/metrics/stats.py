@@ -30,8 +30,8 @@ class Stats(StatsFields):
         iterators: Number of iterators on the Rust engine, including those that have ended. If it is 0, all times below
             are 0, even if torch's own iterators did work.
         epochs: Number of epochs started.
-        batches: Number of batches that the engine has delivered; for one of torch's
-            own iterators, those of its current epoch.
+        batches: Number of batches that the engine has delivered; for an iterator of torch's own loop, the number in its
+            current epoch.
         bytes: Size of the engine's batches in bytes.
         next_seconds: Total time in ``next``.
         first_seconds: Part of ``next_seconds``: waiting for the first batch of each epoch.
@@ -46,10 +46,10 @@ class Stats(StatsFields):
             such waits is ``blocked_seconds``.
         recent_seconds: Seconds of work on each of the latest batches (at most 256), in order. ``verdict`` uses them to
             predict how much other settings would gain.
-        scheduling: Settings of the latest iterator on the engine; None if there is no such iterator, or if
-            its settings are unknown.
-        large_attributes: The dataset's large lists, tuples and dicts of Python objects, largest first. The
-            dataset is searched only if a worker has 64 MiB or more of private memory.
+        scheduling: Settings of the latest iterator on the engine; None if there is no such iterator, or
+            if its settings are unknown.
+        large_attributes: The dataset's large lists, tuples and dicts of Python objects, largest first. The dataset
+            is searched for them only if a worker has 64 MiB or more of private memory.
         arena: Use of shared memory.
         copies: Tensors, arrays and batches that workers had to copy or pickle.
         pinning: Work of the pin thread.
@@ -57,8 +57,8 @@ class Stats(StatsFields):
         faults: The faults from which epochs recovered: worker restarts, and failed samples.
         cache: Size of the dataset's cache, and its hits and misses in all processes; None without
             ``rustloader.cache``.
-        cache_estimate: The estimated size of a cache of all samples; None if there is a cache, or if
-            the size is unknown.
+        cache_estimate: The estimated size of a cache of all samples; None if there is a cache, or if the size
+            is unknown.
         core_users: What used the processor cores while the workers of the latest iterator ran; None if unknown.
         fallbacks: Iterators that ran on torch's own loop. No other field includes their work.
         note: The reason why the engine has no statistics, with the remedy; empty if it has some.
