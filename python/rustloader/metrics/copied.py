@@ -109,7 +109,7 @@ def _items_size(container: Any, level: int) -> float:
         count = len(container)
     distinct = {id(item): item for item in items if not _is_shared_constant(item)}
     size = sum(_size(item, level + 1) for item in distinct.values())
-    # If most objects in the sample are repeats, the container is assumed to hold no other objects.
+    # If at most half of the sampled objects are distinct, the container is assumed to hold no other objects.
     return size * count / len(items) if 2 * len(distinct) > len(items) or len(items) < _SAMPLED[-1] else size
 
 

@@ -1,8 +1,8 @@
 """Private memory of workers.
 
-The kernel counts it page by page, which takes milliseconds per GB. So it is read only when statistics are taken and
-before workers end, only for processes whose page faults show much growth since the last reading, and for at most 1 % of
-the time.
+The kernel counts this memory page by page, which takes milliseconds per GB. So it is read only when statistics are
+taken and before workers end, only for processes whose page faults show much growth since the last reading,
+and for at most 1 % of the time.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class WorkerMemory:
             if faulted - known.faulted >= _FAULTED_STEP:
                 due.append((faulted - known.faulted, number))
             if known.faulted == 0:
-                # Each private page was added by a page fault, so few faults mean little private memory.
+                # Each private page was added by a page fault, so few faulted bytes can serve as the size.
                 known = known._replace(private_bytes=faulted if faulted < _FAULTED_STEP else None)
             self._readings[number] = known
         for _, number in sorted(due, reverse=True):

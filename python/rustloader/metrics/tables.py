@@ -75,7 +75,7 @@ def _arena_text(stats: StatsFields) -> str:
 
 
 def _other_figures(stats: StatsFields) -> Iterator[tuple[str, str]]:
-    """Yields the statistics other than times of the loop and of workers, if nonzero, each as a name and a text."""
+    """Yields the remaining nonzero statistics, each as a name and a text, without the times of loop and workers."""
     for task in stats.slowest[:_MAX_LISTED]:
         yield "slow batch", f"{duration(task.seconds)} on worker {task.worker}: {short_index(task.index)}"
     for task in stats.blocking[:_MAX_LISTED]:

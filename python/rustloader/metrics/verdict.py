@@ -42,8 +42,8 @@ _MAX_NAMED = 3
 _SMALL_BATCH = 1 << 17
 # Used as the number of cores of other machines, which is unknown, so that it sets no limit.
 _UNKNOWN_CORES = 1 << 30
-# A loop has a training step if it spends at least this many seconds per batch, and this share of its time, outside of
-# `next`.
+# A loop has a training step if it spends at least this many seconds per batch, and at least this share of its time,
+# outside `next`.
 _MIN_STEP, _MIN_STEP_SHARE = 200e-6, 0.02
 # A part of a worker's time is the main part if its share is larger than this.
 _MAIN_SHARE = 0.5

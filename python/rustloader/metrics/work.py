@@ -21,7 +21,7 @@ class Shares(NamedTuple):
 
     @property
     def waiting(self) -> float:
-        """The remaining share, in which workers wait for storage, the network or a lock."""
+        """The remaining share, spent waiting for storage, the network or a lock."""
         return 1 - self.cpu - self.queued
 
 

@@ -207,7 +207,7 @@ class StatefulEpochs(Positioned, Epochs):
     ) -> dict[str, Any]:
         """Returns the state after the last delivered batch. The arguments are those of the iterator's ``state``."""
         origin = self.origin
-        # Read once: another thread may be in `next`.
+        # Read only once, because another thread may be in `next`.
         yielded = it._num_yielded
         answers = self.answers(yielded) - before_error
         if not self.on_engine and back:

@@ -138,8 +138,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
         the first ``iter()`` it predicts the draws of that call.
 
         Args:
-            back: Number of batches to go back from the last delivered batch, at most 9 (default: 0). For wrappers that
-                take batches before the program uses them.
+            back: Number of batches to go back from the last delivered batch, at most 9 (default: 0). Intended for
+                wrappers that take batches before the program uses them.
 
         Returns:
             A new dict of plain types and tensors, for ``pickle`` and ``torch.save``, and for JSON if it contains no

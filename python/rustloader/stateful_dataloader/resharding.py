@@ -71,7 +71,7 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
 
 
 class _Rank:
-    """The state of a rank, and those of its entries that are converted. Raises ValueError if it cannot be resharded."""
+    """A rank's state, with the entries to convert. Raises ValueError if the state cannot be resharded."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         own = state.get(OWN) if isinstance(state, Mapping) else None

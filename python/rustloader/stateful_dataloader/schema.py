@@ -123,7 +123,8 @@ class SamplerState:
         data_length: Number of indices that a random sampler draws from.
         replacement: Whether a random sampler draws with replacement.
         start: The start of the order (see ``iterator.starts.Start``).
-        state_position: Number of index batches drawn before the next two states were taken.
+        state_position: Number of index batches drawn before ``index_sampler_state`` and ``sampler_iter_state`` were
+            taken; None if these are the states at the position.
         index_sampler_state: torchdata's ``_index_sampler_state``.
         sampler_iter_state: torchdata's ``_sampler_iter_state``.
         says_batch_size: Whether the state has an entry for the batch size, which may be None.

@@ -210,7 +210,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self, back: int, finished: bool, draws: Draws | None = None, *, before_error: bool = False
     ) -> dict[str, Any]:
         """Returns the state after the last delivered batch. The arguments are as for the iterator with workers."""
-        # Read once: another thread may be in `next`.
+        # Read only once, because another thread may be in `next`.
         yielded = self._num_yielded
         answers = self._epoch.answers(yielded) - before_error
         if back:
