@@ -1,8 +1,8 @@
 """Private memory of workers.
 
 The kernel counts this memory page by page, which takes milliseconds per GB. So it is read only when statistics are
-taken and before workers end, only for processes whose page faults show much growth since the last reading,
-and for at most 1 % of the time.
+taken and before workers end, only for processes whose page faults show much growth since the last reading, and
+for at most 1 % of the time.
 """
 
 from __future__ import annotations

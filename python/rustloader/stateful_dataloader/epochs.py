@@ -54,7 +54,7 @@ class StatefulEpochs(Positioned, Epochs):
         # For a map-style dataset without a state, the position is enough.
         self._has_states = dataset.is_iterable or bool(dataset.stateful)
         self._wants_snapshots = self._has_states or loader.worker_init_fn is not None
-        # If a worker were removed, the state of its dataset would be lost.
+        # If workers were replaced between epochs, the states of their datasets would be lost.
         self.may_change_workers = not dataset.stateful
 
     def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
