@@ -1,7 +1,7 @@
 """The counters of all loaders in a process, by loader name.
 
-A monitoring system identifies a loader by its name. The account of a name keeps the counts of a loader after the
-program drops the loader, so the counts in an account never decrease.
+A monitoring system identifies a loader by its name. The account of a name keeps a loader's counts after the program
+drops the loader, so the counts in an account never decrease.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LoaderEntry(NamedTuple):
     def is_final(self) -> bool:
         """True if the counters can no longer change: the loader is gone and all of its engines have ended.
 
-        An iterator may outlive its loader.
+        The engines are checked, too, because an iterator may outlive its loader.
         """
         return self.loader() is None and self.ledger.has_ended
 
@@ -60,7 +60,7 @@ class Account:
         cached = entry.cached()
         if cached is not None and not any(cache.table() is cached.table for cache in self._caches):
             self.caches()
-            # A cache file that is opened again still has its earlier counts, which `_gone_caches` includes already.
+            # A reopened cache file still has its earlier counts, which `_gone_caches` already includes.
             has_gone = self._gone_caches is not None
             self._caches.append(_Cache(cached.table, usage_of(cached.table) if has_gone else CacheUsage()))
 
@@ -87,7 +87,7 @@ class Account:
 
 
 class _Cache:
-    """A cache and its latest usage, excluding the hits and misses already counted in ``since``."""
+    """A cache and its latest usage, from which the hits and misses in ``since`` are subtracted."""
 
     def __init__(self, table: CacheTable, since: CacheUsage) -> None:
         self.table = weakref.ref(table)
@@ -108,32 +108,32 @@ class _Cache:
 class Accounts:
     """The accounts of a process, by name.
 
-    They cover the loaders that are alive and have begun an epoch when this object is created, and those that begin
-    their first epoch later, until ``close``.
+    They cover the live loaders that have started an epoch by the time this object is created, and the loaders that
+    start their first epoch between then and ``close``.
     """
 
     def __init__(self) -> None:
         self._by_name: dict[str, Account] = {}
         # Loaders that are not in an account yet.
         self._pending: list[LoaderEntry] = []
-        # Protects the accounts, for reading and writing.
+        # Held while the accounts are read or written.
         self.lock = threading.Lock()
-        # A loader that another thread starts now may be both reported to the hook and listed below. The lock delays the
-        # hook's call of `items`, and `Account.add` ignores the second entry.
+        # If another thread starts a loader now, the loader may be both reported to the hook and listed below. The lock
+        # keeps the hook from calling `items` meanwhile, and `Account.add` ignores the second entry.
         with self.lock:
             ledger.new_ledger_hooks.append(self._on_new_ledger)
             self._pending.extend(_entry_of(loader, counters) for loader, counters in ledger.loader_ledgers())
             self.items()
 
     def close(self) -> None:
-        """Stops adding loaders. Safe to call more than once."""
+        """Stops adding new loaders to the accounts. Safe to call more than once."""
         if self._on_new_ledger in ledger.new_ledger_hooks:
             ledger.new_ledger_hooks.remove(self._on_new_ledger)
 
     def _on_new_ledger(self, loader: LoaderLike | None, counters: Ledger) -> None:
         self._pending.append(_entry_of(loader, counters))
-        # Does not wait for the lock, because this is the thread of a training loop. If another thread holds it, the
-        # next call of `items` adds the loader.
+        # This runs in the training loop's thread, so it does not wait for the lock. If another thread holds the lock,
+        # the next call of `items` adds the loader.
         if self.lock.acquire(blocking=False):
             try:
                 self.items()

@@ -18,7 +18,7 @@ _MAX_THREADS, _USUAL_THREADS = 64, 16
 def shared_queue(stats: StatsFields, workers: int) -> Prediction | None:
     """Returns the reorder window to try with ``dispatch="shared_queue"``, and its predicted gain.
 
-    Returns None if there is nothing to gain, the option has no effect, or the figures are insufficient.
+    Returns None if there is nothing to gain, the option has no effect, or the statistics are insufficient.
     """
     settings = stats.scheduling
     if settings is None or not settings.in_order or not settings.map_style or not stats.batches or workers < 2:
@@ -28,7 +28,7 @@ def shared_queue(stats: StatsFields, workers: int) -> Prediction | None:
     now = Scheduler(workers, outstanding, window, settings.dispatch == "shared_queue")
     step = (stats.step_seconds + stats.own_seconds) / stats.batches
     shares = dataset_shares(stats)
-    # The computing part of the work takes at least this long on all cores.
+    # The processor time of the work, spread over all cores, takes at least this long.
     lower_bound = 0.0 if shares is None else shares.cpu * sum(stats.recent_seconds) / stats.cores
     prediction = predict(stats.recent_seconds, now, step, lower_bound)
     return prediction if prediction is not None and prediction.gain >= _MIN_GAIN else None
@@ -51,10 +51,10 @@ def shared_queue_text(stats: StatsFields, prediction: Prediction) -> str:
 
 
 def worker_threads(stats: StatsFields, workers: int, needed: int | None, shares: Shares) -> int | None:
-    """Returns the ``worker_threads`` to try; None if more threads do not help, or the figures are insufficient.
+    """Returns the ``worker_threads`` to try; None if more threads do not help, or the settings are unknown.
 
     Args:
-        stats: figures of workers that wait for storage.
+        stats: statistics of workers that wait for storage.
         workers: number of workers.
         needed: number of workers that the training step needs; None without a step.
         shares: breakdown of the workers' time in the dataset.
@@ -64,7 +64,7 @@ def worker_threads(stats: StatsFields, workers: int, needed: int | None, shares:
         return None
     threads = settings.worker_threads
     wanted = _USUAL_THREADS if needed is None else math.ceil(threads * needed / workers)
-    # The threads of a worker share its GIL, and the samples of one batch limit the fetches at a time.
+    # The threads of a worker share its GIL, and a batch cannot keep more threads busy than it has samples.
     limit = min(_MAX_THREADS, int(threads / max(shares.cpu, 1e-3)), settings.batch_size or _MAX_THREADS)
     number = min(wanted, limit)
     return number if number > threads else None

@@ -1,4 +1,4 @@
-"""The cache of a loader's dataset, or the estimated size of one."""
+"""The usage of a dataset's cache, or the estimated size of a cache for a dataset without one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def usage(dataset: Any) -> CacheUsage | None:
 
 
 def find(dataset: Any) -> CachedDataset | None:
-    """Returns the cached dataset: the dataset itself, or the one inside torch's Subset and ConcatDataset.
+    """Returns the cached dataset: the dataset itself, or one inside torch's Subset and ConcatDataset.
 
-    Returns None if there is no cached dataset.
+    Of a ConcatDataset, only the first dataset is searched. Returns None if there is no cached dataset.
     """
     for _ in range(_MAX_DEPTH):
         if isinstance(dataset, CachedDataset):
@@ -40,7 +40,7 @@ def find(dataset: Any) -> CachedDataset | None:
 
 
 def fields_of(source: LoaderLike | IteratorLike, dataset: Any, stats: StatsFields) -> dict[str, Any]:
-    """Returns the fields of ``Stats`` about the cache."""
+    """Returns the cache's field of ``Stats``: ``cache``, or ``cache_estimate`` if there is no cache."""
     current = usage(dataset)
     if current is not None:
         return {"cache": current}

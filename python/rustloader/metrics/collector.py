@@ -26,8 +26,8 @@ class _Reading(NamedTuple):
     """One reading of an account.
 
     Attributes:
-        gone: The total figures of loaders that are gone.
-        live: The figures of each remaining loader.
+        gone: The total counts of loaders that are gone.
+        live: The counts of each remaining loader.
         faults: The total faults of loaders that are gone, then those of each remaining loader.
         fallbacks: Number of iterators on torch's own loop.
         caches: The usage of each cache, preceded by the total hits and misses of caches that are gone, if any.
@@ -44,7 +44,7 @@ class _Reading(NamedTuple):
         return sum(getattr(totals.counts, name) for totals in (self.gone, *self.live))
 
     def fault_count(self, name: str) -> float:
-        """Returns the sum of a count of faults over all loaders."""
+        """Returns the sum of a fault count over all loaders."""
         return sum(getattr(faults, name) for faults in self.faults)
 
     def gauge(self, name: str) -> float:
@@ -52,7 +52,7 @@ class _Reading(NamedTuple):
         return sum(getattr(totals, name) for totals in self.live)
 
     def workers(self) -> list[list[WorkerTotals]]:
-        """Returns the totals of each loader's worker with a number, by that number."""
+        """Returns, for each worker number, the totals of all loaders' workers with that number."""
         by_loader = [totals.workers for totals in (self.gone, *self.live)]
         count = max(map(len, by_loader))
         return [[workers[number] for workers in by_loader if number < len(workers)] for number in range(count)]
@@ -60,7 +60,8 @@ class _Reading(NamedTuple):
 
 _Table = tuple[tuple[str, str, Callable[[Any], float]], ...]
 
-# The metrics of a loader, each with its name (without prefix and "_total"), its description and its value.
+# The metrics of a loader, each with its name (without prefix and "_total"), its description and the function that reads
+# its value.
 _COUNTERS: _Table = (
     ("batches", "Batches delivered to the loop.", lambda it: it.counter("batches")),
     ("bytes", "Bytes of these batches.", lambda it: it.counter("bytes")),
@@ -115,8 +116,8 @@ class LoaderCollector(Collector):
 
     def __init__(self, accounts: Accounts, rank: str) -> None:
         self._accounts, self._rank = accounts, rank
-        # The last value of each counter. A counter must not decrease, because Prometheus would take that for a restart
-        # from zero. A sum of times may decrease by its last bit, or by more if a worker changes its state meanwhile.
+        # The last value of each counter. A counter must not decrease, because Prometheus would take a decrease for a
+        # restart from zero. A sum of times may decrease by rounding, or by more if a worker changes state meanwhile.
         self._last_values: dict[tuple[str, ...], float] = {}
 
     def collect(self) -> Iterable[Any]:
@@ -181,7 +182,7 @@ class LoaderCollector(Collector):
         yield memory
 
     def _loader_states(self, accounts: list[tuple[str, Account]]) -> Iterator[Any]:
-        """Yields the verdict and the batch size of the latest loader on the engine, for each name."""
+        """Yields the metrics of verdicts and batch sizes, for the latest loader on the engine with each name."""
         verdicts = GaugeMetricFamily(
             _PREFIX + "verdict", "1 for the bottleneck of the loader.", labels=["rank", "loader", "kind"]
         )
@@ -220,7 +221,7 @@ def _summed(usages: list[CacheUsage]) -> CacheUsage | None:
 def _verdict_of(entry: LoaderEntry) -> str:
     ledger, loader = entry.ledger, entry.loader()
     alive = sum(worker.alive for worker in ledger.figures().workers)
-    # The dataset and the memory of workers are not read: that takes longer, and does not change the kind.
+    # Skips the dataset and the memory of workers, which take longer to read and do not affect the kind of verdict.
     stats = stats_of_ledger(ledger, alive, reads_memory=False)
     copies = None if loader is None else transfers.find(loader)
     return (stats if copies is None else replace(stats, transfers=copies.figures)).verdict().kind

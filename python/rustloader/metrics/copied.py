@@ -1,9 +1,9 @@
-"""Finds the attributes of a dataset that workers copy by just reading them: large containers of Python objects.
+"""Finds the attributes of a dataset that workers copy merely by reading them: large containers of Python objects.
 
 Python updates an object's reference count whenever it reads the object, so copy-on-write gives each forked worker its
 own copy of the memory. An array or tensor is a single object, so its data stays shared.
 
-Sizes count only Python objects, are estimated from a few items, and are found without running code of the dataset.
+Sizes count only Python objects, are estimated from a few items, and are computed without running the dataset's code.
 `sharing.sizes` also counts the data of arrays, because it measures the bytes that would be sent to another process.
 """
 
@@ -21,15 +21,15 @@ import torch
 
 from rustloader.metrics.fields import LargeAttribute
 
-# Minimum private memory of a worker, in bytes, for a search of attributes.
+# Minimum private memory of a worker, in bytes, before the dataset is searched.
 MIN_PRIVATE_BYTES = 64 << 20
-# Minimum bytes of Python objects in a large attribute.
+# Minimum size of the Python objects in a large attribute, in bytes.
 MIN_LARGE_BYTES = 16 << 20
 # Maximum number of attributes to report.
 _MAX_NAMED = 5
 # Limits of the search: seconds of CPU time, number of objects, nesting depth.
 _MAX_SECONDS, _MAX_OBJECTS, _MAX_DEPTH = 0.05, 10_000, 8
-# Maximum number of items of a container that is searched item by item. Larger ones are measured.
+# Maximum number of items of a container that is searched item by item. Larger containers are only measured.
 _MAX_SEARCHED_ITEMS = 64
 # Number of items sampled from a container, from each container inside it, and so on.
 _SAMPLED = (128, 16, 8)
@@ -70,7 +70,7 @@ def _is_container(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...] | dict[An
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of an object, each with its path from the object, as code."""
+    """Yields the items and attributes of an object, each with its path as code, such as ``[0]`` or ``.name``."""
     if isinstance(value, dict):
         for key in list(dict.keys(value))[:_MAX_SEARCHED_ITEMS]:
             if isinstance(key, (str, int)):
@@ -109,7 +109,7 @@ def _items_size(container: Any, level: int) -> float:
         count = len(container)
     distinct = {id(item): item for item in items if not _is_shared_constant(item)}
     size = sum(_size(item, level + 1) for item in distinct.values())
-    # If most objects occur more than once in the sample, the container is taken to have no others.
+    # If at most half of the sampled objects are distinct, the container is assumed to hold no other objects.
     return size * count / len(items) if 2 * len(distinct) > len(items) or len(items) < _SAMPLED[-1] else size
 
 

@@ -1,7 +1,8 @@
 """Processor time of workers.
 
-It is read from the kernel when statistics are taken, and once more before workers end. A worker itself records only the
-processor time of its start, because the start of Python and the program's imports are not work on batches.
+It is read from the kernel when statistics are taken, and once more before the workers exit. A worker itself records
+only the processor time that its start took, because starting Python and importing the program's modules are not work
+on batches.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from rustloader.system.procfs import STARTED, read, stat
 
 
 class ProcessorTime(NamedTuple):
-    """Seconds for which a process ran, and for which its main thread waited for a core (None if unknown)."""
+    """Seconds for which a process ran (``cpu``), and for which its main thread waited for a core (``queued``).
+
+    ``queued`` is None if unknown.
+    """
 
     cpu: float
     queued: float | None
@@ -48,10 +52,10 @@ NO_TIME = WorkTime()
 def time_of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
     """Returns the processor time of a process, including its threads and the children that it has waited for.
 
-    Returns None if the system does not report it. ``start`` is an earlier result of `start_time`: with it, the result
-    is also None if another process has the pid by now.
+    Returns None if the system does not report it. ``start`` is an earlier result of `start_time`: if it is given, the
+    result is also None if another process has the pid by now.
     """
-    # Read before the clock. If the process ends in between, the result is None, not a time without `queued`.
+    # Read before the processor clock. If the process ends in between, the result is None, not a time without `queued`.
     queued = _queued_seconds(pid)
     own = seconds_of_threads(pid)
     if own is None:
@@ -78,9 +82,11 @@ def start_time(pid: int) -> str | None:
 
 
 def time_of_work(time: ProcessorTime | None, figures: WorkerTotals) -> WorkTime:
-    """Returns the part of the processor time ``time`` since the first task: the work on batches.
+    """Returns the part of a worker's processor time that was spent on batches: the time since its first task.
 
-    ``time`` is None if unknown.
+    Args:
+        time: The processor time of the process; None if unknown.
+        figures: The worker's counters.
     """
     if not figures.start_cpu:
         return WorkTime(0.0, 0.0)
@@ -127,7 +133,7 @@ class Workers:
         return self._ended is not None
 
     def end(self) -> None:
-        """Saves the current times and the memory before the processes end."""
+        """Saves the current times and memory sizes. Called before the processes end; later calls do nothing."""
         # During finalization, parts of Python are already gone.
         if self._ended is None and not sys.is_finalizing():
             self._memory.update(self._processes)
@@ -135,7 +141,10 @@ class Workers:
             self._ended = self.times()
 
     def core_users(self) -> CoreUsers | None:
-        """Returns the users of the cores from the start of the processes to their end; None if unknown."""
+        """Returns what has used the cores from the start of the processes until their end, or until now.
+
+        Returns None if unknown.
+        """
         if self._ended is not None:
             return self._users
         start, now, workers = self._start, _Moment.now(), 0.0
@@ -160,7 +169,7 @@ class Workers:
             self._replaced[worker_id] = _sum(self._replaced[worker_id], time)
 
     def replace(self, worker_id: int, pid: int) -> None:
-        """Sets the process that replaces the one whose times were saved."""
+        """Sets the process that replaces an ended one. Called after ``keep``."""
         self._processes[worker_id] = pid, start_time(pid)
 
     def private(self) -> list[int | None]:
@@ -170,11 +179,11 @@ class Workers:
         return self._memory.figures()
 
     def times(self) -> list[WorkTime]:
-        """Returns the times, by worker number."""
+        """Returns the processor times, by worker number."""
         if self._ended is not None:
             return self._ended
         workers = figures_of([self._meter]).workers
-        # `map` stops at the shorter list: in a forked child there may be no counters.
+        # `map` stops at the shorter list, because in a forked child there may be no counters.
         times = sum_by_worker(self._replaced, list(map(_time_of, self._processes, workers)))
         # If another thread has called `end` meanwhile, some processes may have ended before they were read.
         return times if self._ended is None else self._ended
@@ -185,7 +194,7 @@ def _time_of(process: tuple[int, str | None] | None, figures: WorkerTotals) -> W
 
 
 def sum_by_worker(first: list[WorkTime], second: list[WorkTime]) -> list[WorkTime]:
-    """Sums two lists by worker number."""
+    """Adds two lists of times, by worker number."""
     return [_sum(a, b) for a, b in zip_longest(first, second, fillvalue=NO_TIME)]
 
 

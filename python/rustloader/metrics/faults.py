@@ -6,13 +6,13 @@ from rustloader.fetch.failures import Failure
 from rustloader.metrics.fields import FaultStats
 from rustloader.system.formatting import count_of
 
-# Maximum numbers of failures and deaths that are kept with their texts.
+# Maximum numbers of failures and deaths whose descriptions are kept.
 KEPT_FAILURES = 1000
 KEPT_DEATHS = 100
 
 
 def summary(faults: FaultStats) -> str:
-    """Describes the counts in words. Returns an empty text if there are none."""
+    """Describes the counts in words. Returns an empty string if all counts are 0."""
     parts = []
     if faults.restarts:
         causes = [(faults.stalls, "stuck"), (faults.out_of_memory, "out of memory")]
@@ -29,7 +29,7 @@ class Faults:
     """The faults of all iterators of a loader, or of one iterator.
 
     Args:
-        parent: For an iterator: the faults of its loader, which are counted, too.
+        parent: The loader's faults, if these are an iterator's. Whatever is counted here is counted there, too.
     """
 
     def __init__(self, parent: Faults | None = None) -> None:
@@ -67,7 +67,7 @@ class Faults:
             self._parent.note_restart(text, stalled, out_of_memory)
 
     def absorb(self, other: Faults) -> None:
-        """Adds the counts of another object, without its texts."""
+        """Adds the counts of another object, but not its descriptions of failures and deaths."""
         self._restarts += other._restarts
         self._stalls += other._stalls
         self._out_of_memory += other._out_of_memory

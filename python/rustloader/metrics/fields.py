@@ -10,17 +10,17 @@ from rustloader.metrics.transfers import TransferStats
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 @dataclass(frozen=True)
 class WorkerStats:
-    """Holds the statistics of one worker; for a loader, of all workers that have had this number.
+    """Holds the statistics of one worker; for a loader, the sums over all workers that have had this number.
 
     Times are wall time unless stated otherwise.
 
     Attributes:
         id: Number of the worker, from 0.
-        pid: Process id; for a loader, the latest one.
-        alive: Whether that process is running.
+        pid: Process ID; for a loader, that of the latest process.
+        alive: Whether this process is running.
         rss_bytes: Resident memory in bytes, including pages shared with other processes; 0 if the process has ended
             or runs on another machine.
-        tasks: Number of results sent: batches, and errors in their place.
+        tasks: Number of results sent: batches, and errors sent in place of batches.
         starting_seconds: Time before the first task of each epoch: seeding, ``worker_init_fn``, ``iter(dataset)``.
         idle_seconds: Time spent waiting for tasks.
         fetch_seconds: Time spent in the dataset.
@@ -29,19 +29,19 @@ class WorkerStats:
         cpu_seconds: Processor time in seconds since the first task, including all threads and child processes that
             have ended. It is much less than ``busy_seconds - unmeasured_seconds`` if the worker waits for storage. None
             if unknown: the system does not report it, or the worker was killed.
-        queued_seconds: Seconds since the first task in which the worker was ready to run but had no core; None if
+        queued_seconds: Seconds since the first task for which the worker was ready to run but had no core; None if
             unknown.
-        unmeasured_seconds: Part of ``busy_seconds``: the work of processes with unknown processor time, such as
+        unmeasured_seconds: Part of ``busy_seconds``: the work of processes whose processor time is unknown, such as
             killed ones.
         fetch_cpu_seconds: Processor time in seconds spent in the dataset, including all threads and child processes
             that have ended. It is measured in every fetch, or in every eighth if fetches take less than 400 us on
             average.
-        fetch_measured_seconds: Part of ``fetch_seconds``: the fetches with measured processor time. Compare it with
-            ``fetch_cpu_seconds``.
+        fetch_measured_seconds: Part of ``fetch_seconds``: the fetches whose processor time was measured. Compare this
+            with ``fetch_cpu_seconds``.
         private_bytes: Private memory of the latest process in bytes, without shared memory: the current size, or the
-            last one before the process ended. A forked worker starts with almost none, so this is its growth. A
-            spawned worker has its modules and its copy of the dataset from the start. The value is updated after page
-            faults have added 16 MiB, so it may lag by that much. None if unknown.
+            last one before the process ended. A forked worker starts with almost no private memory, so this is what
+            it has added. A spawned worker has its modules and its copy of the dataset from the start. The value is
+            updated after page faults have added 16 MiB, so it may lag by that much. None if unknown.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -84,15 +84,15 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class SlowBatch:
-    """Describes one of the slowest batches, or one that later batches waited for.
+    """Describes one of the slowest batches, or a batch that held up later ones.
 
     Attributes:
-        index: Index batch as text, shortened if it is long.
-        worker: Number of the worker.
+        index: Index batch as a string, shortened if it is long.
+        worker: Number of the worker that made the batch.
         fetch_seconds: Time spent in the dataset.
         collate_seconds: Time spent in ``collate_fn``.
-        pack_seconds: Time spent writing it into the arena, or pickling it.
-        blocked_seconds: Time for which ``next`` waited for it while later batches were ready.
+        pack_seconds: Time spent writing the batch into the arena, or pickling it.
+        blocked_seconds: Time for which ``next`` waited for the batch while later batches were ready.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -116,14 +116,14 @@ class SlowBatch:
 
 @dataclass(frozen=True)
 class LargeAttribute:
-    """Describes a large list, tuple or dict in a dataset. Workers copy its objects by reading them.
+    """Describes a large list, tuple or dict in a dataset. Merely reading its objects makes forked workers copy them.
 
     Attributes:
         path: Its path in the dataset, for instance "dataset.dataset.samples".
         kind: Name of its type.
         items: Number of its items.
-        bytes: Size of its objects in bytes, estimated from a few of them. The data of NumPy arrays and tensors do not
-            count, because they are not copied.
+        bytes: Size of its objects in bytes, estimated from a few of them. The data of NumPy arrays and tensors is not
+            included, because reading does not copy it.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -143,8 +143,8 @@ class ArenaStats:
     """Describes the shared memory of the running iterators.
 
     Attributes:
-        leased_bytes: Bytes of blocks that tensors of the main process use.
-        warm_bytes: Bytes of all blocks with resident pages.
+        leased_bytes: Size of the blocks that tensors in the main process use.
+        warm_bytes: Size of all blocks with resident pages.
         high_water_bytes: Peak size of one iterator's arena in bytes (the sum over its regions).
         blocks: Number of blocks, including idle ones.
 
@@ -164,17 +164,17 @@ class ArenaStats:
 
 @dataclass(frozen=True)
 class CopyStats:
-    """Counts the data that workers copied, and the data that they sent without a copy.
+    """Counts the data that workers copied into the arena, and the data that they sent without copying.
 
     Tensors built by ``default_collate`` are in the arena, and so are large arrays that NumPy allocates in a worker. A
-    worker copies them only if something other than the batch refers to them.
+    worker copies such data only if something other than the batch refers to it.
 
     Attributes:
         count: Number of tensors, arrays and bytes objects that workers copied into the arena.
         bytes: Their size in bytes.
         pickled: Number of batches that were pickled because they are not plain trees of dicts, lists and tuples.
-        adopted: Number of tensors and arrays of 16 KiB or more that workers sent without a copy, including those not
-            delivered.
+        adopted: Number of tensors and arrays of 16 KiB or more that workers sent without copying, including those in
+            batches that were not delivered.
         adopted_bytes: Their size in bytes.
 
     Examples:
@@ -193,7 +193,7 @@ class CopyStats:
 
 @dataclass(frozen=True)
 class PinningStats:
-    """Holds the statistics of the pin thread.
+    """Holds the statistics of the thread that pins batches.
 
     Attributes:
         running: Whether the thread is running.
@@ -216,7 +216,7 @@ class Fallback:
     """Counts the iterators that fell back to torch's own loop for one reason.
 
     Attributes:
-        reason: The reason why the engine could not serve them.
+        reason: Why the engine could not serve the iterators.
         count: Number of iterators.
 
     Examples:
@@ -233,17 +233,17 @@ class Fallback:
 
 @dataclass(frozen=True)
 class FaultStats:
-    """Counts the faults from which epochs recovered.
+    """Counts the faults from which epochs recovered: worker restarts and failed samples.
 
     Attributes:
         restarts: Number of worker restarts, with ``max_restarts``.
         stalls: Part of ``restarts``: the worker was killed because it was stuck, with ``stall_timeout``.
         out_of_memory: Part of ``restarts``: the worker's memory cgroup was out of memory.
         skipped: Number of failed samples that were skipped, with ``on_error``.
-        replaced: Number of failed samples that were replaced by another one, with ``on_error``. A replacement that
+        replaced: Number of failed samples that were replaced by other samples, with ``on_error``. A replacement that
             itself failed also counts.
         failures: The skipped and replaced samples, at most the first 1,000.
-        deaths: Descriptions of the deaths before the restarts, at most the first 100.
+        deaths: Descriptions of the worker deaths that led to restarts, at most the first 100.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1, on_error="skip")
@@ -272,12 +272,12 @@ class SchedulingStats:
     """Holds the settings of the latest iterator on the engine, including the options of ``install()``.
 
     Attributes:
-        prefetch_factor: Outstanding batches per worker.
+        prefetch_factor: Maximum number of outstanding batches per worker.
         in_order: Whether batches are delivered in order.
         dispatch: "round_robin" or "shared_queue".
-        reorder_window: Maximum number of batches that are outstanding or wait for an earlier one, or their maximum
-            size in bytes as text; None means ``prefetch_factor`` x ``num_workers`` batches.
-        worker_threads: Number of samples of a batch that a worker fetches at a time.
+        reorder_window: Maximum number of batches that are outstanding or wait for an earlier batch, or, as a string,
+            their maximum size in bytes; None means ``prefetch_factor`` x ``num_workers`` batches.
+        worker_threads: Number of samples of a batch that a worker fetches concurrently.
         map_style: Whether the dataset is map-style.
         batch_size: Samples per batch; None with a custom batch sampler, or without batching.
         per_sample: Whether a worker fetches samples one by one, so that ``worker_threads`` has an effect.
@@ -308,8 +308,8 @@ class CacheEstimate:
     """Estimates the size of a cache of all samples from the batches delivered so far.
 
     Attributes:
-        bytes: Approximate size of all samples in bytes, in the form that they have in batches.
-        free_bytes: Free memory in bytes, on the machine or in its cgroup, whichever is less.
+        bytes: Approximate size of all samples in bytes, in the form in which batches contain them.
+        free_bytes: Free memory in bytes, on the machine or in the process's cgroups, whichever is less.
 
     Examples:
         >>> dataset = torch.utils.data.TensorDataset(torch.zeros(64, 100))
@@ -325,14 +325,14 @@ class CacheEstimate:
 
 @dataclass(frozen=True)
 class CoreUsers:
-    """Describes who used the processor cores while the workers of the latest iterator ran.
+    """Describes what used the processor cores while the workers of the latest iterator ran.
 
     Each attribute is a share of all cores, from 0 to 1.
 
     Attributes:
-        main: The share of the main process.
-        workers: The share of the workers.
-        others: The share of other processes, and of other virtual machines on the same cores.
+        main: Share used by the main process.
+        workers: Share used by the workers.
+        others: Share used by other processes, and by other virtual machines on the same cores.
 
     Examples:
         >>> users = rustloader.CoreUsers(main=0.3, workers=0.1, others=0.6)
@@ -353,7 +353,7 @@ class CoreUsers:
 
 @dataclass(frozen=True, repr=False)
 class StatsFields:
-    """The fields of ``Stats``. Verdicts and tables are computed from these alone."""
+    """The fields of ``Stats``, from which alone verdicts and tables are computed."""
 
     name: str = ""
     num_workers: int = 0
@@ -387,7 +387,7 @@ class StatsFields:
 
     @property
     def own_seconds(self) -> float:
-        """Seconds in ``next`` without waiting: drawing indices, sending them, and opening batches."""
+        """Seconds in ``next`` spent on work rather than waiting: drawing indices, sending them, and opening batches."""
         return max(0.0, self.next_seconds - self.first_seconds - self.waited_seconds)
 
 

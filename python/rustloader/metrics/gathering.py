@@ -1,4 +1,4 @@
-"""``rustloader.report_ranks()``: gathers the figures of all ranks on demand."""
+"""``rustloader.report_ranks()``: gathers the statistics of all ranks on demand."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from rustloader.metrics.stats import Stats
 
 
 def report_ranks(source: Any = None, group: Any = None) -> RankReport:
-    """Gathers the figures of the loaders of all ranks, and names the slowest.
+    """Gathers the statistics of all ranks' loaders, and names the slowest rank.
 
-    All ranks of the group must call it at the same point in the program, like any collective of
-    ``torch.distributed``. It is one ``all_gather_object`` of a few hundred bytes; nothing runs between two calls.
+    All ranks of the process group must call this function at the same point in the program, as with any
+    ``torch.distributed`` collective. A call makes one ``all_gather_object`` of a few hundred bytes per rank; nothing
+    runs between calls.
     Without ``torch.distributed``, the report contains only this process.
 
     Args:
-        source: This rank's loader or iterator, as for ``rustloader.stats()`` (default: None, the loader of this
-            process with the most batches).
-        group: Process group of the ranks (default: None, all ranks).
+        source: This rank's loader or iterator, as for ``rustloader.stats()`` (default: None, the loader in this
+            process that has delivered the most batches).
+        group: Process group to gather from (default: None, all ranks).
 
     Returns:
-        The report, which is the same on all ranks of the group. A rank outside the group gets only its own figures.
+        The report, which is the same on all ranks of the group. A rank outside the group gets a report on itself
+        only.
 
     Raises:
         TypeError: ``source`` is neither a loader nor an iterator. The other ranks still get the report.
@@ -43,7 +45,7 @@ def report_ranks(source: Any = None, group: Any = None) -> RankReport:
     try:
         own = _rank_stats(_busiest() if source is None else stats(source))
     except Exception as error:
-        # The other ranks wait for this one, so it takes part without figures.
+        # The other ranks wait for this one, so it takes part with empty statistics and raises the error afterwards.
         own, failure = RankStats(global_rank(), socket.gethostname()), error
     ranks: list[Any] = [own]
     if _is_initialized() and dist.get_rank(group) >= 0:
@@ -55,7 +57,7 @@ def report_ranks(source: Any = None, group: Any = None) -> RankReport:
 
 
 def global_rank() -> int:
-    """Returns the global rank of this process, from torch.distributed or from the launcher; 0 without either."""
+    """Returns the global rank of this process, as set by torch.distributed or else by the launcher; 0 by default."""
     return dist.get_rank() if _is_initialized() else local_ranks.global_rank() or 0
 
 
@@ -64,7 +66,7 @@ def _is_initialized() -> bool:
 
 
 def _busiest() -> Stats | None:
-    """Returns the figures of the loader with the most batches; None if there is no loader."""
+    """Returns the statistics of the loader with the most batches; None if the engine has served no loader."""
     ledgers = {id(it): it for _, it in ledger.loader_ledgers() if it.iterators}.values()
     busiest = max(ledgers, key=lambda it: it.figures().counts.batches, default=None)
     return None if busiest is None else stats_of_ledger(busiest, sum(it.alive for it in busiest.figures().workers))

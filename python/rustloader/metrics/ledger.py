@@ -1,7 +1,7 @@
 """Counters of loaders and iterators, in a table of weak references.
 
-They are not attributes of loaders, because copies and pickles of a loader must be the same as torch's. One more
-attribute of an iterator would also cost it Python's compact layout for objects with few attributes.
+The counters are not attributes of a loader, because copies and pickles of a loader must be the same as torch's. An
+iterator with one more attribute would also lose Python's compact layout for objects with few attributes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rustloader.system.weak_table import WeakTable
 
 _NUMBER = re.compile(r"\d+")
 
-# Held to replace `Ledger._processes`. Reentrant, because the garbage collector or a signal handler may create an
+# Held while `Ledger._processes` is replaced. Reentrant, because the garbage collector or a signal handler may create an
 # iterator meanwhile.
 _swap_lock = threading.RLock()
 
 
 def _renew_lock() -> None:
     global _swap_lock
-    # Another thread of the parent may have held the lock.
+    # Another thread of the parent process may have held the lock at the fork.
     _swap_lock = threading.RLock()
 
 
@@ -45,9 +45,9 @@ class Ledger:
     A ledger keeps neither the loader nor its iterators alive.
 
     Args:
-        parent: For an iterator: the ledger of its loader, which counts the same.
+        parent: The loader's ledger, if this is an iterator's. Whatever this ledger counts is counted there, too.
         name: The loader's name.
-        given_name: The name that the program has given the loader; None if it has not.
+        given_name: The name that the program gave the loader (``name=``); None if it gave none.
     """
 
     def __init__(self, parent: Ledger | None = None, name: str = "", given_name: str | None = None) -> None:
@@ -56,7 +56,7 @@ class Ledger:
         self._parent = parent
         # Number of iterators that the engine has served.
         self.iterators = 0
-        # Settings of the latest of them.
+        # Settings of the latest such iterator.
         self.scheduling: SchedulingStats | None = None
         # Number of iterators on torch's own loop, by reason.
         self.fallbacks: dict[str, int] = {}
@@ -66,18 +66,19 @@ class Ledger:
         self._allowance: Allowance = Allowance() if parent is None else parent._allowance
         self._ended = Meter()
         self._meters: list[Meter] = []
-        # Times of ended processes, and processes that may be running. Replaced together: other threads read them.
+        # Times of ended processes, and processes that may be running. Both are replaced at once, because other threads
+        # read them.
         self._processes: tuple[list[WorkTime], tuple[Workers, ...]] = [], ()
 
     def serve(self, scheduling: SchedulingStats) -> None:
-        """Counts an iterator on the engine, and notes its settings."""
+        """Counts an iterator on the engine, and records its settings."""
         self.iterators += 1
         self.scheduling = scheduling
         if self._parent is not None:
             self._parent.serve(scheduling)
 
     def note_workers(self, count: int) -> None:
-        """Notes that num_workers="auto" has changed the number of workers of the latest iterator."""
+        """Records the number of workers to which num_workers="auto" has changed the latest iterator."""
         if self.scheduling is not None:
             self.scheduling = dataclasses.replace(self.scheduling, auto_workers=count)
         if self._parent is not None:
@@ -85,14 +86,14 @@ class Ledger:
 
     def add(self, meter: Meter) -> None:
         """Adds the counters of a new engine."""
-        # Meters of ended engines are merged, because each epoch may add one.
+        # Meters of ended engines are merged, because each epoch may add a meter.
         self._ended.absorb(self._meters)
         self._meters.append(meter)
         if self._parent is not None:
             self._parent.add(meter)
 
     def start_workers(self, pids: list[int], meter: Meter) -> None:
-        """Adds the worker processes of a new engine, by worker number, and its counters."""
+        """Adds the worker processes of a new engine, by worker number, and the engine's counters."""
         self._watch(Workers(pids, meter, self._allowance))
 
     def _watch(self, workers: Workers) -> None:
@@ -116,7 +117,7 @@ class Ledger:
         return watched[-1] if watched else None
 
     def end_workers(self) -> None:
-        """Saves the processor times of an iterator's workers before they end."""
+        """Saves the processor times of an iterator's workers before they exit. Does nothing for a loader's ledger."""
         if self._parent is not None:
             for workers in self._processes[1]:
                 workers.end()
@@ -129,7 +130,7 @@ class Ledger:
         return times
 
     def fall_back(self, reason: str) -> bool:
-        """Counts an iterator on torch's own loop. Returns True if it is the first of its loader with this reason."""
+        """Counts an iterator on torch's own loop. Returns True if its loader had no fallback for this reason before."""
         # Reasons that differ only in numbers, such as the amount of free memory, count as the same reason.
         first = next((text for text in self.fallbacks if _NUMBER.sub("", text) == _NUMBER.sub("", reason)), reason)
         is_new = first not in self.fallbacks
@@ -157,15 +158,16 @@ class Ledger:
 
     def figures(self) -> Totals:
         """Returns the sums over all engines."""
-        # Reads both attributes without a call in between, during which another thread could move counters between them.
+        # Reads both attributes without a call in between; during a call, another thread could move counters from one to
+        # the other.
         return figures_of([self._ended, *self._meters])
 
 
-# The last processor times of an iterator's workers are saved when the iterator ends.
+# When an iterator is destroyed, the last processor times of its workers are saved.
 _ledgers: WeakTable[Ledger] = WeakTable(on_end=Ledger.end_workers)
 find = _ledgers.find
 
-# Functions that are called with each loader that gets a ledger, and with the ledger.
+# Functions to call when a loader gets a ledger, with the loader and the ledger.
 new_ledger_hooks: list[Callable[[LoaderLike, Ledger], object]] = []
 
 
@@ -182,7 +184,8 @@ def of(source: Any) -> Ledger:
 def loader_ledgers() -> Iterator[tuple[LoaderLike | None, Ledger]]:
     """Yields the loaders of this process with their ledgers.
 
-    The loader is None if it is gone but one of its iterators is running.
+    A ledger may be yielded more than once: with its loader, and with None for each live iterator of that loader. An
+    iterator may outlive its loader.
     """
     for source, ledger in _ledgers.items():
         yield (source, ledger) if ledger._parent is None else (None, ledger._parent)
@@ -194,7 +197,7 @@ def open_for(iterator: IteratorLike, loader: LoaderLike) -> None:
 
 
 def end_workers(iterator: IteratorLike) -> None:
-    """Saves the processor times of an iterator's workers before they end."""
+    """Saves the processor times of an iterator's workers before they exit, if the iterator has a ledger."""
     ledger = find(iterator)
     if ledger is not None:
         ledger.end_workers()

@@ -31,18 +31,18 @@ _TORCH_LOOP = "torch's own loop made the batches: "
 def stats(source: Any) -> Stats:
     """Returns the statistics of a loader or an iterator so far.
 
-    Safe at any time, from any thread. A pickled or copied loader begins at zero.
+    Safe to call at any time, from any thread. The statistics of a pickled or copied loader start at zero.
 
     Args:
-        source: A ``rustloader.DataLoader``, a ``torch.utils.data.DataLoader``, an iterator of one, or a library's
-            wrapper: an iterable with one loader among its attributes. The figures of a loader cover all of its
-            iterators on the engine, including those that have ended.
+        source: A ``rustloader.DataLoader``, a ``torch.utils.data.DataLoader``, an iterator of either, or another
+            library's wrapper: an iterable with exactly one loader among its attributes. The statistics of a loader
+            cover all of its iterators on the engine, including those that have ended.
 
     Returns:
-        The current figures. If the engine has served no iterator, ``note`` gives the reason.
+        The current statistics. If the engine has served no iterator, ``note`` gives the reason.
 
     Raises:
-        TypeError: ``source`` is none of these.
+        TypeError: ``source`` is neither a loader, nor an iterator, nor a wrapper.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
@@ -54,7 +54,7 @@ def stats(source: Any) -> Stats:
     source = loader_in(source, _has_figures)
     copies = copies or transfers.find(source)
     transfer_stats = TransferStats() if copies is None else copies.figures
-    # Only loaders and the engine's iterators have a ledger.
+    # Only loaders and iterators on the engine have a ledger.
     ledger = find(source)
     if isinstance(source, _BaseDataLoaderIter):
         note = _NO_WORKERS if isinstance(source, _SingleProcessDataLoaderIter) else _TORCH_ITERATOR
@@ -109,7 +109,7 @@ def stats_of_ledger(
     dataset: Any = None,
     reads_memory: bool = True,
 ) -> Stats:
-    """Returns the statistics from a ledger whose engines have served iterators.
+    """Returns the statistics in a ledger whose engines have served iterators.
 
     Args:
         ledger: The ledger.
@@ -120,8 +120,8 @@ def stats_of_ledger(
     """
     figures = ledger.figures()
     counts = figures.counts
-    # Read after the counters. Otherwise the processor time of the latest work would be missing, and the work would look
-    # like waiting.
+    # Read after the counters. Otherwise the processor time of the latest work would be missing, and that work would
+    # look like waiting.
     times = ledger.processor_times()
     processes = ledger.workers()
     private = processes.private() if processes is not None and reads_memory else []
@@ -163,6 +163,6 @@ def _slow_batch(task: SlowTask) -> SlowBatch:
 def _stats_of_worker(
     number: int, totals: WorkerTotals, time: WorkTime, private: int | None, is_remote: bool
 ) -> WorkerStats:
-    # The pid of a process on another machine may belong to any process here.
+    # A local process may have the same pid as a process on another machine.
     rss = (resident(totals.pid) or 0) if totals.alive and not is_remote else 0
     return worker_stats(number, totals.pid, totals.alive, rss, totals, time, private)

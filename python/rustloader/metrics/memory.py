@@ -1,8 +1,8 @@
 """Private memory of workers.
 
-The kernel counts it page by page, which takes milliseconds per GB. So it is read only when statistics are taken and
-before workers end, only for processes whose page faults show much growth since the last reading, and for at most 1 % of
-the time.
+The kernel counts this memory page by page, which takes milliseconds per GB. So it is read only when statistics are
+taken and before workers end, only for processes whose page faults show much growth since the last reading, and
+for at most 1 % of the time.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from rustloader.system import procfs
 
 # Index of the number of minor page faults among the fields of /proc/PID/stat that `procfs.stat` returns.
 _MINOR_FAULTS_FIELD = 7
-# Minimum number of bytes added by page faults since the last reading for another one.
+# Minimum number of bytes that page faults must add since the last reading before there is another.
 _FAULTED_STEP = 16 << 20
-# Maximum share of the time that is spent on readings.
+# Maximum share of the time to spend on readings.
 _TIME_SHARE = 0.01
 
 
 def private_bytes(pid: int, rollup: dict[str, int] | None = None) -> int | None:
-    """Returns the size of the memory that only this process uses, without shared memory such as an arena, in bytes.
+    """Returns the size in bytes of the memory that only this process uses, without shared memory such as an arena.
 
-    Returns None if it is not readable.
+    Returns None if the kernel does not report it.
 
     Args:
-        pid: The process.
-        rollup: Its `procfs.rollup`, if already read.
+        pid: ID of the process.
+        rollup: The result of `procfs.rollup` for the process, if already read.
     """
     if rollup is None:
         rollup = procfs.rollup(pid)
@@ -43,7 +43,7 @@ def private_bytes(pid: int, rollup: dict[str, int] | None = None) -> int | None:
 
 
 class Allowance:
-    """Limits the time spent on readings to one reading plus a share of the time since the creation of this object."""
+    """Limits the time spent on readings to one reading plus a share of the time since this object was created."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -54,7 +54,7 @@ class Allowance:
         return self._spent <= _TIME_SHARE * (time.monotonic() - self._started)
 
     def spend(self, since: float) -> None:
-        """Adds a reading that began at a time of ``time.monotonic`` and ends now."""
+        """Counts a reading that started at ``since``, in ``time.monotonic`` seconds, and ends now."""
         self._spent += time.monotonic() - since
 
 
@@ -62,8 +62,8 @@ class _Reading(NamedTuple):
     """The latest reading of a process.
 
     Attributes:
-        pid: The process.
-        faulted: Bytes of its page faults at that time; 0 before the first reading.
+        pid: ID of the process.
+        faulted: Bytes that its page faults had added at the time of the reading; 0 before the first reading.
         private_bytes: Its private memory in bytes; None if unknown.
     """
 
@@ -80,7 +80,13 @@ class WorkerMemory:
         self._readings: list[_Reading | None] = [None] * count
 
     def update(self, processes: Sequence[tuple[int, str | None] | None]) -> None:
-        """Reads the memory of running processes, given by pid and start time. Ended ones keep their last figures."""
+        """Reads the memory of the running processes that have grown enough, those that grew most first.
+
+        Stops when the allowance is spent. Processes that have ended keep their last values.
+
+        Args:
+            processes: Pid and start time of each process, by worker number; None for a process that has ended.
+        """
         due = []
         for number, process in enumerate(processes):
             faulted = None if process is None else _faulted(*process)
@@ -92,7 +98,7 @@ class WorkerMemory:
             if faulted - known.faulted >= _FAULTED_STEP:
                 due.append((faulted - known.faulted, number))
             if known.faulted == 0:
-                # Each private page was once a fault, so few faults mean little private memory.
+                # Each private page was added by a page fault, so few faulted bytes can serve as the size.
                 known = known._replace(private_bytes=faulted if faulted < _FAULTED_STEP else None)
             self._readings[number] = known
         for _, number in sorted(due, reverse=True):
@@ -111,7 +117,10 @@ class WorkerMemory:
 
 
 def _faulted(pid: int, start: str | None = None) -> int | None:
-    """Returns the bytes added by the minor page faults of a process, without huge pages; None if it has ended."""
+    """Returns the bytes that the minor page faults of a process have added, without huge pages.
+
+    Returns None if the process has ended, or if the start time differs because another process has the pid now.
+    """
     fields = procfs.stat(pid)
     if len(fields) <= procfs.STARTED or fields[0] in "ZX" or (start is not None and fields[procfs.STARTED] != start):
         return None

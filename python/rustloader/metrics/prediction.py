@@ -1,8 +1,8 @@
-"""Predicts the time that a loader would take with another dispatch policy or reorder window.
+"""Predicts how long a loader would take with another dispatch policy or reorder window.
 
 The recorded durations of recent batches are replayed in a model of the scheduler: greedy list scheduling (R. L. Graham,
 "Bounds on multiprocessing timing anomalies", SIAM Journal on Applied Mathematics 17, 1969) or round robin, with a
-bounded window, and a loop that takes the batches in order. Transport takes no time in the model.
+bounded window, and a training loop that takes the batches in order. Transport takes no time in the model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def makespan(durations: Sequence[float], scheduler: Scheduler, step: float) -> f
     Args:
         durations: seconds of work on each batch, in order.
         scheduler: the settings.
-        step: seconds between two calls of ``next``. The main process submits nothing in that time.
+        step: seconds between two calls of ``next``, during which the main process submits nothing.
 
     Example:
         >>> makespan([3.0, 1.0, 1.0, 1.0], Scheduler(workers=2, outstanding=4, window=4, shared=True), 0.0)
@@ -68,14 +68,14 @@ class _Model:
 
     def __init__(self, durations: Sequence[float], scheduler: Scheduler) -> None:
         self._durations, self._scheduler = durations, scheduler
-        # The time at which each worker becomes free. A heap, with a shared queue.
+        # The time at which each worker becomes free; a heap if the queue is shared.
         self._free = [0.0] * scheduler.workers
-        # The time at which each submitted batch is finished, and a heap of those times that are in the future.
+        # The time at which each submitted batch is finished, and a heap of the times that are still in the future.
         self.ends: list[float] = []
         self.outstanding_ends: list[float] = []
 
     def submit(self, now: float, delivered: int) -> None:
-        """Submits batches up to the limits."""
+        """Submits batches at the time ``now``, up to the limits. ``delivered`` batches have left the window."""
         while self.outstanding_ends and self.outstanding_ends[0] <= now:
             heapq.heappop(self.outstanding_ends)
         limit = min(len(self._durations), delivered + self._scheduler.window)
@@ -99,7 +99,8 @@ class _Model:
 class Prediction(NamedTuple):
     """A reorder window for the shared queue, and the predicted gain.
 
-    ``window`` is None for the current one. ``gain`` is the predicted speed as a multiple of the current one.
+    ``window`` is None if the current window is to be kept. ``gain`` is the predicted speed as a multiple of the current
+    speed.
     """
 
     window: int | None
@@ -107,17 +108,19 @@ class Prediction(NamedTuple):
 
 
 def predict(durations: Sequence[float], now: Scheduler, step: float, lower_bound: float = 0.0) -> Prediction | None:
-    """Returns the smallest reorder window with which the shared queue is nearly as fast as possible.
+    """Returns the smallest reorder window with which the shared queue is nearly as fast as with the best one.
+
+    Only the current window and larger ones are tried.
 
     Args:
         durations: seconds of work on recent batches, in order.
         now: the current settings.
         step: seconds between two calls of ``next``.
-        lower_bound: minimum seconds for all batches with any settings, such as their processor time divided by the
-            number of cores.
+        lower_bound: seconds that all batches together take at least, whatever the settings; for instance, their
+            processor time divided by the number of cores.
 
     Returns:
-        The window and its gain over ``now``; None if there are too few durations.
+        The window, and the gain over the current settings; None if there are too few durations.
 
     Example:
         >>> now = Scheduler(workers=4, outstanding=8, window=8, shared=False)

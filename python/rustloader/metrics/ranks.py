@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from rustloader.metrics.verdict import VerdictKind
 from rustloader.system.formatting import duration
 
-# Minimum share of the loop's time in `next`, and minimum factor by which it is longer than the others', for a rank that
-# delays the others.
+# The slowest rank delays the others if its loop spends at least this share of its time in `next`, and at least this
+# many times the others' median time in `next` per batch.
 _WAIT_SHARE, _SLOWER_FACTOR = 0.1, 1.2
 
 
 @dataclass(frozen=True)
 class RankStats:
-    """Holds the figures of one rank's loader so far.
+    """Holds the statistics of one rank's loader so far.
 
     Attributes:
-        rank: Number of the rank.
+        rank: Global rank.
         host: Name of its machine.
         loader: Name of the loader; empty if the rank has none.
         batches: Number of batches delivered.
         seconds: Time of the loop in seconds: ``next`` and the training step.
-        next_seconds: Part of ``seconds`` in ``next``: waiting and its own work.
+        next_seconds: Part of ``seconds`` spent in ``next``: waiting, and the work of ``next`` itself.
         kind: The bottleneck of the loader, as in ``Verdict``.
         sentence: The verdict in words, with the remedy.
 
@@ -49,16 +49,16 @@ class RankStats:
 
     @property
     def next_share(self) -> float:
-        """Share of the loop's time in ``next``; 0.0 before the first batch."""
+        """Share of the loop's time that is spent in ``next``; 0.0 before the first batch."""
         return self.next_seconds / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """Holds the figures of all ranks; ``print`` shows them as a table.
+    """Holds the statistics of all ranks; ``print`` shows them as a table.
 
     Attributes:
-        ranks: One entry per rank, by its number.
+        ranks: One entry per rank, in order of global rank.
 
     Examples:
         >>> report = rustloader.RankReport((rustloader.RankStats(0, "a"), rustloader.RankStats(1, "b")))
@@ -70,10 +70,10 @@ class RankReport:
 
     @property
     def slowest(self) -> RankStats | None:
-        """The rank whose loop spends the most time in ``next`` per batch; None without batches.
+        """The rank whose loop spends the most time in ``next`` per batch; None if no rank has a batch.
 
-        Ranks that exchange gradients all run at the speed of the slowest one. The others wait for it in their training
-        step, so only the slowest one spends its time in ``next``.
+        Ranks that exchange gradients all run at the speed of the slowest rank. The others wait for it in their training
+        step, so only the slowest rank spends much of its time in ``next``.
         """
         with_batches = [it for it in self.ranks if it.batches]
         return max(with_batches, key=lambda it: it.next_seconds_per_batch, default=None)

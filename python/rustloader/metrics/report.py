@@ -27,15 +27,15 @@ def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0
     """Calls a function with a loader's statistics every ``every`` seconds, while the body of a ``with`` statement runs.
 
     No thread is used: the callback runs in the training loop, at the start of the first ``next`` of a rustloader
-    iterator after ``every`` seconds, and once more at the end of the body. Errors of the callback are raised by that
-    ``next``; no batch is lost. The time of the callback counts as training step. With ``num_workers=0`` the callback
-    runs only at the end.
+    iterator after ``every`` seconds, and once more at the end of the body. If the callback fails, that ``next`` raises
+    its error, and no batch is lost. The callback's time counts as part of the training step. With ``num_workers=0``
+    the callback runs only at the end.
 
     Args:
         source: A loader or an iterator, as for ``rustloader.stats()``.
         callback: A function of one argument, a ``rustloader.Stats``. ``stats.scalars()`` returns floats by name for
             TensorBoard and Weights & Biases.
-        every: Seconds between two calls, greater than 0 (default: 10).
+        every: Minimum seconds between two calls, greater than 0 (default: 10).
 
     Returns:
         A context manager, which also works as a decorator of the training function.
@@ -64,7 +64,7 @@ def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0
         if time.monotonic() >= due:
             call()
 
-    # As in `installed`: at the interpreter's exit, the `with` statement may end when the names of this module are None.
+    # As in `installed`: at interpreter shutdown, the body may end after the globals of this module are set to None.
     is_finalizing = sys.is_finalizing
     hooks.before_next.append(call_if_due)
     set_reporting(True)

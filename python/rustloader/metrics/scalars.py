@@ -1,4 +1,4 @@
-"""The main figures as a flat dict with a few stable names."""
+"""The main statistics as a flat dict with a few stable names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rustloader.metrics.fields import StatsFields
 
 
 def scalars(stats: StatsFields) -> dict[str, float]:
-    """Returns the figures that ``Stats.scalars()`` describes."""
+    """Computes the result of ``Stats.scalars()``."""
     loop = stats.next_seconds + stats.step_seconds
     waited = stats.first_seconds + stats.waited_seconds
     figures: dict[str, float] = {

@@ -11,18 +11,19 @@ from rustloader.metrics.accounts import Accounts
 from rustloader.metrics.gathering import global_rank
 from rustloader.system.forks import at_fork
 
-# The open servers of this process. The set keeps them alive, so that a program need not. A forked child drops them.
+# The open servers of this process. The set keeps them alive even if the program drops its references to them. A forked
+# child drops the servers.
 _servers: set[MetricsServer] = set()
 
 
 class MetricsServer:
-    """Serves the metrics of this process until it is closed. Created by ``rustloader.serve_metrics()``.
+    """Serves the metrics of this process until the server is closed. Created by ``rustloader.serve_metrics()``.
 
-    The server is also a context manager, which closes it.
+    The server is also a context manager that closes it at the end of the body.
 
     Attributes:
-        port: The port that it listens on.
-        address: The address that it listens on.
+        port: The port on which the server listens.
+        address: The address on which the server listens.
 
     Examples:
         >>> with rustloader.serve_metrics(port=0) as server:
@@ -65,7 +66,7 @@ class MetricsServer:
         self._thread.join()
 
     def _drop(self) -> None:
-        """Drops the server in a forked child. Its thread does not exist there, and the port belongs to the parent."""
+        """Drops the server in a forked child, which has no server thread, and leaves the port to the parent."""
         accounts, self._accounts = self._accounts, None
         if accounts is not None:
             accounts.close()
@@ -85,7 +86,7 @@ class MetricsServer:
         return f"<rustloader.MetricsServer {state}>"
 
 
-# Messages name the package that users import.
+# Messages show the name of the package that users import.
 MetricsServer.__module__ = "rustloader"
 
 
@@ -93,18 +94,18 @@ def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
     """Serves the metrics of all loaders in this process over HTTP, for Prometheus and compatible systems.
 
     This needs prometheus_client: ``pip install 'rustloader[metrics]'``. A thread answers ``/metrics`` from the
-    counters that ``rustloader.stats()`` reads; nothing is counted in addition. Loaders are identified by their names
-    (``name=``). The counts of a loader are kept after the program drops it, so counters never decrease. The page on
-    metrics lists them.
+    counters that ``rustloader.stats()`` reads; no others are kept. Loaders are identified by their names
+    (``name=``). A loader's counts are kept after the program drops it, so counters never decrease. The page on metrics
+    lists all metrics.
 
-    Each rank has its own server, on ``port`` plus the rank's number on its machine, which the launcher (torchrun,
-    Slurm, MPI) sets: with ``port=9400``, local rank 3 has port 9403. Forked children, including workers, do not serve.
+    Each rank has its own server, on ``port`` plus its local rank, which the launcher (torchrun, Slurm, MPI) sets: with
+    ``port=9400``, local rank 3 has port 9403. Forked children, including workers, do not serve.
 
-    There is no password and no encryption. By default, only programs on this machine can connect. Any other
-    ``address`` shows the names of loaders, their source files and their rates to everyone who can reach it.
+    The server has no authentication and no encryption. By default, only programs on this machine can connect. With any
+    other ``address``, everyone who can reach it sees the names of loaders, their source files and their rates.
 
     Args:
-        port: Port of the first rank on the machine; 0 means a free port.
+        port: Port of local rank 0; 0 means a free port for each rank.
         address: Address to listen on (default: "127.0.0.1"). "0.0.0.0" means all interfaces.
 
     Returns:

@@ -28,37 +28,40 @@ class Stats(StatsFields):
         num_workers: Number of workers of the loader or the iterator.
         cores: Number of processor cores that this process may use by affinity and CPU quota, rounded up.
         iterators: Number of iterators on the Rust engine, including those that have ended. If it is 0, all times below
-            are 0, even if iterators of torch did work.
-        epochs: Number of epochs begun.
-        batches: Number of batches that the engine has delivered; for a running iterator of torch, those of its epoch.
+            are 0, even if torch's own iterators did work.
+        epochs: Number of epochs started.
+        batches: Number of batches that the engine has delivered; for an iterator of torch's own loop, the number in its
+            current epoch.
         bytes: Size of the engine's batches in bytes.
         next_seconds: Total time in ``next``.
         first_seconds: Part of ``next_seconds``: waiting for the first batch of each epoch.
         waited_seconds: Part of ``next_seconds``: waiting for the other batches.
         blocked_seconds: Part of ``waited_seconds``: waiting while later batches were ready (head-of-line blocking).
         sampler_seconds: Part of ``next_seconds``: drawing indices from the sampler and sending them. Measured only
-            after a ``next`` that worked for 50 us or more.
+            after a call of ``next`` that took 50 us or more in addition to waiting.
         step_seconds: Time between two calls of ``next`` in one epoch: the training step.
-        workers: One entry per worker, by its number.
+        workers: One entry per worker, in order of worker number.
         slowest: The slowest batches so far, slowest first.
         blocking: The batches for which ``next`` waited while later ones were ready, longest wait first. The sum of all
             such waits is ``blocked_seconds``.
-        recent_seconds: Seconds of work on each of the latest batches, up to 256, latest last. ``verdict`` uses them to
-            predict the gain of other settings.
-        scheduling: Settings of the latest iterator on the engine; None if there is none, or if they are unknown.
-        large_attributes: The dataset's large lists, tuples and dicts of Python objects, largest first. They are looked
-            for only if a worker has 64 MiB or more of private memory.
-        arena: Shared memory.
-        copies: Copies that could be avoided.
-        pinning: The pin thread.
+        recent_seconds: Seconds of work on each of the latest batches (at most 256), in order. ``verdict`` uses them to
+            predict how much other settings would gain.
+        scheduling: Settings of the latest iterator on the engine; None if there is no such iterator, or
+            if its settings are unknown.
+        large_attributes: The dataset's large lists, tuples and dicts of Python objects, largest first. The dataset
+            is searched for them only if a worker has 64 MiB or more of private memory.
+        arena: Use of shared memory.
+        copies: Tensors, arrays and batches that workers had to copy or pickle.
+        pinning: Work of the pin thread.
         transfers: Copies to the device, with ``prefetch_to_device``.
         faults: The faults from which epochs recovered: worker restarts, and failed samples.
-        cache: Size of the dataset's cache, and the counts of its use by all processes; None without
+        cache: Size of the dataset's cache, and its hits and misses in all processes; None without
             ``rustloader.cache``.
-        cache_estimate: The estimated size of a cache of all samples; None if there is a cache, or if it is unknown.
-        core_users: The use of the processor cores while the workers of the latest iterator ran; None if unknown.
-        fallbacks: Iterators that ran on torch's own loop. No other figure includes their work.
-        note: The reason why there are no figures, with the remedy; empty if there are figures.
+        cache_estimate: The estimated size of a cache of all samples; None if there is a cache, or if the size
+            is unknown.
+        core_users: What used the processor cores while the workers of the latest iterator ran; None if unknown.
+        fallbacks: Iterators that ran on torch's own loop. No other field includes their work.
+        note: The reason why the engine has no statistics, with the remedy; empty if it has some.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
@@ -71,7 +74,7 @@ class Stats(StatsFields):
     """
 
     def verdict(self) -> Verdict:
-        """Finds the bottleneck of the loader from these figures.
+        """Finds the bottleneck of the loader from these statistics.
 
         Returns:
             The bottleneck, with the remedy.
@@ -83,15 +86,15 @@ class Stats(StatsFields):
         return judge(self)
 
     def as_dict(self, flat: bool = False) -> dict[str, Any]:
-        """Returns the figures as plain values that ``json`` can write.
+        """Returns the statistics as plain values that ``json`` can write.
 
         Args:
             flat: False (the default) returns nested dicts and lists. True returns only the numbers, as floats, with
-                names such as ``waited_seconds`` and ``workers_0_fetch_seconds``, and without ``recent_seconds`` and the
-                lists of ``faults``.
+                names such as ``waited_seconds`` and ``workers_0_fetch_seconds``, and leaves out ``recent_seconds`` and
+                the lists in ``faults``.
 
         Returns:
-            The figures by name.
+            The statistics by name.
 
         Examples:
             >>> stats = rustloader.Stats(batches=3, num_workers=2)
@@ -106,13 +109,14 @@ class Stats(StatsFields):
         return dict(_flattened("", nested))
 
     def scalars(self) -> dict[str, float]:
-        """Returns the main figures as floats with stable names, for TensorBoard and Weights & Biases.
+        """Returns the main statistics as floats with stable names, for TensorBoard and Weights & Biases.
 
-        The page on metrics lists the names. Figures of workers are sums over all workers; ``as_dict(flat=True)`` has
-        them per worker.
+        The page on metrics lists the names. Values for workers are sums over all workers; ``as_dict(flat=True)`` has
+        a value for each worker.
 
         Returns:
-            The figures by name. The names are the same for every loader, except those of a cache.
+            The statistics by name. The names are the same for every loader, except that those of a cache appear only
+            with a cache.
 
         Examples:
             >>> stats = rustloader.Stats(batches=4, next_seconds=1.0, waited_seconds=1.0, step_seconds=3.0)
@@ -141,7 +145,7 @@ def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _flattened(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yields the numbers in nested dicts and lists, each with the keys that lead to it, joined by underscores."""
+    """Yields the numbers in nested dicts and lists, each with a name: the keys on its path, joined by underscores."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, inner in items:
@@ -151,7 +155,7 @@ def _flattened(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def no_loader(source: Any) -> TypeError:
-    """Returns the error for an object without statistics."""
+    """Returns the error for an object that is neither a loader nor an iterator, and so has no statistics."""
     name = type(source).__qualname__
     return TypeError(f"rustloader.stats() takes a DataLoader or its iterator, not an object of type {name}")
 

@@ -1,4 +1,4 @@
-"""Formats statistics as one line, as text, and as HTML tables for a notebook."""
+"""Formats statistics as a headline, as printed lines, and as HTML tables for a notebook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rustloader.metrics.fields import StatsFields, WorkerStats
 from rustloader.metrics.verdict import Verdict, described_attribute
 from rustloader.system.formatting import count_of, duration, short_index, size
 
-# Maximum number of entries of each list, and of workers, that are shown.
+# Maximum number of entries shown from each list, and maximum number of workers shown.
 _MAX_LISTED, _MAX_WORKERS = 3, 16
 
 
@@ -26,7 +26,7 @@ def headline(stats: StatsFields) -> str:
 
 
 def _times(stats: StatsFields) -> list[tuple[str, float, str]]:
-    """Returns the nonzero parts of the loop's time, each with its name, seconds and description."""
+    """Returns the nonzero parts of the loop's time, each as a name, seconds and a description."""
     wait_text = (
         f"{duration(stats.blocked_seconds)} of it while later batches were ready" if stats.blocked_seconds else ""
     )
@@ -43,7 +43,7 @@ def _times(stats: StatsFields) -> list[tuple[str, float, str]]:
 def _worker_times(worker: WorkerStats) -> list[tuple[str, float]]:
     times = [
         ("fetch", worker.fetch_seconds),
-        # An estimate, because not all fetches may be measured.
+        # An estimate, because the processor time of some fetches may not have been measured.
         ("fetch CPU", worker.fetch_seconds * (worker.fetch_cpu_share or 0.0)),
         ("collate", worker.collate_seconds),
         ("pack", worker.pack_seconds),
@@ -75,7 +75,7 @@ def _arena_text(stats: StatsFields) -> str:
 
 
 def _other_figures(stats: StatsFields) -> Iterator[tuple[str, str]]:
-    """Yields the other nonzero figures, each with its name and text."""
+    """Yields the remaining nonzero statistics, each as a name and a text, without the times of loop and workers."""
     for task in stats.slowest[:_MAX_LISTED]:
         yield "slow batch", f"{duration(task.seconds)} on worker {task.worker}: {short_index(task.index)}"
     for task in stats.blocking[:_MAX_LISTED]:
@@ -120,7 +120,7 @@ def _other_figures(stats: StatsFields) -> Iterator[tuple[str, str]]:
 
 
 def lines(stats: StatsFields) -> Iterator[str]:
-    """Yields the lines of the printed form, without zero figures."""
+    """Yields the lines of the printed form, which leaves out zeros."""
 
     def line(name: str, text: str) -> str:
         return f"  {name:14}{text}"
@@ -161,7 +161,7 @@ def html(stats: StatsFields, verdict: Verdict) -> str:
 def _worker_table(stats: StatsFields) -> str:
     shown = stats.workers[:_MAX_WORKERS]
     times = [dict(_worker_times(worker)) for worker in shown]
-    # The columns, in the order of a worker's line. Parts that are zero for all workers have none.
+    # The columns, in the order of a printed worker line. A part that is zero for all workers shown has no column.
     names = list(dict.fromkeys(name for parts in times for name in parts))
     rows = [
         (

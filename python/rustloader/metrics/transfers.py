@@ -13,13 +13,13 @@ from rustloader.system.weak_table import WeakTable
 class TransferStats:
     """Counts the copies that ``prefetch_to_device`` made of the delivered batches.
 
-    Times are device times, measured by events. They are 0 on a device without streams.
+    Times are measured on the device, with events. They are 0 on a device without streams.
 
     Attributes:
         batches: Number of batches with a finished copy.
         bytes: Size of these batches on the device in bytes.
         seconds: Time of their copies in seconds.
-        waited_seconds: Part of ``seconds``: the program's stream had finished its work and waited for the copy.
+        waited_seconds: Part of ``seconds`` during which the program's stream had no other work and waited for the copy.
         pageable: The reason why batches are copied from pageable memory, with the remedy; empty if they are pinned.
         note: The reason why batches are not copied but stay on the CPU; empty if they are copied.
 
@@ -50,7 +50,7 @@ TransferStats.__module__ = "rustloader"
 
 
 class Transfers:
-    """The copies of a loader's batches.
+    """The copies of a loader's batches to a device.
 
     Attributes:
         figures: The counts. The object is replaced at each change, because other threads may read it at any time.
@@ -58,7 +58,7 @@ class Transfers:
 
     def __init__(self) -> None:
         self.figures = TransferStats()
-        # Two prefetchers of a loader may run in two threads. Reentrant, because a signal handler may run one.
+        # Two prefetchers of a loader may run in two threads. Reentrant, because a signal handler may run a prefetcher.
         self._lock = threading.RLock()
 
     def note_copy(self, nbytes: int, seconds: float, waited: float) -> None:
@@ -75,13 +75,13 @@ class Transfers:
             )
 
     def note_host(self) -> None:
-        """Notes that batches stay on the CPU, unless some were copied."""
+        """Records that batches stay on the CPU, unless a batch has already been copied."""
         with self._lock:
             if not self.figures.batches:
                 self.figures = replace(self.figures, note=_NO_COPIES)
 
     def note_pageable(self, why: str) -> bool:
-        """Notes why batches are not pinned. Returns True if the reason is new."""
+        """Records why batches are not pinned. Returns True if the reason differs from the last one."""
         with self._lock:
             is_new = self.figures.pageable != why
             self.figures = replace(self.figures, pageable=why)
@@ -98,7 +98,10 @@ def of(loader: LoaderLike) -> Transfers:
 
 
 def limit_texts(transfers: TransferStats, loop: float) -> tuple[str, str]:
-    """Returns the sentence and the reason of a verdict that copies are the limit. ``loop`` is the loop's seconds."""
+    """Returns the sentence and the reason of a verdict that copies limit the loop.
+
+    ``loop`` is the duration of the training loop in seconds, without the waits for first batches.
+    """
     each, per_second = transfers.seconds / transfers.batches, transfers.bytes / transfers.seconds
     reason = f"the program's stream waits for copies for {transfers.waited_seconds / loop:.0%} of the loop's time; "
     reason += f"a batch of {size(round(transfers.bytes / transfers.batches))} takes {duration(each)} to copy, "

@@ -33,20 +33,22 @@ VerdictKind = Literal[
 _MIN_BATCHES = 20
 # Share of the loop's time spent waiting above which the loader is the bottleneck.
 _WAIT_SHARE = 0.1
-# Shares of the time at work. Below the first, workers may not be the bottleneck; below the second, they are not.
+# Thresholds of the share of time for which workers are busy. Below the first, workers may not be the bottleneck; below
+# the second, they are not.
 _BUSY_SHARE, _HARDLY_BUSY_SHARE = 0.7, 0.3
 # Maximum number of batches or attributes that a sentence names.
 _MAX_NAMED = 3
 # Size of a batch in bytes below which the latency of a network matters rather than its bandwidth.
 _SMALL_BATCH = 1 << 17
-# Stands for the number of cores of other machines, which sets no limit.
+# Used as the number of cores of other machines, which is unknown, so that it sets no limit.
 _UNKNOWN_CORES = 1 << 30
-# Minimum seconds per batch, and minimum share of the loop's time, for a training step.
+# A loop has a training step if it spends at least this many seconds per batch, and at least this share of its time,
+# outside `next`.
 _MIN_STEP, _MIN_STEP_SHARE = 200e-6, 0.02
-# A part of a worker's time above this share of the whole is its main part.
+# A part of a worker's time is the main part if its share is larger than this.
 _MAIN_SHARE = 0.5
-# Minimum rate at which a worker reads and gathers samples from a cache, in bytes per second, and minimum gain for
-# advice on a cache.
+# Assumed rate at which a worker reads and gathers samples from a cache, in bytes per second, and the minimum predicted
+# gain for advice on a cache.
 _CACHE_RATE, _CACHE_GAIN = 1e9, 1.5
 # Limits of the advised number of workers that wait for storage: per core, and as a multiple of the current number.
 _MAX_PER_CORE, _MAX_STEP_UP = 4, 4
@@ -65,18 +67,19 @@ class Verdict:
     """Names the bottleneck of a loader and the remedy.
 
     Attributes:
-        kind: The bottleneck: "step" (the training step), "workers" (too few of them), "dataset" (its own work, on all
-            cores), "storage" (workers wait for storage or the network), "cores" (used by other work), "collate"
-            (``collate_fn``), "head_of_line" (one slow worker, or a few slow batches), "main" (the sampler, or opening
-            batches), "pinning", "device" (the copy to it), "transport" (between the processes), "network" (to workers
-            on other machines) or "starting" (the start of each epoch). "too_few" and "unknown" mean no verdict.
+        kind: The bottleneck: "step" (the training step), "workers" (too few of them), "dataset" (its own work, which
+            more workers cannot speed up enough), "storage" (workers wait for storage or the network), "cores" (used by
+            other work), "collate" (``collate_fn``), "head_of_line" (one slow worker, or a few slow batches), "main"
+            (the main process: the sampler, or opening batches), "pinning", "device" (the copy to the device),
+            "transport" (between the processes), "network" (to workers on other machines) or "starting" (the start of
+            each epoch). "too_few" and "unknown" mean that there is no verdict.
         sentence: The verdict in words, with the remedy.
-        reason: The figures that it is based on.
-        workers_needed: The ``num_workers`` to try next; None if more workers do not help, or the loop had no training
-            step. It exceeds the number of cores only if workers wait for storage. With ``num_workers="auto"`` the
-            sentence does not name it, because the loader decides.
+        reason: The measurements on which the verdict is based.
+        workers_needed: The ``num_workers`` to try next; None if more workers do not help, or if the loop had no
+            training step. It exceeds the number of cores only if workers wait for storage. The sentence does not name
+            it with ``num_workers="auto"``, because the loader decides.
         predicted_gain: The predicted speed with the ``dispatch`` and ``reorder_window`` that the sentence recommends,
-            as a multiple of the current speed; None if it recommends neither with a prediction.
+            as a multiple of the current speed; None if it recommends neither, or makes no prediction.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
@@ -105,7 +108,7 @@ Verdict.__module__ = "rustloader"
 
 
 def judge(stats: StatsFields, more_do_not_help: bool = False) -> Verdict:
-    """Returns the verdict, which depends on the arguments alone.
+    """Returns the verdict on the statistics, which depends only on the arguments.
 
     Args:
         stats: The statistics.
@@ -134,7 +137,7 @@ def described_attribute(large: LargeAttribute) -> str:
 
 
 def _cache_advice(stats: StatsFields) -> str:
-    """Returns advice on a cache; empty if its gain is unknown or small."""
+    """Returns advice to use a cache; an empty string if the gain is unknown or small."""
     estimate, tasks = stats.cache_estimate, sum(worker.tasks for worker in stats.workers)
     if estimate is None or not tasks:
         return ""
@@ -156,7 +159,7 @@ def _cache_advice(stats: StatsFields) -> str:
 
 
 def _sharing_advice(stats: StatsFields) -> str:
-    """Returns advice on large attributes that workers copy; empty if none are known."""
+    """Returns advice on large attributes that workers copy; an empty string if none are known."""
     if not stats.large_attributes:
         return ""
     largest = max(worker.private_bytes or 0 for worker in stats.workers)
@@ -186,7 +189,7 @@ def _judge(stats: StatsFields, more_do_not_help: bool) -> Verdict:
     if stats.transfers.waited_seconds > max(_WAIT_SHARE * loop, waited):
         return Verdict("device", *limit_texts(stats.transfers, loop))
     if waited > _WAIT_SHARE * loop:
-        # Each epoch is so short that a worker makes little more than its first batch.
+        # In epochs this short, a worker makes little more than its first batch.
         if stats.epochs > 1 and stats.batches < 2 * _worker_count(stats) * stats.epochs:
             return _starting(stats, loop)
         return _waiting(stats, loop, more_do_not_help)
@@ -264,9 +267,9 @@ def _waiting(stats: StatsFields, loop: float, more_do_not_help: bool) -> Verdict
 
 
 def _network(stats: StatsFields, loop: float, busy_share: float, per_task: float) -> Verdict:
-    """Returns the verdict for a loop that waits for workers on other machines, which also wait."""
+    """Returns the verdict for a loop that waits for workers on other machines, which are idle for part of the time."""
     size = stats.bytes / stats.batches
-    # Batches per second that the workers could make, and that the loop could take.
+    # Batches per second that the workers could make, and seconds for which the loop does not wait.
     rate, not_waiting = _worker_count(stats) / per_task, loop - stats.waited_seconds
     wanted = min(rate, stats.batches / not_waiting) if _has_step(stats, loop) else rate
     rates = f"{stats.bytes / loop / 1e6:.3g} of {wanted * size / 1e6:.3g} MB/s"
@@ -286,7 +289,7 @@ def _workers(stats: StatsFields, loop: float, per_task: float, more_do_not_help:
     collate = sum(worker.collate_seconds for worker in stats.workers) / tasks
     pack = sum(worker.pack_seconds for worker in stats.workers) / tasks
     count, shares, queued = _worker_count(stats), work.dataset_shares(stats), work.queued_share(stats)
-    # Seconds per batch that the main process does not wait; None without a training step.
+    # Seconds per batch for which the main process does not wait; None without a training step.
     pace = (loop - stats.waited_seconds) / stats.batches if _has_step(stats, loop) else None
     reason = (
         f"{_waiting_text(stats, loop)}; a worker takes {duration(per_task)} per batch ({duration(fetch)} fetching, "
@@ -316,9 +319,10 @@ def _workers(stats: StatsFields, loop: float, per_task: float, more_do_not_help:
 
 
 def _cores(stats: StatsFields, own: float | None) -> str:
-    """Returns the sentence for cores that are used by other work.
+    """Returns the sentence for a verdict that other work uses the cores.
 
-    ``own`` is the dataset's own work in seconds per batch if it is a limit even without the other work; else None.
+    ``own`` is the dataset's own work in seconds per batch, if it would limit the loop even without the other work;
+    otherwise None.
     """
     users = stats.core_users
     who = "other work uses them while the workers are ready to run"
@@ -346,7 +350,7 @@ def _has_step(stats: StatsFields, loop: float) -> bool:
 def _storage(
     stats: StatsFields, needed: int | None, shares: work.Shares, reason: str, more_do_not_help: bool
 ) -> Verdict:
-    """Returns the verdict for workers that wait for storage. They do not need a core each."""
+    """Returns the verdict for workers that wait for storage, which may outnumber the cores."""
     waits = "The workers wait for storage or the network for most of their time"
     faster = "faster storage (a local disk, larger files, a cache)"
     count = _worker_count(stats)
@@ -384,9 +388,9 @@ def _computing(
 ) -> Verdict:
     """Returns the verdict for workers that compute, and need a core each.
 
-    ``main_part`` is the part of the work that takes most of their time.
+    ``main_part`` is "fetch" or "collate" if that part takes most of the workers' time; otherwise "both".
     """
-    # The number of cores of other machines is not known here.
+    # The number of cores of remote machines is unknown.
     count, cores = _worker_count(stats), _UNKNOWN_CORES if _is_remote(stats) else stats.cores
     cannot_grow = more_do_not_help or count >= cores
     number = None if needed is None or cannot_grow else min(needed, cores)
@@ -452,7 +456,7 @@ def _has_shared_queue(stats: StatsFields) -> bool:
 
 
 def _worker_count(stats: StatsFields) -> int:
-    """Returns the current number of workers. There may have been more before."""
+    """Returns the current number of workers. ``stats.workers`` may list more, from earlier epochs."""
     return stats.num_workers or len(stats.workers)
 
 

@@ -14,21 +14,21 @@ _SATURATED_SHARE = 0.5
 
 
 class Shares(NamedTuple):
-    """Shares of the workers' time in the dataset: computing, and waiting for a core."""
+    """Shares of the workers' time in the dataset: computing (``cpu``), and waiting for a core (``queued``)."""
 
     cpu: float
     queued: float
 
     @property
     def waiting(self) -> float:
-        """The remaining share, in which workers wait for storage, the network or a lock."""
+        """The remaining share, spent waiting for storage, the network or a lock."""
         return 1 - self.cpu - self.queued
 
 
 def dataset_shares(stats: StatsFields) -> Shares | None:
-    """Returns the shares; None if they are unknown.
+    """Returns the shares of the workers' time in the dataset; None if they are unknown.
 
-    The time that a fetch waits for a core is not measured. Its share is taken to be that of all work.
+    The time for which a fetch waits for a core is not measured. Its share is assumed to be the same as in all work.
     """
     queued = queued_share(stats)
     measured = sum(worker.fetch_measured_seconds for worker in stats.workers)
@@ -42,30 +42,34 @@ def queued_share(stats: StatsFields) -> float | None:
     """Returns the time spent waiting for a core as a share of the time at work; None if unknown."""
     known = [worker for worker in stats.workers if worker.queued_seconds is not None]
     busy = sum(worker.busy_seconds - worker.unmeasured_seconds for worker in known)
-    # The sum includes the starts of later epochs and wake-ups. Too high a value is better than too low a one, which
-    # would look like waiting for storage.
+    # The sum includes the waits at the starts of later epochs and after wake-ups. It is better too high than too low,
+    # because the missing part would look like waiting for storage.
     return sum(worker.queued_seconds or 0.0 for worker in known) / busy if busy > 0 else None
 
 
 def saturated(stats: StatsFields, loop: float) -> bool:
-    """Returns True if the workers alone keep the cores busy.
+    """Returns True if the workers alone keep more than half of the cores busy.
 
     ``loop`` is the duration of the training loop in seconds, without the waits for first batches.
     """
     cpu = sum(worker.cpu_seconds or 0.0 for worker in stats.workers)
-    # Neither value includes the start of the processes.
+    # Neither `cpu` nor `since_start` includes the start of the processes.
     since_start = max((worker.busy_seconds + worker.idle_seconds for worker in stats.workers), default=0.0)
     return cpu > _SATURATED_SHARE * stats.cores * min(loop + stats.first_seconds, since_start)
 
 
 def slow_worker(stats: StatsFields) -> tuple[WorkerStats, float] | None:
-    """Returns the worker that is much slower than the others, and their median seconds per batch; None without one."""
+    """Returns the worker that is much slower than the others, and the others' median seconds per batch.
+
+    Returns None if there is no such worker.
+    """
     workers = sorted((w for w in stats.workers if w.tasks), key=lambda worker: worker.busy_seconds / worker.tasks)
     if len(workers) < 2:
         return None
     usual = statistics.median(worker.busy_seconds / worker.tasks for worker in workers[:-1])
     slowest = workers[-1]
-    # One worker may have made all of a few slow batches by chance. Then its slowest batch is far above its mean.
+    # By chance, a normal worker may have received all of the few slow batches. Then its slowest batch takes far longer
+    # than its mean.
     typical = [task for task in stats.slowest if task.worker == slowest.id]
     if slowest.busy_seconds / slowest.tasks < SLOW * usual or not typical:
         return None

@@ -8,15 +8,16 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-# Attributes from which a loader takes its input. A loader in one of them is not the wrapped one.
+# Attributes from which a wrapper takes its input. A loader in one of them is an input, not the wrapped loader.
 _INPUT_ATTRIBUTES = {"dataset", "sampler", "batch_sampler"}
 
 
 def loader_in(source: Any, has_figures: Callable[[Any], bool]) -> Any:
     """Returns the loader that ``source`` wraps, or ``source`` itself.
 
-    A wrapper is an iterable that has exactly one loader among its attributes, and no figures itself. Examples are
-    accelerate's loaders (``base_dataloader``), Fabric's (``_dataloader``) and timm's prefetcher (``loader``).
+    A wrapper is an iterable that has exactly one loader among its attributes, and no statistics of its own. Wrappers
+    may be nested. Examples are accelerate's loaders (``base_dataloader``), Fabric's (``_dataloader``) and timm's
+    prefetcher (``loader``).
     """
     seen = {id(source)}
     while not has_figures(source) and _is_iterable(source):
@@ -38,5 +39,5 @@ def _is_iterable(value: Any) -> bool:
 
 
 def _is_loader(value: Any, has_figures: Callable[[Any], bool]) -> bool:
-    # fastai's loaders are not subclasses of torch.utils.data.DataLoader, but have figures.
+    # fastai's loaders are not subclasses of torch.utils.data.DataLoader, but they have statistics.
     return isinstance(value, DataLoader) or (has_figures(value) and not isinstance(value, _BaseDataLoaderIter))

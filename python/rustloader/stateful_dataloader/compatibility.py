@@ -22,7 +22,7 @@ _SAMPLERS = {kind: f"a {cls}" for kind, cls in TORCH_SAMPLERS.items()} | {
 }
 _USE_SAME_DATASET = "load it into a loader over the same dataset, or start without a state"
 _USE_SAME_SETTINGS = "make the loader with the same settings, or start without a state"
-# The description of a value and the way out, by the entry that differs.
+# For each entry that may differ: the description of its value, and the remedy.
 _OF_SAMPLERS = {
     "length": ("a sampler of length {}", _USE_SAME_DATASET),
     "data_length": ("a sampler over {} indices", _USE_SAME_DATASET),
@@ -47,7 +47,7 @@ def dataset_of(loader: LoaderLike) -> DatasetState:
     """Describes the dataset of a loader for a state."""
     dataset = loader.dataset
     if loader._dataset_kind == _DatasetKind.Iterable:
-        # The length of an iterable dataset is an estimate, and may take long.
+        # `len` of an iterable dataset is only an estimate, and may take long.
         return DatasetState("iterable", None, is_stateful(dataset))
     return DatasetState("map", length_of(dataset), is_stateful(dataset))
 
@@ -60,7 +60,7 @@ def check(saved: DatasetState | SamplerState, loader: LoaderLike) -> None:
         loader: The loader that loads the state.
 
     Raises:
-        ValueError: The dataset or the sampler differs, or something is wrong with the description.
+        ValueError: The dataset or the sampler differs, or the description is malformed.
     """
     if isinstance(saved, DatasetState):
         _check_dataset(saved, dataset_of(loader))
@@ -90,7 +90,7 @@ def _check_kind(saved: Any, present: str) -> None:
     description = _SAMPLERS.get(saved) if isinstance(saved, str) else None
     if description is None:
         raise ValueError(f"the state's kind of sampler must be one of {', '.join(_SAMPLERS)}, got {saved!r}")
-    # Without iteration these two kinds cannot be told apart: the sampler's iterator may have a state.
+    # These two kinds cannot be distinguished before iteration, because only the sampler's iterator may have a state.
     if saved != present and not {saved, present} <= {"stateful", "other"}:
         way_out = "load it into a loader with the same sampler, or start without a state"
         raise _difference(description, _SAMPLERS[present], way_out)

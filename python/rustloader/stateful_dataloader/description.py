@@ -1,4 +1,4 @@
-"""``describe``: a description of a loader's state in words."""
+"""``describe``: describes a loader's state in words."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rustloader.stateful_dataloader.sampler_kinds import TORCH_SAMPLERS
 from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, SamplerState
 from rustloader.system.formatting import count_of, size, type_name
 
-# Larger numbers are not counts.
+# Numbers larger than this are not accepted as counts.
 _MAX_COUNT = 2**63 - 1
-# Maximum number of keys or ordinals in a list.
+# Maximum number of keys or ordinals to list.
 _MAX_LISTED = 8
 _SAMPLERS = TORCH_SAMPLERS | {
     "stateful": "one with a state",
@@ -27,14 +27,14 @@ _SAMPLERS = TORCH_SAMPLERS | {
 def describe(state: Any) -> str:
     """Describes a state in words: its origin, its position, its sampler, and the states of dataset and workers.
 
-    It reads states of rustloader and of torchdata, and changes nothing. The last line lists entries that are missing or
-    of a wrong type.
+    Accepts states of rustloader and of torchdata, and does not change them. The last line lists entries that are
+    missing or have the wrong type, if there are any.
 
     Args:
         state: The result of ``state_dict()`` of a StatefulDataLoader.
 
     Returns:
-        Text of several lines.
+        A string of several lines.
 
     Raises:
         TypeError: The state is not a dict.
@@ -63,14 +63,14 @@ def describe(state: Any) -> str:
 
 
 class _Part(dict[Any, Any]):
-    """A dict in a state. Collects the problems of entries that are missing or of a wrong type."""
+    """A dict in a state. Adds entries that are missing or have the wrong type to ``problems``."""
 
     def __init__(self, entries: Mapping[Any, Any], path: str, problems: dict[str, None]) -> None:
         super().__init__(entries)
         self._path, self._problems = path, problems
 
     def value(self, key: str, *types: type) -> Any:
-        """Returns a value of one of these types, by default a count; None if there is a problem with it."""
+        """Returns the value of a key. If it has none of ``types`` (default: count), adds a problem and returns None."""
         types = types or (int,)
         value, problem = self.get(key), None
         if key not in self:
@@ -85,7 +85,7 @@ class _Part(dict[Any, Any]):
         return None
 
     def part(self, key: str) -> _Part:
-        """Returns a dict in this one, empty if there is a problem with it."""
+        """Returns the dict that is the value of a key. If there is none, adds a problem and returns an empty part."""
         return _Part(self.value(key, dict, Mapping) or {}, f"{self._path}{_plain(key)}.", self._problems)
 
 
@@ -100,7 +100,7 @@ class _Description:
         # Empty in torchdata's states.
         self._own = self._state.part(OWN) if OWN in state else empty
         self._snapshot = self._state.part(schema.SNAPSHOT) if self._with_workers else empty
-        # The part with the position in the sampler.
+        # The part that contains the position in the sampler.
         self._main = self._snapshot.part(schema.MAIN) if self._with_workers else self._state
         self._sampler_part = self._own.part(Own.SAMPLER) if self._own else empty
         self._sampler = SamplerState.of(self._sampler_part)
@@ -159,7 +159,7 @@ class _Description:
         return f"{text}; the next one is batch {following}{moved}"
 
     def _total(self) -> int | None:
-        """Returns the number of batches of an epoch; None if the state does not say it."""
+        """Returns the number of batches in an epoch; None if the state does not contain enough to compute it."""
         sampler, batch_size = self._sampler, self._sampler.batch_size
         before, length = _resharded(sampler.start, sampler.length)
         if not _is_count(length) or sampler.kind == "none":
@@ -171,7 +171,7 @@ class _Description:
         return before + (length // batch_size if sampler.drop_last is True else -(-length // batch_size))
 
     def _is_of_torch(self) -> bool:
-        """Returns True if the sampler yields single indices. The length of another one may count batches."""
+        """Returns True if the sampler is torch's and yields indices. The length of other samplers may count batches."""
         return _plain(self._sampler.kind) in TORCH_SAMPLERS
 
     def _ahead(self) -> Iterator[str]:
@@ -256,7 +256,7 @@ class _Description:
 
 
 def _start_words(start: Any) -> str:
-    """Describes the start of an order."""
+    """Describes the start of an epoch's order."""
     if not isinstance(start, Mapping):
         return ""
     if "rank" in start:
@@ -269,7 +269,10 @@ def _start_words(start: Any) -> str:
 
 
 def _resharded(start: Any, length: Any) -> tuple[int, Any]:
-    """Returns the number of batches before a ``reshard``, and the number of samples of the rank after it."""
+    """Returns the number of a rank's batches before a ``reshard``, and the number of its samples after it.
+
+    Without a ``reshard``, these are 0 and ``length``. The number of samples is None if the state is damaged.
+    """
     consumed = start.get("consumed") if isinstance(start, Mapping) else 0
     if not _is_count(consumed) or consumed == 0:
         return 0, length
@@ -280,7 +283,7 @@ def _resharded(start: Any, length: Any) -> tuple[int, Any]:
 
 
 def _snapshot_words(snapshot: Mapping[Any, Any], records: list[Any]) -> str:
-    """Describes the snapshot of a worker or of the main process, and the first of the records."""
+    """Describes the snapshot of a worker or of the main process, and its record, which is the first of ``records``."""
     words = []
     fetcher = snapshot.get(schema.FETCHER_STATE)
     fetcher = fetcher if isinstance(fetcher, Mapping) else {}
@@ -303,7 +306,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 class _ByteCounter:
-    """A file that counts the bytes that are written to it."""
+    """A file object that only counts the bytes written to it."""
 
     count = 0
 
@@ -313,7 +316,7 @@ class _ByteCounter:
 
 
 def _pickled_size(value: Any) -> str:
-    """Returns the size of a pickled value."""
+    """Returns the pickled size of a value, in words."""
     counter = _ByteCounter()
     try:
         pickle.dump(value, counter, protocol=pickle.HIGHEST_PROTOCOL)
@@ -323,12 +326,12 @@ def _pickled_size(value: Any) -> str:
 
 
 def _plain(key: Any) -> str:
-    """Returns a key without quotes."""
+    """Returns a key as a string, without quotes if it is one."""
     return key if isinstance(key, str) else _short(key)
 
 
 def _short(value: Any) -> str:
-    """Returns a value in at most a few words."""
+    """Returns a shortened ``repr`` of a value."""
     try:
         return reprlib.repr(value)
     except Exception:  # an int with thousands of digits

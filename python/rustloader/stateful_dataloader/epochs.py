@@ -31,15 +31,15 @@ class StatefulEpochs(Positioned, Epochs):
     Args:
         loader: The loader.
         plan: The plan of the first epoch.
-        dataset: A state's description of the dataset.
-        epoch_recorder: The recorder of the dataset's ``set_epoch``.
+        dataset: The description of the dataset for states.
+        epoch_recorder: The recorder of the dataset's ``set_epoch``; None if workers need none.
     """
 
-    # The snapshots of each worker after the end of the engine.
+    # The snapshots of each worker, kept when the engine ends; None while it runs.
     _kept_snapshots: list[list[Snapshot]] | None = None
     # True once all workers have started.
     _started = False
-    # The index batches of the epoch, if the replayed ones were already taken from them.
+    # The index batches of the next epoch, if those to replay were already drawn from them and cannot be drawn again.
     _sampling_begun: Sampling | None = None
     # True once the engine has begun the epoch.
     _has_begun = False
@@ -48,13 +48,13 @@ class StatefulEpochs(Positioned, Epochs):
         self, loader: StatefulLoaderLike, plan: Plan, dataset: DatasetState, epoch_recorder: EpochRecorder | None
     ) -> None:
         super().__init__(loader, plan, dataset)
-        # The plan of the next epoch, until it has begun.
+        # The plan of the next epoch, until that epoch has begun.
         self._plan: Plan | None = plan
         self._epoch_recorder = epoch_recorder
         # For a map-style dataset without a state, the position is enough.
         self._has_states = dataset.is_iterable or bool(dataset.stateful)
         self._wants_snapshots = self._has_states or loader.worker_init_fn is not None
-        # The state of a dataset would be lost with its worker.
+        # If workers were replaced between epochs, the states of their datasets would be lost.
         self.may_change_workers = not dataset.stateful
 
     def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
@@ -79,12 +79,12 @@ class StatefulEpochs(Positioned, Epochs):
             self.failures.next_epoch, self.failures.next_earlier = plan.epoch, plan.failures
 
     def _next_plan(self, it: WorkersIterator) -> Plan:
-        """Returns the plan of the epoch that begins; the same one again after a failed begin."""
+        """Returns the plan of the epoch that is about to begin; after a failed start, the same plan again."""
         if self._plan is None:
             self._plan = Plan(base_seed=int(it._base_seed), epoch=self.origin.epoch + 1)
         plan = self._plan
         if not self.on_engine and it._dataset_kind == _DatasetKind.Iterable:
-            # torch's workers start at the first sample.
+            # torch's workers start at the first sample, so the batches before the position are dropped.
             return Plan(base_seed=plan.base_seed, epoch=plan.epoch, drop=plan.yielded + plan.drop)
         return plan
 
@@ -92,7 +92,7 @@ class StatefulEpochs(Positioned, Epochs):
         return self.origin.first_worker if self.origin.num_workers == it._num_workers else 0
 
     def index_batches(self, it: WorkersIterator, torch_iterator: Iterator[Any]) -> Any:
-        # From here on, states are of the new epoch. No code of the program has run since the counters were reset.
+        # From here on, states describe the new epoch. None of the program's code has run since the counters were reset.
         plan = self._next_plan(it)
         begun, self._sampling_begun = self._sampling_begun, None
         self.sampling = begun or self.sample_from(it, plan, torch_iterator, plan.low)
@@ -107,7 +107,8 @@ class StatefulEpochs(Positioned, Epochs):
         return message if set_epoch is None else message | {"set_epoch": set_epoch}
 
     def next_message(self) -> dict[str, Any] | None:
-        # A dataset cannot undo a ``set_epoch``.
+        # An epoch must not begin early with a `set_epoch`: if the program then passes another epoch, the dataset cannot
+        # undo the call.
         has_set_epoch = self._epoch_recorder is not None and self._epoch_recorder.in_force is not None
         return None if has_set_epoch else super().next_message()
 
@@ -115,7 +116,7 @@ class StatefulEpochs(Positioned, Epochs):
         if is_first and it._worker_init_fn is not None:
             self._raise_failed_start(it, engine)
         elif not is_first and self._has_states:
-            # Only the first snapshots of persistent workers have the states that they keep from the last epoch.
+            # The states that persistent workers keep from the last epoch are only in their first snapshots.
             self._await_started(it, engine)
         if self._epoch_recorder is not None:
             self._epoch_recorder.note_begun()
@@ -124,7 +125,7 @@ class StatefulEpochs(Positioned, Epochs):
         self._has_begun, self._plan = True, None
 
     def owes_an_epoch(self) -> bool:
-        # The engine may already be in the new epoch, whose batches would have no exact state.
+        # The engine may already have begun the new epoch, for whose batches there would be no exact state.
         return not self._has_begun
 
     def _await_started(self, it: WorkersIterator, engine: Engine) -> None:
@@ -132,7 +133,10 @@ class StatefulEpochs(Positioned, Epochs):
             raise timed_out(it)
 
     def _raise_failed_start(self, it: WorkersIterator, engine: Engine) -> None:
-        """Raises an error of worker_init_fn or iter(dataset)."""
+        """Waits until all workers have started. Raises the error if worker_init_fn or iter(dataset) failed.
+
+        All workers are shut down before the error is raised.
+        """
         self._await_started(it, engine)
         for worker in range(it._num_workers):
             snapshot = engine.snapshot(worker, 0)
@@ -150,16 +154,16 @@ class StatefulEpochs(Positioned, Epochs):
 
     def complete_first(self, it: WorkersIterator, job: Job) -> None:
         self._kept_snapshots, plan = None, self._plan
-        # Without a plan, a persistent loader starts new processes with an epoch from its beginning.
+        # If there is no plan, a persistent loader is starting new processes, for an epoch from its beginning.
         if plan is not None and plan.workers and self._has_states:
             job.starts = self._starts(it, plan)
 
     def complete_next(self, job: Job) -> None:
-        # The program may have called `set_epoch` for a later epoch since this one began.
+        # Sends the call for this epoch, because the program may already have called `set_epoch` for a later epoch.
         job.set_epoch_call = None if self._epoch_recorder is None else self._epoch_recorder.in_force
 
     def _starts(self, it: WorkersIterator, plan: Plan) -> list[WorkerStart | None]:
-        """Returns the start of each worker. For a map-style dataset it includes the index batches to replay."""
+        """Returns the start of each worker. For a map-style dataset, a start includes the index batches to replay."""
         if it._dataset_kind == _DatasetKind.Iterable:
             return [*plan.workers]
         wanted = [_last_ordinals(plan, worker) for worker in range(it._num_workers)]
@@ -180,12 +184,12 @@ class StatefulEpochs(Positioned, Epochs):
         worker, answers = death.worker_id, death.answers
         snapshot = engine.snapshot(worker, answers)
         while snapshot is not None and snapshot.is_error:
-            # It has an error in place of a state. An earlier snapshot will do.
+            # This snapshot has an error in place of a state, so an earlier snapshot is used.
             snapshot = engine.snapshot(worker, snapshot.answers - 1) if snapshot.answers else None
         count, state = (0, None) if snapshot is None else (snapshot.answers, read(snapshot.payload))
         after = worker_after(self._start_of(worker), answers, count, state)
         if it._dataset_kind == _DatasetKind.Map:
-            # The index batches of earlier answers are no longer known.
+            # The index batches of earlier answers are no longer known, so they cannot be replayed.
             after.replay = 0
         return after.resumed()
 
@@ -201,23 +205,22 @@ class StatefulEpochs(Positioned, Epochs):
     def state_at(
         self, it: WorkersIterator, back: int, finished: bool, draws: Draws | None, before_error: bool = False
     ) -> dict[str, Any]:
-        """Returns the state after the last batch that was delivered. The arguments are those of the iterator's
-        ``state``."""
+        """Returns the state after the last delivered batch. The arguments are those of the iterator's ``state``."""
         origin = self.origin
-        # Read once: another thread may be in `next`.
+        # Read only once, because another thread may be in `next`.
         yielded = it._num_yielded
         answers = self.answers(yielded) - before_error
         if not self.on_engine and back:
             raise ValueError("back must be 0: this loader runs on torch's own iterator")
         if not self.on_engine or not self._has_begun:
-            # Before it has begun the epoch, the engine is still at the last one.
+            # Until the engine has begun this epoch, its position is still that of the last epoch.
             tasks, beyond, counts, last = answers, [], [0] * it._num_workers, None
         else:
             position = it._engine().position(answers, back)
             it._engine().note_saved(answers - back)
             tasks, beyond, counts, last = position.low, position.ahead, position.per_worker, position.last_worker
             if it._dataset_kind == _DatasetKind.Iterable:
-                # The number of tasks that found no data depends on how far workers were ahead.
+                # Tasks that found no data do not count: their number depends on how far ahead the workers were.
                 tasks, beyond = sum(counts), []
         low, ahead = ordinals(origin, tasks, beyond)
         if last is None:
@@ -248,9 +251,12 @@ class StatefulEpochs(Positioned, Epochs):
         return self.failures.count_after(yielded)
 
     def _workers_after(self, it: WorkersIterator, counts: list[int], finished: bool) -> list[WorkerStart]:
-        """Returns the start of each worker at a position: its newest snapshot up to there, and the answers since."""
+        """Returns the start of each worker at a position, given by ``counts``, the number of each worker's answers.
+
+        A start is the worker's newest snapshot up to the position, and the number of its answers since.
+        """
         if not self._started and self._kept_snapshots is None and self._has_begun:
-            # If a worker does not start in time, its state is that of its start.
+            # If a worker does not start in time, the state with which it started is saved.
             self._started = bool(it._engine().wait_started(it._timeout))
         workers = []
         for worker, answers in enumerate(counts):
@@ -261,14 +267,17 @@ class StatefulEpochs(Positioned, Epochs):
                 self.warn_if_frozen(it, state)
             after = worker_after(start, answers, count, state)
             if it._dataset_kind == _DatasetKind.Map and (not it._in_order or self.origin.ahead):
-                # It is unknown which worker made a batch.
+                # It is unknown which worker made which batch.
                 after.replay = 0
             workers.append(after)
         return workers
 
     def _has_passed_end(self, it: WorkersIterator, worker: int, counts: list[int]) -> bool:
-        """Returns True if a position is after the end of a worker's data, assumed to follow its answers. In round robin
-        this is so if another worker has answered a task after that of the end."""
+        """Returns True if a position is after the end of a worker's data, if that end directly follows its answers.
+
+        In round robin, the position is after that end if another worker has answered a later task than the one for
+        which this worker would have found no data.
+        """
         if not it._in_order or it._dataset_kind == _DatasetKind.Map:
             return False
         first, turn = self.first_worker(it), counts[worker] + 1
@@ -288,7 +297,10 @@ class StatefulEpochs(Positioned, Epochs):
         return any(snapshot is not None and snapshot.is_error for snapshot in snapshots)
 
     def _snapshot_or_error(self, it: WorkersIterator, worker: int, answers: int) -> Snapshot | None:
-        """Returns a worker's newest snapshot after at most that many of its answers, which may have an error."""
+        """Returns a worker's newest snapshot after at most ``answers`` of its answers; None if there is none.
+
+        The snapshot may contain an error in place of a state.
+        """
         if not self._has_begun:
             return None
         if self._kept_snapshots is None:
@@ -296,8 +308,11 @@ class StatefulEpochs(Positioned, Epochs):
         return next((kept for kept in reversed(self._kept_snapshots[worker]) if kept.answers <= answers), None)
 
     def _snapshot(self, it: WorkersIterator, worker: int, answers: int) -> tuple[int, WorkerStart | None]:
-        """Returns a worker's newest snapshot after at most that many of its answers, and the number of answers before
-        it."""
+        """Returns the number of answers before a worker's newest snapshot, and the snapshot.
+
+        Only snapshots after at most ``answers`` of its answers count. Returns 0 and None if there is none. Raises the
+        error if ``state_dict`` failed.
+        """
         snapshot = self._snapshot_or_error(it, worker, answers)
         if snapshot is None:
             return 0, None
@@ -305,7 +320,7 @@ class StatefulEpochs(Positioned, Epochs):
             return snapshot.answers, read(snapshot.payload)
         error = pickle.loads(snapshot.payload)
         if not error.where.startswith(OF_STATE):
-            # An error of the worker's start. `next` raises it in place of every batch of this worker.
+            # The worker failed to start. `next` raises this error in place of each of the worker's batches.
             return 0, None
         error.reraise()
         raise AssertionError("an error that was not raised")
@@ -315,7 +330,7 @@ class StatefulEpochs(Positioned, Epochs):
             self._kept_snapshots = self._all_snapshots(it, engine)
 
     def _all_snapshots(self, it: WorkersIterator, engine: Engine) -> list[list[Snapshot]]:
-        """Returns all snapshots that a state may need after the end of the engine."""
+        """Returns the snapshots of each worker that a state may need after the engine has ended."""
         answers = self.answers(it._num_yielded)
         positions = []
         for back in range(BACK_BATCHES + 1):
@@ -325,7 +340,7 @@ class StatefulEpochs(Positioned, Epochs):
         for worker, counts in enumerate(zip(*positions, strict=True)):
             # One more answer: the snapshot at the end of the data.
             wanted = [*counts, max(counts) + 1]
-            # From the newest to the oldest, each once: they may be large.
+            # From the newest to the oldest, each only once, because snapshots may be large.
             while wanted and (snapshot := engine.snapshot(worker, max(wanted))) is not None:
                 snapshots[worker].insert(0, snapshot)
                 wanted = [count for count in wanted if count < snapshot.answers]
@@ -333,7 +348,10 @@ class StatefulEpochs(Positioned, Epochs):
 
 
 def _last_ordinals(plan: Plan, worker: int) -> list[int]:
-    """Returns the ordinals of the index batches that a worker replays, in order. Worker i mod N made batch i."""
+    """Returns the ordinals of the index batches that a worker replays, in order.
+
+    The loader that wrote the state assigned batches to its workers in round robin.
+    """
     count = plan.workers[worker].replay
     if not isinstance(count, int):
         return []

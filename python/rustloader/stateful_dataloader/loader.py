@@ -27,7 +27,7 @@ from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter as 
 from rustloader.system.torch_side import TORCH_GET_ITERATOR, in_torch
 from rustloader.workers.snapshots import is_stateful
 
-# Starts of samplers without their own generator.
+# Keys of the starts of samplers that have no generator of their own.
 _WITHOUT_GENERATOR = frozenset({"seed", "global_generator"})
 _T_co = TypeVar("_T_co", covariant=True)
 if TYPE_CHECKING:
@@ -41,25 +41,26 @@ _Iter = _WithoutWorkers | _WithWorkers
 class StatefulDataLoader(DataLoader[_T_co]):
     """Loads batches as ``rustloader.DataLoader`` does, and saves and loads its position.
 
-    ``state_dict()`` returns the position in the epoch. A loader over the same dataset that loads it, also in another
-    process, delivers the rest of the epoch: each batch once, in the same order. The class replaces
+    ``state_dict()`` returns the position in the epoch. A loader over the same dataset that loads this state, even in
+    another process, delivers the remaining batches of the epoch: each batch once, in the same order. The class replaces
     ``torchdata.stateful_dataloader.StatefulDataLoader``: it has the same methods and keys, and torch's order of
-    samples. It loads torchdata's states. docs/resuming.md says what is exact when.
+    samples. It loads torchdata's states. docs/resuming.md describes when resuming is exact.
 
     It has the arguments of ``rustloader.DataLoader``, and these:
 
     Args:
-        snapshot_every_n_steps: Number of batches from one snapshot of a dataset's own state to the next; 0 takes one
+        snapshot_every_n_steps: Number of batches between two snapshots of the dataset's state; 0 takes only one
             snapshot, at the start (default: 1). Datasets without ``state_dict`` have no snapshots. Workers skip
-            snapshots that would take more than 0.5 % of their time; on resuming they make the batches after the last
-            snapshot again.
-        forward_set_epoch: Whether persistent workers get the epoch that the program passes to the dataset's
-            ``set_epoch`` (default: True).
+            snapshots that would take more than 0.5 % of their time; after a resume, they make the batches since the
+            last snapshot again.
+        forward_set_epoch: Whether persistent and restarted workers receive the epoch that the program passes to the
+            dataset's ``set_epoch`` (default: True).
 
     Raises:
-        ValueError: As ``rustloader.DataLoader``.
-        TypeError: As ``rustloader.DataLoader``.
-        AssertionError: As ``rustloader.DataLoader``; or ``iter()`` finds a state that needs another ``num_workers``.
+        ValueError: As for ``rustloader.DataLoader``, or ``snapshot_every_n_steps`` is not a non-negative integer.
+        TypeError: As for ``rustloader.DataLoader``.
+        AssertionError: As for ``rustloader.DataLoader``; also raised by ``iter()`` if the loaded state requires another
+            ``num_workers``.
 
     Examples:
         >>> loader = rustloader.StatefulDataLoader(range(8), batch_size=2, num_workers=2)
@@ -77,17 +78,18 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _iterator: _Iter | None = None
     # The loaded state, until the next `iter()`: the dict, and the plan that was made from it.
     _loaded: tuple[dict[str, Any], Plan] | None = None
-    # The same for the state from which the current iterator has resumed.
+    # The same for the state from which the current iterator resumed.
     _resumed_from: tuple[dict[str, Any], Plan] | None = None
-    # The state of an abandoned epoch while `iter()` replaces its iterator.
+    # The state of an abandoned epoch, while `iter()` replaces that epoch's iterator.
     _interim: dict[str, Any] | None = None
-    # The draws of the next epoch that a state includes.
+    # The draws of the next epoch, if they were made or predicted for a state.
     _draws: EarlyDraws | None = None
-    # Watch the generators of the base seed and of torch's samplers since a state of a whole epoch was loaded.
+    # Watches for seeding of the loader's generator and of torch's global generator, since a state of a finished epoch
+    # or of an epoch that had not begun was loaded.
     _since_load: tuple[SeedWatch, SeedWatch]
-    # Number of epochs that have begun.
+    # Number of epochs that have begun, including those before a resume.
     _epochs = 0
-    # True once a state in the middle of an epoch was checked for a shuffle buffer.
+    # True once a state has been taken in mid-epoch, and the dataset has been searched for a shuffle buffer.
     _has_checked_buffer = False
 
     if TYPE_CHECKING:
@@ -124,27 +126,28 @@ class StatefulDataLoader(DataLoader[_T_co]):
             super().__init__(*args, **kwargs)
             self.snapshot_every_n_steps = every
             self.forward_set_epoch = forward_set_epoch
-            # From now on the dataset's class records calls of `set_epoch`.
+            # Makes the dataset's class record calls of `set_epoch` from now on.
             self._recorder()
 
     def state_dict(self, back: int = 0) -> dict[str, Any]:
         """Returns the position after the last batch that ``next`` returned, for ``load_state_dict`` of a loader over
         the same dataset.
 
-        Callable at any time, also before ``iter()``, from any thread and from a signal handler. It starts no worker. At
-        the end of an epoch it makes the random draws of the next ``iter()``, which then uses them. Before the first
-        ``iter()`` it predicts them.
+        May be called at any time, even before ``iter()``, from any thread and from a signal handler. It starts no
+        worker. At the end of an epoch it makes the random draws of the next ``iter()``, which then uses them. Before
+        the first ``iter()`` it predicts the draws of that call.
 
         Args:
-            back: Number of batches to go back from the last one that was delivered, up to 9 (default: 0). For wrappers
-                that take batches before they are used.
+            back: Number of batches to go back from the last delivered batch, at most 9 (default: 0). Intended for
+                wrappers that take batches before the program uses them.
 
         Returns:
-            A new dict of plain types and tensors, for ``pickle``, ``torch.save`` and, without tensors in it, JSON. It
-            has torchdata's keys, and ``"_rustloader"``.
+            A new dict of plain types and tensors, for ``pickle`` and ``torch.save``, and for JSON if it contains no
+            tensors. It has torchdata's keys, and ``"_rustloader"``.
 
         Raises:
-            ValueError: ``back`` is beyond the batches that were delivered since the start or the last resume.
+            ValueError: ``back`` is not an integer from 0 to 9, or is larger than the number of batches delivered since
+                the epoch began or was resumed.
             RuntimeError: The dataset's ``state_dict`` failed in a worker.
 
         Examples:
@@ -163,7 +166,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             if self._loaded is not None:
                 return copy.deepcopy(self._loaded[0])
             return copy.deepcopy(self._interim) or plans.fresh(self, self._early_draws(are_made=False))
-        # Before the state of the dataset, which may include that of a generator.
+        # The draws come before the dataset's state, which may include the state of a generator.
         finished = bool(iterator.finished) and not back
         draws = self._early_draws(are_made=True) if finished else None
         state = iterator.state(back, finished, draws)
@@ -190,7 +193,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
             state_dict: A state of this class or of torchdata's. An empty dict means a fresh start.
 
         Raises:
-            ValueError: It is not a state, or it is of another dataset, sampler or batch size. The loader is unchanged.
+            ValueError: ``state_dict`` is not a state, or is that of another dataset, sampler or batch size. The loader
+                is unchanged.
 
         Examples:
             >>> loader = rustloader.StatefulDataLoader(range(4), batch_size=2)
@@ -203,11 +207,11 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """
         loaded = None
         if state_dict != {}:
-            # A copy, because the dataset may change what it loads.
+            # The plan is made from a copy, because the dataset may modify the state that it loads.
             plan = plans.read(copy.deepcopy(state_dict), self)
             loaded = copy.deepcopy(dict(state_dict)), plan
             if plan.finished or plan.next is not None:
-                # Now, so that a program can still seed its generator for the next epoch.
+                # Done now rather than in `iter()`, so that a program can still seed its generator for the next epoch.
                 self._restore_sampler(plan)
                 self._since_load = SeedWatch(self.generator), SeedWatch(None)
         if self._iterator is not None and self._iterator.delivered_nothing():
@@ -223,7 +227,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
     def __iter__(self) -> _BaseDataLoaderIter:
         arguments.refuse_string(self)
-        # No local variable refers to the last iterator: it would keep its workers.
+        # No local variable may refer to the last iterator, because that would keep the iterator's workers alive.
         if isinstance(self._iterator, _WithWorkers) and self._iterator.failed_to_resume():
             self._loaded = self._resumed_from
         loaded = self._loaded
@@ -255,21 +259,24 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return _WithWorkers(self, plan, about, epoch_recorder)
 
     def _recorder(self) -> EpochRecorder | None:
-        """Returns the recorder of the dataset's ``set_epoch`` if workers need it: those of later epochs, and those that
-        are restarted."""
+        """Returns the recorder of the dataset's ``set_epoch``; None if no workers need it.
+
+        Persistent workers need it in later epochs, and so do restarted workers.
+        """
         config = resolve(self)
         if not self.forward_set_epoch or not (config.persistent_workers or config.max_restarts):
             return None
         return recorder_of(self.dataset)
 
     def _keeps_workers(self) -> bool:
-        """Returns True if the workers of an epoch stay for the next one."""
+        """Returns True if the workers of an epoch are kept for the next epoch."""
         return self.num_workers > 0 and bool(resolve(self).persistent_workers)
 
     def _begin(self, plan: Plan) -> _Iter:
         if self._iterator is not None and not self._iterator.finished:
-            # The epoch was abandoned. Its workers end before new workers start. Meanwhile the loader has this state,
-            # unless nothing was delivered: then the order may not be drawn yet, and a state would draw it.
+            # The epoch was abandoned. Its workers end before new workers start. Meanwhile, `_interim` is the loader's
+            # state. If nothing was delivered, no state is taken: the order may not be drawn yet, and taking a state
+            # would draw it.
             if not self._iterator.delivered_nothing():
                 with contextlib.suppress(Exception):
                     self._interim = self.state_dict()
@@ -282,7 +289,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return iterator
 
     def _begin_again(self, iterator: _WithWorkers, plan: Plan) -> _Iter:
-        """Begins an epoch with the workers of the iterator."""
+        """Begins an epoch with the persistent workers of an iterator."""
         iterator.begin_next_at(plan)
         iterator._reset(self)
         return iterator
@@ -292,7 +299,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
         if not plan.finished and plan.next is None:
             return self._begin(plan)
         # The state is that of a finished epoch, or of an epoch that has not begun.
-        # If the program has seeded a generator since, its own draws count, as in a run without a state.
+        # If the program has seeded a generator since the load, the epoch draws from that generator, as in a run without
+        # a state.
         of_loader, of_torch = self._since_load
         draws = plan.next or Draws(None, None)
         has_seed = plan.next is not None and not of_loader.was_seeded()
@@ -311,9 +319,9 @@ class StatefulDataLoader(DataLoader[_T_co]):
             resumed=True,
         )
         if any(worker.has_state for worker in plan.workers):
-            # A dataset of this process, or of persistent workers, keeps its state from epoch to epoch.
+            # A dataset in this process, or in persistent workers, keeps its state from epoch to epoch.
             if self.num_workers == 0:
-                # Any base seed prevents a draw: the state of the dataset may include that of a generator.
+                # Any base seed prevents a draw from a generator whose state the dataset's state may include.
                 self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0))
             elif self._keeps_workers():
                 iterator = self._begin(plan)
@@ -325,14 +333,14 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """Brings a sampler with its own generator or state to the end of a finished epoch."""
         start = None if plan.next is None else plan.next.sampler
         if start is None:
-            # In torchdata's states of loaders without workers, the sampler's state is the one after its epoch.
+            # In torchdata's states of loaders without workers, the sampler's state is already that after the epoch.
             has_ended = plan.dataset is None and plan.num_workers == 0
             run_out(self._index_sampler, plan.sampler, plan.low, has_ended)
         else:
             restore(self._index_sampler, start)
 
     def _plan_of_next(self) -> Plan:
-        """Returns the plan of the next epoch, with the draws that a state includes."""
+        """Returns the plan of the next epoch, with the draws that were made or predicted for a state, if any."""
         early = self._draws
         if early is None or early.was_seeded_since():
             return Plan(epoch=self._epochs)
@@ -340,23 +348,29 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return Plan(epoch=self._epochs, base_seed=early.draws.base_seed, sampler=start, owes_draws=not early.are_made)
 
     def _early_draws(self, are_made: bool) -> Draws:
-        """Returns the draws of the next ``iter()``, made now or predicted. That ``iter()`` uses them."""
+        """Returns the draws of the next ``iter()``, which then uses them.
+
+        The draws are made now, or predicted if ``are_made`` is False, unless an earlier call did so and the program
+        has not seeded a generator since.
+        """
         if self._draws is None or self._draws.was_seeded_since():
             with_base_seed = not are_made or not self._keeps_workers()
             self._draws = EarlyDraws(self, self._index_sampler, are_made, with_base_seed)
         return copy.deepcopy(self._draws.draws)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Iterators cannot be copied. Predicted draws are only for the first epoch of this loader.
+        # Iterators cannot be copied. Predicted draws apply only to the first epoch of this loader, not of a copy.
         draws = self._draws if self._draws is not None and self._draws.are_made else None
         return self.__dict__ | {"_iterator": None, "_draws": draws}
 
 
 def _drop_next(iterator: _Iter) -> bool:
-    """Takes a batch that was delivered before the resume, or the error in its place. Raises if a worker has died.
+    """Takes and drops a batch that was delivered before the resume, or an error in place of a batch.
+
+    Raises an error only if the iterator cannot continue after it, because a worker has died.
 
     Returns:
-        False at the end.
+        False at the end of the epoch.
     """
     try:
         next(iterator)
@@ -369,7 +383,7 @@ def _drop_next(iterator: _Iter) -> bool:
 
 
 def _add_parameters() -> None:
-    """Adds the parameters of ``DataLoader`` to the signature, by which frameworks rebuild a loader."""
+    """Adds the parameters of ``DataLoader`` to the class's signature, from which frameworks rebuild a loader."""
     signature = inspect.signature(DataLoader.__init__)
     own = inspect.signature(StatefulDataLoader.__init__).parameters
     parameters = [*signature.parameters.values(), own["snapshot_every_n_steps"], own["forward_set_epoch"]]
@@ -380,7 +394,9 @@ _add_parameters()
 
 
 def _random_start(draws: Draws, is_owed: bool = False) -> SamplerState | None:
-    """Returns the start of a sampler's order as a part of a state; None if nothing is drawn, or if the sampler has its
-    own generator."""
+    """Returns the start of a sampler's order as the sampler's part of a state.
+
+    Returns None if the sampler draws nothing, or draws from a generator of its own.
+    """
     start = draws.sampler
     return None if not start or _WITHOUT_GENERATOR.isdisjoint(start) else SamplerState(start=start, is_owed=is_owed)

@@ -1,4 +1,4 @@
-"""The iterator of a StatefulDataLoader with workers: the engine's, whose epochs start at a position."""
+"""The iterator of a StatefulDataLoader with workers: the engine's iterator, with epochs that start at a position."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
 
     @property
     def raised(self) -> int:
-        """Number of answers in the current epoch that were not batches. Prefetching reads it."""
+        """Number of answers in the current epoch that were errors. Prefetching reads it."""
         return self._epochs.raised
 
     @property
@@ -51,18 +51,18 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
         return self._epochs.failed_to_resume(self)
 
     def has_died(self) -> bool:
-        """Returns True if every later ``next`` raises the same error, not the end."""
+        """Returns True if every later ``next`` raises the same error instead of StopIteration."""
         return self._mode is not None and self._mode.has_failed
 
     def state(
         self, back: int, finished: bool, draws: Draws | None = None, *, before_error: bool = False
     ) -> dict[str, Any]:
-        """Returns the state after the last batch that was delivered.
+        """Returns the state after the last delivered batch.
 
         Args:
-            back: Number of batches to go back from there.
+            back: Number of batches to go back from that batch.
             finished: Whether the state is that of a finished epoch.
             draws: The draws of the next epoch.
-            before_error: Whether to leave out the last answer, which is an error.
+            before_error: True if the last answer was an error, and the state before it is wanted.
         """
         return self._epochs.state_at(self, back, finished, draws, before_error)

@@ -1,4 +1,4 @@
-"""The random draws of the next epoch, which a state includes before that epoch begins."""
+"""The random draws of the next epoch, made or predicted early because a state includes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rustloader.stateful_dataloader.schema import Draws, SamplerState
 from rustloader.stateful_dataloader.sources import start_of
 from rustloader.system.protocols import LoaderLike
 
-# A generator; None: torch's global one.
+# A generator; None means torch's global generator.
 _Generator = torch.Generator | None
 
 
@@ -25,9 +25,9 @@ def draw(loader: LoaderLike, index_sampler: Any, with_base_seed: bool) -> Draws:
     """Makes the draws of the next ``iter()`` and its first ``next``, in torch's order.
 
     Args:
-        loader: The loader, whose generator the base seed comes from.
-        index_sampler: The source of its index batches.
-        with_base_seed: Whether ``iter()`` draws a base seed. Persistent workers keep theirs.
+        loader: The loader, from whose generator the base seed is drawn.
+        index_sampler: The source of the loader's index batches.
+        with_base_seed: Whether ``iter()`` draws a base seed. Persistent workers keep their base seed.
     """
     draws = _draw(loader, index_sampler, with_base_seed, lambda generator: generator)
     if draws.sampler is not None and "global_generator" in draws.sampler:
@@ -37,7 +37,7 @@ def draw(loader: LoaderLike, index_sampler: Any, with_base_seed: bool) -> Draws:
 
 
 def predict(loader: LoaderLike, index_sampler: Any) -> Draws:
-    """Returns the draws of the first ``iter()`` and its first ``next``, from copies of the generators."""
+    """Predicts the draws of the first ``iter()`` and its first ``next``, using copies of the generators."""
     copies: dict[int, torch.Generator] = {}
 
     def copy_of(generator: _Generator) -> torch.Generator:
@@ -53,10 +53,12 @@ def predict(loader: LoaderLike, index_sampler: Any) -> Draws:
 def _draw(
     loader: LoaderLike, index_sampler: Any, with_base_seed: bool, use: Callable[[_Generator], _Generator]
 ) -> Draws:
-    """Makes the draws, without the order of a sampler that has no generator. ``use`` returns the generator to draw from
-    in place of a loader's or sampler's."""
+    """Makes the draws, except for an order that a sampler draws from the global generator.
+
+    ``use`` maps the generator of the loader or of the sampler to the generator to draw from.
+    """
     if isinstance(loader.dataset, IterDataPipe):
-        # Its processes agree on a seed before the base seed is drawn.
+        # The processes that read a DataPipe agree on a shared seed before the base seed is drawn.
         return Draws(None, None)
     base_seed = _random_seed(use(loader.generator)) if with_base_seed else None
     kind = kind_of(index_sampler)
@@ -78,8 +80,8 @@ def _random_seed(generator: _Generator) -> int:
 class EarlyDraws:
     """The draws of the next epoch, made or predicted for a state, until the epoch begins.
 
-    The epoch makes predicted draws when torch does, and replaces the results by these. So the program's other draws are
-    those of a run without the state.
+    If the draws are only predicted, the epoch still makes them when torch would, and replaces the results with the
+    predicted ones. So the program's other draws are the same as in a run without the state.
 
     Args:
         loader: As for ``draw``.
@@ -89,13 +91,13 @@ class EarlyDraws:
 
     Attributes:
         draws: The result of ``draw`` or ``predict``.
-        are_made: Whether the generators have made them.
+        are_made: Whether the draws were made, rather than predicted.
     """
 
     def __init__(self, loader: LoaderLike, index_sampler: Any, are_made: bool, with_base_seed: bool = True) -> None:
         self.are_made = are_made
         watched = [None] if loader.generator is None else [None, loader.generator]
-        # The generators that have drawn, with their states before.
+        # The generators that were drawn from, with their states before the draws.
         self._drawn_from: list[tuple[_Generator, torch.Tensor]] = []
         if are_made:
             before = [(generator, _or_global(generator).get_state()) for generator in watched]
@@ -107,20 +109,23 @@ class EarlyDraws:
         self._watches = [SeedWatch(generator) for generator in watched]
 
     def was_seeded_since(self) -> bool:
-        """Returns True if the program has since seeded a generator or restored its state: then its own draws count, as
-        in a run without a state. Seeding with the same number and drawing before the next epoch is not noticed."""
+        """Returns True if the program has since seeded a generator or restored its state.
+
+        The next epoch then makes new draws, as in a run without a state. It goes unnoticed if the program seeds with
+        the same number and then draws before the next epoch.
+        """
         restored = any(_is_at(generator, state) for generator, state in self._drawn_from)
         return restored or any(watch.was_seeded() for watch in self._watches)
 
 
 class SeedWatch:
-    """Notices when the program seeds a generator (None: torch's global one).
+    """Detects that the program has seeded a generator (None: torch's global generator).
 
-    A seed with the same number as before goes unnoticed if the program draws after it, or had not drawn before it.
+    Seeding with the same number as before goes undetected if the program draws afterwards, or had not drawn before.
     """
 
     def __init__(self, generator: _Generator) -> None:
-        # Not the global generator itself: a copy of the loader would have a copy of it.
+        # Keeps None for the global generator, because a copy of the loader would contain a copy of the generator.
         self._generator = generator
         now = _or_global(generator)
         self._seed, self._was_fresh = now.initial_seed(), _is_fresh(now)
@@ -148,10 +153,10 @@ def _is_fresh(generator: torch.Generator) -> bool:
 def restore(index_sampler: Any, start: Mapping[str, Any] | None) -> bool:
     """Sets a sampler's own generator to the state of a start, so that the next epoch draws from there.
 
-    A program that then seeds the generator for its epoch overrides that, as in a run without a state.
+    If the program then seeds the generator for its epoch, that seed takes precedence, as in a run without a state.
 
     Returns:
-        False if there is no generator, or no state of it in the start.
+        False if the sampler has no generator, or the start has no state of it.
     """
     generator = getattr(kind_of(index_sampler).inner, "generator", None)
     if start is None or "generator" not in start or generator is None:
@@ -161,15 +166,15 @@ def restore(index_sampler: Any, start: Mapping[str, Any] | None) -> bool:
 
 
 def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, has_ended: bool = False) -> None:
-    """Brings the generator or the state of a sampler to the end of a saved epoch.
+    """Advances the generator or the state of a sampler to the end of a saved epoch.
 
-    For the state of a finished epoch that does not say where the next epoch starts.
+    Used for the state of a finished epoch that does not include the start of the next epoch.
 
     Args:
         index_sampler: The source of the loader's index batches.
         saved: As for ``sampling``.
         position: Number of index batches that were delivered.
-        has_ended: Whether a sampler's own saved state is already the one after its epoch.
+        has_ended: Whether the saved state of a stateful sampler is already that after the epoch.
     """
     kind = kind_of(index_sampler)
     if saved is None:
@@ -178,7 +183,7 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
         if restore(index_sampler, start_of(kind, saved)):
             inner = kind.inner
             if saved.kind is None:
-                # A state of torchdata, whose sampler draws differently from the same generator.
+                # The state is torchdata's, whose sampler leaves the generator in another state after an epoch.
                 inner = RandomSampler(inner.data_source, inner.replacement, inner.num_samples, inner.generator)
             _exhaust(inner)
         return
@@ -188,7 +193,7 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
         if has_ended:
             recorder.begin()
             return
-        # With a limit: a program can call the epoch of an endless sampler finished.
+        # Limited, because a program can declare the epoch of an endless sampler finished.
         _exhaust(itertools.islice(recorder, max(recorder.to_skip, length_of(index_sampler) or 0) + 1))
 
 

@@ -18,14 +18,14 @@ from rustloader.workers.snapshots import WorkerStart, is_stateful
 
 @dataclass
 class Plan(State):
-    """The start of an epoch: its beginning, or a saved position.
+    """The point at which an epoch starts: its beginning, or a saved position.
 
     Attributes:
-        is_bound: Whether only a loader with the same number of workers can resume.
+        is_bound: Whether only a loader with the same number of workers can resume from the plan.
         first_worker: The worker that gets the next task.
-        drop: Number of batches to take and drop before the first one is delivered.
-        owes_draws: Whether torch makes its draws, although ``base_seed`` and ``sampler`` replace their results. See
-            ``EarlyDraws``.
+        drop: Number of batches to take and drop before the first batch is delivered.
+        owes_draws: Whether torch still makes its draws, although ``base_seed`` and ``sampler`` replace their results.
+            See ``EarlyDraws``.
         resumed: Whether the plan was made from a state.
     """
 
@@ -40,7 +40,7 @@ def read(state: Any, loader: LoaderLike) -> Plan:
     """Reads a state for a loader.
 
     Raises:
-        ValueError: It is not a state of a loader, or it is of another dataset, sampler or batch size.
+        ValueError: ``state`` is not a state of a loader, or is that of another dataset, sampler or batch size.
     """
     try:
         return _read(state, loader)
@@ -60,7 +60,7 @@ def _read(state: Any, loader: LoaderLike) -> Plan:
         if plan.dataset is None and not plan.workers[0].has_state:
             plan.workers[0].replay = plan.yielded
     if is_iterable:
-        # The workers of an iterable dataset have their own positions.
+        # Each worker of an iterable dataset has its own position.
         plan.ahead = ()
     else:
         _check_position(plan, loader)
@@ -68,11 +68,11 @@ def _read(state: Any, loader: LoaderLike) -> Plan:
 
 
 def _place_with_workers(plan: Plan, is_iterable: bool) -> None:
-    """Sets the position of a plan, which torchdata counts from its last snapshot."""
+    """Sets the position of a plan with workers. In torchdata's states, ``steps`` batches follow the last snapshot."""
     steps, count = plan.steps, plan.num_workers
     plan.first_worker = (plan.last_worker + 1) % count
     if is_iterable and plan.dataset is None and not any(start.has_state for start in plan.workers):
-        # torchdata delivers all batches again.
+        # As in torchdata, workers make all batches of the epoch again, and those before the position are dropped.
         plan.low, plan.yielded, plan.first_worker, plan.drop = 0, 0, 0, plan.yielded + steps
         plan.workers = []
     elif plan.is_bound:
@@ -84,7 +84,7 @@ def _place_with_workers(plan: Plan, is_iterable: bool) -> None:
 
 def _check_position(plan: Plan, loader: LoaderLike) -> None:
     saved = plan.sampler or SamplerState()
-    # After a `reshard` the remaining batches count from this ordinal.
+    # After a `reshard`, the remaining batches are counted from this ordinal.
     first = saved.start.get("first") if isinstance(saved.start, Mapping) else None
     delivered = plan.low - (first if type(first) is int else 0)
     total = length_of(loader)
@@ -101,7 +101,7 @@ def _check_position(plan: Plan, loader: LoaderLike) -> None:
 
 
 def check_workers(plan: Plan, num_workers: int) -> None:
-    """Raises AssertionError if a state cannot resume with a number of workers."""
+    """Raises AssertionError if a loader with ``num_workers`` workers cannot resume from a plan."""
     if plan.is_bound and plan.num_workers != num_workers:
         raise AssertionError(
             f"the state was saved with num_workers={plan.num_workers}, but this loader has num_workers={num_workers}: "
@@ -123,7 +123,7 @@ def fresh(loader: StatefulLoaderLike, draws: Draws) -> dict[str, Any]:
         len_called=loader._IterableDataset_len_called,
         epoch=loader._epochs,
         dataset=dataset_of(loader),
-        # A copy of a loader that has run has seeds.
+        # A copy of a loader that has run has seeds before its first epoch.
         seeds=loader_state.epochs(loader),
         next=draws,
     ).to_torchdata()

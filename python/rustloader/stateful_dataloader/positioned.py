@@ -32,20 +32,20 @@ _FROZEN = (
 
 
 class Positioned:
-    """An epoch that starts at a position, and its part of a state. Methods take the iterator.
+    """An epoch that starts at a position, and its part of a state. Methods take the iterator as an argument.
 
     Args:
         loader: The loader.
         plan: The plan of the first epoch.
-        dataset: A state's description of the dataset.
+        dataset: The description of the dataset for states.
 
     Attributes:
         origin: The plan of the current epoch.
         sampling: The index batches of the current epoch.
         seeding: The seeds of the current epoch; None for torch's seeds.
-        raised: Number of answers in this epoch that were not batches.
-        dataset: A state's description of the dataset.
-        every: Number of batches from one snapshot to the next.
+        raised: Number of answers in this epoch that were errors.
+        dataset: The description of the dataset for states.
+        every: Number of batches between two snapshots; 0 for a single snapshot at the start.
     """
 
     sampling: Sampling
@@ -61,38 +61,45 @@ class Positioned:
 
     @property
     def yielded(self) -> int:
-        """Number of batches before the position."""
+        """Number of batches delivered before the position at which the epoch starts."""
         return self.origin.yielded
 
     def answers(self, yielded: int) -> int:
-        """Returns the number of answers in this epoch, batches and errors, at a number of delivered batches."""
+        """Returns the number of answers, batches and errors, since the position at which the epoch started.
+
+        ``yielded`` is the number of batches delivered, including those before that position.
+        """
         return yielded - self.origin.yielded + self.raised
 
     def init_torch_iterator(self, it: IteratorLike, init: Callable[[Any], None], loader: LoaderLike) -> None:
-        """Calls torch's constructor, and sets the base seed of the plan."""
+        """Calls torch's constructor, and sets the iterator's base seed to that of the plan, if the plan has one."""
         base_seed = self.origin.base_seed
         if base_seed is None or self.origin.owes_draws:
             in_torch(TORCH_INIT, "__init__", init, loader)
         else:
-            # torch draws a base seed, which is not used: from a private generator, not from one of the program.
+            # torch draws a base seed that is not used. The draw comes from a private generator, so that the program's
+            # generators are unchanged.
             in_torch(TORCH_INIT, "__init__", init, view(loader, generator=torch.Generator()))
         if base_seed is not None:
             it._base_seed = base_seed
 
     def seed_from(self, seeding: Seeding | None) -> None:
-        """Sets the seeds, and the ordinals from which they are counted."""
+        """Sets the seeds of the epoch, and the ordinals at which they start."""
         if seeding is not None and (self.origin.low or self.origin.ahead):
             seeding = dataclasses.replace(seeding, first_ordinal=self.origin.low, ahead=self.origin.ahead)
         self.seeding = seeding
 
     def sample_from(self, it: IteratorLike, origin: Plan, torch_iterator: Iterator[Any], position: int) -> Sampling:
-        """Returns the index batches of a plan from a position on. ``torch_iterator`` is torch's, over the sampler."""
+        """Returns the index batches of a plan from a position on.
+
+        ``torch_iterator`` is torch's iterator over the sampler.
+        """
         is_map = it._dataset_kind == _DatasetKind.Map
         saved, ahead = origin.sampler, origin.ahead
         return sampling(it._index_sampler, torch_iterator, saved, position, ahead, self.every, map_style=is_map)
 
     def warn_if_frozen(self, it: IteratorLike, snapshot: WorkerStart) -> None:
-        """Warns once of a dataset whose state does not change."""
+        """Warns, once only, about a dataset whose state does not change."""
         if snapshot.frozen and not self._has_warned:
             self._has_warned = True
             text = _FROZEN.format(type(it._dataset).__qualname__, FROZEN_AFTER)
@@ -108,7 +115,10 @@ class Positioned:
             warnings.warn(_EMPTY, stacklevel=frames_to_program())
 
     def state(self, it: IteratorLike, **position: Any) -> dict[str, Any]:
-        """Returns the state of the current epoch. ``position`` has the fields of ``State`` that depend on it."""
+        """Returns the state at a position in the current epoch.
+
+        ``position`` has the fields of ``State`` that depend on the position.
+        """
         seeding = self.seeding
         return State(
             num_workers=it._num_workers,
@@ -125,13 +135,13 @@ class Positioned:
 def worker_after(start: WorkerStart, answers: int, count: int, snapshot: WorkerStart | None) -> WorkerStart:
     """Returns the start of a worker that continues after a number of its answers.
 
-    Before the worker's first answer, a state that it has loaded is returned as it was loaded. A dataset that applies
-    the state at its first step would return another state until then.
+    Before the worker's first answer, a state that the worker has loaded is returned unchanged, because a dataset that
+    applies a loaded state only at its first step would return another state until then.
 
     Args:
         start: The start of the worker in this epoch.
         answers: Number of its answers since that start.
-        count: Number of its answers before the snapshot, plus one for a snapshot at its end.
+        count: Number of its answers before the snapshot, plus one if the snapshot was taken at the end of its data.
         snapshot: The snapshot, or None.
     """
     if snapshot is None or (count == 0 and start.has_state):
@@ -143,7 +153,7 @@ def worker_after(start: WorkerStart, answers: int, count: int, snapshot: WorkerS
 
 
 def own_copy(batch: Any) -> Any:
-    """Returns a copy of an index batch to keep. A sampler may reuse its list for the next one."""
+    """Returns a copy of an index batch, because a sampler may reuse the list for its next index batch."""
     return [*batch] if type(batch) is list else batch
 
 

@@ -1,4 +1,4 @@
-"""The index batches of samplers that have a state, and the states at earlier positions."""
+"""The index batches of samplers that have a state, and the samplers' states at earlier positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rustloader.stateful_dataloader.schema import SAMPLES_YIELDED, SamplerState,
 from rustloader.stateful_dataloader.sources import iterate
 from rustloader.stateful_dataloader.stateful import Stateful
 
-# Maximum number of states that are kept. At the maximum, every second state of the older half is dropped.
+# Maximum number of states to keep. When it is reached, every second state of the older half is dropped.
 _MAX_STATES = 64
 
 
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     """The states of an index sampler and its iterator.
 
     Attributes:
-        position: Number of index batches that were drawn before.
+        position: Number of index batches drawn before the states were taken.
         index_sampler_state: The state of the index sampler, or None.
         sampler_iter_state: The state of its iterator, or None.
     """
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 class Inner:
-    """The sampler in torch's BatchSampler, and the iterator that torch's code makes over it."""
+    """The sampler in torch's BatchSampler, with the one iterator over it that torch's code uses."""
 
     def __init__(self, sampler: Any, saved: Mapping[str, Any] | None) -> None:
         self._sampler = sampler
@@ -44,7 +44,7 @@ class Inner:
         self._iterators: list[Iterator[Any]] = []
 
     def begin(self) -> Iterator[Any]:
-        """Makes the iterator, once."""
+        """Returns the iterator, which the first call creates."""
         if not self._iterators:
             if self._saved is None:
                 call_into(self._iterators, iter, self._sampler)
@@ -54,7 +54,7 @@ class Inner:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self.begin()
-        # torch's code calls `iter` for each batch, where a sampler that is its own iterator may start over.
+        # torch's code calls `iter` for each batch. A sampler that is its own iterator might start over each time.
         return map(next, itertools.repeat(iterator)) if isinstance(iterator, Stateful) else iterator
 
     def state(self, samples_yielded: int) -> dict[str, Any] | None:
@@ -75,17 +75,18 @@ def may_be_stateful(kind: Kind, torch_iterator: Iterator[Any]) -> bool:
 
 
 class Recorder(Iterator[Any]):
-    """Yields the index batches of a sampler, and keeps its states from time to time.
+    """Yields the index batches of a sampler, and periodically keeps the sampler's states.
 
     Args:
         kind: The sampler.
         torch_iterator: Its unstarted iterator.
-        saved: The saved state of the sampler; None for the start of the epoch.
-        position: The position of the state.
-        every: Number of index batches from one state to the next; 0 for the first one alone.
+        saved: The saved state of the sampler; None to start at the beginning of the epoch.
+        position: Number of index batches delivered before the epoch resumes.
+        every: Number of index batches between two states to keep; 0 keeps only the first state.
 
     Attributes:
-        to_skip: Number of index batches from the sampler's saved state to the position. They are yielded first.
+        to_skip: Number of index batches from the sampler's saved state to the position. They are yielded first, and
+            the caller skips them.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Recorder(Iterator[Any]):
     ) -> None:
         entry, at = None, 0
         if saved is not None and saved.has_states:
-            # A program may have set the position back to one before the state.
+            # A program may have moved the position back to before the saved state.
             at = position if saved.state_position is None else min(saved.state_position, position)
             entry = Entry(at, saved.index_sampler_state, saved.sampler_iter_state)
         self.to_skip = position - at
@@ -104,12 +105,12 @@ class Recorder(Iterator[Any]):
         self._every = every
         self._inner: Inner | None = None
         self._iterator: Iterator[Any] | None = None
-        # Makes other threads wait. A signal handler runs in the same thread, and does not wait.
+        # Makes other threads wait. Reentrant, because a signal handler runs in the same thread.
         self._lock = threading.RLock()
         self._is_beginning = False
         self._position = at
         self._samples = 0
-        # An index batch that an interrupt kept from its caller.
+        # An index batch that was drawn, but not returned because of an interrupt.
         self._drawn: list[Any] = []
         self._entries: list[Entry] = [] if entry is None else [entry]
         self._error: Exception | None = None
@@ -117,7 +118,10 @@ class Recorder(Iterator[Any]):
         self._began = time.monotonic()
 
     def begin(self) -> None:
-        """Makes the iterator, and keeps its first state. A signal handler's call does nothing while this runs."""
+        """Creates the iterator, and keeps its first state.
+
+        A call from a signal handler that interrupts this method does nothing.
+        """
         if self._iterator is not None:
             return
         with self._lock:
@@ -173,7 +177,7 @@ class Recorder(Iterator[Any]):
         return self._spent < SNAPSHOT_ALLOWANCE + SNAPSHOT_SHARE * (time.monotonic() - self._began)
 
     def _record(self, iterator: Iterator[Any] | None, position: int, samples: int) -> None:
-        """Keeps the current state, or the first error, which ``entry`` raises."""
+        """Keeps the current state. If that fails, keeps the first error for ``entry`` to raise."""
         began = time.thread_time()
         try:
             entry = Entry(position, *copied(self._states(iterator, samples)))
@@ -184,7 +188,7 @@ class Recorder(Iterator[Any]):
         if len(entries) >= _MAX_STATES:
             half = len(entries) // 2
             entries = entries[:half:2] + entries[half:]
-        # A new list: another thread may read the old one.
+        # A new list, because another thread may be reading the old list.
         self._entries = [*entries, entry]
         self._spent += time.thread_time() - began
 
@@ -201,7 +205,7 @@ class Recorder(Iterator[Any]):
         """Returns a copy of the newest state at or before a position; None if the sampler has no state.
 
         Raises:
-            Exception: The error of the sampler's ``state_dict``.
+            Exception: The sampler's ``state_dict`` failed; its error is raised.
         """
         self.begin()
         if self._error is not None:

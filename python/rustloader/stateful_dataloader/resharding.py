@@ -1,4 +1,4 @@
-"""``reshard``: converts the states of all ranks of a DistributedSampler to another number of ranks."""
+"""``reshard``: converts the states of all ranks with a DistributedSampler for another number of ranks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, Sample
 
 
 def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict[str, Any]]:
-    """Makes states for another number of ranks, which share the rest of the epoch.
+    """Converts the states of all ranks for another number of ranks, which share the remaining samples of the epoch.
 
     A DistributedSampler deals the order of an epoch to its ranks in turn. So ranks that have delivered the same number
-    of batches have together delivered the first part of that order. The remaining samples are dealt to the new ranks:
-    over all old and new ranks, each sample is delivered once. If the remaining samples do not divide evenly among the
-    ranks, the sampler repeats the first of them or, with ``drop_last``, leaves out the last of them, as torch does with
-    a whole epoch.
+    of batches have together delivered the first part of that order. The remaining samples are dealt to the new ranks.
+    Across all old and new ranks, each sample is delivered once. If the remaining samples do not divide evenly among the
+    ranks, the sampler repeats the first of them or, with ``drop_last``, leaves out the last of them, as torch does in
+    every epoch.
 
-    Each new rank loads the state at its place in the list, into a loader with the same batch size and a
-    DistributedSampler with the new ``num_replicas``. The numbers of batches continue from the states. A new rank takes
-    its seeds from the state of an old one. States can be resharded again.
+    Each new rank loads the state at its index in the list into a loader with the same batch size and a
+    DistributedSampler with the new ``num_replicas``. Batch counts continue from those in the states. A new rank takes
+    its seeds from the state of an old rank. States can be resharded again.
 
     Args:
         states: The states of all ranks, in any order, taken after the same batch.
         num_replicas: New number of ranks.
 
     Returns:
-        The new states, by rank.
+        The new states, in order of rank.
 
     Raises:
         ValueError: ``num_replicas`` is not a positive integer; the states are not those of all ranks of one
@@ -61,7 +61,7 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
         source = number % len(ranks)
         state: dict[str, Any] = copy.deepcopy(dict(ranks[source].state))
         if num_replicas != len(ranks):
-            # The failures are those of an old rank.
+            # This count of failures is that of an old rank.
             state[OWN].pop(Own.FAILURES, None)
             sampler = samplers[source]
             start = sampler.start and sampler.start | {"rank": number}
@@ -71,7 +71,7 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
 
 
 class _Rank:
-    """The state of a rank, checked, and the entries of it that are converted."""
+    """A rank's state, with the entries to convert. Raises ValueError if the state cannot be resharded."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         own = state.get(OWN) if isinstance(state, Mapping) else None
@@ -126,7 +126,7 @@ def _position(state: Mapping[str, Any]) -> int:
 
 
 def _in_order(ranks: list[_Rank]) -> list[_Rank]:
-    """Returns the states of all ranks in the order of the ranks. Raises ValueError if they do not belong together."""
+    """Returns the states of all ranks, sorted by rank. Raises ValueError if they do not belong together."""
     if not ranks:
         raise ValueError("states must be those of all ranks, got none")
     first = ranks[0].common()
@@ -148,7 +148,7 @@ def _in_order(ranks: list[_Rank]) -> list[_Rank]:
 
 
 def _resharded(sampler: SamplerState, position: int, old: int, new: int) -> SamplerState:
-    """Converts the state of a sampler from an old to a new number of ranks."""
+    """Converts the state of a sampler from ``old`` ranks to ``new`` ranks."""
     start = sampler.start
     if start is None:
         # The epoch has not begun. Its order depends on the sampler alone.
@@ -156,7 +156,8 @@ def _resharded(sampler: SamplerState, position: int, old: int, new: int) -> Samp
     size = 1 if sampler.batch_size is None else sampler.batch_size
     length, consumed = start["dataset_length"], start["consumed"]
     samples = min((position - start["first"]) * size, samples_per_rank(length - consumed, old, start["drop_last"]))
-    # All ranks together may have delivered more than the order: its start is repeated to serve all ranks.
+    # All ranks together may have delivered more samples than the order has, because its first samples are repeated to
+    # give all ranks the same number.
     consumed = min(consumed + samples * old, length)
     return replace(
         sampler,
@@ -166,5 +167,5 @@ def _resharded(sampler: SamplerState, position: int, old: int, new: int) -> Samp
 
 
 def samples_per_rank(length: int, replicas: int, drop_last: bool) -> int:
-    """Returns the number of samples of each rank."""
+    """Returns the number of samples that each rank gets from an order of ``length`` samples."""
     return length // replicas if drop_last else -(-length // replicas)

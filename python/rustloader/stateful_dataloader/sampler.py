@@ -1,7 +1,7 @@
-"""Stateful samplers, with the names of ``torchdata.stateful_dataloader.sampler``.
+"""Stateful samplers, with the same names as in ``torchdata.stateful_dataloader.sampler``.
 
-A ``StatefulDataLoader`` resumes torch's samplers without these. They are for programs that save a sampler's state
-separately, or that were written for torchdata's samplers.
+A ``StatefulDataLoader`` can resume torch's own samplers without these classes. They are for programs that save a
+sampler's state separately, or that were written for torchdata's samplers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["BatchSampler", "RandomSampler", "StatefulDistributedSampler"]
 class RandomSampler(Sampler[int]):
     """Yields indices in random order; its iterator has a state.
 
-    Unlike torch's class it always has a generator, and draws from it as soon as an iterator is made.
+    Unlike torch's class, it always has a generator, and draws from it as soon as an iterator is created.
 
     Args:
         data_source: Dataset whose length is the number of indices.
@@ -84,9 +84,12 @@ class RandomSampler(Sampler[int]):
 
 
 class _RandomIterator(Iterator[int]):
-    """An epoch of a RandomSampler. Its state is the generator's initial state and the number of indices yielded."""
+    """An epoch of a RandomSampler.
 
-    # Number of indices that are drawn at a time with replacement.
+    Its state is the generator's state at the start of the epoch, and the number of indices yielded.
+    """
+
+    # Number of indices per draw when drawing with replacement.
     _CHUNK = 32
 
     def __init__(self, sampler: RandomSampler) -> None:
@@ -96,10 +99,10 @@ class _RandomIterator(Iterator[int]):
         self._begin(sampler.generator.get_state())
 
     def _begin(self, state: torch.Tensor) -> None:
-        """Begins with the first index. ``state`` is the state of the generator."""
+        """Starts at the first index. ``state`` is the current state of the generator."""
         self._state = state
         self.yielded = 0
-        # The next chunk of indices, drawn but not yet in use: at most one tensor.
+        # The next chunk of indices, if it is drawn but not yet in use: at most one tensor.
         self._next: list[torch.Tensor] = []
         # The chunk in use, and the number of indices yielded before it.
         self._drawn, self._before = self._draw()().tolist(), 0
@@ -177,7 +180,7 @@ class _BatchIterator(Iterator[list[int]]):
 
     def __next__(self) -> list[int]:
         batch = self._pending
-        # Not islice: it calls `iter`, and a sampler that is its own iterator may then start over.
+        # `islice` would call `iter`, and a sampler that is its own iterator might then start over.
         batch.extend(map(next, itertools.repeat(self._indices, self._batch_size - len(batch))))
         count = len(batch)
         if not count or (self._drop_last and count < self._batch_size):
@@ -210,7 +213,8 @@ def load_batch_state(state: Mapping[str, Any], sampler: Any) -> Iterator[Any]:
     """Loads a state from ``batch_state`` and returns an iterator over the remaining indices.
 
     Raises:
-        ValueError: The state contains that of a sampler or an iterator, but this one has no state.
+        ValueError: ``state`` contains the state of a sampler or of its iterator, but this sampler or iterator cannot
+            load a state.
     """
     if INNER_STATE in state:
         as_stateful(sampler).load_state_dict(state[INNER_STATE])
@@ -224,10 +228,10 @@ def load_batch_state(state: Mapping[str, Any], sampler: Any) -> Iterator[Any]:
 
 
 def as_stateful(sampler: Any) -> Stateful:
-    """Returns a sampler or iterator unchanged, with the type of a stateful object.
+    """Returns a sampler or iterator unchanged, typed as a stateful object.
 
     Raises:
-        ValueError: It cannot load a state.
+        ValueError: The sampler or iterator cannot load a state.
     """
     if not isinstance(sampler, Stateful):
         raise ValueError(
@@ -241,7 +245,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
     """torch's DistributedSampler, made stateful. Its state is the number of indices yielded in the current epoch.
 
     A loaded state takes effect at the next ``iter()``. States do not contain the epoch: call ``set_epoch`` as with
-    torch's class. Only states of newer torchdata versions contain it; loading them sets the epoch.
+    torch's class. States of newer torchdata versions do contain the epoch, and loading such a state sets it.
 
     Args:
         dataset: Dataset whose indices are divided among the ranks.
@@ -249,7 +253,8 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         rank: Rank of this process (default: None, its rank in the process group).
         shuffle: True shuffles the indices (default: True).
         seed: Seed of the order, the same on all ranks (default: 0).
-        drop_last: True drops the indices that do not divide evenly; False repeats some instead (default: False).
+        drop_last: True drops the indices that do not divide evenly; False repeats some indices instead (default:
+            False).
 
     Attributes:
         yielded: Number of indices that the current epoch has yielded.
@@ -295,7 +300,10 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
             yield index
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of indices yielded in the current epoch, or that the next one skips after a load."""
+        """Returns the number of indices yielded in the current epoch.
+
+        After a load, and until the next epoch yields an index, returns the number of indices that the epoch skips.
+        """
         return {self._YIELDED: self.yielded if self.next_yielded is None else self.next_yielded}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

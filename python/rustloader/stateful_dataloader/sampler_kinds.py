@@ -12,7 +12,7 @@ from rustloader.iterator import indices
 from rustloader.stateful_dataloader.schema import SamplerState
 from rustloader.stateful_dataloader.stateful import Stateful
 
-# torch's samplers whose order this package can start at any position: the kinds and the classes.
+# torch's samplers whose order this package can start at any position: class names, by kind.
 TORCH_SAMPLERS = {
     "sequential": "SequentialSampler",
     "random": "RandomSampler",
@@ -20,9 +20,9 @@ TORCH_SAMPLERS = {
     "subset": "SubsetRandomSampler",
     "weighted": "WeightedRandomSampler",
 }
-# Those that draw random numbers from a generator.
+# The kinds of these samplers that draw random numbers from a generator.
 RANDOM_SAMPLERS = ("random", "subset", "weighted")
-# Their kinds, by the code that yields their indices.
+# The kinds of these samplers, by the code object that yields their indices.
 _KIND_OF_CODE = {
     indices.SEQUENTIAL: "sequential",
     indices.RANDOM: "random",
@@ -34,12 +34,12 @@ _KIND_OF_CODE = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A loader's index sampler.
+    """A loader's index sampler, classified.
 
     Attributes:
         name: A key of ``TORCH_SAMPLERS``, ``"none"`` for the sampler that torch gives an iterable dataset,
             ``"stateful"`` for a sampler with a state, or ``"other"``.
-        inner: The sampler of single indices if torch's BatchSampler makes batches of them; else the index sampler.
+        inner: The sampler of single indices, if torch's BatchSampler batches them; otherwise the index sampler itself.
         batches: torch's BatchSampler, or None.
     """
 
@@ -73,7 +73,7 @@ class Kind:
 
 
 def kind_of(index_sampler: Any) -> Kind:
-    """Returns the kind of a loader's index sampler. Calls no method of it."""
+    """Returns the kind of a loader's index sampler. Calls none of the sampler's methods."""
     is_batches = isinstance(index_sampler, BatchSampler) and _code_of(index_sampler) is indices.BATCHES is not None
     batches = index_sampler if is_batches else None
     inner = index_sampler.sampler if is_batches else index_sampler
@@ -97,7 +97,7 @@ def _typed_attribute(cls: type, sampler: Any, name: str) -> Any:
 
 
 def length_of(sized: Any) -> int | None:
-    """Returns the length of an object, or None."""
+    """Returns the length of an object; None if ``len`` fails."""
     try:
         return len(sized)
     except Exception:

@@ -25,7 +25,7 @@ logger = logging.getLogger("rustloader")
 class Sampling:
     """The index batches of an epoch.
 
-    This class is for iterable datasets, and for samplers of which only the position can be saved.
+    The base class serves iterable datasets, and samplers for which only the position can be saved.
 
     Attributes:
         iterator: Yields the index batches from the position on.
@@ -39,28 +39,29 @@ class Sampling:
         self.iterator = iterator
 
     def draw(self) -> None:
-        """Makes the random draws of the first ``next``, unless they were made."""
+        """Makes the random draws that torch makes in the first ``next``, unless they have been made."""
 
     def state(self, position: int) -> SamplerState:
-        """Returns the state of the sampler when all index batches before a position are delivered.
+        """Returns the state of the sampler after the index batches before ``position`` were delivered.
 
-        Makes the draws of the first ``next`` if they were not made, because they belong to the state.
+        Makes the draws of the first ``next`` unless they have been made, because they belong to the state.
         """
         return _with_samples(self._unstarted, position) if self._kind.name == "none" else self._unstarted
 
     @functools.cached_property
     def _unstarted(self) -> SamplerState:
-        # On first use: `len` of a sampler may be code of the program.
+        # Computed on first use, because `len` of a sampler may run the program's code.
         return self._kind.unstarted()
 
 
 class _FromStart(Sampling):
-    """The index batches of torch's samplers. Their state is the start of the order, and a position.
+    """The index batches of torch's own samplers, whose state is the start of the order and a position.
 
     Args:
         kind: The sampler.
-        iterator: Its index batches.
-        begin: Makes the first draws, once, and returns the start; None if it cannot be saved.
+        iterator: Yields the sampler's index batches.
+        begin: Makes the first draws, unless an earlier call has made them. Returns the start of the order; None if the
+            start cannot be saved.
     """
 
     is_repeatable = True
@@ -105,7 +106,7 @@ class _Recorded(Sampling):
 
 
 def _with_samples(state: SamplerState, position: int) -> SamplerState:
-    """Adds torchdata's state of the batches of a sampler without a state."""
+    """Adds the state that torchdata saves for batches of a sampler without a state: the number of samples yielded."""
     if state.batch_size is None:
         return state
     samples = position * state.batch_size
@@ -122,20 +123,22 @@ def sampling(
     every: int,
     map_style: bool,
 ) -> Sampling:
-    """Returns the index batches of an epoch from a position on. Draws and loads nothing before the first ``next``.
+    """Returns the index batches of an epoch from a position on.
+
+    Makes no draws and loads no states before the first ``next``.
 
     Args:
         index_sampler: The source of the loader's index batches.
         torch_iterator: ``iter(index_sampler)``, unstarted.
-        saved: The result of ``Sampling.state``; also the start alone, or torchdata's two states alone, which are
-            those at the position unless there is a ``state_position``. None starts the epoch as torch draws it.
-        position: Number of index batches to leave out.
-        ahead: Ordinals after the position to leave out, too.
-        every: Number of index batches from one state of a sampler to the next; 0 for the first one alone.
-        map_style: Whether the dataset is map-style. An iterable one has no index batches to leave out.
+        saved: The result of ``Sampling.state``. It may have only the start, or only torchdata's two states, which are
+            those at the position unless there is a ``state_position``. With None, the epoch starts as in torch.
+        position: Number of index batches to skip.
+        ahead: Ordinals after the position to skip, too.
+        every: Number of index batches between two saved states of a sampler; 0 saves only the first state.
+        map_style: Whether the dataset is map-style. For an iterable dataset, no index batches are skipped.
 
     Raises:
-        ValueError: The saved states are of a sampler that has a state, and this one has none.
+        ValueError: ``saved`` contains the state of a sampler, but this sampler cannot load a state.
     """
     kind = kind_of(index_sampler)
     if not map_style:
@@ -147,7 +150,7 @@ def sampling(
     else:
         batches = Sampling(kind, _skipping(torch_iterator, position))
     if ahead:
-        # All of C code: an interrupt cannot lose an index batch.
+        # This chain runs entirely in C, so an interrupt cannot lose an index batch.
         delivered = set(ahead)
         wanted = [ordinal not in delivered for ordinal in range(position, max(ahead) + 1)]
         batches.iterator = itertools.compress(batches.iterator, itertools.chain(wanted, itertools.repeat(True)))
@@ -163,15 +166,15 @@ def _of_torch_sampler(
 ) -> _FromStart:
     saved_start = start_of(kind, saved)
     if kind.name == "sequential":
-        # The start is empty.
+        # A sequential order has an empty start, which `dict` returns.
         if position:
             return _FromStart(kind, iterate(kind, Source(kind, None, _indices(kind, position))), dict)
         return _FromStart(kind, indices.stream(kind.index_sampler, torch_iterator), dict)
     if kind.name == "distributed" and saved_start is not None:
         _warn_of_epoch(saved_start, kind.inner)
-        # Frameworks load the state of one rank on all ranks: it is a position, and the same for each.
+        # Frameworks load the state of one rank on all ranks. This works because the position is the same for each rank.
         saved_start = {**saved_start, "rank": kind.inner.rank}
-        # A program may have set the position back to one before the ranks changed.
+        # A program may have moved the position back to a batch from before the reshard.
         position = max(position - saved_start["first"], 0)
     is_owed = saved is not None and saved.is_owed
     start = Start(saved_start, is_owed)
@@ -183,13 +186,13 @@ def _of_torch_sampler(
     is_begun = kind.name == "distributed" and kind.batches is None
     source = Source(kind, saved_start, _indices(kind, position), torch_iterator if is_begun else None, is_owed)
     if is_begun:
-        # torch read the sampler's settings when it made the iterator.
+        # torch read the sampler's settings when it created the iterator, so they are recorded now.
         source.begin()
     return _FromStart(kind, iterate(kind, source), lambda: source.begin()[1])
 
 
 def _begin_stream(kind: Kind, start: Start) -> dict[str, Any] | None:
-    """Makes the first draws of an index stream, unless they were made. Returns the start."""
+    """Makes the first draws of an index stream, unless they have been made. Returns the start of the order."""
     if start.saved is None:
         if kind.name == "distributed":
             start.note(shard_start(kind.inner))

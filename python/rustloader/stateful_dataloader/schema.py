@@ -1,7 +1,7 @@
 """The format of a loader's state: the keys of torchdata's states, and this package's part, ``_rustloader``.
 
-Only this module has these keys as text. ``State`` is the content of a state. ``State.to_torchdata`` writes it as a
-dict; ``State.from_torchdata`` reads dicts of this package and of torchdata.
+Only this module contains these keys as literals. ``State`` is the content of a state. ``State.to_torchdata`` writes it
+as a dict; ``State.from_torchdata`` reads dicts of this package and of torchdata.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VERSION = 1
 SNAPSHOT = "_snapshot"
 STEPS = "_steps_since_snapshot"
 FINISHED = "_iterator_finished"
-# Keys of its snapshot.
+# Keys of the snapshot in a state with workers.
 SNAPSHOT_STEP = "_snapshot_step"
 LAST_WORKER = "_last_yielded_worker_id"
 MAIN = "_main_snapshot"
@@ -35,7 +35,7 @@ NUM_YIELDED = "_num_yielded"
 LEN_CALLED = "_IterableDataset_len_called"
 SHARED_SEED = "_shared_seed"
 BASE_SEED = "_base_seed"
-# Keys of a worker's part of the snapshot. Those of the two states are also keys of a state without workers.
+# Keys of a worker's part of the snapshot. DATASET_STATE and FETCHER_STATE are also keys of a state without workers.
 WORKER_ID = "worker_id"
 DATASET_STATE = "dataset_state"
 FETCHER_STATE = "fetcher_state"
@@ -52,7 +52,7 @@ OWN = "_rustloader"
 # The order of the keys is part of the format.
 _POSITION_KEYS = (SAMPLER_ITER_STATE, INDEX_SAMPLER_STATE, SAMPLER_ITER_YIELDED, LEN_CALLED, SHARED_SEED)
 _MAIN_KEYS = (NUM_WORKERS, *_POSITION_KEYS, BASE_SEED)
-# Without workers, before the first epoch and from then on.
+# Keys without workers, of states before the first epoch and of later states.
 _FRESH_KEYS = (*_POSITION_KEYS, NUM_YIELDED)
 _FLAT_KEYS = (INDEX_SAMPLER_STATE, SAMPLER_ITER_STATE, SAMPLER_ITER_YIELDED, NUM_YIELDED, LEN_CALLED, SHARED_SEED)
 KEYS_WITH_WORKERS = (SNAPSHOT, STEPS, FINISHED, OWN)
@@ -73,16 +73,16 @@ class Own:
     WORKERS = "workers"
     FAILURES = "failures"
     NEXT = "next"
-    # Of the sampler's and the dataset's part.
+    # In the sampler's and the dataset's part.
     KIND = "kind"
-    # Of a worker's record. In early states, "start" has the snapshot of a worker that had delivered nothing.
+    # In a worker's record. In states of early versions, "start" is the snapshot of a worker that had delivered nothing.
     REPLAY = "replay"
     BATCHES = "batches"
     SAMPLES = "samples"
     START = "start"
 
 
-# Of a worker's record. They are also attributes of `WorkerStart`.
+# Keys of a worker's record, which are also attributes of `WorkerStart`.
 _RECORD_KEYS = (Own.DELIVERED, Own.REPLAY, Own.BATCHES, Own.SAMPLES)
 
 
@@ -102,7 +102,7 @@ class DatasetState:
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Self:
-        """Reads a part of a state. A missing entry becomes None."""
+        """Reads the dataset's part of a state. A missing entry becomes None."""
         return _from_entries(cls, entries)
 
     @property
@@ -113,7 +113,7 @@ class DatasetState:
 
 @dataclass(frozen=True)
 class SamplerState:
-    """The part of a state that describes a sampler at a position. An entry that the state lacks is None.
+    """The part of a state that describes a sampler at a position. Entries that the state lacks are None.
 
     Attributes:
         kind: The name of a ``sampler_kinds.Kind``; None in torchdata's states.
@@ -122,12 +122,13 @@ class SamplerState:
         drop_last: ``drop_last`` of torch's BatchSampler.
         data_length: Number of indices that a random sampler draws from.
         replacement: Whether a random sampler draws with replacement.
-        start: The start of the order, see ``iterator.starts.Start``.
-        state_position: Number of index batches before the two following states.
+        start: The start of the order (see ``iterator.starts.Start``).
+        state_position: Number of index batches drawn before ``index_sampler_state`` and ``sampler_iter_state`` were
+            taken; None if these are the states at the position.
         index_sampler_state: torchdata's ``_index_sampler_state``.
         sampler_iter_state: torchdata's ``_sampler_iter_state``.
         says_batch_size: Whether the state has an entry for the batch size, which may be None.
-        is_owed: Whether torch's draws are still to be made, because ``start`` predicts them. Not an entry of states.
+        is_owed: Whether torch's draws must still be made, because ``start`` only predicts them. Not saved in states.
     """
 
     kind: Any = None
@@ -145,11 +146,11 @@ class SamplerState:
 
     @classmethod
     def of(cls, entries: Mapping[str, Any], main: Mapping[str, Any] | None = None) -> Self:
-        """Reads a part of a state.
+        """Reads the sampler's part of a state.
 
         Args:
-            entries: This package's part.
-            main: The dict with torchdata's keys.
+            entries: The sampler's entries in this package's part.
+            main: The dict with torchdata's keys; None if there is none.
         """
         main = main or {}
         return _from_entries(
@@ -163,7 +164,7 @@ class SamplerState:
 
     @property
     def own(self) -> dict[str, Any]:
-        """This package's part."""
+        """The sampler's entries in this package's part of a state."""
         entries = {name: getattr(self, name) for name in ("kind", "length", "batch_size", "drop_last")}
         if self.kind in ("random", "weighted"):
             entries |= {"data_length": self.data_length, "replacement": self.replacement}
@@ -172,7 +173,7 @@ class SamplerState:
 
     @property
     def has_states(self) -> bool:
-        """True if there is a state of the sampler or its iterator."""
+        """True if there is a state of the sampler or of its iterator."""
         return self.index_sampler_state is not None or self.sampler_iter_state is not None
 
 
@@ -182,9 +183,9 @@ class Draws:
 
     Attributes:
         base_seed: The base seed, or None.
-        sampler: The start of the sampler's order. None for a sampler that draws nothing, or by code that is not
-            torch's. A ``"seed"`` or the order from a ``"global_generator"`` is drawn; the sampler's own
-            ``"generator"`` is only read.
+        sampler: The start of the sampler's order; None if the sampler draws nothing, or does not draw by torch's code.
+            A ``"seed"`` is drawn, and so is the order from a ``"global_generator"``. Of the sampler's own
+            ``"generator"``, only the state is read.
     """
 
     base_seed: int | None
@@ -196,24 +197,24 @@ class State:
     """The content of a state.
 
     Attributes:
-        num_workers: Number of workers of the loader that wrote it.
-        low: All index batches before this ordinal are delivered.
+        num_workers: Number of workers of the loader that wrote the state.
+        low: Ordinal before which all index batches are delivered.
         ahead: Delivered ordinals from ``low`` on, in ascending order.
         yielded: Number of batches delivered; an error in place of a batch does not count.
-        steps: Number of batches that torchdata has delivered since its snapshot.
+        steps: Number of batches that torchdata delivered after its snapshot.
         last_worker: The worker that delivered the last batch.
         finished: Whether the epoch has ended.
-        sampler: The part about the sampler, or None for the start of an epoch.
+        sampler: The sampler's part, or None for the start of an epoch.
         workers: The start of each worker; a single one for a loader without workers.
         has_records: Whether the state has records of the workers in addition to their snapshots.
         base_seed: The base seed of the workers, or None to draw it.
         len_called: The length of an iterable dataset, if torch has called ``len``.
-        shared_seed: torch's seed of data pipes.
-        epoch: Number of epochs that the loader began before.
-        dataset: The part about the dataset; None in torchdata's states.
+        shared_seed: torch's shared seed for DataPipes.
+        epoch: Number of epochs that the loader began before this epoch.
+        dataset: The dataset's part; None in torchdata's states.
         seeds: Base seed and epoch of ``seed_by``, or None.
         failures: Number of failures under ``on_error`` in this epoch before the position.
-        next: The draws of the next epoch if this one has ended, or of this epoch if it has not begun.
+        next: The draws of the next epoch if this epoch has ended, or of this epoch if it has not begun.
     """
 
     num_workers: int = 0
@@ -303,10 +304,11 @@ class State:
 
         Args:
             state: The state.
-            check: Checks the dataset's part of this package's states, then the sampler's, before anything else is read.
+            check: Called for states of this package, with the dataset's part and then with the sampler's, before the
+                position and the snapshots are read. Raises ValueError if they do not fit.
 
         Raises:
-            ValueError: It is not a state, or something is missing or wrong in it.
+            ValueError: ``state`` is not a state, or one of its entries is missing or wrong.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a dict from state_dict() of a StatefulDataLoader, got {state!r}")
@@ -395,7 +397,7 @@ def _from_entries(cls: Any, entries: Mapping[str, Any], **more: Any) -> Any:
 
 
 def _worker(snapshot: Any, record: Any) -> WorkerStart:
-    """Returns the start of a worker, from its snapshot and its record in a state."""
+    """Returns the start of a worker, built from its snapshot and its record in a state."""
     snapshot = record.get(Own.START) or snapshot
     value_of(snapshot, DATASET_STATE, object)
     fetcher = value_of(snapshot, FETCHER_STATE, dict, type(None)) or {}
@@ -411,7 +413,7 @@ def _worker(snapshot: Any, record: Any) -> WorkerStart:
 
 
 def value_of(values: Any, key: str, *types: type) -> Any:
-    """Returns a value of a state. Raises ValueError if it is missing or of none of these types."""
+    """Returns a value in a state. Raises ValueError if the value is missing or of none of these types."""
     if key not in values:
         raise ValueError(f"the state has no {key!r}: load what state_dict() of a StatefulDataLoader returned")
     value = values[key]
@@ -422,7 +424,10 @@ def value_of(values: Any, key: str, *types: type) -> Any:
 
 
 def count(values: Any, key: str, default: int | None = None) -> int:
-    """Returns a non-negative number of a state. Raises ValueError if it is missing without a default, or wrong."""
+    """Returns a non-negative integer in a state, or ``default`` if it is missing.
+
+    Raises ValueError if it is missing and there is no default, or if it is not a non-negative integer.
+    """
     if default is not None and key not in values:
         return default
     value: int = value_of(values, key, int)

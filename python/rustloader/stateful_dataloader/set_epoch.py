@@ -1,11 +1,11 @@
-"""Records the epochs that a program sets in its dataset, for its workers."""
+"""Records the epochs that a program passes to its dataset's ``set_epoch``, to forward them to workers."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-# Attribute of a dataset: number of calls of ``set_epoch``, and the arguments of the last one.
+# Attribute of a dataset: the number of calls of `set_epoch`, and the arguments of the last call.
 _RECORD = "_rustloader_set_epoch"
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -15,10 +15,10 @@ class EpochRecorder:
     """Finds the calls of a dataset's ``set_epoch`` that its workers have not received yet.
 
     Args:
-        dataset: A dataset whose class records the calls, see ``recorder_of``. The workers start with it as it is now.
+        dataset: A dataset whose class records the calls (see ``recorder_of``). Workers start with its current state.
 
     Attributes:
-        in_force: The arguments of the ``set_epoch`` that applies to the current epoch; None without a call.
+        in_force: The arguments of the ``set_epoch`` call that applies to the current epoch; None without a call.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -29,18 +29,24 @@ class EpochRecorder:
         self.note_begun()
 
     def since_last_epoch(self) -> _Arguments | None:
-        """Returns the arguments of the last ``set_epoch`` since the last epoch began; None without a call."""
+        """Returns the arguments of the last ``set_epoch`` call since the last epoch began; None without a call.
+
+        Also updates ``in_force``.
+        """
         self._latest, args, kwargs = getattr(self._dataset, "__dict__", {}).get(_RECORD) or (0, (), {})
         self.in_force = (args, kwargs) if self._latest else None
         return None if self._latest == self._seen else self.in_force
 
     def note_begun(self) -> None:
-        """Notes that an epoch has begun: all workers have received its ``set_epoch``."""
+        """Records that an epoch has begun, so that all workers have received its ``set_epoch`` call."""
         self._seen = self._latest
 
 
 def recorder_of(dataset: Any) -> EpochRecorder | None:
-    """Returns a recorder for a dataset with ``set_epoch``, whose class then records the calls on the dataset itself."""
+    """Replaces ``set_epoch`` of a dataset's class by a method that also records its calls. Returns a recorder.
+
+    Returns None if there is no ``set_epoch``, or if it cannot be replaced. Calls are recorded on the dataset itself.
+    """
     cls = type(dataset)
     function = getattr(cls, "set_epoch", None)
     if not callable(function) or not hasattr(dataset, "__dict__"):
@@ -58,7 +64,7 @@ def _recording(function: Any) -> Any:
     def set_epoch(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs)
         calls = self.__dict__.get(_RECORD, (0,))[0]
-        # Works even if the class refuses attributes.
+        # Works even if the class's `__setattr__` refuses attributes.
         object.__setattr__(self, _RECORD, (calls + 1, args, kwargs))
         return result
 

@@ -1,4 +1,7 @@
-"""Finds shuffle buffers in Hugging Face's streams, ``datasets.IterableDataset``, whose states do not contain them."""
+"""Finds shuffle buffers in Hugging Face's streams, ``datasets.IterableDataset``.
+
+The states of these streams do not contain the samples in the buffers.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from typing import Any
 
 logger = logging.getLogger("rustloader")
 
-# The attributes of a stream, and of its parts, that hold further parts.
+# The attributes of a stream and of its parts that contain further parts.
 _OF_STREAM = "_ex_iterable"
 _PARTS = frozenset({_OF_STREAM, "ex_iterable", "ex_iterables"})
-# Maximum number of parts of a stream that are visited.
+# Maximum number of parts to visit.
 _MAX_PARTS = 10_000
 _WARNING = (
     "%s has a shuffle buffer of %d samples, which its state_dict() does not hold: a loop that resumes from this state "
@@ -21,7 +24,7 @@ _WARNING = (
 
 
 def warn(dataset: Any) -> None:
-    """Logs a warning if a dataset with a state is a stream with a shuffle buffer, or has one as an attribute."""
+    """Logs a warning if a stateful dataset is, or has as an attribute, a stream with a shuffle buffer."""
     size = 0
     with contextlib.suppress(Exception):
         size = largest(dataset)
@@ -30,7 +33,7 @@ def warn(dataset: Any) -> None:
 
 
 def largest(dataset: Any) -> int:
-    """Returns the number of samples in the largest shuffle buffer, 0 without one. Runs no code of the dataset."""
+    """Returns the size of the largest shuffle buffer in samples; 0 without one. Runs none of the dataset's code."""
     candidates = [dataset, *_attributes(dataset).values()]
     waiting = [it for it in candidates if _OF_STREAM in _attributes(it)]
     size = 0

@@ -1,4 +1,4 @@
-"""The iterator of a StatefulDataLoader without workers: torch's, which starts at a position."""
+"""The iterator of a StatefulDataLoader without workers: torch's iterator, started at a position."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
     def __init__(self, loader: StatefulLoaderLike, plan: Plan, about_dataset: DatasetState) -> None:
         self._epoch = Positioned(loader, plan, about_dataset)
         self._start = start = plan.workers[0] if plan.workers else WorkerStart()
-        # The index batch that is being fetched. An interrupt leaves it here for the next call.
+        # The index batch that is being fetched. After an interrupt, it remains here for the next call.
         self._drawn: list[Any] = []
         # The batch whose failures are being counted.
         self._kept: list[Any] = []
-        # The numbers of the answers that were errors.
+        # For each error, the number of answers before it.
         self._errors: list[int] = []
-        # The latest snapshots, each after a number of answers.
+        # The latest snapshots, each with the number of answers before it.
         self._snapshots: list[tuple[int, bytes]] = []
         resuming.load_dataset(loader.dataset, start)
         self._epoch.init_torch_iterator(self, super().__init__, loader)
@@ -54,7 +54,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
         config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
         self._epoch.seed_from(fetching.seeding(loader, config, int(self._base_seed)))
-        # The guard, which decides about failing samples, and their count; None if samples may not fail.
+        # The guard, which decides what happens to failing samples, and their count; None if `on_error` is "raise".
         self._guarded = prepare_fetcher(self, loader, config, self._epoch.seeding, plan.epoch)
         if self._guarded is not None:
             self._guarded[1].next_earlier = plan.failures
@@ -66,7 +66,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         tracing.follow_fetches(self, loader_state.of(loader), names.of(loader))
 
     def _resume_sampler(self, torch_iterator: Iterator[Any]) -> Iterator[Any]:
-        """Takes the first snapshot, and replays the batches after the saved one. Returns the index batches."""
+        """Takes the first snapshot and replays the batches after the saved one. Returns the remaining index batches."""
         start, low = self._start, self.origin.low
         fetcher, count = self._dataset_fetcher, start.replayed
         with contextlib.suppress(Exception):  # `state` raises it again
@@ -93,7 +93,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
 
     @property
     def raised(self) -> int:
-        """Number of answers in the epoch that were not batches. Prefetching reads it."""
+        """Number of answers in the epoch that were errors. Prefetching reads it."""
         return self._epoch.raised
 
     def delivered_nothing(self) -> bool:
@@ -106,7 +106,8 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
                 data = self._next_data()
         else:
             data = self._next_data()
-        # No call from here on, see `call_into`: if a signal handler raised in it, a batch that counts would be lost.
+        # No calls from here on (see `call_into`): if a signal handler raised during a call, a batch that was already
+        # counted as delivered would be lost.
         self._num_yielded += 1
         length: Any = self._IterableDataset_len_called
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
@@ -120,7 +121,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         while not self._kept:
             if count.error is not None:
                 raise count.error()
-            # Here, because the sampler may end or raise, and then nothing is fetched.
+            # Begun here and not by the fetcher, because nothing is fetched if the sampler ends or raises.
             guard.begin()
             try:
                 self._kept = [self._next_answer()]
@@ -129,7 +130,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             except StopIteration:
                 self._count_failures()
                 raise
-        # An error of a signal handler in this call leaves the batch to the next one.
+        # If a signal handler raises during this call, the next call returns the batch.
         self._count_failures()
         # Atomic for signal handlers.
         data, self._kept = self._kept[0], []
@@ -167,7 +168,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             self._end()
             raise
         except Exception as error:
-            # An error of a signal handler leaves the batch to the next call.
+            # If a signal handler raised the error, the next call fetches the batch again.
             if not is_interrupt(error, handled):
                 self._errors.append(answers)
                 self._epoch.raised += 1
@@ -186,15 +187,16 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         if made is None:
             return
         kept = self._snapshots
-        # Keeps the newest snapshot at or before the oldest position that can be asked for, and all later ones.
+        # Keeps the newest snapshot at or before the oldest position for which a state can be requested, and all later
+        # snapshots.
         first = 0
         while first + 1 < len(kept) and kept[first + 1][0] <= answers - BACK_BATCHES:
             first += 1
-        # A new list: another thread may read the old one.
+        # A new list, because another thread may be reading the old list.
         self._snapshots = [*kept[first:], (answers + 1, made)]
 
     def _answers_before(self, answers: int, back: int) -> int:
-        """Returns the number of answers before the last ``back`` batches of a number of answers."""
+        """Returns the number of answers before the last ``back`` batches among the first ``answers`` answers."""
         if back > BACK_BATCHES:
             raise ValueError(f"back must be {BACK_BATCHES} or less, got {back}")
         while back:
@@ -207,15 +209,14 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
     def state(
         self, back: int, finished: bool, draws: Draws | None = None, *, before_error: bool = False
     ) -> dict[str, Any]:
-        """Returns the state after the last batch that was delivered. The arguments are those of the iterator with
-        workers."""
-        # Read once: another thread may be in `next`.
+        """Returns the state after the last delivered batch. The arguments are as for the iterator with workers."""
+        # Read only once, because another thread may be in `next`.
         yielded = self._num_yielded
         answers = self._epoch.answers(yielded) - before_error
         if back:
             answers = self._answers_before(answers, back)
         low, ahead = ordinals(self.origin, answers, [])
-        # Before the state of the dataset, which may include that of a generator.
+        # The draws come before the dataset's state, which may include the state of a generator.
         self._epoch.sampling.draw()
         worker = self._worker(answers, back == 0 and not before_error, finished)
         sampler = self._epoch.sampling.state(low - worker.replayed if self._dataset_kind == _DatasetKind.Map else low)
@@ -234,7 +235,10 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         )
 
     def _worker(self, answers: int, is_last: bool, finished: bool) -> WorkerStart:
-        """Returns the state of dataset and fetcher after a number of answers."""
+        """Returns the start that resumes the dataset and the fetcher after a number of answers.
+
+        ``is_last`` is True if these are all answers so far.
+        """
         maker, start, snapshot = self._maker, self._start, None
         is_at_start = answers == 0 and start.has_state and not finished
         if is_last and maker.has_state and not is_at_start and (finished or self._drawn_at != answers):
@@ -242,7 +246,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             snapshot.dataset_state = copied(snapshot.dataset_state)
             snapshot.iterator_state = copied(snapshot.iterator_state)
             if not finished and self._drawn_at == answers:
-                # Another thread has begun the next batch.
+                # Another thread has begun the next batch meanwhile, so the snapshot may include a part of it.
                 snapshot = None
         if snapshot is not None:
             # The snapshot includes the replayed batches.
@@ -259,7 +263,10 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         return self.origin.failures if self._guarded is None else self._guarded[1].count_after(yielded)
 
     def _newest_snapshot(self, answers: int) -> tuple[int, WorkerStart | None]:
-        """Returns the newest snapshot after at most that many answers, and the number of answers before it."""
+        """Returns the number of answers before the newest snapshot, and the snapshot.
+
+        Only snapshots after at most ``answers`` answers count. Returns 0 and None if there is none.
+        """
         for after, payload in reversed(self._snapshots):
             if after <= answers:
                 return after, read(payload)

@@ -1,4 +1,4 @@
-"""The indices of torch's samplers from a saved start and position, and torch's batches of them."""
+"""The indices of torch's samplers from a saved start and position, and torch's batches of these indices."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ _Begun = tuple[Iterator[Any], dict[str, Any] | None]
 
 
 class Source:
-    """The indices of an epoch of a sampler. The epoch begins with the first index, or earlier if ``begin`` is called.
+    """The indices of one epoch of a sampler.
+
+    The epoch begins when the first index is drawn, or earlier if ``begin`` is called.
 
     Args:
-        kind: The sampler, which must be known.
-        start: The start of the order, or None for the start of an epoch as torch draws it.
-        skip: Number of indices to leave out.
-        iterator: The iterator over a DistributedSampler, if torch has made it already.
+        kind: The sampler, for which ``is_known`` must be True.
+        start: The start of the order; None to draw the order as torch does.
+        skip: Number of indices to skip.
+        iterator: The iterator over a DistributedSampler, if torch has already created it.
         is_owed: As for ``Start``.
     """
 
@@ -43,16 +45,16 @@ class Source:
         self._start = start
         self._skip = skip
         self._iterator = iterator
-        # The first entry counts: a signal handler may begin while its thread begins.
+        # Only the first entry counts. A signal handler that calls `begin` during a call of `begin` may add a second.
         self._begun: list[_Begun] = []
-        # Makes other threads wait. A signal handler runs in the same thread, and does not wait.
+        # Makes other threads wait. Reentrant, because a signal handler runs in the same thread.
         self._lock = threading.RLock()
 
     def begin(self) -> _Begun:
-        """Makes the draws of the first index, once.
+        """Makes the draws for the first index, unless an earlier call has made them.
 
         Returns:
-            The iterator, and the start to save; None if it cannot be saved.
+            The iterator, and the start to save, which is None if it cannot be saved.
         """
         with self._lock:
             if not self._begun:
@@ -95,7 +97,7 @@ def _advanced(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 class _Batches:
-    """A BatchSampler over other indices, for torch's code. Its other attributes are those of the original."""
+    """Stands in for a BatchSampler in torch's code, with another sampler. All other attributes are the original's."""
 
     def __init__(self, batches: BatchSampler, inner: Any) -> None:
         self._batches = batches
@@ -106,7 +108,10 @@ class _Batches:
 
 
 def iterate(kind: Kind, source: Any) -> Iterator[Any]:
-    """Returns torch's iterator over the batches of a source, or over its indices. Begins at the first ``next``."""
+    """Returns torch's iterator over a source's batches, or an iterator over its indices if there is no BatchSampler.
+
+    The source is not read before the first ``next``.
+    """
     if kind.batches is not None:
         return BatchSampler.__iter__(_Batches(kind.batches, source))  # type: ignore[arg-type]
     return _lazily(source)
@@ -119,7 +124,8 @@ def _lazily(source: Any) -> Iterator[Any]:
 def start_of(kind: Kind, saved: SamplerState | None) -> Mapping[str, Any] | None:
     """Returns the saved start of a known sampler; None if there is none.
 
-    A state of torchdata's RandomSampler has the state of its generator. torch's sampler draws the same indices from it.
+    A state of torchdata's RandomSampler contains the state of its generator, from which torch's sampler draws the same
+    indices.
     """
     if saved is None:
         return None

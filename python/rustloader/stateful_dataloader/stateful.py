@@ -1,4 +1,4 @@
-"""The protocol of objects whose position can be saved."""
+"""The protocol of objects whose state can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a result of ``state_dict``."""
+        """Loads a state that ``state_dict`` returned."""
         ...
