@@ -58,8 +58,9 @@ fn empty_set() -> libc::sigset_t {
     }
 }
 
-/// Sends `signal` to the process `pid`. It is no error if the process has ended. Prefer
-/// [`PidFd::send_signal`](super::pidfd::PidFd::send_signal), which cannot hit another process with a recycled number.
+/// Sends `signal` to the process `pid`. Succeeds, without effect, if the process has ended. Prefer
+/// [`PidFd::send_signal`](super::pidfd::PidFd::send_signal), which cannot reach another process that has reused the
+/// pid.
 pub fn kill(pid: i32, signal: i32) -> Result<()> {
     if pid <= 0 {
         return Err(Error::usage(format!("kill of {pid}, which is a group and not a process")));
@@ -131,7 +132,7 @@ fn is_in_mask(pid: i32, name: &[u8], signal: i32) -> bool {
     mask.is_some_and(|mask| mask & 1 << (signal - 1) != 0)
 }
 
-/// Ends the process at once, without exit handlers or flushing buffers.
+/// Ends the process at once, without running exit handlers or flushing buffers.
 pub fn exit_now(code: i32) -> ! {
     // SAFETY: _exit has no precondition.
     unsafe { libc::_exit(code) }
@@ -198,7 +199,7 @@ mod tests {
         }
         assert!(!blocks(i32::MAX, stack_signal()));
         // A test does not run in the main thread, so it can set only the mask of a child's main thread.
-        // SAFETY: the child calls nothing but the kernel, and ends by the signal that it then gets.
+        // SAFETY: the child calls nothing but the kernel, and ends when the signal below kills it.
         let child = unsafe { libc::fork() };
         if child == 0 {
             block_all_in_this_thread();
