@@ -1,8 +1,8 @@
 //! SIGTERM to the process group, as sent to preempt a training run.
 //!
 //! By default all workers would die from it, and `next` would raise before the main process's handler could react. So
-//! if the main process has a handler, a worker notes the signal on its status page, continues, and checks every
-//! [`SIGTERM_CHECK`] which other workers have received it:
+//! if the main process has a handler for SIGTERM, a worker notes the signal on its status page, continues, and checks
+//! every [`SIGTERM_CHECK`] which other workers have received the signal too:
 //!
 //! | received by | meaning | the worker |
 //! |---|---|---|
@@ -12,7 +12,7 @@
 //! | there is no other worker | unknown | continues for [`SIGTERM_ALONE`] |
 //!
 //! A second SIGTERM ends the worker at once, and so does one that the worker sends itself. A SIGTERM from the main
-//! process, which is part of a shutdown, makes it leave. [`decide`] runs in the signal handler: it only loads and
+//! process is part of a shutdown, and makes the worker leave. [`decide`] runs in the signal handler: it only loads and
 //! stores atomics.
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -26,13 +26,13 @@ use crate::shm::arena::Arena;
 use crate::shm::layout::{StatusPage, Terminated, WorkerState};
 use crate::sys::sigterm::{self, Cause, Reaction};
 
-/// The input of [`decide`]. Never dropped, because the handler stays.
+/// The input of [`decide`]. It is never dropped, because the handler stays installed.
 struct Input {
     arena: Arc<Arena>,
     worker: u32,
     /// The ids of this process and of the main process.
     pids: (i32, i32),
-    /// Limit of checks if no other worker has received the signal. The limit is twice as high if some have.
+    /// Maximum number of checks if no other worker has received the signal; if some have, twice as many are allowed.
     max_checks: u32,
 }
 
@@ -58,7 +58,7 @@ fn decide(cause: Cause) -> Reaction {
     match cause {
         Cause::Sent { by } if by == input.pids.1 => Reaction::Leave,
         Cause::Sent { by } if by == input.pids.0 => Reaction::Die,
-        // Pending signals merge, so this may be the main process's signal too.
+        // Pending signals merge, so the main process may have sent one too.
         Cause::Sent { .. } if input.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Reaction::Leave,
         Cause::Sent { .. } => match page(input.worker).terminated.swap(Terminated::Alone as u32, Ordering::Relaxed) {
             0 => Reaction::AskAgain(SIGTERM_CHECK),
