@@ -31,7 +31,7 @@ impl Kept {
         limit.max(self.collect_at.load(Ordering::Relaxed))
     }
 
-    /// Returns true if `len` more bytes may be held. If they would exceed the limit, first calls `collect`, which runs
+    /// Returns true if `len` more bytes may be held. If that would exceed the limit, first calls `collect`, which runs
     /// the garbage collector.
     pub fn has_room(&self, len: u64, collect: impl FnOnce()) -> bool {
         let limit = self.limit();

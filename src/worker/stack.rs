@@ -18,8 +18,8 @@ pub(super) struct StackOffer {
 
 impl StackOffer {
     /// Creates the file for stack dumps, and returns its descriptor. Returns `None` if there can be no such file; the
-    /// status page then has the reason. The descriptor is never closed, because by then its number may name another
-    /// file.
+    /// status page then has the reason. The worker never closes the descriptor, because the program may already have
+    /// closed it and reused its number.
     pub fn make_file(status: &StatusPage) -> Option<i32> {
         let handler = sys::signal::handler_of(sys::signal::stack_signal());
         if handler.is_some_and(|handler| handler != sys::signal::DEFAULT) {

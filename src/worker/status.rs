@@ -65,8 +65,8 @@ impl StatusPage {
         add(&self.fetch_cpu_ns, cpu, Ordering::Release);
     }
 
-    /// Stores the beginning of an index batch for `rustloader top`. Stores nothing if the index batch is pickled,
-    /// because `top` does not unpickle.
+    /// Stores the beginning of an index batch for `rustloader top`. Stores no bytes of a pickled index batch, because
+    /// `top` does not unpickle.
     pub(super) fn show_index(&self, entry: &TaskEntry, payload: &[u8]) {
         let payload = if entry.kind == TaskKind::Plain { payload } else { &[] };
         let mut head = [0; INDEX_BYTES];

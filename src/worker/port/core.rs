@@ -63,8 +63,8 @@ pub struct Port {
     stack: StackOffer,
     /// CPU nanoseconds of the process when the current fetch began; 0 if it is not measured.
     fetch_began: AtomicU64,
-    /// The connection to the main process, if the main process is on another machine. It does not see the status page
-    /// there.
+    /// The connection to the main process, if the main process is on another machine. The main process cannot see the
+    /// status page in that case.
     pub(super) remote: Option<Arc<Remote>>,
     /// True if the main process was last notified that a sample is in progress.
     at_sample: AtomicBool,
