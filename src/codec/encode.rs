@@ -46,7 +46,8 @@ struct Encoder<'a, 'py> {
     /// `None` for an index batch, in which tensors and arrays do not count as plain.
     bridge: Option<&'a Bridge>,
     draft: Draft<'a, Bound<'py, PyAny>>,
-    /// True if each container around the current value has only one reference, so that it is freed with the batch.
+    /// True if each container around the current value has only one reference, so that all of them are freed with the
+    /// batch.
     is_sole: bool,
     /// True if the current value is a key of a dict, or a part of one.
     is_key: bool,

@@ -1,4 +1,4 @@
-//! Leaves in shared memory, in the worker and in the main process.
+//! The sink of a worker's encoder and the source of the main process's decoder: leaves in shared memory.
 
 use super::{Hold, Sink, Source};
 use crate::engine::completions::Leaves;

@@ -9,7 +9,7 @@ use crate::tree::{Atom, Build, Group, Kind, Place, Storage, walk};
 /// Alignment, in bytes, of small tensors in their common storage, as in torch's allocators.
 pub const ALIGN: usize = 64;
 
-/// Bytes of a lease to copy before the batch is delivered.
+/// A copy of some bytes of a lease, made before the batch is delivered.
 #[derive(Debug)]
 struct LeasedCopy<M> {
     from: M,
@@ -168,7 +168,8 @@ mod tests {
     #[test]
     fn copies_fill_their_targets() {
         let (from, mut to) = (Heap::new(100).unwrap(), [0u8; 8]);
-        // SAFETY: the heap has 100 bytes; the target has 5 from its second byte on, and lives until the end.
+        // SAFETY: the heap has 100 bytes; the target has 5 from its second byte on, and lives until the end of the
+        // test.
         let copies = unsafe {
             from.ptr().write_bytes(7, 100);
             let mut copies = Copies::new();

@@ -22,11 +22,11 @@ use crate::tree::text;
 
 /// The first byte of a pickle.
 pub(super) const PICKLE: u8 = 0xf0;
-/// The first byte of a tree with leaves. After it come the tree's length, the number of leaves and the length of each
-/// leaf, all u64; then the tree and the leaves.
+/// The first byte of a tree with leaves. It is followed by the tree's length, the number of leaves and the length of
+/// each leaf, all u64, and then by the tree and the leaves.
 pub(super) const LEAVES: u8 = 0xf1;
-/// The first byte of a dict that has a shape. After it come the shape's number, a u32, and the tuple of the values, a
-/// tree with or without leaves.
+/// The first byte of a dict that has a shape. It is followed by the shape's number, a u32, and by the tuple of the
+/// values, a tree with or without leaves.
 const SHAPED: u8 = 0xf2;
 
 /// A mapped image of rows.
@@ -179,7 +179,7 @@ impl Source for Parts<'_> {
         let leaf = self.0.get_mut(index as usize).and_then(Option::take);
         let leaf = leaf.ok_or_else(|| damaged(&format!("leaf {index} of a row")))?;
         let heap = Heap::new(leaf.len())?;
-        // SAFETY: the new memory has as many bytes.
+        // SAFETY: the new memory has room for these bytes.
         unsafe { heap.ptr().copy_from_nonoverlapping(leaf.as_ptr(), leaf.len()) };
         Ok(heap)
     }

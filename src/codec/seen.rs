@@ -18,7 +18,7 @@ pub trait Object {
 pub struct SeenLeaf<O> {
     pub object: O,
     pub kind: Kind,
-    /// True if its elements share memory with each other. The payload then has only a gap for it.
+    /// True if the leaf's elements share memory with each other. The payload then has only a gap for the leaf.
     pub overlaps_itself: bool,
     /// Start and end of the leaf's encoding in the payload.
     pub written: (usize, usize),

@@ -14,7 +14,7 @@ pub struct Roots {
 }
 
 impl Default for Roots {
-    /// Returns the system's roots. In tests with failpoints, returns folders of the directory that
+    /// Returns the system's roots. In tests with failpoints, returns subfolders of the folder that
     /// `RUSTLOADER_MEMORY_ROOT` names.
     fn default() -> Self {
         #[cfg(feature = "failpoints")]
@@ -41,7 +41,7 @@ impl Level {
         text(&self.folder.join(file)).map(|text| text.trim().to_owned())
     }
 
-    /// Returns the CPU time per wall time that this level allows; `None` without a quota.
+    /// Returns the number of cores that this level allows (CPU time per wall time); `None` without a quota.
     fn cpu_quota(&self) -> Option<f64> {
         let (quota, period) = if self.is_v2 {
             let text = self.text("cpu.max")?;

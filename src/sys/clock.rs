@@ -22,7 +22,7 @@ pub fn process_cpu_ns() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is a local struct that the kernel fills.
     unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
-    // SAFETY: an rusage of zeroes is a valid one, for the kernel to fill.
+    // SAFETY: an all-zero rusage is valid, and the kernel fills it.
     let children = unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
         libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage);

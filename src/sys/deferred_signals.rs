@@ -65,7 +65,7 @@ impl Deferred {
         let deferrals = || DEFERRALS.iter().zip(self.0).filter(|(_, deferred)| *deferred).map(|(it, _)| it);
         let arrived: Vec<i32> = deferrals().filter(|it| it.end()).map(|it| it.signal).collect();
         for signal in arrived {
-            // SAFETY: raise takes a number.
+            // SAFETY: raise takes a plain number.
             unsafe { libc::raise(signal) };
         }
     }
@@ -267,7 +267,7 @@ mod tests {
     }
 
     fn raise(signal: i32) {
-        // SAFETY: raise takes a number.
+        // SAFETY: raise takes a plain number.
         unsafe { libc::raise(signal) };
     }
 

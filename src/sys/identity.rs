@@ -10,7 +10,7 @@ use crate::error::Result;
 ///
 /// It cannot tell apart two descriptors of one file, two files that share an inode (eventfds, epolls, and pidfds before
 /// Linux 6.9), or a deleted file and the later file that got its inode. /proc/self/fdinfo numbers eventfds, but reading
-/// it at each ring would cost three more system calls.
+/// it for each ring of a doorbell would cost three more system calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FdIdentity {
     device: u64,

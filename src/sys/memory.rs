@@ -34,7 +34,7 @@ pub fn limits(roots: &Roots) -> Vec<Headroom> {
 
 /// Returns the total memory and swap of the machine in bytes, used or not.
 pub fn total_ram_and_swap() -> u64 {
-    // SAFETY: a sysinfo of zeroes is a valid one.
+    // SAFETY: an all-zero sysinfo is valid.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
     // SAFETY: `info` is a local struct that the kernel fills. If the call is refused, the struct stays 0.
     let _ = failpoint!("sysinfo", checked(unsafe { libc::sysinfo(&mut info) }));

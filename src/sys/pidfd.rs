@@ -79,7 +79,7 @@ impl PidFd {
     }
 
     /// Returns the exit status, without reaping. `None` while the process lives, or if the kernel does not report the
-    /// status: before Linux 6.15 it reports that of unreaped children of this process only.
+    /// status: before Linux 6.15, it does so only for unreaped children of this process.
     pub fn status(&self) -> Option<ExitStatus> {
         wait_status(WaitId::PidFd(self.as_fd())).unwrap_or_else(|_| self.recorded_status())
     }

@@ -113,7 +113,8 @@ impl PollSet {
     /// `ready`. An end of file, an error and an exited process count as readable. epoll reports at most
     /// [`EPOLL_EVENTS`] descriptors per wait.
     ///
-    /// Errors: [`Error::Os`] `EBADF` for a descriptor closed before it was removed, [`Error::Usage`] in a forked child.
+    /// Errors: [`Error::Os`] with `EBADF` for a descriptor that was closed before it was removed, [`Error::Usage`] in a
+    /// forked child.
     pub fn wait(&mut self, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {
         ready.clear();
         self.check_process()?;

@@ -11,7 +11,7 @@ use super::{descriptor_hint, refused};
 use crate::error::Result;
 
 /// Opens the file that descriptor `fd` of the process `pid` names, if `place` is the file's device and inode. Never
-/// opens another file: to open a FIFO wakes its other end, and to open a device may have any effect.
+/// opens another file: opening a FIFO wakes its other end, and opening a device may have any effect.
 ///
 /// Errors: [`Error::Os`] with `EBADF` if the descriptor names another file, or with the errno of `open` if /proc is not
 /// mounted, hides the process's files, or does not have the descriptor.

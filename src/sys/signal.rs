@@ -88,7 +88,7 @@ pub fn handler_of(signal: i32) -> Option<usize> {
 
 /// Returns the action of `signal` in this process; `None` if unknown.
 pub(super) fn action_of(signal: i32) -> Option<libc::sigaction> {
-    // SAFETY: a sigaction of zeroes is a valid one.
+    // SAFETY: an all-zero sigaction is valid.
     let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
     // SAFETY: a null action changes nothing; `now` is a local struct that the call fills.
     let mut call = || unsafe { libc::sigaction(signal, std::ptr::null(), &mut now) };
@@ -107,7 +107,7 @@ pub(super) unsafe fn set_action(signal: i32, action: &libc::sigaction) -> bool {
 
 /// Makes this process ignore `signal`. If the system refuses, the action stays as it is.
 pub fn ignore(signal: i32) {
-    // SAFETY: a sigaction of zeroes is a valid one, with an empty mask.
+    // SAFETY: an all-zero sigaction is valid, and has an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = libc::SIG_IGN;
     // SAFETY: the action has no handler.

@@ -53,7 +53,7 @@ static STATE: OnceLock<HandlerState> = OnceLock::new();
 /// # Errors
 /// [`Error::Os`] if the system refuses a timer or the handler; SIGTERM then has its earlier effect.
 pub fn install(decide: fn(Cause) -> Reaction) -> Result<()> {
-    // SAFETY: a sigevent of zeroes is a valid one.
+    // SAFETY: an all-zero sigevent is valid.
     let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
     // The timer signals this thread, because a signal to the process would merge with another pending SIGTERM.
     event.sigev_notify = libc::SIGEV_THREAD_ID;
@@ -67,7 +67,7 @@ pub fn install(decide: fn(Cause) -> Reaction) -> Result<()> {
     // SAFETY: getpid has no precondition.
     let state = HandlerState { pid: unsafe { libc::getpid() }, timer: timer as usize, decide };
     STATE.set(state).map_err(|_| Error::usage("there is already a handler for SIGTERM"))?;
-    // SAFETY: a sigaction of zeroes is a valid one, with an empty mask.
+    // SAFETY: an all-zero sigaction is valid, and has an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = handler as *const () as usize;
     // Interrupted system calls restart; the handler runs on the thread's alternate stack, if it has one.
@@ -111,7 +111,7 @@ fn set_timer(timer: usize, after: Duration) -> bool {
 /// Restores the default action and raises SIGTERM, which ends the process when the handler returns: until then the
 /// signal is blocked.
 fn die() {
-    // SAFETY: a sigaction of zeroes is the default action with an empty mask; raise takes a number.
+    // SAFETY: an all-zero sigaction is the default action with an empty mask; raise takes a plain number.
     unsafe {
         let action: libc::sigaction = std::mem::zeroed();
         libc::sigaction(libc::SIGTERM, &action, std::ptr::null_mut());

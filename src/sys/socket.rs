@@ -109,9 +109,9 @@ impl Socket {
         }
     }
 
-    /// Makes the kernel detect that the other end has gone silently: it probes an idle connection, and ends a
-    /// connection whose bytes are not acknowledged within `limit`. Also makes TCP send small packets without delay. Has
-    /// no effect on sockets other than TCP sockets.
+    /// Makes the kernel detect that the other end is gone, even if no packet says so: the kernel probes an idle
+    /// connection, and ends a connection whose bytes are not acknowledged within `limit`. Also makes TCP send small
+    /// packets without delay. Has no effect on sockets other than TCP sockets.
     pub fn keep_alive(&self, limit: Duration) {
         let millis = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX) as u32;
         let part = |n| Duration::from_secs(u64::from(millis / 1000 / n).max(1));
@@ -126,7 +126,7 @@ impl Socket {
     /// Sends as many bytes as fit into the socket's buffer.
     pub fn send(&self, parts: &[Part<'_>]) -> Result<Transfer> {
         self.check("sendmsg")?;
-        // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
+        // SAFETY: an all-zero message header is valid: it has no address and no control data.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         // A Part has the layout of an iovec.
         message.msg_iov = parts.as_ptr().cast_mut().cast();
@@ -146,7 +146,7 @@ impl Socket {
     pub unsafe fn receive(&self, first: (*mut u8, usize), second: (*mut u8, usize)) -> Result<Transfer> {
         self.check("recvmsg")?;
         let mut parts = [first, second].map(|(memory, len)| libc::iovec { iov_base: memory.cast(), iov_len: len });
-        // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
+        // SAFETY: an all-zero message header is valid: it has no address and no control data.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = parts.as_mut_ptr();
         message.msg_iovlen = parts.len() as _;

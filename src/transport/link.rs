@@ -168,14 +168,14 @@ impl Link {
         self.socket.shut_down(std::net::Shutdown::Both);
     }
 
-    /// Sends the entries of the rings. Leaves those for which the socket has no room to the link's thread.
+    /// Sends the entries in the rings. Leaves those for which the socket has no room to the link's thread.
     pub fn pump(&self) {
         if matches!(self.send_queued(), Some(false)) {
             self.wake();
         }
     }
 
-    /// Sends the entries of the rings. Returns false if the socket has no room for all of them, and `None` after an
+    /// Sends the entries in the rings. Returns false if the socket has no room for all of them, and `None` after an
     /// error or the end of the connection.
     fn send_queued(&self) -> Option<bool> {
         let mut writer = lock(&self.writer);

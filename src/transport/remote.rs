@@ -71,8 +71,8 @@ struct Outgoing {
 
 impl Remote {
     /// Creates an arena, and serves its only worker over a connected socket. `ring_slots` and `region_len` are those of
-    /// the main process's arena, so that a batch that would not fit there is refused here. `lost` runs in a thread if
-    /// the connection ends before [`Remote::finish`], after the worker has been asked to leave. `killed` runs in a
+    /// the main process's arena, so that a batch that would not fit there is refused here. If the connection ends
+    /// before [`Remote::finish`], the worker is asked to leave, and then `lost` runs in a thread. `killed` runs in a
     /// thread when the main process asks this process to end.
     pub fn start(
         socket: OwnedFd,

@@ -81,7 +81,7 @@ pub enum Place<'a> {
     },
     /// Nowhere: the leaf has no elements.
     Empty {
-        /// Offset in its storage, in elements.
+        /// The leaf's offset in its storage, in elements.
         offset: i64,
     },
 }

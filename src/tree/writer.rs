@@ -14,7 +14,7 @@ pub struct Writer<'a> {
 pub struct Placeholder(usize);
 
 impl Placeholder {
-    /// Returns its position in the payload.
+    /// Returns the placeholder's position in the output.
     pub fn at(self) -> usize {
         self.0
     }

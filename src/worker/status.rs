@@ -41,7 +41,7 @@ impl StatusPage {
         let sum = &self.spent_ns[before as usize];
         // SYNC: time-spent (pairs with the Acquire in `WorkerTotals::of`).
         sum.store(sum.load(Ordering::Relaxed).wrapping_add(spent), Ordering::Release);
-        // The state is for reports. `Left` counts only after the end of the process (`Handle::all_left`).
+        // The state is only for reports. `Left` is relied on only after the process has ended (`Handle::all_left`).
         self.state.store(state as u32, Ordering::Relaxed);
         spent
     }

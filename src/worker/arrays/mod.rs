@@ -1,17 +1,17 @@
 //! Memory of the worker's own arrays in its region. `interop::numpy_memory` gives it to NumPy.
 //!
-//! A batch with such an array is sent without a copy if nothing in the worker can change it any more. The proof has two
+//! Such an array is sent in a batch without a copy if nothing in the worker can change it any more. The proof has two
 //! parts. While the batch exists, the encoder checks the references that lead to the array's memory: the containers
 //! around it, the array and the arrays that it is a view of must have only one reference each, and no weak references.
 //! So no finalizer that runs when the batch is dropped can reach the memory. Any other array is copied at once.
 //!
 //! Then the codec notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] shows
-//! whether the memory was freed in between: any view, buffer or tensor over the memory that still exists has kept it
-//! alive. If the memory was freed, the block passes to the consumer; if not, its bytes are copied.
+//! whether the memory was freed in between: a view, buffer or tensor that still uses the memory has kept it alive. If
+//! the memory was freed, the block passes to the consumer; if not, its bytes are copied.
 //!
 //! A child that the dataset forks has its own copy of ordinary memory. Blocks are shared memory, so the child replaces
-//! the blocks of live arrays with private copies before any other code runs in it, and the forking thread of the worker
-//! waits until that is done.
+//! the blocks of live arrays with private copies before any other code runs in the child, and the forking thread of the
+//! worker waits until that is done.
 //!
 //! One lock covers the table and is taken before the allocator's. A child takes neither.
 

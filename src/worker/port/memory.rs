@@ -37,8 +37,8 @@ impl Port {
         let start = sys::clock::monotonic();
         loop {
             let mut allocator = lock(&self.allocator);
-            // A worker that is ahead of the loop has more time. At the same moment, an idle worker may be releasing as
-            // many pages.
+            // A worker that is ahead of the loop can wait longer. It would otherwise take fresh pages while an idle
+            // worker may be releasing as many.
             let limit = if allocator.is_ahead() { (limit.saturating_mul(4)).min(AHEAD) } else { limit };
             if !allocator.awaits(len)? {
                 self.last_wait_expired.store(false, Ordering::Relaxed);
