@@ -1,5 +1,5 @@
-//! Alias resolution, the second pass over a payload with repetitions: repeated objects become references to a mark, and
-//! tensors that share memory get a common storage.
+//! Alias resolution, the second pass of encoding: repeated objects become references to a mark, and tensors that share
+//! memory get a common storage. Most batches do not need it.
 
 use std::collections::HashMap;
 
@@ -15,44 +15,46 @@ use crate::tree::{Kind, Placeholder, Writer};
 pub trait Tensors {
     type Object: Object + Clone;
 
-    /// Returns the memory of a tensor; `None` if it is no longer plain.
+    /// Returns a view of a tensor's memory; `None` if the tensor is no longer plain.
     fn view<'t>(&self, tensor: &'t Self::Object) -> Option<TensorView<'t>>;
 
-    /// Returns an object that keeps all these tensors alive.
+    /// Returns an object that keeps all of `tensors` alive; `None` if it cannot be created.
     fn keep_alive(&self, tensors: Vec<&Self::Object>) -> Option<Self::Object>;
 }
 
-/// The replacement of a part of the payload.
+/// A change to one part of the payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Change {
-    /// Replaces nothing; marks the value that follows.
+    /// Inserts a mark for the value that follows; replaces nothing.
     Mark,
-    /// A reference to a repeated object, given by the start of its first encoding.
+    /// Replaces a repeated object with a reference to its first encoding, which starts at this position.
     Back(usize),
-    /// A tensor in a common storage that begins at address `low`. `leaf` is its position in [`Seen::leaves`].
+    /// Replaces a tensor with a view into a common storage that begins at address `low`. `leaf` is the tensor's index
+    /// in [`Seen::leaves`].
     Shared { leaf: usize, storage: usize, low: usize },
 }
 
-/// Memory of several tensors that is copied once.
+/// Memory that several tensors share, and that is copied only once.
 struct SharedMemory<O> {
     low: usize,
     len: usize,
     /// The largest alignment of the tensors' elements.
     align: usize,
-    /// The tensors in it, which keep it alive.
+    /// An object that keeps the tensors, and so this memory, alive.
     tensors: O,
 }
 
 struct Aliases<'a, T: Tensors> {
     tensors: &'a T,
     leaves: &'a [SeenLeaf<T::Object>],
-    /// (start and end of the replaced part, replacement).
+    /// (start and end of the replaced part, change).
     changes: Vec<(usize, usize, Change)>,
     storages: Vec<SharedMemory<T::Object>>,
 }
 
-/// Rewrites the payload `out` from `from` on, and the placeholders of `copies`. Returns an error if the tensors share
-/// memory in a way that the payload cannot describe.
+/// Rewrites the payload, which begins at `from` in `out`. Returns the copies that are still needed, with updated
+/// placeholders, and those of the common storages. Returns an error if the tensors share memory in a way that the
+/// payload cannot describe.
 pub fn resolve<T: Tensors>(
     tensors: &T,
     seen: &Seen<T::Object>,
@@ -80,7 +82,7 @@ pub fn resolve<T: Tensors>(
 }
 
 impl<T: Tensors> Aliases<'_, T> {
-    /// Turns repeated leaves into references; returns the extents of the other tensors.
+    /// Turns repeated leaves into references. Returns the extent of each distinct tensor, sorted by address.
     fn repeated_leaves(&mut self, extents: &[Extent]) -> Vec<Extent> {
         let mut first: HashMap<usize, usize> = HashMap::new();
         // In the order of the payload, so that references point backwards.
@@ -129,7 +131,7 @@ impl<T: Tensors> Aliases<'_, T> {
         self.share(component, &views, len)
     }
 
-    /// Puts tensors into a common storage of `len` bytes that begins with the first of them.
+    /// Puts tensors into a common storage of `len` bytes that begins at the address of the first one.
     fn share(&mut self, extents: &[Extent], views: &[TensorView<'_>], len: usize) -> Plain {
         let (low, storage) = (extents[0].start, self.storages.len());
         for (extent, view) in extents.iter().zip(views) {
@@ -146,7 +148,7 @@ impl<T: Tensors> Aliases<'_, T> {
         Ok(())
     }
 
-    /// Writes the new payload: the storages, then the old payload with the changes.
+    /// Writes the new payload: the storages, then the old payload with the changes. Returns the copies that it needs.
     fn write(
         mut self,
         old: &[u8],
@@ -159,7 +161,7 @@ impl<T: Tensors> Aliases<'_, T> {
         marks.sort_unstable();
         marks.dedup();
         self.changes.extend(marks.iter().map(|&at| (at, at, Change::Mark)));
-        // A mark sorts before the replacement of its value.
+        // A mark sorts before the replacement of the value that it marks.
         self.changes.sort_unstable_by_key(|&(at, _, change)| (at, change));
 
         let mut writer = Writer::new(out);
@@ -174,7 +176,7 @@ impl<T: Tensors> Aliases<'_, T> {
                 new_copies.push(copy);
             }
             writer.raw(&old[copied - from..at - from]);
-            // The replaced part needs no copies.
+            // The leaves of a replaced part are not copied.
             while copies.next_if(|copy| copy.place.at() < part_end).is_some() {}
             copied = part_end;
             match change {
@@ -194,8 +196,8 @@ impl<T: Tensors> Aliases<'_, T> {
         for SharedMemory { low, len, align, tensors } in &self.storages {
             let (first, len) = (*low as *const u8, *len);
             if len < INLINE_LIMIT {
-                // SAFETY: the extents of live tensors overlap from `low` on for `len` bytes, so their storages hold all
-                // of it. The GIL is held, as for every read of a tensor's memory.
+                // SAFETY: the extents of live tensors cover the `len` bytes from `low` on without gaps, so all of these
+                // bytes are in the tensors' storages. The GIL is held, as for every read of a tensor's memory.
                 writer.storage(unsafe { std::slice::from_raw_parts(first, len) });
             } else {
                 let place = writer.storage_outside(len);
@@ -207,7 +209,8 @@ impl<T: Tensors> Aliases<'_, T> {
 
     fn write_shared(&self, writer: &mut Writer<'_>, leaf: usize, storage: usize, low: usize) {
         let view = self.tensors.view(&self.leaves[leaf].object);
-        // `share` has just read the view. If the tensor were no longer plain, the reader would refuse the payload.
+        // `share` has just read the view, so there is one. Without it nothing would be written here, and the reader
+        // would refuse the payload.
         if let Some(TensorView { dtype, shape, strides, ptr, .. }) = view {
             writer.shared(dtype, &shape, &strides, storage, ptr as usize - low);
         }
@@ -224,7 +227,7 @@ fn lattice<'a>(extent: &Extent, view: &'a TensorView<'_>) -> Lattice<'a> {
     }
 }
 
-/// Returns the number of bytes that a tensor takes if it is sent alone.
+/// Returns the number of bytes that a tensor takes if it is sent separately.
 fn bytes_alone(lattice: &Lattice<'_>, view: &TensorView<'_>) -> usize {
     let item = lattice.itemsize as i64;
     let mut bytes = view.strides;

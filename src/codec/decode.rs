@@ -15,13 +15,14 @@ use crate::interop::tensor::{Bridge, SharedStorage};
 use crate::interop::view::Form;
 use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, walk};
 
-/// Builds the batch of a payload, with its large leaves from `source`. Trusts nothing in the payload: returns
-/// [`Error::Corrupt`] if it is damaged.
+/// Builds the batch that a payload describes, taking its large leaves from `source`. Trusts nothing in the payload:
+/// returns [`Error::Corrupt`] if it is damaged.
 pub fn decode<S: Source>(py: Python<'_>, bridge: &Bridge, payload: &[u8], source: &mut S) -> PyResult<Py<PyAny>> {
     Decoder::new(py, Some(bridge), source).build(payload)
 }
 
-/// Decodes as [`decode`] does, with the tensors in pinned memory. The returned copies fill them.
+/// Decodes as [`decode`] does, but builds the tensors in pinned memory. The memory of large tensors is filled only when
+/// the returned copies run.
 pub fn decode_pinned<'py, S: Source>(
     bridge: &Bridge,
     payload: &[u8],
@@ -56,7 +57,7 @@ struct Decoder<'a, 'py, S: Source> {
     bridge: Option<&'a Bridge>,
     source: &'a mut S,
     stack: Vec<Bound<'py, PyAny>>,
-    /// Objects that may be repeated, by the numbers of their marks; `None` until they are complete.
+    /// Objects to which the payload may refer again, indexed by their marks; `None` until they are complete.
     kept: Vec<Option<Bound<'py, PyAny>>>,
     storages: Vec<SharedStorage>,
     /// Pinned memory for the tensors; `None` without pinning.
@@ -97,7 +98,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
     fn close(&mut self, group: Group, count: usize) -> PyResult<()> {
         let py = self.py;
         let values = if group == Group::Dict { count * 2 } else { count };
-        // If the walk has an error, this returns one instead of panicking.
+        // A bug in `walk` leads to an error here, not to a panic.
         let start = self.stack.len().checked_sub(values).ok_or_else(|| PyRuntimeError::new_err("unbalanced batch"))?;
         let mut values = self.stack.drain(start..);
         let value = if group == Group::Dict {
@@ -105,7 +106,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
             while let (Some(key), Some(value)) = (values.next(), values.next()) {
                 dict.set_item(key, value)?;
             }
-            // A replaced value would be released before its memory is filled.
+            // If a key occurred twice, the replaced value would be released before the copies fill its memory.
             if dict.len() != count {
                 return Err(Error::corrupt("a dict that has a key twice").into());
             }
@@ -151,7 +152,7 @@ fn int(py: Python<'_>, value: i64) -> PyResult<Bound<'_, PyAny>> {
     unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyLong_FromLongLong(value)) }
 }
 
-/// Decodes a list or tuple of `len` values.
+/// Builds a list or tuple of `len` values.
 fn sequence<'py>(
     py: Python<'py>,
     group: Group,
@@ -168,7 +169,7 @@ fn sequence<'py>(
     let mut set = 0;
     for value in values {
         let (at, value) = (set as ffi::Py_ssize_t, value?.into_ptr());
-        // SAFETY: a new list or tuple; the call takes the reference and refuses a position out of range.
+        // SAFETY: a new list or tuple; the call takes over the reference, and refuses an index that is out of range.
         let failed = unsafe {
             if group == Group::List {
                 ffi::PyList_SetItem(object.as_ptr(), at, value)
@@ -211,10 +212,11 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
             let object = ffi::PyBytes_FromStringAndSize(std::ptr::null(), len as ffi::Py_ssize_t);
             Bound::from_owned_ptr_or_err(py, object)?
         };
-        // SAFETY: the object's own bytes.
+        // SAFETY: `object` is a bytes object.
         let to = unsafe { ffi::PyBytes_AsString(object.as_ptr()) } as usize;
         let from = lease.ptr() as usize + offset;
-        // SAFETY: `within` checked the source, which the lease keeps; only this function has the object.
+        // SAFETY: `within` checked the source, which the lease keeps alive; no other code has a reference to the object
+        // yet.
         let copy = || unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, len) };
         if len >= DETACH_FROM {
             py.detach(copy);

@@ -1,4 +1,4 @@
-//! The first pass over a batch. It writes as if no object repeats, and records what the second pass needs.
+//! The first pass over a batch. It writes as if no object were repeated, and records what the second pass needs.
 
 use super::seen::{Object, Seen, SeenLeaf};
 use super::{Hold, Sink};
@@ -14,12 +14,12 @@ pub struct NotPlain;
 
 pub type Plain<T = ()> = Result<T, NotPlain>;
 
-/// A leaf to copy when the whole batch is known to be plain.
+/// A leaf that is copied once the whole batch is known to be plain.
 #[derive(Debug)]
 pub struct PendingCopy<O> {
     /// Keeps the memory alive while the GIL is released.
     _owner: O,
-    /// The place of the leaf's number in the payload.
+    /// The position in the payload at which the leaf's index and offset will be written.
     pub place: Placeholder,
     first: *const u8,
     plan: TransferPlan,
@@ -36,7 +36,8 @@ impl<O> PendingCopy<O> {
         Self { _owner: owner, place, first, plan: TransferPlan::bytes(len), align, hold: Hold::Shared }
     }
 
-    /// Passes the leaf to the sink, which adopts its memory or reserves room for `copy(plan, source, target)`.
+    /// Passes the leaf to the sink: the sink adopts the leaf's memory or, if it cannot, reserves room, which
+    /// `copy(plan, source, target)` then fills. Writes the leaf's index and offset to `place`.
     pub fn run<S: Sink>(
         &self,
         out: &mut Writer<'_>,
@@ -69,7 +70,7 @@ pub struct Draft<'a, O> {
 }
 
 impl<'a, O: Object + Clone> Draft<'a, O> {
-    /// Creates a draft that is appended to `out`.
+    /// Creates a draft that appends to `out`.
     pub fn new(out: &'a mut Vec<u8>) -> Self {
         Self { out: Writer::new(out), seen: Seen::new(), open: Vec::new(), copies: Vec::new() }
     }
@@ -79,8 +80,8 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         (self.seen, self.copies)
     }
 
-    /// Records an object. Returns false if it is repeated: its place then has a gap. Returns an error if it is inside
-    /// itself.
+    /// Records an object. Returns true if the caller must write it. If it is repeated, writes a gap in its place and
+    /// returns false. Returns an error if it contains itself.
     #[inline]
     pub fn record(&mut self, value: &O) -> Plain<bool> {
         let (address, at) = (value.address(), self.out.len());
@@ -93,8 +94,8 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(false)
     }
 
-    /// Records a container at a depth. Returns false as [`Self::record`] does, and an error if it is too deep.
-    /// [`Self::leave`] ends it.
+    /// Records a container that is nested `depth` levels deep, and returns what [`Self::record`] returns; an error if
+    /// it is nested too deep. A container that is new is open until [`Self::leave`].
     #[inline]
     pub fn enter(&mut self, value: &O, depth: usize) -> Plain<bool> {
         if depth >= MAX_DEPTH {
@@ -107,7 +108,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(new)
     }
 
-    /// Ends the innermost container.
+    /// Closes the innermost open container.
     #[inline]
     pub fn leave(&mut self) {
         self.open.pop();
@@ -122,8 +123,8 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(())
     }
 
-    /// Writes a tensor or an array. For `is_sole` see [`Hold::Sole`]. `storage_offset` returns the storage offset, in
-    /// elements, of a tensor without elements.
+    /// Writes a tensor or an array. For `is_sole` see [`Hold::Sole`]. `storage_offset` is called only if there are no
+    /// elements: it returns a tensor's offset in its storage, in elements, or `None` if that is 0.
     ///
     /// # Safety
     /// The view describes memory that `value` keeps alive.
@@ -142,7 +143,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
             return self.self_overlapping(value, view);
         };
         if plan.span == 0 {
-            // Without memory, only the object itself shows that it is repeated.
+            // A view without memory has no extent to compare, so only the object's identity shows that it is repeated.
             if !self.record(value)? {
                 return Ok(());
             }
@@ -152,7 +153,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
             }
         }
         if plan.bytes < INLINE_LIMIT {
-            // SAFETY: the plan describes this view, which the caller guarantees.
+            // SAFETY: the plan describes this view; the caller guarantees that its memory is alive.
             unsafe { self.out.inline(kind, dtype, shape, &plan, first) };
         } else {
             let place = self.out.outside(kind, dtype, shape, &plan);
@@ -173,7 +174,8 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(())
     }
 
-    /// Leaves a gap for a tensor whose elements share memory with each other. Alias resolution fills it.
+    /// Writes a gap for a tensor whose elements share memory with each other; alias resolution fills the gap. Returns
+    /// an error for an array, and for a view with a number out of range.
     fn self_overlapping(&mut self, value: &O, view: &LeafView) -> Plain {
         let &LeafView { kind, dtype, ref shape, byte_strides: mut strides, first } = view;
         let item = dtype.itemsize() as i64;

@@ -43,20 +43,21 @@ impl<'py> Tensors for BatchTensors<'_, 'py> {
 }
 
 struct Encoder<'a, 'py> {
-    /// `None` if tensors and arrays do not count as plain.
+    /// `None` for an index batch, in which tensors and arrays do not count as plain.
     bridge: Option<&'a Bridge>,
     draft: Draft<'a, Bound<'py, PyAny>>,
-    /// True if each container around the current value has one reference, so that it ends with the batch.
+    /// True if each container around the current value has only one reference, so that all of them are freed with the
+    /// batch.
     is_sole: bool,
     /// True if the current value is a key of a dict, or a part of one.
     is_key: bool,
 }
 
-/// Appends `batch` to `out`, with its large leaves in `sink`. Returns false if it is not a plain tree and must be
-/// pickled; `out` is then unchanged.
+/// Appends `batch` to `out`, with its large leaves in `sink`. Returns false if the batch is not a plain tree and must
+/// be pickled. In that case, and after an error, `out` is unchanged.
 pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<u8>, sink: &mut S) -> PyResult<bool> {
     let before = out.len();
-    // Held from the first address that is recorded to the last copy.
+    // Held from before the first address is recorded until after the last copy.
     let _reading = reading(batch.py());
     let Ok(copies) = write_plain(Some(bridge), batch, out, sink.takes_arrays()) else {
         out.truncate(before);
@@ -79,7 +80,7 @@ pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<
     Ok(true)
 }
 
-/// Appends an index batch to `out`. Returns false if it must be pickled; `out` is then unchanged.
+/// Appends an index batch to `out`. Returns false if it must be pickled, and leaves `out` unchanged.
 pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     let before = out.len();
     let is_plain = write_plain(None, index, out, false).is_ok();
@@ -89,8 +90,9 @@ pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     is_plain
 }
 
-/// Writes a plain tree and returns the pending copies. `is_sole` is true if the list that holds the value has the only
-/// reference to it, and false if all arrays must be copied. After an error `out` holds a part of the tree.
+/// Writes a plain tree and returns the pending copies. Pass `is_sole` as true if the only reference to the value is the
+/// one in the list that holds it; if it is false, all arrays are copied. After an error, `out` holds a part of the
+/// tree, which the caller removes.
 fn write_plain<'py>(
     bridge: Option<&Bridge>,
     value: &Bound<'py, PyAny>,
@@ -107,7 +109,7 @@ fn write_plain<'py>(
     }
 }
 
-/// Returns the value of an exact int, if it fits.
+/// Returns the value of an exact int; an error if it needs more than 64 bits.
 #[inline]
 fn as_i64(value: &Bound<'_, PyAny>) -> Plain<i64> {
     let mut overflow = 0;
@@ -116,15 +118,15 @@ fn as_i64(value: &Bound<'_, PyAny>) -> Plain<i64> {
     if overflow == 0 { Ok(number) } else { Err(NotPlain) }
 }
 
-/// Returns the offset of a tensor in its storage, if it is not 0.
+/// Returns the offset of a tensor in its storage, in elements; `None` if it is 0.
 fn storage_offset(value: &Bound<'_, PyAny>) -> Plain<Option<u64>> {
     let offset = value.call_method0(intern!(value.py(), "storage_offset"));
     let offset = offset.and_then(|offset| offset.extract::<u64>()).map_err(|_| NotPlain)?;
     Ok((offset > 0).then_some(offset))
 }
 
-/// Returns true if an object has only two references: `value`, and the one of its container or of the list that holds
-/// the batch.
+/// Returns true if an object has exactly two references: `value`, and the reference in its container or in the list
+/// that holds the batch.
 #[inline]
 fn is_sole(value: &Bound<'_, PyAny>) -> bool {
     // SAFETY: a live object; the GIL is held.
@@ -139,10 +141,10 @@ fn is_int(value: &Bound<'_, PyAny>) -> bool {
 impl<'py> Encoder<'_, 'py> {
     fn value(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> Plain {
         let kind = value.get_type_ptr();
-        // Exact types, by the address of the type object.
+        // Types must match exactly, so the addresses of the type objects are compared.
         if self.bridge.is_some_and(|bridge| bridge.is_tensor(value)) {
-            // A tensor's hash is a Python function, in which a signal handler may raise. A plain batch must arrive
-            // without running Python code.
+            // A tensor's `__hash__` is a Python function, in which a signal handler may raise. Decoding a plain batch
+            // must not run any Python code.
             return if self.is_key { Err(NotPlain) } else { self.tensor(value) };
         }
         if kind == &raw mut ffi::PyLong_Type {
@@ -202,7 +204,7 @@ impl<'py> Encoder<'_, 'py> {
         get: impl Fn(usize) -> PyResult<Bound<'py, PyAny>>,
         depth: usize,
     ) -> Plain {
-        // Python has only one empty tuple.
+        // Python has only one empty tuple, so two of them in a batch are not a repetition.
         let has_identity = group == Group::List || len > 0;
         if has_identity && !self.draft.enter(value, depth)? {
             return Ok(());
@@ -302,13 +304,14 @@ impl<'py> Encoder<'_, 'py> {
         let bytes = numel(&view.shape).and_then(|count| count.checked_mul(view.dtype.itemsize() as i64));
         let is_large = bytes.is_some_and(|bytes| bytes >= ARRAY_MIN as i64);
         let is_sole = self.is_sole && is_large && is_sole(value);
-        // After an error here the array is copied, and the batch does not fail.
+        // An error here does not fail the batch: the array is then copied.
         let is_sole = is_sole && bridge.has_alone(value).unwrap_or(false);
         // SAFETY: NumPy has just described this view; the batch keeps the array alive.
         unsafe { self.draft.leaf(value, &view, is_sole, || Ok(None)) }
     }
 
-    /// Encodes an `ArrayTensor`, which wraps `array`. If another leaf has the same memory, alias resolution gives up.
+    /// Encodes an `ArrayTensor`, which wraps `array`. If another leaf shares its memory, alias resolution returns an
+    /// error, and the batch is pickled.
     fn array_tensor(&mut self, value: &Bound<'py, PyAny>, array: Bound<'py, PyAny>) -> Plain {
         let bridge = self.bridge.ok_or(NotPlain)?;
         let view = bridge.view_as_tensor(&array).ok_or(NotPlain)?;

@@ -1,4 +1,4 @@
-//! Collation of cached samples, as default_collate does it but without an object for each sample.
+//! Collation of cached samples. The result is that of default_collate, but no object is created per sample.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -15,20 +15,21 @@ use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, is_contiguous};
 use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, walk};
 
-/// A function that allocates the tensor of a plan. It returns the address of its memory, which has room for the whole
-/// plan, and the tensor.
+/// A function that allocates the tensor that a plan describes. It returns the address of the tensor's memory, which has
+/// room for the whole plan, and the tensor.
 type Allocate<'a> = dyn FnMut(&StackPlan) -> PyResult<(*mut u8, Py<PyAny>)> + 'a;
 
 /// One part of a sample.
 #[derive(Clone, Copy)]
 enum Part {
-    /// A contiguous tensor: the address and number of its bytes. They are in the cache, or in a tree that is kept.
+    /// A contiguous tensor: the address of its bytes, and their number. They are in the cache's mapping, or in a tree
+    /// that outlives this value.
     Tensor(*const u8, usize),
     Int(i64),
     Float(f64),
 }
 
-/// The type of a part of a sample. All samples of a batch have the same columns.
+/// The type of a part of a sample. All samples of a batch must have the same columns.
 #[derive(PartialEq)]
 enum Column {
     Tensor(Dtype, Dims),
@@ -45,12 +46,13 @@ struct Sample {
     keys: Vec<String>,
     group: Option<Group>,
     leaves: Parts,
-    /// True if the sample has a part of any other type.
+    /// True if the sample has anything else in it.
     is_other: bool,
 }
 
 impl Sample {
-    /// Reads a record; `tree` keeps the bytes of its small tensors. Returns `None` for any other kind of sample.
+    /// Reads a record. Fills `tree`, which has the bytes of small tensors and must outlive the sample. Returns `None`
+    /// if the sample does not have the form that [`Sample`] describes.
     fn of(record: Record, tree: &mut Vec<u8>) -> Result<Option<Self>, Error> {
         let mut sample = Self::default();
         match record.copy(0, 1).first() {
@@ -69,7 +71,8 @@ impl Sample {
         Ok((!sample.is_other && is_whole && is_one && !sample.parts.is_empty()).then_some(sample))
     }
 
-    /// Returns the address of a contiguous tensor's bytes.
+    /// Returns the address of a contiguous tensor's bytes; `None` if it shares a storage, is empty, or reaches beyond
+    /// the record.
     fn bytes(&self, leaf: &Leaf<'_>) -> Option<*const u8> {
         match leaf.place {
             Place::Inline(bytes) => Some(bytes.as_ptr()),
@@ -98,7 +101,8 @@ impl Build for Sample {
             }
             Atom::Int(value) => (Column::Int, Part::Int(value)),
             Atom::Float(value) => (Column::Float, Part::Float(value)),
-            // A key. A string in any other place makes more keys than values.
+            // A key of a dict. A string elsewhere is counted as a key too; `of` then finds that the number of keys is
+            // wrong.
             Atom::Str(text) if self.keys.len() == self.parts.len() => {
                 self.keys.push(text.to_owned());
                 return Ok(());
@@ -129,9 +133,9 @@ impl Build for Sample {
     }
 }
 
-/// Collates some rows as torch's default_collate does. Returns `None` if torch must do it: a row is missing, the
-/// samples do not have the same form, or that form is neither a tensor nor a flat list, tuple or dict (with strings as
-/// keys) of contiguous tensors, ints and floats.
+/// Collates some rows as torch's default_collate does. Returns `None` if torch must collate them: a mode or another
+/// default device of torch is active, a row is missing or damaged, the samples do not have the same form, or that form
+/// is neither a tensor nor a flat list, tuple or dict (with strings as keys) of contiguous tensors, ints and floats.
 pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], allocate: &mut Allocate<'_>) -> PyResult<Option<Py<PyAny>>> {
     let bridge = Bridge::get(py)?;
     if bridge.has_modes(py)? || !bridge.default_is_cpu(py)? {
@@ -144,7 +148,7 @@ pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], allocate: &mut Alloca
             return Ok(None);
         }
         let Lookup::Whole(record) = cache.lookup(*row) else { return Ok(None) };
-        // The code for single samples also detects a damaged record, and then creates it again.
+        // The code that reads single samples also detects a damaged record, and makes the sample again.
         let Ok(Some(sample)) = Sample::of(record, tree) else { return Ok(None) };
         samples.push(sample);
     }
@@ -180,8 +184,8 @@ pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], allocate: &mut Alloca
                 let (to, each, streams) = (to as usize, plan.each, plan.total >= STREAM_FROM);
                 let fill = move || {
                     for (i, from) in sources.into_iter().enumerate() {
-                        // SAFETY: each source has `each` bytes, in the cache's mapping or in a tree, which both stay
-                        // until the end of `gather`; the target is new memory with room for all.
+                        // SAFETY: each source has `each` bytes, in the cache's mapping or in a tree, both of which live
+                        // until `gather` returns; the target is new memory with room for all sources.
                         unsafe { copy(from as *const u8, (to + i * each) as *mut u8, each, streams) };
                     }
                 };

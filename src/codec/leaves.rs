@@ -1,4 +1,4 @@
-//! Leaves in shared memory, in the worker and in the main process.
+//! The sink of a worker's encoder and the source of the main process's decoder: leaves in shared memory.
 
 use super::{Hold, Sink, Source};
 use crate::engine::completions::Leaves;
@@ -13,7 +13,7 @@ use crate::worker::port::{Keep, Port};
 pub struct Outgoing<'a> {
     port: &'a Port,
     leaves: Vec<(Leaf, Keep)>,
-    /// True if arrays may be adopted. The batch is then dropped before [`Outgoing::settle`].
+    /// True if arrays may be adopted. If any are, the batch must be dropped before [`Outgoing::settle`].
     takes_arrays: bool,
 }
 
@@ -22,8 +22,9 @@ impl<'a> Outgoing<'a> {
         Self { port, leaves: Vec::new(), takes_arrays }
     }
 
-    /// Returns true if arrays of the worker were adopted: then drop the batch, and call [`Outgoing::settle`]. From this
-    /// call on the message holds all other blocks, because objects of the batch may be their last holders.
+    /// Returns true if arrays of the worker were adopted: the caller must then drop the batch, and call
+    /// [`Outgoing::settle`]. In that case the message itself now holds all other adopted blocks, because the batch's
+    /// objects may be their only holders.
     pub fn begin_settling(&mut self) -> bool {
         if !self.leaves.iter().any(|(_, keep)| matches!(keep, Keep::Unknown { .. })) {
             return false;
@@ -35,8 +36,8 @@ impl<'a> Outgoing<'a> {
         true
     }
 
-    /// Takes over the blocks of adopted arrays to which nothing in the worker refers any more, and copies the other
-    /// arrays with `copy(source, target, bytes)`.
+    /// Takes over the blocks of those adopted arrays that were freed with the batch. Copies the arrays that are still
+    /// alive to new blocks with `copy(source, target, bytes)`.
     pub fn settle(&mut self, copy: impl Fn(*const u8, *mut u8, usize)) -> Result<()> {
         for at in 0..self.leaves.len() {
             let (leaf, Keep::Unknown { offset }) = self.leaves[at] else { continue };
@@ -73,9 +74,10 @@ impl<'a> Outgoing<'a> {
 
 impl Sink for Outgoing<'_> {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
-        // Sleeps with the GIL. The draft has recorded addresses of tensors and arrays, and which of them only the batch
-        // refers to. Without the GIL, another thread could resize a storage, which frees its memory, or get a reference
-        // through `gc`. Large copies run the same risk, for a shorter time.
+        // Sleeps while it holds the GIL. The draft has recorded addresses of tensors and arrays, and which of them only
+        // the batch refers to. If the GIL were released, another thread could resize a storage, which frees its memory,
+        // or get a reference through `gc`. Large copies, which release the GIL, run the same risk, but for a shorter
+        // time.
         self.port.await_return(len as u64, std::thread::sleep)?;
         let (block, memory) = retry_while_reserved(|| self.port.allocate(len as u64), std::thread::sleep)?;
         self.leaves.push((Leaf { block, len: len as u64 }, Keep::No));

@@ -1,10 +1,11 @@
-//! The codec encodes a batch, a plain tree of Python values, tensors and arrays, as bytes and memory leaves, and
-//! decodes it.
+//! The codec, which encodes a batch (a plain tree of Python values, tensors and arrays) as bytes and memory leaves, and
+//! decodes it again.
 //!
-//! [`crate::tree`] defines the bytes. Pickle handles any other batch (subclasses, cycles, ...) as a whole. Decoding
-//! preserves the identities of containers, tensors and arrays, and the elements that tensors share. The first pass
-//! (`draft`, `seen`) writes as if no object repeats; `aliases` resolves repetitions. Both compile without the feature
-//! `python`, for their tests.
+//! [`crate::tree`] defines the bytes. Any other batch (one with subclasses, cycles, ...) is pickled in its entirety.
+//! Decoding preserves the identities of containers, tensors and arrays (an object that occurs twice is decoded to one
+//! object), and the memory that tensors share. The first pass of encoding (`draft`, `seen`) writes as if no object were
+//! repeated; the second pass (`aliases`) resolves the repetitions. Both passes compile without the feature `python`, so
+//! that they can be tested without it.
 
 pub mod aliases;
 pub mod draft;
@@ -51,27 +52,27 @@ pub use pinned::Pinned;
 #[cfg(feature = "python")]
 pub use shapes::Shapes;
 
-/// Frees a buffer that has become large because of a message.
+/// Frees a reusable buffer if a large message has grown it beyond [`BUFFER_KEPT`].
 pub fn shrink(buffer: &mut Vec<u8>) {
     if buffer.capacity() > BUFFER_KEPT {
         *buffer = Vec::new();
     }
 }
 
-/// The side that may change the bytes of a leaf after it is sent.
+/// The side that may still change the bytes of a leaf after the leaf is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hold {
-    /// Neither side: only the batch refers to the array, and dropping the batch does not write to it.
+    /// Neither side: only the batch refers to the array, and dropping the batch does not write to the array.
     Sole,
-    /// The worker, as in torch: a tensor that it keeps shares memory with the delivered one.
+    /// The worker, as in torch: a tensor that the worker keeps shares memory with the delivered tensor.
     Shared,
-    /// The worker. But the delivered array must not change.
+    /// The worker; but the delivered array must not change, so it must be a copy.
     Private,
 }
 
-/// The encoder's destination for large leaves, which are numbered from 0 in order.
+/// The encoder's destination for large leaves, which are indexed from 0 in the order in which the sink gets them.
 pub trait Sink {
-    /// Allocates a page-aligned leaf. Returns its number and its memory.
+    /// Allocates a page-aligned leaf of `len` bytes. Returns its index and its memory.
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)>;
 
     /// Returns true if the sink can adopt arrays to which only the batch refers.
@@ -79,8 +80,9 @@ pub trait Sink {
         false
     }
 
-    /// Returns the leaf and the offset of bytes that can be sent without a copy. Called only for at least
-    /// `INLINE_LIMIT` bytes.
+    /// Adopts the `len` bytes at `ptr` if they can be sent without a copy. Returns the index of the leaf that contains
+    /// them, and their offset in that leaf; `None` if they must be copied. Called only for at least `INLINE_LIMIT`
+    /// bytes.
     fn adopt(&mut self, ptr: *const u8, len: usize, hold: Hold) -> Option<(u32, u64)>;
 }
 
@@ -88,12 +90,13 @@ pub trait Sink {
 pub trait Source {
     type Memory: Memory;
 
-    /// Takes a leaf. Returns an error if the leaf does not exist or was already taken, because the payload may be
-    /// damaged.
+    /// Takes the leaf with this index. The index comes from a payload that may be damaged: returns an error if there is
+    /// no such leaf, or it was already taken.
     fn leaf(&mut self, index: u32) -> Result<Self::Memory>;
 }
 
-/// Checks that `len` bytes at `offset` are inside the leaf and aligned. Returns [`Error::Corrupt`] if not.
+/// Checks that the `len` bytes at `offset` are inside the leaf, and that their address is a multiple of `align`.
+/// Returns the offset, or [`Error::Corrupt`] if the check fails.
 #[inline]
 pub fn within<M: Memory>(memory: &M, leaf: u32, offset: u64, len: usize, align: usize) -> Result<usize> {
     let offset = usize::try_from(offset).ok().filter(|offset| {

@@ -1,4 +1,4 @@
-//! Pickles with plain out-of-band objects.
+//! Pickles whose plain tensors and arrays are kept out of band.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
@@ -17,8 +17,8 @@ pub struct Pickled {
     pub is_batch: bool,
 }
 
-/// Returns the checksum of a pickle that is sent in a leaf; 0 for a smaller one. A message's own checksum covers only
-/// its payload.
+/// Returns the checksum of a pickle that is large enough to be sent in a leaf, which the message's own checksum does
+/// not cover. Returns 0 for a smaller pickle: it is part of the payload, which that checksum covers.
 pub fn pickle_sum(pickle: &Bound<'_, PyBytes>) -> i64 {
     let bytes = pickle.as_bytes();
     if bytes.len() < INLINE_LIMIT {
@@ -27,7 +27,7 @@ pub fn pickle_sum(pickle: &Bound<'_, PyBytes>) -> i64 {
     pickle.py().detach(|| wire::checksum(bytes)) as i64
 }
 
-/// Returns a pickle and its out-of-band objects from a decoded payload. Verifies the checksum.
+/// Returns the pickle and the out-of-band objects of a decoded payload; an error if the checksum does not match.
 pub fn pickle_of<'py>(decoded: &Bound<'py, PyAny>) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyList>)> {
     let (pickle, objects, sum): (Bound<'py, PyBytes>, Bound<'py, PyList>, i64) = decoded.extract()?;
     if pickle_sum(&pickle) != sum {

@@ -1,4 +1,5 @@
-//! Decoding into pinned memory. The batch is built first, and its memory is filled afterwards without the GIL.
+//! Decoding into pinned memory. The batch is built first; the memory of its large tensors is filled afterwards, without
+//! the GIL.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -17,9 +18,9 @@ pub struct Pinned<'py, M> {
     allocate: Bound<'py, PyAny>,
     /// True if tuples become lists, as in older versions of torch.
     tuples_become_lists: bool,
-    /// The memory of all small tensors, and the number of its bytes in use.
+    /// The common memory of all small tensors, and the number of bytes in use there; `None` until it is needed.
     slab: Option<(PinnedMemory, usize)>,
-    /// Bytes of that memory.
+    /// Size of the slab in bytes.
     slab_len: usize,
     pub copies: Copies<M>,
 }
@@ -31,14 +32,15 @@ struct PinnedMemory {
 }
 
 impl<'py, M: Memory> Pinned<'py, M> {
-    /// Returns memory for one payload; `None` if the payload needs torch's function (see [`small_bytes`]).
+    /// Creates the pinned memory for one payload; `None` if torch's function must pin the batch (see [`small_bytes`]).
+    /// Allocates nothing yet.
     pub fn new(payload: &[u8], allocate: Bound<'py, PyAny>, tuples_become_lists: bool) -> Result<Option<Self>, Error> {
         let slab_len = small_bytes(payload, tuples_become_lists)?;
         let copies = Copies::new();
         Ok(slab_len.map(|slab_len| Self { allocate, tuples_become_lists, slab: None, slab_len, copies }))
     }
 
-    /// Returns the type of the list or tuple that is delivered.
+    /// Returns the type of the container that is delivered for a `group`.
     pub fn group(&self, group: Group) -> Group {
         if group == Group::Tuple && self.tuples_become_lists { Group::List } else { group }
     }
@@ -51,7 +53,7 @@ impl<'py, M: Memory> Pinned<'py, M> {
         Ok(PinnedMemory { storage, ptr: ptr as *mut u8 })
     }
 
-    /// Copies a small tensor; returns its storage and its offset there.
+    /// Copies a small tensor into the slab. Returns the slab's storage, and the tensor's offset there in bytes.
     pub fn small(&mut self, bytes: &[u8]) -> PyResult<(&SharedStorage, usize)> {
         if self.slab.is_none() {
             self.slab = Some((self.memory(self.slab_len)?, 0));
@@ -67,7 +69,7 @@ impl<'py, M: Memory> Pinned<'py, M> {
         Ok((&memory.storage, at))
     }
 
-    /// Allocates a new storage for `len` bytes of a lease, to be filled by the copies.
+    /// Allocates a storage for `len` bytes of a lease. [`Copies::run`] fills it.
     pub fn large(&mut self, from: M, offset: usize, len: usize) -> PyResult<SharedStorage> {
         let PinnedMemory { storage, ptr } = self.memory(len)?;
         // SAFETY: the decoder has checked the range in the lease; the storage is new, and part of the batch.

@@ -9,7 +9,7 @@ use crate::tree::{Atom, Build, Group, Kind, Place, Storage, walk};
 /// Alignment, in bytes, of small tensors in their common storage, as in torch's allocators.
 pub const ALIGN: usize = 64;
 
-/// Bytes of a lease to copy before the batch is delivered.
+/// A copy of some bytes of a lease, made before the batch is delivered.
 #[derive(Debug)]
 struct LeasedCopy<M> {
     from: M,
@@ -22,7 +22,7 @@ struct LeasedCopy<M> {
 // lease is `Send`.
 unsafe impl<M: Memory> Send for LeasedCopy<M> {}
 
-/// The copies of one batch.
+/// The copies that fill the large tensors of one batch.
 #[derive(Debug)]
 pub struct Copies<M>(Vec<LeasedCopy<M>>);
 
@@ -34,8 +34,8 @@ impl<M: Memory> Copies<M> {
     /// Adds the copy of `len` bytes at `offset` of a lease.
     ///
     /// # Safety
-    /// The lease has these bytes. `to` has room for them until [`Self::run`] has returned, and nothing else uses it
-    /// until then.
+    /// The lease has these bytes. `to` points to room for them, which must stay valid, and unused by anything else,
+    /// until [`Self::run`] has returned.
     pub unsafe fn push(&mut self, from: M, offset: usize, len: usize, to: *mut u8) {
         self.0.push(LeasedCopy { from, offset, len, to });
     }
@@ -49,8 +49,9 @@ impl<M: Memory> Copies<M> {
     }
 }
 
-/// Returns the number of bytes that the small tensors of a payload need in pinned memory. `None` if the payload needs
-/// torch's function, which copies repeated objects twice and does not change the keys of dicts.
+/// Returns the number of bytes that the small tensors of a payload need in pinned memory. Returns `None` if torch's
+/// function must pin the batch: an object is repeated, which torch's function copies each time, tensors share memory,
+/// or pinning would change a dict's key, which torch's function leaves unchanged.
 pub fn small_bytes(payload: &[u8], tuples_become_lists: bool) -> Result<Option<usize>, Error> {
     let mut scan = Scan { tuples_become_lists, ..Scan::default() };
     walk(payload, &mut scan)?;
@@ -62,9 +63,9 @@ pub fn small_bytes(payload: &[u8], tuples_become_lists: bool) -> Result<Option<u
 struct Scan {
     tuples_become_lists: bool,
     slab_len: usize,
-    /// True if an object occurs twice, or pinning would change a key of a dict.
+    /// True if an object occurs twice, tensors share memory, or pinning would change a key of a dict.
     needs_torch: bool,
-    /// For each value of the stack, true if pinning changes it.
+    /// For each value on the stack, true if pinning changes it.
     changes: Vec<bool>,
 }
 
@@ -167,7 +168,8 @@ mod tests {
     #[test]
     fn copies_fill_their_targets() {
         let (from, mut to) = (Heap::new(100).unwrap(), [0u8; 8]);
-        // SAFETY: the heap has 100 bytes; the target has 5 from its second byte on, and lives until the end.
+        // SAFETY: the heap has 100 bytes; the target has 5 from its second byte on, and lives until the end of the
+        // test.
         let copies = unsafe {
             from.ptr().write_bytes(7, 100);
             let mut copies = Copies::new();

@@ -1,4 +1,4 @@
-//! Preparation of batches before `next` delivers them. The pin thread prepares them in memory of torch's pinned
+//! Preparation of batches before `next` delivers them. The pin thread builds them in memory from torch's pinned
 //! allocator.
 
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::shm::arena::Arena;
 use crate::shm::lease::Lease;
 use crate::wire::ResultKind;
 
-/// A batch that was prepared on arrival: pinned, or unpickled while its worker lives.
+/// A result that was prepared on arrival: pinned, or unpickled while its worker was alive.
 #[derive(Debug)]
 pub enum Ready {
     Batch(DetachedObject),
@@ -63,8 +63,8 @@ impl PinnedDecoder {
         call(&self.callbacks.begin.bind(py), PyTuple::empty(py)).map(drop)
     }
 
-    /// Builds a batch. The tensors of a plain one are in pinned memory, which the returned copies fill; torch's
-    /// function pins any other batch.
+    /// Builds the batch of a message. The tensors of a plain batch are in pinned memory, and the returned copies fill
+    /// the large ones. torch's function pins any other batch, for which there are no copies.
     fn build<'py>(
         &self,
         py: Python<'py>,

@@ -13,7 +13,7 @@ type Decoded = Option<Py<PyAny>>;
 #[derive(Default)]
 struct HeapLeaves {
     leaves: Vec<Option<Heap>>,
-    /// If set, every leaf is adopted as a part of a larger one, at this offset.
+    /// If set, every leaf is adopted as a part of a larger leaf, at this offset.
     adopt: Option<usize>,
 }
 
@@ -28,7 +28,8 @@ impl Sink for HeapLeaves {
     fn adopt(&mut self, ptr: *const u8, len: usize, _: Hold) -> Option<(u32, u64)> {
         let offset = self.adopt?;
         let (leaf, memory) = self.reserve(offset + len).ok()?;
-        // SAFETY: the encoder passes the bytes of a live tensor; as many were reserved after the offset.
+        // SAFETY: the encoder passes the bytes of a live tensor; the same number of bytes was reserved after the
+        // offset.
         unsafe { memory.add(offset).copy_from_nonoverlapping(ptr, len) };
         Some((leaf, offset as u64))
     }

@@ -1,7 +1,7 @@
-//! Python values as the rows of a shared object, and back.
+//! Conversion of Python values to the rows of a shared object, and back.
 //!
-//! A row of bytes is the tree of a plain value. Or it is a byte with which no tree begins, followed by a pickle, a tree
-//! with its leaves, or the values of a dict. The image's meta has the keys of such dicts, as the tree of a list of
+//! A row of bytes is the tree of a plain value, or a byte with which no tree begins, followed by a pickle, a tree with
+//! its leaves, or the values of a dict. The keys of such dicts are in the image's metadata, as the tree of a list of
 //! tuples.
 
 use std::ops::Deref;
@@ -22,17 +22,17 @@ use crate::tree::text;
 
 /// The first byte of a pickle.
 pub(super) const PICKLE: u8 = 0xf0;
-/// The first byte of a tree with leaves. After it come the tree's length, the number of leaves and the length of each
-/// leaf, all u64; then the tree and the leaves.
+/// The first byte of a tree with leaves. It is followed by the tree's length, the number of leaves and the length of
+/// each leaf, all u64, and then by the tree and the leaves.
 pub(super) const LEAVES: u8 = 0xf1;
-/// The first byte of a dict that has a shape. After it come the shape's number, a u32, and the tuple of the values, a
-/// tree with or without leaves.
+/// The first byte of a dict that has a shape. It is followed by the shape's number, a u32, and by the tuple of the
+/// values, a tree with or without leaves.
 const SHAPED: u8 = 0xf2;
 
 /// A mapped image of rows.
 pub struct Rows {
     store: Store,
-    /// The keys of dicts, by the numbers of their shapes.
+    /// The keys of dicts, indexed by the numbers of their shapes; decoded when they are first needed.
     shapes: PyOnceLock<Vec<Py<PyTuple>>>,
 }
 
@@ -64,8 +64,8 @@ impl Rows {
     }
 }
 
-/// Memory that is reused from value to value. With a large allocation for each value, the allocator would return pages
-/// to the system, and the dataset would have to fault them in again.
+/// Memory that is reused from value to value. If each value had a large allocation of its own, the allocator would
+/// return the pages to the system after each value, and the dataset would have to fault them in again.
 #[derive(Default)]
 pub struct Scratch {
     tree: Vec<u8>,
@@ -85,7 +85,7 @@ impl Leaves {
         self.filled.iter().map(|(leaf, len)| unsafe { std::slice::from_raw_parts(leaf.ptr(), *len) })
     }
 
-    /// Returns up to [`BUFFER_KEPT`] bytes of the memory, and frees the remainder.
+    /// Returns up to [`BUFFER_KEPT`] bytes of the memory for reuse, and frees the remainder.
     fn into_spare(self) -> Vec<Heap> {
         let mut budget = BUFFER_KEPT;
         let all = self.filled.into_iter().map(|(leaf, _)| leaf).chain(self.spare);
@@ -139,8 +139,8 @@ pub fn push(
     })
 }
 
-/// Encodes a value and calls `done(is_pickle, parts)`. `is_pickle` is true if the value had to be pickled; the bytes of
-/// the value are the concatenated `parts`.
+/// Encodes a value and calls `done(is_pickle, parts)`. `is_pickle` is true if the value had to be pickled; the
+/// concatenated `parts` are the bytes of the row.
 pub fn with_parts<'py, T>(
     value: &Bound<'py, PyAny>,
     pickle: impl FnOnce() -> PyResult<Bound<'py, PyAny>>,
@@ -179,13 +179,14 @@ impl Source for Parts<'_> {
         let leaf = self.0.get_mut(index as usize).and_then(Option::take);
         let leaf = leaf.ok_or_else(|| damaged(&format!("leaf {index} of a row")))?;
         let heap = Heap::new(leaf.len())?;
-        // SAFETY: the new memory has as many bytes.
+        // SAFETY: the new memory has room for these bytes.
         unsafe { heap.ptr().copy_from_nonoverlapping(leaf.as_ptr(), leaf.len()) };
         Ok(heap)
     }
 }
 
-/// Returns the tree and the leaves of a row that begins with [`LEAVES`]; `None` if it is damaged.
+/// Returns the tree and the leaves of a row that begins with [`LEAVES`], from the bytes after that byte; `None` if they
+/// are damaged.
 fn split(bytes: &[u8]) -> Option<(&[u8], Parts<'_>)> {
     let (head, rest) = bytes.split_first_chunk::<16>()?;
     let number = |bytes: &[u8]| usize::try_from(u64::from_le_bytes(*bytes.first_chunk()?)).ok();
@@ -231,7 +232,7 @@ fn decode_plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny
     Ok(value.into_bound(py))
 }
 
-/// Returns the dict of a row that begins with [`SHAPED`].
+/// Returns the dict of a row that begins with [`SHAPED`]. `rest` has the bytes after that byte.
 fn decode_shaped<'py>(py: Python<'py>, rows: &Rows, rest: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let wrong = || damaged("a dict's values");
     let (number, rest) = rest.split_first_chunk::<4>().ok_or_else(wrong)?;
@@ -254,7 +255,8 @@ pub(super) fn loads(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
     Ok(LOADS.get_or_try_init(py, || py.import("pickle")?.getattr("loads").map(Bound::unbind))?.bind(py))
 }
 
-/// Returns true if a row is equal to a str; `None` if only a comparison with the row's value can tell.
+/// Returns true if the value of a row is equal to the str `wanted`; `None` if only a comparison with the decoded value
+/// can tell.
 #[inline]
 pub fn is_text(store: &Store, row: u64, wanted: &str) -> Option<bool> {
     match store.row(row) {
@@ -269,11 +271,11 @@ pub fn is_text(store: &Store, row: u64, wanted: &str) -> Option<bool> {
     }
 }
 
-/// Appends bytes to `out` by which every process finds a key; equal keys have equal bytes. Returns false if the key has
-/// none.
+/// Appends bytes to `out` that identify a key in every process: equal keys have equal bytes. Returns false if the key
+/// has no such bytes; `out` may then end with a part of it.
 ///
-/// Strings, bytes, None, numbers and tuples of them have such bytes. The hashes of other objects may differ between
-/// processes.
+/// Strings, bytes, None, numbers and (nested) tuples of these have such bytes. The hashes of other objects may differ
+/// between processes.
 pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResult<bool> {
     let py = value.py();
     if let Ok(text) = value.cast::<PyString>() {
@@ -284,7 +286,8 @@ pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResul
         let Ok(text) = text.to_str() else { return Ok(false) };
         out.push(b's');
         out.extend_from_slice(text.as_bytes());
-        // A byte that UTF-8 does not use, so that tuples of different parts have different bytes.
+        // This byte never occurs in UTF-8. It ends the string, so that ("ab", "c") and ("a", "bc") have different
+        // bytes.
         out.push(0xff);
     } else if value.cast_exact::<PyInt>().is_ok()
         || value.cast_exact::<PyFloat>().is_ok()
@@ -316,8 +319,8 @@ pub fn key(value: &Bound<'_, PyAny>, out: &mut Vec<u8>, depth: usize) -> PyResul
     Ok(true)
 }
 
-/// Returns true if an object is a number whose hash is the same in every process: a number of NumPy or the standard
-/// library, or one with the hash of Python's own numbers.
+/// Returns true if an object is a number whose hash is the same in every process: a number from NumPy or the standard
+/// library, or one with the hash and the equality of int, float or complex.
 fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     static NUMBER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = value.py();
@@ -333,7 +336,7 @@ fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(matches!(package, Some("numpy" | "decimal" | "fractions")) && value.is_instance(number.bind(py))?)
 }
 
-/// Returns true if an instance of a subclass has the hash and the equality of the base class.
+/// Returns true if the class of `value` has the `__hash__` and `__eq__` of `base`.
 fn hashes_like(value: &Bound<'_, PyAny>, base: &Bound<'_, PyType>) -> PyResult<bool> {
     let (py, kind) = (value.py(), value.get_type());
     for name in [intern!(py, "__hash__"), intern!(py, "__eq__")] {
@@ -344,13 +347,13 @@ fn hashes_like(value: &Bound<'_, PyAny>, base: &Bound<'_, PyType>) -> PyResult<b
     Ok(true)
 }
 
-/// Returns the hash of a key; `None` if its hash differs between processes.
+/// Returns the hash of a key; `None` if the key has no hash that is the same in every process. Overwrites `buffer`.
 pub fn key_hash(value: &Bound<'_, PyAny>, buffer: &mut Vec<u8>) -> PyResult<Option<u64>> {
     buffer.clear();
     Ok(key(value, buffer, 0)?.then(|| hash(buffer)))
 }
 
-/// Returns the row of a key in a store whose rows are keys and values in turn.
+/// Returns the row of a key in a store whose rows alternate between keys and values; `None` if the key is not there.
 pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
     let py = wanted.py();
     let mut buffer = Vec::new();
@@ -374,7 +377,7 @@ pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>
     }
     let rows: Box<dyn Iterator<Item = u64>> = match hash {
         Some(_) => Box::new(store.unhashed()),
-        // The table cannot be searched without a hash: every key may be equal.
+        // Without a hash the table cannot be searched, so every key is compared.
         None => Box::new((0..store.rows()).step_by(2)),
     };
     for row in rows {

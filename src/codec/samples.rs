@@ -1,5 +1,5 @@
-//! Samples as the records of a cache, and back. The records have the form of the rows of [`super::rows`], and are read
-//! from memory that other processes also map.
+//! Conversion of samples to the records of a cache, and back. A record has the format of a row of [`super::rows`], and
+//! is read from memory that other processes also map.
 
 use std::ptr;
 
@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::Bridge;
 
-/// Stores a sample in the cache. `dumps` pickles a sample that is not a plain tree.
+/// Stores a sample in the cache as row `row`. `dumps` pickles a sample that is not a plain tree.
 pub fn put(
     cache: &Cache,
     row: u64,
@@ -24,7 +24,7 @@ pub fn put(
     let pickle = || dumps.call1((sample,));
     with_parts(sample, pickle, scratch, |_, parts| {
         let len = parts.iter().map(|part| part.len()).sum::<usize>();
-        // Large writes may wait for the disk or for page faults.
+        // A large write may wait for the disk or for page faults, so it releases the GIL.
         if len < crate::config::DETACH_FROM {
             return Ok(cache.put(row, parts)?);
         }

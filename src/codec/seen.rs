@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use crate::tree::Kind;
 
-/// Number of objects that are found by a linear search; further ones are hashed.
+/// Number of objects that are found by a linear search; further objects are hashed.
 const LINEAR_MAX: usize = 16;
 
 /// An object of a batch, or a reference to it.
@@ -18,34 +18,35 @@ pub trait Object {
 pub struct SeenLeaf<O> {
     pub object: O,
     pub kind: Kind,
-    /// True if its elements share memory with each other. The payload then has only a gap for it.
+    /// True if the leaf's elements share memory with each other. The payload then has only a gap for the leaf.
     pub overlaps_itself: bool,
     /// Start and end of the leaf's encoding in the payload.
     pub written: (usize, usize),
     /// Address of the leaf's first byte.
     pub start: usize,
-    /// Address after the leaf's last byte.
+    /// Address just after the leaf's last byte.
     pub end: usize,
 }
 
-/// A leaf's memory: the addresses of its first byte and after its last one.
+/// A leaf's memory: the addresses of its first byte and just after its last byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Extent {
     pub start: usize,
     pub end: usize,
-    /// Position in [`Seen::leaves`].
+    /// Index in [`Seen::leaves`].
     pub leaf: usize,
 }
 
-/// The objects and leaves of a batch, which keeps them alive. Finds repetitions.
+/// The objects and leaves of a batch, recorded to find repetitions. The batch keeps the objects alive.
 #[derive(Debug)]
 pub struct Seen<O> {
-    /// Addresses of the first objects, and the starts of their encodings.
+    /// The first `LINEAR_MAX` objects: their addresses, and the starts of their encodings.
     linear: [(usize, usize); LINEAR_MAX],
     /// Number of used entries of `linear`.
     count: usize,
     hashed: HashMap<usize, usize>,
-    /// Repeated objects: position of the gap, which is one byte wide, and start of the first encoding.
+    /// For each repetition, the position of its gap, which is one byte wide, and the start of the object's first
+    /// encoding.
     pub repeats: Vec<(usize, usize)>,
     /// The leaves with memory, in the order of the payload.
     pub leaves: Vec<SeenLeaf<O>>,
@@ -68,7 +69,8 @@ impl<O> Seen<O> {
         }
     }
 
-    /// Records an object whose encoding begins at `at`. Returns the start of its first encoding if it is repeated.
+    /// Records an object whose encoding would begin at `at`. If the object was recorded before, returns the start of
+    /// its first encoding.
     #[inline]
     pub fn object(&mut self, address: usize, at: usize) -> Option<usize> {
         let linear = &mut self.linear[..self.count];

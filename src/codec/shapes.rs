@@ -1,5 +1,5 @@
-//! Shapes: the keys that many dicts have in common. The row of a dict has the number of its shape and its values; the
-//! image has the keys of each shape once.
+//! Shapes. A shape is a sequence of keys that many dicts have in common. The row of a dict has the number of the dict's
+//! shape and the dict's values; the image stores the keys of each shape only once.
 
 use std::collections::HashMap;
 
@@ -8,8 +8,8 @@ use pyo3::types::{PyDict, PyString, PyTuple};
 
 use crate::tree::{Group, Writer};
 
-/// Maximum number of shapes of an image. If there are more, the keys of the dicts are arbitrary, and further dicts get
-/// no shape.
+/// Maximum number of shapes in an image. If there are more, the dicts probably have arbitrary keys, and further ones
+/// get no shape.
 const SHAPES_MAX: usize = 256;
 /// Maximum number of keys of a dict that has a shape.
 const KEYS_MAX: usize = 256;
@@ -17,16 +17,16 @@ const KEYS_MAX: usize = 256;
 /// The shapes of an image that is being written.
 #[derive(Default)]
 pub struct Shapes {
-    /// The numbers of the shapes. The key is the tree of the tuple of the shape's keys.
+    /// The number of each shape, by the tree of the tuple of its keys.
     numbers: HashMap<Vec<u8>, u32>,
-    /// These trees, in the order of the numbers.
+    /// These trees, one after the other in the order of the numbers.
     trees: Vec<u8>,
     buffer: Vec<u8>,
 }
 
 impl Shapes {
-    /// Returns the number of a dict's shape, and the dict's values; `None` for another object, and for a dict without a
-    /// shape.
+    /// Returns the number of a dict's shape, which is recorded if it is new, and the dict's values. Returns `None` for
+    /// any other object, and for a dict that gets no shape.
     pub fn split<'py>(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Option<(u32, Bound<'py, PyTuple>)>> {
         let Ok(dict) = value.cast_exact::<PyDict>() else { return Ok(None) };
         if dict.is_empty() || dict.len() > KEYS_MAX {
@@ -55,7 +55,7 @@ impl Shapes {
         Ok(Some((number, PyTuple::new(value.py(), values)?)))
     }
 
-    /// Returns the tree of the list of all shapes' keys; empty without shapes.
+    /// Returns the tree of a list with the keys of each shape; no bytes if there are no shapes.
     pub fn finish(self) -> Vec<u8> {
         let mut out = Vec::new();
         if !self.numbers.is_empty() {

@@ -1,4 +1,4 @@
-//! Both passes over made-up tensors, read back without Python.
+//! Tests of both passes on made-up tensors. The payloads are read back without Python.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -17,10 +17,10 @@ use crate::tree::dtype::Dtype;
 use crate::tree::layout::Dims;
 use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, Writer, walk};
 
-/// Bytes of the memory of all tensors.
+/// Size in bytes of the memory that all tensors are views of.
 const MEMORY: usize = 64 << 10;
 
-/// A tensor; its number is its identity.
+/// A tensor; `id` is its identity.
 #[derive(Clone, Debug)]
 struct Tensor {
     id: usize,
@@ -93,7 +93,7 @@ impl Sink for HeapLeaves {
     }
 }
 
-/// Returns a list of tensors as the codec writes it.
+/// Encodes a list of tensors as the codec does.
 fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, HeapLeaves)> {
     let mut payload = vec![1, 2, 3];
     let from = payload.len();
@@ -105,7 +105,7 @@ fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, HeapLeaves)> {
         let Tensor { kind, dtype, shape, .. } = tensor;
         let (shape, byte_strides) = (Dims::new(shape).unwrap(), Dims::new(&byte_strides).unwrap());
         let view = LeafView { kind: *kind, dtype: *dtype, shape, byte_strides, first: tensor.first() };
-        // SAFETY: the strategy creates views inside of the memory.
+        // SAFETY: the strategy creates views inside the memory.
         unsafe { draft.leaf(tensor, &view, false, || Ok(None)) }?;
     }
     let (seen, mut copies) = draft.finish();
@@ -122,10 +122,10 @@ fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, HeapLeaves)> {
     Ok((payload, leaves))
 }
 
-/// A byte that was read back: the number of its memory, and the offset in it.
+/// A byte that was read back: the index of its memory, and the offset in it.
 type At = (usize, usize);
 
-/// A tensor that was read back, with the places of its elements' bytes in C order.
+/// A tensor that was read back, with the positions of its elements' bytes in C order.
 #[derive(Debug)]
 struct DecodedTensor {
     shape: Vec<i64>,
@@ -214,7 +214,7 @@ fn decode(payload: &[u8], leaves: HeapLeaves) -> Rebuilt {
 /// The view's first word, its element type, its sizes and strides, and true for an array.
 type View = (usize, Dtype, Vec<(i64, i64)>, bool);
 
-/// Returns a strategy for batches of views inside of the memory. A batch may have a view more than once.
+/// Returns a strategy for batches of views of the memory. A batch may have a view more than once.
 fn batches() -> impl Strategy<Value = Vec<Tensor>> {
     let small = proptest::collection::vec((1i64..6, 0i64..12), 0..4);
     let large =
@@ -236,7 +236,7 @@ fn batches() -> impl Strategy<Value = Vec<Tensor>> {
     })
 }
 
-/// Returns the bytes of the memory.
+/// Returns the bytes of the memory that a tensor is a view of.
 fn source(tensor: &Tensor) -> Vec<u8> {
     tensor.memory.iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
@@ -244,8 +244,8 @@ fn source(tensor: &Tensor) -> Vec<u8> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
-    /// The decoded batch shares exactly the memory that the batch shares: the bytes of the tensors' elements correspond
-    /// one to one.
+    /// Tensors share memory in the decoded batch exactly where they do in the original: the bytes of their elements
+    /// correspond one to one.
     #[test]
     fn tensors_come_back_with_their_values_and_shared_memory(batch in batches()) {
         let Ok((payload, leaves)) = encode(&batch) else {
@@ -297,7 +297,7 @@ fn columns_of_a_large_matrix_are_copied_apart() {
     let base = tensor(0, 0, &[80, 1], &[80, 1]);
     let columns: Vec<Tensor> = (0..2).map(|at| Tensor { id: at, offset: at * 8, ..base.clone() }).collect();
     let (payload, leaves) = encode(&columns).unwrap_or_else(|NotPlain| panic!("columns are plain"));
-    // Together they would take the whole matrix.
+    // In a common storage they would take the whole matrix.
     assert!(leaves.0.is_empty() && payload.len() < 2 * 80 * 8 + 100, "{} bytes", payload.len());
 }
 

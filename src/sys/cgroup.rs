@@ -4,7 +4,7 @@ use std::path::{Component, Path, PathBuf};
 
 use super::read_file;
 
-/// Roots of the kernel's file systems; tests use their own.
+/// The root folders of the kernel's file systems. Tests use other folders.
 #[derive(Clone, Debug)]
 pub struct Roots {
     /// `/proc`.
@@ -14,7 +14,7 @@ pub struct Roots {
 }
 
 impl Default for Roots {
-    /// Returns the system's roots. In tests with failpoints, returns folders of the directory that
+    /// Returns the system's roots. In tests with failpoints, returns subfolders of the folder that
     /// `RUSTLOADER_MEMORY_ROOT` names.
     fn default() -> Self {
         #[cfg(feature = "failpoints")]
@@ -41,7 +41,7 @@ impl Level {
         text(&self.folder.join(file)).map(|text| text.trim().to_owned())
     }
 
-    /// Returns the CPU time per wall time that this level allows; `None` without a quota.
+    /// Returns the number of cores that this level allows (CPU time per wall time); `None` without a quota.
     fn cpu_quota(&self) -> Option<f64> {
         let (quota, period) = if self.is_v2 {
             let text = self.text("cpu.max")?;
@@ -67,7 +67,7 @@ pub(super) fn levels(roots: &Roots, controller: &str) -> Vec<Level> {
     membership.lines().flat_map(|line| levels_of_line(roots, controller, line)).collect()
 }
 
-/// Returns the levels of the cgroup in a line of /proc/self/cgroup.
+/// Returns the levels of the cgroup in one line of /proc/self/cgroup; none if the line is for other controllers.
 fn levels_of_line(roots: &Roots, controller: &str, line: &str) -> Vec<Level> {
     let mut parts = line.splitn(3, ':');
     let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else {
@@ -80,8 +80,8 @@ fn levels_of_line(roots: &Roots, controller: &str, line: &str) -> Vec<Level> {
         _ => return Vec::new(),
     };
     let is_v2 = controllers.is_empty();
-    // In a container the path may contain levels that are not mounted ("/docker/1f.."), or lead above the mount's root
-    // ("/../x"), which is then the container's own level.
+    // In a container, the path may contain levels that are not mounted ("/docker/1f.."), or lead above the root of the
+    // mount ("/../x"). That root is then the level of the container itself.
     let names = Path::new(path).components().filter_map(|component| match component {
         Component::Normal(name) => Some(name),
         _ => None,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use rustix::event::Timespec;
 
-/// Returns the time since an unspecified point (boot) that all processes of the machine share.
+/// Returns the time since an unspecified moment (boot), which is the same for all processes of the machine.
 pub fn monotonic() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is a local struct that the kernel fills.
@@ -17,12 +17,12 @@ pub fn monotonic_ns() -> u64 {
     monotonic().as_nanos() as u64
 }
 
-/// Returns the CPU nanoseconds of this process and its ended children; at least 1.
+/// Returns the CPU time of this process and of its reaped children, in nanoseconds; at least 1.
 pub fn process_cpu_ns() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is a local struct that the kernel fills.
     unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
-    // SAFETY: an rusage of zeroes is a valid one, for the kernel to fill.
+    // SAFETY: an all-zero rusage is valid, and the kernel fills it.
     let children = unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
         libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage);

@@ -1,8 +1,9 @@
 //! Deferral of signals that have a handler, while workers are forked.
 //!
-//! Blocking them in the starting thread is not enough: the kernel gives a process's signal to any thread that does not
-//! block it, and libraries have their own threads. Python would run its handler within the fork's hooks, where
-//! exceptions are lost. So a handler that records the signal replaces the handler of the process.
+//! It is not enough to block these signals in the thread that starts the workers: the kernel delivers a signal for the
+//! process to any thread that does not block it, and libraries have threads of their own. Python would then run its
+//! handler within the fork's hooks, where exceptions are lost. So a handler that only records the signal temporarily
+//! replaces the process's handler.
 //!
 //! Callers hold the GIL, so only one at a time runs this code. There is no lock: a fork may happen at any moment, and
 //! in the child the signals must have their earlier effect.
@@ -31,7 +32,8 @@ struct Deferral {
 /// Number of signals that can be deferred.
 const COUNT: usize = 10;
 
-/// The signals that programs handle. Signals of a program's own faults, such as SIGSEGV, cannot wait.
+/// The signals for which programs install handlers. A signal that reports a fault of the program, such as SIGSEGV,
+/// cannot wait.
 static DEFERRALS: [Deferral; COUNT] = [
     Deferral::new(libc::SIGINT),
     Deferral::new(libc::SIGTERM),
@@ -50,20 +52,20 @@ static DEFERRALS: [Deferral; COUNT] = [
 #[must_use]
 pub struct Deferred([bool; COUNT]);
 
-/// Defers `signals` until [`Deferred::release`]. Ignores a signal that has no handler, is not in the table above, or
-/// whose handler the system does not replace.
+/// Defers `signals` until [`Deferred::release`]. Skips a signal that has no handler or is not in the table above, and
+/// one whose handler the system refuses to replace.
 pub fn defer(signals: &[i32]) -> Deferred {
     Deferred(DEFERRALS.each_ref().map(|it| signals.contains(&it.signal) && it.begin()))
 }
 
 impl Deferred {
     /// Restores the handlers, then raises in this thread the signals that arrived and that no other caller defers.
-    /// Raising comes last, because a handler's exception ends the caller's work.
+    /// Raises them last, because an exception from a handler ends the caller's work.
     pub fn release(self) {
         let deferrals = || DEFERRALS.iter().zip(self.0).filter(|(_, deferred)| *deferred).map(|(it, _)| it);
         let arrived: Vec<i32> = deferrals().filter(|it| it.end()).map(|it| it.signal).collect();
         for signal in arrived {
-            // SAFETY: raise takes a number.
+            // SAFETY: raise takes a plain number.
             unsafe { libc::raise(signal) };
         }
     }
@@ -74,7 +76,7 @@ extern "C" fn handler(signal: libc::c_int, info: *mut libc::siginfo_t, context: 
     let pid = getpid();
     if deferral.owner.load(Ordering::SeqCst) == pid {
         deferral.arrived.store(true, Ordering::SeqCst);
-        // `Deferral::end` sees this store unless it ran in between.
+        // `Deferral::end` sees this store, unless it ran between the load of `owner` and the store.
         if deferral.owner.load(Ordering::SeqCst) == pid || !deferral.arrived.swap(false, Ordering::SeqCst) {
             return;
         }
@@ -127,8 +129,8 @@ impl Deferral {
         self.arrived.store(false, Ordering::Relaxed);
         self.holders.store(1, Ordering::Relaxed);
         // A child of a process that deferred the signal already has the recording handler. A handler that has replaced
-        // the recording one may call it. If the recording handler replaced it in turn, each would call the other
-        // without end. So that handler stays, and the signals that it passes on are deferred.
+        // the recording handler may call it. If the recording handler replaced that handler in turn, the two would call
+        // each other without end. So that handler stays installed, and the signals that it passes on are deferred.
         let old = self.old.load(Ordering::Relaxed);
         let replaced = self.installed.load(Ordering::Relaxed) && action.sa_sigaction != old;
         if action.sa_sigaction != handler as *const () as usize && !replaced {
@@ -145,14 +147,14 @@ impl Deferral {
         true
     }
 
-    /// Ends one [`Deferral::begin`]. The last call restores the handler. Returns true if it did so and the signal had
-    /// arrived.
+    /// Undoes one [`Deferral::begin`]. The last of these calls ends the deferral and restores the handler: it returns
+    /// true if the signal has arrived meanwhile. All other calls return false.
     fn end(&self) -> bool {
         if self.owner.load(Ordering::Relaxed) != getpid() || self.holders.fetch_sub(1, Ordering::Relaxed) > 1 {
             return false;
         }
         self.owner.store(0, Ordering::SeqCst);
-        // The handler is not restored if the program has set another one.
+        // The handler is not restored if the program has installed another one.
         if let Some(mut action) = self.action().filter(|action| action.sa_sigaction == handler as *const () as usize) {
             action.sa_sigaction = self.old.load(Ordering::Relaxed);
             if !self.old_takes_info.load(Ordering::Relaxed) {
@@ -180,7 +182,7 @@ mod tests {
     use super::*;
 
     static SEEN: AtomicU32 = AtomicU32::new(0);
-    /// SIGINTs whose handler found SIGTERM deferred.
+    /// Number of SIGINTs whose handler found SIGTERM still deferred.
     static TOO_SOON: AtomicU32 = AtomicU32::new(0);
 
     extern "C" fn note(signal: libc::c_int) {
@@ -189,7 +191,7 @@ mod tests {
         TOO_SOON.fetch_add(u32::from(signal == libc::SIGINT && term != 0), Ordering::SeqCst);
     }
 
-    /// Calls of a library's handler.
+    /// Number of calls of a library's handler.
     static CHAINED: AtomicU32 = AtomicU32::new(0);
     /// The handler that the library's handler has replaced.
     static REPLACED: AtomicUsize = AtomicUsize::new(0);
@@ -204,7 +206,7 @@ mod tests {
         }
     }
 
-    /// Calls of the program's handler.
+    /// Number of calls of the program's handler.
     static BELOW: AtomicU32 = AtomicU32::new(0);
 
     extern "C" fn below(_signal: libc::c_int) {
@@ -222,7 +224,8 @@ mod tests {
             (action.sa_sigaction, action.sa_flags) = (handler, flags);
             assert!(deferral.set(&action));
         };
-        // The calls of the library's handler and of the program's since the last call of `calls`.
+        // Returns the numbers of calls of the library's handler and of the program's handler since the last call of
+        // `calls`.
         let calls = || (CHAINED.swap(0, Ordering::SeqCst), BELOW.swap(0, Ordering::SeqCst));
         install(below as *const () as usize, 0);
 
@@ -251,7 +254,7 @@ mod tests {
         assert_eq!(calls(), (0, 1));
         assert_eq!(deferral.action().unwrap().sa_sigaction, below as *const () as usize);
 
-        // The program sets its own handler again in the meantime: it calls no other, so it is replaced as usual.
+        // Meanwhile the program installs its handler again. That handler calls no other, so it is replaced as usual.
         let deferred = defer(&[signal]);
         install(below as *const () as usize, 0);
         deferred.release();
@@ -264,7 +267,7 @@ mod tests {
     }
 
     fn raise(signal: i32) {
-        // SAFETY: raise takes a number.
+        // SAFETY: raise takes a plain number.
         unsafe { libc::raise(signal) };
     }
 

@@ -10,12 +10,13 @@ use super::owned::KnownFd;
 use super::{descriptor_hint, refused, retry_on_intr};
 use crate::error::Result;
 
-/// The hint of an error when the descriptor no longer names the eventfd.
+/// The hint of the error for a descriptor that no longer names the eventfd.
 const REPLACED: &str = "the descriptor was closed or replaced by other code";
 
-/// A kernel counter that is readable while it is not zero. Neither end blocks on it.
+/// A kernel counter that is readable while it is not zero. Neither ringing nor draining it blocks.
 ///
-/// If its number names another file, ringing and draining do nothing. Waiters therefore also check periodically.
+/// If other code has closed the descriptor and its number names another file, ringing and draining do nothing. So code
+/// that waits for a ring must also check periodically.
 #[derive(Debug)]
 pub struct EventFd(KnownFd);
 
@@ -27,7 +28,8 @@ impl EventFd {
         fd.map(Self::from_owned_fd).map_err(|errno| refused("eventfd", errno, descriptor_hint(errno)))
     }
 
-    /// Wraps a descriptor from another process. It comes from [`EventFd::new`], so it is non-blocking.
+    /// Wraps a descriptor of an eventfd that [`EventFd::new`] created, perhaps in another process. Such an eventfd is
+    /// non-blocking.
     pub fn from_owned_fd(fd: OwnedFd) -> Self {
         Self(KnownFd::new(fd))
     }
@@ -45,8 +47,8 @@ impl EventFd {
         }
     }
 
-    /// Makes the eventfd unreadable until the next ring. Returns false if its number names another file. Call it before
-    /// checking for the work that the rings announced.
+    /// Makes the eventfd unreadable until the next ring. Returns false if the descriptor's number names another file.
+    /// Call it before you check for the work that the rings announced.
     pub fn drain(&self) -> Result<bool> {
         if !self.0.is_intact() {
             return Ok(false);

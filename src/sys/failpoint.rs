@@ -1,5 +1,5 @@
-//! Failpoints, for tests: the n-th system call of a kind fails, or ends the process. Two moments of a worker's task
-//! also have one (`moment.rs`).
+//! Failpoints, for tests: the n-th system call of a kind fails, or ends the process. Two moments in a worker's task
+//! also have failpoints (`moment.rs`).
 //!
 //! Without the cargo feature `failpoints` none of this is compiled, and [`failpoint!`] is the bare call. Only atomics
 //! are used, so failpoints work in forked children.
@@ -36,11 +36,11 @@ mod seam {
     pub enum Effect {
         /// The call fails with this `errno`.
         Errno(i32),
-        /// The process ends by `_exit` with this code.
+        /// The process calls `_exit` with this code.
         Exit(i32),
-        /// The process kills itself by SIGKILL.
+        /// The process kills itself with SIGKILL.
         Kill,
-        /// The process stops itself by SIGSTOP. When it continues, the call is made.
+        /// The process stops itself with SIGSTOP. When it continues, it makes the call.
         Stop,
     }
 
@@ -66,7 +66,7 @@ mod seam {
         first: AtomicU64,
         /// The number of the last call that the failpoint affects.
         last: AtomicU64,
-        /// The number of the effect: 0 errno, 1 exit, 2 kill, 3 stop.
+        /// The code of the effect: 0 errno, 1 exit, 2 kill, 3 stop.
         effect: AtomicI32,
         /// The errno or the exit code.
         value: AtomicI32,
@@ -96,13 +96,13 @@ mod seam {
         point(kind).map_or(0, |point| point.calls.load(Ordering::Acquire))
     }
 
-    /// Sets the effect of the `nth` next call of `kind` in this process, counted from 1.
+    /// Sets a failpoint for one call of `kind` in this process: the `nth` from now on, where 1 is the next call.
     pub fn set(kind: &str, nth: u64, effect: Effect) -> Result<()> {
         read_environment();
         arm(kind, nth, false, effect)
     }
 
-    /// Sets the effect of every call of `kind` from the `nth` next one on.
+    /// Sets a failpoint as [`set`] does, for that call and every later call of `kind`.
     pub fn set_from(kind: &str, nth: u64, effect: Effect) -> Result<()> {
         read_environment();
         arm(kind, nth, true, effect)
@@ -170,8 +170,8 @@ mod seam {
     /// means "every call from there on"; an effect is an errno's name or number, `exit=code`, `kill` or `stop`.
     ///
     /// Each process reads the variable at its first call and counts from there; a child keeps no failpoints or counts
-    /// of its parent. So a variable that is set between the main process's first call and a fork affects only the
-    /// children. One that is removed there affects only the main process.
+    /// of its parent. So if the variable is set between the main process's first call and a fork, it affects only the
+    /// children. If it is removed in that interval, it affects only the main process.
     fn read_environment() {
         // SAFETY: getpid has no precondition.
         let me = unsafe { libc::getpid() };

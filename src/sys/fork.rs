@@ -10,22 +10,23 @@ use super::failpoint::failpoint;
 use super::refused;
 use crate::error::Result;
 
-/// A step that runs around forks. Parent and child run the steps in this order, [`ForkHandlers::prepare`] in the
-/// reverse order. The order of installation does not matter.
+/// A step that runs around forks. After the fork, parent and child run the steps in the order of the variants; before
+/// the fork, [`ForkHandlers::prepare`] runs in the reverse order. The order in which steps are installed does not
+/// matter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Counts the forks ([`generation`]). It comes first, because the functions that the other steps call in a child
     /// must see that they run in a child.
     Generation,
     /// `left_behind`: closes connections in the child. It comes before the arrays: the parent releases the lock of the
-    /// list before it waits for the copies, so that no other thread has to wait.
+    /// list of connections before it waits for the copies, so that no other thread has to wait for that lock.
     Connections,
-    /// `shm::forks`: marks the blocks that the child may read. It comes before the arrays for the same reason: the
-    /// parent files the marks and lets the caretaker continue before it waits.
+    /// `shm::forks`: marks the blocks that the child may read. It comes before the arrays for the same reason: before
+    /// the parent waits, it stores the marks in the table and lets the caretaker continue.
     Blocks,
     /// `worker::arrays`: the child copies the arrays of a worker while the parent waits. It comes last in both
-    /// processes, and first before the fork: no array is created or freed while the other steps read the states of the
-    /// blocks.
+    /// processes, and so its `prepare` comes first: no array is created or freed while the other steps read the states
+    /// of the blocks.
     Arrays,
 }
 
@@ -41,13 +42,13 @@ pub struct ForkHandlers {
     pub prepare: fn(),
     /// Runs in the parent after the fork, in the same thread, even if the fork fails.
     pub parent: fn(),
-    /// Runs in the child. Must be safe after a fork of a process with threads.
+    /// Runs in the child. Must be safe to call in the child of a process that has several threads.
     pub child: fn(),
 }
 
 /// Number of forks between this process and the process that first called [`generation`].
 static GENERATION: AtomicU64 = AtomicU64::new(0);
-/// The handlers of each installed step, by the step's place in [`Step::ALL`].
+/// The handlers of each installed step, indexed by the step's position in [`Step::ALL`].
 static INSTALLED: [AtomicPtr<ForkHandlers>; Step::ALL.len()] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; Step::ALL.len()];
 /// True if the C library calls this module at forks.
@@ -58,8 +59,8 @@ thread_local! {
     static RUNNING: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Returns a number that differs in every forked child: an object that stores it can tell later whether it was created
-/// before a fork. Costs one atomic load. `vfork` and a bare `clone` do not change the number.
+/// Returns a number that is higher in a forked child than in its parent. An object that stores it can tell later
+/// whether it was created before a fork. Costs one atomic load. `vfork` and a bare `clone` do not change the number.
 #[inline]
 pub fn generation() -> u64 {
     // SYNC: forks-counted (pairs with the Release in `hook`): the flag implies the hooks.
@@ -116,7 +117,8 @@ fn handlers(step: Step) -> Option<&'static ForkHandlers> {
     unsafe { INSTALLED[step as usize].load(Ordering::Acquire).as_ref() }
 }
 
-/// Runs one function of each step in `running`. A panic must neither cross into the C library nor stop the other steps.
+/// Runs one function of each step in `running`. A panic must neither unwind into the C library nor stop the other
+/// steps.
 fn run(steps: impl Iterator<Item = Step>, running: u32, part: fn(&ForkHandlers) -> fn()) {
     for step in steps.filter(|&step| running & bit(step) != 0) {
         if let Some(handlers) = handlers(step) {
@@ -131,7 +133,7 @@ const fn bit(step: Step) -> u32 {
 
 extern "C" fn before_fork() {
     if RUNNING.get() == 0 {
-        // A step that another thread installs from now on takes no part, because it has prepared nothing.
+        // A step that another thread installs from now on takes no part in this fork, because it has prepared nothing.
         let installed = Step::ALL.into_iter().filter(|&step| handlers(step).is_some()).map(bit).sum();
         RUNNING.set(installed);
         run(Step::ALL.into_iter().rev(), installed, |handlers| handlers.prepare);

@@ -9,9 +9,9 @@ use crate::error::Result;
 
 /// A witness that shows when all processes that were forked while its [`WitnessMapping`] existed have ended.
 ///
-/// The mapping is that of an otherwise unused file. A child keeps it until it ends or calls exec, whatever descriptors
-/// it closes, and its own children inherit it. While any process maps the file, the kernel refuses to seal it against
-/// writing.
+/// The mapping maps a file that is used for nothing else. A child keeps the mapping until the child ends or calls exec,
+/// no matter which descriptors it closes, and the child's own children inherit it. While any process maps the file, the
+/// kernel refuses to seal it against writing.
 #[derive(Debug)]
 pub struct ForkWitness {
     file: OwnedFd,
@@ -31,9 +31,9 @@ impl ForkWitness {
         Ok((Self { file, identity }, mapping))
     }
 
-    /// Returns true if no process has the mapping, and false if that is unknown. Never blocks.
+    /// Returns true if no process has the mapping any more; false if one has it, or if that is unknown. Never blocks.
     pub fn all_ended(&self) -> bool {
-        // The number may name another file by now, which must not be sealed.
+        // The descriptor's number may name another file by now, which must not be sealed.
         self.identity.same_inode(self.file.as_raw_fd()) && memfd::seal_writing(self.file.as_fd())
     }
 }

@@ -1,4 +1,4 @@
-//! Sleeping on a word in memory that processes share, and waking.
+//! Sleeping on a word in memory that processes share, and waking the sleepers.
 
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
@@ -11,15 +11,15 @@ use super::failpoint::failpoint;
 use super::refused;
 use crate::error::Result;
 
-/// The hint of an error when a call is refused.
+/// The hint of the error for a refused call.
 const UNMAPPED: &str = "the word must be in mapped memory";
 
-/// The reason for which [`wait`] returned.
+/// The reason why [`wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
     /// [`wake`] was called, or the wake-up is spurious: check the word again.
     Woken,
-    /// The word differed from the expected value, so there was no sleep.
+    /// The word differed from the expected value, so the call did not sleep.
     Changed,
     /// The timeout expired.
     TimedOut,
@@ -27,8 +27,8 @@ pub enum Wake {
     Interrupted,
 }
 
-/// Sleeps until [`wake`] if `word` is `expected`. Without a timeout it sleeps for as long as it takes. The futex is not
-/// private: the word may be in a mapping that other processes share.
+/// If `word` is `expected`, sleeps until [`wake`], the timeout or a signal. Without a timeout, the sleep may last
+/// forever. The futex is not private: the word may be in a mapping that other processes share.
 pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Result<Wake> {
     let timeout = timeout.map(timespec);
     let call = || rustix::thread::futex::wait(word, Flags::empty(), expected, timeout.as_ref());
@@ -41,7 +41,7 @@ pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Resul
     }
 }
 
-/// Wakes up to `n` threads of any process that sleep on `word`. Returns the number of woken threads.
+/// Wakes up to `n` threads, of any process, that sleep on `word`. Returns the number of threads that it woke.
 pub fn wake(word: &AtomicU32, n: u32) -> Result<u32> {
     let n = n.min(i32::MAX as u32);
     let woken = failpoint!("futex_wake", rustix::thread::futex::wake(word, Flags::empty(), n));

@@ -6,16 +6,16 @@ use super::failpoint::failpoint;
 use super::{by_number, read_file, refused};
 use crate::error::Result;
 
-/// The identity of an open file: its device, inode and kind.
+/// The identity of an open file: its device, inode and file type.
 ///
-/// It does not distinguish two descriptors of one file; eventfds, epolls and other files that share one inode (pidfds
-/// before Linux 6.9); and a deleted file from the file that got its inode. /proc/self/fdinfo numbers eventfds, but
-/// reading it at each ring would cost three more system calls.
+/// It cannot tell apart two descriptors of one file, two files that share an inode (eventfds, epolls, and pidfds before
+/// Linux 6.9), or a deleted file and the later file that got its inode. /proc/self/fdinfo numbers eventfds, but reading
+/// it for each ring of a doorbell would cost three more system calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FdIdentity {
     device: u64,
     inode: u64,
-    /// The kind of the file; 0 for files without their own inode.
+    /// The file type; 0 for files without an inode of their own.
     kind: u32,
 }
 
@@ -35,13 +35,13 @@ impl FdIdentity {
         (self.device, self.inode)
     }
 
-    /// Returns true if `fd` names a file of the same inode; false for a closed one.
+    /// Returns true if `fd` names a file with the same device, inode and file type; false if `fd` is closed.
     pub fn same_inode(&self, fd: RawFd) -> bool {
         Self::read(fd) == Ok(*self)
     }
 }
 
-/// Returns the identity of this boot of the machine; `None` if unknown.
+/// Returns the ID that the kernel has given to the current boot of the machine; `None` if unknown.
 pub fn boot_id() -> Option<Vec<u8>> {
     read_file("/proc/sys/kernel/random/boot_id".as_ref()).ok()
 }

@@ -13,12 +13,13 @@ type Open = Vec<(RawFd, FdIdentity)>;
 static OPEN: Mutex<Open> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// The lock of [`OPEN`], held from before a fork of this thread until after it, so that the child can use its copy.
+    /// The lock of [`OPEN`], which a forking thread holds from before the fork until after it, so that the child can
+    /// use its copy of the list.
     static HELD: RefCell<Option<MutexGuard<'static, Open>>> = const { RefCell::new(None) };
 }
 
-/// Makes the children of later forks close a descriptor, if fork hooks can be registered. Call [`forget`] before the
-/// descriptor is closed.
+/// Makes the children of later forks close a descriptor, if fork hooks can be registered. Call [`forget`] before you
+/// close the descriptor.
 pub(super) fn leave_behind(fd: BorrowedFd<'_>) {
     static HANDLERS: ForkHandlers = ForkHandlers { prepare, parent, child };
     let _ = on_fork(Step::Connections, &HANDLERS);
@@ -33,7 +34,7 @@ pub(super) fn forget(fd: BorrowedFd<'_>) {
 }
 
 fn prepare() {
-    // If the thread-locals of this thread are gone, the child keeps the descriptors open.
+    // If the thread-locals of this thread are destroyed already, the child keeps the descriptors open.
     let _ = HELD.try_with(|held| held.replace(Some(lock(&OPEN))));
 }
 
@@ -44,9 +45,9 @@ fn parent() {
 fn child() {
     let Ok(Some(mut open)) = HELD.try_with(RefCell::take) else { return };
     for (fd, identity) in open.iter() {
-        // The program may have closed the descriptor, and the number may name another file.
+        // The program may have closed the descriptor, and its number may now name another file.
         if identity.same_inode(*fd) {
-            // SAFETY: the file is this process's copy, which nothing here uses.
+            // SAFETY: the descriptor is this child's copy, which nothing in the child uses.
             unsafe { libc::close(*fd) };
         }
     }

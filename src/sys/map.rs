@@ -1,4 +1,4 @@
-//! Shared memory maps of a file.
+//! Shared memory mappings of files.
 
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -29,8 +29,8 @@ pub fn address_space_left() -> Option<u64> {
     Some(limit.saturating_sub(pages.unwrap_or(0) * page_size() as u64))
 }
 
-/// A shared, writable mapping of a file, excluded from core dumps and inherited by forked children. Other processes
-/// change the bytes at any time: only atomics and raw copies may access them.
+/// A shared, writable mapping of a file, excluded from core dumps and inherited by forked children. Other processes may
+/// change the bytes at any time, so only atomics and raw copies may access them.
 #[derive(Debug)]
 pub struct Mapping {
     /// The address of the first byte; on a page boundary.
@@ -46,8 +46,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `len` bytes of `fd`, which must keep at least that length, as a sealed file does: an access
-    /// beyond a file's end raises SIGBUS.
+    /// Maps the first `len` bytes of `fd`. The file must keep at least that length, as a sealed file does, because an
+    /// access beyond a file's end raises SIGBUS.
     pub fn new(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
         if len == 0 {
             return Err(Error::usage("a mapping must have at least one byte"));
@@ -56,8 +56,8 @@ impl Mapping {
         if size < len as u64 {
             return Err(Error::usage(format!("{len} bytes of a file that has {size} bytes cannot be mapped")));
         }
-        // The pages are not accessible yet: after mlockall(MCL_FUTURE) the kernel would populate every page, which
-        // takes more than the machine's memory.
+        // The pages are not accessible at first: after mlockall(MCL_FUTURE), the kernel would populate every accessible
+        // page, which could take more memory than the machine has.
         let start = map_file(fd, len, ProtFlags::empty(), MapFlags::SHARED)?;
         let mapping = Self { start, len, page: page_size() };
         let start = start.as_ptr().cast();
@@ -87,8 +87,8 @@ impl Mapping {
     /// Ensures that every page that `range` touches has memory and can be written without a fault.
     ///
     /// Errors: [`Error::NoMemory`] if the kernel has no page, [`Error::Usage`] outside the mapping. Before Linux 5.14,
-    /// and where a sandbox refuses the call, a machine without a free page raises SIGBUS. A memory cgroup kills the
-    /// process instead of refusing the call: check [`memory::available`] first.
+    /// and where a sandbox refuses the call, a lack of free pages raises SIGBUS. A memory cgroup kills the process
+    /// instead of refusing the call: check [`memory::available`] first.
     pub fn populate(&self, range: Range<usize>) -> Result<()> {
         let pages = self.touched(&range)?;
         let call = || failpoint!("populate", self.advise(&pages, Advice::LinuxPopulateWrite));
@@ -104,9 +104,9 @@ impl Mapping {
         Ok(())
     }
 
-    /// Maps the present pages that `range` touches into this process's page tables. A shared mapping tracks no first
-    /// write, so later writes do not fault. For such pages it takes less than half the time of [`Mapping::populate`]
-    /// (0.38 us each, not 0.92).
+    /// Maps the present pages that `range` touches into this process's page tables. For a shared mapping of a memfd,
+    /// the kernel does not track the first write to a page, so later writes do not fault. For present pages this takes
+    /// less than half the time of [`Mapping::populate`] (0.38 us per page, not 0.92 us).
     ///
     /// Errors: as for [`Mapping::populate`]. Without kernel support it does nothing.
     pub fn map_in(&self, range: Range<usize>) -> Result<()> {
@@ -118,8 +118,8 @@ impl Mapping {
         }
     }
 
-    /// Releases the memory of the whole pages inside `range`, for all processes; they read as zeroes afterwards. The
-    /// remainder of `range` is unchanged.
+    /// Releases the memory of the whole pages inside `range`, for all processes. These pages read as zeroes afterwards.
+    /// The remainder of `range` is unchanged.
     pub fn remove(&self, range: Range<usize>) -> Result<()> {
         self.check(&range)?;
         let Some(pages) = self.inside(&range) else { return Ok(()) };
@@ -142,8 +142,8 @@ impl Mapping {
         Ok(start..if range.is_empty() { start } else { range.end.next_multiple_of(self.page) })
     }
 
-    /// Returns the whole pages inside `range`, if any. The file's last page counts as whole if `range` reaches the
-    /// file's end.
+    /// Returns the whole pages inside `range`, if any. The mapping's last page counts as whole if `range` reaches the
+    /// mapping's end.
     fn inside(&self, range: &Range<usize>) -> Option<Range<usize>> {
         let start = range.start.next_multiple_of(self.page);
         let end = if range.end == self.len { self.len } else { range.end / self.page * self.page };
@@ -157,7 +157,7 @@ impl Mapping {
         unsafe { rustix::mm::madvise(start.cast(), pages.len(), advice) }
     }
 
-    /// Writes every page with its current value.
+    /// Makes every page writable: writes a byte in it, with the byte's current value.
     fn touch(&self, pages: &Range<usize>) {
         for offset in pages.clone().step_by(self.page) {
             // SAFETY: the byte is in the mapping; all users of the range use atomics or own it.
@@ -183,7 +183,7 @@ pub(super) fn size_of_file(fd: BorrowedFd<'_>) -> Result<u64> {
         .map_err(|errno| refused("fstat", errno, "the descriptor was closed by other code"))
 }
 
-/// Maps the first `len` bytes of a file anywhere. Its pages need no swap space before they are written.
+/// Maps the first `len` bytes of a file at an address that the kernel chooses. No swap space is reserved for its pages.
 pub(super) fn map_file(fd: BorrowedFd<'_>, len: usize, protection: ProtFlags, flags: MapFlags) -> Result<NonNull<u8>> {
     let (any, flags) = (std::ptr::null_mut(), flags | MapFlags::NORESERVE);
     // SAFETY: the kernel chooses a free address range.
@@ -192,7 +192,7 @@ pub(super) fn map_file(fd: BorrowedFd<'_>, len: usize, protection: ProtFlags, fl
     NonNull::new(start.cast()).ok_or_else(|| Error::usage("mmap returned address 0"))
 }
 
-/// Returns the error of [`Mapping::new`] in a process with only `left` bytes of address space.
+/// Returns the error that [`Mapping::new`] would return in a process that has only `left` bytes of address space left.
 pub fn no_address_space(wanted: u64, left: u64) -> Error {
     let hint = format!("{}; {left} bytes are left", address_space_hint(wanted));
     Error::Os { call: "mmap", errno: libc::ENOMEM, hint }
@@ -205,7 +205,8 @@ pub(super) fn address_space_hint(wanted: u64) -> String {
     )
 }
 
-/// Returns the error for an errno of a populating madvise that concerns memory.
+/// Returns the error for the errno of a populating madvise, if that errno means a lack of memory or a hardware fault in
+/// it.
 fn out_of_memory(pages: &Range<usize>, errno: Errno) -> Option<Error> {
     let reason = match errno {
         Errno::HWPOISON => "the machine's memory has a hardware fault there",
@@ -252,7 +253,7 @@ mod tests {
 
     /// Returns the number of page faults of this thread so far that found their page in memory.
     fn faults() -> i64 {
-        // SAFETY: a rusage of zeroes is a valid one, and the kernel fills it.
+        // SAFETY: an all-zero rusage is valid, and the kernel fills it.
         unsafe {
             let mut usage: libc::rusage = std::mem::zeroed();
             assert_eq!(libc::getrusage(libc::RUSAGE_THREAD, &mut usage), 0);

@@ -11,14 +11,14 @@ use super::failpoint::failpoint;
 use super::{descriptor_hint, limit, refused, retry_on_intr};
 use crate::error::{Error, Result};
 
-/// Creates a file of `len` bytes without pages, closed on exec. /proc shows `name`.
+/// Creates a file of `len` bytes that has no pages yet. The descriptor is closed on exec; /proc shows it as `name`.
 ///
-/// Errors: [`Error::Os`] of `memfd_create`, or of `ftruncate` if `len` is too large (`EFBIG`, `ENOSPC`, `EINVAL`).
+/// Errors: [`Error::Os`] from `memfd_create`, or from `ftruncate` if `len` is too large (`EFBIG`, `ENOSPC`, `EINVAL`).
 pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
     let name = CString::new(name).map_err(|_| Error::usage("the name of a memfd has a NUL byte"))?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let open = |flags| failpoint!("memfd_create", rustix::fs::memfd_create(&name, flags));
-    // With this flag (Linux 6.3) the file can never be made executable. It also sets `F_SEAL_EXEC`.
+    // With this flag (Linux 6.3) the file can never be made executable. The flag also sets `F_SEAL_EXEC`.
     let fd = match open(flags | MemfdFlags::NOEXEC_SEAL) {
         Err(Errno::INVAL) => open(flags),
         result => result,
@@ -28,7 +28,7 @@ pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Sets the length of a file. Checks the limit of file sizes first: exceeding it raises SIGXFSZ, which ends a
+/// Sets the length of a file. Checks the limit on file sizes first, because exceeding it raises SIGXFSZ, which ends a
 /// process that does not ignore it.
 pub fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
     let refused = |errno, remedy: &str| {
@@ -46,8 +46,9 @@ pub fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
         .map_err(|errno| refused(errno, if errno == Errno::FBIG { too_long } else { "" }))
 }
 
-/// Seals the length of a file of [`create`], so that no access to its mapping can raise SIGBUS because the file is too
-/// short. Also seals the set of seals. Holes can still be punched. Sealing a file twice is no error.
+/// Seals the length of a file that [`create`] made, so that no access to a mapping of it can raise SIGBUS because the
+/// file has become too short. No other seals can be added afterwards, but holes can still be punched. Sealing a file
+/// twice is no error.
 pub fn seal(fd: BorrowedFd<'_>) -> Result<()> {
     let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
     let is_sealed = || rustix::fs::fcntl_get_seals(fd).is_ok_and(|present| present.contains(seals));
@@ -59,8 +60,8 @@ pub fn seal(fd: BorrowedFd<'_>) -> Result<()> {
     }
 }
 
-/// Seals a file of [`create`] against writing, which the kernel refuses while any process has a writable mapping of it.
-/// Returns true if the file is sealed.
+/// Seals a file that [`create`] made against writing. The kernel refuses this while any process has a writable mapping
+/// of the file. Returns true if the file is sealed.
 pub fn seal_writing(fd: BorrowedFd<'_>) -> bool {
     failpoint!("seal_write", rustix::fs::fcntl_add_seals(fd, SealFlags::WRITE)).is_ok()
 }

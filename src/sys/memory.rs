@@ -17,7 +17,7 @@ pub struct Headroom {
     pub limit: String,
 }
 
-/// Returns the tightest of [`limits`].
+/// Returns the one of [`limits`] with the least memory left.
 pub fn available(roots: &Roots) -> Headroom {
     let unknown =
         || Headroom { bytes: u64::MAX, size: u64::MAX, is_cgroup: false, limit: "no memory limit is known".to_owned() };
@@ -32,9 +32,9 @@ pub fn limits(roots: &Roots) -> Vec<Headroom> {
     machine(roots).into_iter().chain(levels.iter().filter_map(of_level)).collect()
 }
 
-/// Returns the memory and swap of the machine in bytes, including the used part.
+/// Returns the total memory and swap of the machine in bytes, used or not.
 pub fn total_ram_and_swap() -> u64 {
-    // SAFETY: a sysinfo of zeroes is a valid one.
+    // SAFETY: an all-zero sysinfo is valid.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
     // SAFETY: `info` is a local struct that the kernel fills. If the call is refused, the struct stays 0.
     let _ = failpoint!("sysinfo", checked(unsafe { libc::sysinfo(&mut info) }));
@@ -56,9 +56,9 @@ fn machine(roots: &Roots) -> Option<Headroom> {
     })
 }
 
-/// Returns the headroom of a memory cgroup level. Page cache of this level and those below counts as free, even pages
-/// that were read more than once ("active"). After a few epochs page cache often fills the remainder of the limit, and
-/// the kernel drops it before it refuses memory.
+/// Returns the headroom of a level of a memory cgroup; `None` if the level has no limit. Page cache of this level and
+/// of the levels below it counts as free, even pages that were read more than once ("active"). After a few epochs page
+/// cache often fills the remainder of the limit, and the kernel drops page cache before it refuses memory.
 fn of_level(level: &Level) -> Option<Headroom> {
     let (file, usage, caches) = if level.is_v2 {
         ("memory.max", "memory.current", ["inactive_file", "active_file"])

@@ -7,13 +7,14 @@
 //! C library. Each call is written with its full path, so that `tests/sys_calls.rs` finds it. These calls use the C
 //! library:
 //!
-//! - `clock_gettime` and `sysconf`: for them rustix reads the auxiliary vector, before Linux 6.4 from /proc with an
-//!   allocation; the C library already knows it. The clock of rustix is no faster.
-//! - `getrlimit` and `sysinfo`: rustix does not check their result, which a sandbox may refuse.
-//! - `sendmsg` and `recvmsg`: rustix takes slices, but other processes may change the bytes during the call.
+//! - `clock_gettime` and `sysconf`: for these calls rustix reads the auxiliary vector (before Linux 6.4 from /proc,
+//!   with an allocation), which the C library already has. The clock of rustix is no faster.
+//! - `getrlimit` and `sysinfo`: rustix does not check the results of these calls, which a sandbox may refuse.
+//! - `sendmsg` and `recvmsg`: rustix takes slices, whose bytes must not change, but other processes may change these
+//!   bytes during the call.
 //! - `kill` and `pidfd_send_signal`: rustix has neither signal 0 nor real-time signals without `unsafe`.
-//! - `close` of a number, in [`left_behind`]: it is no safer in rustix.
-//! - `ioctl` of a pidfd: rustix has no type for the request, and its general call is no safer.
+//! - `close` of a number, in [`left_behind`]: the call is no safer in rustix.
+//! - `ioctl` of a pidfd: rustix has no type for the request, and its generic call is no safer.
 //! - `pthread_atfork`, `sigaction`, signal masks, `timer_create`, `raise`, `_exit`, `getrusage`, `strsignal`, `dlopen`:
 //!   rustix has no stable call for them, and the C library keeps its own state for most of them.
 
@@ -63,8 +64,8 @@ fn refused(call: &'static str, errno: Errno, hint: impl Into<String>) -> Error {
     Error::Os { call, errno: errno.raw_os_error(), hint: hint.into() }
 }
 
-/// Returns a descriptor for a number alone. It is for calls that ask the kernel what the number names, or whether that
-/// is readable.
+/// Makes a descriptor from a bare number. Use it only in calls that ask the kernel what file the number names, or
+/// whether that file is readable.
 fn by_number(fd: RawFd) -> rustix::io::Result<BorrowedFd<'static>> {
     if fd < 0 {
         return Err(Errno::BADF);
@@ -74,7 +75,7 @@ fn by_number(fd: RawFd) -> rustix::io::Result<BorrowedFd<'static>> {
     Ok(unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
-/// Returns a limit of this process; `None` if there is none, or the system does not report it.
+/// Returns a resource limit of this process; `None` if there is none, or the system does not report it.
 fn limit(resource: Resource) -> Option<u64> {
     let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is a local struct that the kernel fills.
@@ -88,7 +89,7 @@ fn read_file(path: &std::path::Path) -> std::io::Result<Vec<u8>> {
     failpoint::failpoint!("proc", std::fs::read(path))
 }
 
-/// Returns the hint of an error when a new descriptor is refused.
+/// Returns the hint of the error for a refused new descriptor.
 fn descriptor_hint(errno: Errno) -> &'static str {
     match errno {
         Errno::MFILE => {

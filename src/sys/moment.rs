@@ -1,9 +1,9 @@
-//! Points in a worker's task, other than system calls, at which a failpoint of a test can end the process. An errno has
-//! no effect there.
+//! Points in a worker's task, other than system calls, at which a test's failpoint can stop or end the process. A
+//! failpoint with an errno has no effect there.
 
 use super::failpoint::failpoint;
 
-/// Marks the moment at which a worker has taken a task or a control message, and has not read it yet.
+/// Marks the moment at which a worker has taken a task or a control message, but has not read it yet.
 #[inline]
 pub fn task_taken() {
     let _: rustix::io::Result<()> = failpoint!("task_taken", Ok(()));

@@ -6,8 +6,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use super::fork::generation;
 use super::identity::FdIdentity;
 
-/// A descriptor that a forked child forgets instead of closing, because its number may then name one of the child's
-/// files.
+/// A descriptor that is not closed when a forked child drops it, because in the child its number may name another file
+/// by then.
 #[derive(Debug)]
 pub struct HomeFd {
     fd: ManuallyDrop<OwnedFd>,
@@ -37,8 +37,8 @@ impl Drop for HomeFd {
     }
 }
 
-/// A [`HomeFd`] that knows the identity of its file. A program may close all descriptors of the process, and the number
-/// may then name another file, which must not be read or written.
+/// A [`HomeFd`] that knows the identity of its file. A program may close all descriptors of the process. The number may
+/// then name another file, which must be neither read nor written.
 #[derive(Debug)]
 pub struct KnownFd {
     fd: HomeFd,

@@ -42,12 +42,12 @@ pub enum ExitStatus {
     Signal(i32),
 }
 
-/// A handle of a process. It never names another process that gets the same number.
+/// A handle to a process. It never refers to a later process with the same pid.
 #[derive(Debug)]
 pub struct PidFd(KnownFd);
 
 impl PidFd {
-    /// Opens the process `pid`, alive or not yet reaped. The descriptor is closed on exec.
+    /// Opens the process `pid`, which must be alive or not yet reaped. The descriptor is closed on exec.
     pub fn open(pid: i32) -> Result<Self> {
         let call = || rustix::process::pidfd_open(numbered(pid)?, PidfdFlags::empty());
         let fd = failpoint!("pidfd_open", call()).map_err(|errno| {
@@ -78,8 +78,8 @@ impl PidFd {
         Ok(!events.is_empty())
     }
 
-    /// Returns the exit status, without reaping. `None` while the process lives, or if the kernel does not report it:
-    /// before Linux 6.15 it reports only unreaped children of this process.
+    /// Returns the exit status, without reaping. `None` while the process lives, or if the kernel does not report the
+    /// status: before Linux 6.15, it does so only for unreaped children of this process.
     pub fn status(&self) -> Option<ExitStatus> {
         wait_status(WaitId::PidFd(self.as_fd())).unwrap_or_else(|_| self.recorded_status())
     }
@@ -100,7 +100,7 @@ impl PidFd {
         })
     }
 
-    /// Sends `signal` to the process. It is no error if the process has ended.
+    /// Sends `signal` to the process. Succeeds, without effect, if the process has ended.
     pub fn send_signal(&self, signal: i32) -> Result<()> {
         let (fd, none) = (self.0.as_fd().as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
         // SAFETY: a null siginfo asks the kernel to fill in what kill(2) would.
@@ -118,12 +118,12 @@ impl PidFd {
 }
 
 /// Returns true if the process `pid` that started at `start_time` (at any time if 0) has ended, for systems without
-/// pidfds. Children are checked by waitid: /proc shows a zombie while other threads of it run, before its status is
-/// available.
+/// pidfds. Children are checked with waitid: once the main thread of a process has ended, /proc shows a zombie, but
+/// while other threads still run, the status is not available.
 pub fn has_exited(pid: i32, start_time: u64) -> bool {
     match status_of_child(pid) {
         Ok(Some(_)) => true,
-        // With a different start time, it is another child that reused the number.
+        // If the start time differs, `pid` is now another child that reuses the number.
         Ok(None) => self::start_time(pid).is_ok_and(|time| start_time != 0 && time != start_time),
         Err(_) => !runs(pid, start_time),
     }
@@ -139,7 +139,7 @@ fn status_of_child(pid: i32) -> rustix::io::Result<Option<ExitStatus>> {
     wait_status(WaitId::Pid(numbered(pid)?))
 }
 
-/// Returns a process's status by waitid, without reaping.
+/// Returns a process's status from waitid, without reaping.
 fn wait_status(id: WaitId<'_>) -> rustix::io::Result<Option<ExitStatus>> {
     let flags = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     let status = retry_on_intr(|| failpoint!("waitid", rustix::process::waitid(id.clone(), flags)))?;
@@ -149,7 +149,7 @@ fn wait_status(id: WaitId<'_>) -> rustix::io::Result<Option<ExitStatus>> {
     }))
 }
 
-/// Returns the number of a process as rustix takes it, or `EINVAL` for a number that no process can have.
+/// Converts a pid to rustix's type. Returns `EINVAL` for a number that cannot be a pid.
 fn numbered(pid: i32) -> rustix::io::Result<Pid> {
     Pid::from_raw(pid.max(0)).ok_or(Errno::INVAL)
 }
@@ -159,25 +159,25 @@ pub fn is_child(pid: i32) -> bool {
     status_of_child(pid).is_ok()
 }
 
-/// Returns true if the process `pid` is a child or grandchild of this one, as under multiprocessing's fork server.
-/// Returns false for this process, and for a number that names a group or no process.
+/// Returns true if the process `pid` is a child of this process, or a grandchild, as workers of multiprocessing's fork
+/// server are. Returns false for this process, and for a number that names a process group or no process.
 pub fn descends(pid: i32) -> bool {
     let me = std::process::id() as i32;
     if pid <= 0 || pid == me {
         return false;
     }
     let parent = parent(pid);
-    // waitid still works if /proc is unreadable or shows the numbers of another namespace.
+    // waitid works even if /proc is unreadable, or shows the pids of another namespace.
     parent == Some(me) || is_child(pid) || parent.is_some_and(|parent| parent > 0 && is_child(parent))
 }
 
-/// Returns the parent of the process `pid`, if /proc shows it.
+/// Returns the pid of the parent of the process `pid`, if /proc shows it.
 fn parent(pid: i32) -> Option<i32> {
     let stat = read_file(format!("/proc/{pid}/stat").as_ref()).ok()?;
     parse_field(&stat, 4)
 }
 
-/// Returns the start time of the process `pid`, in clock ticks since boot. Together with the number it identifies the
+/// Returns the start time of the process `pid`, in clock ticks since boot. Together with the pid it identifies the
 /// process.
 pub fn start_time(pid: i32) -> Result<u64> {
     let path = format!("/proc/{pid}/stat");
@@ -193,8 +193,8 @@ pub fn start_time(pid: i32) -> Result<u64> {
     })
 }
 
-/// Returns true if the process `pid` that started at `start_time` (at any time if 0) runs; a zombie does not. If /proc
-/// is unreadable, signal 0 decides, which counts a zombie as running.
+/// Returns true if the process `pid` that started at `start_time` (at any time if 0) is running. A zombie is not. If
+/// /proc is unreadable, the result is that of signal 0, for which a zombie counts as running.
 pub fn runs(pid: i32, start_time: u64) -> bool {
     let stat = match read_file(format!("/proc/{pid}/stat").as_ref()) {
         Ok(stat) => stat,
@@ -221,15 +221,15 @@ fn parse_start_time(stat: &[u8]) -> Option<u64> {
     parse_field(stat, 22)
 }
 
-/// Returns a field by its number in proc(5), which is at least 3. Field 2 is the program's name in parentheses, which
-/// may contain blanks and parentheses.
+/// Returns a field by its number in proc(5), which must be at least 3. Field 2 is the program's name in parentheses,
+/// and may itself contain spaces and parentheses.
 fn parse_field<T: std::str::FromStr>(stat: &[u8], number: usize) -> Option<T> {
     let end = stat.iter().rposition(|byte| *byte == b')')?;
     let fields = std::str::from_utf8(&stat[end + 1..]).ok()?;
     fields.split_ascii_whitespace().nth(number - 3)?.parse().ok()
 }
 
-/// Returns the C library's name of a signal, like "Killed" or "Segmentation fault".
+/// Returns the C library's name for a signal, such as "Killed" or "Segmentation fault".
 pub fn signal_name(signal: i32) -> String {
     // SAFETY: strsignal returns null or a C string valid until this thread's next call.
     unsafe {

@@ -14,10 +14,10 @@ use super::{by_number, descriptor_hint, refused};
 use crate::config::{EPOLL_EVENTS, POLL_MAX};
 use crate::error::{Error, Result};
 
-/// The reason for which [`PollSet::wait`] returned.
+/// The reason why [`PollSet::wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitOutcome {
-    /// Some descriptors are readable, or at their end.
+    /// At least one descriptor is readable, or at its end of file.
     Ready,
     /// The timeout expired.
     TimedOut,
@@ -29,13 +29,15 @@ pub enum WaitOutcome {
 /// descriptors, and epoll for more.
 ///
 /// A descriptor must be removed before it is closed. The set works only in the process that created it: a forked child
-/// shares the epoll with its parent, so its changes would apply there too. In a child, dropping the set does nothing.
+/// shares the epoll with its parent, so the child's changes would apply to the parent too. In a child, dropping the set
+/// does nothing.
 #[derive(Debug)]
 pub struct PollSet {
     /// `array[i]` belongs to `tokens[i]`.
     array: Vec<PollFd<'static>>,
     tokens: Vec<u64>,
-    /// Used after there were more than [`POLL_MAX`] descriptors; `None` before, and if the system refuses it.
+    /// The epoll that is used once the set has had more than [`POLL_MAX`] descriptors; `None` before that, and if the
+    /// system refuses one.
     epoll: Option<OwnedFd>,
     pid: u32,
 }
@@ -57,7 +59,7 @@ impl PollSet {
         self.tokens.len()
     }
 
-    /// Returns true if there are none.
+    /// Returns true if there are no descriptors.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
@@ -80,7 +82,7 @@ impl PollSet {
         self.array.push(PollFd::from_borrowed_fd(fd, PollFlags::IN));
         self.tokens.push(token);
         if self.epoll.is_none() && self.array.len() > POLL_MAX {
-            // If that fails (for lack of a descriptor, say), ppoll works for any number.
+            // If that fails (for lack of a descriptor, say), ppoll is used: it works for any number of descriptors.
             self.epoll = self.new_epoll().ok();
         }
         Ok(())
@@ -100,17 +102,19 @@ impl PollSet {
         if failpoint!("epoll_ctl", rustix::event::epoll::delete(epoll, entry.as_fd())).is_ok() {
             return Ok(());
         }
-        // The descriptor was closed before. If a forked process still has its file open, the old epoll reports it
-        // forever, so a new epoll replaces it. If that fails because another descriptor was closed too, ppoll names
-        // that one.
+        // The descriptor was closed before it was removed. If a forked process still has the file open, the old epoll
+        // would report the file forever, so a new epoll replaces the old one. If that fails because another descriptor
+        // was closed too, ppoll reports that descriptor.
         self.epoll = self.new_epoll().ok();
         Ok(())
     }
 
     /// Waits until a descriptor is readable, for at most `timeout`, and stores the tokens of the readable ones in
-    /// `ready`. An end of file, an error and an exited process count as readable. epoll reports at most 64 per wait.
+    /// `ready`. An end of file, an error and an exited process count as readable. epoll reports at most
+    /// [`EPOLL_EVENTS`] descriptors per wait.
     ///
-    /// Errors: [`Error::Os`] `EBADF` for a descriptor closed before it was removed, [`Error::Usage`] in a forked child.
+    /// Errors: [`Error::Os`] with `EBADF` for a descriptor that was closed before it was removed, [`Error::Usage`] in a
+    /// forked child.
     pub fn wait(&mut self, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {
         ready.clear();
         self.check_process()?;
@@ -143,7 +147,7 @@ impl PollSet {
         Ok(WaitOutcome::Ready)
     }
 
-    /// Returns an epoll of all descriptors.
+    /// Creates an epoll with all descriptors.
     fn new_epoll(&self) -> Result<OwnedFd> {
         let epoll = failpoint!("epoll_create", rustix::event::epoll::create(CreateFlags::CLOEXEC))
             .map_err(|errno| refused("epoll_create1", errno, descriptor_hint(errno)))?;
@@ -164,7 +168,7 @@ impl PollSet {
 impl Drop for PollSet {
     fn drop(&mut self) {
         if self.pid != std::process::id() {
-            // The number may now name one of the child's files.
+            // In the child, the number may name another file by now.
             std::mem::forget(self.epoll.take());
         }
     }

@@ -1,4 +1,4 @@
-//! Private copies of shared memory in a forked child, and the parent's wait for them.
+//! Private copies of shared memory in a forked child, and a gate at which the parent waits for them.
 
 use std::io::{PipeReader, PipeWriter};
 use std::time::{Duration, Instant};
@@ -10,12 +10,12 @@ use super::clock::timespec;
 use super::failpoint::failpoint;
 use super::retry_on_intr;
 
-/// Replaces `len` bytes of whole pages, from `start` on, with private pages that have the same contents: ordinary
-/// memory of this process. If the system refuses, the pages become inaccessible, so that an access ends the process
-/// instead of changing shared memory. Takes no lock.
+/// Replaces the `len` bytes from `start` on, which are whole pages, with a private copy: ordinary memory of this
+/// process. If the system refuses, the pages become inaccessible, so that an access ends the process instead of
+/// changing shared memory. Takes no lock.
 ///
 /// # Safety
-/// The range is mapped and readable, it belongs to no other thread, and no reference to it is used during the call.
+/// The range is mapped and readable, no other thread uses it, and no reference to it is used during the call.
 pub unsafe fn make_private(start: *mut u8, len: usize) {
     let (any, protection) = (std::ptr::null_mut(), ProtFlags::READ | ProtFlags::WRITE);
     // SAFETY: the kernel chooses a free address range.
@@ -29,23 +29,24 @@ pub unsafe fn make_private(start: *mut u8, len: usize) {
             return;
         }
     }
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller's promise.
     unsafe { make_inaccessible(start, len) };
 }
 
-/// Makes `len` bytes of whole pages, from `start` on, inaccessible to this process.
+/// Makes the `len` bytes from `start` on, which are whole pages, inaccessible to this process.
 ///
 /// # Safety
 /// As for [`make_private`].
 pub unsafe fn make_inaccessible(start: *mut u8, len: usize) {
     // SAFETY: the caller's range.
     if unsafe { rustix::mm::mprotect(start.cast(), len, MprotectFlags::empty()) }.is_err() {
-        // SAFETY: the child ends rather than write to memory of its parent.
+        // SAFETY: _exit has no precondition. The child ends here, because it could otherwise write to its parent's
+        // memory.
         unsafe { libc::_exit(127) };
     }
 }
 
-/// A gate at which a parent waits after a fork until its child has passed a point or has ended.
+/// A gate at which a parent waits after a fork, until its child has dropped the gate or has ended.
 #[derive(Debug)]
 pub struct ForkGate {
     reader: PipeReader,

@@ -10,13 +10,13 @@ use super::identity::FdIdentity;
 use super::{descriptor_hint, refused};
 use crate::error::Result;
 
-/// Opens the file that the process `pid` has under the number `fd`, if the file has this device and inode. Does not
-/// open any other file: that would wake a FIFO's peer, and may have any effect on a device.
+/// Opens the file that descriptor `fd` of the process `pid` names, if `place` is the file's device and inode. Never
+/// opens another file: opening a FIFO wakes its other end, and opening a device may have any effect.
 ///
-/// Errors: [`Error::Os`] with `EBADF` for another file. The error of `open` if /proc is not mounted, hides the
-/// process's files, or has no such number.
+/// Errors: [`Error::Os`] with `EBADF` if the descriptor names another file, or with the errno of `open` if /proc is not
+/// mounted, hides the process's files, or does not have the descriptor.
 pub fn open(pid: i32, fd: i32, place: (u64, u64)) -> Result<OwnedFd> {
-    // O_PATH: a reference that allows only fstat.
+    // With O_PATH the file itself is not opened: the descriptor only allows fstat, and opening the file through /proc.
     let file = open_path(&format!("/proc/{pid}/fd/{fd}"), OFlags::PATH)?;
     if FdIdentity::of(file.as_raw_fd())?.place() == place {
         return open_path(&format!("/proc/self/fd/{}", file.as_raw_fd()), OFlags::RDONLY);
@@ -30,7 +30,7 @@ fn open_path(path: &str, flags: OFlags) -> Result<OwnedFd> {
     failpoint!("peek", call()).map_err(|errno| refused("open(/proc/PID/fd)", errno, descriptor_hint(errno)))
 }
 
-/// Reads at most `max_len` bytes from `start` on.
+/// Reads at most `max_len` bytes from `start` on. Returns no bytes on an error.
 pub fn read(file: BorrowedFd<'_>, start: usize, max_len: usize) -> Vec<u8> {
     let mut bytes = vec![0; max_len];
     let len = rustix::io::pread(file, &mut bytes, start as u64);
@@ -40,7 +40,7 @@ pub fn read(file: BorrowedFd<'_>, start: usize, max_len: usize) -> Vec<u8> {
 
 /// Returns the file's length in bytes; 0 if unknown.
 pub fn len(file: BorrowedFd<'_>) -> usize {
-    // Nothing else uses the position of the descriptor.
+    // Nothing else uses this descriptor's file position.
     rustix::fs::seek(file, SeekFrom::End(0)).map_or(0, |end| end as usize)
 }
 

@@ -1,4 +1,4 @@
-//! Memfds that can no longer be changed: they are written once by system calls, then sealed, then mapped.
+//! Memfds that no longer change: they are written once with system calls, then sealed, then mapped.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -16,8 +16,8 @@ use crate::error::{Error, Result};
 /// The seals of such a file. With them no access to a mapping of it can raise SIGBUS, and its bytes never change.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::WRITE).union(SealFlags::SEAL);
 
-/// Writes all bytes at a position of a memfd. The call allocates its pages, so that a lack of memory is an error and
-/// not a SIGBUS.
+/// Writes all of `bytes` at the position `at` of a memfd. The system call allocates the pages, so that a lack of memory
+/// is an error and not a SIGBUS.
 ///
 /// Errors: [`Error::Os`], with `ENOMEM` or `ENOSPC` if the kernel has no page.
 pub fn write_at(fd: BorrowedFd<'_>, mut bytes: &[u8], mut at: u64) -> Result<()> {
@@ -104,7 +104,7 @@ impl SealedMap {
     /// Returns the bytes.
     ///
     /// # Safety
-    /// Nothing writes through this mapping: it is not writable.
+    /// The mapping must not be writable, so that nothing can write through it.
     pub unsafe fn bytes(&self) -> &[u8] {
         // SAFETY: the file has this length, and its seals preserve length and bytes.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }

@@ -58,8 +58,9 @@ fn empty_set() -> libc::sigset_t {
     }
 }
 
-/// Sends `signal` to the process `pid`. It is no error if the process has ended. Prefer
-/// [`PidFd::send_signal`](super::pidfd::PidFd::send_signal), which cannot hit another process with a recycled number.
+/// Sends `signal` to the process `pid`. Succeeds, without effect, if the process has ended. Prefer
+/// [`PidFd::send_signal`](super::pidfd::PidFd::send_signal), which cannot reach another process that has reused the
+/// pid.
 pub fn kill(pid: i32, signal: i32) -> Result<()> {
     if pid <= 0 {
         return Err(Error::usage(format!("kill of {pid}, which is a group and not a process")));
@@ -87,7 +88,7 @@ pub fn handler_of(signal: i32) -> Option<usize> {
 
 /// Returns the action of `signal` in this process; `None` if unknown.
 pub(super) fn action_of(signal: i32) -> Option<libc::sigaction> {
-    // SAFETY: a sigaction of zeroes is a valid one.
+    // SAFETY: an all-zero sigaction is valid.
     let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
     // SAFETY: a null action changes nothing; `now` is a local struct that the call fills.
     let mut call = || unsafe { libc::sigaction(signal, std::ptr::null(), &mut now) };
@@ -106,7 +107,7 @@ pub(super) unsafe fn set_action(signal: i32, action: &libc::sigaction) -> bool {
 
 /// Makes this process ignore `signal`. If the system refuses, the action stays as it is.
 pub fn ignore(signal: i32) {
-    // SAFETY: a sigaction of zeroes is a valid one, with an empty mask.
+    // SAFETY: an all-zero sigaction is valid, and has an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = libc::SIG_IGN;
     // SAFETY: the action has no handler.
@@ -131,7 +132,7 @@ fn is_in_mask(pid: i32, name: &[u8], signal: i32) -> bool {
     mask.is_some_and(|mask| mask & 1 << (signal - 1) != 0)
 }
 
-/// Ends the process at once, without exit handlers or flushing buffers.
+/// Ends the process at once, without running exit handlers or flushing buffers.
 pub fn exit_now(code: i32) -> ! {
     // SAFETY: _exit has no precondition.
     unsafe { libc::_exit(code) }
@@ -198,7 +199,7 @@ mod tests {
         }
         assert!(!blocks(i32::MAX, stack_signal()));
         // A test does not run in the main thread, so it can set only the mask of a child's main thread.
-        // SAFETY: the child calls nothing but the kernel, and ends by the signal that it then gets.
+        // SAFETY: the child calls nothing but the kernel, and ends when the signal below kills it.
         let child = unsafe { libc::fork() };
         if child == 0 {
             block_all_in_this_thread();

@@ -1,7 +1,7 @@
 //! A handler for SIGTERM that can postpone the end of the process.
 //!
 //! The handler is async-signal-safe: it uses only atomics and the system calls getpid, timer_settime, sigaction, raise
-//! and _exit. A timer that sends SIGTERM calls it again, so nothing waits and no thread is woken.
+//! and _exit. To call the handler again, a timer sends SIGTERM, so that no thread has to wait or be woken.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use super::failpoint::failpoint;
 use super::{checked, refused};
 use crate::error::{Error, Result};
 
-/// The reason for which the handler runs.
+/// The reason why the handler runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
     /// A process sent the signal.
@@ -46,28 +46,28 @@ struct HandlerState {
 
 static STATE: OnceLock<HandlerState> = OnceLock::new();
 
-/// Makes SIGTERM call `decide` in the handler, where it may use atomics, but no lock, allocation or thread-local. Call
-/// it once per process, in a thread that lives as long as the process. A handler that is installed later replaces this
-/// one.
+/// Installs a handler for SIGTERM that calls `decide`, which may use atomics, but no lock, allocation or thread-local.
+/// Call this function once per process, in a thread that lives as long as the process. A handler that is installed
+/// later replaces this one.
 ///
 /// # Errors
 /// [`Error::Os`] if the system refuses a timer or the handler; SIGTERM then has its earlier effect.
 pub fn install(decide: fn(Cause) -> Reaction) -> Result<()> {
-    // SAFETY: a sigevent of zeroes is a valid one.
+    // SAFETY: an all-zero sigevent is valid.
     let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
     // The timer signals this thread, because a signal to the process would merge with another pending SIGTERM.
     event.sigev_notify = libc::SIGEV_THREAD_ID;
     event.sigev_notify_thread_id = super::signal::gettid();
     event.sigev_signo = libc::SIGTERM;
     let mut timer: libc::timer_t = std::ptr::null_mut();
-    // SAFETY: both are local structs, one read, one filled.
+    // SAFETY: `event` and `timer` are local variables; the call reads the first and fills the second.
     let mut call = || unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer) };
     failpoint!("timer", checked(call()))
         .map_err(|errno| refused("timer_create", errno, "raise `ulimit -i` (RLIMIT_SIGPENDING)"))?;
     // SAFETY: getpid has no precondition.
     let state = HandlerState { pid: unsafe { libc::getpid() }, timer: timer as usize, decide };
     STATE.set(state).map_err(|_| Error::usage("there is already a handler for SIGTERM"))?;
-    // SAFETY: a sigaction of zeroes is a valid one, with an empty mask.
+    // SAFETY: an all-zero sigaction is valid, and has an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = handler as *const () as usize;
     // Interrupted system calls restart; the handler runs on the thread's alternate stack, if it has one.
@@ -108,9 +108,10 @@ fn set_timer(timer: usize, after: Duration) -> bool {
     unsafe { libc::timer_settime(timer as libc::timer_t, 0, &time, std::ptr::null_mut()) == 0 }
 }
 
-/// Restores the default action, which applies when the handler returns: until then the signal is blocked.
+/// Restores the default action and raises SIGTERM, which ends the process when the handler returns: until then the
+/// signal is blocked.
 fn die() {
-    // SAFETY: a sigaction of zeroes is the default action with an empty mask; raise takes a number.
+    // SAFETY: an all-zero sigaction is the default action with an empty mask; raise takes a plain number.
     unsafe {
         let action: libc::sigaction = std::mem::zeroed();
         libc::sigaction(libc::SIGTERM, &action, std::ptr::null_mut());

@@ -1,4 +1,4 @@
-//! A connected stream socket. Only its `wait` blocks.
+//! A connected stream socket. Only [`Socket::wait`] blocks.
 
 use std::marker::PhantomData;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -15,10 +15,10 @@ use super::owned::KnownFd;
 use super::{checked, refused, retry_on_intr};
 use crate::error::Result;
 
-/// The hint of an error when the connection breaks.
+/// The hint of the error for a broken connection.
 const BROKEN: &str = "the other end is gone, or the network between the machines is down";
 
-/// The hint of an error when the descriptor no longer names the socket.
+/// The hint of the error for a descriptor that no longer names the socket.
 const REPLACED: &str = "the descriptor was closed or replaced by other code";
 
 /// The outcome of one call that sends or receives.
@@ -47,13 +47,13 @@ pub struct Readiness {
 pub struct Part<'a>(libc::iovec, PhantomData<&'a [u8]>);
 
 impl<'a> Part<'a> {
-    /// Returns the bytes of a slice.
+    /// Describes the bytes of a slice.
     pub fn new(bytes: &'a [u8]) -> Self {
         // SAFETY: a slice can be read for its lifetime.
         unsafe { Self::raw(bytes.as_ptr(), bytes.len()) }
     }
 
-    /// Returns the `len` bytes at `memory`.
+    /// Describes the `len` bytes at `memory`.
     ///
     /// # Safety
     /// The bytes stay mapped and readable for `'a`. Their values may change.
@@ -61,7 +61,8 @@ impl<'a> Part<'a> {
         Self(libc::iovec { iov_base: memory.cast_mut().cast(), iov_len: len }, PhantomData)
     }
 
-    /// Skips `count` bytes of `parts`, and the leading parts that are then empty.
+    /// Removes the first `count` bytes of `parts`, and the leading parts that are then empty. Panics if there are fewer
+    /// bytes.
     pub fn advance(parts: &mut &mut [Self], mut count: usize) {
         let mut done = 0;
         for Self(part, _) in parts.iter_mut() {
@@ -80,8 +81,8 @@ impl<'a> Part<'a> {
     }
 }
 
-/// A connected stream socket. A forked child closes its copy at once. If the number names another file, the socket
-/// sends and receives nothing.
+/// A connected stream socket. A forked child closes its copy at once. If other code has closed the descriptor and its
+/// number names another file, sending and receiving return an error.
 #[derive(Debug)]
 pub struct Socket(KnownFd);
 
@@ -108,8 +109,9 @@ impl Socket {
         }
     }
 
-    /// Makes the kernel detect that the connection ended without a packet: it probes an idle connection, and gives up
-    /// on bytes that are not acknowledged within `limit`. Does nothing for sockets other than TCP sockets.
+    /// Makes the kernel detect that the other end is gone, even if no packet says so: the kernel probes an idle
+    /// connection, and ends a connection whose bytes are not acknowledged within `limit`. Also makes TCP send small
+    /// packets without delay. Has no effect on sockets other than TCP sockets.
     pub fn keep_alive(&self, limit: Duration) {
         let millis = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX) as u32;
         let part = |n| Duration::from_secs(u64::from(millis / 1000 / n).max(1));
@@ -124,7 +126,7 @@ impl Socket {
     /// Sends as many bytes as fit into the socket's buffer.
     pub fn send(&self, parts: &[Part<'_>]) -> Result<Transfer> {
         self.check("sendmsg")?;
-        // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
+        // SAFETY: an all-zero message header is valid: it has no address and no control data.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         // A Part has the layout of an iovec.
         message.msg_iov = parts.as_ptr().cast_mut().cast();
@@ -136,15 +138,15 @@ impl Socket {
         transfer(retry_on_intr(|| failpoint!("socket_send", checked(call()))), "sendmsg", false)
     }
 
-    /// Receives the available bytes into `first`, and those beyond its length into `second`. Each is an address and a
-    /// number of bytes.
+    /// Receives the available bytes into `first`, and those for which it has no room into `second`. Both are given as
+    /// an address and a number of bytes.
     ///
     /// # Safety
-    /// The caller owns these bytes.
+    /// The caller owns the bytes of both.
     pub unsafe fn receive(&self, first: (*mut u8, usize), second: (*mut u8, usize)) -> Result<Transfer> {
         self.check("recvmsg")?;
         let mut parts = [first, second].map(|(memory, len)| libc::iovec { iov_base: memory.cast(), iov_len: len });
-        // SAFETY: a message header of zeroes is a valid one, without an address and without control data.
+        // SAFETY: an all-zero message header is valid: it has no address and no control data.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = parts.as_mut_ptr();
         message.msg_iovlen = parts.len() as _;

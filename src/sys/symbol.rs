@@ -2,8 +2,9 @@
 
 use std::ffi::CStr;
 
-/// Returns the address of a symbol of a loaded library, given by its soname. The address is valid while the library is
-/// loaded; the libraries of a Python extension stay loaded until the process ends.
+/// Returns the address of `symbol` in the library with the soname `library`; `None` if the library is not loaded or
+/// lacks the symbol. The address is valid while the library is loaded; the libraries of a Python extension stay loaded
+/// until the process ends.
 pub fn find(library: &CStr, symbol: &CStr) -> Option<*mut libc::c_void> {
     // SAFETY: both are C strings; RTLD_NOLOAD loads nothing and runs no code.
     let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };

@@ -4,12 +4,12 @@ use std::ffi::CStr;
 
 use super::failpoint::failpoint;
 
-/// Starts a detached thread with `stack` bytes of stack. The thread must block signals itself.
+/// Starts a detached thread with `stack` bytes of stack. `work` must block signals itself.
 pub fn spawn(name: &str, stack: usize, work: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
     spawn_joinable(name, stack, work).map(drop)
 }
 
-/// Starts a thread as [`spawn`] does, and returns a handle to join it.
+/// Starts a thread as [`spawn`] does, but returns a handle to join it.
 pub fn spawn_joinable(
     name: &str,
     stack: usize,

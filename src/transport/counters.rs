@@ -7,7 +7,8 @@ use crate::sync::{AtomicU64, Ordering};
 /// Number of counters.
 pub const COUNTERS: usize = WorkerState::COUNT + 7;
 
-/// Returns the counters, in the order in which a reader of the page may see them change.
+/// Returns the counters in the order in which [`store`] writes them, and in which a reader of the page may see them
+/// change.
 fn counters(page: &StatusPage) -> [&AtomicU64; COUNTERS] {
     let StatusPage { spent_ns, tasks_done, sent, largest, start_queued_ns, start_cpu_ns, .. } = page;
     let [starting, idle, fetch, collate, pack, publish, left] = spent_ns;
@@ -30,7 +31,7 @@ fn counters(page: &StatusPage) -> [&AtomicU64; COUNTERS] {
     ]
 }
 
-/// Reads the counters of a worker's own page.
+/// Reads the counters of a page.
 pub fn read(page: &StatusPage) -> [u64; COUNTERS] {
     counters(page).map(|word| word.load(Ordering::Relaxed))
 }
@@ -42,7 +43,7 @@ pub fn store(page: &StatusPage, values: &[u64; COUNTERS]) {
     }
 }
 
-/// Stores a state that begins at `now`, and the task that the worker has begun, if any.
+/// Stores a state that the worker entered at `now`, and the task that it has begun, if any.
 pub fn enter(page: &StatusPage, state: WorkerState, task: Option<u64>, now: u64) {
     if let Some(task) = task {
         // Stored before the state, so that a stall check does not mistake the previous task for this one.

@@ -23,7 +23,7 @@ pub const FIXED: usize = 8 * (crate::shm::layout::SLOT_WORDS + COUNTERS);
 pub const SAMPLE: usize = 16;
 
 numbered_enum! {
-    /// The contents of a frame.
+    /// The type of a frame.
     pub enum Kind {
         /// To the worker: a task.
         Task = 1,
@@ -47,7 +47,7 @@ numbered_enum! {
 /// The beginning of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
-    /// The kind of the frame.
+    /// The type of the frame.
     pub kind: Kind,
     /// The kind of a task, or the number of leaves of a result.
     pub count: u32,
@@ -86,12 +86,12 @@ impl Head {
     }
 }
 
-/// Appends words.
+/// Appends words, in little-endian order.
 pub fn put_words(out: &mut Vec<u8>, words: &[u64]) {
     words.iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
 }
 
-/// Returns the words of some bytes.
+/// Returns the little-endian words in `bytes`.
 pub fn words(bytes: &[u8]) -> impl Iterator<Item = u64> + '_ {
     bytes.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes))
 }

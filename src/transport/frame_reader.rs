@@ -1,4 +1,4 @@
-//! The receiving direction of a socket, which reads whole parts of frames through a buffer.
+//! The receiving side of a socket, which reads complete parts of frames through a buffer.
 
 use std::ptr::NonNull;
 
@@ -18,7 +18,7 @@ pub(super) enum Arrived {
     End,
 }
 
-/// A buffer for received bytes, which returns them in parts whose size the caller knows.
+/// A buffer for received bytes, from which the caller reads parts whose sizes it knows.
 #[derive(Debug)]
 pub(super) struct FrameReader {
     buffer: Box<[u8]>,
@@ -33,7 +33,8 @@ impl FrameReader {
         Self { buffer: vec![0; LINK_BUFFER].into(), begin: 0, end: 0, total: 0 }
     }
 
-    /// Checks for a whole head, or the end of the connection. Does not wait.
+    /// Receives the available bytes if there is no complete head yet, and returns what has arrived. Does not wait.
+    /// Returns an error if the connection has ended inside a frame.
     pub(super) fn arrived(&mut self, socket: &Socket) -> Result<Arrived> {
         if self.end - self.begin >= HEAD {
             return Ok(Arrived::Head);
@@ -46,7 +47,7 @@ impl FrameReader {
         })
     }
 
-    /// Returns the head of the next frame. Call it after [`FrameReader::arrived`] has returned [`Arrived::Head`].
+    /// Takes the head of the next frame. Call it only after [`FrameReader::arrived`] has returned [`Arrived::Head`].
     pub(super) fn head(&mut self, max_len: u64) -> Result<Head> {
         let Some(bytes) = self.buffer[self.begin..self.end].first_chunk::<HEAD>() else {
             return Err(Error::usage("the head of a frame has not arrived"));
@@ -85,7 +86,7 @@ impl FrameReader {
         self.begin
     }
 
-    /// Goes back to the start of a frame that is wholly in the buffer, to read it again.
+    /// Goes back to the start of a frame that is still completely in the buffer, so that it is read again.
     pub(super) fn rewind(&mut self, begin: usize) {
         self.begin = begin;
     }
@@ -107,10 +108,10 @@ impl FrameReader {
         Ok(transfer)
     }
 
-    /// Receives exactly `len` bytes into `memory`. Calls `pause` whenever nothing has arrived.
+    /// Receives exactly `len` bytes into `memory`. Calls `pause` to wait whenever no bytes have arrived.
     ///
     /// # Safety
-    /// The caller owns these bytes.
+    /// `memory` points to `len` bytes that the caller owns.
     pub(super) unsafe fn read(
         &mut self,
         socket: &Socket,
@@ -124,7 +125,7 @@ impl FrameReader {
         self.begin += available;
         let mut done = available;
         while done < len {
-            // The buffer is empty, so the same call receives the bytes after these into it.
+            // The buffer is empty now, so the same call also receives the bytes that follow, into the buffer.
             let (buffer, wanted) = (&mut self.buffer, len - done);
             // SAFETY: the targets are the remainder of the caller's bytes, and the buffer.
             let receive = || unsafe { socket.receive((memory.add(done), wanted), (buffer.as_mut_ptr(), buffer.len())) };

@@ -1,5 +1,5 @@
-//! The sending direction of a link, which moves tasks from the rings to the socket and keeps track of those that are
-//! not answered.
+//! The sending side of a link, which moves tasks from the rings to the socket, and keeps track of tasks that are not
+//! answered yet.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub(super) struct FrameWriter {
     unanswered: VecDeque<(u64, TaskKind)>,
     /// True if the worker's iterable dataset has ended: the worker answers nothing until the next epoch.
     exhausted: bool,
-    /// True if the worker is in its loop.
+    /// True if the worker has entered its loop.
     ready: bool,
     /// Bytes to send.
     out: Vec<u8>,
@@ -53,13 +53,13 @@ impl FrameWriter {
         }
     }
 
-    /// Returns true if another task of a shared queue may be taken. None is taken while the worker starts, because
+    /// Returns true if another task may be taken from a shared queue. While the worker starts, none is taken, because
     /// other workers may be idle.
     pub(super) fn has_credit(&self) -> bool {
         self.ready && self.under_way() < LINK_CREDIT
     }
 
-    /// Returns the number of tasks that were taken and are not answered.
+    /// Returns the number of tasks that were taken and are not answered yet.
     pub(super) fn under_way(&self) -> usize {
         self.unanswered.len()
     }
@@ -75,7 +75,8 @@ impl FrameWriter {
         self.publish_status();
     }
 
-    /// Takes entries from the rings. When the loader ends, asks the worker to stop instead.
+    /// Takes entries from the rings, and queues their frames. When the loader shuts down, asks the worker to stop
+    /// instead.
     pub(super) fn queue_tasks(&mut self) -> Result<()> {
         if self.arena.header().stop.0.load(Ordering::Relaxed) != 0 {
             if !std::mem::replace(&mut self.stop_sent, true) {
@@ -125,7 +126,7 @@ impl FrameWriter {
         Ok(())
     }
 
-    /// Sends the queued bytes. Returns false if the socket has no room for all.
+    /// Sends the queued bytes. Returns false if the socket has no room for all of them.
     pub(super) fn flush(&mut self, socket: &Socket) -> Result<bool> {
         let mut sent = 0;
         while sent < self.out.len() {
@@ -138,7 +139,7 @@ impl FrameWriter {
         Ok(self.out.is_empty())
     }
 
-    /// Stores the worker's current task in the status page, as far as this end knows it.
+    /// Stores the worker's current state and task in the status page, as far as this end knows them.
     fn publish_status(&self) {
         let (state, task) = match self.unanswered.front() {
             _ if !self.ready => return,
@@ -154,8 +155,8 @@ impl FrameWriter {
         }
     }
 
-    /// Notes that the worker begins a sample. `words` are its task, and its place in the index batch plus 1. The frame
-    /// may come before the answers to earlier tasks.
+    /// Notes that the worker begins a sample. `words` are the sample's task, and its position in the index batch plus
+    /// 1. The frame may come before the answers to earlier tasks.
     pub(super) fn on_sample(&self, mut words: impl Iterator<Item = u64>) {
         let (Some(task), Some(place)) = (words.next(), words.next()) else { return };
         let is_due = |(due, kind): &(u64, TaskKind)| *due == task && *kind != TaskKind::Resume;
@@ -169,7 +170,7 @@ impl FrameWriter {
         page.place.store(place, Ordering::Relaxed);
     }
 
-    /// Notes an answer. Returns [`Error::Connection`] unless it is for the oldest task.
+    /// Notes an answer. Returns [`Error::Connection`] unless it is for the oldest unanswered task.
     pub(super) fn on_answer(&mut self, entry: &ResultEntry) -> Result<()> {
         let is_resume = entry.kind == ResultKind::Resumed;
         if is_resume && std::mem::take(&mut self.exhausted) {

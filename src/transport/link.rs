@@ -2,9 +2,10 @@
 //!
 //! A task is sent by the thread that queues it ([`Link::pump`]). A thread of the link receives results; it sleeps on
 //! the socket and on an eventfd. A consumer that waits for a small result receives it itself ([`Link::receive_now`]),
-//! because a hop to another thread costs more than most small batches. While the consumer does so repeatedly, the
-//! link's thread is *off duty*: it does not sleep on the socket, where each result would wake it for nothing. It is on
-//! duty again when the consumer sleeps ([`Link::on_duty`]), or has received nothing for [`LINK_OFF_DUTY`].
+//! because handing it over from another thread takes longer than receiving most small batches. While the consumer does
+//! so repeatedly, the link's thread is *off duty*: it does not sleep on the socket, where each result would wake it for
+//! nothing. The thread is on duty again when the consumer sleeps ([`Link::on_duty`]), or has received nothing for
+//! [`LINK_OFF_DUTY`].
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
@@ -40,7 +41,7 @@ pub struct Link {
     worker: u32,
     writer: Mutex<FrameWriter>,
     intake: Mutex<Intake>,
-    /// True if the socket has no room: the thread sends the remaining bytes.
+    /// True if the socket had no room for all bytes: the thread sends the remainder.
     blocked: AtomicBool,
     /// Number of results that the consumer itself has received since it last slept.
     streak: AtomicU32,
@@ -65,7 +66,7 @@ struct Intake {
     allocator: Allocator,
     results: Producer<ArenaRing>,
     has_left: bool,
-    /// The error of the consumer's attempt to receive, for the thread.
+    /// The error of the consumer's attempt to receive, on which the thread ends the connection.
     failed: Option<Error>,
     /// True if the connection has ended, or is damaged.
     has_ended: bool,
@@ -74,8 +75,8 @@ struct Intake {
 }
 
 impl Link {
-    /// Starts a thread that serves worker `worker` of this process's arena over a connected socket. `doorbell` wakes
-    /// the engine. The worker's slot must be empty, as for a new process.
+    /// Starts a thread that serves worker `worker` of this process's arena over a connected socket, and returns the
+    /// link. `doorbell` wakes the engine. The worker's slot must be empty, as for a new process.
     pub fn start(arena: &Arc<Arena>, worker: u32, socket: OwnedFd, doorbell: Arc<EventFd>) -> Result<Arc<Self>> {
         let link = Arc::new(Self {
             socket: Socket::new(socket),
@@ -138,8 +139,8 @@ impl Link {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of tasks that are sent and not answered; `None` if no other task of a shared queue may be
-    /// sent.
+    /// Returns the number of tasks that were sent and are not answered yet; `None` if the link may not take another
+    /// task from a shared queue.
     pub fn under_way(&self) -> Option<usize> {
         let writer = lock(&self.writer);
         (!self.has_ended() && writer.has_credit()).then(|| writer.under_way())
@@ -161,21 +162,21 @@ impl Link {
         lock(&self.reason).is_some()
     }
 
-    /// Ends the connection.
+    /// Ends the connection. Records `reason`, unless a reason is recorded already.
     pub fn cut(&self, reason: &str) {
         lock(&self.reason).get_or_insert_with(|| reason.into());
         self.socket.shut_down(std::net::Shutdown::Both);
     }
 
-    /// Sends the entries of the rings. The thread sends those for which the socket has no room.
+    /// Sends the entries in the rings. Leaves those for which the socket has no room to the link's thread.
     pub fn pump(&self) {
         if matches!(self.send_queued(), Some(false)) {
             self.wake();
         }
     }
 
-    /// Sends the entries of the rings. Returns false if the socket has no room for all, `None` after the end of the
-    /// connection.
+    /// Sends the entries in the rings. Returns false if the socket has no room for all of them, and `None` after an
+    /// error or the end of the connection.
     fn send_queued(&self) -> Option<bool> {
         let mut writer = lock(&self.writer);
         if self.has_ended() {
@@ -188,7 +189,7 @@ impl Link {
     }
 
     /// Receives small frames that have arrived completely, and leaves everything else to the link's thread. Does not
-    /// wait. The thread that waits for results calls it.
+    /// wait. For the thread that waits for results.
     pub fn receive_now(&self) {
         let Some(mut intake) = try_lock(&self.intake) else { return };
         let mut results = 0;
@@ -207,8 +208,8 @@ impl Link {
             self.streak.fetch_add(results, Ordering::Relaxed);
         }
         let is_for_thread = intake.failed.is_some() || intake.needs_memory;
-        // The thread may sleep on the socket, which is now empty. It is woken after the lock is released: otherwise it
-        // would find the lock taken, and sleep again.
+        // The link's thread may be sleeping on the socket, which is now empty. It is woken after the lock is released:
+        // otherwise it would find the lock taken, and sleep again.
         drop(intake);
         if is_for_thread {
             self.wake();
@@ -263,7 +264,7 @@ impl Link {
             lock(&self.reason).get_or_insert(reason);
         }
         self.socket.shut_down(std::net::Shutdown::Both);
-        // With both locks, so that no thread sends, receives or uses the rings after this.
+        // Both locks are held, so that no other thread sends, receives or uses the rings from now on.
         let (mut intake, writer) = (lock(&self.intake), lock(&self.writer));
         intake.has_ended = true;
         // SYNC: link-ended (pairs with the Acquire in `has_ended`).
@@ -324,7 +325,8 @@ impl Link {
         }
     }
 
-    /// Sleeps while the consumer receives, until the consumer sleeps or there is something to send.
+    /// Sleeps, but not on the socket, while the consumer receives: until the consumer sleeps, it has received nothing
+    /// for [`LINK_OFF_DUTY`], or there is something to send.
     fn stay_off_duty(&self) -> Result<()> {
         self.off_duty.store(true, Ordering::Relaxed);
         // SYNC: off-duty (pairs with the fence in `on_duty`).
@@ -344,8 +346,7 @@ impl Link {
         readiness.map(drop)
     }
 
-    /// Sleeps until there is something to receive or to send. If `trims` is set, trims the region when there is
-    /// neither.
+    /// Sleeps until there is something to receive or to send. If `trims` is set and neither comes, trims the region.
     fn sleep(&self, trims: bool) -> Result<()> {
         let blocked = self.blocked.load(Ordering::Relaxed);
         let readiness = self.socket.wait(true, blocked, Some(self.bell.as_fd()), Some(IDLE_SLICE))?;
@@ -361,7 +362,7 @@ impl Link {
         Ok(())
     }
 
-    /// Receives the remainder of a frame.
+    /// Receives the remainder of the frame with this head, and acts on the frame. If `waits` is set, waits for memory.
     fn receive_body(&self, head: Head, intake: &mut Intake, waits: bool) -> Result<()> {
         match head.kind {
             _ if intake.has_left => return Err(Error::connection("a frame after the worker's last one")),
@@ -392,7 +393,7 @@ impl Link {
         Ok(())
     }
 
-    /// Receives a result into blocks of the worker's region, and publishes it. Waits for memory if `waits`.
+    /// Receives a result into blocks of the worker's region, and publishes it. Waits for memory if `waits` is set.
     fn take_result(&self, head: Head, intake: &mut Intake, waits: bool) -> Result<()> {
         let Intake { reader, allocator, results, .. } = intake;
         let mut fixed = [0; FIXED];
@@ -441,7 +442,7 @@ impl Link {
         results.push(&entry.to_words()).map_err(|_| full())?;
         held.blocks.clear();
         doorbell::mark(self.arena.bitmap(), self.worker);
-        // Rings for snapshots, too: the first one is not followed by a result.
+        // Rings for snapshots too, because no result follows the first one.
         if self.arena.header().doorbell.0.must_ring() {
             let _ = self.doorbell.ring();
         }
@@ -477,8 +478,8 @@ struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// Allocates a block of `len` bytes. If `waits` is set, waits while the consumer holds all memory: for
-    /// [`LINK_MEMORY_WAIT`] at most in all, and not beyond the end of the connection.
+    /// Allocates a block of `len` bytes. If `waits` is set, waits while the consumer holds all memory: for at most
+    /// [`LINK_MEMORY_WAIT`] per result, and only while the connection and the loader last.
     fn allocate(&mut self, allocator: &mut Allocator, len: u64) -> Result<u32> {
         if len <= SMALL_MESSAGE {
             allocator.trust(SMALL_MESSAGE);

@@ -1,6 +1,6 @@
 //! Tasks and batches over a connection to another machine.
 //!
-//! The contract between the engine and a worker is a pair of rings in an arena, with blocks for data that do not fit
+//! The contract between the engine and a worker is a pair of rings in an arena, with blocks for data that does not fit
 //! into an entry. A worker on another machine has its own arena, and this module copies between the two arenas:
 //!
 //! ```text
@@ -11,7 +11,7 @@
 //! So neither the engine nor the worker's loop knows about the connection, local workers pay nothing for it, and one
 //! test suite (`tests/transport.rs`) checks that both kinds of workers follow the same rules. A [`Link`] owns the
 //! worker's region of the main process's arena, as a local worker does, and receives batches directly into blocks of
-//! that region. It needs no GIL.
+//! that region. The link does not need the GIL.
 //!
 //! A frame begins with [`frame::Head`]. Lengths are checked against the sizes of the arena before their bytes are
 //! received. Any damage ends the connection, and the end of a connection counts as the end of its worker: the engine
@@ -20,11 +20,11 @@
 //! there are no heartbeats.
 //!
 //! While the consumer holds all memory of the region, the link takes nothing from the socket; after
-//! [`LINK_MEMORY_WAIT`](crate::config::LINK_MEMORY_WAIT) it gives up the worker. The worker's regions are no larger
-//! than the main process's, so the worker itself refuses a batch that is too large for them. The links distribute a
-//! shared queue: each claims tasks for its worker, up to [`LINK_CREDIT`](crate::config::LINK_CREDIT). The status page
-//! in the main process's arena shows the task that is due, as the link sees it, and the counters that came with the
-//! last result.
+//! [`LINK_MEMORY_WAIT`](crate::config::LINK_MEMORY_WAIT) it gives up on the worker. The regions of the worker's arena
+//! are no larger than those of the main process's arena, so the worker itself refuses a batch for which the main
+//! process has no room. The links divide the tasks of a shared queue among themselves: each claims tasks for its
+//! worker, up to [`LINK_CREDIT`](crate::config::LINK_CREDIT). The status page in the main process's arena shows the
+//! task that is due, as the link sees it, and the counters that came with the last result.
 
 pub mod counters;
 pub mod frame;

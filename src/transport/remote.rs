@@ -1,9 +1,9 @@
 //! The worker's end of a connection, which has its own arena for the worker's loop.
 //!
 //! The worker's thread itself receives while it waits for a task ([`Remote::wait`]), and sends small results
-//! ([`Remote::send_now`]): a hop to another thread costs more than most small batches. Two threads do the remaining
-//! work: one sends large results and those for which the socket has no room, the other one receives while the worker
-//! prepares a batch.
+//! ([`Remote::send_now`]): handing over to another thread takes longer than sending most small batches. Two threads do
+//! the remaining work: one sends large results and those for which the socket has no room, the other receives while the
+//! worker prepares a batch.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
@@ -30,7 +30,7 @@ use crate::wire::{self, Leaf, MESSAGE_HEAD, ResultEntry, TaskEntry, TaskKind};
 
 /// The only worker of the arena.
 const WORKER: u32 = 0;
-/// Maximum parts of one call of `sendmsg`; Linux takes 1024.
+/// Maximum number of parts in one call of `sendmsg`; Linux allows 1024.
 const PARTS: usize = 512;
 
 /// The worker's end of a connection.
@@ -70,10 +70,10 @@ struct Outgoing {
 }
 
 impl Remote {
-    /// Creates an arena, and serves its worker over a connected socket. `ring_slots` and `region_len` are those of the
-    /// main process's arena, so that a batch that has no room there is refused here. `lost` runs in a thread if the
-    /// connection ends before [`Remote::finish`], after the worker has been asked to leave. `killed` runs in a thread
-    /// when the main process asks this process to end.
+    /// Creates an arena, and serves its only worker over a connected socket. `ring_slots` and `region_len` are those of
+    /// the main process's arena, so that a batch that would not fit there is refused here. If the connection ends
+    /// before [`Remote::finish`], the worker is asked to leave, and then `lost` runs in a thread. `killed` runs in a
+    /// thread when the main process asks this process to end.
     pub fn start(
         socket: OwnedFd,
         ring_slots: u32,
@@ -118,7 +118,7 @@ impl Remote {
         Ok(remote)
     }
 
-    /// Returns the arena of the worker's port, which is worker 0 in it.
+    /// Returns the arena for the worker's port. The worker is worker 0 there.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
     }
@@ -137,9 +137,9 @@ impl Remote {
         self.send_notice(&Head::bare(Kind::Ready).to_bytes());
     }
 
-    /// Notifies the main process that the worker begins a sample of a task. `place` is its place in the index batch
-    /// plus 1, or 0 if no sample is in progress. Returns when the kernel has the frame, because the sample may end the
-    /// process.
+    /// Notifies the main process that the worker begins a sample of a task. `place` is the sample's position in the
+    /// index batch plus 1, or 0 if no sample is in progress. Returns only when the kernel has taken the frame, because
+    /// fetching the sample may end the process.
     pub fn at_sample(&self, task: u64, place: u64) {
         let mut frame = Head::bare(Kind::Sample).to_bytes().to_vec();
         frame::put_words(&mut frame, &[task, place]);
@@ -158,8 +158,8 @@ impl Remote {
         }
     }
 
-    /// Sends the results that the worker has published, and then that it has left. Returns true if all were sent within
-    /// `limit`.
+    /// Sends the results that the worker has published, and then a frame that says that it has left. Ends the
+    /// connection. Returns true if everything was sent within `limit`.
     pub fn finish(&self, limit: Duration) -> bool {
         // A child that the dataset forked has no connection.
         if !self.arena.is_ours() {
@@ -174,7 +174,7 @@ impl Remote {
         sent_all
     }
 
-    /// Ends the connection of a worker that cannot begin. The main process treats this as a death.
+    /// Ends the connection of a worker that cannot start. The main process treats this as the worker's death.
     pub fn give_up(&self) {
         // Holds the lock, so that the sending thread cannot report an orderly end meanwhile.
         let _outgoing = lock(&self.outgoing);
@@ -183,7 +183,7 @@ impl Remote {
         let _ = self.bell.ring();
     }
 
-    /// Makes the worker leave.
+    /// Makes the worker leave its loop, and wakes it.
     fn leave(&self) {
         self.arena.header().stop.0.store(1, Ordering::Relaxed);
         let sleeper = self.arena.sleeper_of(WORKER);
@@ -235,8 +235,8 @@ impl Remote {
         }
     }
 
-    /// Receives the frames that have arrived. Returns true if there were any. The end of the connection makes the
-    /// worker leave.
+    /// Receives the frames that have arrived. Returns true if there were any, or the connection has ended. The end of
+    /// the connection makes the worker leave.
     fn receive(&self, intake: &mut Intake) -> bool {
         let mut received_any = false;
         while !intake.has_ended {
@@ -293,7 +293,7 @@ impl Remote {
         }
     }
 
-    /// Sends all results that wait.
+    /// Sends all published results that were not sent yet.
     fn send_waiting(&self) -> Result<()> {
         let mut outgoing = lock(&self.outgoing);
         // SYNC: left-to-thread (pairs with the Release in `leave_to_thread`).
@@ -307,8 +307,8 @@ impl Remote {
         Ok(())
     }
 
-    /// Sends the result of `bytes` bytes that the worker has just published, if it is small and no larger one waits.
-    /// Does not wait for the socket. Returns false if the sending thread has to be woken.
+    /// Sends the result of `bytes` bytes that the worker has just published, if it is small and no large result is
+    /// waiting. Does not wait for the socket. Returns false if the sending thread has to be woken.
     pub fn send_now(&self, bytes: u64) -> bool {
         self.leave_to_thread(bytes);
         let sent = !self.left_to_thread.load(Ordering::Relaxed) && self.try_send();
@@ -318,7 +318,7 @@ impl Remote {
         sent
     }
 
-    /// Leaves a published result to the sending thread, if it has more than [`LINK_AT_ONCE`] bytes.
+    /// Leaves a published result of `bytes` bytes to the sending thread, if that is more than [`LINK_AT_ONCE`].
     pub fn leave_to_thread(&self, bytes: u64) {
         if bytes > LINK_AT_ONCE {
             // SYNC: left-to-thread (pairs with the Acquire in `send_waiting`).
@@ -340,7 +340,8 @@ impl Remote {
         self.left_to_thread.load(Ordering::Acquire) || self.arena.bitmap()[0].load(Ordering::Relaxed) != 0
     }
 
-    /// Yields for a moment, because the next result often comes soon. Returns false as soon as there is one.
+    /// Yields for a moment, because the next result often comes soon. Returns false as soon as there is something to
+    /// send; true if there was nothing.
     fn stays_idle(&self) -> bool {
         let start = sys::clock::monotonic();
         while sys::clock::monotonic() - start < YIELD_FOR {
@@ -375,7 +376,7 @@ impl Remote {
     }
 
     /// Appends the part of a result that precedes its payload. Returns the result's block, its leaves and the position
-    /// of its payload in the block; `None` if it has no block.
+    /// of its payload in the block; `None` if the result has no block.
     fn write_head(&self, entry: &ResultEntry, out: &mut Vec<u8>) -> Result<Option<(u32, Vec<Leaf>, u64)>> {
         let counted = counters::read(&self.arena.control(WORKER).status);
         let mut put = |count: usize, len| {
@@ -403,7 +404,7 @@ impl Remote {
         leaves.iter().for_each(|leaf| lease::let_go(&self.arena, WORKER, leaf.block));
     }
 
-    /// Sends all of `parts`, waiting for room. The caller holds `outgoing`.
+    /// Sends all of `parts`, and waits for room in the socket. The caller must hold the lock of `outgoing`.
     fn send(&self, parts: &[Part<'_>]) -> Result<()> {
         let mut parts = parts.to_vec();
         let mut unsent = &mut parts[..];
@@ -477,7 +478,8 @@ impl Outgoing {
         remote.send(&[Part::new(&std::mem::take(&mut self.unsent))])
     }
 
-    /// Sends published results, which are small, as far as the socket has room. Returns true if it sent all of them.
+    /// Sends the published results, all of them small, as far as the socket has room. The remainder stays in `unsent`.
+    /// Returns true if it sent all of them.
     fn send_small(&mut self, remote: &Remote) -> Result<bool> {
         let mut part = Vec::new();
         while let Some(words) = self.results.pop()? {

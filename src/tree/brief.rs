@@ -1,10 +1,10 @@
-//! A short text of an index batch, from the first bytes of its encoding.
+//! A short description of an index batch, made from the first bytes of its encoding.
 
 use super::tag;
 use crate::config::{INDICES_SHOWN, KEY_BYTES_SHOWN};
 
-/// Returns the text of an int, a string, or a list or tuple of these: `[3, 14, ... 64 in all]`; `None` for anything
-/// else and for damaged bytes. `bytes` is the beginning of an encoding of `len` bytes.
+/// Describes an int, a string, or a list or tuple of these, such as `[3, 14, ... 64 in all]`. Returns `None` for any
+/// other value, and if the bytes are damaged. `bytes` is the beginning of an encoding that has `len` bytes.
 pub fn brief(bytes: &[u8], len: u64) -> Option<String> {
     let (whole, mut reader) = (len <= bytes.len() as u64, Prefix { bytes });
     let (open, close, count, ints) = match reader.byte()? {
@@ -86,14 +86,14 @@ impl Prefix<'_> {
         }
     }
 
-    /// Reads a string, which may continue beyond the bytes.
+    /// Reads a string, of which the bytes may contain only the beginning.
     fn text(&mut self) -> Option<String> {
         let len = usize::try_from(self.varint()?).ok()?;
         let available = self.bytes.len().min(len);
         let shown = self.take(available)?.get(..available.min(KEY_BYTES_SHOWN))?;
         let valid = match std::str::from_utf8(shown) {
             Ok(text) => text,
-            // A truncated character.
+            // The last character is truncated.
             Err(error) if error.error_len().is_none() => std::str::from_utf8(&shown[..error.valid_up_to()]).ok()?,
             Err(_) => return None,
         };
@@ -148,7 +148,7 @@ mod tests {
         assert_eq!(text(&[tag::LIST, 2, tag::NONE, tag::NONE]), None);
         assert_eq!(text(&[tag::INTS, tag::DICT, 1]), None);
         assert_eq!(text(&[tag::LIST, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff]), None);
-        // More items than there can be bytes.
+        // The count of items exceeds the number of bytes.
         assert_eq!(text(&[tag::INTS, tag::LIST, 100]), None);
         assert_eq!(text(&[tag::STR, 2, 0xff, 0xff]), None);
     }

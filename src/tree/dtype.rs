@@ -1,4 +1,4 @@
-//! The element types on the wire, with their names in DLPack, torch and NumPy.
+//! The element types, with their codes on the wire and in DLPack, and their names in torch and NumPy.
 
 /// An element type; the number is its code on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -8,12 +8,12 @@ pub struct Dtype(u8);
 struct Row {
     /// Name in `torch`; empty where torch or DLPack has no such type.
     torch: &'static str,
-    /// DLPack's code, bits and lanes; code 255 for none.
+    /// DLPack's code, bits and lanes; the code is 255 if DLPack or torch has no such type.
     dl: (u8, u8, u16),
     itemsize: u8,
     /// Alignment of an element in bytes.
     align: u8,
-    /// NumPy's type string without byte order; empty for none.
+    /// NumPy's type string without byte order; empty if NumPy has no such type.
     numpy: &'static str,
 }
 
@@ -74,7 +74,7 @@ impl Dtype {
         self.0
     }
 
-    /// Returns the element type of a code on the wire.
+    /// Returns the element type of a code on the wire; `None` if there is no such code.
     #[inline]
     pub fn from_code(code: u8) -> Option<Self> {
         (usize::from(code) < ROWS.len()).then_some(Self(code))
@@ -100,7 +100,7 @@ impl Dtype {
     }
 
     /// Returns the element type of DLPack's (code, bits, lanes). torch exports `int1` to `int7`, `uint1` to `uint7` and
-    /// `bit` as 8-bit integers, so callers also check a tensor's dtype.
+    /// `bit` as 8-bit integers, so callers must also check a tensor's dtype.
     #[inline]
     pub fn from_dl(code: u8, bits: u8, lanes: u16) -> Option<Self> {
         if code == 255 {
@@ -109,19 +109,20 @@ impl Dtype {
         ROWS.iter().position(|row| row.dl == (code, bits, lanes)).map(|at| Self(at as u8))
     }
 
-    /// Returns the name in `torch`.
+    /// Returns the name in `torch`; `None` where torch or DLPack has no such type.
     pub fn torch_name(self) -> Option<&'static str> {
         let name = self.row().torch;
         (!name.is_empty()).then_some(name)
     }
 
-    /// Returns NumPy's type string, in native byte order.
+    /// Returns NumPy's type string, in native byte order; `None` if NumPy has no such type.
     pub fn numpy_name(self) -> Option<&'static str> {
         let name = self.row().numpy;
         (!name.is_empty()).then_some(name)
     }
 
-    /// Returns true if a torch tensor of this type may have its negative bit set (the imaginary part of a conjugate).
+    /// Returns true if a torch tensor of this type may have its negative bit set, as the imaginary part of a conjugate
+    /// does.
     #[inline]
     pub fn may_be_neg(self) -> bool {
         matches!(self.0, 9..=17)

@@ -2,7 +2,7 @@
 
 use crate::config::MAX_DIMS;
 
-/// Nested loops that copy a strided source's elements one after the other.
+/// Nested loops that copy the elements of a strided source to consecutive addresses.
 #[derive(Clone, Copy, Debug)]
 pub struct Gather {
     loops: u8,
@@ -13,7 +13,8 @@ pub struct Gather {
 }
 
 impl Gather {
-    /// Returns the loops over the dimensions in `order`, which must include all dimensions of more than one element.
+    /// Plans the loops over the dimensions in `order`, outermost first. `order` must include every dimension that is
+    /// larger than 1.
     pub fn new(order: impl Iterator<Item = usize>, shape: &[i64], byte_strides: &[i64], itemsize: usize) -> Self {
         let mut gather = Self { loops: 0, dims: [(0, 0); MAX_DIMS], run: itemsize };
         for dim in order {
@@ -39,12 +40,12 @@ impl Gather {
         gather
     }
 
-    /// Copies every element of the view that starts at `first`.
+    /// Copies every element of the view that starts at `first` to `target`, and moves `target` past the copy.
     ///
     /// # Safety
     /// As for [`TransferPlan::copy`](super::layout::TransferPlan::copy).
     pub unsafe fn copy(&self, first: *const u8, target: &mut *mut u8) {
-        // SAFETY: the caller's promise is the one for the outermost level.
+        // SAFETY: the caller's promise is what the outermost level requires.
         unsafe { self.level(0, first, target) }
     }
 

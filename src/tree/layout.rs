@@ -14,10 +14,10 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// No dimension.
+    /// No dimensions.
     pub const EMPTY: Self = Self { len: 0, values: [0; MAX_DIMS] };
 
-    /// Copies `values`; `None` if there are too many.
+    /// Copies `values`; `None` if there are more than [`MAX_DIMS`].
     #[inline]
     pub fn new(values: &[i64]) -> Option<Self> {
         let mut dims = Self::EMPTY;
@@ -26,7 +26,7 @@ impl Dims {
         Some(dims)
     }
 
-    /// Creates `len` zeros; `None` if that is too many.
+    /// Creates `len` zeros; `None` if `len` exceeds [`MAX_DIMS`].
     #[inline]
     pub fn zeros(len: usize) -> Option<Self> {
         (len <= MAX_DIMS).then_some(Self { len: len as u8, values: [0; MAX_DIMS] })
@@ -71,8 +71,8 @@ pub fn numel(shape: &[i64]) -> Option<i64> {
     shape.iter().try_fold(1i64, |product, &size| product.checked_mul(size))
 }
 
-/// Returns the number of bytes from the first to the last element of a view, inclusive. Its strides, in elements, must
-/// not be negative; `None` if a number is negative or too large.
+/// Returns the number of bytes from the first to the last element of a view, inclusive. `strides` are in elements.
+/// Returns `None` if a size or stride is negative, or a number is too large.
 #[inline]
 pub fn extent(shape: &[i64], strides: &[i64], itemsize: usize) -> Option<usize> {
     if shape.len() != strides.len() || strides.iter().any(|&stride| stride < 0) {
@@ -89,7 +89,8 @@ pub fn extent(shape: &[i64], strides: &[i64], itemsize: usize) -> Option<usize> 
     usize::try_from(bytes).ok()
 }
 
-/// Returns true if strides (in elements) are C-contiguous; those of dimensions of size 1 do not matter.
+/// Returns true if a view with these strides (in elements) is C-contiguous. The strides of dimensions of size 1 do not
+/// matter; if there are no elements, none do.
 #[inline]
 pub fn is_contiguous(shape: &[i64], strides: &[i64]) -> bool {
     let mut expected = 1i64;
@@ -110,14 +111,15 @@ pub fn is_contiguous(shape: &[i64], strides: &[i64]) -> bool {
 /// The rules for the layout of a delivered view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
-    /// torch: dense and expanded layouts keep their strides; otherwise holes are closed in the same order of
-    /// dimensions.
+    /// torch's rules: dense and expanded layouts keep their strides; in all other layouts the holes are closed, without
+    /// changing the order of the dimensions.
     Tensor,
-    /// NumPy: dense layouts keep their strides; others arrive in C order, as through pickle.
+    /// NumPy's rules: layouts that are dense in C or Fortran order keep their strides; all others arrive in C order, as
+    /// they do when pickled.
     Array,
 }
 
-/// The bytes of a view to transfer, and the loops that read them.
+/// A plan for the transfer of a view: its bytes, and the loops that read them.
 #[derive(Clone, Copy, Debug)]
 pub struct TransferPlan {
     /// The strides of the delivered view, in elements.
@@ -126,9 +128,9 @@ pub struct TransferPlan {
     pub(crate) contiguous: bool,
     /// Bytes to transfer.
     pub(crate) bytes: usize,
-    /// Offset of the source's lowest byte from its first element (0 or less).
+    /// Offset in bytes of the source's lowest byte from its first element (0 or less).
     pub low: isize,
-    /// Bytes from the source's lowest to its highest byte.
+    /// Number of bytes from the source's lowest to its highest byte, inclusive.
     pub span: usize,
     /// The loops of the copy; `None` if the bytes are copied in one piece.
     pub(crate) gather: Option<Gather>,
@@ -136,7 +138,7 @@ pub struct TransferPlan {
 
 impl TransferPlan {
     /// Plans the transfer of a view with strides in **bytes**. `None` if it cannot be transferred this way: elements of
-    /// a tensor share memory without an expanded dimension, or a number is out of range.
+    /// a tensor share memory other than through an expanded dimension, or a number is out of range.
     pub fn new(shape: &[i64], byte_strides: &[i64], itemsize: usize, style: Style) -> Option<Self> {
         let item = itemsize as i64;
         let count = numel(shape)?;
@@ -161,7 +163,7 @@ impl TransferPlan {
             return Some(whole(if keep { strides } else { natural }, 0));
         }
 
-        // Dimensions with a stride, widest first.
+        // The dimensions along which the address changes, widest stride first.
         let mut order = [0usize; MAX_DIMS];
         let mut moving = 0;
         let mut expanded = false;
@@ -181,12 +183,12 @@ impl TransferPlan {
             expected = expected.wrapping_mul(shape[dim]);
             fits
         });
-        // NumPy's pickles, and so torch's loader, keep only C and F order.
+        // NumPy's pickles preserve only C and Fortran order, and so does torch's loader.
         let keeps_order = style == Style::Tensor || order.is_sorted() || order.iter().rev().is_sorted();
         if dense && keeps_order && !(expanded && style == Style::Array) {
             let bytes = extent(shape, &zero_unmoved(strides, shape), itemsize)?;
             if style == Style::Array {
-                // The stride of a dimension of size 1 does not matter; NumPy's may be anything.
+                // The stride of a dimension of size 1 does not matter, and NumPy may report any value for it.
                 (strides.as_mut_slice().iter_mut().zip(shape))
                     .filter(|(_, size)| **size == 1)
                     .for_each(|(s, _)| *s = 1);
@@ -232,8 +234,8 @@ impl TransferPlan {
     /// `self.bytes` writable bytes that do not overlap it.
     pub unsafe fn copy(&self, first: *const u8, target: *mut u8) {
         match &self.gather {
-            // SAFETY: a view copied whole is dense: it has `bytes` bytes from its first element on (the caller's
-            // promise).
+            // SAFETY: a view that is copied in one piece is dense: its memory is the `bytes` bytes from its first
+            // element on, which are readable (the caller's promise).
             None => unsafe { copy(first, target, self.bytes, self.bytes >= STREAM_FROM) },
             Some(gather) => {
                 let mut target = target;
@@ -250,7 +252,8 @@ fn zero_unmoved(mut strides: Dims, shape: &[i64]) -> Dims {
     strides
 }
 
-/// Returns the lowest and highest byte offset at which an element of the view starts.
+/// Returns the lowest and the highest byte offset, relative to the first element, at which an element of the view
+/// starts.
 fn offset_range(shape: &[i64], byte_strides: &[i64]) -> Option<(i64, i64)> {
     let (mut low, mut high) = (0i64, 0i64);
     for (&size, &stride) in shape.iter().zip(byte_strides) {
@@ -260,8 +263,8 @@ fn offset_range(shape: &[i64], byte_strides: &[i64]) -> Option<(i64, i64)> {
     Some((low, high))
 }
 
-/// Returns strides in elements that leave no holes, in the same order of dimensions, and the number of elements that
-/// they span.
+/// Returns strides, in elements, that leave no holes and keep the order of the dimensions, and the number of elements
+/// that these strides span.
 fn compact(shape: &[i64], byte_strides: &[i64], order: &[usize]) -> Option<(Dims, i64)> {
     let mut strides = Dims::zeros(shape.len())?;
     let mut step = 1i64;
@@ -269,7 +272,7 @@ fn compact(shape: &[i64], byte_strides: &[i64], order: &[usize]) -> Option<(Dims
         strides.as_mut_slice()[dim] = step;
         step = step.checked_mul(shape[dim])?;
     }
-    // A dimension of size 1 gets the stride that it has in a contiguous tensor, from its right neighbour.
+    // A dimension of size 1 gets the stride that follows from the dimension to its right, as in a contiguous tensor.
     for dim in (0..shape.len()).rev() {
         if shape[dim] == 1 && byte_strides[dim] != 0 {
             let right = strides.get(dim + 1).map_or(1, |&stride| stride.max(1).saturating_mul(shape[dim + 1]));

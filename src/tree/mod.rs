@@ -18,8 +18,9 @@
 //! Instead of a value:
 //! Back     mark:varint            the object with that mark, which must be complete
 //! ```
-//! Numbers are little-endian; strides count elements and are omitted for contiguous tensors; offsets count bytes. The
-//! bytes may be damaged: [`walk`] checks every tag, count, length, size and stride before using it.
+//! Numbers are little-endian; strides are in elements, and omitted for contiguous tensors and arrays; offsets are in
+//! bytes unless stated otherwise. The bytes may be damaged: [`walk`] checks every tag, count, length, size and stride
+//! before using it.
 
 mod brief;
 pub mod dtype;
@@ -33,7 +34,7 @@ pub use brief::brief;
 pub use reader::{Atom, Build, Leaf, Place, Storage, text, walk};
 pub use writer::{Placeholder, Writer};
 
-/// Containers of the tree.
+/// The type of a container in the tree.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Group {
     /// A list.
@@ -41,11 +42,11 @@ pub enum Group {
     List,
     /// A tuple.
     Tuple,
-    /// A dict: its values come in pairs.
+    /// A dict: its items are pairs of a key and a value.
     Dict,
 }
 
-/// Kinds of leaves.
+/// The type of a leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A `torch.Tensor`.

@@ -1,11 +1,11 @@
 //! Detection of overlapping views, and of views that share an element.
 
-/// A strided view's place in memory; its strides are not negative.
+/// The layout of a strided view in memory. Its strides must not be negative.
 #[derive(Clone, Copy, Debug)]
 pub struct Lattice<'a> {
     /// The address of the first element.
     pub(crate) start: usize,
-    /// Bytes from the first to the last element.
+    /// Number of bytes from the first to the last element, inclusive.
     pub(crate) extent: usize,
     pub(crate) shape: &'a [i64],
     /// The strides, in elements.
@@ -13,7 +13,8 @@ pub struct Lattice<'a> {
     pub(crate) itemsize: usize,
 }
 
-/// Calls `each` with every connected run of overlapping extents, sorted by start; `bounds` gives start and end.
+/// Splits `extents`, which must be sorted by start, into runs in which each extent after the first overlaps an earlier
+/// one, and calls `each` with every run. `bounds` returns the start and the end of an extent.
 pub fn components<'a, T>(extents: &'a [T], bounds: impl Fn(&T) -> (usize, usize), mut each: impl FnMut(&'a [T])) {
     let mut rest = extents;
     while let Some(first) = rest.first() {
@@ -31,8 +32,8 @@ pub fn components<'a, T>(extents: &'a [T], bounds: impl Fn(&T) -> (usize, usize)
     }
 }
 
-/// Returns true if any two views (sorted by start) share a byte of an element, or if deciding it takes more than
-/// `budget` steps.
+/// Returns true if any two views share a byte of an element, or if finding out takes more than `budget` steps. `views`
+/// must be sorted by start.
 pub fn any_shared(views: &[Lattice<'_>], mut budget: u32) -> bool {
     for (at, first) in views.iter().enumerate() {
         let end = first.start.saturating_add(first.extent);
@@ -45,7 +46,8 @@ pub fn any_shared(views: &[Lattice<'_>], mut budget: u32) -> bool {
     false
 }
 
-/// One dimension of the difference of two views: its stride in bytes, and the range of its coefficient.
+/// One dimension of the difference between the addresses of two views' elements: its stride in bytes, and the range of
+/// its coefficient.
 #[derive(Clone, Copy)]
 struct Dimension {
     stride: i128,
@@ -57,9 +59,10 @@ struct Dimension {
 
 /// Returns true if an element of `first` and one of `second` share a byte.
 ///
-/// The difference of their addresses is a sum of coefficients times strides, one per dimension of either. The search
-/// looks for a sum closer to 0 than an element is wide, and tries the widest stride first. With nested strides, little
-/// more than one coefficient per dimension can lead to such a sum.
+/// The distance between the addresses of two elements is the distance between the views' starts plus a sum of
+/// coefficients times strides, with one term per dimension of either view. The search looks for a distance that is
+/// smaller than an element, and tries the widest stride first. If the strides are nested, as they usually are, hardly
+/// more than one coefficient per dimension can lead to such a distance.
 fn shares(first: &Lattice<'_>, second: &Lattice<'_>, budget: &mut u32) -> bool {
     let mut dimensions: Vec<Dimension> = Vec::new();
     for (view, sign) in [(first, 1), (second, -1)] {

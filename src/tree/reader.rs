@@ -25,27 +25,28 @@ pub enum Atom<'a> {
     Str(&'a str),
     /// A bytes object.
     Bytes(&'a [u8]),
-    /// A bytes object in a memory leaf. The builder must check it against the leaf's length.
+    /// A bytes object in a memory leaf. The builder must check that the leaf has these bytes.
     BytesOutside {
         /// Number of bytes.
         len: usize,
-        /// The number of the memory leaf.
+        /// The index of the memory leaf.
         leaf: u32,
-        /// Offset of the first byte.
+        /// Offset of the first byte in the leaf.
         offset: u64,
     },
     /// A list or tuple of ints, 8 bytes each.
     Ints(Group, &'a [[u8; 8]]),
     /// A tensor or an array.
     Leaf(&'a Leaf<'a>),
-    /// The object passed to [`Build::keep`] with this number. The builder must check that it exists.
+    /// The object that [`Build::keep`] kept under this number. The builder must check that there is one.
     Back(usize),
 }
 
-/// A tensor or an array. Its sizes and strides are checked against each other, and against the payload if it is inline.
+/// A tensor or an array. Its sizes and strides have been checked against each other and, if its bytes are inline,
+/// against the payload's length.
 #[derive(Debug)]
 pub struct Leaf<'a> {
-    /// The kind of object that it becomes.
+    /// The type of the object that it becomes.
     pub kind: Kind,
     /// The element type.
     pub dtype: Dtype,
@@ -53,34 +54,34 @@ pub struct Leaf<'a> {
     pub shape: Dims,
     /// The strides, in elements, none of them negative.
     pub strides: Dims,
-    /// The bytes from the first element to the last.
+    /// Number of bytes from the first element to the last, inclusive.
     pub extent: usize,
-    /// The place of these bytes.
+    /// The location of these bytes.
     pub place: Place<'a>,
 }
 
-/// The place of a leaf's bytes.
+/// The location of the bytes of a leaf or a storage.
 #[derive(Debug)]
 pub enum Place<'a> {
     /// In the payload: exactly the bytes of the leaf's extent.
     Inline(&'a [u8]),
-    /// In a memory leaf. The builder must check it against the leaf's extent.
+    /// In a memory leaf. The builder must check that the memory leaf has all of the extent.
     Outside {
-        /// The number of the memory leaf.
+        /// The index of the memory leaf.
         leaf: u32,
         /// Offset of the first element, in bytes.
         offset: u64,
     },
-    /// In a storage. The builder must check it against the leaf's extent.
+    /// In a storage. The builder must check that the storage has all of the leaf's extent.
     Shared {
-        /// The number of the storage, from 0 in the order of [`Build::storage`].
+        /// The index of the storage, from 0 in the order of the calls of [`Build::storage`].
         storage: usize,
         /// Offset of the first element, in bytes.
         offset: u64,
     },
     /// Nowhere: the leaf has no elements.
     Empty {
-        /// Offset in its storage, in elements.
+        /// The leaf's offset in its storage, in elements.
         offset: i64,
     },
 }
@@ -94,10 +95,10 @@ pub struct Storage<'a> {
     pub place: Place<'a>,
 }
 
-/// The builder of [`walk`]. Values are on a stack: an atom pushes one, and the end of a container replaces the
-/// container's values with one.
+/// The builder of [`walk`]. It has a stack of values: an atom pushes a value, and the end of a container replaces the
+/// container's items with one value.
 pub trait Build {
-    /// The builder's error; damaged payloads are [`Error::Corrupt`].
+    /// The builder's error; for a damaged payload it is made from [`Error::Corrupt`].
     type Error: From<Error>;
 
     /// Pushes a value.
@@ -106,10 +107,11 @@ pub trait Build {
     /// Replaces the last `count` values (2 x `count` for a dict: key, value, key, ...) with a container.
     fn close(&mut self, group: Group, count: usize) -> std::result::Result<(), Self::Error>;
 
-    /// Keeps the last value for [`Atom::Back`]. Numbers are below the payload's length in bytes.
+    /// Keeps the last value under the number `index`, for [`Atom::Back`]. `index` is less than the payload's length in
+    /// bytes.
     fn keep(&mut self, index: usize) -> std::result::Result<(), Self::Error>;
 
-    /// Takes the next storage.
+    /// Takes the next storage, which precedes all values in it.
     fn storage(&mut self, storage: &Storage<'_>) -> std::result::Result<(), Self::Error>;
 }
 
@@ -130,7 +132,7 @@ enum Token<'a> {
 /// A mark's number plus 1.
 type Mark = NonZeroU32;
 
-/// A container that is not complete.
+/// A container that is not complete yet.
 #[derive(Clone, Copy, Default)]
 struct Open {
     group: Group,
@@ -144,7 +146,7 @@ struct Open {
 /// Levels of nesting kept in a small array: enough for most batches.
 const NEAR: usize = 4;
 
-/// The containers around the current value. The array for deep ones is not initialized before it is needed.
+/// The containers around the current value. The array for deeper levels is initialized only when it is needed.
 #[derive(Default)]
 struct Stack {
     near: [Open; NEAR],
@@ -176,7 +178,8 @@ impl Stack {
     }
 }
 
-/// Walks a payload of one value. Never panics on any bytes, and allocates nothing.
+/// Passes the parts of a payload, which must be one value, to `build`. Never panics, whatever the bytes are; allocates
+/// memory only for an error.
 pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), B::Error> {
     let mut reader = Reader { bytes: payload, at: 0 };
     let mut open = Stack::default();
@@ -290,7 +293,8 @@ impl<'a> Reader<'a> {
         Err(self.corrupt("a number is too long"))
     }
 
-    /// Reads a count of items of at least `each` bytes, for which the remaining bytes must have room.
+    /// Reads a count of items, each of which takes at least `each` bytes. Returns an error if the remaining bytes
+    /// cannot hold that many.
     fn count(&mut self, each: usize) -> Result<usize> {
         let count = self.varint()?;
         let room = (self.bytes.len() - self.at) / each;

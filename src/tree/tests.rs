@@ -6,7 +6,7 @@ use super::*;
 use crate::config::MAX_DEPTH;
 use crate::error::Error;
 
-/// Counts values as a builder would stack them.
+/// A builder that counts the values on its stack.
 #[derive(Default)]
 struct Counted {
     stack: usize,
@@ -182,7 +182,7 @@ fn plans_of_known_layouts() {
     assert!(t.contiguous && t.bytes == 4);
 }
 
-/// Returns the elements of a view over 0, 1, 2, ... in the order of its indices.
+/// Returns the elements of a view of `data`, in C order. `first` is the index of its first element.
 fn elements(shape: &[i64], strides: &[i64], data: &[i32], first: usize) -> Vec<i32> {
     let mut all = vec![first as i64];
     for (&size, &stride) in shape.iter().zip(strides) {

@@ -9,12 +9,12 @@ pub struct Writer<'a> {
     out: &'a mut Vec<u8>,
 }
 
-/// The position of a leaf's number and offset, which are written when they are known.
+/// The position in a payload at which [`Writer::fill`] writes a leaf's index and offset once they are known.
 #[derive(Clone, Copy, Debug)]
 pub struct Placeholder(usize);
 
 impl Placeholder {
-    /// Returns its position in the payload.
+    /// Returns the placeholder's position in the output.
     pub fn at(self) -> usize {
         self.0
     }
@@ -31,12 +31,12 @@ impl<'a> Writer<'a> {
         Self { out }
     }
 
-    /// Returns the payload's length, including earlier bytes.
+    /// Returns the length of the output, including bytes that precede the payload.
     pub fn len(&self) -> usize {
         self.out.len()
     }
 
-    /// Returns true if the payload is empty.
+    /// Returns true if the output is empty.
     pub fn is_empty(&self) -> bool {
         self.out.is_empty()
     }
@@ -97,14 +97,14 @@ impl<'a> Writer<'a> {
         self.out.extend_from_slice(value);
     }
 
-    /// Writes a bytes object of `len` bytes in a leaf. [`Self::fill`] gives its place.
+    /// Writes a bytes object whose `len` bytes are in a memory leaf. [`Self::fill`] sets the location.
     pub fn bytes_outside(&mut self, len: usize) -> Placeholder {
         self.out.push(tag::BYTES_OUTSIDE);
         self.varint(len as u64);
         self.slot()
     }
 
-    /// Writes a container; its `count` values (pairs, for a dict) follow.
+    /// Begins a container. The caller then writes its `count` items (for a dict, key and value of `count` pairs).
     pub fn open(&mut self, group: Group, count: usize) {
         self.out.push(match group {
             Group::List => tag::LIST,
@@ -114,7 +114,7 @@ impl<'a> Writer<'a> {
         self.varint(count as u64);
     }
 
-    /// Writes a list or tuple of ints; [`Self::next_int`] follows `count` times.
+    /// Begins a list or tuple of ints. The caller then calls [`Self::next_int`] `count` times.
     pub fn open_ints(&mut self, group: Group, count: usize) {
         self.out.push(tag::INTS);
         self.out.push(if group == Group::List { tag::LIST } else { tag::TUPLE });
@@ -122,7 +122,7 @@ impl<'a> Writer<'a> {
         self.out.reserve(count * 8);
     }
 
-    /// Writes the next element of [`Self::open_ints`].
+    /// Writes the next int of a container that [`Self::open_ints`] has begun.
     #[inline]
     pub fn next_int(&mut self, value: i64) {
         self.out.extend_from_slice(&value.to_le_bytes());
@@ -160,7 +160,7 @@ impl<'a> Writer<'a> {
         unsafe { self.out.set_len(at + plan.bytes) };
     }
 
-    /// Writes a leaf outside the payload. [`Self::fill`] gives its place.
+    /// Writes a tensor or array whose bytes are in a memory leaf. [`Self::fill`] sets the location.
     pub fn outside(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &TransferPlan) -> Placeholder {
         self.leaf(kind, dtype, shape, plan, FORM_OUTSIDE);
         self.slot()
@@ -172,7 +172,7 @@ impl<'a> Writer<'a> {
         slot
     }
 
-    /// Writes a placeholder byte for a value written later.
+    /// Writes a gap, one byte wide, which alias resolution replaces with a value.
     pub fn gap(&mut self) {
         self.out.push(tag::BACK);
     }
@@ -182,7 +182,7 @@ impl<'a> Writer<'a> {
         self.out.push(tag::MARK);
     }
 
-    /// Writes a reference to the object with a mark.
+    /// Writes a reference to the object with this mark.
     pub fn back(&mut self, mark: usize) {
         self.out.push(tag::BACK);
         self.varint(mark as u64);
@@ -195,14 +195,14 @@ impl<'a> Writer<'a> {
         self.out.extend_from_slice(bytes);
     }
 
-    /// Writes a storage outside the payload. [`Self::fill`] gives its place.
+    /// Writes a storage whose `len` bytes are in a memory leaf. [`Self::fill`] sets the location.
     pub fn storage_outside(&mut self, len: usize) -> Placeholder {
         self.out.extend_from_slice(&[tag::STORAGE, FORM_OUTSIDE]);
         self.varint(len as u64);
         self.slot()
     }
 
-    /// Writes a tensor in a storage: non-negative strides in elements, the offset in bytes.
+    /// Writes a tensor whose bytes are in a storage. `strides` are in elements and not negative; `offset` is in bytes.
     pub fn shared(&mut self, dtype: Dtype, shape: &[i64], strides: &[i64], storage: usize, offset: usize) {
         let natural = Dims::contiguous(shape).is_some_and(|natural| *natural == *strides);
         self.view(Kind::Tensor, dtype, shape, (!natural).then_some(strides), FORM_SHARED);
@@ -210,7 +210,7 @@ impl<'a> Writer<'a> {
         self.varint(offset as u64);
     }
 
-    /// Writes a tensor without elements at `offset` elements in its storage.
+    /// Writes a tensor without elements, whose offset in its storage is `offset` elements.
     pub fn empty(&mut self, dtype: Dtype, shape: &[i64], plan: &TransferPlan, offset: u64) {
         self.leaf(Kind::Tensor, dtype, shape, plan, FORM_OUTSIDE | FORM_SHARED);
         self.varint(offset);
@@ -221,7 +221,7 @@ impl<'a> Writer<'a> {
         self.out.extend_from_slice(bytes);
     }
 
-    /// Writes the place of a leaf.
+    /// Fills a placeholder with the index of a memory leaf, and the offset of the bytes in it.
     pub fn fill(&mut self, slot: Placeholder, leaf: u32, offset: u64) {
         self.out[slot.0..slot.0 + 4].copy_from_slice(&leaf.to_le_bytes());
         self.out[slot.0 + 4..slot.0 + 12].copy_from_slice(&offset.to_le_bytes());

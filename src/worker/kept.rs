@@ -16,7 +16,7 @@ pub struct Kept {
     bytes: AtomicU64,
     /// Bytes of the largest batch.
     largest: AtomicU64,
-    /// Number of held bytes at which the garbage collector runs again.
+    /// Number of held bytes above which the garbage collector runs again.
     collect_at: AtomicU64,
 }
 
@@ -31,7 +31,8 @@ impl Kept {
         limit.max(self.collect_at.load(Ordering::Relaxed))
     }
 
-    /// Returns true if `len` more bytes may be held. Above the limit, calls `collect` first.
+    /// Returns true if `len` more bytes may be held. If that would exceed the limit, first calls `collect`, which runs
+    /// the garbage collector.
     pub fn has_room(&self, len: u64, collect: impl FnOnce()) -> bool {
         let limit = self.limit();
         if self.bytes.load(Ordering::Relaxed) + len <= limit {
@@ -44,7 +45,7 @@ impl Kept {
     }
 }
 
-/// A worker's own lease on a block, for tensors that it creates in the arena.
+/// A worker's hold on a block of its region, for a tensor that it creates there.
 #[derive(Debug)]
 pub struct WorkerLease {
     port: Arc<Port>,
@@ -60,11 +61,11 @@ pub struct WorkerLease {
 unsafe impl Send for WorkerLease {}
 
 impl WorkerLease {
-    /// Allocates a block. `pause` sleeps. `None` if the region is full, or in a child of the worker: use the heap
-    /// instead.
+    /// Allocates a block of `len` bytes. Calls `pause` to sleep. Returns `None` if the region is full, or in a child of
+    /// the worker: the caller must then use the heap.
     ///
     /// Errors: [`Error::NoMemory`] if the machine or cgroup has no memory left. An allocation on the heap would then
-    /// wake the OOM killer.
+    /// invoke the OOM killer.
     pub fn new(port: &Arc<Port>, kept: &Arc<Kept>, len: usize, pause: impl Fn(Duration)) -> Result<Option<Self>> {
         let returned = port.await_return(len as u64, &pause);
         let (block, ptr) = match returned.and_then(|()| retry_while_reserved(|| port.allocate(len as u64), pause)) {

@@ -1,4 +1,5 @@
-//! The worker's end: its rings, its region, the watchdog for its parent, and SIGTERM.
+//! The worker's end of the engine: its rings, its region, the watchdog that ends it after the main process, and its
+//! reaction to SIGTERM.
 
 pub mod arrays;
 pub mod kept;

@@ -12,13 +12,14 @@ use crate::sys;
 pub(super) struct StackOffer {
     /// Address of the handler that dumps the stack; 0 without one.
     handler: AtomicUsize,
-    /// Monotonic nanoseconds of the last check whether the handler is still installed.
+    /// Time of the last check that the handler is still installed, in monotonic nanoseconds.
     checked: AtomicU64,
 }
 
 impl StackOffer {
-    /// Creates the file for stack dumps. Returns `None` if there can be none; the status page then has the reason. The
-    /// file is never closed, because its number may be reused.
+    /// Creates the file for stack dumps, and returns its descriptor. Returns `None` if there can be no such file; the
+    /// status page then has the reason. The worker never closes the descriptor, because the program may already have
+    /// closed it and reused its number.
     pub fn make_file(status: &StatusPage) -> Option<i32> {
         let handler = sys::signal::handler_of(sys::signal::stack_signal());
         if handler.is_some_and(|handler| handler != sys::signal::DEFAULT) {
@@ -37,7 +38,8 @@ impl StackOffer {
         Some(file.into_raw_fd())
     }
 
-    /// Offers stack dumps, which the installed handler writes to the file `fd`; `None` if there is no handler.
+    /// Offers stack dumps, which the installed handler writes to the file `fd`. If there is no handler, `fd` is `None`,
+    /// and the status page says that dumps are refused.
     pub fn offer(&self, status: &StatusPage, fd: Option<i32>) {
         let handler = sys::signal::handler_of(sys::signal::stack_signal()).unwrap_or(0);
         self.handler.store(if fd.is_some() { handler } else { 0 }, Ordering::Relaxed);
@@ -46,7 +48,8 @@ impl StackOffer {
         status.stack.store(file.to_u32(), Ordering::Release);
     }
 
-    /// Withdraws the offer if another handler is installed, because the signal would run that one.
+    /// Withdraws the offer if another handler is installed now, because the signal would run that handler. Checks only
+    /// every [`HANDLER_CHECK_NS`].
     pub fn check_handler(&self, status: &StatusPage, now: u64) {
         let installed = self.handler.load(Ordering::Relaxed);
         if installed == 0 || now - self.checked.load(Ordering::Relaxed) < HANDLER_CHECK_NS {

@@ -11,13 +11,13 @@ impl StatusPage {
     pub(super) fn begin(&self, task: u64, kind: TaskKind, now: u64) -> u64 {
         // Stored before the state, so that a stall check does not mistake the previous task for this one.
         self.task_since_ns.store(now, Ordering::Relaxed);
-        // The message that begins an epoch has the number of the first task.
+        // The message that begins an epoch has the number of the epoch's first task, which has not begun.
         self.place.store(if kind.begins_epoch() { NOT_BEGUN } else { 0 }, Ordering::Relaxed);
         self.task.store(task, Ordering::Relaxed);
         self.change(WorkerState::Fetch, now)
     }
 
-    /// Stores the place of the current sample in its index batch. In a replay, stores nothing and returns false.
+    /// Stores the position of the current sample in its index batch. In a replay, stores nothing and returns false.
     #[inline]
     pub(super) fn at_sample(&self, place: u64) -> bool {
         let is_begun = self.place.load(Ordering::Relaxed) != NOT_BEGUN;
@@ -41,13 +41,13 @@ impl StatusPage {
         let sum = &self.spent_ns[before as usize];
         // SYNC: time-spent (pairs with the Acquire in `WorkerTotals::of`).
         sum.store(sum.load(Ordering::Relaxed).wrapping_add(spent), Ordering::Release);
-        // The state is for reports. `Left` counts only after the end of the process (`Handle::all_left`).
+        // The state is only for reports. `Left` is relied on only after the process has ended (`Handle::all_left`).
         self.state.store(state as u32, Ordering::Relaxed);
         spent
     }
 
-    /// Returns true if the CPU time of the next fetch must be measured. If fetches are long on average, each is
-    /// measured, otherwise one in [`FETCH_SAMPLE`].
+    /// Returns true if the CPU time of the next fetch must be measured. If fetches are long on average, every fetch is
+    /// measured; otherwise, one in [`FETCH_SAMPLE`].
     pub(super) fn measures_fetch(&self) -> bool {
         let fetched = self.spent_ns[WorkerState::Fetch as usize].load(Ordering::Relaxed);
         let sent = self.sent.load(Ordering::Relaxed);
@@ -65,7 +65,8 @@ impl StatusPage {
         add(&self.fetch_cpu_ns, cpu, Ordering::Release);
     }
 
-    /// Stores the beginning of an index batch for `rustloader top`, but nothing of a pickle, because `top` opens none.
+    /// Stores the beginning of an index batch for `rustloader top`. Stores no bytes of a pickled index batch, because
+    /// `top` does not unpickle.
     pub(super) fn show_index(&self, entry: &TaskEntry, payload: &[u8]) {
         let payload = if entry.kind == TaskKind::Plain { payload } else { &[] };
         let mut head = [0; INDEX_BYTES];
@@ -75,7 +76,7 @@ impl StatusPage {
             word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
         }
         self.index_len.store(payload.len() as u64, Ordering::Relaxed);
-        // Readers compare it to `task`: the two differ while the words are written.
+        // Readers compare this number with `task`: the two do not match while the words are being written.
         self.index_task.store(entry.task.wrapping_add(1), Ordering::Release);
     }
 }

@@ -14,17 +14,17 @@ pub struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// Ends an interval in the dataset; the state `next` begins.
+    /// Ends an interval in the dataset, and enters the state `next`.
     pub fn end_fetch(&self, port: &Port, next: WorkerState) {
         self.fetch_us.fetch_add(port.enter(next), Ordering::Relaxed);
     }
 
-    /// Ends an interval in `collate_fn`.
+    /// Ends an interval in `collate_fn`, and enters the state of the fetch again.
     pub fn end_collate(&self, port: &Port) {
         self.collate_us.fetch_add(port.enter(WorkerState::Fetch), Ordering::Relaxed);
     }
 
-    /// Takes the task's times, before its result is published.
+    /// Returns the task's times and resets them. Call it just before the task's result is published.
     pub fn take(&self, port: &Port) -> Timings {
         Timings {
             fetch_us: self.fetch_us.swap(0, Ordering::Relaxed),

@@ -1,19 +1,19 @@
 //! SIGTERM to the process group, as sent to preempt a training run.
 //!
 //! By default all workers would die from it, and `next` would raise before the main process's handler could react. So
-//! if the main process has a handler, a worker notes the signal on its status page, continues, and checks every
-//! [`SIGTERM_CHECK`] which other workers have received it:
+//! if the main process has a handler for SIGTERM, a worker notes the signal on its status page, continues, and checks
+//! every [`SIGTERM_CHECK`] which other workers have received the signal too:
 //!
 //! | received by | meaning | the worker |
 //! |---|---|---|
 //! | all workers | a signal to the group | continues for at most [`SIGTERM_SERVE`] |
-//! | some of them | perhaps a signal to the group, still in delivery | checks again, for up to twice the limit |
+//! | some of them | perhaps a signal to the group, still being delivered | checks again, for up to twice the limit |
 //! | no other worker, up to the limit | a signal to this worker | dies from it, and the main process names the worker |
 //! | there is no other worker | unknown | continues for [`SIGTERM_ALONE`] |
 //!
-//! A second SIGTERM ends the worker at once, and so does one that the worker sends itself. A SIGTERM from the main
-//! process, which is part of a shutdown, makes it leave. [`decide`] runs in the signal handler: it only loads and
-//! stores atomics.
+//! A second SIGTERM ends the worker at once, and so does a SIGTERM that the worker sends to itself. A SIGTERM from the
+//! main process is part of a shutdown, and makes the worker leave. [`decide`] runs in the signal handler: it only loads
+//! and stores atomics.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -26,13 +26,13 @@ use crate::shm::arena::Arena;
 use crate::shm::layout::{StatusPage, Terminated, WorkerState};
 use crate::sys::sigterm::{self, Cause, Reaction};
 
-/// The input of [`decide`]. Never dropped, because the handler stays.
+/// The input of [`decide`]. It is never dropped, because the handler stays installed.
 struct Input {
     arena: Arc<Arena>,
     worker: u32,
-    /// The ids of this process and of the main process.
+    /// The pids of this process and of the main process.
     pids: (i32, i32),
-    /// Limit of checks if no other worker has received the signal. The limit is twice as high if some have.
+    /// Maximum number of checks if no other worker has received the signal; if some have, twice as many are allowed.
     max_checks: u32,
 }
 
@@ -43,8 +43,8 @@ static CHECKS_DONE: AtomicU32 = AtomicU32::new(0);
 const DECIDED: u32 = u32::MAX;
 
 /// Makes this worker survive a SIGTERM to the group. `main` is the main process's pid. If no other worker receives the
-/// signal within `alone`, it was sent to this worker only; on a busy machine delivery may take that long. After an
-/// error SIGTERM has its earlier effect.
+/// signal within `alone`, the signal is taken as one to this worker only; on a busy machine, delivery to all workers
+/// may take that long. After an error, SIGTERM has its earlier effect.
 pub fn survive_group_signal(port: &Port, main: i32, alone: Duration) -> Result<()> {
     let pids = (std::process::id() as i32, main);
     let input = Input { arena: port.arena().clone(), worker: port.worker(), pids, max_checks: checks_in(alone) };
@@ -58,7 +58,7 @@ fn decide(cause: Cause) -> Reaction {
     match cause {
         Cause::Sent { by } if by == input.pids.1 => Reaction::Leave,
         Cause::Sent { by } if by == input.pids.0 => Reaction::Die,
-        // Pending signals merge, so this may be the main process's signal too.
+        // Pending signals merge, so the main process may have sent one too.
         Cause::Sent { .. } if input.arena.header().stop.0.load(Ordering::Relaxed) != 0 => Reaction::Leave,
         Cause::Sent { .. } => match page(input.worker).terminated.swap(Terminated::Alone as u32, Ordering::Relaxed) {
             0 => Reaction::AskAgain(SIGTERM_CHECK),
@@ -82,7 +82,7 @@ fn decide(cause: Cause) -> Reaction {
     }
 }
 
-/// Returns true if a worker has started and not left.
+/// Returns true if a worker has started and has not left.
 fn is_active(page: &StatusPage) -> bool {
     let left = page.state.load(Ordering::Relaxed) == WorkerState::Left as u32;
     page.pid.load(Ordering::Relaxed) != 0 && !left

@@ -1,8 +1,9 @@
-//! A thread that ends the worker after the main process has ended, even while the dataset makes an item.
+//! A thread that ends the worker after the main process has ended, even while the dataset is making a sample.
 //!
-//! It waits on a pidfd, or if that is refused checks every [`PARENT_CHECK`] for a process with that pid and start time.
-//! (Not PR_SET_PDEATHSIG, which fires when the forking *thread* ends.) Then it stops the worker, and ends it after
-//! [`ORPHAN_GRACE`].
+//! The thread waits on a pidfd of the main process. If the system refuses a pidfd, it checks every [`PARENT_CHECK`]
+//! that a process with the main process's pid and start time is running. Once the main process has ended, it asks the
+//! worker to stop, and ends the worker after [`ORPHAN_GRACE`]. (PR_SET_PDEATHSIG does not help, because it fires when
+//! the forking *thread* ends.)
 
 use std::sync::Arc;
 
@@ -17,23 +18,24 @@ pub struct Parent {
     pub pid: i32,
     /// Start time in kernel ticks since boot; 0 if unreadable.
     pub start_time: u64,
-    /// True if it is the direct parent: when it ends, another process becomes the parent.
+    /// True if it is this process's direct parent. When a direct parent ends, another process becomes the parent.
     is_direct: bool,
 }
 
 impl Parent {
-    /// Returns the calling process.
+    /// Describes the calling process, for its future workers.
     pub fn this_process() -> Self {
         let pid = std::process::id() as i32;
         Self { pid, start_time: sys::pidfd::start_time(pid).unwrap_or(0), is_direct: false }
     }
 
-    /// Returns the main process, from the values of [`Parent::this_process`] there.
+    /// Describes the main process, in a worker, from the values that [`Parent::this_process`] returned in the main
+    /// process.
     pub fn of(pid: i32, start_time: u64) -> Self {
         Self { pid, start_time, is_direct: sys::signal::getppid() == pid }
     }
 
-    /// Returns true if the main process runs.
+    /// Returns true if the main process is still running.
     pub fn is_alive(&self) -> bool {
         match self.is_direct {
             true => sys::signal::getppid() == self.pid,
@@ -56,7 +58,8 @@ pub fn start(port: Arc<Port>, parent: Parent) -> std::io::Result<()> {
 }
 
 fn wait_for_the_end(parent: Parent) {
-    // A single poll: the kernel keeps waiting on the pidfd even if a dataset closes it. `is_alive` checks the result.
+    // There is only one poll, because the kernel keeps waiting on the pidfd in it even if a dataset closes the pidfd.
+    // `is_alive` checks the result.
     let pidfd = sys::pidfd::PidFd::open(parent.pid).ok();
     if let Some(pidfd) = &pidfd
         && parent.is_alive()
@@ -67,7 +70,7 @@ fn wait_for_the_end(parent: Parent) {
             let _ = set.wait(None, &mut ready);
         }
     }
-    // Forgotten instead of closed, because the number may belong to another file now.
+    // The pidfd is forgotten instead of closed, because its number may name another file by now.
     std::mem::forget(pidfd);
     while parent.is_alive() {
         std::thread::sleep(PARENT_CHECK);

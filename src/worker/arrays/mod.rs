@@ -1,17 +1,17 @@
 //! Memory of the worker's own arrays in its region. `interop::numpy_memory` gives it to NumPy.
 //!
-//! A batch with such an array is sent without a copy if nothing in the worker can change it any more. The proof has two
+//! Such an array is sent in a batch without a copy if nothing in the worker can change it any more. The proof has two
 //! parts. While the batch exists, the encoder checks the references that lead to the array's memory: the containers
-//! around it, the array and the arrays that it is a view of must have one reference each, and no weak references. So no
-//! finalizer that runs when the batch is dropped can reach the memory. Everything else is copied at once.
+//! around it, the array and the arrays that it is a view of must have only one reference each, and no weak references.
+//! So no finalizer that runs when the batch is dropped can reach the memory. Any other array is copied at once.
 //!
 //! Then the codec notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] shows
-//! whether the memory was freed in between: every view, buffer and tensor over it keeps it alive. If it was freed, the
-//! block passes to the consumer; if not, its bytes are copied.
+//! whether the memory was freed in between: a view, buffer or tensor that still uses the memory has kept it alive. If
+//! the memory was freed, the block passes to the consumer; if not, its bytes are copied.
 //!
-//! Ordinary memory is private to a child that the dataset forks. Blocks are shared memory, so the child replaces the
-//! blocks of live arrays with private copies before any other code runs there, and the forking thread waits until this
-//! is done.
+//! A child that the dataset forks has its own copy of ordinary memory. Blocks are shared memory, so the child replaces
+//! the blocks of live arrays with private copies before any other code runs in the child, and the forking thread of the
+//! worker waits until that is done.
 //!
 //! One lock covers the table and is taken before the allocator's. A child takes neither.
 
@@ -48,9 +48,10 @@ impl Port {
     }
 
     /// Allocates memory for an array of `len` bytes, filled with zeroes if `zeroed` is set. Returns `None` if the array
-    /// must use ordinary memory: the arrays have enough of the region, there is no room, or this is a child of the
-    /// worker. Returns [`Error::NoMemory`] if the machine or the memory cgroup has no memory left, so that ordinary
-    /// memory would wake the OOM killer. Waits only while other workers reserve too much.
+    /// must use ordinary memory: the arrays already have their share of the region, the region has no room, or this is
+    /// a child of the worker. Returns [`Error::NoMemory`] if the machine or the memory cgroup has no memory left, so
+    /// that an allocation of ordinary memory would invoke the OOM killer. Waits only while other workers have reserved
+    /// too much memory.
     pub fn allocate_array(&self, len: usize, zeroed: bool) -> Result<Option<NonNull<u8>>> {
         let memory = match retry_while_reserved(|| self.new_array(len), std::thread::sleep) {
             Ok(memory) => memory,
@@ -83,7 +84,7 @@ impl Port {
         Ok(Some(memory))
     }
 
-    /// Takes the error with which an array of the current task was refused.
+    /// Takes the error of the last array that was refused, if the current task needed that array.
     pub fn take_refusal(&self) -> Option<Error> {
         let (task, error) = self.arena().is_ours().then(|| lock(&self.refused_array).take())??;
         (task == self.task()).then_some(error)
@@ -104,7 +105,7 @@ impl Port {
         }
     }
 
-    /// Returns the length of an array in bytes.
+    /// Returns the length in bytes of the array that begins at `memory`; 0 if there is none.
     pub fn array_len(&self, memory: *mut u8) -> usize {
         let Some(arrays) = self.arrays() else { return private_len(memory as usize) };
         let place = lock(&self.allocator).find(memory as usize);
@@ -112,7 +113,7 @@ impl Port {
         array.map_or(0, |array| array.len as usize)
     }
 
-    /// Resizes an array to `len` bytes in place, if its block has room.
+    /// Resizes an array to `len` bytes in place if its block has room, and would not be left mostly empty.
     pub fn resize_array(&self, memory: *mut u8, len: usize) -> Resized {
         let Some(mut arrays) = self.arrays() else { return Resized::Move(private_len(memory as usize)) };
         let mut allocator = lock(&self.allocator);
@@ -134,14 +135,14 @@ impl Port {
     }
 
     /// Notes that an unpublished message has an array's block. Returns false if the block has no array, or another
-    /// message has it.
+    /// unpublished message already has it.
     pub fn note_array(&self, block: u32) -> bool {
         let Some(mut arrays) = self.arrays() else { return false };
         let array = arrays.live.get_mut(&block).filter(|array| !array.noted);
         array.map(|array| array.noted = true).is_some()
     }
 
-    /// Returns true if a noted array was freed. Its memory is unchanged.
+    /// Returns true if a noted array has been freed. The bytes in its memory are unchanged.
     pub fn is_freed(&self, block: u32) -> bool {
         self.arrays().is_some_and(|arrays| arrays.live.get(&block).is_some_and(|array| array.freed))
     }
@@ -159,7 +160,7 @@ impl Port {
         freed
     }
 
-    /// Ends all changes to arrays, because the worker has ended. Their memory stays as it is.
+    /// Prevents all further changes to arrays, because the worker has ended. The arrays' memory stays as it is.
     pub(super) fn end_arrays(&self) {
         if let Some(mut arrays) = self.arrays() {
             arrays.ended = true;
@@ -175,7 +176,8 @@ struct Watched {
     next: Option<&'static Watched>,
 }
 
-/// The addresses and lengths of the ranges that this child has copied, and of those that its parents had copied.
+/// The addresses and lengths of the ranges that this process, if it is a child, has copied, and of those that its
+/// ancestors copied.
 static PRIVATE: AtomicPtr<Vec<(usize, usize)>> = AtomicPtr::new(std::ptr::null_mut());
 
 /// A fork in progress.
@@ -188,12 +190,12 @@ struct Forking {
 }
 
 thread_local! {
-    /// The fork that this thread has in progress.
+    /// This thread's fork in progress.
     static FORKING: RefCell<Option<Forking>> = const { RefCell::new(None) };
 }
 
-/// Gives children of this process private copies of a port's arrays. Call it before the first array. The port is never
-/// freed afterwards.
+/// Makes future children of this process copy a port's arrays to private memory. Call it before the first array is
+/// allocated. The port is never freed afterwards.
 pub fn watch(port: &Arc<Port>) -> Result<()> {
     static HANDLERS: ForkHandlers =
         ForkHandlers { prepare: before_fork, parent: after_fork_in_parent, child: after_fork_in_child };
@@ -211,7 +213,7 @@ pub fn watch(port: &Arc<Port>) -> Result<()> {
     }
 }
 
-/// Returns the length of an array that this child has as a private copy; 0 for others.
+/// Returns the length in bytes of the array at `address` that this child has as a private copy; 0 if there is none.
 fn private_len(address: usize) -> usize {
     // SYNC: arrays-private
     // SAFETY: a published value is never freed.
@@ -248,7 +250,8 @@ fn after_fork_in_child() {
     let Some(Forking { arrays, gate, _locks }) = FORKING.take() else { return };
     // This thread took the locks in the parent, and a child must not release them.
     std::mem::forget(_locks);
-    // Without a gate the parent does not wait, and may change an array while it is copied.
+    // Without a gate the parent does not wait, and might change an array while the child copies it. So the child cannot
+    // have the arrays.
     let protect = if gate.is_some() { make_private } else { make_inaccessible };
     for &(address, len) in &arrays {
         // SAFETY: a live array in a block of whole pages; this is the child's only thread.

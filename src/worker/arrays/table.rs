@@ -15,7 +15,7 @@ pub(super) struct Array {
 /// The arrays in a region.
 #[derive(Debug, Default)]
 pub(in crate::worker) struct Arrays {
-    /// The live arrays, by their blocks.
+    /// The live arrays, by the numbers of their blocks.
     pub(super) live: HashMap<u32, Array>,
     /// Bytes of all live arrays.
     pub(super) bytes: u64,

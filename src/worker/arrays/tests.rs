@@ -25,7 +25,7 @@ fn block_of(port: &Port, memory: NonNull<u8>) -> u32 {
 }
 
 fn bytes(memory: NonNull<u8>) -> &'static [u8] {
-    // SAFETY: an array of LEN bytes that the test keeps, or whose block it has.
+    // SAFETY: an array of LEN bytes that the test keeps alive, or whose block it holds.
     unsafe { std::slice::from_raw_parts(memory.as_ptr(), LEN) }
 }
 
@@ -181,7 +181,7 @@ fn a_child_has_private_copies_and_changes_nothing() {
         // SAFETY: no exit handler runs.
         unsafe { libc::_exit(i32::from(!as_expected)) };
     }
-    // The fork has waited until the child had its copy.
+    // In the parent, the fork returned only after the child had its copy.
     // SAFETY: an array of LEN bytes.
     unsafe { array.write_bytes(5, LEN) };
     let mut status = -1;

@@ -28,7 +28,7 @@ use crate::worker::stack::StackOffer;
 pub enum Received {
     /// A task, whose payload has been copied.
     Task(TaskEntry),
-    /// A time slice has passed, or a signal arrived: check signals, and call again.
+    /// A time slice has passed, or a signal has arrived: handle signals, and call again.
     Nothing,
     /// The loader shuts down, or the main process is gone.
     Stop,
@@ -45,23 +45,26 @@ pub struct Port {
     pub(in crate::worker) arrays: Mutex<Arrays>,
     /// The last array for which no memory was left: the task that needed it, and the error.
     pub(in crate::worker) refused_array: Mutex<Option<(u64, Error)>>,
-    /// Not rung if a dataset has closed it: the main process then finds results at its own check after 250 ms.
+    /// Not rung if a dataset has closed its descriptor: the main process then finds results when it next checks for
+    /// them itself, within 250 ms.
     pub(super) doorbell: sys::event::EventFd,
-    /// A block for the message that reports missing memory.
+    /// A block in reserve for the message that reports a lack of memory.
     pub(super) reserve: Mutex<Option<u32>>,
     /// Set when the main process is gone.
     orphaned: AtomicBool,
-    /// True if the last wait for a block of the loop expired, and no block was returned since: the loop keeps its
-    /// batches.
+    /// True if the last wait for the loop to return a block expired, and none has been returned since. The port then
+    /// assumes that the loop keeps its batches.
     pub(super) last_wait_expired: AtomicBool,
-    /// Payload of the last task that came in a block.
+    /// Payload of the last task whose payload came in a block.
     pub payload: Mutex<Vec<u8>>,
-    /// Bytes of the largest batch of the current and the previous [`RECENT_BATCHES`]. Only the worker's loop writes it.
+    /// Bytes of the largest batch among the current [`RECENT_BATCHES`] batches, and among the previous ones. Only the
+    /// worker's loop writes it.
     pub(super) largest: [AtomicU64; 2],
     stack: StackOffer,
     /// CPU nanoseconds of the process when the current fetch began; 0 if it is not measured.
     fetch_began: AtomicU64,
-    /// The connection to the main process, if that is on another machine, where it does not see the status page.
+    /// The connection to the main process, if the main process is on another machine. The main process cannot see the
+    /// status page in that case.
     pub(super) remote: Option<Arc<Remote>>,
     /// True if the main process was last notified that a sample is in progress.
     at_sample: AtomicBool,
@@ -112,14 +115,14 @@ impl Port {
         })
     }
 
-    /// Opens the port of the worker at the end of a connection to the main process. An error ends the connection.
+    /// Opens the port of a worker whose main process is at the other end of a connection. An error ends the connection.
     pub fn over(remote: Arc<Remote>) -> Result<Self> {
         let opened = remote.doorbell().and_then(|bell| Self::open(remote.arena().clone(), 0, bell));
         let port = opened.inspect_err(|_| remote.give_up())?;
         Ok(Self { remote: Some(remote), ..port })
     }
 
-    /// Returns the connection to the main process, if that is on another machine.
+    /// Returns the connection to the main process, if the main process is on another machine.
     pub fn remote(&self) -> Option<&Arc<Remote>> {
         self.remote.as_ref()
     }
@@ -134,7 +137,8 @@ impl Port {
         self.worker
     }
 
-    /// Returns [`Error::Child`] in a child that the dataset forked: rings, status page and region belong to its parent.
+    /// Returns [`Error::Child`] in a child that the dataset forked: the rings, the status page and the region belong to
+    /// its parent.
     pub(super) fn check_ours(&self) -> Result<()> {
         let message = "a process that was forked in a DataLoader worker returned to the worker's loop; it must end \
                        with os._exit()";
@@ -145,7 +149,7 @@ impl Port {
         &self.arena.control(self.worker).status
     }
 
-    /// Returns the number of the current task, or of the last one.
+    /// Returns the number of the current task, or of the last task if there is no current one.
     pub(in crate::worker) fn task(&self) -> u64 {
         self.status().task.load(Ordering::Relaxed)
     }
@@ -181,7 +185,7 @@ impl Port {
         (state, task, place.load(Ordering::Relaxed) == NOT_BEGUN)
     }
 
-    /// Records the worker's activity until now for a trace, if one is on.
+    /// Records the worker's activity until now, if a trace is on.
     #[inline]
     fn record(&self, (state, task, replays): (u32, u64, bool), now: u64, spent: u64) {
         if self.trace.is_on() {
@@ -196,13 +200,13 @@ impl Port {
         self.trace.has_samples() && self.arena.is_ours()
     }
 
-    /// Records for a trace that a sample has ended, and that the sample of `index` begins, if there is one.
+    /// Records in the trace that a sample has ended and, if `index` is given, that the sample with this index begins.
     pub fn trace_sample(&self, index: Option<u64>) {
         self.trace.sample(index, sys::clock::monotonic_ns(), self.task());
     }
 
-    /// Notes that a batch of a replay begins, or if `ends` is set that the replay is over. The time of the batch or
-    /// task counts from now. Before the end of the replay, the worker has not begun its task.
+    /// Notes that a batch of a replay begins or, if `ends` is set, that the replay is over. The time of the batch or
+    /// task counts from now. Until the replay is over, the worker counts as not having begun its task.
     pub fn progress(&self, ends: bool) {
         if !self.arena.is_ours() {
             return;
@@ -221,11 +225,12 @@ impl Port {
         }
     }
 
-    /// Stores which sample of the current index batch is fetched, for the report of a death. With a main process on
-    /// another machine it may wait for the connection: call it without the GIL.
+    /// Stores the position, in the current index batch, of the sample that is about to be fetched, for the report if
+    /// the worker dies. If the main process is on another machine, this may wait for the connection, so call it without
+    /// the GIL.
     #[inline]
     pub fn at_sample(&self, place: u64) {
-        // A child of the worker has the same status page.
+        // A child of the worker shares the worker's status page.
         if !self.arena.is_ours() {
             return;
         }
@@ -237,13 +242,13 @@ impl Port {
         }
     }
 
-    /// Begins to measure the CPU time of a fetch.
+    /// Begins to measure the CPU time of a fetch, if this fetch must be measured.
     fn begin_fetch(&self) {
         let began = if self.status().measures_fetch() { sys::clock::process_cpu_ns() } else { 0 };
         self.fetch_began.store(began, Ordering::Relaxed);
     }
 
-    /// Ends the measurement of a fetch that took `wall` nanoseconds, if there is one.
+    /// Ends the measurement of a fetch, which took `wall` nanoseconds, if one is in progress.
     #[inline]
     fn end_fetch(&self, wall: u64) {
         let began = self.fetch_began.load(Ordering::Relaxed);
@@ -269,7 +274,7 @@ impl Port {
         self.arena.header().stop.0.load(Ordering::Relaxed) != 0 || self.orphaned.load(Ordering::Relaxed)
     }
 
-    /// Returns the bell on which the worker sleeps: its own, or that of the shared queue.
+    /// Returns the bell on which the worker sleeps: the worker's own, or that of the shared queue.
     pub(super) fn sleeper(&self) -> &Sleeper {
         self.arena.sleeper_of(self.worker)
     }
@@ -283,13 +288,14 @@ impl Port {
         let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
     }
 
-    /// Takes the next task, without waiting. Copies a payload in a block to `payload`.
+    /// Takes the next task, without waiting. If the task's payload is in a block, copies it to [`Port::payload`].
     pub fn take_up(&self) -> Result<Option<TaskEntry>> {
         self.check_ours()?;
         self.poll()
     }
 
-    /// Takes the next task, waiting for at most a slice. Copies a payload in a block to `payload`.
+    /// Takes the next task, and waits for at most a time slice. If the task's payload is in a block, copies it to
+    /// [`Port::payload`].
     pub fn receive(&self) -> Result<Received> {
         self.check_ours()?;
         if let Some(entry) = self.poll()? {
@@ -327,7 +333,8 @@ impl Port {
         Ok(polled?.map_or(Received::Stop, Received::Task))
     }
 
-    /// Ends a wait, because there is a task, the time has passed, or the loop has released a block.
+    /// Takes the next task after a wait, which ended because there is a task, the time has passed, or the loop has
+    /// released a block. If there is no task, releases idle memory.
     fn end_wait(&self) -> Result<Received> {
         let entry = self.poll()?;
         if entry.is_none() {
@@ -336,7 +343,7 @@ impl Port {
         Ok(entry.map_or(Received::Nothing, Received::Task))
     }
 
-    /// Returns the longest wait, after which idle memory may have to be released.
+    /// Returns the longest time to wait before idle memory may have to be released.
     fn slice(&self) -> Duration {
         self.idle().clamp(AHEAD, IDLE_SLICE)
     }
@@ -373,7 +380,7 @@ impl Port {
         Ok(Some(entry))
     }
 
-    /// Marks the worker as left. It must not touch the arena afterwards.
+    /// Marks the worker as having left. The worker must not touch the arena afterwards.
     pub fn leave(&self) {
         self.end_arrays();
         self.enter(WorkerState::Left);

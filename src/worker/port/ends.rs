@@ -12,9 +12,9 @@ pub(super) struct Ends {
     pub(super) tasks: Consumer<ArenaRing>,
     /// The shared queue, if there is one. The ring then carries only control messages.
     pub(super) queue: Option<Claimer<ArenaQueue>>,
-    /// A message that waits for the answer to a task that was taken before it.
+    /// A control message that [`Ends::next`] has taken together with a claimed task, and returns after that task.
     pub(super) held: Option<Entry>,
-    /// A claimed task of the queue that has to wait for messages that begin an epoch early.
+    /// A task claimed from the queue that has to wait until all messages that begin an epoch early are returned.
     pub(super) claimed: Option<Entry>,
     pub(super) results: Producer<ArenaRing>,
     /// Buffer for the head of a message.
@@ -49,8 +49,8 @@ impl Ends {
         }
     }
 
-    /// Returns a claimed task, or a message that begins an epoch early and was sent meanwhile. There are several such
-    /// messages if other workers continued while this one claimed the task.
+    /// Returns a claimed task, or first a message that begins an epoch early and was sent meanwhile. There may be
+    /// several such messages if other workers continued while this worker claimed the task.
     #[inline]
     fn after_messages(&mut self, claimed: Entry) -> Result<Option<Entry>> {
         match self.tasks.pop()? {

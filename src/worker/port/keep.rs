@@ -9,10 +9,10 @@ pub enum Keep {
     Yes,
     /// The block contained an object of the worker, which may be gone. The consumer already holds the block.
     TransferredEarly,
-    /// The block contains an array, which begins at `offset` of the leaf. After the batch is dropped it is known
-    /// whether the worker keeps the array.
+    /// The block contains an array, which begins at `offset` of the leaf. Whether the worker keeps the array is known
+    /// only after the batch is dropped.
     Unknown {
-        /// Bytes before the array.
+        /// Number of the leaf's bytes before the array.
         offset: u64,
     },
     /// The block contained an array, whose memory was freed.

@@ -12,9 +12,9 @@ use crate::sys;
 use crate::wire::Leaf;
 
 impl Port {
-    /// Releases idle pages: those that the batches under way do not need, or all of them if the worker has been idle
-    /// for long or is ahead of the loop. A worker that is ahead has time for fresh pages before the loop needs the next
-    /// batch.
+    /// Releases idle pages of an idle worker: those that the batches in flight do not need, or all of them if the
+    /// worker has been idle for long or is ahead of the loop. A worker that is ahead has time to get fresh pages before
+    /// the loop needs its next batch.
     pub(super) fn trim(&self) -> Result<()> {
         let (idle, long) = (self.idle(), self.status().long_idle());
         let mut allocator = lock(&self.allocator);
@@ -27,8 +27,8 @@ impl Port {
         }
     }
 
-    /// Waits a moment before a large block is allocated, for the return of a block that the loop is about to release,
-    /// because the pages of that block are warm. `pause` sleeps.
+    /// Waits briefly, before a large block is allocated, for the return of a block that the loop is about to release:
+    /// the pages of that block are warm. Calls `pause` to sleep.
     pub fn await_return(&self, len: u64, pause: impl Fn(Duration)) -> Result<()> {
         if len < LARGE || !self.arena.is_ours() {
             return Ok(());
@@ -37,8 +37,8 @@ impl Port {
         let start = sys::clock::monotonic();
         loop {
             let mut allocator = lock(&self.allocator);
-            // A worker that is ahead of the loop has more time. At the same moment, an idle worker may be releasing as
-            // many pages.
+            // A worker that is ahead of the loop can wait longer. It would otherwise take fresh pages while an idle
+            // worker may be releasing as many.
             let limit = if allocator.is_ahead() { (limit.saturating_mul(4)).min(AHEAD) } else { limit };
             if !allocator.awaits(len)? {
                 self.last_wait_expired.store(false, Ordering::Relaxed);
@@ -56,7 +56,7 @@ impl Port {
         }
     }
 
-    /// Allocates a block of `len` bytes, held by this worker. Does not wait; see
+    /// Allocates a block of `len` bytes, which this worker holds. Does not wait; see
     /// [`crate::shm::alloc::retry_while_reserved`].
     pub fn allocate(&self, len: u64) -> Result<(u32, *mut u8)> {
         self.check_ours()?;
@@ -71,9 +71,9 @@ impl Port {
         }
     }
 
-    /// Returns the block that contains the `len` bytes at `address`, and the offset in it, if the batch can adopt the
-    /// block: they fill at least half of it, and it has not been sent before, because a consumer may still hold such a
-    /// block.
+    /// Returns the block that contains the `len` bytes at `address`, and their offset in it, if a message can adopt the
+    /// block. The bytes must fill at least half of the block, and only this worker may hold it. A block that has been
+    /// sent before is not adopted, because the consumer may still hold it, or may have written to it.
     pub fn adoptable(&self, address: usize, len: u64) -> Option<(u32, u64)> {
         // In a child of the worker, a thread that does not exist there may hold the lock.
         if !self.arena.is_ours() {
@@ -88,7 +88,8 @@ impl Port {
             .then_some((block, offset))
     }
 
-    /// Makes the consumer a holder of a block of an unpublished message. The worker's object in it may then be dropped.
+    /// Makes the consumer a holder of a block of an unpublished message, so that the worker's object in the block may
+    /// be dropped.
     pub fn transfer_early(&self, block: u32) {
         let state = &self.arena.table(self.worker)[block as usize].state;
         if self.arena.is_ours() && mark_if(state, WORKER, CONSUMER) {
@@ -103,7 +104,7 @@ impl Port {
         }
     }
 
-    /// Transfers the leaves to the consumer.
+    /// Transfers the blocks of `leaves` to the consumer.
     pub(super) fn transfer(&self, leaves: &[(Leaf, Keep)]) -> Result<()> {
         let table = self.arena.table(self.worker);
         let mut allocator = lock(&self.allocator);
@@ -134,7 +135,7 @@ impl Port {
         now.max(before)
     }
 
-    /// Updates the size of the largest recent batch on the status page.
+    /// Notes the size of a batch, and updates the size of the largest recent batch on the status page.
     pub(super) fn note_size(&self, bytes: u64) {
         let status = self.status();
         let [mut now, mut before] = [0, 1].map(|half: usize| self.largest[half].load(Ordering::Relaxed));

@@ -59,9 +59,10 @@ impl Port {
     }
 
     /// Publishes a snapshot that was made after `count` answers of this worker in this epoch, before its next result.
-    /// The first one of an epoch has the count 0. The worker may send one with each result, one at the start and one at
-    /// the end of the epoch, and one for an error: the ring has no room for more. Returns false if the snapshot is
-    /// omitted for lack of memory.
+    /// The first snapshot of an epoch has the count 0. The worker may send one snapshot with each result, one at the
+    /// start and one at the end of the epoch, and one for an error: the ring has no room for more. Returns false if
+    /// there is no memory for the snapshot: it is then omitted, but the first one is still published, without a
+    /// payload.
     pub fn send_snapshot(&self, count: u64, payload: &[u8], is_error: bool) -> Result<bool> {
         self.check_ours()?;
         let kind = if is_error { ResultKind::FailedSnapshot } else { ResultKind::Snapshot };
@@ -89,7 +90,7 @@ impl Port {
         if let Some(remote) = &self.remote {
             remote.leave_to_thread(len);
         }
-        // The main process waits only for the first snapshot. A result follows each of the others.
+        // The main process waits only for the first snapshot. A result follows each of the other snapshots.
         if count == 0 {
             self.ring();
         }
@@ -117,7 +118,7 @@ impl Port {
             count();
             return Ok(());
         };
-        // The counters that are sent with the result include it.
+        // The counters that are sent with the result must already include the result.
         count();
         self.push(ends, entry)?;
         if !remote.send_now(entry.load.bytes) {
@@ -143,7 +144,7 @@ impl Port {
     }
 }
 
-/// Returns the load of a message of `len` bytes. Leaves that the worker does not keep are copies.
+/// Returns the load of a message of `len` bytes. Leaves with [`Keep::No`] are copies.
 fn load_of(len: u64, leaves: &[(Leaf, Keep)]) -> Load {
     let mut load = Load { bytes: len, ..Load::default() };
     for (leaf, keep) in leaves {

@@ -85,8 +85,8 @@ fn a_snapshot_does_not_change_the_workers_counters() {
     assert_eq!((counters(), before), (before, [1, 108, 1, 0]));
 }
 
-/// Takes a task from the ring and fetches it by `work`. Returns the CPU time and the wall time that were added to the
-/// measured fetches, in nanoseconds.
+/// Puts a task into the ring, takes it from there, and runs `work` as its fetch. Returns the CPU time and the wall time
+/// that were added to the measured fetches, in nanoseconds.
 fn fetch(port: &Port, kind: TaskKind, work: impl FnOnce()) -> (u64, u64) {
     let entry = TaskEntry::inline(0, kind, &[]).unwrap();
     let tasks = &mut crate::shm::ring::Producer::new(port.arena.task_ring(0));
@@ -241,7 +241,7 @@ fn a_task_begins_after_its_replay() {
     port.progress(false);
     port.at_sample(3);
     assert!(!page.has_begun());
-    // The worker leaves because of an exception of the dataset.
+    // The worker leaves because of an exception from the dataset.
     port.enter(WorkerState::Left);
     assert!(!page.has_begun());
     port.enter(WorkerState::Fetch);
