@@ -1,4 +1,4 @@
-"""Describes exceptions in short: the error, and the innermost frame in user code."""
+"""Describes exceptions briefly: the error, and the innermost frame in user code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Failure:
 
 
 def failure(error: BaseException) -> Failure:
-    """Describes an exception. If it was raised in a worker, the description is that of the worker's traceback."""
+    """Describes an exception. If it was first raised in a worker, describes the worker's traceback."""
     text = "".join(traceback.format_exception_only(error)).strip()
     lines = text.splitlines()
     if len(lines) > 2 and _WORKER.search(lines[0]) and lines[1].startswith("Original Traceback"):
@@ -70,7 +70,7 @@ def is_user_code(file: str) -> bool:
 
 
 def short_path(file: str) -> str:
-    """Returns a path relative to the current directory or a folder of libraries, if it is inside one."""
+    """Shortens a path that is inside the current directory or a folder of libraries to a relative path."""
     for folder in (os.getcwd() + os.sep, *_LIBRARIES):
         if file.startswith(folder):
             return file.removeprefix(folder)
