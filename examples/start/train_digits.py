@@ -52,7 +52,7 @@ class Settings:
 
 
 def write_images(root: Path) -> None:
-    """Writes scikit-learn's digits to `root/{train,test}/{0..9}/*.png`, unless they exist. Every fifth is for testing."""
+    """Writes scikit-learn's digits as `root/{train,test}/{0..9}/*.png`, unless they exist. A fifth is for testing."""
     if any(root.glob("train/*/*.png")):
         return
     from sklearn.datasets import load_digits
