@@ -85,7 +85,7 @@ class _Bench:
 
         Returns:
             The points, sorted by number of workers, and the reason why torch's own loop was not measured (empty if it
-            was). Its failure ends the run only if the loop was requested, because a dataset may need a worker.
+            was). If the loop was not requested, its failure does not end the run, because a dataset may need a worker.
         """
         settings, points, unmeasured = self._plan.settings, [], ""
         for k, setting in enumerate(settings):

@@ -15,7 +15,8 @@ Outcome = Literal["faster", "slower", "no measurable difference", "too few to te
 
 # Minimum epochs and batches of each engine for a verdict.
 FEWEST_EPOCHS, FEWEST_BATCHES = 3, 50
-# If other processes used these shares of the cores: the result mentions it, and recommends nothing.
+# Minimum shares of the cores used by other processes: from NOTED on, the result mentions the share; from BUSY on, it
+# recommends nothing.
 NOTED, BUSY = 0.1, 0.25
 # Ratios from 1 / EQUAL to EQUAL count as equal. The speeds of two processes that do the same work may differ by up to
 # this factor for as long as they run, because their memory is at different addresses.
@@ -32,7 +33,7 @@ class Comparison(NamedTuple):
     Attributes:
         verdict: the result.
         ratio: median of the speed ratios of the pairs of epochs; above 1, rustloader is faster.
-        low: lower end of its confidence interval.
+        low: lower end of the confidence interval of the ratio.
         high: upper end.
         confidence: confidence of the interval.
         pairs: number of pairs.

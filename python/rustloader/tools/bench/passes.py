@@ -71,9 +71,10 @@ class Pass:
         cpu_seconds_per_batch: processor time of all processes per batch.
         steady_batches_per_second: rate without the start of the workers, see ``steady()``; None if there are too few
             batches.
-        steady_cpu_seconds_per_batch: processor time per batch without the start of the workers; None likewise.
+        steady_cpu_seconds_per_batch: processor time per batch without the start of the workers; None if there are too
+            few batches.
         batch_bytes: mean bytes of tensors, arrays and bytes objects in a batch; 0 if they were not counted.
-        others_share: share of the cores that other processes used meanwhile, from 0 to 1; None if unknown.
+        others_share: share of the cores that other processes used during the pass, from 0 to 1; None if unknown.
     """
 
     batches: int

@@ -28,7 +28,7 @@ class SideRates:
     steady: bool = False
 
     def median(self, name: str) -> float:
-        """Returns the median of an attribute of ``Pass``, or of its steady variant if ``steady`` is set."""
+        """Returns the median of an attribute of ``Pass``; if ``steady`` is set, of its steady variant, if any."""
         return statistics.median(self._figures(name))
 
     @property
@@ -68,7 +68,7 @@ class SideRates:
         return self.median("cpu_seconds_per_batch") * self.rate
 
     def _figures(self, name: str) -> list[float]:
-        """Returns the values of an attribute of ``Pass``, or of its steady variant if ``steady`` is set."""
+        """Returns the values of an attribute of ``Pass``; if ``steady`` is set, of its steady variant, if any."""
         if self.steady and name in ("batches_per_second", "cpu_seconds_per_batch"):
             name = f"steady_{name}"
         return [getattr(pass_, name) for pass_ in self.passes]

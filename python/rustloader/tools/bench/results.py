@@ -29,7 +29,7 @@ class Point:
         verdict: verdict on the loader on the engine; None without workers.
         options: values of the swept options.
         ray: measurements with workers on a cluster; None without ``--ray`` or workers.
-        price: cost model of these workers; None likewise.
+        price: cost model of workers on a cluster; None if ``ray`` is None.
         cache: gain from a cache; None without ``--cache`` or workers.
         judged: statistics that the verdict is based on; None without workers, or if the verdict must not be revised.
     """
@@ -234,7 +234,7 @@ def _ratio(point: Point) -> str:
 
 
 def ray_table(points: Iterable[Point]) -> str:
-    """Formats the table of local workers and workers on a cluster, with one line per setting.
+    """Formats the table that compares local workers with workers on a cluster, with one line per setting.
 
     Returns an empty string without ``--ray``.
     """

@@ -53,7 +53,7 @@ class BenchSide(Side):
         self._setting, self._records, self._cache = setting, records, cache
         self._recorder: TimelineRecorder | None = None
         self._cached_loader: CachedLoader | None = None
-        # Sizes of the images as workers decode them, and as samples keep them.
+        # Sizes of the images when workers decode them, and in samples.
         self._size_recorder: SizeRecorder | None = None
         self._kept_size: Size | None = None
         self._cut_short = self._has_step = False
@@ -74,7 +74,7 @@ class BenchSide(Side):
         if self.engine == RAY:
             send_by_value(self.target)
         loader_state.forget_auto(loader)  # the number of workers must not change during a measurement
-        loader_state.give(loader, dict(self._setting.options))  # torch's iterator does not read them
+        loader_state.give(loader, dict(self._setting.options))  # torch's iterator ignores these options
         if self.engine == CACHED:
             self._cached_loader = CachedLoader(loader, self._cache)
         if self._records is not None:
@@ -150,7 +150,7 @@ class BenchSide(Side):
 
     @contextlib.contextmanager
     def _recording_sizes(self) -> Iterator[None]:
-        """Makes workers of rustloader's engine that start in the first such pass record the sizes of images."""
+        """Makes workers that start in the block record image sizes. Does so once, and only on rustloader's engine."""
         init_fn = self.loader.worker_init_fn
         if self._size_recorder is not None or self.engine != "rustloader" or self._recorder is not None:
             yield

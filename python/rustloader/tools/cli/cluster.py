@@ -1,4 +1,4 @@
-"""Checks the state of the Ray cluster, and whether workers of this process can run on its nodes."""
+"""Reports on the Ray cluster, and checks whether the nodes can run workers for this process."""
 
 from __future__ import annotations
 

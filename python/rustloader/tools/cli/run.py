@@ -24,7 +24,7 @@ def main(options: Any, arguments: list[str]) -> int:
     # Must come first, because the script's folder will replace sys.path[0], where this package may be.
     _keep_findable()
     module = types.ModuleType("__main__")
-    # It depends on the version of Python which of these attributes a main module has.
+    # Versions of Python differ in which of these attributes a main module has.
     for attribute, value in (("__annotations__", {}), ("__cached__", None)):
         if attribute in vars(sys.modules["__main__"]):
             vars(module)[attribute] = value

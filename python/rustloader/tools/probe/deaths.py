@@ -18,7 +18,7 @@ from typing import Any
 from rustloader.system.procfs import exit_code, members, read, state
 from rustloader.tools.probe.failure import is_user_code, short_path
 
-# Seconds after which a worker's death is reported if its iterator has not noticed it. torch checks every 5 s.
+# Seconds after which a worker's death is reported if the iterator has not noticed the death. torch checks every 5 s.
 UNNOTICED_SECONDS = 12.0
 # Maximum number of workers whose stacks are read.
 _MAX_STACKS = 8

@@ -31,8 +31,8 @@ class Failure:
 
     Attributes:
         text: the type and the message.
-        where: the innermost frame in user code, as "file.py:12 in function", with the worker if it was raised in one;
-            "" if there is no such frame.
+        where: the innermost frame in user code, as "file.py:12 in function", then the worker if the exception comes
+            from a worker; "" if there is neither.
         details: the whole traceback.
     """
 

@@ -124,7 +124,7 @@ class Probe:
             elif name != "progress":
                 return value
 
-    # --- limits and texts, which a subclass may override
+    # --- time limits and messages, which a subclass may override
 
     def limit(self, awaited: str) -> float:
         """Returns the maximum seconds without progress for a request; "ready" stands for the start of the process."""
@@ -151,7 +151,7 @@ class Probe:
             self._connection.send(message)
 
     def _receive(self, check: Callable[[], object], every: float) -> tuple[str, Any]:
-        """Returns the name and value of the next message. Calls ``check`` every ``every`` seconds meanwhile."""
+        """Waits for the next message, and returns its name and value. Calls ``check`` every ``every`` seconds."""
         while not self._connection.poll(every):
             if self._exit_status() is not None and not self._connection.poll():
                 raise self._exit_error()
@@ -163,7 +163,7 @@ class Probe:
             raise self._exit_error() from None
         return name, value
 
-    # --- the end
+    # --- shutdown
 
     def __enter__(self) -> Self:
         return self

@@ -132,7 +132,7 @@ class Side:
 
 
 def end_workers(iterator: Iterator[Any] | None) -> None:
-    """Shuts down the workers of an iterator of either engine, or of one that a class wraps. Ignores other objects."""
+    """Shuts down the workers of an iterator, or of the one that it wraps. Does nothing for None."""
     for end in ("_shutdown_workers", "close"):
         if hasattr(iterator, end):
             getattr(iterator, end)()
@@ -208,7 +208,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _interrupt_with(parent: int) -> None:
-    """Makes the system send SIGINT to this process when its parent exits, or raises KeyboardInterrupt if it has."""
+    """Makes the system interrupt this process when its parent exits. Raises KeyboardInterrupt if it already has."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGINT))
     if os.getppid() != parent:

@@ -84,7 +84,7 @@ def _process_row(pid: int, count: int) -> dict[str, Any]:
     rank = local_ranks.number_of(pid)
     identity = {"pid": pid, "local_rank": None if rank is None else rank[1], "loaders": count}
     figures: dict[str, Any] = {"name": "", "batches": 0, "next_share": 0.0, "verdict": "unknown"}
-    with contextlib.suppress(processes.NothingToSee):  # the process has ended meanwhile
+    with contextlib.suppress(processes.NothingToSee):  # the process may have ended since
         loaders = [Loader(pid, None, observation) for observation in observe(pid)]
         busiest = max(loaders, key=lambda loader: loader.total.batches, default=None)
         if busiest is not None:

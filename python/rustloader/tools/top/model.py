@@ -317,7 +317,7 @@ def _difference(now: WorkTime, before: WorkTime) -> WorkTime:
 
 
 def _cores(pid: int) -> int:
-    """Returns the number of cores that a process may use by its affinity.
+    """Returns the number of cores that a process may use according to its affinity.
 
     If the process is in the same cgroup as this process, the CPU quota limits the number, too.
     """
