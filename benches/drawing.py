@@ -41,7 +41,7 @@ def bars(title: str, colors: dict[str, str], groups: dict[str, dict[str, float]]
         groups: for each group's name, the values by name. A group may lack some values.
         decades: whether the scale is logarithmic, and bars start at 1; otherwise it is linear, and bars start at 0.
     """
-    # The chart is narrow, and a group's name is above its bars, so that it is readable on a phone.
+    # The chart is narrow, and a group's name is above the bars, so that the chart is readable on a phone.
     left, width, top, step = 16, 420, 76, 20 + 16 * len(colors)
     bottom = top + step * len(groups)
     values = [value for group in groups.values() for value in group.values()]

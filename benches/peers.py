@@ -129,7 +129,7 @@ SPDL: dict[str, Maker] = {
     "spdl one process": spdl_one_process,
     "spdl threads": spdl_threads,
 }
-# The module to import, its name for pip, and its loaders.
+# For each peer: the module to import, the package to install with pip, and the loaders.
 PEERS = [("torchdata.nodes", "torchdata", TORCHDATA), ("spdl.pipeline", "spdl-core", SPDL)]
 program = Program(__doc__, list(BATCHES), rounds=3)
 results: dict[str, dict[str, list[str]]] = {"wall": {}, "cpu": {}}

@@ -53,7 +53,7 @@ def batches_of(dataset: Mortal) -> list[torch.Tensor]:
 
 
 def equal() -> None:
-    """Compares the batches of an epoch with deaths with those of an epoch without deaths."""
+    """Compares the batches of an epoch in which workers die to those of an epoch without deaths."""
     length = BATCH * 10 * DEATHS
     killed = Mortal(length, range(5, 10 * DEATHS, 10))
     with_deaths, without_deaths = batches_of(killed), batches_of(Mortal(length, range(0)))

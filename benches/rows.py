@@ -145,7 +145,7 @@ def crop_and_flip(image: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of batch."""
+    """A row of the comparison: how its batches are made, and the settings of its loaders."""
 
     name: str
     what: str

@@ -28,7 +28,7 @@ class Goal(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A program, its number of loaders, and its goals."""
+    """The settings of a measured program and its loaders, and the goals."""
 
     method: str
     workers: int
