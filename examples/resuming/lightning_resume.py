@@ -19,7 +19,7 @@ from rustloader import StatefulDataLoader
 
 
 class Stream(IterableDataset):
-    """A stream of points, without a length. Each worker reads a part of the points; its position is the state."""
+    """A stream of points, without a length. Each worker reads a part of the points; the state is the position in it."""
 
     def __init__(self, n: int) -> None:
         self.points = Points(n)
@@ -59,8 +59,8 @@ class Model(lightning.LightningModule):
         self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0))
 
     def train_dataloader(self) -> StatefulDataLoader:
-        # Lightning's checkpoints do not contain torch's global random state, so the loader has a generator of its own,
-        # which its state includes.
+        # Lightning's checkpoints do not contain torch's global random state. The loader therefore has a generator,
+        # whose state is part of the loader's state.
         settings = {"num_workers": 2, "generator": torch.Generator().manual_seed(7), "seed_by": "sample"}
         if self.stream:
             return OneBehind(Stream(512), batch_size=16, **settings)

@@ -33,7 +33,7 @@ class BaseDataLoader(Stateful, ABC):
 
 
 class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
-    """The loader of one rank. The rank is a key of its state, so that one checkpoint can contain all ranks' states."""
+    """The loader of one rank. Its state is keyed by rank, so that one checkpoint can contain all ranks' states."""
 
     dp_rank: int
     dp_world_size: int

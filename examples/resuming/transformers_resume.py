@@ -30,9 +30,9 @@ def collate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch
 
 
 class ResumingTrainer(Trainer):
-    """A Trainer whose StatefulDataLoader restores its own position, so that Trainer must not skip batches.
+    """A Trainer whose StatefulDataLoader restores its own position.
 
-    That is what `ignore_data_skip=True` is for.
+    `ignore_data_skip=True` keeps the Trainer from skipping batches in addition.
     """
 
     loader: StatefulDataLoader

@@ -52,7 +52,10 @@ class Settings:
 
 
 def write_images(root: Path) -> None:
-    """Writes scikit-learn's digits as `root/{train,test}/{0..9}/*.png`, unless they exist. A fifth is for testing."""
+    """Writes scikit-learn's digits as `root/{train,test}/{0..9}/*.png`, unless they exist.
+
+    Every fifth image of a class is for testing.
+    """
     if any(root.glob("train/*/*.png")):
         return
     from sklearn.datasets import load_digits

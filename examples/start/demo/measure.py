@@ -51,7 +51,7 @@ class Side:
         self.in_flight = self.loader.num_workers * (self.loader.prefetch_factor or 0)
 
     def end(self) -> None:
-        """Shuts down the workers. Leaving that to `__del__` would lose an interrupt that arrives meanwhile."""
+        """Shuts down the workers explicitly, because an interrupt would be lost if `__del__` did it."""
         iterator: Any = self.loader._iterator  # of persistent workers
         if iterator is not None:
             iterator._shutdown_workers()

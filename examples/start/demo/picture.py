@@ -30,7 +30,8 @@ WIDTH = 1.17  # width of the part with the bars; the longest bar is 1, and its r
 def write(results: list[Result], timelines: dict[str, Timeline], pictured: Workload, settings: Settings) -> None:
     """Draws the picture, and writes it to the file that the settings name."""
     figure = draw(results, timelines, pictured, settings.workers)
-    # Text is written as outlines, because a reader's machine may lack the font. The date and random IDs are left out.
+    # Text is written as outlines, because a reader's machine may lack the font. IDs are fixed and the date is left out,
+    # so that equal pictures give equal files.
     with matplotlib.rc_context({"svg.hashsalt": "rustloader", "svg.fonttype": "path"}):
         with tempfile.TemporaryDirectory(dir=settings.plot.absolute().parent) as unfinished:
             new = Path(unfinished) / settings.plot.name

@@ -120,7 +120,7 @@ def crop_and_flip(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
 
 
 class Epochs(Dataset[tuple[torch.Tensor, int]]):
-    """One epoch after another of a small dataset; ``then`` transforms each sample."""
+    """A dataset that repeats a small dataset to the length of ``EPOCH``; ``then`` transforms each sample."""
 
     def __init__(self, dataset: Dataset[Any], then: Callable[[Any], Any] | None = None) -> None:
         self.dataset: Any = dataset
