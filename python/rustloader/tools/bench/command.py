@@ -36,7 +36,7 @@ _ENGINES = ("torch", "rustloader")
 
 
 def main(options: Any) -> int:
-    """Runs the measurements and prints the result. Returns 0, or 2 if the options or the loader cannot be used."""
+    """Runs the measurements and prints the result. Returns 0, or 2 after an ``Unusable``, whose message it prints."""
     try:
         check_target(options.factory)
         if options.plot is not None:

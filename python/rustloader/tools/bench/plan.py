@@ -14,7 +14,7 @@ from rustloader.tools.probe.factory import Unusable
 
 # Default maximum duration in seconds of an epoch, and of all epochs with one setting.
 _DEFAULT_SECONDS, _DEFAULT_BUDGET = 3.0, 60.0
-# Minimum number of epochs per setting that a budget must have time for: eight pairs.
+# Default budgets and default durations of epochs leave time for at least this many epochs per setting: eight pairs.
 _MIN_EPOCHS = 16
 # With several settings: minimum seconds per setting, and the seconds per setting that the error message suggests.
 _MIN_SECONDS, _ENOUGH_SECONDS = 5.0, 12.0

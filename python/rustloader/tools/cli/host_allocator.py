@@ -10,7 +10,7 @@ _MIB = 1 << 20
 _GENERAL, _CUDA, _HIP = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 # torch reads the first of these variables that is set (c10/core/AllocatorConfig.cpp).
 _VARIABLES = (_GENERAL, _CUDA, _HIP)
-# Exception: settings that only CUDA has. torch reads them from the first of these variables that is set
+# Settings that only CUDA has are an exception: torch reads them from the first of these variables that is set
 # (c10/cuda/CUDAAllocatorConfig.h).
 _CUDA_VARIABLES = (_CUDA, _HIP, _GENERAL)
 _CUDA_SETTINGS = {

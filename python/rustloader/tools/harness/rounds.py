@@ -100,7 +100,7 @@ class Rounds(dict[str, list[Any]]):
     def ratio(self, one: str, other: str, figure: str | None = None) -> float:
         """Returns the median of the rounds' ratios.
 
-        Each ratio is of the same round, because the speed of a machine changes between rounds.
+        Each ratio compares measurements of the same round, because the speed of a machine changes between rounds.
         """
         return statistics.median(self.ratios(one, other, figure))
 

@@ -81,7 +81,7 @@ def _workers_in_traceback(error: BaseException) -> list[Any]:
 
 
 def _death_in_message(text: str) -> str:
-    """Describes the death that a message of torch reports, for a worker that has no process object."""
+    """Describes the death that a message of torch reports, for a worker that is not in the list of workers."""
     if match := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
         return f"a worker (pid {match[1]}) {exit_text(int(match[2]))}"
     if match := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):

@@ -147,7 +147,7 @@ class Probe:
     # --- the connection
 
     def _send(self, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the process has ended, which `answer` reports
+        with contextlib.suppress(BrokenPipeError):  # `answer` reports that the process has ended
             self._connection.send(message)
 
     def _receive(self, check: Callable[[], object], every: float) -> tuple[str, Any]:

@@ -86,7 +86,7 @@ class Side:
         assert self._factory is not None, "load() comes first"
         rustloader.uninstall()  # RUSTLOADER_INSTALL or the user's module may have called install()
         self.loader = make(self._factory, self.target, workers, remedy)
-        rustloader.uninstall()  # the factory may have called it, too
+        rustloader.uninstall()  # the factory may have called install(), too
 
     def seed(self, number: int) -> None:
         """Seeds torch, NumPy and random."""
@@ -105,7 +105,7 @@ class Side:
             yield
 
     def served(self) -> tuple[int, str]:
-        """Returns the number of batches from the Rust engine since ``on_engine``, and the first line of the log."""
+        """Returns the number of batches from the Rust engine since ``on_engine``, and the first warning logged, or ""."""
         return rustloader.engine_batches() - self._served_before, "".join(self._logged[:1])
 
     def on_start(self, iterator: Iterator[Any]) -> None:
