@@ -88,7 +88,7 @@ def counted(pids: list[int]) -> Iterator[list[int]]:
 
 
 def calls(loader: Any, step: float) -> tuple[int, int]:
-    """Returns the system calls of the main process, and of all workers together."""
+    """Returns the number of system calls of the main process, and of all workers together."""
     with counted([os.getpid(), *(worker.pid for worker in rustloader.stats(loader).workers)]) as counts:
         for _ in range(program.options.rounds):
             for _ in loader:

@@ -34,7 +34,7 @@ from rustloader.tools.harness.rounds import Failure, spread
 
 
 def epoch(loader: torch.utils.data.DataLoader) -> tuple[float, int, Any]:
-    """Returns the seconds of an epoch, its number of batches, and the last batch."""
+    """Runs an epoch. Returns the seconds that it takes, the number of batches, and the last batch."""
     count, batch, start = 0, None, time.perf_counter()
     for batch in loader:  # noqa: B007 (the last one is returned)
         count += 1

@@ -41,7 +41,7 @@ STEP = 0.01
 THREADS = 16
 INDICES = 20_000_000
 DOCS = Path(__file__).parents[1] / "docs"
-# The rows of the picture docs/head-of-line.svg.
+# The rows in the picture docs/head-of-line.svg, and their titles there.
 PICTURED = {
     "spikes": "1 batch in 10 takes 60 ms, the others 4.5 ms",
     "lognormal": "log-normal batches, sigma 1.5",
