@@ -151,7 +151,7 @@ def datasets(folder: Path, options: argparse.Namespace) -> None:
 
 
 class Rings(Dataset):
-    """Rings of 4 to 11 nodes with random features; the class is whether a ring has more than 7 nodes."""
+    """Rings of 4 to 11 nodes with random features; the class says whether a ring has more than 7 nodes."""
 
     def __init__(self, n: int) -> None:
         self.n = n

@@ -1,4 +1,4 @@
-"""Shared parts of these examples: options, a small data set, a line for each step, the newest checkpoint."""
+"""Shared parts of these examples: options, a small data set, printed steps, and the newest checkpoint."""
 
 import argparse
 import sys

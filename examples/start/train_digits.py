@@ -48,7 +48,7 @@ class Settings:
     epochs: int = EPOCHS
     workers: int = 2
     batch_size: int = 32
-    start_method: str | None = None  # of the workers; None: Python's default
+    start_method: str | None = None  # start method of the workers; None for Python's default
 
 
 def write_images(root: Path) -> None:

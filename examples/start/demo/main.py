@@ -82,7 +82,7 @@ def gain(settings: Settings) -> tuple[list[Result], list[str]]:
         try:
             with Progress(3 * settings.rounds) as progress:
                 results.append(measure(workload, settings, progress))
-        except (Failure, RuntimeError) as error:  # a RuntimeError: a worker that died
+        except (Failure, RuntimeError) as error:  # RuntimeError: a worker has died
             failures.append(f"{workload.name}: {error}")
             print(f"{workload.name}: FAILED, see the last lines")
             continue

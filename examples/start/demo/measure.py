@@ -52,7 +52,7 @@ class Side:
 
     def end(self) -> None:
         """Shuts down the workers explicitly, because an interrupt would be lost if `__del__` did it."""
-        iterator: Any = self.loader._iterator  # of persistent workers
+        iterator: Any = self.loader._iterator  # the iterator, if the workers are persistent
         if iterator is not None:
             iterator._shutdown_workers()
 
