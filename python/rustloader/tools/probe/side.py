@@ -105,7 +105,7 @@ class Side:
             yield
 
     def served(self) -> tuple[int, str]:
-        """Returns the number of batches from the Rust engine since ``on_engine``, and the first warning logged, or ""."""
+        """Returns the number of batches from the Rust engine since ``on_engine``, and the first warning since then."""
         return rustloader.engine_batches() - self._served_before, "".join(self._logged[:1])
 
     def on_start(self, iterator: Iterator[Any]) -> None:
