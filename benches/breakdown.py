@@ -35,7 +35,7 @@ program = Program(__doc__, [row.name for row in ROWS if not row.to_first])
 
 
 def totals(loader: Any) -> dict[str, float]:
-    """Returns cumulative seconds."""
+    """Returns the seconds so far of each part of the workers' and the main process's work, and of the clocks."""
     stats = rustloader.stats(loader)
     sums = {part: sum(getattr(worker, f"{part}_seconds") for worker in stats.workers) for part in PARTS}
     return sums | {
@@ -67,7 +67,7 @@ def measure(name: str) -> None:
 
 @contextlib.contextmanager
 def counted(pids: list[int]) -> Iterator[list[int]]:
-    """Counts the system calls of processes. The list is filled at the end of the block."""
+    """Counts the system calls that processes make in the block. Yields a list that is filled when the block ends."""
     counts: list[int] = []
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.NamedTemporaryFile("r")) for _ in pids]
@@ -88,11 +88,11 @@ def counted(pids: list[int]) -> Iterator[list[int]]:
 
 
 def calls(loader: Any, step: float) -> tuple[int, int]:
-    """Returns the system calls of the main process, and of all workers together."""
+    """Returns the number of system calls of the main process, and of all workers together."""
     with counted([os.getpid(), *(worker.pid for worker in rustloader.stats(loader).workers)]) as counts:
         for _ in range(program.options.rounds):
             for _ in loader:
-                # A step without a system call.
+                # The step makes no system calls.
                 end = time.perf_counter() + step
                 while time.perf_counter() < end:
                     pass

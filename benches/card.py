@@ -1,6 +1,6 @@
 """Shared parts of the programs for a CUDA device: the device, the options, work on the device, and its limits.
 
-Without a CUDA device the programs run on the CPU, and their figures mean nothing.
+With --device cpu the programs run without a CUDA device, and their results mean nothing.
 """
 
 import argparse
@@ -14,13 +14,14 @@ from rows import BY_NAME, ROWS
 
 from rustloader.tools.harness.program import Program
 
-# default_collate makes tensors from images_numpy. Other rows have no tensors, or measure starts.
+# Rows that are left out, because their batches have no tensors, or because they measure starts. images_numpy is not
+# among them: default_collate makes tensors of its arrays.
 WITHOUT_TENSORS = {"fresh_numpy", "ready_numpy", "texts", "epoch_start", "start_spawn", "start_forkserver"}
 WITH_TENSORS = [row.name for row in ROWS if row.name not in WITHOUT_TENSORS]
 
 
 def program_of(text: str | None, rounds: int, default: tuple[str, ...] = ()) -> Program:
-    """Returns a program with rows of `make compare`. ``default`` has the rows that run without ``--rows``."""
+    """Returns a program with rows of `make compare`. ``default`` names the rows that run without ``--rows``."""
     program = Program(text, WITH_TENSORS, rounds)
     program.parser.set_defaults(rows=",".join(default or WITH_TENSORS))
     program.option("--workers", type=int, default=4, help="worker processes per loader (default: %(default)s)")
@@ -30,7 +31,7 @@ def program_of(text: str | None, rounds: int, default: tuple[str, ...] = ()) -> 
 
 
 def started(program: Program) -> "Device":
-    """Reads the command line. Ends the program if it needs a GPU and there is none."""
+    """Parses the command line and returns the device. Exits if there is no CUDA device, unless --device is cpu."""
     program.option(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: run without a GPU; figures mean nothing"
     )
@@ -44,7 +45,7 @@ def started(program: Program) -> "Device":
 
 
 def loader_of(name: str, kind: type, pinned: bool, options: argparse.Namespace) -> torch.utils.data.DataLoader:
-    """Returns a loader over a row, with persistent workers."""
+    """Returns a loader for a row, with persistent workers."""
     row = BY_NAME[name]
     arguments = row.arguments() | {"num_workers": options.workers, "pin_memory": pinned and options.device == "cuda"}
     return kind(row.dataset(options.quick), persistent_workers=True, **arguments)
@@ -60,7 +61,7 @@ def tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def trace(options: argparse.Namespace, name: str, work: Callable[[], object]) -> None:
-    """Writes a profile of the work if --trace is given."""
+    """Runs ``work`` and writes a profile of it, if --trace is given."""
     if options.trace:
         with torch.profiler.profile() as profile:
             work()
@@ -68,7 +69,7 @@ def trace(options: argparse.Namespace, name: str, work: Callable[[], object]) ->
 
 
 class Device:
-    """Args: kind: "cuda" or "cpu"."""
+    """The device that a program uses. ``kind`` is "cuda", or "cpu" for a run without a CUDA device."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -86,7 +87,7 @@ class Device:
         return torch.ones(nbytes, dtype=torch.uint8, pin_memory=self.is_card)
 
     def ms(self, work: Callable[[], Any], repeat: int = 5) -> float:
-        """Returns the device milliseconds of the operations that `work` queues."""
+        """Returns the mean milliseconds that the device takes for the operations that a call of `work` queues."""
         work()
         self.synchronize()
         if not self.is_card:
@@ -104,7 +105,7 @@ class Device:
 
 
 class Kernel:
-    """Work on the device that takes about this many milliseconds, and uses neither memory bandwidth nor the host."""
+    """Work that keeps the device busy for about ``milliseconds``, without using memory bandwidth or the host."""
 
     def __init__(self, device: Device, milliseconds: float):
         self.matrix = torch.rand((2048, 2048) if device.is_card else (64, 64), device=device.kind)
@@ -120,7 +121,7 @@ class Kernel:
 
 
 def memcpy_rate(device: Device, nbytes: int, total: int = 1 << 30) -> float:
-    """Returns GB/s of copies by one thread from ordinary to pinned memory, in pieces as large as a batch."""
+    """Returns the GB/s at which one thread copies from ordinary to pinned memory, in pieces of ``nbytes``."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), device.pinned(nbytes)
     target.copy_(source)
     rounds = max(3, total // nbytes)
@@ -131,6 +132,6 @@ def memcpy_rate(device: Device, nbytes: int, total: int = 1 << 30) -> float:
 
 
 def to_device_rate(device: Device, nbytes: int) -> float:
-    """Returns GB/s of cudaMemcpyAsync from pinned memory to allocated device memory: the limit of any copy."""
+    """Returns the GB/s of cudaMemcpyAsync from pinned memory to allocated device memory: the limit for any copy."""
     source, target = device.pinned(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device.kind)
     return nbytes / device.ms(lambda: target.copy_(source, non_blocking=True)) / 1e6

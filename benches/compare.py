@@ -68,7 +68,7 @@ def measure(name: str) -> None:
 
 
 def in_setting(row: Row, persistent: bool) -> None:
-    """Measures all rounds of one row."""
+    """Measures a row with persistent workers, or with workers that are started in each epoch."""
     options, common = program.options, {"persistent_workers": persistent}
     shared: dict[str, Any] = {"dataset": row.dataset(program.options.quick), "quick": program.options.quick}
     both = {kind: loop(row, kind, **shared, **common) for kind in ("torch", "rustloader")}
@@ -117,7 +117,7 @@ def in_setting(row: Row, persistent: bool) -> None:
     program.line(row.name, *cells, **result, rounds=rounds)
 
 
-# Columns of --beside, by the key in a result.
+# Columns that --beside adds, by their key in a result.
 BESIDE = {
     "file_system_us": "file_system us",
     "persistent_us": "torch persistent us",
@@ -130,7 +130,7 @@ BESIDE = {
 
 
 def by_row(results: list[dict[str, Any]]) -> dict[str, dict[bool, dict[str, Any]]]:
-    """Groups results by the text of the row and by whether the workers are persistent."""
+    """Groups results by the row's description, then by whether the workers are persistent."""
     rows: dict[str, dict[bool, dict[str, Any]]] = {}
     for result in results:
         rows.setdefault(result["what"], {})[result["persistent"]] = result
@@ -138,7 +138,7 @@ def by_row(results: list[dict[str, Any]]) -> dict[str, dict[bool, dict[str, Any]
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Returns a table with a line per row, for the documentation."""
+    """Formats the table for the documentation, with a line per row."""
     sides = ("torch", "rustloader", "ratio", "of CPU")
     lines = [report.head(["batch", *sides, *(f"{it}, persistent" for it in sides[:2]), *sides[2:]])]
     for what, settings in by_row(results).items():
@@ -160,9 +160,9 @@ def picture(results: list[dict[str, Any]]) -> str:
 
 
 def slower_than(before: list[dict[str, Any]]) -> list[str]:
-    """Returns the rows that became slower by more than the tolerance.
+    """Describes the rows that became slower than ``before`` by more than the tolerance.
 
-    Ratios to torch are compared, not times: torch's time in the same run represents the machine's speed.
+    Compares ratios to torch, not times: torch's time in the same run represents the machine's speed.
     """
     known = {(old["row"], old["persistent"]): old for old in before}
     slower = []

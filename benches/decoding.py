@@ -93,7 +93,7 @@ def sides() -> dict[str, Decode]:
 
 
 def files(size: tuple[int, int], count: int) -> list[bytes]:
-    """Returns JPEG files of a width and height."""
+    """Returns JPEG files whose images have the given width and height."""
     random, made = np.random.default_rng(0), []
     for _ in range(count):
         coarse = Image.fromarray(random.integers(256, size=(16, 20, 3), dtype=np.uint8))
@@ -114,7 +114,7 @@ def seconds(decode: Decode, images: list[bytes]) -> float:
 
 
 def check(name: str, image: Any, expected: np.ndarray) -> None:
-    """Raises Failure unless a side produces about the same image as Pillow."""
+    """Raises Failure unless a side produced about the same image as Pillow."""
     if image.shape != expected.shape or image.dtype != np.uint8:
         raise Failure(f"{name} made {image.dtype} {image.shape}")
     if (apart := np.abs(image.astype(int) - expected).mean()) > 8:
@@ -122,7 +122,7 @@ def check(name: str, image: Any, expected: np.ndarray) -> None:
 
 
 def measure(row: str) -> None:
-    """Returns a line of the table."""
+    """Checks and measures all sides with images of one size, and prints a line of the table."""
     images = files(SIZES[row], program.options.files)
     for name, decode in DECODERS.items():
         check(name, decode(images[0]), pillow(images[0]))

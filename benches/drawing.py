@@ -1,4 +1,4 @@
-"""Charts as SVG."""
+"""Draws charts as SVG."""
 
 import math
 
@@ -26,7 +26,7 @@ class Drawing:
         self._shapes.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="{top:.0f}" y2="{bottom:.0f}" stroke="{color}"/>')
 
     def svg(self, width: float, height: float) -> str:
-        """Returns the text of the file."""
+        """Returns the contents of the SVG file."""
         head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         head += 'font-family="sans-serif" font-size="14">'
         return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *self._shapes, "</svg>"]) + "\n"
@@ -36,12 +36,12 @@ def bars(title: str, colors: dict[str, str], groups: dict[str, dict[str, float]]
     """Draws horizontal bars in groups.
 
     Args:
-        title: the headline.
-        colors: the colors of the bars of a group, by name.
-        groups: for each headline, the values by name. Some may be missing.
-        decades: whether the scale is logarithmic, with bars from 1; otherwise it is linear, from 0.
+        title: the title of the chart.
+        colors: the color of each bar of a group, by name.
+        groups: for each group's name, the values by name. A group may lack some values.
+        decades: whether the scale is logarithmic, and bars start at 1; otherwise it is linear, and bars start at 0.
     """
-    # Narrow, with the name of each group above its bars: readable on a phone.
+    # The chart is narrow, and a group's name is above the bars, so that the chart is readable on a phone.
     left, width, top, step = 16, 420, 76, 20 + 16 * len(colors)
     bottom = top + step * len(groups)
     values = [value for group in groups.values() for value in group.values()]

@@ -1,4 +1,4 @@
-"""Timed and checked epochs of a loader."""
+"""Runs epochs of a loader, times them and checks their batches."""
 
 import gc
 import itertools
@@ -29,7 +29,7 @@ def cpu_seconds(loader: Any) -> float:
 
 
 def living_workers(loader: Any) -> list[Any]:
-    """Returns the live workers of a loader. For a peer's loader, which has no list, all live children count."""
+    """Returns the persistent workers of a loader; for another project's loader, all live children of this process."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return multiprocessing.active_children()
     return loader._iterator._workers if loader.persistent_workers and loader._iterator is not None else []
@@ -41,9 +41,9 @@ class Loop:
 
     Attributes:
         loader: the loader.
-        batches: the number of batches of an epoch. Each epoch must deliver all of them.
-        from_engine: whether all batches must come from the Rust engine; otherwise none may.
-        epochs: the epochs of a round.
+        batches: the number of batches in an epoch. Each epoch must deliver all of them.
+        from_engine: whether all batches must come from the Rust engine; otherwise none may come from it.
+        epochs: the number of epochs in a round.
         to_first: whether the wall time ends with the first batch.
         sharing: how torch's loader shares memory: "file_descriptor" or "file_system".
         off: an environment variable that is set to 0 during the epochs.
@@ -60,8 +60,11 @@ class Loop:
     last: Any = None
 
     def __call__(self) -> dict[str, float]:
-        """Returns microseconds per batch, or to the first batch: wall time, processor time of all processes, and
-        processor time of this thread, which is an upper bound of the time with the GIL."""
+        """Runs a round. Raises Failure if batches are missing, or come from the wrong engine.
+
+        Returns microseconds per batch: wall time (to the first batch if ``to_first``), processor time of all processes,
+        and processor time of this thread, which is an upper bound on the time for which it holds the GIL.
+        """
         gc.collect()
         torch.multiprocessing.set_sharing_strategy(self.sharing)
         if self.off:
@@ -89,14 +92,14 @@ class Loop:
 
 
 def loop(row: Row, kind: str, dataset: Samples | None = None, quick: bool = False, **arguments: Any) -> Loop:
-    """Returns the loop over a row.
+    """Returns a loop over a new loader for a row.
 
     Args:
-        row: the kind of batch.
+        row: the row.
         kind: "torch" or "rustloader".
-        dataset: the dataset of the row, if several loops share one.
-        quick: whether an epoch has only a tenth of its batches.
-        arguments: arguments of the loader, which override the row's; ``sharing`` and ``off`` are those of the loop.
+        dataset: the dataset of the row, if several loops share it; None to create it.
+        quick: whether to run only a tenth of an epoch's batches.
+        arguments: arguments of the loader, which override the row's; ``sharing`` and ``off`` are passed to the loop.
     """
     own = {name: arguments.pop(name) for name in ("sharing", "off") if name in arguments}
     if arguments.get("num_workers") == 0:
@@ -104,7 +107,7 @@ def loop(row: Row, kind: str, dataset: Samples | None = None, quick: bool = Fals
     dataset = dataset or row.dataset(quick)
     is_cached = kind == "rustloader" and row.then is not None
     loader = KINDS[kind](dataset.cached() if is_cached else dataset, **row.arguments() | arguments)
-    if is_cached:  # the first epoch
+    if is_cached:  # the first epoch fills the cache
         for _ in loader:
             pass
     ours = kind == "rustloader" and loader.num_workers > 0
@@ -112,7 +115,7 @@ def loop(row: Row, kind: str, dataset: Samples | None = None, quick: bool = Fals
 
 
 def difference(one: Any, other: Any) -> str | None:
-    """Describes where and how two batches differ; None if they are equal."""
+    """Describes the first difference between two batches. Returns None if they are equal."""
     for a, b in itertools.zip_longest(leaves(one), leaves(other)):
         if a is None or b is None or a[:2] != b[:2]:
             return f"{a and a[:2]} and {b and b[:2]}"
@@ -124,7 +127,7 @@ def difference(one: Any, other: Any) -> str | None:
 
 
 def same_last(loops: dict[str, Loop]) -> None:
-    """Compares the last batches of loops with that of the first loop, and drops them."""
+    """Raises Failure if the last batch of a loop differs from that of the first loop. Drops the last batches."""
     (first, expected), *others = ((name, it.last) for name, it in loops.items())
     for name, last in others:
         if problem := difference(expected, last):
@@ -134,7 +137,7 @@ def same_last(loops: dict[str, Loop]) -> None:
 
 
 def same_first(loops: dict[str, Loop], count: int = 4) -> None:
-    """Compares the first batches of two loops."""
+    """Raises Failure if the first batches of two loops differ."""
     one, other = (it.loader for it in loops.values())
     for number, pair in enumerate(itertools.islice(zip(one, other, strict=True), count)):
         if problem := difference(*pair):

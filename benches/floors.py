@@ -1,4 +1,4 @@
-"""Lower bounds for any loader: processes that only start and end, and one copy of a batch's bytes."""
+"""Lower bounds for any loader: processes that only start and exit, and one copy of a batch's bytes."""
 
 import os
 import statistics
@@ -11,14 +11,14 @@ from rustloader.tools.harness.processes import at_once
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Returns how long a call takes, in seconds."""
+    """Returns the seconds that a call takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def bare_processes(count: int, trials: int = 5) -> float:
-    """Returns the seconds to fork and reap children that end immediately; the median of trials."""
+    """Returns the seconds to fork and reap ``count`` children that exit immediately; the median of ``trials``."""
 
     def run() -> None:
         children = []
@@ -33,14 +33,16 @@ def bare_processes(count: int, trials: int = 5) -> float:
 
 
 def copy_of(nbytes: int, trials: int = 15) -> float:
-    """Returns the seconds that one thread takes to copy bytes between warm pages; the median of trials."""
+    """Returns the seconds that one thread takes to copy ``nbytes`` between warm pages; the median of ``trials``."""
     source, target = np.ones(max(nbytes, 1), np.uint8), np.ones(max(nbytes, 1), np.uint8)
     return statistics.median(seconds(lambda: np.copyto(target, source)) for _ in range(trials))
 
 
 def copies_at_once(nbytes: int, processes: int, trials: int = 5) -> float:
-    """Returns the seconds per copy, with several processes that copy concurrently, each between its own warm pages; the
-    median of trials. The result is below the time of one copy if one thread cannot use the whole memory bandwidth."""
+    """Returns the seconds per copy when processes copy concurrently, each between warm pages; the median of ``trials``.
+
+    The result is below that of ``copy_of`` if one thread cannot use all of the memory bandwidth.
+    """
     each = min(max(5, (256 << 20) // max(nbytes, 1)), 20_000)
 
     def prepare(_: int) -> Callable[[], object]:

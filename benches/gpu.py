@@ -34,7 +34,7 @@ from rustloader.tools.harness.rounds import Failure, spread
 
 
 def epoch(loader: torch.utils.data.DataLoader) -> tuple[float, int, Any]:
-    """Returns the seconds of an epoch, its number of batches, and the last batch."""
+    """Runs an epoch. Returns the seconds that it takes, the number of batches, and the last batch."""
     count, batch, start = 0, None, time.perf_counter()
     for batch in loader:  # noqa: B007 (the last one is returned)
         count += 1
@@ -42,7 +42,7 @@ def epoch(loader: torch.utils.data.DataLoader) -> tuple[float, int, Any]:
 
 
 def gil_us(loader: torch.utils.data.DataLoader) -> float:
-    """Returns microseconds per batch for which a thread that counts had to wait for the GIL."""
+    """Returns the microseconds per batch for which a counting thread had to wait for the GIL."""
     counted, stop = [0], threading.Event()
 
     def count() -> None:
@@ -66,7 +66,7 @@ def gil_us(loader: torch.utils.data.DataLoader) -> float:
 
 
 def step_ms(loader: torch.utils.data.DataLoader, kernel: Kernel) -> float:
-    """Returns milliseconds per batch of a loop that copies on one stream, and computes on another one batch later."""
+    """Returns the milliseconds per batch of a loop that copies each batch on one stream, then computes on another."""
     if device.is_card:
         copying, computing = torch.cuda.Stream(), torch.cuda.current_stream()
     device.synchronize()

@@ -22,7 +22,7 @@ from rustloader.tools.probe.leaves import nbytes
 
 
 class Whole(torch.utils.data.Dataset):
-    """A dataset that takes whole index batches."""
+    """A dataset that receives an index batch in one call, and returns the indices as samples."""
 
     def __init__(self, length: int):
         self.length = length
@@ -41,7 +41,7 @@ class Point:
     name: str
     row: Row
     options: dict[str, Any]
-    # Without torch's loader, which would take minutes.
+    # Whether to leave out torch's loader, which would take minutes.
     alone: bool = False
     dataset: Any = None
 

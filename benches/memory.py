@@ -27,7 +27,7 @@ from rustloader.tools.harness.processes import forked
 from rustloader.tools.harness.program import Program
 from rustloader.tools.harness.rounds import Rounds, spread
 
-# Seconds after which pages that wait for the next epoch should be gone.
+# Seconds after which pages that are kept for the next epoch should have been released.
 REMAINING_AFTER = 12
 
 
@@ -45,11 +45,11 @@ class Cgroup:
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
     def used(self) -> int:
-        """Returns the current bytes."""
+        """Returns the current memory usage in bytes."""
         return int((self.path / ("memory.usage_in_bytes" if self.is_v1 else "memory.current")).read_text())
 
     def peak(self) -> int:
-        """Returns the peak bytes."""
+        """Returns the peak memory usage in bytes."""
         return int((self.path / ("memory.max_usage_in_bytes" if self.is_v1 else "memory.peak")).read_text())
 
     def remove(self) -> None:
@@ -58,7 +58,7 @@ class Cgroup:
 
 
 class Ragged(torch.utils.data.IterableDataset):
-    """Batches of 1 to 64 images, in a fixed sequence of sizes."""
+    """A dataset that yields batches of 1 to 64 images. The sequence of sizes is fixed."""
 
     def __init__(self, batches: int):
         self.batches = batches
@@ -72,7 +72,7 @@ class Ragged(torch.utils.data.IterableDataset):
 
 @dataclass(frozen=True)
 class Case:
-    """A loader and its use."""
+    """The settings of a loader, and whether the loop keeps the labels."""
 
     name: str
     dataset: Callable[[], Any]
@@ -125,7 +125,7 @@ def peak_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> dict[
 
 
 def remaining_of(case: Case, loaders: list[Any], step: float, group: Cgroup) -> dict[str, int]:
-    """Returns the bytes some seconds after an epoch, and immediately after the loader of another epoch is gone."""
+    """Returns the bytes in use some seconds after two epochs, and when the loader is deleted after two more epochs."""
     use(case, loaders[0], step)
     time.sleep(REMAINING_AFTER)
     late = group.used()
@@ -139,7 +139,7 @@ Measure = Callable[[Case, list[Any], float, Cgroup], dict[str, int]]
 
 
 def measure(case: Case, kind: str, off: str | None, what: Measure) -> dict[str, float]:
-    """Returns MiB above the level before, measured in a new process."""
+    """Calls ``what`` in a new process. Returns its results in MiB, relative to the memory in use before the call."""
     group = Cgroup()
 
     def body() -> dict[str, float]:
@@ -158,7 +158,7 @@ def measure(case: Case, kind: str, off: str | None, what: Measure) -> dict[str, 
 
 
 def rounds_of(name: str, what: Measure) -> Rounds:
-    """Returns the memory of each side in each round."""
+    """Measures the memory of each side in each round."""
     sides = {kind: lambda kind=kind: measure(CASES[name], kind, None, what) for kind in KINDS}
     if off := program.options.off:
         sides["off"] = lambda: measure(CASES[name], "rustloader", off, what)

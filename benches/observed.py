@@ -21,7 +21,7 @@ from rustloader.tools.harness.program import Program, main
 from rustloader.tools.harness.report import us
 from rustloader.tools.harness.rounds import spread
 
-# Seconds between two scrapes; Prometheus takes 15 to 60.
+# Seconds between two scrapes; Prometheus usually waits 15 to 60.
 EVERY = 1.0
 
 
@@ -57,7 +57,7 @@ OBSERVERS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 
 
 def microseconds(side_loop: Loop, observer: str) -> float:
-    """Returns the wall time per batch."""
+    """Returns the wall time per batch in microseconds, with an observer."""
     with OBSERVERS[observer]():
         return side_loop()["wall"]
 

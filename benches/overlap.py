@@ -16,7 +16,7 @@ COLORS = {"copy to the device": "#e0862f", "other copies": "#c9b79c", "kernel": 
 
 
 class Piece(NamedTuple):
-    """A copy or kernel of the device. Times are in milliseconds."""
+    """A copy or kernel on the device. Times are in milliseconds."""
 
     stream: int
     kind: str
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 
 def pieces(trace: dict[str, Any]) -> list[Piece]:
-    """Returns the copies and kernels of a Chrome trace that torch.profiler has written, in order of time."""
+    """Returns the copies and kernels in a Chrome trace that torch.profiler wrote, by start time."""
     device_work = []
     for event in trace.get("traceEvents", []):
         category = event.get("cat")
@@ -50,7 +50,7 @@ def merged(work: list[Piece]) -> list[tuple[float, float]]:
 
 
 def overlap(work: list[Piece]) -> float:
-    """Returns the share of the time of copies to the device in which a kernel also ran."""
+    """Returns the share of the time spent on copies to the device during which a kernel also ran."""
     copies = merged([it for it in work if it.kind == "copy to the device"])
     kernels = merged([it for it in work if it.kind == "kernel"])
     both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in copies for c, d in kernels)
@@ -59,7 +59,7 @@ def overlap(work: list[Piece]) -> float:
 
 
 def picture(work: list[Piece], milliseconds: float) -> str:
-    """Draws the last milliseconds as SVG, with a line for each stream."""
+    """Draws the last ``milliseconds`` as SVG, with a line for each stream."""
     end = max(it.end for it in work)
     begin = max(min(it.begin for it in work), end - milliseconds)
     shown = [it for it in work if it.end > begin]

@@ -33,7 +33,7 @@ WORKERS = 2
 AHEAD = 2 * WORKERS  # batches in flight, as with torch's prefetch_factor
 CHECKED = 8
 
-# The rows, and the number of batches in an epoch here.
+# The rows, and the number of batches in an epoch in this program.
 BATCHES = {
     "scalar": 1000,
     "floats8": 500,
@@ -46,7 +46,7 @@ BATCHES = {
 
 
 class Fetch:
-    """A function that makes a batch from its indices, as a worker of a peer does."""
+    """A callable that makes a batch from its indices; the workers of peers call it."""
 
     def __init__(self, dataset: Samples):
         self.dataset = dataset
@@ -64,7 +64,7 @@ def in_workers(dataset: Samples, batch_size: int, kind: str) -> Iterable[Any]:
 
 
 def nodes(dataset: Samples, batch_size: int, method: str) -> Iterable[Any]:
-    """Returns a loader of torchdata's nodes, built as its guide builds a DataLoader."""
+    """Returns a loader of torchdata's nodes, built as torchdata's guide builds a DataLoader."""
     from torchdata.nodes import Batcher, Loader, ParallelMapper, Prefetcher, SamplerWrapper
 
     indices = Batcher(SamplerWrapper(SequentialSampler(dataset)), batch_size, drop_last=False)
@@ -100,15 +100,15 @@ def spdl_threads(dataset: Samples, batch_size: int) -> Iterable[Any]:
 
 
 def spdl_one_process(dataset: Samples, batch_size: int) -> Iterable[Any]:
-    """Returns SPDL's loader with its threads in another process. Batches come, uncopied, through a pool of memory."""
+    """Returns SPDL's loader with its threads in another process. Batches arrive in pooled shared memory, uncopied."""
     from spdl.pipeline import PipelineBuilder, SharedMemorySegmentPool, run_pipeline_in_subprocess
 
     pipeline = PipelineBuilder().add_source(index_batches(dataset, batch_size))
     pipeline.pipe(Fetch(dataset), concurrency=WORKERS, output_order="input").add_sink(AHEAD)
-    # The batches in the queue, one being written, one in use and its successor.
+    # A segment for each batch in the queue, the one being written, the one in use and its successor.
     segments = AHEAD + 3
     size = nbytes(Fetch(dataset)(list(range(batch_size))))
-    # With Python before 3.13 the resource tracker warns at exit about memory that both processes have released.
+    # Before Python 3.13, the resource tracker warns at exit about memory that both processes have already released.
     return run_pipeline_in_subprocess(
         pipeline.get_config(),
         num_threads=WORKERS,
@@ -129,14 +129,14 @@ SPDL: dict[str, Maker] = {
     "spdl one process": spdl_one_process,
     "spdl threads": spdl_threads,
 }
-# The module to import, its name for pip, and its loaders.
+# For each peer: the module to import, the package to install with pip, and the loaders.
 PEERS = [("torchdata.nodes", "torchdata", TORCHDATA), ("spdl.pipeline", "spdl-core", SPDL)]
 program = Program(__doc__, list(BATCHES), rounds=3)
 results: dict[str, dict[str, list[str]]] = {"wall": {}, "cpu": {}}
 
 
 def loaders() -> dict[str, Maker]:
-    """Returns all loaders that are installed, and prints a line for each one that is not."""
+    """Returns all loaders that are installed. Prints a line for each peer: its version, or that it is left out."""
     installed = dict(OWN)
     for module, package, makers in PEERS:
         try:
@@ -150,8 +150,10 @@ def loaders() -> dict[str, Maker]:
 
 
 def check(loader: Iterable[Any], expected: list[Any]) -> None:
-    """Runs two short epochs, which must deliver these batches in order. SPDL's pool is too small to keep all of
-    them."""
+    """Raises Failure unless two short epochs deliver the expected batches in order.
+
+    Compares each batch immediately, because SPDL's pool is too small to keep all batches.
+    """
     for epoch in range(2):
         seen = -1
         for seen, (batch, right) in enumerate(itertools.zip_longest(loader, expected)):
@@ -160,10 +162,11 @@ def check(loader: Iterable[Any], expected: list[Any]) -> None:
 
 
 def timed(loop: Loop, last: Any) -> dict[str, float]:
-    """Times an epoch, and checks its last batch."""
+    """Times an epoch. Raises Failure if its last batch is not ``last``."""
     others = multiprocessing.active_children()
     figures = loop()
-    # torchdata's workers end shortly after their epoch. If they were reaped in the next epoch, they would count there.
+    # torchdata's workers exit shortly after their epoch. If they were reaped in the next epoch, their processor time
+    # would count there.
     for child in set(multiprocessing.active_children()).difference(others):
         child.join()
     wrong, loop.last = difference(loop.last, last), None
@@ -201,7 +204,7 @@ def measure(name: str) -> None:
 
 
 def cells(rounds: Rounds, failed: dict[str, str], what: str) -> list[str]:
-    """Returns the cells of a line, in microseconds per batch, with the lowest in bold."""
+    """Returns the cells of a line, in microseconds per batch, with the lowest value in bold."""
     medians = {side: rounds.median(side, what) for side in rounds if side not in failed}
     if not medians:
         return ["FAILED"] * len(rounds)
@@ -211,7 +214,7 @@ def cells(rounds: Rounds, failed: dict[str, str], what: str) -> list[str]:
 
 
 def then_cpu(name: str) -> None:
-    """Measures a row. The processor times follow after the last row."""
+    """Measures a row. After the last row, prints the table of processor times."""
     measure(name)
     if name == program.options.rows[-1]:
         program.head("cpu per batch, us", *makers)

@@ -43,7 +43,7 @@ class Shared:
         self.grains = [(begin, min(grain, nbytes - begin)) for begin in range(0, nbytes, grain)]
 
     def each(self, call: Callable[[int, int], None]) -> list[float]:
-        """Returns the seconds that a call with address and bytes takes for each grain."""
+        """Calls ``call`` with the address and the size of each grain. Returns the seconds that each call takes."""
         seconds = []
         for begin, nbytes in self.grains:
             start = time.perf_counter()
@@ -69,7 +69,7 @@ def nothing(address: int, nbytes: int) -> None:
 
 
 def batches_of(shared: Shared, nbytes: int) -> list[torch.Tensor]:
-    """Returns batches that lie within grains: a copy across two registrations would be one from pageable memory."""
+    """Returns batches that do not span two grains, because CUDA would copy such a batch as from pageable memory."""
     batches = []
     for begin, size in shared.grains:
         batches += [shared.tensor[at : at + nbytes] for at in range(begin, begin + size - nbytes + 1, nbytes)]
@@ -77,7 +77,7 @@ def batches_of(shared: Shared, nbytes: int) -> list[torch.Tensor]:
 
 
 def straight_rate(device: Device, batches: list[torch.Tensor]) -> float:
-    """Returns GB/s of copies from these batches, one after the other."""
+    """Returns the GB/s of copies to the device straight from these batches, one after the other."""
     target = torch.empty_like(batches[0], device=device.kind)
 
     def copies() -> None:
@@ -88,7 +88,7 @@ def straight_rate(device: Device, batches: list[torch.Tensor]) -> float:
 
 
 def staged_rate(device: Device, batches: list[torch.Tensor]) -> float:
-    """Returns GB/s through two pinned buffers that one thread fills in turn."""
+    """Returns the GB/s of copies to the device through two pinned buffers that one thread fills in turn."""
     buffers = [device.pinned(batches[0].nbytes) for _ in range(2)]
     target = torch.empty_like(batches[0], device=device.kind)
     done = [torch.cuda.Event() for _ in range(2)] if device.is_card else []
@@ -109,7 +109,7 @@ def staged_rate(device: Device, batches: list[torch.Tensor]) -> float:
 
 def measure(row: str) -> None:
     options = program.options
-    device.synchronize()  # the context is made before anything is timed
+    device.synchronize()  # creates the CUDA context before anything is timed
     shared = Shared(options.mib * MIB, options.grain * MIB)
     take, give = (register, unregister) if device.is_card else (nothing, nothing)
     register_seconds, unregister_seconds = [], []

@@ -43,7 +43,7 @@ NEVER = 60.0  # maximum wait, in seconds
 
 
 class Numbers(torch.utils.data.Dataset):
-    """A dataset of numbers; each sample from index `slow` on runs `body`."""
+    """A dataset of numbers; each sample from index `slow` on calls `body`."""
 
     def __init__(self, length: int = 1000, slow: int | None = None, body: Callable[[], Any] | None = None):
         self.length, self.slow, self.body = length, slow, body
@@ -58,8 +58,8 @@ class Numbers(torch.utils.data.Dataset):
 
 
 class OnceSlow(Numbers):
-    """A dataset of numbers for forked workers; sample `slow` runs `body` the first time only, and notes when it
-    began."""
+    """A dataset of numbers for forked workers. The first fetch of sample `slow` sets `begun` to the time and calls
+    `body`."""
 
     def __init__(self, slow: int, body: Callable[[], Any]):
         super().__init__(slow=slow, body=body)
@@ -73,25 +73,25 @@ class OnceSlow(Numbers):
 
 
 def sleep_in_python(seconds: float) -> None:
-    """Sleeps as an item that lets signal handlers run."""
+    """Sleeps in Python code, so that signal handlers can run."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(0.01)
 
 
 def sleep_in_c(seconds: float) -> None:
-    """Sleeps as an item that keeps the GIL."""
+    """Sleeps in C code that holds the GIL."""
     ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds * 1e6)))
 
 
 def stuck_in_c() -> None:
-    """Hangs as an item that keeps the GIL. A signal, such as that for its stack, does not end it."""
+    """Hangs in C code that holds the GIL. A signal, such as the one that requests a stack, does not end the hang."""
     reader, _ = os.pipe()
     ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), ctypes.c_size_t(1))
 
 
 def started(dataset: Numbers, workers: int, batches: int = 1, **kw: Any) -> tuple[Any, list[int]]:
-    """Returns an iterator after some batches, with idle or busy workers, and the workers' pids."""
+    """Returns an iterator that has delivered some batches, and the workers' pids. The workers may be idle or busy."""
     iterator = iter(rustloader.DataLoader(dataset, num_workers=workers, **kw))
     for _ in range(batches):
         next(iterator)
@@ -118,7 +118,7 @@ def say(pipe: int, text: str) -> None:
 
 
 def in_child(body: Callable[[int], None]) -> tuple[int, Iterator[str]]:
-    """Runs the body in a forked child that exits as a script does. Yields the child's pid and its lines of output."""
+    """Runs the body in a forked child that exits as a script does. Returns the child's pid and its lines of output."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -129,7 +129,7 @@ def in_child(body: Callable[[int], None]) -> tuple[int, Iterator[str]]:
         except BaseException:
             traceback.print_exc()
             status = 1
-        # The exit hooks of a script; Python's work after them is the same for all.
+        # Runs the exit hooks, as a script does. What Python does after them takes the same time on all sides.
         atexit._run_exitfuncs()
         os._exit(status)
     os.close(writer)
@@ -137,7 +137,7 @@ def in_child(body: Callable[[int], None]) -> tuple[int, Iterator[str]]:
 
 
 def bare_children(count: int) -> Callable[[], None]:
-    """Forks bare children, which wait in a read. Returns a function that ends and reaps them."""
+    """Forks bare children, which wait in a read. Returns a function that makes them exit and reaps them."""
     reader, writer = os.pipe()
     pids = []
     for _ in range(count):
@@ -165,7 +165,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def killed_soon(pid: int, begun: Callable[[], bool] = lambda: True) -> Iterator[list[float]]:
-    """Lets a thread kill a process soon after the process has begun an item, and note the time."""
+    """Kills a process from a thread, soon after ``begun`` returns True. Yields a list, which receives the kill time."""
     at: list[float] = []
 
     def kill() -> None:
@@ -185,7 +185,7 @@ def killed_soon(pid: int, begun: Callable[[], bool] = lambda: True) -> Iterator[
 
 
 def death_seen() -> float:
-    """Measures from the SIGKILL of a worker to the error that a waiting next() raises."""
+    """Measures the time from the SIGKILL of a worker to the error that a waiting next() raises."""
     iterator, pids = started(Numbers(slow=2, body=functools.partial(sleep_in_python, 30)), 1, batches=2)
     with killed_soon(pids[0]) as killed:
         try:
@@ -200,7 +200,7 @@ def death_seen() -> float:
 
 
 def replaced_after_a_kill() -> float:
-    """Measures from the SIGKILL of one of two workers to the first batch of its replacement."""
+    """Measures the time from the SIGKILL of one of two workers to the first batch of its replacement."""
     dataset = OnceSlow(2, functools.partial(sleep_in_python, 30.0))
     iterator, pids = started(dataset, 2, batches=2, max_restarts=1)
     with killed_soon(pids[0], lambda: bool(dataset.begun)) as killed:
@@ -212,7 +212,7 @@ def replaced_after_a_kill() -> float:
 
 
 def replaced_after_a_stall() -> float:
-    """Measures from the start of an item that is stuck in C, with the GIL, to the first batch of a new worker."""
+    """Measures the time from the start of a hang in C, with the GIL held, to the first batch of the new worker."""
     dataset = OnceSlow(2, stuck_in_c)
     iterator, pids = started(dataset, 2, batches=2, max_restarts=1, stall_timeout=1)
     batch = next(iterator)
@@ -223,7 +223,10 @@ def replaced_after_a_stall() -> float:
 
 
 def workers_gone_after_main(body: Callable[[float], None]) -> float:
-    """Measures from the SIGKILL of the main process to the end of its last worker. Two workers are in items of 30 s."""
+    """Measures the time from the SIGKILL of the main process to the exit of its last worker.
+
+    Each of the two workers is fetching a sample that takes 30 s.
+    """
 
     def main(pipe: int) -> None:
         iterator, pids = started(Numbers(slow=2, body=functools.partial(body, 30.0)), 2, batches=2)
@@ -242,7 +245,10 @@ def workers_gone_after_main(body: Callable[[float], None]) -> float:
 def ended(
     end: Callable[[list[Any]], object], dataset: Numbers, workers: int, batches: int, pause: float = 0.02
 ) -> float:
-    """Measures the end of an iterator, passed in a list, after some batches. All its workers must then be gone."""
+    """Measures the time that `end` takes to end an iterator after some batches.
+
+    Passes `end` a list with the only reference to the iterator. All workers must have exited when `end` returns.
+    """
     held: list[Any] = []
     iterator, pids = started(dataset, workers, batches)
     held.append(iterator)
@@ -254,23 +260,23 @@ def ended(
 
 
 def drop(workers: int) -> float:
-    """Measures `del` of an iterator whose workers are idle, as after a break."""
+    """Measures the time of `del` for an iterator whose workers are idle, as after a break."""
     return ended(list.clear, Numbers(), workers, 1)
 
 
 def last_next(workers: int) -> float:
-    """Measures the next() that ends the epoch, which joins the workers."""
+    """Measures the time of the last next() of an epoch, which joins the workers."""
     return ended(lambda held: next(held[0], None), Numbers(2 * workers), workers, 2 * workers)
 
 
 def shutdown_in_items(body: Callable[[float], None], workers: int) -> float:
-    """Measures `del` of an iterator whose workers are all in items of 10 s."""
+    """Measures the time of `del` for an iterator whose workers are all fetching samples that take 10 s."""
     dataset = Numbers(slow=workers, body=functools.partial(body, 10.0))
     return ended(list.clear, dataset, workers, workers, 0.1)
 
 
 def exit_with(workers: int) -> float:
-    """Measures from the start of the main process's exit to the end of the last process, with a live iterator."""
+    """Measures the time from the start of the main process's exit, with a live iterator, to the last process's exit."""
 
     def main(pipe: int) -> None:
         global kept
@@ -370,7 +376,7 @@ def measure(row: str) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("rustloader").setLevel(logging.ERROR)  # a line for each restart
+    logging.getLogger("rustloader").setLevel(logging.ERROR)  # hides the line that each restart logs
     status = program.run(measure)
     for mark, names in MARKS.items():
         if program.options.docs and all(name in tables for name in names):

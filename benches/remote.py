@@ -70,7 +70,7 @@ class Ready(torch.utils.data.Dataset):
 
 
 def timed(batches: int, work: Callable[[], object]) -> dict[str, float]:
-    """Returns batches per second, and seconds of this process's CPU time per batch."""
+    """Returns the batches per second, and this process's CPU time per batch in seconds."""
     cpu, start = time.process_time(), time.perf_counter()
     work()
     seconds = time.perf_counter() - start
@@ -94,7 +94,7 @@ def epoch(batches: Any) -> None:
 
 
 def send(port: int, size: int, count: int) -> None:
-    """Sends bytes over a bare connection."""
+    """Sends ``count`` messages of ``size`` bytes over a bare connection."""
     data = bytes(size)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -104,7 +104,7 @@ def send(port: int, size: int, count: int) -> None:
 
 
 def bare(size: Size) -> dict[str, float]:
-    """Returns the rate of a bare connection."""
+    """Returns the rate and the CPU time of bare connections that carry the same bytes as an epoch."""
     memory = [bytearray(size.bytes) for _ in range(4)]
     count = size.batches // WORKERS
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -131,7 +131,7 @@ def bare(size: Size) -> dict[str, float]:
 
 @contextlib.contextmanager
 def busy_thread() -> Iterator[None]:
-    """Runs a thread of this process that computes in Python."""
+    """Runs a thread in this process that computes in Python."""
     is_done = False
 
     def spin() -> None:
@@ -163,13 +163,13 @@ def rates(name: str) -> Rounds:
             return timed(size.batches, lambda: epoch(loaders[side]))
 
     sides = {side: lambda it=it: timed(size.batches, lambda: epoch(it)) for side, it in loaders.items()}
-    # Not torch's loader, where a batch takes 5 ms or more.
+    # Leaves out torch's loader, with which a batch takes 5 ms or more.
     busy = {f"{side}, busy": lambda side=side: with_busy_thread(side) for side in ("ray", "local")}
     return program.interleave(sides, name, references={"bare": lambda: bare(size)} | busy)
 
 
 def paused(resources: dict[str, float] | None = None, **options: Any) -> Any:
-    """Returns an iterator whose workers take 10 ms per batch."""
+    """Returns an iterator after four batches. Its workers take 10 ms per batch."""
     context = rustloader.ray.RayContext(resources=resources)
     dataset = Ready(Size(1, (1024,), 100_000), pause=0.01)
     iterator = iter(rustloader.DataLoader(dataset, num_workers=WORKERS, multiprocessing_context=context, **options))
@@ -179,7 +179,7 @@ def paused(resources: dict[str, float] | None = None, **options: Any) -> Any:
 
 
 def until_death(iterator: Any, end: Callable[[], None]) -> float:
-    """Returns the seconds from the call that ends workers to the loader's error."""
+    """Returns the seconds from the call of ``end``, which kills a worker or its node, to the loader's error."""
     start = time.perf_counter()
     ending = threading.Thread(target=end)
     ending.start()
@@ -194,7 +194,7 @@ def until_death(iterator: Any, end: Callable[[], None]) -> float:
 
 
 def until_gone(pids: list[int]) -> float:
-    """Returns the seconds until processes have ended."""
+    """Returns the seconds until all processes have exited."""
     start = time.perf_counter()
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
         time.sleep(0.005)
@@ -202,7 +202,7 @@ def until_gone(pids: list[int]) -> float:
 
 
 def after_loader() -> float:
-    """Returns the seconds from the end of a loader, with workers in a sample of a minute, to that of its actors."""
+    """Returns the seconds from `del` of an iterator, whose workers are busy for 60 s, to the exit of its actors."""
     context = rustloader.ray.RayContext()
     dataset = Ready(Size(1, (1024,), 100), pause=60)
     iterator = iter(rustloader.DataLoader(dataset, num_workers=WORKERS, multiprocessing_context=context))
@@ -228,7 +228,7 @@ for _ in iterator:
 
 
 def after_driver() -> float:
-    """Returns the seconds from a kill of the program to the end of its actors."""
+    """Returns the seconds from the kill of a program to the exit of its actors."""
     import ray
 
     address = ray.get_runtime_context().gcs_address
@@ -249,7 +249,7 @@ class Plain:
 
 
 def restart() -> tuple[float, float]:
-    """Returns the seconds that a restart takes, and those of a bare actor with the same imports."""
+    """Returns the seconds that a restart takes, and the seconds to start a bare actor with the same imports."""
     import ray
 
     start = time.perf_counter()
@@ -269,7 +269,7 @@ def restart() -> tuple[float, float]:
 def add(
     row: str, what: str, values: list[float], goal: float | None = None, is_limit: bool = False, unit: str = "x"
 ) -> None:
-    """Adds a line: the figures of all rounds, and the goal."""
+    """Prints a line with the values of all rounds and the goal: a maximum if ``is_limit``, otherwise a minimum."""
     median = statistics.median(values)
     held = None if goal is None else median <= goal if is_limit else median >= goal
     text = "" if goal is None else f"{'<=' if is_limit else '>='} {goal}{unit}"
@@ -287,7 +287,7 @@ def compare(name: str) -> None:
             add(name, f"{name}: {what}", rounds.ratios(one, other, figure), goals[name], is_limit=figure == "cpu")
 
 
-# The comparison, its two sides, the figure, and the goal of each row.
+# What is compared, its two sides, the measurement, and the goal for each row.
 RATIOS: list[tuple[str, str, str, str, dict[str, float | None]]] = [
     ("rate, of a bare connection's", "ray", "bare", "rate", {"big": 0.85}),
     ("rate, of local workers'", "ray", "local", "rate", {"mid": 0.9, "small": 0.7}),
@@ -305,7 +305,7 @@ def killed() -> float:
 
 
 def faults(remove: Callable[[], None]) -> None:
-    """Measures deaths and restarts. Ends the second node."""
+    """Measures deaths and restarts. Finally calls ``remove``, which removes the second node."""
     sides = {"killed": killed, "restart": restart, "loader": after_loader, "driver": after_driver}
     rounds = interleave(sides, max(program.options.rounds // 2, 1), "faults")
     whole, alone = ([it[k] for it in rounds["restart"]] for k in (0, 1))
@@ -316,7 +316,7 @@ def faults(remove: Callable[[], None]) -> None:
     add("faults", "a restart's own part", own, 0.2, is_limit=True, unit=" s")
     add("faults", "actors are gone after their loader", rounds["loader"], 2, is_limit=True, unit=" s")
     add("faults", "actors are gone after a kill of the program", rounds["driver"], 2, is_limit=True, unit=" s")
-    # If only the raylet ended, its actors would continue, because their machine is still there.
+    # If only the raylet exited, its actors would continue, because their machine still exists.
     lost = until_death(paused({"far": 1}), remove)
     add("faults", "a lost node is seen after", [lost], 0.5, is_limit=True, unit=" s")
 

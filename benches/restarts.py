@@ -29,7 +29,7 @@ program = Program(__doc__, ["equal", *BY_NAME], docs=(DOCS, "<!-- options -->"))
 
 
 class Mortal(torch.utils.data.Dataset):
-    """A dataset of random numbers. The first sample of every batch in `at` kills its worker, once."""
+    """A dataset of random numbers. The first sample of each batch in `at` kills its worker when first fetched."""
 
     def __init__(self, length: int, at: range):
         self.length, self.at = length, at
@@ -53,7 +53,7 @@ def batches_of(dataset: Mortal) -> list[torch.Tensor]:
 
 
 def equal() -> None:
-    """Compares the batches of an epoch with deaths and of one without."""
+    """Compares the batches of an epoch in which workers die to those of an epoch without deaths."""
     length = BATCH * 10 * DEATHS
     killed = Mortal(length, range(5, 10 * DEATHS, 10))
     with_deaths, without_deaths = batches_of(killed), batches_of(Mortal(length, range(0)))
@@ -67,7 +67,7 @@ def equal() -> None:
 
 
 def measure(name: str) -> None:
-    """Compares the rate of a row with all options with the rate without."""
+    """Compares the rate of a row with all options to the rate without them."""
     logging.getLogger("rustloader").setLevel(logging.ERROR)
     if name == "equal":
         return equal()

@@ -47,7 +47,7 @@ def loader_class(side: str) -> Any:
 
 
 def each(measure: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[], Any]]:
-    """Returns for each side a function that measures it."""
+    """Returns, for each side, a function that measures the side."""
     return {side: lambda side=side: measure(side, *arguments) for side in SIDES}
 
 
@@ -105,7 +105,7 @@ def rate(row: str) -> None:
 
 
 class Walk(torch.utils.data.IterableDataset):
-    """A stream of which each worker has its own `count` samples; each sample sleeps."""
+    """A stream from which each worker yields `count` samples of its own; each sample takes `nap` seconds."""
 
     def __init__(self, count: int, nap: float = 0.001):
         self.count = count
@@ -120,7 +120,7 @@ class Walk(torch.utils.data.IterableDataset):
 
 
 class Buffer(Walk):
-    """The same with a position and 10 MB of strings, like those in a shuffle buffer."""
+    """A `Walk` with a position and 10 MB of strings, like those in a shuffle buffer."""
 
     def __init__(self, count: int):
         super().__init__(count)
@@ -135,7 +135,7 @@ class Buffer(Walk):
 
 
 class Stateful(Buffer):
-    """The same with the position and the strings as its state."""
+    """A `Buffer` whose state is the position and the strings."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"buffer": self.buffer, "position": self.position}
@@ -167,7 +167,7 @@ def large(row: str) -> None:
 
 
 def changed(value: Any, position: int) -> Any:
-    """Returns a state with another number of delivered batches."""
+    """Returns a copy of a state in which the counts say that ``position`` batches have been delivered."""
     numbers = dict.fromkeys(("_snapshot_step", "_num_yielded", "_sampler_iter_yielded", "delivered"), position)
     numbers |= dict.fromkeys(("samples_yielded", "yielded"), position * BATCH)
     if not isinstance(value, dict):
@@ -176,7 +176,7 @@ def changed(value: Any, position: int) -> Any:
 
 
 def first_in(value: Any, name: str) -> Any:
-    """Returns the first value of this key in a nested dict, or None."""
+    """Returns the first value of the key ``name`` in a nested dict that is not None; None if there is none."""
     if not isinstance(value, dict):
         return None
     if value.get(name) is not None:
@@ -190,7 +190,7 @@ def order(side: str, state: Any, length: int) -> torch.Tensor:
     if side == "torchdata":
         generator.set_state(first_in(state, "generator"))
     else:
-        # torch's own seeds: the workers' seed, then the sampler's.
+        # torch draws the workers' seed first, then the sampler's.
         torch.manual_seed(SEED)
         seeds = [int(torch.empty((), dtype=torch.int64).random_().item()) for _ in range(2)]
         generator.manual_seed(seeds[1])
@@ -262,7 +262,7 @@ def shuffled(row: str) -> None:
 
 
 class Counted:
-    """A default_collate that counts its calls in all processes."""
+    """A collate function that calls default_collate, and counts its calls in all processes."""
 
     def __init__(self) -> None:
         self.calls = multiprocessing.get_context("fork").Value("i", 0)
@@ -274,7 +274,7 @@ class Counted:
 
 
 def iterable(row: str) -> None:
-    size, workers, batches = 16, 4, 200  # batches of each worker
+    size, workers, batches = 16, 4, 200  # batches per worker
     half = workers * batches // 2
 
     def make(side: str, collate: Counted) -> Any:
@@ -315,7 +315,7 @@ def iterable(row: str) -> None:
 
 def size(row: str) -> None:
     sizes = {side: {"sequential": len(pickle.dumps(early_state(side, 100_000_000, False)))} for side in SIDES}
-    # torchdata's loader would hold two lists of 100,000,000 integers.
+    # torchdata is left out, because its loader would hold two lists of 100,000,000 integers.
     sizes["rustloader"]["shuffled"] = len(pickle.dumps(early_state("rustloader", 100_000_000, True)))
     cells = {
         side: ", ".join(f"{kind} {value:,} B" for kind, value in bytes_of.items()) for side, bytes_of in sizes.items()

@@ -1,4 +1,4 @@
-"""The rows of the comparison with torch: the content of a batch, and the batches of an epoch."""
+"""The rows of the comparison with torch: what a batch contains, and how many batches an epoch has."""
 
 import io
 import time
@@ -17,8 +17,10 @@ MB = 1 << 20
 
 
 class Samples(torch.utils.data.Dataset):
-    """A dataset of `length` samples, which cycle through a few that were created beforehand; `fresh` copies each, and
-    `then` transforms the copy in each epoch."""
+    """A dataset that cycles through a few samples, created beforehand, up to a length of `length`.
+
+    Each access copies the sample with `fresh`, if given, and then transforms it with `then`, if given.
+    """
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class Samples(torch.utils.data.Dataset):
         return sample if self.then is None else self.then(sample)
 
     def cached(self) -> Any:
-        """Returns the same samples in a cache, which makes them once."""
+        """Returns the dataset in a cache, which keeps each sample after `fresh` and before `then`."""
         return rustloader.cache(Samples(self.samples, self.length, self.fresh), then=self.then)
 
 
@@ -102,7 +104,7 @@ def large_arrays() -> list[Any]:
 
 
 def hundred_mb() -> list[Any]:
-    """Returns a dataset that takes long to send to a spawned worker."""
+    """Returns samples that take long to send to a spawned worker."""
     return list(np.random.default_rng(0).random((100, MB // 8)))
 
 
@@ -123,7 +125,7 @@ def jpegs() -> list[Any]:
 
 
 def decode(file: bytes, side: int = IMAGE[1]) -> torch.Tensor:
-    """Returns a square image as a uint8 tensor."""
+    """Decodes a JPEG file to a square image of ``side`` pixels. Returns a uint8 tensor."""
     from PIL import Image
 
     with Image.open(io.BytesIO(file)) as image:
@@ -132,7 +134,7 @@ def decode(file: bytes, side: int = IMAGE[1]) -> torch.Tensor:
 
 
 def decode_larger(file: bytes) -> torch.Tensor:
-    """Returns a larger image, which a cache keeps and ``crop_and_flip`` crops."""
+    """Decodes a JPEG file to a larger image, for a cache to keep and ``crop_and_flip`` to crop."""
     return decode(file, 256)
 
 
@@ -143,23 +145,23 @@ def crop_and_flip(image: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of batch."""
+    """A row of the comparison: how its batches are made, and the settings of its loaders."""
 
     name: str
     what: str
-    batches: int  # an epoch
+    batches: int  # per epoch
     batch_size: int | None
     samples: Callable[[], list[Any]]
     fresh: Callable[[Any], Any] | None = None
     collate: Callable[[Any], Any] | None = None
     # The step after `fresh`; rustloader's loader has a cache in between, which a first epoch fills.
     then: Callable[[Any], Any] | None = None
-    # Overrides the comparison's defaults.
+    # Settings of the loaders.
     workers: int = 2
     start_method: str = "fork"
-    # Epochs in a round, for rows whose single epoch is too short to time.
+    # Number of epochs in a round. It is larger for rows for which a single epoch is too short to time.
     epochs: int = 1
-    # Timed to the first batch, not to the end of the epoch; without persistent workers.
+    # Whether to measure the time to the first batch, not to the end of the epoch. Needs workers that do not persist.
     to_first: bool = False
 
     def count(self, quick: bool = False) -> int:
@@ -167,12 +169,12 @@ class Row:
         return max(8, self.batches // 10) if quick else self.batches
 
     def dataset(self, quick: bool = False) -> Samples:
-        """Returns the samples of an epoch."""
+        """Creates the dataset of the row."""
         torch.manual_seed(0)
         return Samples(self.samples(), self.count(quick) * (self.batch_size or 1), self.fresh, self.then)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of a loader with workers."""
+        """Returns the arguments for a loader with workers."""
         return {
             "batch_size": self.batch_size,
             "collate_fn": self.collate,

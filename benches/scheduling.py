@@ -41,7 +41,7 @@ STEP = 0.01
 THREADS = 16
 INDICES = 20_000_000
 DOCS = Path(__file__).parents[1] / "docs"
-# The rows of the picture docs/head-of-line.svg.
+# The rows in the picture docs/head-of-line.svg, and their titles there.
 PICTURED = {
     "spikes": "1 batch in 10 takes 60 ms, the others 4.5 ms",
     "lognormal": "log-normal batches, sigma 1.5",
@@ -68,7 +68,7 @@ class Crops(torch.utils.data.Dataset):
 
 @dataclass
 class Row:
-    """A row of the comparison. The bound is in seconds, or a function that measures it."""
+    """A row of the comparison. The lower bound is a time in seconds, or a function that measures it."""
 
     what: str
     dataset: Any
@@ -76,7 +76,7 @@ class Row:
     options: dict[str, Any]
     bound: float | Callable[[], float]
     step: float = 0.0
-    # Only the first batch is waited for.
+    # Whether to measure only the time to the first batch.
     first: bool = False
 
 
@@ -152,7 +152,7 @@ program = Program(__doc__, list(ROWS), docs=(DOCS / "performance.md", "<!-- sche
 
 
 def bare_stacking(dataset: Any, batch_size: int, processes: int) -> float:
-    """Returns the seconds that processes need to stack their shares of a dataset into warm shared memory."""
+    """Returns the seconds that bare processes need to stack their shares of a dataset into warm shared memory."""
     batches, size = len(dataset) // batch_size, batch_size * dataset[0].numel() * 4
 
     def prepare(process: int) -> Callable[[], object]:
@@ -169,7 +169,7 @@ def bare_stacking(dataset: Any, batch_size: int, processes: int) -> float:
 
 
 def run(loader: Any, row: Row) -> float:
-    """Returns the seconds of an epoch, or until its first batch."""
+    """Returns the seconds that an epoch takes, or the seconds to its first batch if ``row.first``."""
     start = time.perf_counter()
     count = 0
     for _ in loader:
@@ -185,7 +185,7 @@ def run(loader: Any, row: Row) -> float:
 
 
 def check(loaders: dict[str, Any], row: Row) -> None:
-    """Compares the first batches of both loaders. This also starts and warms persistent workers."""
+    """Raises Failure if the first batches of both loaders differ. Also starts and warms up persistent workers."""
     batches: dict[str, list[Any]] = {}
     for name, loader in loaders.items():
         torch.manual_seed(5)
@@ -228,7 +228,7 @@ def growth(side: str) -> float:
 
 
 def picture() -> str:
-    """Draws the times of torch, of rustloader and of the lower bound, as multiples of the bound."""
+    """Draws the times of torch, rustloader and the lower bound, as multiples of the bound."""
     colors = {"torch": "#b0b0b0", "rustloader": "#1f5fa8", "lower bound": "#7fa8d9"}
     medians = {result["row"]: result["medians"] for result in program.results if result["row"] in PICTURED}
     groups = {

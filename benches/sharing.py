@@ -27,7 +27,7 @@ from rustloader.tools.harness.rounds import Rounds, spread
 
 ITEMS = 1_000_000
 MB = 1e6
-# Goals: megabytes that a worker gains, and microseconds that a shared read may take longer.
+# Goals: maximum megabytes that a worker gains, and maximum extra microseconds for a read of a shared object.
 GAIN, LONGER = 10, 0.5
 READS, TURNS = 100_000, 7
 
@@ -50,7 +50,7 @@ SIDES = ("torch, plain", "rustloader, plain", "rustloader, shared")
 
 
 class Reading(torch.utils.data.Dataset):
-    """A dataset whose sample is a number that depends on an item."""
+    """A dataset whose samples are numbers, each computed from an item."""
 
     def __init__(self, items: Any):
         self.items = items
@@ -64,7 +64,7 @@ class Reading(torch.utils.data.Dataset):
 
 
 def memory(kind: str, side: str) -> dict[str, float]:
-    """Returns the megabytes that each worker gains, on average."""
+    """Returns the megabytes of private memory that a worker gains on average."""
     items = KINDS[kind]()
     if side.endswith("shared"):
         items = rustloader.share(items)
@@ -85,7 +85,7 @@ def memory(kind: str, side: str) -> dict[str, float]:
 
 
 class Timing(torch.utils.data.Dataset):
-    """A dataset whose sample is the time of reads: microseconds per item of each turn, plain and shared."""
+    """A dataset with one sample: for each turn, the microseconds per read of the plain and of the shared object."""
 
     def __init__(self, plain: Any, shared: Any):
         self.sides = plain, shared
@@ -96,7 +96,7 @@ class Timing(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> list[tuple[float, float]]:
         order = random.Random(index).sample(range(ITEMS), READS)
         for items in self.sides:
-            # A plain object is copied to this process, page by page.
+            # The first reads of a plain object copy its pages to this process, so they are not timed.
             for number in range(ITEMS):
                 items[name(number) if isinstance(items, Mapping) else number]
         timings = []
@@ -108,7 +108,7 @@ class Timing(torch.utils.data.Dataset):
         return timings
 
     def read(self, items: Any, order: list[int]) -> float:
-        # New strings, whose hashes are not computed yet.
+        # The strings are new, so their hashes have not been computed yet.
         keys: list[Any] = [name(number) for number in order] if isinstance(items, Mapping) else order
         start = time.process_time()
         for key in keys:
@@ -117,7 +117,7 @@ class Timing(torch.utils.data.Dataset):
 
 
 def reads(kind: str, side: str) -> dict[str, float]:
-    """Returns microseconds per read in a worker: plain, shared, and the difference."""
+    """Returns the microseconds per read in a worker: of a plain and a shared object, and the difference."""
     plain = KINDS[kind]()
     loader = rustloader.DataLoader(
         Timing(plain, rustloader.share(plain)), batch_size=None, num_workers=1, multiprocessing_context="fork"
@@ -131,15 +131,15 @@ def reads(kind: str, side: str) -> dict[str, float]:
 
 
 def build(kind: str, side: str) -> dict[str, float]:
-    """Returns seconds, megabytes of the result, and megabytes of other memory that this process has at the peak."""
+    """Returns the seconds, the megabytes of the result, and the peak growth of this process's other memory."""
     items = STREAMS[kind]() if side == "generator" else KINDS[kind]()
-    # The peak so far is the memory that is resident now.
+    # Resets the peak to the memory that is resident now.
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before, start = amounts(read("/proc/self/status"))["VmRSS"], time.perf_counter()
     shared = rustloader.share(items)
     seconds = time.perf_counter() - start
-    # The result may be mapped, but its pages are touched only by reads.
+    # The peak excludes the result: it may be mapped, but its pages become resident only when they are read.
     return {
         "seconds": seconds,
         "size": shared.nbytes / MB,
@@ -152,7 +152,7 @@ program = Program(__doc__, list(PARTS), rounds=3)
 
 
 def figures_of(part: str, kind: str, sides: tuple[str, ...]) -> Rounds:
-    """Returns the figures of each side, each measured in a separate program."""
+    """Measures each side in separate programs. Returns the measurements."""
     return program.interleave({side: lambda side=side: fresh(PARTS[part], kind, side) for side in sides}, kind)
 
 
@@ -177,7 +177,7 @@ def memory_line(kind: str) -> None:
 def reads_line(kind: str) -> None:
     rounds = figures_of("reads", kind, ("both",))
     cells = [spread(rounds.of("both", key), "{:.2f} us".format) for key in ("plain", "shared", "longer")]
-    # The goal applies to lists of str.
+    # The goal applies only to lists of str.
     held = rounds.median("both", "longer") <= LONGER if kind == "list of str" else None
     goal = "" if held is None else f"<= {LONGER} us longer"
     program.line("reads", kind, *cells, goal, missed(held), held=held, kind=kind, rounds=rounds)

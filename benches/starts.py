@@ -14,11 +14,11 @@ import time
 import warnings
 from typing import NamedTuple
 
-# Nothing of rustloader is imported here, because spawned workers import this file, including those of torch's loader.
+# This file imports no part of rustloader, because spawned workers import the file, including those of torch's loader.
 
 
 class Goal(NamedTuple):
-    """A goal for a figure: the limit in seconds, the figure that it limits, and the minimum ratio."""
+    """A goal: ``limit`` is the maximum of ``limited`` in seconds, ``min_ratio`` the minimum ratio for ``figure``."""
 
     figure: str
     what: str
@@ -28,7 +28,7 @@ class Goal(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A program, its number of loaders, and its goals."""
+    """The settings of a measured program and its loaders, and the goals."""
 
     method: str
     workers: int
@@ -70,7 +70,7 @@ class Samples:
 
 
 def started(name: str, side: str) -> dict[str, float]:
-    """Returns the seconds that a program takes to import torch, and those of each loader."""
+    """Returns the seconds that this program takes to import torch, and to get the first batch of each loader."""
     row, start = ROWS[name], time.perf_counter()
     import torch.utils.data
 

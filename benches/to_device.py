@@ -28,7 +28,7 @@ from rustloader.tools.harness.program import main
 from rustloader.tools.harness.rounds import Failure, spread
 
 DEFAULT = ("images_u8", "images_f32", "images_f32_256", "ready_tensor", "tokens")
-# By name: torch's loader or rustloader's, and whether its batches are pinned.
+# For each name: torch's loader or rustloader's, and whether its batches are pinned.
 WAYS = {
     "torch pageable": ("torch", False),
     "torch pinned": ("torch", True),
@@ -38,7 +38,7 @@ WAYS = {
 
 
 class Loop:
-    """A loader, and how its batches go to the device."""
+    """A loop over a loader whose batches go to the device."""
 
     def __init__(self, name: str, kind: str, pinned: bool):
         self.loader, self.pinned = loader_of(name, KINDS[kind], pinned, program.options), pinned
@@ -51,19 +51,21 @@ class Loop:
         if self.batches is not None:
             yield from self.batches
             return
-        for batch in self.loader:  # as programs without a prefetcher move them
+        for batch in self.loader:  # moves tensors as programs without a prefetcher do
             yield [tensor.to(device.kind, non_blocking=self.pinned) for tensor in tensors(batch)]
 
     def __call__(self, kernel: Kernel | None) -> float:
-        """Returns the seconds per batch. A kernel is the training step of each batch; without one, the last batch is
-        kept."""
+        """Returns the seconds per batch. ``kernel`` is the training step of each batch.
+
+        Without a kernel, sets ``last`` to the sums of the tensors of the last batch.
+        """
         count, batch = 0, None
         device.synchronize()
         start = time.perf_counter()
         for batch in self:
             if kernel is not None:
                 for tensor in tensors(batch):
-                    # Like a training step, the work starts once the batch is there.
+                    # Like a training step, this work can start only when the batch is on the device.
                     tensor.as_strided((1,), (1,)).clone()
                 kernel()
             count += 1

@@ -20,8 +20,10 @@ SIDE = 64
 
 
 class Images(Dataset):
-    """Compressed images of noise with a bright square, whose corner is the class. Replace this dataset with one that
-    reads files which all nodes have."""
+    """Compressed images of noise with a bright square in a corner, which is the class.
+
+    Replace this dataset with one that reads files that all nodes can access.
+    """
 
     def __init__(self, n: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -37,7 +39,7 @@ class Images(Dataset):
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         pixels = torch.frombuffer(bytearray(zlib.decompress(self.images[i])), dtype=torch.uint8)
-        # The jitter comes from the worker's random numbers. As uint8, an image takes a quarter of its size in float32.
+        # The jitter uses the worker's random numbers. In uint8, an image takes a quarter of the bytes of float32.
         return pixels.view(3, SIDE, SIDE).roll(int(torch.randint(-4, 5, ())), dims=2), i % 4
 
 
@@ -61,7 +63,7 @@ def main() -> None:
         num_workers=options.workers,
         persistent_workers=True,
         multiprocessing_context=rustloader.ray.RayContext(num_cpus=options.cpus, resources=resources),
-        # A worker that is lost with its node is replaced, and its successor makes the same batches.
+        # If a worker is lost with its node, another one replaces it, and makes the same batches.
         max_restarts=8,
         seed_by="sample",
     )

@@ -28,7 +28,7 @@ def main() -> None:
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
 
     for epoch in range(2):
-        # As after a checkpoint in the middle of the second epoch: the first half of its batches is skipped.
+        # The second epoch skips the first half of its batches, as if the run resumed from a checkpoint there.
         remaining = loader if epoch == 0 else accelerator.skip_first_batches(loader, len(loader) // 2)
         losses = []
         for points, above in remaining:

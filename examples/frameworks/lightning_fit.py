@@ -82,7 +82,7 @@ def main() -> None:
     model = Model()
     first.fit(model, datamodule=Data())
     with tempfile.TemporaryDirectory() as folder:
-        # Every process has to name the same file.
+        # All processes must use the same path.
         checkpoint = Path(first.strategy.broadcast(folder)) / "after-one-epoch.ckpt"
         first.save_checkpoint(checkpoint)
         second = trainer(2, options.devices)

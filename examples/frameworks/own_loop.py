@@ -24,7 +24,7 @@ import rustloader
 
 
 def train(loader: Iterable[Any], optimizer: torch.optim.Optimizer, loss_of: Callable[[Any], torch.Tensor]) -> str:
-    """Trains on the batches of a loader, and returns the mean loss as text."""
+    """Trains on the batches of a loader. Returns the mean loss and the number of batches, as a string."""
     losses = []
     for batch in loader:
         loss = loss_of(batch)
@@ -95,7 +95,7 @@ def timm(folder: Path, options: argparse.Namespace) -> None:
     from timm.data import create_dataset, create_loader
     from timm.utils import random_seed
 
-    random_seed(7)  # timm's prefetcher draws in this process, from Python's `random`
+    random_seed(7)  # timm's prefetcher draws random numbers in this process, from Python's `random`
     net = timm.create_model("test_resnet", pretrained=False, num_classes=4)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     loader = create_loader(
@@ -143,7 +143,7 @@ def datasets(folder: Path, options: argparse.Namespace) -> None:
         print(f"by index: epoch {epoch}: {train(by_index, optimizer, loss_of)}")
     streamed = DataLoader(stream, batch_size=16, num_workers=2, persistent_workers=True)
     for epoch in range(2):
-        stream.set_epoch(epoch)  # sets another order, which persistent workers see through shared memory
+        stream.set_epoch(epoch)  # changes the order; persistent workers read the epoch from shared memory
         print(f"stream: epoch {epoch}: {train(streamed, optimizer, loss_of)}")
 
 
@@ -151,7 +151,7 @@ def datasets(folder: Path, options: argparse.Namespace) -> None:
 
 
 class Rings(Dataset):
-    """Rings of 4 to 11 nodes with random features; the class is whether a ring has more than 7 nodes."""
+    """Rings of 4 to 11 nodes with random features; the class says whether a ring has more than 7 nodes."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -210,7 +210,7 @@ def webdataset(folder: Path, options: argparse.Namespace) -> None:
                 pixels[4 * label : 4 * label + 4] += 100
                 tar.write({"__key__": f"{shard}-{number:03d}", "png": pixels, "cls": label})
 
-    # detshuffle has the same order in each run; shuffle() is seeded with the time and the process id.
+    # detshuffle gives the same order in each run; shuffle() is seeded with the time and the process ID.
     dataset = (
         wds.WebDataset(shards, shardshuffle=4, detshuffle=True, seed=7)
         .compose(wds.detshuffle(32, seed=7))
@@ -278,7 +278,7 @@ def torchdata(folder: Path, options: argparse.Namespace) -> None:
         return nn.functional.binary_cross_entropy_with_logits(net(points), above)
 
     for epoch in range(2):
-        # Each epoch ends early, and a new loader resumes it, as after a checkpoint.
+        # Each epoch is cut short, and a new loader resumes it, as after a checkpoint.
         state = None
         for part in (0, 1):
             training = StatefulDataLoader(Points(256), batch_size=16, num_workers=2)
@@ -293,7 +293,7 @@ def torchdata(folder: Path, options: argparse.Namespace) -> None:
         print(f"epoch {epoch}: test {test.mean().item()}")
 
 
-# Each library with the module that is imported before `install()`, as at the top of a program.
+# For each library: its example, and the module to import before `install()`, as the top of a program would.
 LIBRARIES: dict[str, tuple[Callable[[Path, argparse.Namespace], None], str]] = {
     "torchvision": (torchvision, "torchvision"),
     "timm": (timm, "timm.data"),

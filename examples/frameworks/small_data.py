@@ -8,14 +8,14 @@ from torch.utils.data import Dataset
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with `--no-install`, which leaves torch's loader in place: the losses are the same."""
+    """Returns a parser with `--no-install`, which leaves torch's loader in place. The losses do not change."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-install", dest="install", action="store_false", help="leave torch's loader in place")
     return parser
 
 
 class Points(Dataset):
-    """Points in the plane, jittered by the worker's random numbers; the class is the side of a curve."""
+    """Points in the plane, jittered with the worker's random numbers; a point's class is its side of a curve."""
 
     def __init__(self, n: int) -> None:
         self.points = torch.rand(n, 2, generator=torch.Generator().manual_seed(n)) * 2 - 1
@@ -29,8 +29,8 @@ class Points(Dataset):
 
 
 def write_images(root: Path, classes: int = 4, each: int = 16, side: int = 40) -> Path:
-    """Writes PNG files `root/0/000.png` and so on: noise with a bright square, whose corner is the class."""
-    # Imported here because the examples that train on points need neither module.
+    """Writes PNG files `root/0/000.png` and so on: noise with a bright square in a corner, which is the class."""
+    # Imported here, because the examples that train on points need neither module.
     import numpy as np
     from PIL import Image
 

@@ -32,7 +32,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     dataset = Points(256)
     sampler = DistributedSampler(dataset, seed=7)
-    torch.manual_seed(7 + rank)  # the workers of each process draw different numbers
+    torch.manual_seed(7 + rank)  # so that the workers of different ranks draw different random numbers
     loader = DataLoader(dataset, batch_size=16, sampler=sampler, num_workers=2, persistent_workers=True)
 
     for epoch in range(2):

@@ -19,7 +19,7 @@ WORDS = 100
 
 
 class Sentences(Dataset):
-    """Tokens of sentences, padded to the same length, with a mask; the class is whether the first token is small."""
+    """Sentences of tokens, padded to the same length, with a mask; the class says whether the first token is small."""
 
     def __init__(self, n: int, longest: int = 24) -> None:
         random = torch.Generator().manual_seed(n)
@@ -57,7 +57,7 @@ def trainer(folder: str) -> Trainer:
         eval_strategy="epoch",
         logging_strategy="epoch",
         save_strategy="steps",
-        save_steps=24,  # of 32: in the middle of the second epoch
+        save_steps=24,  # of 32 steps: in the middle of the second epoch
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
@@ -67,7 +67,7 @@ def trainer(folder: str) -> Trainer:
 
 
 def show(title: str, history: list[dict[str, float]]) -> None:
-    """Prints exact losses, because Trainer rounds the losses that it prints."""
+    """Prints the exact losses, because Trainer itself prints rounded ones."""
     for line in history:
         for name in line.keys() & {"loss", "eval_loss"}:
             print(f"{title}: epoch {line['epoch']}: {name} {line[name]}")
@@ -84,7 +84,7 @@ def main() -> None:
         show("from the start", whole.state.log_history)
         resumed = trainer(folder)
         resumed.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-24"))
-        # The log starts with the first epoch, which the checkpoint contains.
+        # The log history starts with the first epoch, because the checkpoint contains it.
         show("resumed", [line for line in resumed.state.log_history if line["epoch"] > 1])
     print(f"process 0: {rustloader.engine_batches()} batches from the engine")
 

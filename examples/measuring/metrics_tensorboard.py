@@ -21,7 +21,7 @@ examples:
 
 
 class Images(Dataset):
-    """Random images that take a while to make."""
+    """Random images; each takes ``seconds`` to create."""
 
     def __init__(self, n: int, seconds: float) -> None:
         self.n, self.seconds = n, seconds

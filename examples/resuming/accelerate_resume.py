@@ -17,7 +17,7 @@ import rustloader
 
 
 class Progress:
-    """The progress of the training, which `save_state` saves, too."""
+    """The progress of the training, which `save_state` also saves."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -32,7 +32,7 @@ class Progress:
 
 def main() -> None:
     options = arguments(__doc__).parse_args()
-    # accelerate imports torchdata's class, and now finds rustloader's in its place.
+    # When accelerate imports torchdata's StatefulDataLoader, it now gets rustloader's.
     rustloader.install(stateful=True, seed_by="sample")
 
     # With several processes, accelerate's default sampler has a generator that no checkpoint contains.

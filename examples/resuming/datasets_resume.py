@@ -19,7 +19,7 @@ SHARDS = 4
 
 
 def write_files(folder: Path) -> list[str]:
-    """Writes files of several row groups each, which are the same in each run, and returns their names."""
+    """Writes files with several row groups each, unless they exist, and returns their names."""
     random = torch.Generator().manual_seed(7)
     files = []
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,8 +42,8 @@ def main() -> None:
         "parquet", data_files=files, split="train", cache_dir=cache, streaming=options.stream
     ).with_format("torch")
     if options.stream:
-        # A state of datasets contains neither the shuffle buffer nor its inputs, so only the order of the files is
-        # shuffled.
+        # The state of a datasets stream contains neither the shuffle buffer nor its inputs, so only the order of the
+        # files is shuffled.
         data = data.shuffle(seed=7, buffer_size=1, max_buffer_input_shards=1)
 
     torch.manual_seed(7)
@@ -54,7 +54,7 @@ def main() -> None:
         return nn.functional.mse_loss(net(batch["x"]), batch["y"])
 
     if options.stream:
-        train(net, loader, loss_of, options, set_epoch=data.set_epoch)  # another order of the files
+        train(net, loader, loss_of, options, set_epoch=data.set_epoch)  # each epoch has another order of the files
     else:
         train(net, loader, loss_of, options)
 

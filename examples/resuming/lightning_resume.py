@@ -19,7 +19,7 @@ from rustloader import StatefulDataLoader
 
 
 class Stream(IterableDataset):
-    """A stream of points without a length; each worker reads its own part, and has a state."""
+    """A stream of points, without a length. Each worker reads a part of the points; the state is the position in it."""
 
     def __init__(self, n: int) -> None:
         self.points = Points(n)
@@ -41,7 +41,10 @@ class Stream(IterableDataset):
 
 
 class OneBehind(StatefulDataLoader):
-    """A loader without a length. For such a loader Lightning fetches a batch ahead, which a resume would lose."""
+    """A loader without a length. Lightning fetches one batch ahead of training from such a loader.
+
+    The state is therefore that of one batch earlier, so that a resumed run does not lose the fetched batch.
+    """
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         state = super().state_dict()
@@ -56,7 +59,8 @@ class Model(lightning.LightningModule):
         self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0))
 
     def train_dataloader(self) -> StatefulDataLoader:
-        # Lightning's checkpoints do not contain torch's global random state. The loader's state contains its generator.
+        # Lightning's checkpoints do not contain torch's global random state. The loader therefore has a generator,
+        # whose state is part of the loader's state.
         settings = {"num_workers": 2, "generator": torch.Generator().manual_seed(7), "seed_by": "sample"}
         if self.stream:
             return OneBehind(Stream(512), batch_size=16, **settings)

@@ -22,7 +22,7 @@ def train(
     options: argparse.Namespace,
     set_epoch: Callable[[int], None] = lambda epoch: None,
 ) -> None:
-    """Trains for three epochs, from the checkpoint in `options.folder` if there is one."""
+    """Trains for three epochs. Continues from the checkpoint in `options.folder`, if there is one."""
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     checkpoint = options.folder / "checkpoint.pt"
     first_epoch, step = 0, 0
@@ -54,7 +54,7 @@ def train(
                     "step": step,
                 }
                 options.folder.mkdir(parents=True, exist_ok=True)
-                # The old checkpoint stays until the new one is whole.
+                # The old checkpoint is kept until the new one is complete.
                 torch.save(saved, checkpoint.with_suffix(".new"))
                 os.replace(checkpoint.with_suffix(".new"), checkpoint)
 
@@ -65,7 +65,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(7)
     net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0))
-    # Random numbers depend only on the sample: a resumed epoch draws the same numbers, with any number of workers.
+    # With seed_by="sample", the random numbers of a sample do not depend on its worker, so a resumed epoch draws the
+    # same numbers with any number of workers.
     loader = StatefulDataLoader(Points(256), batch_size=16, shuffle=True, num_workers=options.workers, seed_by="sample")
 
     def loss_of(batch: list[torch.Tensor]) -> torch.Tensor:

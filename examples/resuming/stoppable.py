@@ -1,4 +1,4 @@
-"""Shared parts of these examples: options, a small data set, a line for each step, the newest checkpoint."""
+"""Shared parts of these examples: options, a small data set, printed steps, and the newest checkpoint."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 class Points(Dataset):
-    """Points in the plane, jittered by the worker's random numbers; the class is the side of a curve."""
+    """Points in the plane, jittered with the worker's random numbers; a point's class is its side of a curve."""
 
     def __init__(self, n: int) -> None:
         self.points = torch.rand(n, 2, generator=torch.Generator().manual_seed(n)) * 2 - 1
@@ -32,21 +32,25 @@ class Points(Dataset):
 
 
 class Steps:
-    """Printed steps of this process, which can be made longer."""
+    """Prints a line for each training step of a rank, then waits for ``step_seconds``."""
 
     def __init__(self, step_seconds: float, rank: int = 0) -> None:
         self.step_seconds = step_seconds
         self.rank = rank
 
     def show(self, step: int, what: str) -> None:
-        # One write, so that the lines of several processes stay whole.
+        # A single write keeps lines of different processes from mixing.
         sys.stdout.write(f"rank {self.rank} step {step}: {what}\n")
         sys.stdout.flush()
         time.sleep(self.step_seconds)
 
 
 def newest(folder: Path) -> Path | None:
-    """Returns the checkpoint of the latest step: a file or a folder named `step-12`, perhaps with a suffix."""
+    """Returns the checkpoint of the latest step; None if there is none.
+
+    A checkpoint is a file or a folder with a name like `step-12`, perhaps with a suffix. The suffix `.new` marks an
+    unfinished one, which is ignored.
+    """
     checkpoints = {
         int(path.stem.removeprefix("step-")): path for path in folder.glob("step-*") if path.suffix != ".new"
     }

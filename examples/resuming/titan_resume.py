@@ -26,14 +26,14 @@ LENGTH = 16
 
 
 class BaseDataLoader(Stateful, ABC):
-    """The interface of a loader that the trainer needs."""
+    """The interface that the trainer needs of a loader."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
 
 
 class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
-    """A loader of one rank, in a checkpoint of all ranks: each rank has its own key."""
+    """The loader of one rank. Its state is keyed by rank, so that one checkpoint can contain all ranks' states."""
 
     dp_rank: int
     dp_world_size: int
@@ -57,7 +57,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
 
 
 class Texts(IterableDataset, Stateful):
-    """An endless stream of texts, packed into sequences of one length. The remainder of a text stays in a buffer."""
+    """An endless stream of texts, packed into sequences of equal length. A buffer keeps tokens for the next one."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.first, self.step = rank, ranks
@@ -84,7 +84,7 @@ class Texts(IterableDataset, Stateful):
 
 
 class Training(Stateful):
-    """The state of the training, except that of the loader."""
+    """The state of the training, without the loader's state."""
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.net, self.optimizer = net, optimizer

@@ -19,7 +19,7 @@ from rustloader.stateful_dataloader import reshard
 
 
 class Numbered(Points):
-    """Points with their numbers."""
+    """Points with their indices."""
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor, int]:  # type: ignore[override]
         return *super().__getitem__(i), i
@@ -39,7 +39,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     dataset = Numbered(768)
     sampler = DistributedSampler(dataset, seed=7)
-    torch.manual_seed(7 + rank)  # the workers of each process draw different numbers
+    torch.manual_seed(7 + rank)  # so that the workers of different ranks draw different random numbers
     loader = StatefulDataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2, seed_by="sample")
     first_epoch, step = 0, 0
     checkpoint = newest(options.folder)
@@ -81,7 +81,7 @@ def main() -> None:
                     options.folder.mkdir(parents=True, exist_ok=True)
                     torch.save(saved, file.with_suffix(".new"))
                     os.replace(file.with_suffix(".new"), file)
-                # No process continues before the file exists.
+                # All processes wait until the file exists.
                 dist.barrier()
     dist.destroy_process_group()
 

@@ -30,7 +30,10 @@ def collate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch
 
 
 class ResumingTrainer(Trainer):
-    """A Trainer with a StatefulDataLoader, which restores its position itself (`ignore_data_skip=True`)."""
+    """A Trainer whose StatefulDataLoader restores its own position.
+
+    `ignore_data_skip=True` keeps the Trainer from skipping batches in addition.
+    """
 
     loader: StatefulDataLoader
     steps: Steps
@@ -53,7 +56,7 @@ class ResumingTrainer(Trainer):
 
 
 class SavesLoader(TrainerCallback):
-    """A callback that saves the loader's state in each checkpoint, and loads it from the checkpoint to resume from."""
+    """A callback that saves the loader's state in each checkpoint, and restores it when training starts."""
 
     def __init__(self, trainer: ResumingTrainer, checkpoint: str | None) -> None:
         self.trainer = trainer

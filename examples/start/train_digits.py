@@ -48,11 +48,14 @@ class Settings:
     epochs: int = EPOCHS
     workers: int = 2
     batch_size: int = 32
-    start_method: str | None = None  # of the workers; None: Python's default
+    start_method: str | None = None  # start method of the workers; None for Python's default
 
 
 def write_images(root: Path) -> None:
-    """Writes scikit-learn's digits as `root/{train,test}/{0..9}/*.png`, once; every fifth image is for testing."""
+    """Writes scikit-learn's digits as `root/{train,test}/{0..9}/*.png`, unless they exist.
+
+    Every fifth image of a class is for testing.
+    """
     if any(root.glob("train/*/*.png")):
         return
     from sklearn.datasets import load_digits
@@ -75,7 +78,10 @@ def write_images(root: Path) -> None:
 
 
 class ImageFolder(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Gray images in a tree with one folder per class: (float32 tensor of 1 x SIDE x SIDE, class index)."""
+    """Gray images in a tree with one folder per class.
+
+    A sample is a float32 tensor of shape 1 x SIDE x SIDE, and the index of its class.
+    """
 
     def __init__(self, root: Path, augment: bool):
         self.files = sorted(root.glob("*/*.png"))
@@ -186,8 +192,8 @@ def train_with_both(settings: Settings) -> tuple[Outcome, Outcome]:
     write_images(settings.data)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)  # the workers need the other cores; a fixed number keeps sums in the same order
-    tqdm.monitor_interval = 0  # no helper thread: the workers are forked from this process
-    # The first use of the net takes longer, and must not count in either run.
+    tqdm.monitor_interval = 0  # no helper thread, because workers are forked from this process
+    # The first use of a net takes longer, and must not count in either run.
     make_net()(torch.zeros(settings.batch_size, 1, SIDE, SIDE)).sum().backward()
     theirs = train_and_test("torch", torch.utils.data.DataLoader, settings)
     ours = train_and_test("rustloader", rustloader.DataLoader, settings)
@@ -217,7 +223,7 @@ def print_times(theirs: Outcome, ours: Outcome) -> None:
 
 
 def complaints(theirs: Outcome, ours: Outcome, settings: Settings) -> list[str]:
-    """Describes each broken promise; empty if both runs agree."""
+    """Returns a description of each broken promise; empty if all are kept."""
     problems = []
     if ours.losses != theirs.losses or not all(map(math.isfinite, ours.losses)):
         problems.append("the losses of the two runs are not bit-identical")

@@ -1,1 +1,1 @@
-"""The demo of `make demo`: the gain on this machine, the proof, and a picture. main.py is the program."""
+"""The program of `make demo`: shows the gain on this machine, proves equal losses, and draws a picture. See main.py."""

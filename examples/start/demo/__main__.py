@@ -21,12 +21,12 @@ def run() -> int:
 
 
 def interrupt(*_: object) -> None:
-    """Ends the demo."""
+    """Raises KeyboardInterrupt, which ends the demo."""
     raise KeyboardInterrupt
 
 
 def unraisable(args: "sys.UnraisableHookArgs") -> None:
-    """Repeats an interrupt that Python dropped in `__del__` or in a hook of `os.fork`."""
+    """Repeats an interrupt that Python ignored because it was raised in `__del__` or in a hook of `os.fork`."""
     if args.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, 0.01)
     else:
@@ -34,7 +34,7 @@ def unraisable(args: "sys.UnraisableHookArgs") -> None:
 
 
 def watch_for_ctrl_c() -> None:
-    """Makes Ctrl-C interrupt only the demo, which then ends its workers."""
+    """Makes Ctrl-C interrupt only the main process, which then shuts down its workers."""
     for number in (signal.SIGINT, signal.SIGALRM):
         signal.signal(number, interrupt)
     sys.unraisablehook = unraisable

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the demo, and returns the exit status."""
     settings = parse(arguments)
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
-    # As in a worker. With more threads, torch without workers is very slow while other programs use the cores.
+    # One thread, as in a worker. With more, torch without workers is very slow while other programs use the cores.
     torch.set_num_threads(1)
     about = machine()
     print(
@@ -82,7 +82,7 @@ def gain(settings: Settings) -> tuple[list[Result], list[str]]:
         try:
             with Progress(3 * settings.rounds) as progress:
                 results.append(measure(workload, settings, progress))
-        except (Failure, RuntimeError) as error:  # a RuntimeError: a worker that died
+        except (Failure, RuntimeError) as error:  # RuntimeError: a worker has died
             failures.append(f"{workload.name}: {error}")
             print(f"{workload.name}: FAILED, see the last lines")
             continue
@@ -92,7 +92,10 @@ def gain(settings: Settings) -> tuple[list[Result], list[str]]:
 
 
 def draw(results: list[Result], settings: Settings) -> None:
-    """Writes the picture, if matplotlib is installed. Runs before part 2, after which torch fills all fresh memory."""
+    """Writes the picture, if matplotlib is installed.
+
+    Must run before part 2, which makes torch deterministic: from then on, torch fills all memory that it allocates.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         print("No picture: matplotlib is not installed (pip install matplotlib).")
         return
@@ -103,7 +106,7 @@ def draw(results: list[Result], settings: Settings) -> None:
 
 
 def parse(arguments: list[str] | None) -> Settings:
-    """Parses the arguments. An error ends the program before anything runs."""
+    """Parses and checks the arguments. Exits if one is wrong, before anything is measured."""
     parser = argparse.ArgumentParser(
         prog="make demo", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Part 1: each workload through torch without workers, torch with workers, and rustloader."""
+"""Part 1 of the demo: measures torch without workers, torch with workers, and rustloader on each workload."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_WORKERS, TORCH, OURS = "torch, no workers", "torch", "rustloader"
 SEED = 7
 CHECKED = 4  # batches that are compared before a workload is measured
 SHOWN = 24  # batches in the picture's timelines
-STEP = 0.005  # seconds of their training step, which sleeps like a process that waits for a GPU
+STEP = 0.005  # seconds of the training step in these timelines; it sleeps, like a process that waits for a GPU
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Side:
 
     Attributes:
         name: NO_WORKERS, TORCH or OURS.
-        loader: the loader, whose workers run for all rounds.
+        loader: the loader; its workers persist through all rounds.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Side:
 
     def __post_init__(self) -> None:
         self.batches = _forever(self.loader)
-        # Batches that the workers prefetch.
+        # Number of batches that the workers prefetch.
         self.in_flight = self.loader.num_workers * (self.loader.prefetch_factor or 0)
 
     def end(self) -> None:
-        """Ends the workers explicitly: an interrupt in `__del__` would be lost."""
-        iterator: Any = self.loader._iterator  # of persistent workers
+        """Shuts down the workers explicitly, because an interrupt would be lost if `__del__` did it."""
+        iterator: Any = self.loader._iterator  # the iterator, if the workers are persistent
         if iterator is not None:
             iterator._shutdown_workers()
 
@@ -64,7 +64,7 @@ class Result:
     Attributes:
         workload: what was measured.
         rates: batches/s of each round, by the loader's name.
-        own_share: share of the dataset's code in the work of rustloader's workers, 0 to 1.
+        own_share: share of the working time of rustloader's workers that the dataset's code takes, from 0 to 1.
     """
 
     workload: Workload
@@ -76,14 +76,14 @@ class Result:
         return statistics.median(self.rates[name])
 
     def ratio(self, name: str, other: str) -> float | None:
-        """Returns how many times as fast one loader is as another one; None if the ranges of their rounds overlap."""
+        """Returns how many times as fast one loader is as another; None if the ranges of their rates overlap."""
         one, two = self.rates[name], self.rates[other]
         overlap = min(one) <= max(two) and min(two) <= max(one)
         return None if overlap else self.median(name) / self.median(other)
 
 
 def measure(workload: Workload, settings: Settings, progress: Progress) -> Result:
-    """Measures a workload in interleaved rounds, after a check that both loaders with workers deliver equal batches.
+    """Checks that both loaders with workers deliver equal batches, then measures a workload in interleaved rounds.
 
     Raises:
         Failure: the batches differ, or the Rust engine did not deliver all batches of rustloader.
@@ -135,7 +135,7 @@ def _with_workers(settings: Settings) -> dict[str, Any]:
 
 
 def _forever(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Any]:
-    """Yields the batches of one epoch after another, without end."""
+    """Yields the batches of one epoch after another, endlessly."""
     while True:
         yield from loader
 
@@ -155,7 +155,7 @@ def _pass(side: Side, settings: Settings) -> float:
     gc.collect()
     engine_before = rustloader.engine_batches()
     for _ in range(side.in_flight):
-        next(side.batches)  # these were ready before the clock starts
+        next(side.batches)  # not timed, because these batches may be ready already
     taken, elapsed = 0, 0.0
     start = time.perf_counter()
     # Takes whole rounds of batches, because the workers may finish at the same time.
@@ -165,7 +165,7 @@ def _pass(side: Side, settings: Settings) -> float:
         taken += 1
         elapsed = time.perf_counter() - start
     _check_engine(side, rustloader.engine_batches() - engine_before, side.in_flight + taken)
-    # The workers refill their prefetched batches; this must not take cores from the next loader.
+    # Waits while the workers prefetch again, so that they do not take cores from the next loader.
     time.sleep(min(settings.seconds, 1.5 * side.in_flight * elapsed / taken))
     return taken / elapsed
 

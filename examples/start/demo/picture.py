@@ -28,9 +28,10 @@ WIDTH = 1.17  # width of the part with the bars; the longest bar is 1, and its r
 
 
 def write(results: list[Result], timelines: dict[str, Timeline], pictured: Workload, settings: Settings) -> None:
-    """Draws the picture into the file that the settings name."""
+    """Draws the picture, and writes it to the file that the settings name."""
     figure = draw(results, timelines, pictured, settings.workers)
-    # Letters are outlines, because a reader's machine may not have the font. No date and no random names are written.
+    # Text is written as outlines, because a reader's machine may lack the font. IDs are fixed and the date is left out,
+    # so that equal pictures give equal files.
     with matplotlib.rc_context({"svg.hashsalt": "rustloader", "svg.fonttype": "path"}):
         with tempfile.TemporaryDirectory(dir=settings.plot.absolute().parent) as unfinished:
             new = Path(unfinished) / settings.plot.name
@@ -39,13 +40,13 @@ def write(results: list[Result], timelines: dict[str, Timeline], pictured: Workl
 
 
 def draw(results: list[Result], timelines: dict[str, Timeline], pictured: Workload, workers: int) -> Figure:
-    """Returns the figure.
+    """Draws and returns the figure.
 
     Args:
-        results: the results, with a group of bars for each.
-        timelines: the timelines, by TORCH and OURS.
+        results: the results; each gets a group of bars.
+        timelines: the timelines of TORCH and OURS, by name.
         pictured: the workload of the timelines.
-        workers: worker processes per loader.
+        workers: number of worker processes per loader.
     """
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)  # inches
     figure = Figure(figsize=(11, max(5.6, 1.3 * len(results))), dpi=160, layout=layout, facecolor="white")

@@ -18,6 +18,6 @@ def check() -> None:
 
 
 def write(table: str) -> None:
-    """Replaces the text between the two marks."""
+    """Replaces the text between the two marks with the table."""
     report.write(README, table, MARK)
     print(f"Wrote the table into {README}.")

@@ -18,11 +18,11 @@ class Settings:
         seconds: the length of a measured pass.
         rounds: passes per loader and workload.
         workers: worker processes per loader.
-        step: seconds of the training step after each batch. The loop sleeps, like one that waits for a GPU.
-        epochs: epochs of the training in part 2.
-        data: the folder of the image files.
-        plot: where to write the picture.
-        readme: whether to write the table of README.md.
+        step: seconds of the training step after each batch. The step sleeps, as a loop that waits for a GPU does.
+        epochs: number of training epochs in part 2.
+        data: the folder for the image files.
+        plot: the file to which the picture is written.
+        readme: whether to write the table into README.md.
     """
 
     seconds: float = 1.0

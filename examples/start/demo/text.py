@@ -14,7 +14,7 @@ from rustloader.system.formatting import count_of
 __all__ = ["conclusion", "rate", "reason", "row", "table", "times"]
 
 BAR = 24  # length of the longest bar, in characters
-# Minimum share of the workers' time for dataset code that explains a small gain.
+# If dataset code takes at least this share of the workers' time, it explains a small gain.
 MOSTLY = 0.8
 
 
@@ -44,13 +44,16 @@ def row(result: Result, workers: int) -> list[str]:
 
 
 def reason(result: Result) -> str:
-    """Explains why no loader makes this workload much faster."""
+    """Explains why no loader can make this workload much faster."""
     return f"{100 * result.own_share:.0f} % of the workers' time is {result.workload.work}, which no loader speeds up."
 
 
 def conclusion(results: list[Result]) -> list[str]:
-    """Returns the last lines: the largest gain, workloads without a gain, workloads that are faster without workers,
-    and how to measure a loader."""
+    """Returns the last lines of the output.
+
+    They name the largest gain, the workloads without a gain, and those that are fastest without workers, and say how to
+    measure a loader.
+    """
     lines = []
     gains = [(gain, result) for result in results if (gain := result.ratio(OURS, TORCH)) is not None]
     if gains:
@@ -68,7 +71,7 @@ def conclusion(results: list[Result]) -> list[str]:
 
 
 def table(results: list[Result], settings: Settings, machine: dict[str, Any]) -> str:
-    """Returns the table of README.md, with a line about how it was measured."""
+    """Returns the table for README.md, followed by a caption that says how it was measured."""
     workers = count_of(settings.workers, "worker")
     lines = [
         f"| batches per second | torch, no workers | torch, {workers} | rustloader, {workers} "
@@ -100,7 +103,7 @@ def step(settings: Settings) -> str:
 
 
 def _gain(result: Result) -> str:
-    """Describes the gain over torch with workers and without."""
+    """Describes the gain over torch with workers, and over torch without workers."""
     gain, without = result.ratio(OURS, TORCH), result.ratio(OURS, NO_WORKERS)
     if gain is None:
         words = "no measurable difference from torch with workers"
@@ -114,7 +117,7 @@ def _gain(result: Result) -> str:
 
 
 def _without_gain(results: list[Result]) -> list[str]:
-    """Returns lines about the workloads without a gain, and why; if all gain, about the smallest gain."""
+    """Returns lines that name the workloads without a gain, and why; if there are none, that with the smallest gain."""
     same = [result for result in results if result.ratio(OURS, TORCH) is None]
     lines, noisy = [], [result.workload.name for result in same if result.own_share < MOSTLY]
     for result in same:
@@ -135,7 +138,7 @@ def rate(value: float) -> str:
 
 
 def _is_fastest(result: Result, name: str) -> bool:
-    """Returns whether a loader is measurably faster than both others."""
+    """Returns True if a loader is measurably faster than both others."""
     ratios = [result.ratio(name, other) for other in result.rates if other != name]
     return all(ratio is not None and ratio > 1 for ratio in ratios)
 
@@ -150,7 +153,7 @@ def _gain_cell(ratio: float | None) -> str:
 
 
 def _python() -> str:
-    """Returns the command for the interpreter, as typed in this folder."""
+    """Returns the interpreter's path for a command line, relative to the current folder if it is inside."""
     python = Path(sys.executable)
     here = Path.cwd()
     return shlex.quote(str(python.relative_to(here) if python.is_relative_to(here) else python))

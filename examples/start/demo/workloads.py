@@ -18,14 +18,14 @@ import rustloader
 
 __all__ = ["WORKLOADS", "Workload", "write_files"]
 
-SIDE = 224  # pixels of an image's side
-RESIZED = 256  # pixels of its side before it is cropped
-# Samples in an epoch, most of them repetitions, so that an epoch rarely ends during a measurement.
+SIDE = 224  # width and height of an image in a batch, in pixels
+RESIZED = 256  # the same before the image is cropped
+# Number of samples in an epoch, most of them repeated, so that an epoch rarely ends during a measurement.
 EPOCH = 1_000_000
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Windows of 1024 tokens at any position of a text of 2 million tokens, as for training a language model."""
+    """Windows of 1024 tokens from a text of 2 million tokens, as for training a language model."""
 
     def __init__(self) -> None:
         self.text = np.random.default_rng(0).integers(50_257, size=2_000_000, dtype=np.uint16)
@@ -56,7 +56,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 class CachedImages(Dataset[tuple[torch.Tensor, int]]):
-    """Decoded images of 3 x 224 x 224 bytes in a memory-mapped file, with a label."""
+    """Decoded images of 3 x 224 x 224 bytes from a memory-mapped file, each with a label."""
 
     def __init__(self, data: Path) -> None:
         self.file = data / "images.npy"
@@ -74,7 +74,7 @@ class CachedImages(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Photographs(Dataset[tuple[torch.Tensor, int]]):
-    """JPEG files, decoded, cropped and flipped at random, as for training a net on photographs."""
+    """Images from JPEG files, decoded, then cropped and flipped at random, as for training a net on photographs."""
 
     def __init__(self, data: Path) -> None:
         self.files = sorted((data / "photographs").glob("*.jpg"))
@@ -96,7 +96,7 @@ class Photographs(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Resized(Dataset[tuple[torch.Tensor, int]]):
-    """JPEG files, decoded and resized, as a cache keeps them."""
+    """Images from JPEG files, decoded and resized: the work whose results a cache keeps."""
 
     def __init__(self, data: Path) -> None:
         self.files = sorted((data / "photographs").glob("*.jpg"))
@@ -111,7 +111,7 @@ class Resized(Dataset[tuple[torch.Tensor, int]]):
 
 
 def crop_and_flip(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
-    """Crops and flips at random: the part that runs in each epoch."""
+    """Crops and flips an image at random. Runs in each epoch, also on images from a cache."""
     image, label = sample
     across, down, flip = torch.rand(3).tolist()
     left, top = (int(share * (RESIZED - SIDE + 1)) for share in (across, down))
@@ -120,7 +120,7 @@ def crop_and_flip(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
 
 
 class Epochs(Dataset[tuple[torch.Tensor, int]]):
-    """One epoch after another of a small dataset; ``then`` transforms each sample."""
+    """A dataset that repeats a small dataset to the length of ``EPOCH``; ``then`` transforms each sample."""
 
     def __init__(self, dataset: Dataset[Any], then: Callable[[Any], Any] | None = None) -> None:
         self.dataset: Any = dataset
@@ -135,9 +135,9 @@ class Epochs(Dataset[tuple[torch.Tensor, int]]):
 
 
 def cached(data: Path) -> Dataset[Any]:
-    """Returns the samples of ``Epochs(Resized(data), crop_and_flip)``, each decoded once."""
+    """Returns a dataset with the samples of ``Epochs(Resized(data), crop_and_flip)``, whose images are in a cache."""
     samples = rustloader.cache(Resized(data), memory="64MiB", then=crop_and_flip)
-    for index in range(len(samples)):  # the first epoch
+    for index in range(len(samples)):  # the first epoch, which fills the cache
         samples[index]
     return Epochs(samples)
 
@@ -147,12 +147,12 @@ class Workload:
     """One row of the demo.
 
     Attributes:
-        name: what the batches hold, in a few words.
+        name: what the batches contain, in a few words.
         detail: the shape of a batch.
         work: what the dataset does for a sample, as the end of a sentence.
-        dataset: makes the dataset from the folder of the files.
+        dataset: creates the dataset, given the folder of the image files.
         batch_size: samples per batch.
-        ours: makes the dataset of rustloader's loader, with equal samples; None: the same one.
+        ours: creates another dataset with equal samples for rustloader's loader; None to use the same dataset.
     """
 
     name: str
@@ -180,7 +180,10 @@ WORKLOADS = [
 
 
 def write_files(data: Path) -> None:
-    """Writes `images.npy` (39 MB) and `photographs/*.jpg` (4 MB), once: parts of two photographs from scikit-learn."""
+    """Writes `images.npy` (39 MB) and `photographs/*.jpg` (4 MB), unless they exist.
+
+    The images are parts of two photographs from scikit-learn.
+    """
     if (data / "photographs").exists():
         return
     from sklearn.datasets import load_sample_images

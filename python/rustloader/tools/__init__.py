@@ -1,1 +1,1 @@
-"""The commands, and the tools that they measure with."""
+"""The commands, and the measuring tools that they use."""

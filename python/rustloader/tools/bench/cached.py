@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 # The engine's name in results.
 CACHED = "cached"
-# Minimum share of the second epoch's samples that come from the cache, for a gain to be due to the cache.
+# If a smaller share of the second epoch's samples comes from the cache, the result says so.
 _MIN_HITS = 0.95
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The memory that a cache of the whole dataset needs, and its hits.
+    """The size of a cache of the whole dataset, the memory available for it, and the hits of the second epoch.
 
     Attributes:
         samples: length of the dataset.
@@ -31,7 +31,7 @@ class Fit:
         limit: maximum size of the cache in bytes.
         free: bytes of memory that were free before the cache was created; None if unknown.
         hits: share of the second epoch's samples that came from the cache.
-        is_random: whether samples differed when they were made again.
+        is_random: whether the dataset returned different samples for the same index.
     """
 
     samples: int
@@ -70,7 +70,7 @@ class CacheGain:
     fit: Fit | None = None
 
     def text(self, without: SideRates) -> str:
-        """Describes the gain from a cache, compared with ``without``, the same loader without one."""
+        """Describes the gain from the cache. ``without`` has the rates of the same loader without a cache."""
         assert self.fit is not None
         if reason := too_few(len(self.second.passes), self.second.batches):
             return f"Too few to tell the gain from a cache: {reason}. {self.fit}"
@@ -93,16 +93,16 @@ class CacheGain:
         return text
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures for JSON."""
+        """Returns the results for JSON."""
         fit = None if self.fit is None else {**asdict(self.fit), "bytes": self.fit.bytes, "held": self.fit.held}
         return {"first_epoch": self.first.as_dict(), "second_epoch": self.second.as_dict(), "fit": fit}
 
 
 class CachedLoader:
-    """A loader whose dataset is in a cache.
+    """A loader whose dataset is wrapped in ``rustloader.cache``.
 
     Args:
-        loader: the loader.
+        loader: the loader; its ``dataset`` is replaced.
         memory: maximum size of the cache in bytes.
 
     Raises:
@@ -117,14 +117,14 @@ class CachedLoader:
         self.clear()
 
     def clear(self) -> None:
-        """Replaces the cache by an empty one. The loader's workers must have ended."""
+        """Replaces the cache with an empty one. The loader's workers must have exited."""
         import rustloader
 
         try:
             self._cached = rustloader.cache(self._dataset, memory=self._memory)
         except (TypeError, ValueError) as error:
             raise Unusable(f"--cache: {error}") from None
-        # Sets it in `__dict__`, because torch refuses to set this attribute.
+        # Written to `__dict__`, because a DataLoader refuses to set this attribute after it is created.
         self._loader.__dict__["dataset"] = self._cached
 
     def usage(self) -> Any:
@@ -132,13 +132,13 @@ class CachedLoader:
         return self._cached.usage()
 
     def fit(self, first: Any) -> Fit:
-        """Returns the figures after the second epoch. ``first`` is the usage after the first epoch."""
+        """Describes the cache after the second epoch. ``first`` is its usage after the first epoch."""
         from rustloader.caching.dataset import RANDOM
 
         table, now = self._cached.table, self.usage()
         lookups = max(1, now.hits + now.misses - first.hits - first.misses)
         hits = now.hits - first.hits
-        # A full cache keeps no further samples, so only the hits are in it.
+        # A full cache accepts no more samples, so the second epoch's hits are the samples in it.
         kept = hits if table.closed else now.misses - now.refused
         return Fit(
             samples=table.rows,

@@ -28,15 +28,15 @@ from rustloader.tools.harness.rounds import CONFIDENCE, in_turn
 from rustloader.tools.probe.factory import Unusable, check_target
 from rustloader.tools.probe.process import Probe
 
-# Number of memory samples that suffice, and maximum number of passes to take them.
+# For the warm-up: the number of memory samples that is enough, and the maximum number of passes to take them.
 _MIN_SAMPLES, _MAX_WARM_UPS = 10, 5
-# Maximum number of batches in the plot, without those at the start.
+# Maximum number of batches in the plot, not counting those skipped at the start.
 _MAX_SHOWN = 40
 _ENGINES = ("torch", "rustloader")
 
 
 def main(options: Any) -> int:
-    """Runs the measurements and prints the result. Returns 0, or 2 if there was nothing to measure."""
+    """Runs the measurements and prints the result. Returns 0, or 2 after an ``Unusable``, whose message it prints."""
     try:
         check_target(options.factory)
         if options.plot is not None:
@@ -69,7 +69,7 @@ class _Bench:
             points, unmeasured = self._points(progress)
             make_comparable(points)
             revise_verdicts(points)
-            # For torch, a setting has only the number of workers.
+            # torch has none of the swept options, so its settings differ only in the number of workers.
             requested = self._plan.settings[: self._plan.requested]
             varied = {"torch": {setting.workers for setting in requested}, "rustloader": requested}
             swept = [engine for engine in _ENGINES if len(varied[engine]) > 1]
@@ -84,8 +84,8 @@ class _Bench:
         """Measures each setting.
 
         Returns:
-            The points by number of workers, and the reason why torch's own loop is not one of them, or an empty text.
-            The loop may fail if it was not requested, because a dataset may need a worker.
+            The points, sorted by number of workers, and the reason why torch's own loop was not measured (empty if it
+            was). If the loop was not requested, its failure does not end the run, because a dataset may need a worker.
         """
         settings, points, unmeasured = self._plan.settings, [], ""
         for k, setting in enumerate(settings):
@@ -110,7 +110,7 @@ class _Bench:
             print(f"\nThe plot is in {path}.")
 
     def _point(self, setting: Setting, remaining: int, progress: Progress) -> Point:
-        """Measures both engines with one setting, the first of the ``remaining`` settings."""
+        """Measures each engine with one setting. ``remaining`` counts the settings to measure, including this one."""
         with ExitStack() as stack:
             others = ((RAY,) if self._options.ray else ()) + ((CACHED,) if self._options.cache else ())
             names = _ENGINES[:1] if setting.workers == 0 else _ENGINES + others
@@ -145,7 +145,10 @@ class _Bench:
     def _epochs(
         self, point: Point, probes: list[Probe], begin: float, share: float, where: str, progress: Progress
     ) -> None:
-        """Measures pairs of epochs until there are enough. A pair has an epoch of each engine, in alternating order."""
+        """Adds rounds of epochs to ``point`` until there are enough.
+
+        A round is one epoch on each engine. The order of the engines changes between rounds.
+        """
         sides = {"torch": point.torch, "rustloader": point.rustloader, RAY: point.ray or SideRates()}
         number, longest = 0, 0.0
         while self._needs_more(point, number, share - (time.monotonic() - begin), longest):
@@ -164,9 +167,9 @@ class _Bench:
             longest = max(longest, time.monotonic() - started)
 
     def _needs_more(self, point: Point, done: int, seconds: float, longest: float) -> bool:
-        """Returns True if another pair of epochs is needed.
+        """Returns True if another round of epochs is needed.
 
-        ``done`` pairs were measured, the longest in ``longest`` seconds. ``seconds`` of the budget remain.
+        ``done`` rounds were measured; the longest took ``longest`` seconds. ``seconds`` of the budget remain.
         """
         if self._plan.epochs is not None:
             return done < self._plan.epochs
@@ -185,7 +188,7 @@ class _Bench:
         return None if self._plan.steps else self._spent + seconds
 
     def _warm_up(self, probe: Probe, side: SideRates) -> None:
-        """Runs the first passes, which measure memory and batch sizes, but not time."""
+        """Runs untimed passes, and stores the peak memory and the batch size in ``side``."""
         before = used(probe.group)
         peak = Peak(probe.group)
         for _ in range(_MAX_WARM_UPS):
@@ -196,7 +199,7 @@ class _Bench:
             side.memory_bytes = max(0, peak.bytes - before)
 
     def _timelines(self, setting: Setting, progress: Progress) -> dict[str, Timeline]:
-        """Records the timeline of each engine, if there are workers."""
+        """Records and returns the timeline of each engine; empty without workers."""
         if not (workers := setting.workers):
             return {}
         # Twice the number of batches that are outstanding at the start.

@@ -15,14 +15,15 @@ Outcome = Literal["faster", "slower", "no measurable difference", "too few to te
 
 # Minimum epochs and batches of each engine for a verdict.
 FEWEST_EPOCHS, FEWEST_BATCHES = 3, 50
-# Minimum shares of the cores used by other processes: for a remark, and for no recommendation.
+# Minimum shares of the cores used by other processes: from NOTED on, the result mentions the share; from BUSY on, it
+# recommends nothing.
 NOTED, BUSY = 0.1, 0.25
-# Ratios between the inverse of this value and this value count as equal. The speeds of two processes that do the same
-# work differ by up to this factor during their whole life, because their memory is at different addresses.
+# Ratios from 1 / EQUAL to EQUAL count as equal. The speeds of two processes that do the same work may differ by up to
+# this factor for as long as they run, because their memory is at different addresses.
 EQUAL = 1.03
 # Maximum ratio of an interval's ends for the verdict that there is no measurable difference.
 _SMALL_RATIO = 1.25
-# Minimum ratio for an interval that is clearly away from 1.
+# An interval above this ratio, or below its inverse, is clearly away from 1.
 _CLEAR_RATIO = 1.1
 
 
@@ -32,11 +33,11 @@ class Comparison(NamedTuple):
     Attributes:
         verdict: the result.
         ratio: median of the speed ratios of the pairs of epochs; above 1, rustloader is faster.
-        low: lower end of its confidence interval.
+        low: lower end of the confidence interval of the ratio.
         high: upper end.
         confidence: confidence of the interval.
         pairs: number of pairs.
-        batches: number of batches of the engine with fewer batches.
+        batches: number of batches measured on the engine that has fewer.
         reason: explanation of "too few to tell".
     """
 
@@ -65,7 +66,7 @@ class Comparison(NamedTuple):
         return self.text()
 
     def text(self, others: float = 0.0) -> str:
-        """Returns the result as a sentence. ``others`` is the share of the cores used by other processes meanwhile."""
+        """Returns the result as a sentence. ``others`` is the share of the cores that other processes used."""
         speed = f"{times(self.ratio)} as fast as torch"
         speed += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs"
         # The confidence assumes independent epochs, but a busy machine slows down several consecutive ones.
@@ -81,15 +82,15 @@ class Comparison(NamedTuple):
 def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Comparison:
     """Compares two engines by pairs of epochs that were measured one after the other.
 
-    There is a winner only if the confidence interval of the ratio is outside the range that counts as equal, and the
-    intervals of the two engines' rates do not overlap. With up to 8 epochs, these intervals are the whole ranges. There
-    is no measurable difference if the interval of the ratio reaches that range and is narrow. Otherwise there are too
-    few measurements to tell.
+    One engine is faster only if the confidence interval of the ratio is outside the range that counts as equal, and the
+    intervals of the two engines' rates do not overlap. With up to 8 epochs, an interval spans all values. There is no
+    measurable difference if the interval of the ratio is narrow and overlaps the range that counts as equal. Otherwise
+    there are too few measurements to tell.
 
     Args:
         theirs: batches per second of torch in each epoch.
         ours: batches per second of rustloader in each epoch.
-        batches: number of batches of each engine.
+        batches: number of batches measured on the engine that has fewer.
 
     Example:
         >>> compare([10.0, 11.0, 12.0], [30.0, 33.0, 36.0], 300).verdict

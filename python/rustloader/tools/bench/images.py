@@ -1,7 +1,7 @@
 """Detects JPEG images that are decoded at a far larger size than the samples need.
 
-This is only done in the warm-up of ``bench``: workers record the sizes of the first images that Pillow decodes, and the
-main process reads the shape of a batch. Other loaders of the program are not changed.
+The check runs only in the warm-up of ``bench``: workers record the sizes of the first images that Pillow decodes, and
+the main process reads the shape of a batch. Other loaders in the program are unaffected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rustloader.system.patches import Patch
 _PATCHED_METHOD = "PIL.JpegImagePlugin.JpegImageFile.load"
 # Number of images that a worker records.
 _MAX_IMAGES = 16
-# The requested size, as a multiple of the size that a sample keeps: random crops need more pixels than they keep.
+# The size to decode to, as a multiple of the size in a sample: random crops need more pixels than they keep.
 _MARGIN = 2
 # Number of rounds of a measurement, and minimum gain for advice.
 _ROUNDS, _MIN_GAIN = 3, 1.5
@@ -29,12 +29,13 @@ Size = tuple[int, int]
 
 
 class SizeRecorder:
-    """Replaces a loader's ``worker_init_fn``. A worker writes the sizes of the first images that it decodes to a file.
+    """A ``worker_init_fn`` with which a worker writes the sizes of the first images that it decodes to a file.
 
-    Records nothing if Pillow is not imported before the worker starts.
+    Calls ``init_fn``, the loader's own ``worker_init_fn``, first. Records nothing if Pillow has not been imported by
+    then.
 
     Attributes:
-        sizes: the sizes from all workers, after ``read``.
+        sizes: the sizes from all workers; set by ``read``.
     """
 
     def __init__(self, path: str, init_fn: Callable[[int], object] | None) -> None:
@@ -45,23 +46,23 @@ class SizeRecorder:
         if self._init_fn is not None:
             self._init_fn(worker)
         if "PIL.Image" in sys.modules:
-            from PIL import JpegImagePlugin  # which Pillow imports with the first image
+            from PIL import JpegImagePlugin  # Pillow imports this module with the first image
 
             note_sizes(JpegImagePlugin.JpegImageFile, self._write)
 
     def _write(self, size: Size) -> None:
-        # Persistent workers may decode images after the first pass, when the folder of the file is gone.
+        # Persistent workers may decode images after the first pass, when the file's folder no longer exists.
         with contextlib.suppress(OSError), open(self._path, "a") as file:
             file.write("{} {}\n".format(*size))
 
     def read(self) -> None:
-        """Reads the sizes that the workers have recorded so far into ``sizes``."""
+        """Sets ``sizes`` to the sizes that the workers have recorded so far."""
         with contextlib.suppress(FileNotFoundError), open(self._path) as file:
             self.sizes = [(int(width), int(height)) for width, height in (line.split() for line in file)]
 
 
 def note_sizes(kind: Any, note: Callable[[Size], object]) -> None:
-    """Calls ``note`` with the size of each of the first decoded images of Pillow's class ``kind``."""
+    """Patches Pillow's class ``kind`` to call ``note`` with the size of each of the first images that it decodes."""
     patch, decode, left = Patch(_PATCHED_METHOD, kind), kind.load, _MAX_IMAGES
 
     def load(image: Any) -> Any:
@@ -80,7 +81,7 @@ def note_sizes(kind: Any, note: Callable[[Size], object]) -> None:
 def kept_size(batch: Any) -> Size | None:
     """Returns the width and height of the images in a batch.
 
-    They come from the largest tensor or array of the form N x C x H x W or N x H x W x C. Returns None without one.
+    Reads them from the largest tensor or array of shape N x C x H x W or N x H x W x C. Returns None if there is none.
     """
     from rustloader.tools.probe.leaves import leaves
 
@@ -99,13 +100,13 @@ def kept_size(batch: Any) -> Size | None:
 
 
 def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size], float] | None = None) -> str:
-    """Returns a sentence on images that are decoded at a far larger size than needed; empty if they are not.
+    """Returns a sentence about images that are decoded at a far larger size than needed; empty if there are none.
 
     Args:
         decoded: sizes of decoded images.
-        kept: the size that samples keep.
+        kept: size of the images in samples; None if unknown.
         measure: a function that returns the gain from a scaled decode; its arguments are the size of an image and the
-            requested size.
+            requested size (default: ``draft_gain``).
     """
     if not decoded or kept is None:
         return ""
@@ -124,7 +125,7 @@ def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size
 
 
 def draft_gain(size: Size, wanted: Size) -> float:
-    """Measures how many times as fast Pillow decodes an image if it may scale it down to ``wanted``."""
+    """Returns how many times as fast Pillow decodes an image of ``size`` if it may scale down to ``wanted``."""
     from PIL import Image
 
     file = io.BytesIO()

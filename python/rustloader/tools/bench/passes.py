@@ -28,8 +28,8 @@ class Limits(NamedTuple):
 
     Attributes:
         batches: maximum number of batches; None for the whole epoch.
-        seconds: maximum seconds since the first batch.
-        step: seconds of sleep per batch, which simulate a training step.
+        seconds: maximum seconds after the first batch.
+        step: seconds to sleep per batch, to simulate a training step.
     """
 
     batches: int | None
@@ -71,9 +71,10 @@ class Pass:
         cpu_seconds_per_batch: processor time of all processes per batch.
         steady_batches_per_second: rate without the start of the workers, see ``steady()``; None if there are too few
             batches.
-        steady_cpu_seconds_per_batch: processor time per batch without the start of the workers; None likewise.
+        steady_cpu_seconds_per_batch: processor time per batch without the start of the workers; None if there are too
+            few batches.
         batch_bytes: mean bytes of tensors, arrays and bytes objects in a batch; 0 if they were not counted.
-        others_share: share of the cores that other processes used meanwhile, from 0 to 1; None if unknown.
+        others_share: share of the cores that other processes used during the pass, from 0 to 1; None if unknown.
     """
 
     batches: int
@@ -94,10 +95,10 @@ def run_pass(
     count_bytes: Callable[[Any], int] | None = None,
     watcher: Watcher | None = None,
 ) -> Pass:
-    """Iterates over a DataLoader up to ``limits``.
+    """Iterates over a DataLoader until the epoch ends or a limit is reached. Returns the measurements.
 
-    ``count_bytes`` returns the size of a batch in bytes; the pass includes its time. Raises StopIteration if the loader
-    is empty.
+    ``count_bytes`` returns the size of a batch in bytes; its time counts as part of the pass. Raises StopIteration if
+    the loader is empty.
     """
     gc.collect()
     busy, begin = busy_seconds(), _mark(0)
@@ -107,7 +108,7 @@ def run_pass(
 
 @contextlib.contextmanager
 def iterating(loader: DataLoader[Any], watcher: Watcher | None) -> Iterator[Any]:
-    """Creates and yields an iterator. Ends its workers afterwards, unless they are persistent."""
+    """Creates and yields an iterator. Shuts down its workers afterwards, unless they are persistent."""
     iterator = iter(loader)
     try:
         if watcher is not None:
@@ -203,6 +204,6 @@ def _rates(begin: Mark, end: Mark) -> tuple[float, float]:
 
 
 def _mark(batches: int) -> Mark:
-    """Returns a mark of this moment."""
+    """Returns a mark for the current time."""
     cpu = cpu_seconds(worker.pid for worker in multiprocessing.active_children() if worker.pid is not None)
     return Mark(batches, time.perf_counter(), cpu)

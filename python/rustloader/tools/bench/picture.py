@@ -30,7 +30,7 @@ _ENGINE_COLOURS = {"torch": "#D55E00", "rustloader": "#0072B2"}
 _CURVE_COLOURS = [*_ENGINE_COLOURS.values(), "#009E73", "#E69F00", "#56B4E9", "#CC79A7"]
 # Maximum number of workers with a lane.
 _MAX_LANES = 16
-# Maximum share of a timeline for a bar without edges.
+# Bars of up to this share of a timeline are drawn without edges.
 _MAX_THIN_SHARE = 0.01
 _CAPTION = (
     "One run of each engine, recorded apart from the measurement. Blank: idle. "
@@ -44,7 +44,7 @@ def draw(
 ) -> Figure:
     """Draws a timeline for each engine, if there are workers, and the rates of a sweep.
 
-    ``choices`` and ``timelines`` are by engine. ``step`` is the duration of the training step in seconds.
+    ``choices`` and ``timelines`` are keyed by engine. ``step`` is the duration of the training step in seconds.
     """
     swept = bool(choices)
     lanes = 1 + min(_MAX_LANES, next((timeline.workers for timeline in timelines.values()), 0))
@@ -71,8 +71,8 @@ def timeline_legend(timelines: dict[str, Timeline], step: float) -> list[Patch]:
 
 
 def draw_timelines(panels: Sequence[Axes], timelines: dict[str, Timeline], step: float) -> None:
-    """Draws the timeline of each engine on its panel. All show the same batches at the same scale."""
-    # The same batches of both engines, without those that were outstanding at the start.
+    """Draws the timeline of each engine on its panel. All panels show the same batches at the same scale."""
+    # Batches that both engines delivered, without those that were outstanding at the start.
     count = min(len(timeline.returned) for timeline in timelines.values())
     first = min(*(timeline.skipped for timeline in timelines.values()), count // 2)
     windows = {name: timeline.window(first, count) for name, timeline in timelines.items()}

@@ -1,4 +1,4 @@
-"""Plans the duration of a run of ``bench``, and checks its plot."""
+"""Plans the settings and the duration of a run of ``bench``, and checks that its plot can be written."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from rustloader.tools.bench.settings import SWEPT, settings_of
 from rustloader.tools.harness.layout import listed
 from rustloader.tools.probe.factory import Unusable
 
-# Default maximum seconds of an epoch, and of all epochs with one setting.
+# Default maximum duration in seconds of an epoch, and of all epochs with one setting.
 _DEFAULT_SECONDS, _DEFAULT_BUDGET = 3.0, 60.0
-# Minimum number of epochs per setting for which the default budget suffices: eight pairs.
+# Default budgets and default durations of epochs leave time for at least this many epochs per setting: eight pairs.
 _MIN_EPOCHS = 16
-# Minimum seconds for each of several settings, and seconds for each that suffice.
+# With several settings: minimum seconds per setting, and the seconds per setting that the error message suggests.
 _MIN_SECONDS, _ENOUGH_SECONDS = 5.0, 12.0
 
 
 class BenchPlan:
-    """The plan of a run. Raises ``Unusable`` if there is nothing to compare with the given options.
+    """The plan of a run.
+
+    Raises ``Unusable`` if the options leave nothing to compare, or the budget is too small for the settings.
 
     Attributes:
         settings: the settings to measure, with torch's own loop last.
-        requested: number of settings from the command line, which includes torch's own loop only if it was requested.
-        epochs: number of epochs of each engine; None to measure until the result is clear or the budget is spent.
+        requested: number of requested settings; torch's own loop counts only if --workers includes 0.
+        epochs: number of epochs on each engine; None to measure until the result is clear or the budget is spent.
         budget: seconds for all measurements; None with a fixed number of epochs.
         seconds: maximum duration of an epoch in seconds.
     """
@@ -55,17 +57,17 @@ class BenchPlan:
 
     @property
     def steps(self) -> int:
-        """Number of passes, including the warm-up, with a fixed number of epochs; otherwise 0."""
+        """Number of warm-ups and epochs to run if the number of epochs is fixed; otherwise 0."""
         engines = 2 + bool(self._options.ray) + bool(self._options.cache)
         sides = sum(1 if setting.workers == 0 else engines for setting in self.settings)
         return sides * (1 + self.epochs) if self.epochs else 0
 
     def share(self, spent: float, remaining: int) -> float:
-        """Returns the seconds for the next setting, with ``remaining`` settings to measure after ``spent`` seconds."""
+        """Returns the seconds for the next of ``remaining`` settings, after ``spent`` seconds of measurements."""
         return max(0.0, (self.budget or 0.0) - spent) / remaining
 
     def _varied(self) -> Iterator[str]:
-        """Yields the settings from the command line, except a single number of workers, which the result shows."""
+        """Yields the values that the command line sets, except a single number of workers, which the result shows."""
         if self._options.workers and len(self._options.workers) > 1:
             yield f"{listed(self._options.workers)} workers"
         for name in SWEPT:
@@ -92,7 +94,7 @@ class BenchPlan:
 
 
 def check_plot(path: str) -> None:
-    """Raises ``Unusable`` if a plot cannot be drawn or written. Called before the measurements."""
+    """Raises ``Unusable`` if a plot cannot be drawn, or cannot be written to ``path``. Called before measuring."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The rates and other figures of a loader on one engine, from the passes over it."""
+"""Summarizes the passes over a loader on one engine: rates, processor time and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SideRates:
     Attributes:
         passes: the measurements of each pass.
         batch_bytes: mean size of a batch in bytes.
-        memory_bytes: peak memory of all its processes, minus their memory before ``iter()``.
+        memory_bytes: peak memory of the loader's processes, minus their memory before ``iter()``; None if unknown.
         steady: whether rates and processor time exclude the start of the workers; see ``make_sides_comparable()``.
     """
 
@@ -28,7 +28,7 @@ class SideRates:
     steady: bool = False
 
     def median(self, name: str) -> float:
-        """Returns the median of a figure over all passes."""
+        """Returns the median of an attribute of ``Pass``; if ``steady`` is set, of its steady variant, if any."""
         return statistics.median(self._figures(name))
 
     @property
@@ -48,7 +48,7 @@ class SideRates:
 
     @property
     def batches(self) -> int:
-        """Batches of all passes."""
+        """Total number of batches in all passes."""
         return sum(pass_.batches for pass_ in self.passes)
 
     @property
@@ -58,7 +58,7 @@ class SideRates:
 
     @property
     def others_share(self) -> float:
-        """The share of the cores that other processes used; 0 if unknown."""
+        """The median share of the cores that other processes used; 0 if unknown."""
         known = [pass_.others_share for pass_ in self.passes if pass_.others_share is not None]
         return statistics.median(known) if known else 0.0
 
@@ -68,13 +68,13 @@ class SideRates:
         return self.median("cpu_seconds_per_batch") * self.rate
 
     def _figures(self, name: str) -> list[float]:
-        """Returns a figure of each pass."""
+        """Returns the values of an attribute of ``Pass``; if ``steady`` is set, of its steady variant, if any."""
         if self.steady and name in ("batches_per_second", "cpu_seconds_per_batch"):
             name = f"steady_{name}"
         return [getattr(pass_, name) for pass_ in self.passes]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures for JSON."""
+        """Returns the results for JSON."""
         epochs = [asdict(pass_) for pass_ in self.passes]
         for epoch in epochs:
             del epoch["batch_bytes"]  # only the warm-up measures it
@@ -92,7 +92,7 @@ class SideRates:
 
 
 def make_sides_comparable(sides: list[SideRates]) -> None:
-    """Makes all rates comparable: either all exclude the start of the workers, if all passes allow it, or none does."""
+    """Makes rates comparable by setting ``steady`` of all sides: True if all passes have a steady rate, else False."""
     steady = all(pass_.steady_batches_per_second is not None for side in sides for pass_ in side.passes)
     for side in sides:
         side.steady = steady

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster, for ``bench --ray``: gives them to a loader, and describes their cost."""
+"""Gives a loader workers on a Ray cluster, for ``bench --ray``, and estimates whether they pay off."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def check_ray() -> None:
 
 
 def give_workers(loader: DataLoader[Any], engine: str) -> None:
-    """Gives a loader the workers of an engine: on the cluster, or on this machine. Keeps the factory's RayContext."""
+    """Makes a loader start its workers on the cluster for the engine "ray", and on this machine for any other.
+
+    For "ray", a RayContext that the factory has set is kept.
+    """
     from rustloader.remote.context import is_remote
 
     context = loader.multiprocessing_context
@@ -50,12 +53,12 @@ def give_workers(loader: DataLoader[Any], engine: str) -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The resources of a cluster for workers.
+    """The resources that a cluster has for workers.
 
     Attributes:
         cpus: number of free CPUs.
         nodes: number of nodes other than this machine.
-        link: bytes per second over one connection from such a node, or from this machine if there is no other node.
+        link: bytes per second over one connection from another node, or from this machine if it is the only node.
     """
 
     cpus: float
@@ -64,7 +67,7 @@ class Cluster:
 
 
 def connect() -> Any:
-    """Connects this process to the cluster that RAY_ADDRESS names or that runs on this machine. Returns ``ray``."""
+    """Connects to the cluster that RAY_ADDRESS names, by default to the one on this machine. Returns ``ray``."""
     import ray
 
     if not ray.is_initialized():
@@ -82,9 +85,9 @@ def connect() -> Any:
 
 
 def send_by_value(target: str) -> None:
-    """Makes Ray send the definitions of the factory's file, because no node can import it.
+    """Makes Ray pickle the definitions in the factory's file by value, because the nodes cannot import the file.
 
-    Does nothing for a module, which must be installed on the nodes.
+    Does nothing if the factory is in a module, which must be installed on the nodes.
     """
     place, _, is_file = check_target(target)
     if is_file:
@@ -93,7 +96,7 @@ def send_by_value(target: str) -> None:
 
 
 def measure_cluster() -> dict[str, Any]:
-    """Measures the resources of the cluster. Returns a ``Cluster`` as a dictionary."""
+    """Determines the resources of the cluster. Returns a ``Cluster`` as a dictionary."""
     ray = connect()
     own_node = ray.get_runtime_context().get_node_id()
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -112,7 +115,7 @@ def _send(address: str, port: int, seconds: float) -> None:
 
 
 def _link_rate(ray: Any, node: str) -> float:
-    """Returns the bytes per second that a process on a node sends to this one, which discards them."""
+    """Returns the bytes per second that a process on a node can send to this process, which discards them."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from rustloader.remote import handshake
@@ -167,7 +170,7 @@ class Price:
 
     @property
     def replaced(self) -> float:
-        """Number of cores that make the batches that the link can carry."""
+        """Number of cores needed to make as many batches as the link can carry."""
         return self.carried * self.cpu_seconds
 
     @property
@@ -194,6 +197,6 @@ class Price:
         return text
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures for JSON."""
+        """Returns the estimate for JSON."""
         rates = {"local_batches_per_second": self.local, "carried_batches_per_second": self.carried}
         return {**asdict(self), **rates, "replaced_cores": self.replaced, "pays": self.pays}

@@ -14,7 +14,8 @@ from rustloader.tools.harness.layout import listed
 
 # Maximum difference from the best rate, as a share of it, for a setting to be as good as the best.
 _TOLERANCE = 0.05
-# Minimum share of idle cores that indicates a wait for storage, if the system does not report the time in the queue.
+# Minimum share of idle cores that indicates a wait for storage, if the system does not report how long workers wait for
+# a core.
 _MIN_IDLE_SHARE = 0.2
 RULE = (
     f"the fewest workers with batches/s within {_TOLERANCE:.0%} of the best, or not measurably below; "
@@ -30,7 +31,7 @@ class Choice(NamedTuple):
 
     Attributes:
         workers: number of workers; None if there is no recommendation.
-        reason: explanation of None, or of settings that are equally good or were not considered; may be empty.
+        reason: why there is no recommendation, or which settings are equally good or were not considered; may be empty.
         options: values of the swept options.
     """
 
@@ -47,7 +48,8 @@ class Choice(NamedTuple):
 def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
     """Returns the setting with the fewest workers that is as good as the best.
 
-    There is no recommendation if other processes used the cores meanwhile.
+    Recommends nothing if a setting has too few measurements, if other processes used too many of the cores, or if all
+    settings have more workers than cores, and the workers do not wait for storage.
 
     Args:
         points: the measurements.
@@ -85,7 +87,7 @@ def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
 
 
 def _sides(points: Sequence[Point], engine: str) -> dict[Setting, SideRates]:
-    """Returns the measurements of an engine by setting. For torch, a setting has only the number of workers."""
+    """Returns the measurements of an engine by setting. For torch, a setting is only a number of workers."""
     if engine == "torch":
         return {Setting(point.workers): point.torch for point in merge_by_workers(points)}
     return {point.setting: point.rustloader for point in points}
@@ -100,7 +102,7 @@ def _settings_text(settings: Sequence[Setting]) -> str:
 def _waits_for_storage(point: Point, cores: int) -> bool:
     """Returns True if workers wait for storage longer than they compute, so that more workers than cores help.
 
-    Time in the queue for a core counts as neither, because other programs may cause it.
+    The time that a worker waits for a core counts as neither, because other programs may cause it.
     """
     workers: list[dict[str, Any]] = ((point.verdict or {}).get("stats") or {}).get("workers") or []
     known = [it for it in workers if it.get("cpu_seconds") is not None and it.get("queued_seconds") is not None]

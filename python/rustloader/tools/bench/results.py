@@ -24,13 +24,14 @@ class Point:
     Attributes:
         workers: number of workers.
         torch: measurements on torch's iterator.
-        rustloader: measurements on the engine; with 0 workers the same object as ``torch``, for torch's own loop.
+        rustloader: measurements on the engine. With 0 workers torch's own loop runs, and this is the same object as
+            ``torch``.
         verdict: verdict on the loader on the engine; None without workers.
         options: values of the swept options.
         ray: measurements with workers on a cluster; None without ``--ray`` or workers.
-        price: cost model of these workers; None likewise.
+        price: cost model of workers on a cluster; None if ``ray`` is None.
         cache: gain from a cache; None without ``--cache`` or workers.
-        judged: figures that the verdict is based on; None if it must not be revised.
+        judged: statistics that the verdict is based on; None without workers, or if the verdict must not be revised.
     """
 
     workers: int
@@ -55,7 +56,7 @@ class Point:
 
     @property
     def others_share(self) -> float:
-        """The share of the cores that other processes used; 0 if unknown."""
+        """The share of the cores that other processes used, the larger of both engines' values; 0 if unknown."""
         return max(self.torch.others_share, self.rustloader.others_share)
 
     @property
@@ -68,9 +69,9 @@ class Point:
 
     @property
     def ratios(self) -> dict[str, float | None]:
-        """Ratios of the two engines by figure; above 1, rustloader is better.
+        """Ratios of the two engines, by name of the measurement; above 1, rustloader is better.
 
-        They are rustloader's rate divided by torch's, and torch's value divided by rustloader's for other figures.
+        The rate is rustloader's divided by torch's. The others are torch's value divided by rustloader's.
         """
         ours, theirs = self.rustloader, self.torch
         comparison = self.comparison
@@ -86,7 +87,7 @@ class Point:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures for JSON."""
+        """Returns the results for JSON."""
         comparison = self.comparison
         return {
             "workers": self.workers,
@@ -104,7 +105,7 @@ class Point:
 
 
 def make_comparable(points: Iterable[Point]) -> None:
-    """Makes the rates of all points comparable."""
+    """Makes the rates of all points comparable; see ``make_sides_comparable()``."""
     make_sides_comparable(
         [side for point in points for side in (point.torch, point.rustloader, point.ray) if side is not None]
     )
@@ -128,7 +129,7 @@ def starting_verdict(side: SideRates) -> dict[str, Any]:
 
 
 def revise_verdicts(points: list[Point]) -> None:
-    """Changes verdicts that advise more workers if more workers were measured and are not faster."""
+    """Changes verdicts that advise more workers if more workers were measured and were not faster."""
     for point in points:
         more = [other for other in points if other.workers > point.workers and other.options == point.options]
         sides = [other.rustloader for other in (point, *more)]
@@ -139,7 +140,11 @@ def revise_verdicts(points: list[Point]) -> None:
 
 
 def merge_by_workers(points: Iterable[Point]) -> list[Point]:
-    """Returns one point per number of workers, with all measurements of torch, on which the options have no effect."""
+    """Returns one point per number of workers.
+
+    A point has torch's passes from all points with its number of workers, because options have no effect on torch. Its
+    other measurements are from the last of these points.
+    """
     by_workers: dict[int, Point] = {}
     for point in points:
         known = by_workers.get(point.workers)
@@ -149,7 +154,7 @@ def merge_by_workers(points: Iterable[Point]) -> list[Point]:
 
 
 def table(point: Point) -> str:
-    """Formats the table of figures for one setting."""
+    """Formats the table for one setting."""
     if point.torch_only:
         return aligned([("", "torch's own loop"), *(row[:2] for row in _rows(point))])
     return aligned([("", "torch", "rustloader", "ratio"), *_rows(point)])
@@ -173,12 +178,15 @@ def _rows(point: Point) -> Iterator[tuple[str, str, str, str]]:
     yield "memory", _memory(theirs), _memory(ours), times(ratios["memory_bytes"])
 
 
-# Columns of a sweep's table that are left out, one after the other, until it fits.
+# Columns that a sweep's table drops, in this order, until it fits.
 _OPTIONAL_COLUMNS = ("lowest to highest", "first batch")
 
 
 def sweep_table(points: Iterable[Point], chosen: Setting) -> str:
-    """Formats the main figures, with one line per setting and engine. Each swept option has a column."""
+    """Formats the table of a sweep, with a line per setting and engine, and a column per swept option.
+
+    An arrow marks the ``chosen`` setting.
+    """
     points = list(points)
     swept = {name: head for name, head in SWEPT.items() if any(name in dict(point.options) for point in points)}
     rows = [
@@ -203,7 +211,7 @@ def _aligned(rows: list[dict[str, str]], columns: list[str], swept: dict[str, st
 def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> dict[str, str]:
     """Returns the cells of a line by heading. ``name`` is an engine, or "both" for torch's own loop."""
     side = point.torch if name == "both" else getattr(point, name)
-    # Of the two lines of a setting, torch's has the number of workers, and rustloader's has the options.
+    # A setting has two lines: torch's shows the number of workers, and rustloader's shows the options.
     options = dict(point.options) if name == "rustloader" else {}
     return {
         "workers": "" if name == "rustloader" else str(point.workers),
@@ -226,9 +234,9 @@ def _ratio(point: Point) -> str:
 
 
 def ray_table(points: Iterable[Point]) -> str:
-    """Formats the table of local workers and workers on a cluster, with one line per setting.
+    """Formats the table that compares local workers with workers on a cluster, with one line per setting.
 
-    Returns an empty text without ``--ray``.
+    Returns an empty string without ``--ray``.
     """
     rows = [("", "here", "on Ray", "ratio", "MB/s on Ray", "CPU/batch here", "first batch on Ray")]
     for point in points:

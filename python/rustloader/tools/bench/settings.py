@@ -39,7 +39,7 @@ TORCH_LOOP = Setting(0)
 def settings_of(arguments: Any) -> Iterator[Setting]:
     """Yields each combination of the values on the command line, and torch's own loop, which is always measured.
 
-    The loop comes last, so that a loader that cannot be used is detected at once.
+    The loop comes last, so that the first setting already reveals a loader that cannot be used.
     """
     varied = [[(name, value) for value in values] for name in SWEPT if (values := getattr(arguments, name))]
     for workers in arguments.workers or [None]:

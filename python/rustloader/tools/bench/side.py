@@ -1,4 +1,4 @@
-"""The part of ``bench`` that runs in the process with the user's loader, and answers requests to measure it."""
+"""The part of ``bench`` that runs in the process with the user's loader, and measures the loader on request."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from rustloader.tools.harness.machine import machine
 from rustloader.tools.probe.factory import Unusable
 from rustloader.tools.probe.side import Side, end_workers
 
-# Maximum seconds to wait for workers to finish batches that no pass takes.
+# Maximum seconds to wait after a pass for workers to finish their outstanding batches.
 _MAX_SETTLING = 5.0
-# The factory's own settings.
+# Leaves the factory's num_workers and options unchanged.
 _FROM_FACTORY = Setting(None)
 
 
 class BenchSide(Side):
-    """A loader to measure. The public methods from ``about`` on are the requests.
+    """A loader to measure. Each public method from ``about`` on answers the request of the same name.
 
     Args:
         target: the factory.
         engine: name of the engine.
         setting: replaces the factory's num_workers and options.
-        records: a folder for the timelines of the workers; None to record none.
+        records: the folder to which workers write their timelines; None to record none.
         quiet: whether to hide Python's warnings.
         cache: maximum size of the cache in bytes, for the engine "cached".
     """
@@ -53,13 +53,13 @@ class BenchSide(Side):
         self._setting, self._records, self._cache = setting, records, cache
         self._recorder: TimelineRecorder | None = None
         self._cached_loader: CachedLoader | None = None
-        # Sizes of the images as workers decode them, and as samples keep them.
+        # Sizes of the images when workers decode them, and in samples.
         self._size_recorder: SizeRecorder | None = None
         self._kept_size: Size | None = None
         self._cut_short = self._has_step = False
 
     def close(self) -> None:
-        """Ends the remaining workers."""
+        """Shuts down the workers that are still running."""
         loader = getattr(self, "loader", None)
         end_workers(getattr(loader, "_iterator", None))  # persistent workers
 
@@ -73,8 +73,8 @@ class BenchSide(Side):
         give_workers(loader, self.engine)
         if self.engine == RAY:
             send_by_value(self.target)
-        loader_state.forget_auto(loader)  # a measurement has one number of workers
-        loader_state.give(loader, dict(self._setting.options))  # torch's iterator does not read them
+        loader_state.forget_auto(loader)  # the number of workers must not change during a measurement
+        loader_state.give(loader, dict(self._setting.options))  # torch's iterator ignores these options
         if self.engine == CACHED:
             self._cached_loader = CachedLoader(loader, self._cache)
         if self._records is not None:
@@ -98,7 +98,8 @@ class BenchSide(Side):
             result = run_pass(self.loader, limits, self._count_bytes if count_bytes else None, self)
         self._cut_short |= not result.complete
         if not result.complete and self.loader.persistent_workers:
-            # The workers still finish their outstanding batches, and must not take cores from the other engine.
+            # Wait while the workers finish their outstanding batches, so that they do not take cores from the engine
+            # that is measured next.
             outstanding = self.loader.num_workers * (self.loader.prefetch_factor or 0)
             time.sleep(min(limits.seconds, _MAX_SETTLING, outstanding / result.batches_per_second))
         self._has_step |= limits.step > 0
@@ -110,13 +111,13 @@ class BenchSide(Side):
         self._end_persistent()
         self._cached_loader.clear()
         first = self.run(number, limits, False)
-        self._end_persistent()  # the first epoch of persistent workers has another order than a later one
+        self._end_persistent()  # a later epoch of persistent workers would have another order than their first one
         usage = self._cached_loader.usage()
         second = self.run(number, limits._replace(batches=first["batches"]), False)
         return first, second, self._cached_loader.fit(usage)
 
     def _end_persistent(self) -> None:
-        """Ends persistent workers, so that the next pass starts new ones."""
+        """Shuts down persistent workers, so that the next pass starts new ones."""
         self.close()
         self.loader._iterator = None
 
@@ -125,9 +126,9 @@ class BenchSide(Side):
         import rustloader
 
         stats = rustloader.stats(self.loader)
-        # Passes that end early start workers more often than whole epochs would.
+        # Passes that are cut short start workers more often than full epochs would.
         judged = replace(stats, epochs=1) if self._cut_short else stats
-        if not self._has_step:  # the time between two batches is that of the measurement
+        if not self._has_step:  # the time between two batches is only the overhead of the measurement
             judged = replace(judged, step_seconds=0.0)
         verdict = asdict(judged.verdict())
         if verdict["kind"] in ("dataset", "workers", "cores") and self._size_recorder is not None:
@@ -149,7 +150,7 @@ class BenchSide(Side):
 
     @contextlib.contextmanager
     def _recording_sizes(self) -> Iterator[None]:
-        """Makes workers that start in the first pass record the sizes of images."""
+        """Makes workers that start in the block record image sizes. Does so once, and only on rustloader's engine."""
         init_fn = self.loader.worker_init_fn
         if self._size_recorder is not None or self.engine != "rustloader" or self._recorder is not None:
             yield
@@ -164,7 +165,10 @@ class BenchSide(Side):
 
     @contextlib.contextmanager
     def _pass(self, number: int) -> Iterator[None]:
-        """Seeds, and makes iterators use the engine. Raises ``Unusable`` if the engine has delivered nothing."""
+        """Seeds the random generators, and makes iterators use the engine while a pass runs.
+
+        Raises ``Unusable`` if the loader is empty, or if the Rust engine should have delivered its batches and has not.
+        """
         self.seed(number)
         with self.on_engine():
             try:

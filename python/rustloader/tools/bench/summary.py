@@ -38,7 +38,7 @@ class Summary:
 
     @property
     def shown(self) -> Point:
-        """The point to show in full: the recommended one, or the fastest without a recommendation."""
+        """The point to show in full: the recommended one, or the fastest if none with workers is recommended."""
         chosen = self._choices["rustloader"].setting if self._choices else None
         with_workers = [point for point in self._points if not point.torch_only]
         fastest = max(with_workers, key=lambda point: point.rustloader.rate)
@@ -109,7 +109,7 @@ class Summary:
             yield wrapped(f"{text} To include your training step, pass its duration: --step SECONDS", "  ")
 
     def _without_workers(self, point: Point, others: float) -> str:
-        """Compares torch's own loop with the faster loader with workers. Returns a sentence, or an empty text."""
+        """Returns a sentence that compares torch's own loop with the faster loader with workers; may be empty."""
         own_loop = next((it.torch for it in self._points if it.torch_only), None)
         if own_loop is None:
             reason = self._unmeasured
@@ -137,7 +137,7 @@ class Summary:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures for JSON."""
+        """Returns the summary for JSON."""
         options, plan = self._options, self._plan
         about = {name: value for name, value in self._about.items() if name not in ("machine", "num_workers")}
         return {

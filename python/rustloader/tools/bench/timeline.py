@@ -28,7 +28,8 @@ class Timeline:
             batch arrived.
         called: the time at which the main process called ``next``, for each batch.
         returned: the time at which ``next`` returned, for each batch.
-        spans: each part of a worker's work, by worker: "fetch", "collate" or "send", its start and its end.
+        spans: the parts of each worker's work, by worker ID. A part is "fetch", "collate" or "send", its start and its
+            end.
     """
 
     workers: int
@@ -38,15 +39,15 @@ class Timeline:
     spans: dict[int, list[tuple[str, float, float]]]
 
     def window(self, first: int, count: int) -> tuple[float, float]:
-        """Returns the start and end of the time in which batches ``first`` to ``count - 1`` are delivered."""
+        """Returns the start and end of the period in which batches ``first`` to ``count - 1`` are delivered."""
         return self.returned[first - 1] if first else self.called[0], self.returned[count - 1]
 
 
 class TimelineRecorder:
-    """Replaces a loader's ``worker_init_fn``.
+    """A ``worker_init_fn`` that records the timeline of a worker on either engine.
 
-    In a worker of either engine, it times each fetch and each collation, and writes them to the worker's file, one per
-    line.
+    Calls ``init_fn``, the loader's own ``worker_init_fn``. From then on, times each fetch and each collation, and
+    writes them to the worker's file in ``folder``, one per line.
     """
 
     def __init__(self, folder: str, init_fn: Callable[[int], object] | None) -> None:
@@ -61,8 +62,8 @@ class TimelineRecorder:
     def spans(self, loader: DataLoader[Any]) -> dict[int, list[tuple[str, float, float]]]:
         """Returns the spans of each worker.
 
-        rustloader sends a batch right after its fetch. Spans for sending have the mean duration from the loader's
-        statistics. torch sends batches in a thread, so it has no such spans.
+        A worker of rustloader sends a batch right after fetching it. Each "send" span has the mean duration from the
+        loader's statistics. A worker of torch sends batches in a thread, so it has no "send" spans.
         """
         spans_of = {}
         sending = _seconds_per_send(loader)
@@ -118,7 +119,10 @@ def _seconds_per_send(loader: DataLoader[Any]) -> dict[int, float]:
 
 
 def watch(loader: DataLoader[Any], limits: Limits, watcher: Watcher | None = None) -> tuple[list[float], list[float]]:
-    """Runs a pass over a DataLoader. Returns the times at which ``next`` was called, and at which it returned."""
+    """Runs a pass over a DataLoader. Returns the times at which ``next`` was called, and at which it returned.
+
+    Raises StopIteration if the loader is empty.
+    """
     called: list[float] = []
     returned: list[float] = []
     deadline: float | None = None

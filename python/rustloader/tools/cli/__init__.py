@@ -23,7 +23,7 @@ __all__ = ["main"]
 _MODULES = {"bench": "rustloader.tools.bench.command", "top": "rustloader.tools.top.command"}
 _NO_COMPARISON = "the engine runs on Linux only: there is nothing to compare"
 _NO_TRACE = "the engine runs on Linux only: there is nothing to trace"
-# The messages of commands that need Linux, on other systems.
+# The messages that commands print on systems other than Linux.
 _LINUX_ONLY = {
     "bench": _NO_COMPARISON,
     "check": _NO_COMPARISON,
@@ -35,7 +35,7 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EI
 
 
 class _Terminated(BaseException):
-    """Raised on SIGTERM or SIGHUP. The argument is the number of the signal."""
+    """Raised on SIGTERM or SIGHUP. The argument is the signal number."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise ``_Terminated``, so that a command can end its processes."""
+    """Makes SIGTERM and SIGHUP raise ``_Terminated``, so that a command can shut down the processes that it started."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise _Terminated(number)
@@ -89,7 +89,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _output_error_status(command: str, error: OSError) -> int:
-    """Returns the exit status for output that cannot be written. Raises other errors again."""
+    """Returns the exit status for an error from writing to stdout. Re-raises any other error."""
     if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
         raise error
     # Python would report the error again at exit.

@@ -15,7 +15,7 @@ from rustloader.tools.probe.deaths import advice
 from rustloader.tools.probe.factory import Unusable
 from rustloader.tools.probe.process import MORE_TIME, Probe
 
-# Number of consecutive errors that ends an epoch.
+# Number of consecutive errors after which an epoch is cut short.
 _ERRORS_IN_A_ROW = 20
 # Seconds between two progress lines.
 _BETWEEN_LINES = 15.0
@@ -23,10 +23,10 @@ _UNSEEDED = (
     "The dataset, the sampler or collate_fn depends on something that no seed governs, such as time or os.urandom."
 )
 _OUT_OF_ORDER = "with in_order=False batches come as workers finish; check the loader with in_order=True."
-# Minimum limit in seconds for requests that do more than run user code, such as the shutdown of workers.
+# Minimum time limit in seconds for requests that do more than run user code, such as the shutdown of workers.
 _MIN_LIMIT = 60.0
 _SCRIPT = 'put the code of the script under `if __name__ == "__main__":`, or pass a larger --timeout'
-# The error for each request that hangs, and the remedy.
+# For each request that may hang: the error message and the remedy.
 _HANGS = {
     "load": ("importing {place} took more than {limit:g} s", _SCRIPT),
     "about": ("calling {target} took more than {limit:g} s", MORE_TIME),
@@ -47,11 +47,14 @@ def main(options: Any) -> int:
 
 
 class _CheckProbe(Probe):
-    """A process with the user's loader on one engine. ``quiet`` hides warnings, which another process has shown."""
+    """A process with the user's loader on one engine.
+
+    ``quiet`` hides Python's warnings, for use when another process has already shown them.
+    """
 
     def __init__(self, engine: str, options: Any, quiet: bool) -> None:
-        # With the same hash seed, both sides iterate over sets of strings in the same order. The filter hides warnings
-        # about resources of a side that is killed.
+        # With the same hash seed, both sides iterate over sets of strings in the same order. The filter hides the
+        # resource tracker's warnings about a process that was killed.
         hashes = os.environ.get("PYTHONHASHSEED") or str(options.seed % 2**32)
         filters = [*filter(None, [os.environ.get("PYTHONWARNINGS")]), "ignore:resource_tracker:UserWarning"]
         environment = {"PYTHONHASHSEED": hashes, "PYTHONWARNINGS": ",".join(filters)}
@@ -104,7 +107,7 @@ class _Comparison:
                 if torch_event is None or engine_event is None or torch_event[:2] != engine_event[:2]:
                     return self._report_difference(k, torch_event, engine_event, side)
                 if engine_event.kind == "batch" and k == 0:
-                    _served(side)  # early, because the remaining epoch may take long
+                    _served(side)  # fails early, because the rest of the epoch may take long
                 elif engine_event.kind == "error" and k == 0:
                     cause = f"both engines raise at the first batch: {engine_event.text}"
                     raise Unusable(f"nothing to compare: {cause}", engine_event.details)
@@ -118,7 +121,7 @@ class _Comparison:
         return 0
 
     def _torch_events(self) -> list[Event]:
-        """Returns the events of an epoch on torch's iterator."""
+        """Returns the events of an epoch on torch's iterator. Raises ``Unusable`` if there is nothing to compare."""
         with self._side("torch") as side:
             about = side.load()
             workers = count_of(about["num_workers"], "worker")
@@ -139,7 +142,8 @@ class _Comparison:
     def _epoch(self, side: _CheckProbe, may_be_endless: bool = False) -> Iterator[Event]:
         """Yields the events of an epoch, then the random state.
 
-        Stops early after ``_ERRORS_IN_A_ROW`` consecutive errors, or if the first event is an error.
+        The epoch is cut short after ``--batches`` events or ``_ERRORS_IN_A_ROW`` consecutive errors. If the first event
+        is an error, yields only this event.
         """
         due = time.monotonic() + _BETWEEN_LINES
         in_a_row = 0
@@ -161,7 +165,10 @@ class _Comparison:
     def _report_difference(
         self, k: int, torch_event: Event | None, engine_event: Event | None, side: _CheckProbe
     ) -> int:
-        """Prints the difference. Runs torch's iterator again to see whether its own batches are the same."""
+        """Prints the difference, and returns the exit status.
+
+        Runs torch's iterator a second time, to find out whether it delivers the same batches each time.
+        """
         kinds = {torch_event.kind if torch_event else None, engine_event.kind if engine_event else None}
         where = "the end: the main process's random state" if kinds == {"state"} else f"batch {k}"
         try:

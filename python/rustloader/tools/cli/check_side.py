@@ -30,7 +30,8 @@ class Event(NamedTuple):
 class CheckSide(Side):
     """A loader on one engine.
 
-    The methods are the requests, in this order, after ``load``. ``number`` seeds torch, NumPy and random.
+    The public methods are the requests. They come in this order, after ``load``. ``number`` seeds torch, NumPy and
+    random.
     """
 
     def __init__(self, target: str, engine: str, number: int, quiet: bool) -> None:
@@ -64,7 +65,7 @@ class CheckSide(Side):
         return None
 
     def next(self) -> Event:
-        """Takes the next batch."""
+        """Takes the next batch. Returns the event for it, or for the error in its place."""
         from rustloader.tools.probe.leaves import summary
 
         self._batch = None
@@ -81,7 +82,7 @@ class CheckSide(Side):
             raise Unusable(f"a batch cannot be compared: {event.text}", event.details) from None
 
     def finish(self) -> bytes:
-        """Ends the workers. Returns a digest of the random state."""
+        """Shuts down the workers. Returns a digest of this process's random state."""
         import numpy as np
         import torch
 
@@ -99,7 +100,7 @@ class CheckSide(Side):
             return None
 
     def difference(self, packed: bytes | None) -> str:
-        """Describes how the last batch, which is torch's, differs from the engine's, which is ``packed``."""
+        """Describes how the last batch, from torch's iterator, differs from the engine's, which ``packed`` contains."""
         from rustloader.tools.probe.leaves import difference, summary
 
         try:

@@ -1,4 +1,4 @@
-"""Checks the state of the Ray cluster, and whether workers of this process can run on its nodes."""
+"""Reports on the Ray cluster, and checks whether the nodes can run workers for this process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 def cluster() -> Iterator[Line]:
     """Yields findings on Ray, on the cluster and on each of its nodes, with advice if there is any.
 
-    The cluster is the one that RAY_ADDRESS names, or to which this process is connected. Yields nothing if Ray is not
-    installed.
+    The cluster is the one to which this process is connected, or else the one that RAY_ADDRESS names. Yields nothing if
+    Ray is not installed.
     """
     try:
         version = metadata.version("ray")
@@ -56,7 +56,7 @@ def cluster() -> Iterator[Line]:
 
 
 def _free_resources(total: Mapping[str, float], free: Mapping[str, float]) -> str:
-    """Describes the free resources of the nodes, including those that the user has defined."""
+    """Describes the free resources of the cluster, including custom resources."""
     text = f"{free.get('CPU', 0):g} of {total.get('CPU', 0):g} CPUs free"
     if total.get("GPU"):
         text += f", {free.get('GPU', 0):g} of {total['GPU']:g} GPUs"

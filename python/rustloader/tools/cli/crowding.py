@@ -18,8 +18,8 @@ _ANY_CORE = range(MAX_CORES)
 def ranks() -> list[tuple[int, Set[int]]]:
     """Returns the pid of each rank on this machine, and the cores that it may use.
 
-    A rank is a process with a rank number in its environment, which the launcher has set. Its children, which inherit
-    the number, do not count. Processes of other users cannot be read.
+    A rank is a process whose launcher has set a rank variable in its environment. Children that inherit the variable
+    from a rank do not count. Processes of other users cannot be read, and are left out.
     """
     numbers = {pid: number for pid in procfs.pids() if (number := local_ranks.number_of(pid)) is not None}
     children = defaultdict(list)
@@ -32,7 +32,7 @@ def ranks() -> list[tuple[int, Set[int]]]:
             first.append(pid)
     bound: list[tuple[int, Set[int]]] = []
     for pid in first:
-        # A shell may start the program, and bind it to cores.
+        # The process may be a shell that starts the program, and binds it to other cores.
         while not _is_python(pid) and len(children[pid]) == 1:
             (pid,) = children[pid]
         # The process may have ended.
@@ -49,7 +49,7 @@ def _is_python(pid: int) -> bool:
 
 
 def obtainable_cores() -> Set[int]:
-    """Returns the cores that a process can be bound to: all of the machine, or those in its cpuset."""
+    """Returns the cores that this process can be bound to: all cores of the machine, or those in its cpuset."""
     cores: Set[int] = os.sched_getaffinity(0)
 
     def try_all_cores() -> None:
@@ -66,7 +66,7 @@ def obtainable_cores() -> Set[int]:
 
 
 def crowding() -> tuple[str, str] | None:
-    """Returns the finding on the ranks' cores, and advice, or "" without any; None if there is only one rank."""
+    """Returns a finding on the ranks' cores, and advice ("" if none is needed); None if there is only one rank."""
     local = ranks()
     count = max(len(local), local_ranks.size() or 1)
     if count == 1:

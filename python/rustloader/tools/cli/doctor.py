@@ -43,12 +43,12 @@ class Finding:
 
 
 def _finding(subject: str, found: str, advice: str = "", state: str = NOTE) -> Finding:
-    """Returns a finding, which is OK unless there is advice."""
+    """Returns a finding. Its state is OK without advice, and ``state`` with advice."""
     return Finding(subject, found, state if advice else OK, advice)
 
 
 def _tried(subject: str, call: Callable[[], object], advice: str, state: str = BAD) -> Finding:
-    """Tries a system call. Returns the finding."""
+    """Tries a system call. Returns a finding, which has ``state`` and ``advice`` if the call fails."""
     try:
         call()
     except OSError as error:
@@ -57,7 +57,10 @@ def _tried(subject: str, call: Callable[[], object], advice: str, state: str = B
 
 
 def main(options: Any) -> int:
-    """Prints the findings. Returns 0 if the engine works, 1 if not, 2 if the file of ``--bench`` cannot be used."""
+    """Runs the checks and prints their findings.
+
+    Returns 0 if the engine works, 1 if it does not, and 2 if the file passed to ``--bench`` cannot be used.
+    """
     sizes: list[tuple[str, str]] = []
     if options.bench is not None:
         # Checked first, because a wrong file name is not a finding about the machine.
@@ -101,7 +104,7 @@ def _findings_of(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
     except Exception as error:
-        # An error in one check must not hide the other findings. Only an error in the trial is BAD.
+        # An error in one check must not hide the findings of the others. Only an error in the trial is BAD.
         subject = check.__name__.strip("_").replace("_", " ")
         yield Finding(subject, f"{type(error).__name__}: {error}", BAD if check is _trial else NOTE)
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 
 _MIB = 1 << 20
 _GENERAL, _CUDA, _HIP = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
-# torch reads the first of these variables that is set (c10/core/AllocatorConfig.cpp), ...
+# torch reads the first of these variables that is set (c10/core/AllocatorConfig.cpp).
 _VARIABLES = (_GENERAL, _CUDA, _HIP)
-# ... and, for settings that only CUDA has, the first of these (c10/cuda/CUDAAllocatorConfig.h).
+# Settings that only CUDA has are an exception: torch reads them from the first of these variables that is set
+# (c10/cuda/CUDAAllocatorConfig.h).
 _CUDA_VARIABLES = (_CUDA, _HIP, _GENERAL)
 _CUDA_SETTINGS = {
     "pinned_use_cuda_host_register",
@@ -21,9 +22,10 @@ _CUDA_SETTINGS = {
 }
 # The first version of torch that reads PYTORCH_ALLOC_CONF.
 _GENERAL_VERSION = (2, 9)
-# Maximum share of a batch that may be lost to rounding without advice.
+# If rounding wastes more than this share of a batch's size, there is advice.
 _MAX_LOSS_SHARE = 0.25
-# The first version of torch in which a cached block of a size that is not rounded cannot be used for a larger size.
+# The first version of torch that does not reuse a cached block for a tensor larger than the block, when sizes are not
+# rounded.
 _SAFE_THRESHOLD = (2, 15)
 
 # Descriptions of the settings.
@@ -40,7 +42,7 @@ _MEANINGS = {
 
 
 def _settings_in(environ: Mapping[str, str], name: str) -> dict[str, str]:
-    """Returns the settings for pinned memory in an environment variable."""
+    """Returns the settings for pinned memory that an environment variable contains."""
     pairs = (entry.partition(":") for entry in environ.get(name, "").replace(" ", "").split(","))
     return {key: value for key, _, value in pairs if key.startswith("pinned_")}
 
@@ -59,7 +61,7 @@ def pinned_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def allocator(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Describes the settings in words. Returns the description, and advice or an empty text."""
+    """Returns a description of the settings, and advice (an empty string if there is none)."""
     parts, advice = [], []
     for name in _VARIABLES:
         used, ignored = [], []
@@ -79,7 +81,7 @@ def allocator(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _overflow_advice(settings: Mapping[str, str]) -> list[str]:
-    """Returns advice for a version of torch that may use a block for a larger size."""
+    """Returns advice if this version of torch may reuse a block for a tensor larger than the block."""
     if _torch_version() >= _SAFE_THRESHOLD:
         return []
     limit = settings["pinned_max_round_threshold_mb"]
@@ -88,7 +90,7 @@ def _overflow_advice(settings: Mapping[str, str]) -> list[str]:
 
 
 def batches(path: str, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields a description of the pinned memory for each batch size in an output of ``bench --json``, and advice.
+    """Yields, for each batch size in an output of ``bench --json``, a description of its pinned memory, and advice.
 
     Raises:
         OSError: The file cannot be read.
@@ -122,7 +124,7 @@ def _batch_memory(nbytes: int, settings: Mapping[str, str]) -> tuple[str, str]:
 
 
 def rounded(nbytes: int, settings: Mapping[str, str]) -> int:
-    """Returns the number of bytes that torch's allocator uses for a tensor."""
+    """Returns the number of bytes that torch's allocator uses for a tensor of ``nbytes``."""
     if nbytes > min(_limit(settings, "pinned_max_round_threshold_mb"), _limit(settings, "pinned_max_cached_size_mb")):
         return nbytes
     return 1 << (nbytes - 1).bit_length()

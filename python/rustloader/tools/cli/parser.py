@@ -14,7 +14,7 @@ from rustloader.settings.option_values import Bytes, Kind
 from rustloader.settings.options import Option, Options, option_of
 from rustloader.tools.bench.settings import SWEPT
 
-# Maximum duration in seconds: a year. Clocks and waits of the system overflow after a few hundred years.
+# Maximum duration in seconds: a year. The system's clocks and waits overflow after a few hundred years.
 _MAX_SECONDS = 366 * 86400
 # Maximum number of workers in a sweep.
 _MAX_WORKERS = 1024
@@ -103,7 +103,7 @@ examples:
 
 
 def script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Splits the arguments of `run` or `trace` after the name of the script. The second part belongs to the script."""
+    """Splits the arguments of `run` or `trace` after the script's name. The second part is passed to the script."""
     valued = _valued_flags() if arguments[0] == "run" else {"-o", "--output", "--seconds", "--level"}
     k = 1
     while k < len(arguments) and arguments[k].startswith("-"):
@@ -191,7 +191,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_shared(add: Callable[..., object]) -> None:
-    """Adds the options that are common to commands that run the user's code in other processes."""
+    """Adds the options that `check` and `bench` share; both run the user's code in other processes."""
     timeout_help = "give up after SECONDS without progress (default: 60)"
     add("--timeout", type=positive_seconds, default=60.0, metavar="SECONDS", help=timeout_help)
     add("--verbose", action="store_true", help="print the whole traceback of an error in your code")
@@ -213,7 +213,7 @@ def seconds(text: str) -> float:
 
 
 def positive_seconds(text: str) -> float:
-    """Parses a duration in seconds, greater than 0, up to a year."""
+    """Parses a duration in seconds that is greater than 0 and at most a year."""
     return _number(float, text, lambda it: 0 < it <= _MAX_SECONDS, "a positive number of seconds, up to a year")
 
 
@@ -230,7 +230,7 @@ def counts(text: str) -> list[int]:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each field of ``Options``. The default of each is None."""
+    """Adds a flag for each field of ``Options``. All flags default to None."""
     for name in Options.__dataclass_fields__:
         option = option_of(name)
         if option.metavar:

@@ -19,12 +19,12 @@ from rustloader.system.patches import Patch
 
 
 def main(options: Any, arguments: list[str]) -> int:
-    """Runs the script. Returns 0, or 2 if there is no such script."""
+    """Runs the script. Returns 0, or 2 if the script cannot be found or opened."""
     setting = _setting(options)
-    # Done first, because the script's folder replaces sys.path[0], where this package may be.
+    # Must come first, because the script's folder will replace sys.path[0], where this package may be.
     _keep_findable()
     module = types.ModuleType("__main__")
-    # Which of these attributes a main module has depends on the version of Python.
+    # Versions of Python differ in which of these attributes a main module has.
     for attribute, value in (("__annotations__", {}), ("__cached__", None)):
         if attribute in vars(sys.modules["__main__"]):
             vars(module)[attribute] = value
@@ -59,7 +59,7 @@ def _setting(options: Any) -> str:
 
 
 def _of_file(path: str, module: types.ModuleType) -> tuple[Any, str]:
-    """Returns the code of a script, or the error of its compilation, and sys.argv[0].
+    """Returns the compiled code of a script, or the error from compiling it, and the value for sys.argv[0].
 
     Sets up the module and sys.path[0] as `python path` does.
     """
@@ -83,7 +83,7 @@ def _of_file(path: str, module: types.ModuleType) -> tuple[Any, str]:
 
 
 def _of_module(name: str, module: types.ModuleType) -> tuple[Any, str]:
-    """Returns the code of a module, and sys.argv[0].
+    """Returns the compiled code of a module, and the value for sys.argv[0].
 
     Sets up the module and sys.path[0] as `python -m name` does.
     """

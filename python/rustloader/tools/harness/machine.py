@@ -12,7 +12,7 @@ from rustloader.metrics.cpu_time import seconds_of_threads
 
 
 def machine() -> dict[str, Any]:
-    """Describes the processor, the cores that this process may use, the memory, the kernel and versions."""
+    """Describes the processor, the cores that this process may use, the memory, and the installed versions."""
     import torch
 
     from rustloader import __version__
@@ -32,7 +32,7 @@ def machine() -> dict[str, Any]:
 
 
 def sentence() -> str:
-    """Describes this machine and its versions in one line."""
+    """Describes this machine and the installed versions in one line."""
     return (
         "{cpu}, {cores} cores, {memory_gib} GiB; Linux {kernel}, Python {python}, torch {torch}, "
         "rustloader {rustloader}".format(**machine())
@@ -42,7 +42,7 @@ def sentence() -> str:
 def cpu_seconds(workers: Iterable[int]) -> float:
     """Returns the processor time of this process, of the children that it has reaped, and of running workers.
 
-    ``workers`` are process ids. A worker that has ended counts as 0.
+    ``workers`` are process IDs. A process that no longer exists counts as 0.
     """
     total = sum(seconds for seconds in map(seconds_of_threads, workers) if seconds is not None)
     for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):

@@ -14,17 +14,21 @@ _SAMPLE_INTERVAL = 0.02
 
 
 class Peak:
-    """The highest sample of a process group's memory."""
+    """The peak memory of a process group, determined by sampling.
+
+    Attributes:
+        samples: number of samples taken.
+        bytes: the highest sample; None if the memory could not be read.
+    """
 
     def __init__(self, group: int) -> None:
         self._group = group
         self._due = 0.0
         self.samples = 0
-        # None if the memory is not readable.
         self.bytes: int | None = None
 
     def sample(self) -> None:
-        """Takes a sample, unless the last sample is recent."""
+        """Takes a sample, or does nothing if the last one is recent."""
         begin = time.monotonic()
         if begin < self._due:
             return

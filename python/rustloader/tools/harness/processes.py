@@ -24,7 +24,10 @@ print(json.dumps(function(*json.loads(sys.argv[4]))))
 
 
 def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function in a new interpreter, which imports its file. Passes arguments and result as JSON."""
+    """Calls a function in a new interpreter, which imports the function's file, and returns the result.
+
+    The arguments and the result are passed as JSON. Raises ``Failure`` if the process fails.
+    """
     file = Path(inspect.getfile(function)).resolve()
     call = [str(file.parent), file.stem, function.__name__, json.dumps(arguments)]
     completed = subprocess.run([sys.executable, "-W", "ignore", "-c", _CODE, *call], stdout=subprocess.PIPE, text=True)
@@ -34,7 +37,10 @@ def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def forked(body: Callable[[], Any]) -> Any:
-    """Calls a function in a forked process. Passes its result as JSON."""
+    """Calls a function in a forked process, and returns the result, which is passed as JSON.
+
+    Raises ``Failure`` if the process fails.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -55,11 +61,13 @@ def forked(body: Callable[[], Any]) -> Any:
 
 
 def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> float:
-    """Returns the seconds that forked processes take for their work. All prepare first, then begin together.
+    """Forks processes that start to work at the same time. Returns the seconds until the last of them has finished.
+
+    The time starts when all processes are prepared. Raises ``Failure`` if a process fails.
 
     Args:
         processes: number of processes.
-        prepare: called in each process with its number; returns the function that does the work.
+        prepare: called in each process with its index; returns the function that does the work.
     """
     (waits, begin), (reader, done) = os.pipe(), os.pipe()
     children = []
@@ -76,7 +84,7 @@ def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> f
             finally:
                 os._exit(0)
         children.append(pid)
-    os.close(done)  # so that the pipe is closed when all children have ended
+    os.close(done)  # so that reading reaches the end of the file when all children have exited
     try:
         _read_all(reader, processes)
         start = time.perf_counter()

@@ -27,7 +27,7 @@ class Program:
         text: purpose of the program, for ``--help``.
         rows: names of all rows.
         rounds: default number of rounds.
-        docs: the document, and the mark in it.
+        docs: the document, and the mark that it has before and after the table.
     """
 
     def __init__(
@@ -57,7 +57,10 @@ class Program:
         return options
 
     def run(self, measure: Callable[[str], object], head: Sequence[str] = ()) -> int:
-        """Calls ``measure`` with the name of each row. Returns 1 if a row failed or missed its goal, else 0."""
+        """Calls ``measure`` with the name of each requested row. ``head`` has the headings of the table.
+
+        Returns 1 if a row failed or missed its goal, else 0.
+        """
         import torch
 
         options = self.options if vars(self.options) else self.parse()
@@ -76,7 +79,7 @@ class Program:
         return int(self.failed)
 
     def attempt(self, name: str, measure: Callable[[], object]) -> None:
-        """Measures a row. If that raises a ``Failure``, prints it as the row's line."""
+        """Calls ``measure`` for a row. If it raises a ``Failure``, prints the failure as the row's line."""
         try:
             measure()
         except Failure as failure:
@@ -89,17 +92,17 @@ class Program:
         return interleave(sides, self.options.rounds, label, **arguments)
 
     def head(self, *cells: str) -> None:
-        """Begins a table."""
+        """Starts a table with these headings."""
         self._show(("\n" if self.table else "") + report.head(cells))
 
     def line(self, row: str, *cells: object, held: bool | None = None, **figures: Any) -> None:
-        """Prints a line of the table.
+        """Prints a line of the table, and adds a row to the JSON output.
 
         Args:
             row: name of the row in the JSON output.
             cells: the cells of the line.
             held: whether the row met its goal; None if it has no goal.
-            figures: the figures of the row in the JSON output.
+            figures: the other values of the row in the JSON output.
         """
         self._show(report.line(cells))
         if held is False:
@@ -112,7 +115,7 @@ class Program:
 
 
 def missed(held: bool | None) -> str:
-    """Returns the last cell of a line with a goal: "missed", or an empty text."""
+    """Returns the last cell of a line with a goal: "missed", or an empty string."""
     return "missed" if held is False else ""
 
 

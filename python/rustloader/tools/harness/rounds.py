@@ -19,7 +19,7 @@ _NARROW_RATIO = 1.1
 
 
 class Failure(Exception):
-    """Raised if a side delivered a wrong result, so that its figures are meaningless."""
+    """Raised if a side failed or delivered a wrong result, so that its measurement is meaningless."""
 
 
 class Interval(NamedTuple):
@@ -69,30 +69,39 @@ def spread(values: Sequence[float], form: Callable[[float], str] = number) -> st
 
 
 def in_turn(items: Sequence[Item], number: int) -> list[Item]:
-    """Returns the items in the order of a round. Two items go AB BA BA AB; three take each of their six orders."""
+    """Returns the items in the order for round ``number``, which counts from 0.
+
+    Two items alternate as AB BA BA AB; three items take each of their six orders in turn.
+    """
     first = number // 2 % len(items)
     order = [*items[first:], *items[:first]]
     return order[::-1] if number % 2 else order
 
 
 class Rounds(dict[str, list[Any]]):
-    """The measurements by side, one per round. A measurement is a number, or a dictionary of several figures."""
+    """The measurements by side, one per round.
+
+    A measurement is a number, or a dictionary of several figures. The argument ``figure`` selects one of these.
+    """
 
     def of(self, side: str, figure: str | None = None) -> list[float]:
-        """Returns a figure of a side for each round."""
+        """Returns the measurement of a side for each round."""
         return [measured if figure is None else measured[figure] for measured in self[side]]
 
     def median(self, side: str, figure: str | None = None) -> float:
-        """Returns the median of a figure of a side."""
+        """Returns the median of a side's measurements."""
         return statistics.median(self.of(side, figure))
 
     def ratios(self, one: str, other: str, figure: str | None = None) -> list[float]:
-        """Returns the ratio of two sides for each round."""
+        """Returns ``one`` divided by ``other`` for each round."""
         pairs = zip(self.of(one, figure), self.of(other, figure), strict=True)
         return [a / b if b else math.inf for a, b in pairs]
 
     def ratio(self, one: str, other: str, figure: str | None = None) -> float:
-        """Returns the median of the rounds' ratios, because the speed of a machine changes between rounds."""
+        """Returns the median of the rounds' ratios.
+
+        Each ratio compares measurements of the same round, because the speed of a machine changes between rounds.
+        """
         return statistics.median(self.ratios(one, other, figure))
 
 
@@ -104,7 +113,7 @@ def interleave(
     after: Callable[[], object] | None = None,
     show: Callable[[str], object] = say,
 ) -> Rounds:
-    """Measures all sides in turn in each round.
+    """Measures all sides in turn in each round, and returns the measurements.
 
     Args:
         sides: functions that measure each side. A function returns a number, or a dictionary of figures.
@@ -112,7 +121,7 @@ def interleave(
         label: name of the measurement.
         references: functions that measure bounds and other references, which come last in each round.
         after: called after the sides of each round, to check their results.
-        show: called with a description before each measurement, and with an empty text at the end.
+        show: called with a description before each measurement of a side, and with an empty string at the end.
     """
     references = references or {}
     measured = Rounds({name: [] for name in (*sides, *references)})

@@ -1,7 +1,7 @@
 """Describes dead and stuck workers of a process that ``check`` or ``bench`` watches.
 
-The process installs faulthandler for a signal. It writes the stack without the GIL. Forked workers inherit the handler;
-the stacks of other workers are unavailable.
+The process registers faulthandler for a signal. On the signal, faulthandler writes the stack without the GIL. Forked
+workers inherit the handler; the stacks of other workers are unavailable.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any
 from rustloader.system.procfs import exit_code, members, read, state
 from rustloader.tools.probe.failure import is_user_code, short_path
 
-# Seconds after which a worker's death is reported if its iterator has not noticed it. torch checks every 5 s.
+# Seconds after which a worker's death is reported if the iterator has not noticed the death. torch checks every 5 s.
 UNNOTICED_SECONDS = 12.0
 # Maximum number of workers whose stacks are read.
 _MAX_STACKS = 8
-# Seconds for processes to end, and for multiprocessing's resource tracker to clean up after them.
+# Maximum seconds for processes to exit, and for multiprocessing's resource tracker to clean up after them.
 _CLEAN_UP_SECONDS = 10.0
-# Pattern of the text with which torch and the engine report a worker's death.
+# Matches the message with which torch and the engine report a worker's death.
 _DEATH = re.compile(r"DataLoader worker \(pid")
 # The signal that makes a process write its stack. The engine uses SIGRTMIN+13 for its own stall warnings.
 _SIGNAL = signal.SIGRTMIN + 12
-# Seconds for a process to write its stack.
+# Maximum seconds for a process to write its stack.
 _STACK_SECONDS = 1.0
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)$')
 
 
 def exit_text(exitcode: int) -> str:
-    """Describes the end of a process in words, from its exit code."""
+    """Describes how a process ended, from its exit code, which is negative for a signal."""
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
     try:
@@ -57,8 +57,8 @@ def advice(death: str) -> str:
 def describe_death(workers: Sequence[Any], error: BaseException) -> str | None:
     """Describes the worker whose death caused an error of ``next``: "worker 1 (pid 7) ended with exit code 3".
 
-    Returns None if no death caused it. ``workers`` are the process objects of the iterator, which has not been shut
-    down.
+    Returns None if no death caused it. ``workers`` are the process objects of the iterator, which must not have been
+    shut down. If ``workers`` is empty, the workers in the error's traceback are used.
     """
     names_worker = isinstance(error, RuntimeError) and bool(_DEATH.search(str(error)))
     for number, worker in enumerate(workers or _workers_in_traceback(error)):
@@ -81,7 +81,7 @@ def _workers_in_traceback(error: BaseException) -> list[Any]:
 
 
 def _death_in_message(text: str) -> str:
-    """Describes the death in a message of torch, for a worker that is not in the list."""
+    """Describes the death that a message of torch reports, for a worker that is not in the list of workers."""
     if match := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
         return f"a worker (pid {match[1]}) {exit_text(int(match[2]))}"
     if match := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):
@@ -91,19 +91,19 @@ def _death_in_message(text: str) -> str:
 
 
 def failed_workers(workers: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Returns the number and exit code of each failed worker that is not reaped. ``workers`` maps numbers to pids."""
+    """Returns the number and exit code of each failed worker that is not reaped yet, given pids by worker number."""
     return [(number, code) for number, pid in workers.items() if (code := exit_code(pid))]
 
 
 def hang_details(group: int, workers: Mapping[int, int], descriptor: int | None) -> Iterator[str]:
     """Describes a process that hangs, line by line.
 
-    Names dead or stopped workers, and the lines of user code where the main process and the workers are. If all are
-    outside user code, the lines are those of libraries.
+    Names failed, stopped or blocked workers, and the lines of user code that the main process and the workers are at.
+    If there is neither, names the lines of library code that they are at.
 
     Args:
-        group: process id of the main process, which is also that of its group.
-        workers: process ids by worker number.
+        group: process ID of the main process, which is also the ID of its process group.
+        workers: process IDs by worker number.
         descriptor: the result of ``install`` in the main process.
     """
     failed = [
@@ -124,7 +124,7 @@ def hang_details(group: int, workers: Mapping[int, int], descriptor: int | None)
 def kill(group: int) -> None:
     """Kills a process group, except multiprocessing's resource tracker.
 
-    Waits until the tracker has cleaned up semaphores and shared memory, and has ended by itself.
+    Waits, for a limited time, until the tracker has cleaned up semaphores and shared memory, and has exited.
     """
     deadline = time.monotonic() + _CLEAN_UP_SECONDS
     while (alive := list(members(group))) and time.monotonic() < deadline:
@@ -163,9 +163,9 @@ def install() -> int | None:
 
 
 def _location(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
-    """Returns the innermost frame of a process, and True if it is in user code.
+    """Returns the innermost frame of a process in user code, or else in a library; and True if it is in user code.
 
-    Prefers frames in user code. The frame has the form "file.py:12 in function"; it is "" if unavailable.
+    The frame has the form "file.py:12 in function"; it is "" if unavailable.
     ``descriptor`` is the result of ``install`` in the process ``owner``.
     """
     try:
@@ -180,14 +180,14 @@ def _location(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
 
 
 def _handles_signal(pid: int) -> bool:
-    """Returns True if a process handles the signal. Otherwise the signal would kill it."""
+    """Returns True if a process handles the signal. A process that does not would be killed by it."""
     lines = (read(f"/proc/{pid}/status") or "").splitlines()
     caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
     return bool(caught >> (_SIGNAL - 1) & 1)
 
 
 def _read(descriptor: int, offset: int) -> str:
-    """Returns the content of a file from an offset on, after waiting until the file stops growing."""
+    """Waits until a file stops growing, then returns its contents after ``offset``."""
     text = b""
     deadline = time.monotonic() + _STACK_SECONDS
     while time.monotonic() < deadline:

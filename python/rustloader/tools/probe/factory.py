@@ -33,7 +33,7 @@ class Unusable(Exception):
 
     Args:
         cause: the reason, with the remedy.
-        details: more of it, such as a traceback; printed with ``--verbose``.
+        details: further information, such as a traceback; printed only with ``--verbose``.
     """
 
     def __init__(self, cause: str, details: str = "") -> None:
@@ -44,16 +44,16 @@ class Unusable(Exception):
         return str(self.args[0])
 
     def message(self, verbose: bool) -> str:
-        """Returns the cause, followed by the details or by a hint at ``--verbose``."""
+        """Returns the cause; if there are details, also the details or a note that ``--verbose`` prints them."""
         if not self.details:
             return str(self)
         return f"{self}\n\n{self.details}" if verbose else f"{self}\n  --verbose prints the whole traceback"
 
 
 def check_target(target: str) -> tuple[str, str, bool]:
-    """Checks the form of a target, and that its file exists, without importing it.
+    """Checks a target without importing it: its form, and that its file exists if it names one.
 
-    Returns the module or file, the name in it, and True if it is a file. Raises ``Unusable``.
+    Returns the module or file, the function's name, and True for a file. Raises ``Unusable`` if a check fails.
     """
     place, colon, name = target.rpartition(":")
     if not (colon and place and name):
@@ -66,7 +66,10 @@ def check_target(target: str) -> tuple[str, str, bool]:
 
 
 def find(target: str) -> Callable[[], Any]:
-    """Imports the function that a target names. Sets sys.argv to just the file or module. Raises ``Unusable``."""
+    """Imports and returns the function that a target names. Raises ``Unusable`` if that fails.
+
+    Sets sys.argv to the file or module, without arguments.
+    """
     place, name, is_file = check_target(target)
     sys.argv = [place]
     value: Any = _file(place) if is_file else _module(place)
@@ -90,13 +93,13 @@ def find(target: str) -> Callable[[], Any]:
 
 
 def make(factory: Callable[[], Any], target: str, workers: int | None = None, remedy: str = "") -> AnyLoader[Any]:
-    """Calls a factory. Raises ``Unusable`` if it fails or returns no loader with workers.
+    """Calls a factory and returns its loader. Raises ``Unusable`` if the call fails or returns an unsuitable object.
 
     Args:
         factory: the function that ``find`` returned.
         target: its name, for errors.
-        workers: num_workers to set; None keeps the factory's, which must not be 0.
-        remedy: another remedy for num_workers=0, which continues the sentence.
+        workers: the value of num_workers to set; None keeps the factory's value, which must not be 0.
+        remedy: another remedy for num_workers=0, which is appended to the sentence.
     """
     from torch.utils.data import DataLoader
 
@@ -118,14 +121,14 @@ def make(factory: Callable[[], Any], target: str, workers: int | None = None, re
         return loader
     loader.num_workers = workers
     if workers == 0:
-        loader.timeout = 0  # torch's loop without workers accepts no other
+        loader.timeout = 0  # torch's loop without workers accepts no other value
     elif loader.prefetch_factor is None:
         loader.prefetch_factor = PREFETCH_FACTOR
     return loader
 
 
 def _unusable(what: str, error: BaseException, advice: str = "") -> Unusable:
-    """Returns the error for an error of the user's code. ``advice`` is added if the code called sys.exit()."""
+    """Returns an ``Unusable`` for an error in the user's code. Appends ``advice`` if the code called sys.exit()."""
     cause = failure(error)
     if isinstance(error, SystemExit):
         cause = Failure(f"it called sys.exit({error.code!r})", cause.where, "")
@@ -138,7 +141,7 @@ def _required_parameters(function: Any) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return []  # unknown; the call will fail if there are any
+        return []  # unknown; if there are any, the call will fail
     return [
         it.name for it in parameters if it.default is it.empty and it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD)
     ]

@@ -1,4 +1,4 @@
-"""Describes exceptions in short: the error, and the innermost frame in user code."""
+"""Describes exceptions briefly: the error, and the innermost frame in user code."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Failure:
 
     Attributes:
         text: the type and the message.
-        where: the innermost frame in user code, as "file.py:12 in function", with the worker if it was raised in one;
-            "" if there is no such frame.
+        where: the innermost frame in user code, as "file.py:12 in function", then the worker if the exception comes
+            from a worker; "" if there is neither.
         details: the whole traceback.
     """
 
@@ -48,7 +48,7 @@ class Failure:
 
 
 def failure(error: BaseException) -> Failure:
-    """Describes an exception. If it was raised in a worker, the description is that of the worker's traceback."""
+    """Describes an exception. If it was first raised in a worker, describes the worker's traceback."""
     text = "".join(traceback.format_exception_only(error)).strip()
     lines = text.splitlines()
     if len(lines) > 2 and _WORKER.search(lines[0]) and lines[1].startswith("Original Traceback"):
@@ -70,7 +70,7 @@ def is_user_code(file: str) -> bool:
 
 
 def short_path(file: str) -> str:
-    """Returns a path relative to the current directory or a folder of libraries, if it is inside one."""
+    """Shortens a path that is inside the current directory or a folder of libraries to a relative path."""
     for folder in (os.getcwd() + os.sep, *_LIBRARIES):
         if file.startswith(folder):
             return file.removeprefix(folder)

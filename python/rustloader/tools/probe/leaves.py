@@ -1,4 +1,4 @@
-"""Compares batches bit by bit, leaf by leaf."""
+"""Compares batches leaf by leaf, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rustloader.system.formatting import type_name
 
 
 class Leaf(NamedTuple):
-    """A part of a batch that has no parts itself, or the type of a container."""
+    """A part of a batch that cannot be divided further, or the type of a container."""
 
     path: str
     kind: str
@@ -108,7 +108,7 @@ def _content(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception:
-        return repr(type(value)).encode()  # never from a worker, which could not have sent it
+        return repr(type(value)).encode()  # does not occur in a worker's batch, which has been pickled
 
 
 def _nbytes(value: Any) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def warnings() -> Iterator[list[str]]:
-    """Collects the messages that this package logs at WARNING or above. Yields the list."""
+    """Yields a list that collects the messages that this package logs at WARNING or above."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

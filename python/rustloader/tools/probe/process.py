@@ -1,4 +1,4 @@
-"""The command's view of a process with the user's loader on one engine. All waits are limited."""
+"""The command's view of a process with the user's loader on one engine. All waits have time limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ MORE_TIME = "if it is slow and not stuck, pass a larger --timeout"
 class Probe:
     """A process with the user's loader on one engine, and its workers.
 
-    They form a separate process group, so Ctrl-C reaches only the command. The ``with`` statement ends the whole group.
+    They form a separate process group, so Ctrl-C reaches only the command. Leaving the ``with`` statement ends all
+    processes of the group.
 
     Args:
         side: the object that answers the requests in the process.
@@ -49,9 +50,9 @@ class Probe:
         self._asked = "ready"
         # The descriptor of the file for stacks, from `deaths.install` in the process.
         self._stacks: int | None = None
-        # The process ids of the workers, by number.
+        # The process IDs of the workers, by number.
         self._workers: dict[int, int] = {}
-        # True if the process may never end by itself.
+        # True if the process may never exit unless it is killed.
         self._stuck = False
         self._connection, far_end = multiprocessing.Pipe()
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -68,11 +69,11 @@ class Probe:
 
     @property
     def group(self) -> int:
-        """The id of the process group."""
+        """The ID of the process group, which is also that of the main process."""
         return self._process.pid
 
     def ask(self, *request: Any, meanwhile: Callable[[], object] | None = None) -> Any:
-        """Sends a request and waits for the answer."""
+        """Sends a request, waits for the answer, and returns it."""
         self.request(*request)
         return self.answer(meanwhile)
 
@@ -84,10 +85,9 @@ class Probe:
         self._send(request)
 
     def answer(self, meanwhile: Callable[[], object] | None = None) -> Any:
-        """Waits for the answer to the last request, and calls ``meanwhile`` repeatedly.
+        """Waits for the answer to the last request, and returns it. Calls ``meanwhile`` repeatedly until then.
 
-        Raises ``Unusable`` if the process fails or makes no progress, or if a worker dies and its iterator does not
-        notice.
+        Raises ``Unusable`` if the process fails or makes no progress, or if a worker dies.
         """
         progress = due = time.monotonic()
         unnoticed: dict[int, float] = {}
@@ -124,10 +124,10 @@ class Probe:
             elif name != "progress":
                 return value
 
-    # --- limits and texts, which a subclass may override
+    # --- time limits and messages, which a subclass may override
 
     def limit(self, awaited: str) -> float:
-        """Returns the maximum seconds without progress for a request; "ready" is the start of the process."""
+        """Returns the maximum seconds without progress for a request; "ready" stands for the start of the process."""
         return self.timeout
 
     def hang_texts(self, awaited: str) -> tuple[str, str]:
@@ -147,11 +147,11 @@ class Probe:
     # --- the connection
 
     def _send(self, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the process has ended, which `answer` reports
+        with contextlib.suppress(BrokenPipeError):  # `answer` reports that the process has ended
             self._connection.send(message)
 
     def _receive(self, check: Callable[[], object], every: float) -> tuple[str, Any]:
-        """Returns the name and value of the next message. Calls ``check`` every ``every`` seconds meanwhile."""
+        """Waits for the next message, and returns its name and value. Calls ``check`` every ``every`` seconds."""
         while not self._connection.poll(every):
             if self._exit_status() is not None and not self._connection.poll():
                 raise self._exit_error()
@@ -163,7 +163,7 @@ class Probe:
             raise self._exit_error() from None
         return name, value
 
-    # --- the end
+    # --- shutdown
 
     def __enter__(self) -> Self:
         return self
@@ -180,7 +180,7 @@ class Probe:
                 self._wait_until(lambda: self._exit_status() is not None, 5.0)
             self._wait_until(lambda: not any(members(self.group)), 1.0)
         finally:
-            # Safe, because the id cannot be reused before the process is reaped below.
+            # Safe, because the process ID cannot be reused before the process is reaped below.
             os.killpg(self.group, signal.SIGKILL)
             self._process.wait()
 

@@ -1,7 +1,7 @@
 """The process with the user's loader. It answers requests until the command closes the connection.
 
-Each engine has its own process. So the memory, imports and threads of one engine cannot affect the other, and the
-command can end a process that hangs.
+Each engine has a separate process, so that the memory, imports and threads of one engine cannot affect the other, and
+the command can kill a process that hangs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader as AnyLoader
 
 _PR_SET_PDEATHSIG = 1
-# Maximum seconds for a process to end after an interrupt. The shutdown of workers takes up to 5.5 s.
+# Maximum seconds for a process to exit after an interrupt. The shutdown of workers takes up to 5.5 s.
 _INTERRUPT_SECONDS = 15
 
 
@@ -59,7 +59,8 @@ ENGINES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 class Side:
     """The user's loader on one engine. The command creates this object and sends it to the process.
 
-    Each method of a subclass is a request. ``quiet`` hides Python's warnings, because another process has shown them.
+    A request names a method of the object. ``quiet`` hides Python's warnings, for use when another process has already
+    shown them.
     """
 
     # Set by `make`.
@@ -69,7 +70,7 @@ class Side:
         self.target, self.engine, self.quiet = target, engine, quiet
         # Sends a note (name, value) to the command before the answer. `serve` sets this.
         self.send_note: Callable[[str, Any], None] = _no_command
-        # Description of the worker that has died.
+        # Description of a worker's death that caused an error; None if there was none.
         self.death: str | None = None
         self._factory: Callable[[], Any] | None = None
         self._workers: list[Any] = []
@@ -81,11 +82,11 @@ class Side:
         self._factory = find(self.target)
 
     def make(self, workers: int | None = None, remedy: str = "") -> None:
-        """Calls the factory. ``factory.make`` describes the arguments."""
+        """Calls the factory, and sets ``loader``. ``factory.make`` describes the arguments."""
         assert self._factory is not None, "load() comes first"
         rustloader.uninstall()  # RUSTLOADER_INSTALL or the user's module may have called install()
         self.loader = make(self._factory, self.target, workers, remedy)
-        rustloader.uninstall()  # the factory may have called it, too
+        rustloader.uninstall()  # the factory may have called install(), too
 
     def seed(self, number: int) -> None:
         """Seeds torch, NumPy and random."""
@@ -104,13 +105,13 @@ class Side:
             yield
 
     def served(self) -> tuple[int, str]:
-        """Returns the number of batches from the Rust engine since ``on_engine``, and the first line of the log."""
+        """Returns the number of batches from the Rust engine since ``on_engine``, and the first warning since then."""
         return rustloader.engine_batches() - self._served_before, "".join(self._logged[:1])
 
     def on_start(self, iterator: Iterator[Any]) -> None:
-        """Sends the process ids of the workers to the command, so that it can name one that dies or hangs.
+        """Sends the process IDs of the workers to the command, so that the command can name one that dies or hangs.
 
-        The command cannot check processes on other machines.
+        Does nothing for remote workers: the command cannot check processes on other machines.
         """
         if is_remote(self.loader.multiprocessing_context):
             return
@@ -123,15 +124,15 @@ class Side:
         self.send_note("progress", None)
 
     def on_error(self, error: BaseException) -> None:
-        """Notes the worker whose death caused an error. Called before the iterator's shutdown ends all workers."""
+        """Sets ``death`` if a worker's death caused the error. Must be called before the iterator shuts down."""
         self.death = self.death or describe_death(self._workers, error)
 
     def close(self) -> None:
-        """Ends the remaining workers."""
+        """Shuts down the workers that are still running. Does nothing by default."""
 
 
 def end_workers(iterator: Iterator[Any] | None) -> None:
-    """Ends the workers of an iterator, which is torch's, or one of a class that wraps it."""
+    """Shuts down the workers of an iterator, or of the one that it wraps. Does nothing for None."""
     for end in ("_shutdown_workers", "close"):
         if hasattr(iterator, end):
             getattr(iterator, end)()
@@ -145,7 +146,8 @@ def _no_command(name: str, value: Any) -> None:
 def serve(descriptor: int, parent: int) -> None:
     """Answers requests (name, arguments...) with (name, value), until the connection closes or SIGINT arrives.
 
-    The first message is a ``Side``. ``parent`` is the process id of the command.
+    The first message is a ``Side``. ``descriptor`` is that of the connection, and ``parent`` the process ID of the
+    command.
     """
     os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGINT, _interrupt)
@@ -176,14 +178,14 @@ def _answer(connection: Connection, side: Side) -> None:
     except (Exception, SystemExit) as error:
         # The error may also occur between two requests: torch's SIGCHLD handler raises when a worker dies.
         side.on_error(error)
-        with contextlib.suppress(OSError):  # the connection is closed
+        with contextlib.suppress(OSError):  # the command may have closed the connection
             side.send_note(*_note_of(side, error))
     finally:
         side.close()
 
 
 def _report_unsent(side: Side, error: BaseException) -> None:
-    with contextlib.suppress(OSError):  # another worker has reported its error, and the command has ended
+    with contextlib.suppress(OSError):  # the command may have ended after an error of another worker
         side.send_note("unsent", failure(error).text)
 
 
@@ -198,7 +200,7 @@ def _note_of(side: Side, error: BaseException) -> tuple[str, Any]:
 
 
 def _interrupt(*_: object) -> None:
-    """Raises KeyboardInterrupt once. If user code suppresses it, an alarm kills the process group."""
+    """Raises KeyboardInterrupt, and ignores later interrupts. An alarm kills the process group if it does not exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
     signal.alarm(_INTERRUPT_SECONDS)
@@ -206,7 +208,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _interrupt_with(parent: int) -> None:
-    """Makes the system interrupt this process when its parent ends."""
+    """Makes the system interrupt this process when its parent exits. Raises KeyboardInterrupt if it already has."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGINT))
     if os.getppid() != parent:

@@ -52,7 +52,7 @@ def _has_rich() -> bool:
 
 
 def _choose(as_json: bool) -> int | None:
-    """Returns the only process of this user with running loaders. Lists them and returns None if there are several."""
+    """Returns the only process of this user with running loaders. If there are several, lists them and returns None."""
     main_processes = processes.main_processes()
     if not main_processes:
         whose = "" if processes.user() == "root" else f" of user {processes.user()}"
@@ -76,14 +76,15 @@ def _choose(as_json: bool) -> int | None:
 
 
 def _process_row(pid: int, count: int) -> dict[str, Any]:
-    """Returns a row of the list of processes, with the figures of the process's busiest loader since its creation.
+    """Returns a row of the list of processes. ``count`` is the number of loaders of the process.
 
-    The share of `next` shows which of several ranks waits for its loader.
+    The other values describe the process's busiest loader since it was created. The share of time in `next` shows which
+    of several ranks waits for its loader.
     """
     rank = local_ranks.number_of(pid)
     identity = {"pid": pid, "local_rank": None if rank is None else rank[1], "loaders": count}
     figures: dict[str, Any] = {"name": "", "batches": 0, "next_share": 0.0, "verdict": "unknown"}
-    with contextlib.suppress(processes.NothingToSee):  # the process has ended meanwhile
+    with contextlib.suppress(processes.NothingToSee):  # the process may have ended since
         loaders = [Loader(pid, None, observation) for observation in observe(pid)]
         busiest = max(loaders, key=lambda loader: loader.total.batches, default=None)
         if busiest is not None:
@@ -96,9 +97,9 @@ def _process_row(pid: int, count: int) -> dict[str, Any]:
 
 
 def _main_process(pid: int, waits: bool) -> int:
-    """Returns the process whose loaders are shown: the main process, if ``pid`` is a worker.
+    """Returns the process whose loaders to show: ``pid``, or its main process if ``pid`` is a worker.
 
-    With ``waits``, a process that uses the engine is accepted even if it has no running loader.
+    With ``waits``, accepts a process that uses the engine even if it has no running loader at present.
 
     Raises:
         NothingToSee: There is nothing to show about the process.
@@ -140,19 +141,19 @@ class _History:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        # By iterator, latest last.
+        # Each observation has the state of each iterator, by key. The latest comes last.
         self._observations: list[dict[Any, Observation]] = []
 
     def observe(self) -> None:
         """Adds an observation. Raises ``NothingToSee`` if the process has ended."""
         self._observations.append({it.key: it for it in observe(self.pid)})
         now = time.monotonic()
-        # Always keeps the last two: the interval may be longer than the time that a verdict covers.
+        # The last two are always kept: the interval may be longer than the time that a verdict covers.
         recent = [observation for observation in self._observations[:-2] if _age(observation, now) <= _VERDICT_SECONDS]
         self._observations = (recent + self._observations[-2:])[-1000:]
 
     def loaders(self) -> list[Loader]:
-        """Returns the loaders of the latest observation, oldest first."""
+        """Returns the loaders in the latest observation, oldest first."""
         before = self._observations[-2] if len(self._observations) > 1 else {}
 
         def earliest(key: Any) -> Any:
@@ -220,7 +221,7 @@ def _live(pid: int, interval: float) -> int:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yields a function that waits for a key for up to the given seconds. It returns the key, or an empty text."""
+    """Yields a function that waits up to the given seconds for a key. It returns the key, or "" if there was none."""
     import termios
     import tty
 

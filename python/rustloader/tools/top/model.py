@@ -18,13 +18,13 @@ from rustloader.system.cores import usable_cores
 from rustloader.tools.top import processes
 from rustloader.tools.top.processes import LoaderArena
 
-# Minimum seconds at one batch, and minimum multiple of the mean time per batch, for a stuck worker.
+# A worker is stuck if its current batch takes at least this many seconds, and this many times its mean time per batch.
 _LONG_SECONDS, _LONG_MULTIPLE = 2.0, 10.0
-# Minimum seconds at the first batch, and of the start, for a stuck worker.
+# A worker is also stuck if its start or its first batch takes at least this many seconds.
 _LONG_AT_FIRST = 30.0
-# Minimum seconds that a reliable verdict covers.
+# Minimum seconds that a verdict must cover to be reliable.
 _SETTLED_SECONDS = 10.0
-# The names of the states of a busy worker, as shown.
+# The states of a busy worker, and the names under which they are shown.
 _BUSY = {"fetch": "fetching", "collate": "collating", "pack": "packing", "publish": "sending"}
 
 
@@ -35,8 +35,8 @@ class Observation:
     Attributes:
         file: device and inode of the arena.
         figures: the result of ``_core.inspect_arena``.
-        pids: process ids of the workers in this PID namespace; None if unknown.
-        times: processor times of the workers' batches.
+        pids: process IDs of the workers in this PID namespace; None for one that is unknown.
+        times: processor time that each worker has spent on batches.
     """
 
     file: tuple[int, int]
@@ -51,7 +51,10 @@ class Observation:
 
 
 def observe(pid: int) -> list[Observation]:
-    """Observes the iterators of a process, oldest first. Raises ``NothingToSee`` if it is gone or not readable."""
+    """Observes the iterators of a process, oldest first.
+
+    Raises ``NothingToSee`` if the process has ended, or if its loaders cannot be read.
+    """
     loaders = processes.loaders(pid)
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
@@ -72,8 +75,8 @@ def _observe_iterator(loader: LoaderArena, outer: dict[int, int] | None) -> Obse
 class WorkerView:
     """A worker, as shown.
 
-    ``pid`` is the process id in this PID namespace, if known. Shares cover the last interval. ``fetch_cpu_share`` is
-    the processor time of the fetches that ended in the interval as a share of their wall time; None if there are none.
+    ``pid`` is the process ID in this PID namespace, if known. Shares cover the last interval. ``fetch_cpu_share`` is
+    the processor time of the fetches that ended in the interval as a share of their wall time; None if none ended.
     """
 
     id: int
@@ -112,7 +115,7 @@ class WorkerView:
         return self.is_stuck or self.state in ("ended", "stopped")
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures for ``--json``."""
+        """Returns the fields for ``--json``."""
         fields = asdict(self)
         return fields | {"usual_batch_seconds": fields.pop("usual_seconds"), "stuck": self.is_stuck}
 
@@ -124,7 +127,8 @@ class Loader:
         pid: the main process.
         before: the observation at the start of the interval; None if the iterator did not exist yet.
         now: the latest observation.
-        earlier: the observation at the start of the time that the verdict covers; None for the iterator's creation.
+        earlier: the observation at the start of the period that the verdict covers; None if the period starts at the
+            iterator's creation.
     """
 
     def __init__(
@@ -140,12 +144,12 @@ class Loader:
 
     @property
     def age_seconds(self) -> float:
-        """Seconds since the iterator's creation."""
+        """Seconds since the iterator was created."""
         return max(1e-9, self.figures.now - self.figures.started)
 
     @cached_property
     def total(self) -> Stats:
-        """The statistics since the iterator's creation."""
+        """The statistics since the iterator was created."""
         return stats_of(self.pid, self.workers, self._now)
 
     @cached_property
@@ -155,7 +159,7 @@ class Loader:
 
     @cached_property
     def verdict(self) -> tuple[Verdict, float | None]:
-        """The verdict, and the number of seconds that it covers; None if it covers the whole life of the iterator."""
+        """The verdict, and the seconds that it covers; None if it covers the time since the iterator was created."""
         seconds = 0.0 if self._earlier is None else self.figures.now - self._earlier.figures.now
         if seconds >= _SETTLED_SECONDS:
             verdict = stats_for_verdict(
@@ -207,7 +211,7 @@ class Loader:
             state = "stopped"
         rollup = procfs.rollup(pid) if pid else {}
         busy = totals.fetch + totals.collate + totals.pack + totals.publish
-        # The current batch is compared with the mean of the others, so it does not count.
+        # The mean excludes the current batch, which is compared with it.
         busy -= now.seconds_at_batch if at_batch else 0.0
         return WorkerView(
             id=number,
@@ -230,7 +234,7 @@ class Loader:
 
     @property
     def marked_workers(self) -> tuple[WorkerView, ...]:
-        """The workers that are stuck, stopped or ended too early."""
+        """The workers that are stuck or stopped, or have ended too early."""
         return tuple(worker for worker in self.workers if worker.is_marked)
 
     @property
@@ -241,7 +245,7 @@ class Loader:
         return "stopping" if self.figures.stopping else self.figures.state
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures for ``--json``."""
+        """Returns the description for ``--json``."""
         verdict, seconds = self.verdict
         figures = self.figures
         settings = ("prefetch_factor", "in_order", "persistent", "pinning")
@@ -263,7 +267,7 @@ class Loader:
 
 
 def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Observation, since: Observation | None = None) -> Stats:
-    """Returns the statistics of an iterator between two observations, or since its creation."""
+    """Returns the statistics of an iterator between two observations, or since its creation if ``since`` is None."""
     figures = now.figures
     counts = figures.counts.since(since.figures.counts) if since else figures.counts
     return Stats(
@@ -279,9 +283,9 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Observation, since:
 
 
 def stats_for_verdict(stats: Stats, figures: Observed) -> Stats:
-    """Returns the statistics, with settings if the workers run on other machines: the verdict depends on that.
+    """Returns the statistics. Adds scheduling settings if the workers run on other machines, which affects the verdict.
 
-    The settings that cannot be observed have placeholder values, on which no advice depends.
+    Settings that cannot be observed get placeholder values, which do not affect advice.
     """
     if not figures.remote:
         return stats
@@ -291,7 +295,7 @@ def stats_for_verdict(stats: Stats, figures: Observed) -> Stats:
 
 
 def _totals_since(view: WorkerView, now: Observation, since: Observation | None) -> WorkerTotals:
-    """Returns a worker's counters between two observations, or since the iterator's creation."""
+    """Returns a worker's counters between two observations, or since the iterator's creation if ``since`` is None."""
     totals = now.figures.workers[view.id].totals
     return totals.since(since.figures.workers[view.id].totals) if since else totals
 
@@ -313,9 +317,9 @@ def _difference(now: WorkTime, before: WorkTime) -> WorkTime:
 
 
 def _cores(pid: int) -> int:
-    """Returns the number of cores that a process may use by its affinity.
+    """Returns the number of cores that a process may use according to its affinity.
 
-    If the process is in the cgroup of this one, the CPU quota counts, too.
+    If the process is in the same cgroup as this process, the CPU quota limits the number, too.
     """
     try:
         affinity = len(os.sched_getaffinity(pid))

@@ -1,4 +1,4 @@
-"""Finds the processes of this machine, and their loaders, through /proc."""
+"""Finds processes on this machine, and their loaders, through /proc."""
 
 from __future__ import annotations
 
@@ -46,10 +46,7 @@ def loaders(pid: int) -> list[LoaderArena]:
 
 
 def caches(pid: int) -> list[CacheUsage]:
-    """Returns the usage of the caches of a process's datasets, in memory and in files.
-
-    The list is empty if they are not accessible.
-    """
+    """Returns the usage of each cache, in memory or in a file, that a process has open; empty if none is accessible."""
     usages: dict[tuple[int, int], CacheUsage] = {}
     with contextlib.suppress(OSError):
         # The file of a cache is open, and mapped for writing.
@@ -76,7 +73,7 @@ def _cache(path: str) -> tuple[tuple[int, int], CacheUsage] | None:
 
 
 def main_processes() -> dict[int, list[LoaderArena]]:
-    """Returns the arenas of running iterators by main process, for processes of this user (for root: all users)."""
+    """Returns the arenas of running iterators, by main process, for this user's processes (for root: all users')."""
     processes = {}
     for pid in pids():
         with contextlib.suppress(OSError, NothingToSee):
@@ -96,7 +93,7 @@ def _open_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
 
 
 def _mapped_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
-    """Yields the arenas of a process that has closed their descriptors. Only root can open them."""
+    """Yields the arenas that a process maps, for one that has closed the descriptors. Only root can open them."""
     for line in _maps(pid):
         if line.endswith(_ARENA):
             with contextlib.suppress(FileNotFoundError):
@@ -165,13 +162,13 @@ def command(pid: int) -> str:
 
 
 def inner_pid(pid: int) -> int:
-    """Returns the id of a process in its own PID namespace. In a container it differs from ``pid``."""
+    """Returns the ID that a process has in its own PID namespace. In a container this ID differs from ``pid``."""
     lines = (read(f"/proc/{pid}/status") or "").splitlines()
     return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), pid)
 
 
 def outer_pids(pid: int) -> dict[int, int] | None:
-    """Maps the process ids in a process's PID namespace to those in this one. Returns None if both are the same."""
+    """Maps process IDs in the PID namespace of a process to those in this one. Returns None if both are the same."""
     namespace = _namespace(pid)
     if namespace is None or namespace == _namespace(os.getpid()):
         return None

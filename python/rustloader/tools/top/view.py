@@ -1,4 +1,4 @@
-"""The view of ``top``: lines for a terminal of any size, and as plain text."""
+"""The view of ``top``: formats lines for a terminal of any size, or as plain text."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _WARNING_STYLE = "bold red"
 # The columns of the table: heading, alignment and width. The index column takes the remaining width.
 _COLUMNS = {"worker": ">6", "pid": ">7", "state": "<9", "batch": ">6", "for": ">6"}
 _COLUMNS |= {"fetch": ">5", "cpu": ">5", "coll": ">5", "pack": ">5", "idle": ">5", "memory": ">7"}
-# Headings that are left out if the terminal is narrower than this many characters.
+# Columns that are omitted if the terminal is narrower than this many characters.
 _WIDE, _WIDE_FROM = {"pid", "cpu"}, 96
 # Indentation of the text in the lines above a table.
 _INDENT = 14
 
 
 def plain(lines: Sequence[Line]) -> str:
-    """Returns the lines as text."""
+    """Returns the lines as plain text."""
     return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
 
 
@@ -47,7 +47,10 @@ def frame(
     height: int | None = None,
     caches: Sequence[CacheUsage] = (),
 ) -> list[Line]:
-    """Returns the lines for a process, its caches and each of its loaders. ``height`` limits the tables."""
+    """Returns the lines for a process, its caches and each of its loaders.
+
+    ``width`` is the maximum length of a line, and ``height`` the maximum number of lines; None for no maximum.
+    """
     head = f"process {pid}: "
     lines: list[Line] = [[(head, "bold"), (_cut(command, width - len(head)), "")]]
     lines += [_line("cache", f"{cache_line(usage)}, {size(usage.bytes_left)} left", width) for usage in caches]
@@ -71,15 +74,15 @@ def _summaries(loaders: Sequence[Loader], width: int, compact: bool) -> list[lis
 
 
 def _lines_for_rows(summaries: list[list[Line]], height: int) -> int:
-    """Returns the number of lines available for rows of tables.
+    """Returns the number of lines available for the rows of the tables.
 
-    The summaries take the other lines, and so do an empty line and a heading per loader.
+    The summaries take up the other lines, with an empty line and a heading per loader.
     """
     return height - sum(len(part) + 2 for part in summaries)
 
 
 def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator[Line]:
-    """Yields the lines above a loader's table. ``compact`` yields fewer, for a terminal with few lines."""
+    """Yields the lines above a loader's table; fewer lines if ``compact``, for a terminal of low height."""
     figures, total = loader.figures, loader.total
     settings = [count_of(len(loader.workers), "worker"), f"prefetch_factor={figures.prefetch_factor}"]
     settings += [] if figures.in_order else ["in_order=False"]
@@ -121,7 +124,7 @@ def _memory(loader: Loader) -> str:
 
 
 def _shows_rss(loader: Loader) -> bool:
-    """Returns True if the memory of workers is shown as RSS, because the PSS of one of them is not readable."""
+    """Returns True if the workers' memory must be shown as RSS, because the PSS of some worker is not readable."""
     return any(worker.memory_bytes is not None and worker.pss_bytes is None for worker in loader.workers)
 
 
