@@ -13,8 +13,8 @@ codes! {
     BATCH = 0, // the batch
     ERROR = 1, // the wrapper of an error that takes a batch's place
     DEAD = 2, // the `Death` of a worker
-    // From `next`, None: the epoch has ended. From `begin`: the epoch has begun; None, or if it began early, True if the
-    // prediction was correct, else False.
+    // From `next`, None: the epoch has ended. From `begin`: the epoch has begun; None, or if it began early, True if
+    // the prediction was correct, else False.
     END = 3,
     TIMED_OUT = 4, // None: the loader's `timeout` has passed
     NO_PIN_THREAD = 5, // the reason why the pin thread ended
