@@ -93,8 +93,9 @@ impl PyPort {
                 drop(value);
                 holder.map_or(Ok(()), |list| list.del_slice(0, list.len()))?;
                 // Copy with the GIL held: code that still has a reference to the array may write to it as soon as
-                // Python code runs again. SAFETY: `outgoing` has noted the array's block, which therefore stays; `to`
-                // points to `len` fresh bytes.
+                // Python code runs again.
+                // SAFETY: `outgoing` has noted the array's block, which therefore stays; `to` points to `len` fresh
+                // bytes.
                 outgoing.settle(|from, to, len| unsafe { copy(from, to, len, true) })?;
             }
             self.publish(outgoing, task, kind, &payload)?;

@@ -209,8 +209,8 @@ impl<M: QueueMemory> Claimer<M> {
     #[inline]
     pub fn claim(&mut self) -> Result<Option<(u64, Entry)>> {
         let control = self.memory.control();
-        // The head is only a hint: a stale value costs extra steps, but the states of the slots decide. SYNC:
-        // head-moved (pairs with the Release below): a worker that sees a head sees no waiting entry before that
+        // The head is only a hint: a stale value costs extra steps, but the states of the slots decide.
+        // SYNC: head-moved (pairs with the Release below): a worker that sees a head sees no waiting entry before that
         // position.
         let mut position = control.head.0.load(Ordering::Acquire);
         loop {

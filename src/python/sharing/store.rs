@@ -34,7 +34,8 @@ impl SharedStore {
 
 /// Fills in `view` as a read-only buffer of the given bytes.
 ///
-/// # Safety `view` is null or a structure that Python passes to be filled in; the bytes stay valid while `owner` lives.
+/// # Safety
+/// `view` is null or a structure that Python passes to be filled in; the bytes stay valid while `owner` lives.
 unsafe fn export(
     owner: &Bound<'_, PyAny>,
     view: *mut ffi::Py_buffer,
