@@ -22,7 +22,7 @@ codes! {
     // Answers of `Port.receive`.
     RESUME = 1, // a new epoch begins; comes with the number of its first task and the message of `Engine.begin`
     LEAVE = 2, // the worker must leave
-    UNREADABLE = 3, // a task whose index cannot be unpickled
+    UNREADABLE = 3, // a task whose index batch cannot be unpickled
     EARLY = 4, // like RESUME, but before the current epoch has ended; its tasks follow, and the worker does not answer
     REWIND = 5, // like RESUME, but the epoch replaces an epoch that began early
 }

@@ -186,8 +186,7 @@ record! {
     }
 }
 
-/// The counters of one iterator, which stay readable after it has ended, or the sums of those of a loader's ended
-/// iterators.
+/// The counters of one iterator, which stay readable after it has ended, or the sums over a loader's ended iterators.
 #[pyclass(frozen, name = "Meter", module = "rustloader._core")]
 pub struct PyMeter {
     meter: Arc<Meter>,
@@ -242,7 +241,7 @@ pub fn inspect_arena(py: Python<'_>, fd: i32) -> PyResult<Option<Py<Observed>>> 
     if fd < 0 {
         return Err(PyValueError::new_err(format!("{fd} is not a descriptor")));
     }
-    // SAFETY: the caller keeps the descriptor open for the call; on a closed one the reads fail.
+    // SAFETY: the caller keeps the descriptor open during the call; if it is closed, the reads fail.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     py.detach(|| observe::observe(fd))?.map(|it| Observed::of(py, &it)).transpose()
 }

@@ -45,12 +45,13 @@ pub struct PyPort {
     stopwatch: Arc<Stopwatch>,
     /// The handler that makes NumPy allocate arrays in the worker's region, if it is in use.
     numpy_memory: OnceLock<NumpyMemory>,
-    /// The main process; set only if there is no watchdog thread to check that it lives.
+    /// The main process, whose death the worker itself must notice; set only if there is no watchdog thread.
     unguarded: OnceLock<Parent>,
 }
 
 impl PyPort {
-    /// Returns `code`, the first task and the message of a task that begins an epoch.
+    /// Decodes the payload of an entry that begins an epoch. Returns `code`, the number of the epoch's first task, and
+    /// the message of `Engine.begin`.
     fn epoch(&self, py: Python<'_>, code: u8, payload: &[u8]) -> PyResult<(u8, u64, Option<Py<PyAny>>)> {
         self.port.enter(WorkerState::Starting);
         let (first_task, message) = wire::read_epoch(payload)?;
@@ -75,8 +76,8 @@ impl PyPort {
     }
 
     /// Sends `value` if it is a plain tree; otherwise sends nothing and returns false. The list `holder`, which this
-    /// method may empty, has the only other reference to `value`, unless the worker keeps one. Without `holder`, arrays
-    /// are copied.
+    /// method may empty, has the only other reference to `value`, unless the worker keeps one, too. Without `holder`,
+    /// arrays are copied.
     fn encode(
         &self,
         task: u64,
@@ -104,8 +105,8 @@ impl PyPort {
         Ok(plain)
     }
 
-    /// Waits for a task without the GIL. Returns `None` if the worker must leave, also because the main process has
-    /// died.
+    /// Waits for a task without the GIL. Returns `None` if the worker must leave, for example because the main process
+    /// has died.
     fn wait(&self, py: Python<'_>) -> PyResult<Option<TaskEntry>> {
         fetcher::show_activity(py, &self.port, || self.port.enter(WorkerState::Idle));
         loop {
@@ -186,8 +187,8 @@ impl PyPort {
         py.detach(|| remote.finish(remote::limit(seconds)))
     }
 
-    /// Starts the watchdog thread. If that fails (RLIMIT_NPROC), the worker itself checks while it is idle that the
-    /// main process lives.
+    /// Starts the watchdog thread. If that fails (RLIMIT_NPROC), the worker itself checks, while it is idle, that the
+    /// main process is alive.
     fn watch(&self, parent: (i32, u64)) {
         let parent = Parent::of(parent.0, parent.1);
         if watchdog::start(self.port.clone(), parent).is_err() {
@@ -313,8 +314,8 @@ impl PyPort {
         py.detach(|| self.port.progress(ends));
     }
 
-    /// Records that the worker leaves. From then on Ctrl-C is ignored, because it would only print a traceback from the
-    /// code with which multiprocessing ends a process.
+    /// Records that the worker leaves. From then on Ctrl-C is ignored, because a KeyboardInterrupt in multiprocessing's
+    /// shutdown code would only print a traceback.
     fn leave(&self, py: Python<'_>) {
         signal::ignore(libc::SIGINT);
         // Handle a signal that Python has already noted, and drop the error, which Python would otherwise raise after

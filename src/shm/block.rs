@@ -38,8 +38,8 @@ pub enum Left {
     Last,
 }
 
-/// Clears `bits` of a block that is to go back over the return stack: if no holder remains, the block becomes RETURNING
-/// and the caller must push it with [`give_back`]. Any process may call this, unlike [`release_owned`].
+/// Clears `bits` for a holder that returns blocks over the return stack: if no holder remains, the block becomes
+/// RETURNING and the caller must push it with [`give_back`]. Any process may call this, unlike [`release_owned`].
 #[inline]
 pub fn release(state: &AtomicU32, bits: u32) -> Left {
     let mut seen = state.load(Ordering::Relaxed);

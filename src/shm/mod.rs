@@ -34,8 +34,8 @@
 //! such a pair needs no further order. These are arena-made, block-made, stack-file, handed-over, fork-table,
 //! forks-counted, forks-handled, pool-emptied, caretaker-left, and the flags closing, exiting, finish-wanted and
 //! pin-stop. pages-or-promise has the same shape as asleep-or-published; an error there would only cause a wrong
-//! estimate of the machine's headroom. The order of all other accesses does not depend on the remaining shared words
-//! (status pages, warm and promised bytes). The scheduler runs under a lock.
+//! estimate of the machine's headroom. No other access relies on the order of the remaining shared words (status pages,
+//! warm and promised bytes). The scheduler runs under a lock.
 
 #[cfg(not(loom))]
 pub mod alloc;

@@ -69,9 +69,9 @@ impl<'py> Call<'_, 'py> {
     }
 
     /// Draws as many index batches from the sampler as were predicted and sent, or none if the epoch's message or first
-    /// worker was not predicted or the early epoch cannot become the current one. If all are as predicted, the early
-    /// epoch becomes the current one; otherwise the caller passes the result to [`Call::send_drawn`], which sends the
-    /// index batches that were drawn.
+    /// worker is not the predicted one, or if the early epoch cannot become the current one. If all are as predicted,
+    /// the early epoch becomes the current one; otherwise the caller passes the result to [`Call::send_drawn`], which
+    /// sends the index batches that were drawn.
     pub(super) fn draw_predicted(&mut self, early: Early, message: &[u8], first_worker: u32) -> PyResult<Drawn<'py>> {
         let mut drawn = Drawn::default();
         if early.message != message || first_worker != 0 || !self.state.engine.may_take_up() {
@@ -97,8 +97,8 @@ impl<'py> Call<'_, 'py> {
         codec::encode_indices(index, &mut self.state.payload) && self.state.payload == bytes
     }
 
-    /// Sends the index batches that [`Call::draw_predicted`] drew before and at the first mismatch. If that draw
-    /// failed, returns its error.
+    /// Sends the index batches that [`Call::draw_predicted`] drew, up to and including the first mismatch. If the
+    /// mismatch is the end of the sampler, reports it; if it is an error, returns the error.
     pub(super) fn send_drawn(&mut self, drawn: Drawn<'py>) -> PyResult<()> {
         for (index, bytes) in drawn.matched {
             self.state.payload = bytes;

@@ -15,8 +15,8 @@ pub(super) struct State {
     pub(super) engine: Engine<Py<PyAny>, Ready, Py<PyBaseException>>,
     pub(super) buffer: Vec<u8>,
     pub(super) payload: Vec<u8>,
-    /// The message of a `begin` that returned before its end because a worker's slot became vacant. The workers already
-    /// have this message.
+    /// The message of a `begin` that had to return because a worker's slot became vacant. The workers already have this
+    /// message.
     pub(super) begun: Option<Vec<u8>>,
     /// What was sent for the next epoch, if that has begun early.
     pub(super) early: Option<Early>,

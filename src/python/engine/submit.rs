@@ -68,7 +68,7 @@ impl<'py> Call<'_, 'py> {
         Ok(Some(call(dump_index, (index,).into_pyobject(self.py)?)?.cast_into::<PyBytes>()?))
     }
 
-    /// Sends a task again, to the process that has replaced its worker's. After an error, the next call tries again.
+    /// Sends a task again, to the process that has taken its worker's slot. After an error, the next call tries again.
     pub(super) fn resend(&mut self) -> PyResult<()> {
         let py = self.py;
         py.check_signals()?;

@@ -123,7 +123,7 @@ impl SharedStore {
     }
 
     /// # Safety
-    /// Called by Python with a structure to fill.
+    /// Only Python may call this, with a structure that is to be filled in.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let bytes = slf.get().store.bytes();
         // SAFETY: as above; the mapping stays while `slf`, which the export holds, lives.
@@ -173,7 +173,7 @@ impl SharedData {
     }
 
     /// # Safety
-    /// Called by Python with a structure to fill.
+    /// Only Python may call this, with a structure that is to be filled in.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let bytes = &slf.get().bytes;
         // SAFETY: as above; the mapping stays while `slf`, which the export holds, lives.
