@@ -179,7 +179,7 @@ fn callers_of_the_allocator_wait_for_reservations_of_others() {
         },
     );
     assert!(allocated.is_ok() && pauses == 1);
-    // A request that fails for another reason than other reservations is refused at once.
+    // A request that would fail even without the other reservations is refused at once.
     let refused = || Err::<(), _>(Error::NoMemory { wanted: 1, limit: String::new(), headroom: 0, passing: false });
     assert!(retry_while_reserved(refused, |_| panic!("it waits")).is_err());
 }

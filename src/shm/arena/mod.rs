@@ -440,7 +440,8 @@ impl Arena {
             control.sleeper.0.asleep.store(0, Ordering::Relaxed);
             control.status.reset();
         }
-        // Workers are started after this, by fork or through a pipe, and either orders these stores before their loads.
+        // Workers are started after this, by fork or through a pipe; either way, these stores come before the workers'
+        // loads.
     }
 
     /// Resets a worker's rings, status page and region for the next process in its slot. Other workers, and the blocks

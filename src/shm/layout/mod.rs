@@ -100,7 +100,7 @@ pub struct MainPage {
     /// CLOCK_MONOTONIC time, in nanoseconds, at which the state began; in the two waiting states, at which the call of
     /// `next` began.
     pub(crate) since_ns: AtomicU64,
-    /// CLOCK_MONOTONIC time, in nanoseconds, at which the current wait began, which the counters do not include yet.
+    /// CLOCK_MONOTONIC time, in nanoseconds, of the start of the current wait, which the counters do not include yet.
     /// Valid only in the two waiting states.
     pub(crate) wait_since_ns: AtomicU64,
     /// CLOCK_MONOTONIC time, in nanoseconds, at which the iterator was created.
@@ -313,8 +313,8 @@ impl StatusPage {
             && self.place.load(Ordering::Relaxed) != NOT_BEGUN
     }
 
-    /// Returns the longest time for which it is usual that a worker is idle: the time that its last batch took, but at
-    /// least [`AHEAD`]. On a busy machine both batches and waits become longer.
+    /// Returns the longest idle time that is normal for this worker: the time that its last batch took, but at least
+    /// [`AHEAD`]. On a busy machine both batches and waits become longer.
     pub fn long_idle(&self) -> Duration {
         let [since, taken] = [&self.since_ns, &self.task_since_ns].map(|at| at.load(Ordering::Relaxed));
         AHEAD.max(Duration::from_nanos(since.saturating_sub(taken)))
@@ -407,7 +407,7 @@ impl StackFile {
 numbered_enum! {
     /// The activity of a worker.
     pub enum WorkerState {
-        /// Before the loop of the first or a later epoch: seeding, `worker_init_fn`, `iter(dataset)`.
+        /// Before the loop over tasks, in the first or a later epoch: seeding, `worker_init_fn`, `iter(dataset)`.
         Starting = 0 => "starting",
         /// Waiting for a task.
         Idle = 1 => "idle",
