@@ -1,33 +1,33 @@
-//! The constants of the format, which the module's documentation describes.
+//! The constants of the file format, which the documentation of the parent module describes.
 
 /// The first word of a file: "RLCACHE1".
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"RLCACHE1");
-/// The version of the layout, and of how samples are encoded.
+/// The version of the layout and of the encoding of samples.
 pub const VERSION: u64 = 1;
-/// Bytes of the header and the counters.
+/// Bytes of the header and the counters together.
 pub const HEADER: u64 = 8192;
-/// Position at which the meta begins.
+/// Position at which the meta starts.
 pub(super) const META: u64 = 256;
-/// Maximum bytes of a meta.
+/// Maximum length of the meta in bytes.
 pub(super) const META_MAX: usize = 3840;
-/// Bytes of a record before its contents.
+/// Bytes of a record's prefix: its length and its checksum.
 pub(super) const PREFIX: u64 = 8;
 
-/// Numbers of the header's words.
+/// Indices of the words of the header.
 pub(super) mod word {
     pub const MAGIC: usize = 0;
     pub const VERSION: usize = 1;
     pub const ROWS: usize = 2;
-    /// The file's length.
+    /// The length of the file in bytes.
     pub const LIMIT: usize = 3;
-    /// Position at which the unused part of the heap begins.
+    /// Position at which the free part of the heap starts.
     pub const END: usize = 4;
     /// Bytes of published records.
     pub const STORED: usize = 5;
     pub const CLOSED: usize = 6;
-    /// Number of samples that are still to be made twice, for comparison.
+    /// Number of samples that are yet to be made twice, for comparison.
     pub const PROBES: usize = 7;
-    /// One bit for each message that was already logged.
+    /// A bit for each log message, set once a process has logged it.
     pub const LOGGED: usize = 8;
     /// A number that identifies the boot during which the file was last used.
     pub const BOOT: usize = 9;
@@ -35,20 +35,20 @@ pub(super) mod word {
     pub const COUNT: usize = 11;
 }
 
-/// Values of index words that are not positions.
+/// Values of an index word that are not the position of a record.
 pub(super) mod state {
     pub const ABSENT: u64 = 0;
     pub const NEVER: u64 = 1;
 }
 
-/// The word at which the counters begin.
+/// The index of the first word of the counters.
 pub(super) const COUNTERS: usize = 512;
-/// Number of stripes of the counters, so that processes count in different cache lines.
+/// Number of stripes of the counters. Processes use different stripes, so that they rarely share a cache line.
 pub(super) const STRIPES: usize = 64;
-/// Words of a stripe.
+/// Number of words in a stripe.
 pub(super) const STRIPE: usize = 8;
 
-/// Numbers of a stripe's words.
+/// Indices of the words of a stripe.
 pub(super) mod counter {
     pub const HITS: usize = 0;
     pub const MISSES: usize = 1;

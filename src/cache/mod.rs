@@ -7,14 +7,14 @@
 //! index    := a word for each row: 0 (absent), 1 (never), or the position of its record
 //! record   := length:u32 check:u32 bytes, padded to a multiple of 8
 //! ```
-//! A row changes from absent to whole once, and a record never moves. A writer takes space at the end of the heap by a
-//! compare-and-swap, writes the record there, and then publishes it in the index by another one. So a writer that is
-//! killed leaves only unused space, and a reader sees a whole record or none. Two writers may write the same row at the
-//! same time: the second one finds the word taken and gives its space back, or leaves it unused if others have taken
-//! space after it.
+//! A row changes from absent to whole in one step, and a record never moves. A writer takes space at the end of the
+//! heap with a compare-and-swap, writes the record there, and then publishes the record in the index with another
+//! compare-and-swap. So a writer that is killed leaves only unused space, and a reader sees either a whole record or
+//! none. If two writers write the same row at the same time, the second writer finds the index word taken; it gives its
+//! space back, or leaves the space unused if other writers have taken space after it.
 //!
-//! Records in a file on a disk are checked, because the machine may have crashed when only some of their pages were
-//! written: each process checks a record when it first reads it. `codec` defines the meaning of a record's bytes.
+//! Records in a file on a disk are checked, because the machine may have crashed after only some of a record's pages
+//! were written: each process checks a record when it first reads it. `codec` defines the meaning of a record's bytes.
 
 mod format;
 mod table;

@@ -1,4 +1,4 @@
-//! The table: one mapping, read and written by many processes.
+//! The table: a mapped file that many processes read and write.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,17 +12,18 @@ use crate::sys::owned::KnownFd;
 use crate::sys::{fork, identity, memfd, memory, sealed};
 use crate::wire::checksum;
 
-/// Maximum bytes of a record's parts that are joined, so that one call writes them instead of several.
+/// Maximum bytes of a record that are handled at once: parts up to this length are joined, so that one call writes
+/// them.
 const JOINED: usize = 64 << 10;
 
 /// The header of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Head {
-    /// The version of layout and encoding.
+    /// The version of the layout and of the encoding of samples.
     pub version: u64,
     /// The number of rows.
     pub rows: u64,
-    /// The length that the file may have.
+    /// The maximum length of the file in bytes.
     pub limit: u64,
     /// The bytes that the creator of the file stored with it.
     pub meta: Vec<u8>,
@@ -39,7 +40,7 @@ pub enum Lookup {
     Whole(Record),
 }
 
-/// A record's bytes, which are in the mapping.
+/// The location of a record's bytes in the mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// The address of the first byte, valid while the [`Cache`] lives. A broken process may write to the bytes: copy
@@ -50,11 +51,11 @@ pub struct Record {
 }
 
 impl Record {
-    /// Returns a copy of the bytes from `at` on, at most `len`.
+    /// Returns a copy of at most `len` bytes, starting at the offset `at`.
     pub fn copy(&self, at: usize, len: usize) -> Vec<u8> {
         let len = len.min(self.len.saturating_sub(at));
         let mut bytes = Vec::with_capacity(len);
-        // SAFETY: the range is in the record, which is in the mapping; as many bytes were reserved.
+        // SAFETY: the range is in the record, which is in the mapping; `bytes` has room for `len` bytes.
         unsafe {
             std::ptr::copy_nonoverlapping(self.ptr.add(at.min(self.len)), bytes.as_mut_ptr(), len);
             bytes.set_len(len);
@@ -63,14 +64,14 @@ impl Record {
     }
 }
 
-/// The reason for which a cache takes no more samples.
+/// The reason why a cache takes no more samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Closed {
-    /// There is none: the cache takes more samples.
+    /// None: the cache still takes samples.
     Open = 0,
     /// The cache's limit is reached.
     Full = 1,
-    /// The machine, a memory cgroup or a disk has no more room.
+    /// The machine, a memory cgroup or the disk has no more room.
     NoRoom = 2,
 }
 
@@ -79,36 +80,36 @@ pub enum Closed {
 pub enum Put {
     /// The record is published.
     Stored,
-    /// Another process has already published the row, or marked it.
+    /// The row already has a record, or is marked as one whose sample cannot be kept.
     Known,
-    /// The cache takes no more samples; true if this call has closed it.
+    /// The sample was not stored, because the cache takes no more samples; true if this call has closed the cache.
     Closed(bool),
 }
 
-/// The contents of a cache, and counts of its reads and records.
+/// The space that a cache uses, and counts of its reads and records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Reads that found their sample.
+    /// Number of reads that found their sample.
     pub hits: u64,
-    /// Reads that did not find their sample.
+    /// Number of reads that did not find their sample.
     pub misses: u64,
-    /// Samples that cannot be kept.
+    /// Number of rows that were marked because their samples cannot be kept.
     pub refused: u64,
-    /// Records whose bytes were not those that were written.
+    /// Number of records whose bytes had changed since they were written.
     pub damaged: u64,
     /// Bytes of whole records.
     pub stored: u64,
-    /// Bytes of the heap that no record uses: those of killed writers, and of rows that were written twice at the same
-    /// time.
+    /// Bytes of the heap that were taken but hold no record: the space of killed writers, and of rows that two
+    /// processes wrote at the same time.
     pub unused: u64,
     /// Bytes of the heap that no writer has taken yet.
     pub left: u64,
-    /// Maximum bytes of the cache, including its index.
+    /// Maximum size of the cache in bytes, including its index.
     pub limit: u64,
 }
 
 impl Usage {
-    /// Reads the usage from the words of a header and its counters.
+    /// Computes the usage from the words of a header and its counters; `word` returns the word at an index.
     fn read(word: impl Fn(usize) -> u64, limit: u64) -> Self {
         let sum = |at: usize| (0..STRIPES).map(|stripe| word(COUNTERS + stripe * STRIPE + at)).sum();
         let [rows, end, stored] = [word::ROWS, word::END, word::STORED].map(&word);
@@ -124,8 +125,8 @@ impl Usage {
         }
     }
 
-    /// Reads the usage from the first [`HEADER`] bytes of a file, which another process may use; `None` if the file is
-    /// not a table of this version.
+    /// Computes the usage from the first [`HEADER`] bytes of a file, which other processes may be using; `None` if the
+    /// file is not a table of this version.
     pub fn of_header(header: &[u8]) -> Option<Self> {
         let words = header.get(..HEADER as usize)?.as_chunks::<8>().0;
         let word = |at: usize| u64::from_ne_bytes(words[at]);
@@ -133,26 +134,26 @@ impl Usage {
     }
 }
 
-/// A mapped table. Forked children may use it.
+/// A mapped table. Forked children may use it, too.
 #[derive(Debug)]
 pub struct Cache {
     map: Mapping,
     fd: KnownFd,
     rows: u64,
-    /// The position at which the heap begins.
+    /// The position at which the heap starts.
     heap: u64,
-    /// The position up to which a check has found enough memory.
+    /// The position up to which a memory check has succeeded.
     checked: AtomicU64,
     /// True if the file's pages are memory that nothing can reclaim.
     in_memory: bool,
-    /// One bit for each row whose record this process has checked; empty if records need no check.
+    /// A bit for each row, set once this process has checked the row's record; empty if records need no check.
     verified: Box<[AtomicU64]>,
-    /// The stripe of this process, and the fork generation that it was chosen in.
+    /// The stripe of this process, and the fork generation in which it was chosen.
     stripe: AtomicU64,
 }
 
 impl Cache {
-    /// Creates an empty table in a new memfd of at most `limit` bytes, which must have room for the index.
+    /// Creates an empty table in a new memfd of `limit` bytes, which must be more than [`Self::overhead`].
     pub fn create(rows: u64, limit: u64, meta: &[u8]) -> Result<Self> {
         let fd = memfd::create("rustloader-cache", limit)?;
         memfd::seal(fd.as_fd())?;
@@ -160,13 +161,13 @@ impl Cache {
         Self::open(fd, true)
     }
 
-    /// Returns the number of bytes that a table of `rows` needs before its first record.
+    /// Returns the number of bytes that precede the first record in a table of `rows` rows.
     pub fn overhead(rows: u64) -> u64 {
         rows.saturating_mul(8).saturating_add(HEADER).next_multiple_of(4096)
     }
 
-    /// Formats a file of `limit` zero bytes as an empty table. The magic is stored last: a file without it is not a
-    /// table.
+    /// Formats a file of `limit` zero bytes as an empty table. The magic is written last, because a file without it
+    /// does not count as a table.
     pub fn format(fd: BorrowedFd<'_>, rows: u64, limit: u64, meta: &[u8]) -> Result<()> {
         let heap = Self::overhead(rows);
         if heap >= limit || meta.len() > META_MAX || usize::try_from(limit).is_err() {
@@ -186,7 +187,7 @@ impl Cache {
         sealed::write_at(fd, &MAGIC.to_ne_bytes(), 0)
     }
 
-    /// Reads the header of a file; `None` if the file is not a table.
+    /// Reads the header of a file; `None` if the file is not a table or cannot be mapped.
     pub fn head(fd: BorrowedFd<'_>) -> Result<Option<Head>> {
         let Ok(map) = Mapping::new(fd, HEADER as usize) else { return Ok(None) };
         let words: &[AtomicU64] = words(&map, 0, word::COUNT);
@@ -201,7 +202,7 @@ impl Cache {
         Ok(is_possible.then_some(Head { version, rows, limit, meta }))
     }
 
-    /// Maps a table of [`Self::create`], or of [`Self::format`] in a file that is at least as long as its limit.
+    /// Maps a table made by [`Self::create`], or by [`Self::format`] in a file that is at least as long as its limit.
     /// `in_memory` is true if the file's pages are memory that nothing can reclaim.
     ///
     /// Errors: [`Error::Foreign`] if the file is not a table of this version.
@@ -224,9 +225,10 @@ impl Cache {
     }
 
     /// Maps a table as [`Self::open`] does, in a file that outlives the programs that use it. The caller must hold the
-    /// file's lock. `whole` is the length that the file had; records beyond it are lost. After a crash of the machine,
-    /// the index and the end of the heap may not match: the end is then computed from the index. Rows whose samples
-    /// could not be kept become absent, because their class may be picklable now.
+    /// file's lock. `whole` is the length that the file had before the caller extended it to its limit; records beyond
+    /// that length are lost. After a crash of the machine, the index and the end of the heap may not match: if the file
+    /// was shorter than its limit, or was last used before the current boot, the end is computed from the index. Rows
+    /// whose samples could not be kept become absent, because the samples may be picklable by now.
     pub fn open_file(fd: OwnedFd, in_memory: bool, whole: u64) -> Result<Self> {
         let mut cache = Self::open(fd, in_memory)?;
         cache.verified = (0..cache.rows.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
@@ -246,7 +248,7 @@ impl Cache {
         Ok(cache)
     }
 
-    /// Makes rows absent again.
+    /// Makes rows absent again: those for which `is_gone`, called with the row and its index word, returns true.
     fn forget(&self, is_gone: impl Fn(u64, u64) -> bool) {
         for row in 0..self.rows {
             let at = self.row(row).load(Ordering::Relaxed);
@@ -256,21 +258,23 @@ impl Cache {
         }
     }
 
-    /// Returns up to `max_rows` whole rows, which are taken from all parts of the table.
+    /// Returns the first `max_rows` rows that have a record, or fewer if there are not as many. In a table of more than
+    /// 65,536 rows, looks only at evenly spaced rows.
     pub fn some_rows(&self, max_rows: usize) -> Vec<u64> {
         let step = self.rows.div_ceil(1 << 16).max(1) as usize;
         let whole = (0..self.rows).step_by(step).filter(|row| matches!(self.lookup(*row), Lookup::Whole(_)));
         whole.take(max_rows).collect()
     }
 
-    /// Raises the limit to the length that the file has now. The caller must then open the table again.
+    /// Raises the limit to `limit`, the length that the file has now, and lets the table take samples again. The caller
+    /// must then open the table again, because this mapping keeps its length.
     pub fn grow(&self, limit: u64) {
         if self.header(word::LIMIT).fetch_max(limit, Ordering::Relaxed) < limit {
             self.header(word::CLOSED).store(Closed::Open as u64, Ordering::Relaxed);
         }
     }
 
-    /// Lets the cache take samples again after [`Closed::NoRoom`].
+    /// Lets the cache take samples again if it was closed with [`Closed::NoRoom`].
     pub fn reopen(&self) {
         let (no_room, open) = (Closed::NoRoom as u64, Closed::Open as u64);
         let _ = self.header(word::CLOSED).compare_exchange(no_room, open, Ordering::Relaxed, Ordering::Relaxed);
@@ -286,12 +290,12 @@ impl Cache {
         self.rows
     }
 
-    /// Returns the limit of this mapping in bytes.
+    /// Returns the length of this mapping in bytes, which is the limit when the table was opened.
     pub fn limit(&self) -> u64 {
         self.map.len() as u64
     }
 
-    /// Returns the reason for which the cache takes no more samples.
+    /// Returns the reason why the cache takes no more samples, or [`Closed::Open`].
     pub fn closed(&self) -> Closed {
         match self.header(word::CLOSED).load(Ordering::Relaxed) {
             0 => Closed::Open,
@@ -300,7 +304,7 @@ impl Cache {
         }
     }
 
-    /// Returns true for the first few calls in all processes together. The caller then makes its sample twice, for
+    /// Returns true for the first few calls, counted over all processes. The caller then makes its sample twice, for
     /// comparison.
     pub fn take_probe(&self) -> bool {
         let probes = self.header(word::PROBES);
@@ -308,12 +312,12 @@ impl Cache {
         probes.load(Ordering::Relaxed) > 0 && probes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
     }
 
-    /// Returns true for the first call with this bit in all processes together.
+    /// Returns true for the first call with this bit, counted over all processes.
     pub fn is_news(&self, bit: u64) -> bool {
         self.header(word::LOGGED).fetch_or(bit, Ordering::Relaxed) & bit == 0
     }
 
-    /// Counts hits.
+    /// Counts `number` hits.
     #[inline]
     pub fn count_hits(&self, number: u64) {
         self.counter(self.stripe(), counter::HITS).fetch_add(number, Ordering::Relaxed);
@@ -324,10 +328,11 @@ impl Cache {
         self.count(counter::MISSES);
     }
 
-    /// Looks up a row in the index. The table must have the row.
+    /// Looks up a row in the index. Panics if the table has no such row.
     #[inline]
     pub fn lookup(&self, row: u64) -> Lookup {
-        // SYNC: row-published (pairs with the Release in `put`): a reader that sees the place sees the record's bytes.
+        // SYNC: row-published (pairs with the Release in `put`): a reader that sees the position sees the record's
+        // bytes.
         let at = self.row(row).load(Ordering::Acquire);
         match at {
             state::ABSENT => Lookup::Absent,
@@ -336,8 +341,9 @@ impl Cache {
         }
     }
 
-    /// Returns the record at a place; `None` if it is damaged. The row then becomes absent, and its sample is made
-    /// again. A place beyond the end of this mapping is not damage: another program has raised the limit.
+    /// Returns a row's record, which is at the position `at`; `None` if it cannot be read. If records are checked and
+    /// this one is damaged, the row becomes absent, so that its sample is made again. A position beyond the end of this
+    /// mapping is not damage: another program has raised the limit.
     #[inline]
     fn record(&self, row: u64, at: u64) -> Option<Record> {
         if at >= self.limit() && at.is_multiple_of(8) {
@@ -363,7 +369,7 @@ impl Cache {
         None
     }
 
-    /// Returns the record at a place, if the record is in the heap.
+    /// Returns the record at the position `at`, if it lies within the heap.
     #[inline]
     fn bounded(&self, at: u64) -> Option<Record> {
         let first = at.checked_add(PREFIX).filter(|_| at >= self.heap && at.is_multiple_of(8))?;
@@ -373,27 +379,28 @@ impl Cache {
         (len <= room).then_some(Record { ptr, len: len as usize })
     }
 
-    /// Returns the two halves of a record's prefix. The place must be in the mapping, at a multiple of 8.
+    /// Returns the two halves of a record's prefix: length and checksum. `at` must be a multiple of 8 within the
+    /// mapping.
     #[inline]
     fn prefix(&self, at: u64) -> (u32, u32) {
         let word = self.word(at).load(Ordering::Relaxed);
         (word as u32, (word >> 32) as u32)
     }
 
-    /// Returns the position at which a row's record ends.
+    /// Returns the position at which a row's record ends; `None` if the row has no record in the heap.
     fn end_of(&self, row: u64) -> Option<u64> {
         let at = self.row(row).load(Ordering::Relaxed);
         self.bounded(at).map(|record| at + space_of(record.len as u64))
     }
 
-    /// Returns the number of bytes that a row's record takes in the heap.
+    /// Returns the number of bytes that a row's record takes in the heap; `None` as for [`Self::end_of`].
     fn space_at(&self, row: u64) -> Option<u64> {
         self.bounded(self.row(row).load(Ordering::Relaxed)).map(|record| space_of(record.len as u64))
     }
 
-    /// Writes a record, given in parts, and publishes it.
+    /// Writes a record, whose bytes are given in parts, and publishes it.
     ///
-    /// Errors: [`Error::Os`] of the write. The cache is then closed.
+    /// Errors: [`Error::Os`] if the write fails; the cache is then closed.
     pub fn put(&self, row: u64, parts: &[&[u8]]) -> Result<Put> {
         if self.row(row).load(Ordering::Relaxed) != state::ABSENT {
             return Ok(Put::Known);
@@ -406,7 +413,7 @@ impl Cache {
         let size = space_of(u64::from(len));
         let Some(fd) = self.fd() else { return Ok(self.close(Closed::NoRoom)) };
         let Some(at) = self.reserve(size) else {
-            // Other programs may have mapped more of the file than this one.
+            // Other programs may have mapped more of the file than this program.
             let is_all = self.header(word::LIMIT).load(Ordering::Relaxed) <= self.limit();
             return Ok(if is_all { self.close(Closed::Full) } else { Put::Closed(false) });
         };
@@ -425,7 +432,7 @@ impl Cache {
             self.header(word::STORED).fetch_add(size, Ordering::Relaxed);
             return Ok(Put::Stored);
         }
-        // No row refers to this space. It can be given back if no other process has taken space after it.
+        // No row refers to the reserved space. It is given back unless another process has taken space after it.
         let end = self.header(word::END);
         let _ = end.compare_exchange(at + size, at, Ordering::Relaxed, Ordering::Relaxed);
         match written {
@@ -438,7 +445,7 @@ impl Cache {
         }
     }
 
-    /// Marks a row whose sample cannot be kept, or cannot be read.
+    /// Marks a row as one whose sample cannot be kept, or cannot be read back. Returns [`Put::Known`].
     pub fn never(&self, row: u64) -> Put {
         if self.row(row).swap(state::NEVER, Ordering::Relaxed) != state::NEVER {
             self.count(counter::REFUSED);
@@ -446,14 +453,14 @@ impl Cache {
         Put::Known
     }
 
-    /// Reserves space for a record; `None` if the limit is reached.
+    /// Reserves `size` bytes of the heap and returns their position; `None` if they would exceed the limit.
     fn reserve(&self, size: u64) -> Option<u64> {
         let limit = self.limit().min(self.header(word::LIMIT).load(Ordering::Relaxed));
         let take = |end: u64| end.checked_add(size).filter(|end| *end <= limit);
         self.header(word::END).fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).ok()
     }
 
-    /// Writes a record into its space. Returns false if there is no memory for it.
+    /// Writes a record into its reserved space at `at`. Returns false if there is no memory for the record.
     fn write(&self, fd: BorrowedFd<'_>, row: u64, at: u64, len: u32, parts: &[&[u8]]) -> Result<bool> {
         if !self.has_memory(at, at + space_of(u64::from(len))) {
             return Ok(false);
@@ -479,7 +486,8 @@ impl Cache {
         Ok(true)
     }
 
-    /// Returns true if there is memory up to a position of the heap. Asks the system only now and then.
+    /// Returns true if there is memory for the positions `from..to` of the heap. Asks the system only about once per
+    /// [`HEADROOM_CHECK`] bytes.
     fn has_memory(&self, from: u64, to: u64) -> bool {
         if !self.in_memory || to <= self.checked.load(Ordering::Relaxed) {
             return true;
@@ -503,7 +511,7 @@ impl Cache {
         Put::Closed(before.is_ok())
     }
 
-    /// Returns the contents, and the counts of reads and records.
+    /// Returns the space that the cache uses, and the counts of reads and records.
     pub fn usage(&self) -> Usage {
         Usage::read(|at| self.header(at).load(Ordering::Relaxed), self.limit())
     }
@@ -541,7 +549,7 @@ impl Cache {
         self.word(HEADER + row * 8)
     }
 
-    /// Returns the word at a place in the file, which must be a multiple of 8 before the file's end.
+    /// Returns the word at the position `at`, which must be a multiple of 8 within the mapping.
     #[inline]
     fn word(&self, at: u64) -> &AtomicU64 {
         assert!(at.is_multiple_of(8) && at + 8 <= self.limit(), "the file has no word at {at}");
@@ -550,7 +558,7 @@ impl Cache {
     }
 }
 
-/// Returns `count` words of a mapping, from word `at` on.
+/// Returns `count` words of a mapping, starting with the word at index `at`.
 fn words(map: &Mapping, at: usize, count: usize) -> &[AtomicU64] {
     assert!((at + count) * 8 <= map.len(), "the mapping has no words {at}..{}", at + count);
     // SAFETY: the words are in the mapping, which begins on a page, and all users of them use atomics.
@@ -562,7 +570,8 @@ fn space_of(len: u64) -> u64 {
     (len + PREFIX).next_multiple_of(8)
 }
 
-/// Returns the checksum of a record. It includes the row, so that another row's record does not pass.
+/// Returns the checksum of a record. The checksum covers the row, so that another row's record does not pass for this
+/// row's.
 fn check(row: u64, record: Record) -> u32 {
     let pieces = (0..record.len).step_by(JOINED).map(|at| checksum(&record.copy(at, JOINED)));
     pieces.fold(row.wrapping_mul(0x9e37_79b9_7f4a_7c15), |sum, piece| sum.rotate_left(5) ^ piece) as u32

@@ -15,7 +15,7 @@ fn bytes(cache: &Cache, row: u64) -> Option<Vec<u8>> {
     }
 }
 
-/// Returns a file without a name, which serves as a file on a disk.
+/// Returns an unnamed file of `len` bytes, which stands in for a file on a disk.
 fn file(len: u64) -> File {
     let fd = crate::sys::memfd::create("rustloader-test", len).unwrap();
     File::from(fd)
@@ -120,7 +120,7 @@ fn damaged_records_of_a_file_are_made_again() {
     }
     let (heap, index) = (Cache::overhead(10), HEADER);
     let write = |bytes: &[u8], at| crate::sys::sealed::write_at(file.as_fd(), bytes, at).unwrap();
-    // Lost bytes, a wrong length, a wrong place, and another row's record.
+    // Lost bytes, a wrong length, a wrong position, and another row's record.
     write(&[9], heap + 112 + 8 + 50);
     write(&200_u64.to_ne_bytes(), heap + 2 * 112);
     write(&3_u64.to_ne_bytes(), index + 3 * 8);
@@ -142,7 +142,7 @@ fn after_a_crash_of_the_machine_no_record_is_overwritten() {
     let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
     cache.put(0, &[b"zero"]).unwrap();
     cache.put(1, &[b"one"]).unwrap();
-    // The header's page is older than the index's.
+    // After the crash, the header's page is older than that of the index.
     let write = |word: usize, value: u64| {
         crate::sys::sealed::write_at(file.as_fd(), &value.to_ne_bytes(), word as u64 * 8).unwrap();
     };
@@ -166,7 +166,7 @@ fn a_larger_limit_opens_a_full_file() {
     let larger = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
     assert_eq!(larger.put(1, &[&[1; 90]]).unwrap(), Put::Stored);
     assert_eq!(larger.put(2, &[&[2; 90]]).unwrap(), Put::Stored);
-    // For the program with the old limit the cache is full, but the file is not.
+    // The cache is full for the program with the old limit, but the file is not.
     assert_eq!(cache.put(3, &[&[3; 90]]).unwrap(), Put::Closed(false));
     assert_eq!(larger.closed(), Closed::Open);
     // That program does not see records beyond its limit, and does not count them as damaged.

@@ -1,4 +1,4 @@
-//! A cache's table of samples. `_core.pyi` documents the class.
+//! The table of a cache's samples. `_core.pyi` documents the class.
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
@@ -16,7 +16,7 @@ use crate::interop::collate::exact_int;
 #[pyclass(frozen, weakref, name = "CacheTable", module = "rustloader._core")]
 pub struct PyCache {
     cache: Cache,
-    /// Buffers that are reused for each sample.
+    /// Buffers that are reused from sample to sample.
     scratch: Mutex<Scratch>,
 }
 
@@ -42,18 +42,18 @@ impl PyCache {
 /// The header of a file: version, rows, limit and meta.
 type HeadTuple<'py> = (u64, u64, u64, Bound<'py, PyBytes>);
 
-/// Borrows a descriptor of the caller.
+/// Borrows a descriptor from the caller, or fails if it is negative.
 fn borrowed(fd: &i32) -> PyResult<BorrowedFd<'_>> {
     if *fd < 0 {
         return Err(PyOSError::new_err((libc::EBADF, "a cache needs a descriptor")));
     }
-    // SAFETY: the caller has opened it, and keeps it open during the call.
+    // SAFETY: the caller has opened the descriptor, and keeps it open during the call.
     Ok(unsafe { BorrowedFd::borrow_raw(*fd) })
 }
 
 #[pymethods]
 impl PyCache {
-    /// Maps a table in memory that another process made, and takes ownership of its descriptor.
+    /// Maps an in-memory table that another process created, and takes ownership of the descriptor.
     #[new]
     fn new(py: Python<'_>, fd: i32) -> PyResult<Self> {
         borrowed(&fd)?;
@@ -67,20 +67,20 @@ impl PyCache {
         Ok(py.detach(|| Cache::create(rows, limit, b""))?.into())
     }
 
-    /// Turns an empty file into a table.
+    /// Formats a file of `limit` zero bytes as an empty table.
     #[staticmethod]
     fn format(fd: i32, rows: u64, limit: u64, meta: &[u8]) -> PyResult<()> {
         Ok(Cache::format(borrowed(&fd)?, rows, limit, meta)?)
     }
 
-    /// Reads the header of a file.
+    /// Reads the header of a file; None if the file is not a table.
     #[staticmethod]
     fn head<'py>(py: Python<'py>, fd: i32) -> PyResult<Option<HeadTuple<'py>>> {
         let head = Cache::head(borrowed(&fd)?)?;
         Ok(head.map(|Head { version, rows, limit, meta }| (version, rows, limit, PyBytes::new(py, &meta))))
     }
 
-    /// Maps a file.
+    /// Maps a table in a file, through a duplicate of the descriptor. [`Cache::open_file`] explains `whole`.
     #[staticmethod]
     fn open_file(py: Python<'_>, fd: i32, in_memory: bool, whole: u64) -> PyResult<Self> {
         let fd = borrowed(&fd)?.try_clone_to_owned()?;
@@ -114,7 +114,7 @@ impl PyCache {
         self.cache.limit()
     }
 
-    /// Returns the reason why the table takes no more samples, or None while it takes more.
+    /// Returns the reason why the table takes no more samples, or None while it still takes samples.
     #[getter]
     fn closed(&self) -> Option<&'static str> {
         match self.cache.closed() {
@@ -132,8 +132,8 @@ impl PyCache {
         Ok(self.cache.fd().ok_or_else(closed)?.as_raw_fd())
     }
 
-    /// Returns the sample of an index, or `missing`. Only exact ints have rows, because reading another index may run
-    /// code.
+    /// Returns the sample of an index, or `missing`. Only exact ints are looked up, because converting any other index
+    /// may run user code.
     fn get<'py>(&self, index: &Bound<'py, PyAny>, missing: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let row = exact_int(index).and_then(|index| u64::try_from(index).ok());
         let Some(row) = row.filter(|row| *row < self.cache.rows()) else { return Ok(missing) };
@@ -144,7 +144,7 @@ impl PyCache {
         let py = missing.py();
         match samples::value(py, record) {
             Err(error) if error.is_instance_of::<PyMemoryError>(py) => Err(error),
-            // The sample's class has moved, or its pickles cannot be loaded.
+            // The sample's class has moved, or its pickle cannot be loaded for another reason.
             Err(error) if error.is_instance_of::<PyException>(py) => {
                 self.cache.never(row);
                 self.cache.count_miss();
@@ -157,16 +157,18 @@ impl PyCache {
         }
     }
 
-    /// Returns true if a missing row is worth keeping: nothing marks it, and there may be room.
+    /// Returns true if the sample of a row is worth passing to `put`: the row has neither a record nor a mark, and the
+    /// cache takes samples.
     fn takes(&self, row: u64) -> PyResult<bool> {
         let is_open = self.cache.closed() == Closed::Open;
         Ok(is_open && self.cache.lookup(self.row(row)?) == Lookup::Absent)
     }
 
-    /// Keeps a sample. If this call has closed the cache, returns the reason why it takes no more samples.
+    /// Stores a sample. If this call closes the cache, returns the reason, otherwise None.
     fn put(&self, row: u64, sample: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<Option<&'static str>> {
         let row = self.row(row)?;
-        // User code that pickles may call this method again, and another thread may fill the cache at the same time.
+        // The lock is not held during the call: user code that runs while the sample is pickled may call this method
+        // again, and another thread may fill the cache at the same time.
         let mut scratch = std::mem::take(&mut *self.scratch.lock().unwrap_or_else(PoisonError::into_inner));
         let put = samples::put(&self.cache, row, sample, dumps, &mut scratch);
         *self.scratch.lock().unwrap_or_else(PoisonError::into_inner) = scratch;
@@ -190,7 +192,8 @@ impl PyCache {
         usage_dict(py, self.cache.usage())
     }
 
-    /// Reads the usage from the first bytes of a file.
+    /// Computes the usage from the first [`HEADER`](crate::cache::HEADER) bytes of a file; None if it is not a table of
+    /// this version.
     #[staticmethod]
     fn usage_of_header<'py>(py: Python<'py>, header: &[u8]) -> PyResult<Option<Bound<'py, PyDict>>> {
         Usage::of_header(header).map(|usage| usage_dict(py, usage)).transpose()

@@ -1,4 +1,4 @@
-//! Counters as frozen Python objects: those of this process's iterators, and those of another process's arena.
+//! Counters as frozen Python objects: those of this process's iterators, and those in another process's arena.
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
@@ -16,8 +16,9 @@ pub(super) fn seconds(ns: u64) -> f64 {
     ns as f64 / 1e9
 }
 
-/// Defines a class of constants and figures. A figure is an entry of a table: a number, or a time in nanoseconds.
-/// `since` subtracts the figures of an earlier object.
+/// Defines a class of constants and counters. Each counter is an entry of a table of u64s: a count, or a time in
+/// nanoseconds that the class converts to seconds. `since` returns the growth of the counters since an earlier object;
+/// the constants keep their values.
 macro_rules! figures {
     ($class:ident { $($constant:ident: $kind:ty,)* }
      numbers { $($number:ident = $n:expr,)* } seconds { $($time:ident = $t:expr,)* }) => {
@@ -47,7 +48,7 @@ macro_rules! figures {
     };
 }
 
-/// Defines a class of fields that are computed from a value of the core.
+/// Defines a class whose fields are computed from a value of the Rust core.
 macro_rules! record {
     ($class:ident of $source:ty: |$py:ident, $it:ident| { $($field:ident: $type:ty = $value:expr,)* }) => {
         #[pyclass(frozen, get_all, module = "rustloader._core")]
@@ -83,7 +84,8 @@ figures! {
     }
 }
 
-// A worker's table: the times of its states, its tasks, its measured fetches.
+// A worker's table: the time in each state, the number of tasks, the CPU time and the wall time of the measured
+// fetches, and the adopted leaves with their bytes.
 figures! {
     WorkerTotals { pid: u32, alive: bool, start_cpu: f64, start_queued: f64, }
     numbers {
@@ -184,7 +186,7 @@ record! {
     }
 }
 
-/// The counters of one iterator, readable also after its end, or those of a loader's ended iterators.
+/// The counters of one iterator, which stay readable after it has ended, or the sums over a loader's ended iterators.
 #[pyclass(frozen, name = "Meter", module = "rustloader._core")]
 pub struct PyMeter {
     meter: Arc<Meter>,
@@ -213,8 +215,8 @@ impl PyMeter {
         self.handle.upgrade().is_none_or(|handle| handle.has_ended())
     }
 
-    /// Removes ended iterators' meters from a list and adds their figures. One call does both, so that a reader in
-    /// another thread neither misses them nor counts them twice.
+    /// Removes the meters of ended iterators from a list and adds their counters to this meter. A single call does
+    /// both, so that a reader in another thread neither misses a meter nor counts it twice.
     fn absorb(&self, meters: &Bound<'_, PyList>) -> PyResult<()> {
         for at in (0..meters.len()).rev() {
             let meter = meters.get_item(at)?.cast_into::<Self>()?;
@@ -239,7 +241,7 @@ pub fn inspect_arena(py: Python<'_>, fd: i32) -> PyResult<Option<Py<Observed>>> 
     if fd < 0 {
         return Err(PyValueError::new_err(format!("{fd} is not a descriptor")));
     }
-    // SAFETY: the caller keeps the descriptor open for the call; on a closed one the reads fail.
+    // SAFETY: the caller keeps the descriptor open during the call; if it is closed, the reads fail.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     py.detach(|| observe::observe(fd))?.map(|it| Observed::of(py, &it)).transpose()
 }

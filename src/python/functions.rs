@@ -1,4 +1,4 @@
-//! The module's functions about this process and its machine. `_core.pyi` documents them.
+//! The module's functions that concern this process and its machine. `_core.pyi` documents them.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -12,7 +12,7 @@ use crate::shm::{caretaker, forks};
 use crate::sys::cgroup::{self, Roots};
 use crate::sys::{memory, pidfd};
 
-/// Batches that engines of this process have delivered.
+/// Number of batches that this process's engines have delivered.
 pub static BATCHES: AtomicU64 = AtomicU64::new(0);
 
 /// True while a `rustloader.report` is active.
@@ -35,8 +35,8 @@ pub fn engine_batches() -> u64 {
     BATCHES.load(Ordering::Relaxed)
 }
 
-/// Returns true if a `rustloader.report` or a callback of torch is active. It is one call, so that `next` asks only
-/// once.
+/// Returns true if a `rustloader.report` or a callback of torch is active. A single function checks both, so that
+/// `next` makes only one call.
 #[pyfunction]
 pub fn observed() -> bool {
     REPORTING.load(Ordering::Relaxed) || has_callbacks()
@@ -70,7 +70,8 @@ pub fn seed_words(base_seed: u64, place: u64, ordinal: u64, worker: u64, epoch: 
 
 #[pyfunction]
 pub fn begin_forks(py: Python<'_>) {
-    // The group belongs to this thread.
+    // `begin_group` may wait for another thread, so it runs without the GIL. The group belongs to the calling thread,
+    // on which `detach` runs the function.
     py.detach(forks::begin_group);
 }
 
@@ -91,7 +92,7 @@ impl WarmPages {
     }
 
     fn announce(&self, workers: &Bound<'_, PyAny>) {
-        // A value that is not a number of workers is refused at the first epoch, as in torch.
+        // An invalid number of workers is ignored here: as in torch, the first epoch refuses it.
         if let (Some(owner), Ok(workers)) = (&self.0, workers.extract()) {
             owner.announce(workers);
         }
@@ -99,7 +100,7 @@ impl WarmPages {
 }
 
 impl WarmPages {
-    /// Claims the arena that an iterator of the loader has taken.
+    /// Claims for the loader the arena that one of its iterators has taken.
     pub fn begin(&self, arena: &Arena) {
         if let Some(owner) = &self.0 {
             owner.begin(arena);
@@ -110,8 +111,8 @@ impl WarmPages {
 impl Drop for WarmPages {
     fn drop(&mut self) {
         let owner = self.0.take();
-        // Releasing pages takes milliseconds, so it happens without the GIL. If there is no interpreter, the process is
-        // ending, which releases them.
+        // Releasing pages takes milliseconds, so it happens without the GIL. Without an interpreter, the process is
+        // about to exit, which releases the pages anyway.
         let _ = Python::try_attach(|py| py.detach(|| drop(owner)));
     }
 }
@@ -126,8 +127,8 @@ pub fn _trim_pool(py: Python<'_>) -> usize {
     py.detach(pool::clear)
 }
 
-/// Counts the system calls of each kind in this process, for tests. Arms the failpoints of the environment on first
-/// use.
+/// Returns the number of system calls of each kind that this process has made, for tests. The first use arms the
+/// failpoints that the environment names.
 #[cfg(feature = "failpoints")]
 #[pyfunction]
 pub fn _failpoint_calls() -> std::collections::HashMap<&'static str, u64> {

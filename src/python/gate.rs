@@ -1,4 +1,4 @@
-//! Exclusive access to an iterator, and its end when the iterator is shut down.
+//! Waiting for exclusive access to an iterator, and the error of a call whose iterator was shut down.
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -8,7 +8,8 @@ use crate::engine::Handle;
 use crate::engine::gate::{Attempt, Gate};
 use crate::interop::exit_guard::park_at_exit;
 
-/// Waits for exclusive access without the GIL, until the iterator is shut down.
+/// Waits without the GIL until this thread has exclusive access. Fails if the iterator is shut down meanwhile, if this
+/// thread already has access, or if a signal handler raises.
 pub fn enter(py: Python<'_>, gate: &Gate, handle: &Handle) -> PyResult<()> {
     handle.check_ours()?;
     loop {
@@ -30,8 +31,8 @@ pub fn enter(py: Python<'_>, gate: &Gate, handle: &Handle) -> PyResult<()> {
     }
 }
 
-/// Returns the error of a `next` whose iterator was shut down. While the interpreter exits, parks a daemon thread
-/// instead, which would only print the error.
+/// Returns the error of a `next` whose iterator was shut down. In a daemon thread, which would only print the error,
+/// parks the thread instead if the interpreter is exiting.
 pub fn closed(py: Python<'_>, handle: &Handle) -> PyErr {
     park_at_exit(py, handle);
     PyRuntimeError::new_err("the DataLoader iterator has been shut down")

@@ -16,7 +16,7 @@ mod trace;
 use pyo3::prelude::*;
 
 // The code relies on the GIL: `PyEngine::finish`, `sys::deferred_signals`, the borrowed items of `codec::encode`. With
-// `gil_used` a free-threaded Python enables the GIL when it loads the module, and warns.
+// `gil_used`, a free-threaded Python enables the GIL and prints a warning when it loads the module.
 #[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]

@@ -39,28 +39,29 @@ pub struct PyPort {
     port: Arc<Port>,
     /// `load_index(payload)`: unpickles an index batch.
     load_index: Py<PyAny>,
-    /// The buffer of encoded batches, reused for each.
+    /// The buffer for encoding, reused from batch to batch.
     payload: Mutex<Vec<u8>>,
     kept: Arc<Kept>,
     stopwatch: Arc<Stopwatch>,
-    /// The handler that allocates NumPy's arrays in the worker's region, if it is in use.
+    /// The handler that makes NumPy allocate arrays in the worker's region, if it is in use.
     numpy_memory: OnceLock<NumpyMemory>,
-    /// The main process, if no watchdog thread checks it.
+    /// The main process, whose death the worker itself must notice; set only if there is no watchdog thread.
     unguarded: OnceLock<Parent>,
 }
 
 impl PyPort {
-    /// Returns the message that begins an epoch, with its code.
+    /// Decodes the payload of an entry that begins an epoch. Returns `code`, the number of the epoch's first task, and
+    /// the message of `Engine.begin`.
     fn epoch(&self, py: Python<'_>, code: u8, payload: &[u8]) -> PyResult<(u8, u64, Option<Py<PyAny>>)> {
         self.port.enter(WorkerState::Starting);
         let (first_task, message) = wire::read_epoch(payload)?;
         Ok((code, first_task, Some(PyBytes::new(py, message).into_any().unbind())))
     }
 
-    /// Returns memory in the arena for `len` bytes, or `None` if the worker already retains so much that the heap
-    /// should be used. Runs Python's collector first if garbage may hold the arena's blocks.
+    /// Returns memory in the arena for `len` bytes, or `None` if the worker already retains so many blocks that the
+    /// caller should use the heap. First runs Python's garbage collector if garbage may be holding blocks.
     fn lease(&self, py: Python<'_>, len: usize) -> PyResult<Option<WorkerLease>> {
-        // Python reports errors of finalizers itself.
+        // Python itself reports errors that finalizers raise.
         let collect = || drop(py.import("gc").and_then(|gc| gc.call_method0("collect")));
         if !self.kept.has_room(len as u64, collect) {
             return Ok(None);
@@ -74,8 +75,9 @@ impl PyPort {
         Ok(outgoing.send(task, kind, payload, self.stopwatch.take(&self.port))?)
     }
 
-    /// Sends a plain tree. Returns false, and sends nothing, for any other value. The list `holder` has the only
-    /// reference to `value`, unless the worker keeps another, and may be emptied. Without `holder`, arrays are copied.
+    /// Sends `value` if it is a plain tree; otherwise sends nothing and returns false. The list `holder`, which this
+    /// method may empty, has the only other reference to `value`, unless the worker keeps one, too. Without `holder`,
+    /// arrays are copied.
     fn encode(
         &self,
         task: u64,
@@ -91,9 +93,10 @@ impl PyPort {
             if outgoing.begin_settling() {
                 drop(value);
                 holder.map_or(Ok(()), |list| list.del_slice(0, list.len()))?;
-                // Copy with the GIL held: code that still refers to the array may write to it as soon as Python code
-                // runs again.
-                // SAFETY: the array's block is noted, so it stays; `to` points to as many fresh bytes.
+                // Copy with the GIL held: code that still has a reference to the array may write to it as soon as
+                // Python code runs again.
+                // SAFETY: `outgoing` has noted the array's block, which therefore stays; `to` points to `len` fresh
+                // bytes.
                 outgoing.settle(|from, to, len| unsafe { copy(from, to, len, true) })?;
             }
             self.publish(outgoing, task, kind, &payload)?;
@@ -102,7 +105,8 @@ impl PyPort {
         Ok(plain)
     }
 
-    /// Waits for a task without the GIL. Returns `None` if the worker must leave.
+    /// Waits for a task without the GIL. Returns `None` if the worker must leave, for example because the main process
+    /// has died.
     fn wait(&self, py: Python<'_>) -> PyResult<Option<TaskEntry>> {
         fetcher::show_activity(py, &self.port, || self.port.enter(WorkerState::Idle));
         loop {
@@ -156,8 +160,8 @@ impl PyPort {
 
     #[staticmethod]
     fn inherit(engine: &PyEngine, worker: u32, load_index: Py<PyAny>) -> PyResult<Self> {
-        // SAFETY: the number is the doorbell's; in a child the engine closes no descriptor, so that nothing else closes
-        // it.
+        // SAFETY: the descriptor is the doorbell's; the engine closes no descriptor in a child process, so the port is
+        // its only owner here.
         let doorbell = unsafe { OwnedFd::from_raw_fd(engine.handle.doorbell.as_fd().as_raw_fd()) };
         Ok(Self::over(Port::open(engine.handle.arena.inherited(), worker, doorbell)?, load_index))
     }
@@ -183,8 +187,8 @@ impl PyPort {
         py.detach(|| remote.finish(remote::limit(seconds)))
     }
 
-    /// Starts the watchdog thread. Without one (RLIMIT_NPROC) the worker itself checks the main process when it is
-    /// idle.
+    /// Starts the watchdog thread. If that fails (RLIMIT_NPROC), the worker itself checks, while it is idle, that the
+    /// main process is alive.
     fn watch(&self, parent: (i32, u64)) {
         let parent = Parent::of(parent.0, parent.1);
         if watchdog::start(self.port.clone(), parent).is_err() {
@@ -197,8 +201,9 @@ impl PyPort {
         terminate::survive_group_signal(&self.port, main, alone).is_ok()
     }
 
-    /// Registers faulthandler for the stack signal. Its handler dumps the stacks into this worker's stack file without
-    /// the GIL. If that fails, or the user handles the signal, the status page says so.
+    /// Registers faulthandler for the stack signal, so that its handler dumps the stacks of all threads into this
+    /// worker's stack file without the GIL. If that fails, or the program handles the signal itself, the status page
+    /// says so.
     fn offer_stack(&self, py: Python<'_>) {
         let Some(fd) = self.port.make_stack_file() else { return };
         let (all_threads, chain) = (true, false);
@@ -280,7 +285,7 @@ impl PyPort {
     ) -> PyResult<bool> {
         let kind = if tied { ResultKind::Tied } else { ResultKind::Pickle };
         let (py, sum) = (pickle.py(), codec::pickle_sum(&pickle));
-        // Any code may run when the batch is dropped, so it stays until it is sent.
+        // Dropping the batch may run any code, so the batch is kept until it has been sent.
         self.encode(task, kind, (pickle, objects, sum).into_pyobject(py)?.into_any(), None)
     }
 
@@ -309,11 +314,12 @@ impl PyPort {
         py.detach(|| self.port.progress(ends));
     }
 
-    /// Notes that the worker leaves. Ctrl-C is ignored from then on: in multiprocessing's exit code it would only print
-    /// a traceback.
+    /// Records that the worker leaves. From then on Ctrl-C is ignored, because a KeyboardInterrupt in multiprocessing's
+    /// shutdown code would only print a traceback.
     fn leave(&self, py: Python<'_>) {
         signal::ignore(libc::SIGINT);
-        // Handle a signal that Python has noted, and whose error it would raise after this call.
+        // Handle a signal that Python has already noted, and drop the error, which Python would otherwise raise after
+        // this call.
         let _ = py.check_signals();
         self.port.leave();
     }

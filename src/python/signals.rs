@@ -10,11 +10,11 @@ use crate::sync::lock;
 use crate::sys::deferred_signals::{Deferred, defer};
 use crate::sys::signal::Mask;
 
-/// Calls a function and appends its result to a list, before Python can run a signal handler.
+/// Calls a function and appends its result to a list. No signal handler can run between the call and the append.
 ///
-/// Python runs handlers in its own code, between two bytecodes. There are none between the end of the call and the
-/// append. If a handler raises in Python code that runs here, in a finalizer of an argument, Python prints the error
-/// and continues. `_core.pyi` says what this means for the caller.
+/// Python runs handlers between two bytecodes, and no bytecode is executed between the end of the call and the append.
+/// The exception is Python code in the finalizer of an argument: if a handler raises there, Python prints the error and
+/// continues. `_core.pyi` says what this means for the caller.
 #[pyfunction]
 #[pyo3(signature = (into, function, /, *args))]
 pub fn call_into<'py>(
@@ -25,12 +25,12 @@ pub fn call_into<'py>(
     into.append(call(function, args)?)
 }
 
-/// A context in which signals are deferred. Entering and leaving are one call each: Python may run a handler of another
-/// signal after each call, which must not come between the steps.
+/// A context in which signals are deferred. Entering and leaving the context is a single call each: Python may run the
+/// handler of another signal after any call, and none may run between the steps of entering or of leaving.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct DeferredSignals {
     signals: Vec<i32>,
-    /// While the context is entered, the deferred signals and this thread's earlier mask.
+    /// The deferred signals and the thread's previous mask; `None` outside the context.
     entered: Mutex<Option<(Deferred, Mask)>>,
 }
 

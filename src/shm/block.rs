@@ -1,50 +1,51 @@
 //! Block ownership: the state bits, and the stack on which blocks return to their owner.
 //!
-//! A block is free when no bit is set. Holders are [`CONSUMER`], [`WORKER`], [`FORKED`] and [`WORKER_FORKED`].
-//! [`RETURNING`] is not a holder: the block is on its way over the return stack and belongs to the stack until the
-//! region's owner takes it.
+//! A block is free when no bit is set. The bits of holders are [`CONSUMER`], [`WORKER`], [`FORKED`] and
+//! [`WORKER_FORKED`]. [`RETURNING`] is not a holder: it means that the block is on its way back through the return
+//! stack, which keeps the block until the region's owner takes it.
 //!
-//! The last holder to clear its bit frees the block. The region's owner puts it into its private list. Any other holder
-//! sets RETURNING in the same step and then pushes the block onto the stack. So a block is on the stack at most once,
-//! and a new owner that scans the table never takes a block that another thread is about to push.
+//! The last holder to clear its bit frees the block. If that holder is the region's owner, it puts the block into its
+//! private free list. Any other holder sets RETURNING in the same step and then pushes the block onto the stack. So a
+//! block is on the stack at most once, and a new owner that scans the table never takes a block that another thread is
+//! about to push.
 
 use super::layout::BlockEntry;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU32, Ordering, fence};
 
-/// Held by the consumer: in a result ring, in the reorder buffer, or leased to the user's tensors.
+/// Held by the consumer: the block is in a result ring or in the reorder buffer, or is leased to the user's tensors.
 pub const CONSUMER: u32 = 1;
 /// Held by the process that allocated it.
 pub const WORKER: u32 = 2;
-/// May be read by children of the main process.
+/// May be read by forked children of the main process.
 pub const FORKED: u32 = 4;
-/// May be read by children of the worker.
+/// May be read by forked children of the worker.
 pub const WORKER_FORKED: u32 = 8;
-/// On its way back to the owner.
+/// Not a holder: the block is on its way back to the owner.
 pub const RETURNING: u32 = 16;
 /// Not a holder: the consumer has made a tensor of the block, so a fork must mark it.
 pub const DELIVERED: u32 = 32;
 
-/// Bits that keep a block from being free.
+/// The bits of all holders.
 const HOLDERS: u32 = CONSUMER | WORKER | FORKED | WORKER_FORKED;
 
-/// The result of clearing a holder.
+/// The result of clearing holder bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Left {
     /// Another holder remains.
     Held,
-    /// No holder remains; the caller frees the block.
+    /// No holder remains; the caller must free the block.
     Last,
 }
 
-/// Clears `bits` from outside the owning process. If no holder remains, the block becomes RETURNING and the caller
-/// pushes it onto the return stack.
+/// Clears `bits` for a holder that returns blocks over the return stack: if no holder remains, the block becomes
+/// RETURNING and the caller must push it with [`give_back`]. Any process may call this, unlike [`release_owned`].
 #[inline]
 pub fn release(state: &AtomicU32, bits: u32) -> Left {
     let mut seen = state.load(Ordering::Relaxed);
     loop {
         if seen & bits == 0 {
-            // The bits are not set: a broken worker has overwritten the word. Leave it alone.
+            // The bits are not set, so a broken worker must have overwritten the word. Leave the block alone.
             return Left::Held;
         }
         let remaining = seen & !bits & HOLDERS;
@@ -59,7 +60,8 @@ pub fn release(state: &AtomicU32, bits: u32) -> Left {
     }
 }
 
-/// Clears `bits` inside the owning process; if no holder remains, the block is free immediately.
+/// Clears `bits` in the process that owns the region. If no holder remains, the block is free at once, and the caller
+/// may reuse it.
 #[inline]
 pub fn release_owned(state: &AtomicU32, bits: u32) -> Left {
     // SYNC: block-released.
@@ -67,7 +69,7 @@ pub fn release_owned(state: &AtomicU32, bits: u32) -> Left {
     if before & bits != 0 && before & !bits & (HOLDERS | RETURNING) == 0 { Left::Last } else { Left::Held }
 }
 
-/// Sets `bits` if `holder` holds the block. Returns true if it does.
+/// Sets `bits` if all bits of `holder` are set. Returns true if they are.
 #[inline]
 pub fn mark_if(state: &AtomicU32, holder: u32, bits: u32) -> bool {
     let mut seen = state.load(Ordering::Relaxed);
@@ -80,9 +82,9 @@ pub fn mark_if(state: &AtomicU32, holder: u32, bits: u32) -> bool {
     false
 }
 
-/// A flag that is set while no worker is attached, because the arena is in the pool or retired: a released block then
-/// loses its pages at once. The parking thread sets the flag and then scans all blocks; a release changes the block's
-/// state and then checks the flag. So at least one of them sees the other.
+/// A flag that is set while no worker is attached, because the arena is in the pool or retired. While it is set, a
+/// released block loses its pages at once. The thread that parks the arena sets the flag and then scans all blocks; a
+/// release changes the block's state and then checks the flag. So at least one of the two sees the other's change.
 #[derive(Debug, Default)]
 pub struct Parking(AtomicU32);
 
@@ -101,7 +103,8 @@ impl Parking {
     }
 }
 
-/// Pushes a block for which [`release`] returned [`Left::Last`]. Calls `punch` first if the arena is parked.
+/// Pushes a block for which [`release`] returned [`Left::Last`] onto the return stack. If the arena is parked, first
+/// calls `punch`, which releases the block's pages.
 #[inline]
 pub fn give_back(parking: &Parking, head: &AtomicU32, block: &BlockEntry, id: u32, punch: impl FnOnce()) {
     // SYNC: parked-or-released (pairs with the fence in `Parking::begin`).
@@ -109,23 +112,23 @@ pub fn give_back(parking: &Parking, head: &AtomicU32, block: &BlockEntry, id: u3
     if parking.0.load(Ordering::Relaxed) != 0 {
         punch();
     }
-    // The push comes last: after it a new owner may use the block.
+    // The push comes last, because a new owner may use the block afterwards.
     push_returned(head, block, id);
 }
 
-/// The hold on a block that remains after the workers have ended; see [`recover`].
+/// What still holds a block after the workers have ended; see [`recover`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remains {
     /// A holder remains.
     Held,
-    /// No holder remains, though a thread that released it may be about to push it.
+    /// No holder remains, although the thread that released the block may not have pushed it yet.
     Idle,
-    /// A child of the worker may read it.
+    /// A child of the worker may still read the block.
     WorkersChild,
 }
 
-/// Clears the hold of an ended worker on a block, and the consumer's hold if the block was never delivered. The arena
-/// must be parked.
+/// Clears an ended worker's hold on a block, and the consumer's hold if the block was never delivered. Changes nothing
+/// if a child of the worker may still read the block. The arena must be parked.
 pub fn recover(state: &AtomicU32) -> Remains {
     // SYNC: block-held, block-released (pairs with the owner's store and the Release of each holder).
     let seen = state.load(Ordering::Acquire);
@@ -137,15 +140,15 @@ pub fn recover(state: &AtomicU32) -> Remains {
     if remaining & !RETURNING == 0 { Remains::Idle } else { Remains::Held }
 }
 
-/// Returns true if neither the user nor any child can read a block, so that its pages can be released. The arena must
-/// be retired.
+/// Returns true if neither the user nor any forked child can read a block, so that its pages may be released. The arena
+/// must be retired.
 pub fn is_unseen(state: &AtomicU32) -> bool {
     // SYNC: block-released.
     state.load(Ordering::Acquire) & (DELIVERED | FORKED | WORKER_FORKED) == 0
 }
 
-/// Pushes a RETURNING block onto the return stack (Treiber's stack; since the owner takes it whole by a swap, the ABA
-/// problem cannot arise).
+/// Pushes a RETURNING block onto the return stack. It is a Treiber stack without the ABA problem, because the owner
+/// takes all blocks with one swap.
 #[inline]
 pub fn push_returned(head: &AtomicU32, block: &BlockEntry, id: u32) {
     let mut first = head.load(Ordering::Relaxed);
@@ -159,8 +162,8 @@ pub fn push_returned(head: &AtomicU32, block: &BlockEntry, id: u32) {
     }
 }
 
-/// Empties the return stack: each block on it becomes free and is passed to `freed`. Returns [`Error::Corrupt`] if a
-/// link leads out of the table, or there are more links than blocks.
+/// Empties the return stack. Each block on it becomes free, and its ID is passed to `freed`. Only the region's owner
+/// may call this. Returns [`Error::Corrupt`] if a link leads out of the table, or if there are more links than blocks.
 pub fn take_returned<'a>(
     head: &AtomicU32,
     blocks: u32,

@@ -1,8 +1,8 @@
-//! A background thread for work that comes due between two calls of the library. It lives only while there is such
-//! work.
+//! A background thread for work that falls due when the program is not calling the library. The thread exists only
+//! while there is such work.
 //!
-//! [`pause`] joins it before each fork, so that a child inherits none of its locks and Python (from 3.12) does not warn
-//! about a fork with threads. It calls no Python code.
+//! [`pause`] joins the thread before each fork, so that a child inherits none of the thread's locks, and so that Python
+//! 3.12 and later do not warn about a fork in a process with threads. The thread calls no Python code.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,28 +13,29 @@ use crate::config::CARETAKER_STACK;
 use crate::sync::{Ordering, lock};
 use crate::sys;
 
-/// A function that does the work that is due. It returns the time until its next call, or `None` if there is no more
-/// work.
+/// A function that does the work that is due. It returns the time after which it must be called again, or `None` if
+/// there is no more work.
 pub type Work = fn() -> Option<Duration>;
 
 #[derive(Default)]
 struct State {
     /// The work; `None` if there is none.
     work: Option<Work>,
-    /// The work may have changed since its last call.
+    /// True if the work may have changed since its last call.
     work_changed: bool,
     thread: Option<JoinHandle<()>>,
-    /// A thread that has finished and is not joined yet.
+    /// A thread that has finished but is not joined yet.
     ended: Option<JoinHandle<()>>,
-    /// Forks in progress.
+    /// Number of calls of [`pause`] that have not been undone: forks in progress.
     forks: u32,
 }
 
 static STATE: Mutex<State> = Mutex::new(State { work: None, work_changed: false, thread: None, ended: None, forks: 0 });
 static WAKE: Condvar = Condvar::new();
-/// True after the first [`start`]. In a program that only imports the library, [`restart`] does nothing after a fork.
+/// True after the first [`start`]. Until then [`restart`] does nothing, so that a fork costs nothing in a program that
+/// only imports the library.
 static USED: AtomicBool = AtomicBool::new(false);
-/// The fork generation that the state belongs to.
+/// The fork generation of the process to which the state belongs.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 
 /// Locks the state; `None` in a child that was forked while another thread held the lock.
@@ -43,7 +44,7 @@ fn state() -> Option<MutexGuard<'static, State>> {
     // SYNC: caretaker-left (pairs with the Release below).
     if GENERATION.load(Ordering::Acquire) != current {
         let mut inherited = STATE.try_lock().ok()?;
-        // The thread handles are the parent's: this process must not join or drop them.
+        // The thread handles belong to the parent: a child must neither join nor drop them.
         std::mem::forget(std::mem::take(&mut *inherited));
         // SYNC: caretaker-left (pairs with the Acquire above): a thread that sees the new generation sees the new
         // state.
@@ -53,8 +54,8 @@ fn state() -> Option<MutexGuard<'static, State>> {
     Some(lock(&STATE))
 }
 
-/// Calls `work` on the thread, now, and again whenever the time that it returned has passed. If no thread can be
-/// started, the next call of `start` tries again.
+/// Makes the thread call `work` now, and again each time that the duration returned by `work` has passed. If the thread
+/// cannot be started, the next call of `start` or [`restart`] tries again.
 pub fn start(work: Work) {
     USED.store(true, Ordering::Relaxed);
     let Some(mut state) = state() else { return };
@@ -64,14 +65,14 @@ pub fn start(work: Work) {
     WAKE.notify_all();
 }
 
-/// Tells the thread that its work has changed.
+/// Tells the thread that its work may have changed, so that it calls the work function at once.
 pub fn wake() {
     let Some(mut state) = state() else { return };
     state.work_changed = true;
     WAKE.notify_all();
 }
 
-/// Ends the thread and forgets its work.
+/// Stops the thread and drops its work.
 pub fn stop() {
     pause();
     if let Some(mut state) = state() {
@@ -80,7 +81,7 @@ pub fn stop() {
     }
 }
 
-/// Ends the thread before a fork. Each call needs a [`resume`].
+/// Stops the thread before a fork, and waits for it to end. Each call must be followed by a [`resume`].
 pub fn pause() {
     let Some(mut state) = state() else { return };
     state.forks += 1;
@@ -88,19 +89,19 @@ pub fn pause() {
     drop(state);
     WAKE.notify_all();
     for thread in threads.into_iter().flatten() {
-        // An error means that the thread has panicked: the pages then stay until a later call.
+        // An error means that the thread has panicked; idle pages then stay until a later call releases them.
         let _ = thread.join();
     }
 }
 
-/// Undoes [`pause`] after the fork. The next [`restart`] starts the thread.
+/// Undoes a [`pause`] after the fork. Does not start the thread: the next [`restart`] does.
 pub fn resume() {
     if let Some(mut state) = state() {
         state.forks = state.forks.saturating_sub(1);
     }
 }
 
-/// Starts the thread again if a fork ended it while there was work.
+/// Starts the thread if there is work and no thread, which is the case after a fork.
 pub fn restart() {
     if !USED.load(Ordering::Relaxed) {
         return;
@@ -128,7 +129,7 @@ impl State {
     }
 }
 
-/// Runs on the thread: works until there is no more work, or until a fork.
+/// The body of the thread: calls `work` when it is due, until there is no more work or a fork is about to happen.
 fn run(work: Work) {
     let mut state = lock(&STATE);
     loop {
@@ -189,7 +190,7 @@ mod tests {
             .count()
     }
 
-    /// Runs the test below in another process, because other tests fork, which pauses the caretaker.
+    /// Runs the next test in another process, because the forks of other tests would pause the caretaker.
     #[test]
     fn the_thread_is_tested_in_another_process() {
         let name = "shm::caretaker::tests::the_thread_lives_while_there_is_work_and_no_fork";
@@ -202,7 +203,7 @@ mod tests {
     #[test]
     #[ignore = "run by the_thread_is_tested_in_another_process"]
     fn the_thread_lives_while_there_is_work_and_no_fork() {
-        // A single test, because the state is global to the process.
+        // This is a single test because the state is global to the process.
         LEFT.store(5, Ordering::Relaxed);
         start(count_down);
         wait_until(|| LEFT.load(Ordering::Relaxed) == 0 && threads() == 0);
@@ -230,7 +231,7 @@ mod tests {
         stop();
         restart();
         assert_eq!(threads(), 0, "there is no more work");
-        // A change ends a long wait.
+        // A call of `wake` ends a long wait.
         start(|| (LEFT.load(Ordering::Relaxed) != 7).then_some(Duration::from_secs(1000)));
         wait_until(|| threads() == 1);
         LEFT.store(7, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Wake-ups of the other side, which happen only if it sleeps, and the bitmap of rings with results.
+//! Wake-ups, which one side sends only if the other side sleeps, and the bitmap of rings that hold results.
 //!
 //! A sleeper announces itself, checks for work once more, and only then waits:
 //!
@@ -11,20 +11,20 @@
 //! wait until bell != ticket
 //! asleep -= 1
 //! ```
-//! One of the two fences comes first: either the ringer sees `asleep`, or the sleeper sees the published entry. Only
-//! the sleeper subtracts its 1 from `asleep`, so a ringer that stops between its two steps does not suppress the rings
-//! of others. A spurious ring is harmless, and so is the 1 of a sleeper that was killed.
+//! One of the two fences comes first: either the ringer sees `asleep`, or the sleeper sees the published entry. Only a
+//! sleeper subtracts what it has added to `asleep`, so a ringer that stops between its two steps does not keep others
+//! from ringing. A spurious ring is harmless, and so is an `asleep` that stays too high because a sleeper was killed.
 
 use super::layout::Sleeper;
 use crate::sync::{AtomicU64, Ordering, fence};
 
-/// The value of the bell at [`Sleeper::announce`]. Check for work before waiting for it to change.
+/// The value of the bell when [`Sleeper::announce`] was called. The sleeper waits until the bell has another value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket(pub u32);
 
 impl Sleeper {
-    /// Announces that the caller, which belongs to this side, is about to sleep. The caller then checks for work once
-    /// more; if there is none, it waits until the bell differs from the ticket. In both cases it calls
+    /// Announces that the caller, a thread of this side, is about to sleep. The caller must then check for work once
+    /// more; if there is none, it waits until the bell differs from the ticket. In both cases it must call
     /// [`Sleeper::awake`] afterwards.
     #[inline]
     pub fn announce(&self) -> Ticket {
@@ -41,8 +41,8 @@ impl Sleeper {
         self.asleep.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Returns true if a thread of this side sleeps and the caller must wake it, by futex or eventfd. Call it after
-    /// publishing.
+    /// Rings the bell if a thread of this side sleeps, and then returns true: the caller must wake the thread, by futex
+    /// or eventfd. Call it after publishing.
     #[inline]
     pub fn must_ring(&self) -> bool {
         // SYNC: asleep-or-published (pairs with the fence in `Sleeper::announce`).
@@ -55,21 +55,21 @@ impl Sleeper {
         true
     }
 
-    /// Rings even if no thread sleeps.
+    /// Rings the bell even if no thread sleeps.
     pub fn ring_always(&self) {
         // SYNC: bell-rung (pairs with the Acquire in `Sleeper::announce`).
         self.bell.fetch_add(1, Ordering::Release);
     }
 }
 
-/// Marks ring `index` as holding results. Call it after publishing and before ringing.
+/// Marks the ring at `index` as holding results. Call it after publishing and before ringing.
 #[inline]
 pub fn mark(bitmap: &[AtomicU64], index: u32) {
     // SYNC: ring-marked (pairs with the Acquire swap in `take`).
     bitmap[(index / 64) as usize].fetch_or(1 << (index % 64), Ordering::Release);
 }
 
-/// Takes the marks of one word of the bitmap. Call it before draining the marked rings.
+/// Takes and clears the marks in one word of the bitmap. Call it before draining the marked rings.
 #[inline]
 pub fn take(word: &AtomicU64) -> u64 {
     if word.load(Ordering::Relaxed) == 0 {

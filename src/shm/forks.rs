@@ -1,9 +1,9 @@
 //! Protection of blocks that forked children of this process may still read.
 //!
 //! Each fork marks the blocks that hold live tensors. Marked blocks are neither reused nor punched until every process
-//! that came from the fork has ended or called exec. A mapping that only the children keep ([`ForkWitness`]) shows when
-//! that is the case: closing all unknown descriptors, as children often do, does not unmap it. The hooks are registered
-//! with pthread_atfork, so forks in C code run them too.
+//! that descends from the fork has ended or called exec. A mapping that only the children keep ([`ForkWitness`]) shows
+//! when that has happened. Children often close all descriptors that they do not know, which leaves the mapping intact.
+//! The hooks are registered with pthread_atfork, so that forks in C code run them, too.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -18,13 +18,13 @@ use crate::sync::{Ordering, lock};
 use crate::sys::fork::{ForkHandlers, Step, on_fork};
 use crate::sys::fork_witness::{ForkWitness, WitnessMapping};
 
-/// A block: the address of its arena, its region and its number.
+/// A block: the address of its arena, its region and its ID in the region's table.
 type Key = (usize, u32, u32);
 
 /// The blocks marked by one fork, or by the forks of one group.
 #[derive(Debug)]
 struct ForkMarks {
-    /// Watches the children. `None` if the system refuses a witness: the marks then stay forever.
+    /// Watches the children. `None` if the system refused to create a witness: the marks then stay forever.
     witness: Option<ForkWitness>,
     marked: HashSet<Key>,
 }
@@ -45,19 +45,20 @@ struct Table {
     counts: HashMap<Key, u32>,
 }
 
-/// The table of this process. A forked child starts without one, because a thread that it lacks may hold its copy of
-/// the lock.
+/// The table of this process. A forked child starts without a table, because its copy of the lock may be held by a
+/// thread that exists only in the parent.
 static TABLE: AtomicPtr<Mutex<Table>> = AtomicPtr::new(std::ptr::null_mut());
 
 thread_local! {
-    /// This thread's forks in progress: the mapping that the children inherit, and the blocks that are marked.
+    /// This thread's fork or group of forks in progress: the mapping that the children inherit, and the blocks that are
+    /// marked.
     static PENDING: RefCell<Option<(Option<WitnessMapping>, ForkMarks)>> = const { RefCell::new(None) };
-    /// Above 0 while the workers of one iterator are started: they count as one fork.
+    /// Above 0 within a group of forks that count as one fork: see [`begin_group`].
     static GROUP: RefCell<u32> = const { RefCell::new(0) };
 }
 
 fn table() -> MutexGuard<'static, Table> {
-    // SYNC: fork-table (both ends): a thread that sees the pointer sees the table.
+    // SYNC: fork-table (both ends): a thread that sees the pointer also sees the table.
     let mut current = TABLE.load(Ordering::Acquire);
     if current.is_null() {
         let fresh = Box::into_raw(Box::<Mutex<Table>>::default());
@@ -74,8 +75,9 @@ fn table() -> MutexGuard<'static, Table> {
     lock(unsafe { &*current })
 }
 
-/// Marks the blocks of `arena` at every later fork. `owned` is the region that a worker process allocates in. Fails if
-/// the hooks cannot be registered: then no block of the arena may be delivered.
+/// Makes every later fork mark the blocks of `arena`. In a worker process, `owned` is the region in which the worker
+/// allocates; in the main process it is `None`. Fails if the hooks cannot be registered; no block of the arena may then
+/// be delivered.
 pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
     static HANDLERS: ForkHandlers =
         ForkHandlers { prepare: before_fork, parent: after_fork_in_parent, child: after_fork_in_child };
@@ -87,7 +89,7 @@ pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
     Ok(())
 }
 
-/// Releases the marked blocks that no live child can read any more.
+/// Removes the marks of forks whose children have all ended, and so releases blocks that no child can read any more.
 pub fn reap() {
     let table = &mut *table();
     let mut index = 0;
@@ -112,13 +114,14 @@ pub fn reap() {
     }
 }
 
-/// Counts the forks of this thread until [`end_group`] as one fork. The workers of one iterator are such a group.
+/// Pauses the caretaker, and makes all forks of this thread until [`end_group`] count as one fork. The starts of an
+/// iterator's workers are such a group.
 pub fn begin_group() {
     caretaker::pause();
     GROUP.with_borrow_mut(|depth| *depth += 1);
 }
 
-/// Ends the group of [`begin_group`].
+/// Ends the group that [`begin_group`] started, and lets the caretaker run again.
 pub fn end_group() {
     GROUP.with_borrow_mut(|depth| *depth = depth.saturating_sub(1));
     if GROUP.with_borrow(|depth| *depth == 0) {
@@ -178,7 +181,7 @@ fn before_fork() {
 fn after_fork_in_parent() {
     if GROUP.with_borrow(|depth| *depth == 0) {
         finish();
-        // No `restart` here: Python counts the threads after the fork has returned.
+        // Do not call `restart` here: Python counts the threads, for its warning, only after this hook has returned.
         caretaker::resume();
     }
 }
@@ -189,7 +192,7 @@ fn after_fork_in_child() {
     GROUP.with_borrow_mut(|depth| *depth = 0);
     if let Some((mapping, marks)) = PENDING.take() {
         drop(marks.witness);
-        // The mapping stays until this process ends; everything else is dropped.
+        // The child keeps the mapping until it ends, and drops everything else.
         std::mem::forget(mapping);
     }
 }
@@ -221,7 +224,7 @@ mod tests {
         }
 
         fn end(self) {
-            // SAFETY: the process is our own child, and nothing else waits for it.
+            // SAFETY: the process is a child of this process, and nothing else waits for it.
             unsafe {
                 libc::kill(self.0, libc::SIGKILL);
                 libc::waitpid(self.0, std::ptr::null_mut(), 0);
@@ -246,7 +249,7 @@ mod tests {
         end_group();
         drop(lease);
         let late = Child::fork();
-        // Gives the children time to close their descriptors.
+        // Give the children time to close their descriptors.
         for _ in 0..50 {
             assert!(forked());
             std::thread::sleep(Duration::from_millis(1));
@@ -257,7 +260,7 @@ mod tests {
         assert!(forked(), "one child of that fork still lives");
         assert_ne!(allocator.allocate(20_000, CONSUMER).unwrap(), id);
         third.end();
-        // Children that other tests fork at the same time map the witness for a moment.
+        // Children that other tests fork at the same time also map the witness for a moment.
         let end = std::time::Instant::now() + Duration::from_secs(60);
         while forked() {
             assert!(std::time::Instant::now() < end, "a process keeps the witness mapped");

@@ -1,4 +1,4 @@
-//! Leases. Each is a hold on one block, owned by the tensors in that block.
+//! Leases. A lease is a hold on one block, and the tensors in that block own it.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use super::arena::Arena;
 use super::block::CONSUMER;
 use crate::error::Result;
 
-/// The consumer's hold on one block. Dropping it releases the block: on any thread, without a lock or the GIL, after
-/// the loader and its workers are gone. In a forked child the drop does nothing.
+/// The consumer's hold on one block. Dropping the lease releases the block. It may be dropped on any thread, without a
+/// lock or the GIL, and even after the loader and its workers are gone. In a forked child, dropping it does nothing.
 #[derive(Debug)]
 pub struct Lease {
     arena: Arc<Arena>,
@@ -17,12 +17,12 @@ pub struct Lease {
     len: usize,
 }
 
-// SAFETY: the memory is shared between processes anyway; the lease provides only a raw pointer, and its release uses
-// atomics.
+// SAFETY: the lease provides only a raw pointer to memory that processes share anyway, and dropping it uses atomics.
 unsafe impl Send for Lease {}
 
 impl Lease {
-    /// Creates a lease on the first `len` bytes of a block that the consumer holds. Checks that the block has them.
+    /// Creates a lease on the first `len` bytes of a block. Returns [`Error::Corrupt`](crate::error::Error::Corrupt) if
+    /// the block is smaller, the consumer does not hold it, or it has a lease already.
     pub fn new(arena: &Arc<Arena>, region: u32, block: u32, len: u64) -> Result<Self> {
         let memory = arena.block_memory(region, block, len)?.as_ptr();
         arena.delivered(region, block)?;
@@ -39,7 +39,7 @@ impl Lease {
         self.len
     }
 
-    /// Returns true if there are no bytes.
+    /// Returns true if the lease covers no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -53,7 +53,7 @@ impl Drop for Lease {
     }
 }
 
-/// Releases the consumer's hold on a block that was not delivered: a payload, or a leaf of a dropped batch.
+/// Releases the consumer's hold on a block that has no lease: a payload, or a leaf of a batch that is dropped.
 pub fn let_go(arena: &Arena, region: u32, block: u32) {
     arena.release(region, block, CONSUMER);
 }

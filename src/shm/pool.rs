@@ -1,13 +1,14 @@
-//! A pool of arenas that outlive their iterators: the next epoch finds warm pages.
+//! A pool of arenas that outlive their iterators, so that the next epoch finds warm pages.
 //!
-//! The pool belongs to the process. It holds at most [`POOL_ARENAS`] arenas, each for at most [`POOL_IDLE`]: then the
-//! [`caretaker`] retires it. The idle pages of all take at most a sixteenth of the machine's memory and half of the
-//! available memory.
+//! Each process has one pool. It holds at most [`POOL_ARENAS`] arenas, each for at most [`POOL_IDLE`]; after that time
+//! the [`caretaker`] retires the arena. Together, the idle pages of all pooled arenas take at most a sixteenth of the
+//! machine's RAM and swap, and at most half of the available memory.
 //!
 //! A pooled arena waits for the next epoch of its [`Owner`], the loader that used it last, and is retired when that
-//! loader is dropped. But a loader that has not begun may inherit it: a program that makes a loader for each epoch
-//! assigns it to the variable of the previous one, which is dropped just before the new one begins. Any loader may take
-//! any arena that fits.
+//! loader is dropped. There is one exception: a loader that exists but has not started its first epoch inherits the
+//! arena if it has as many workers. In a program that creates a loader for each epoch and assigns it to the same
+//! variable, the previous loader is dropped just before the new one starts. Any loader may take any pooled arena that
+//! fits.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64 as Stamp;
@@ -23,26 +24,27 @@ use crate::sys;
 
 struct Idle {
     arena: Arc<Arena>,
-    /// Bytes of pages in idle blocks.
+    /// Number of bytes of pages in idle blocks.
     bytes: u64,
     since: Duration,
-    /// The number of its owner; 0 without one.
+    /// The ID of the owner; 0 if there is none.
     owner: u64,
 }
 
 struct Pool {
     idle: Vec<Idle>,
-    /// The live owners. The value is the number of workers of an owner that has not begun, and `None` for the others.
+    /// The live owners, by ID. The value is the number of workers of an owner that has not started its first epoch, and
+    /// `None` for all others.
     owners: BTreeMap<u64, Option<u32>>,
 }
 
 static POOL: Mutex<Pool> = Mutex::new(Pool { idle: Vec::new(), owners: BTreeMap::new() });
-/// The fork generation whose process the pool's contents belong to.
+/// The fork generation of the process to which the pool's contents belong.
 static GENERATION: Stamp = Stamp::new(0);
-/// The number of the newest owner.
+/// The ID of the newest owner.
 static OWNERS: Stamp = Stamp::new(0);
 
-/// A loader. Its idle arenas are released when it is dropped.
+/// A loader, as the owner of arenas. When it is dropped, its pooled arenas are retired or pass to an heir.
 #[derive(Debug)]
 pub struct Owner(u64);
 
@@ -53,7 +55,7 @@ impl Default for Owner {
 }
 
 impl Owner {
-    /// Announces a loader of `workers` workers, which may inherit arenas until it begins.
+    /// Announces this loader, which has `workers` workers. Until its first epoch starts, it may inherit arenas.
     pub fn announce(&self, workers: u32) {
         if let Some(mut pool) = pool() {
             pool.owners.insert(self.0, Some(workers));
@@ -62,7 +64,7 @@ impl Owner {
 
     /// Makes this loader the owner of an arena that its iterator has taken.
     pub fn begin(&self, arena: &Arena) {
-        // Inserted even if the loader was announced: in a forked child the pool has lost its owners.
+        // Insert, rather than update the announced entry: in a forked child, the pool has lost its owners.
         if let Some(mut pool) = pool() {
             pool.owners.insert(self.0, None);
         }
@@ -91,7 +93,7 @@ impl Drop for Owner {
     }
 }
 
-/// Returns a loader that has not begun and has as many workers as the arena.
+/// Returns the ID of a loader that is announced, has not started its first epoch, and has as many workers as the arena.
 fn heir(owners: &BTreeMap<u64, Option<u32>>, arena: &Arena) -> Option<u64> {
     let workers = Some(arena.geometry().workers);
     owners.iter().find_map(|(owner, announced)| (*announced == workers).then_some(*owner))
@@ -106,15 +108,15 @@ fn pool() -> Option<MutexGuard<'static, Pool>> {
         let mut inherited = POOL.try_lock().ok()?;
         inherited.idle.drain(..).for_each(|idle| std::mem::forget(idle.arena));
         inherited.owners.clear();
-        // SYNC: pool-emptied (pairs with the Acquire above): a thread that sees the new generation finds nothing of the
-        // parent's.
+        // SYNC: pool-emptied (pairs with the Acquire above): a thread that sees the new generation finds none of the
+        // parent's entries.
         GENERATION.store(current, Ordering::Release);
         return Some(inherited);
     }
     Some(lock(&POOL))
 }
 
-/// Returns a pooled or new arena, which has no owner yet.
+/// Returns an arena that meets `needs`, from the pool if possible, otherwise a new one. It has no owner yet.
 pub fn take(needs: Needs) -> crate::error::Result<Arc<Arena>> {
     trim();
     let ring_slots = Geometry::ring_slots_of(needs)?;
@@ -133,7 +135,7 @@ pub fn take(needs: Needs) -> crate::error::Result<Arc<Arena>> {
         return Ok(arena);
     }
     let arena = match Arena::create(needs) {
-        // Pooled arenas use address space and pages.
+        // Pooled arenas take address space and pages that the new arena may need.
         Err(_) if clear() > 0 => Arena::create(needs)?,
         made => made?,
     };
@@ -141,7 +143,8 @@ pub fn take(needs: Needs) -> crate::error::Result<Arc<Arena>> {
     Ok(arena)
 }
 
-/// Puts back an arena whose workers have all left cleanly. Retires it if its owner was dropped and has no heir.
+/// Puts back an arena whose workers have all left cleanly. Retires the arena instead if it cannot be reused, or if its
+/// owner was dropped and has no heir. If the pool is too large, retires its oldest arenas.
 pub fn put(arena: Arc<Arena>) {
     super::forks::reap();
     let Some(bytes) = arena.recover() else { return arena.retire() };
@@ -168,12 +171,13 @@ pub fn put(arena: Arc<Arena>) {
     caretaker::start(retire_expired);
 }
 
-/// Retires the arenas that have been idle for too long.
+/// Retires the arenas that have been idle for [`POOL_IDLE`].
 pub fn trim() {
     retire_expired();
 }
 
-/// Does what [`trim`] does, as the work of the caretaker: returns the time until another arena is idle for too long.
+/// The work of the caretaker: does what [`trim`] does, and returns the time until the next arena will have been idle
+/// for too long, or `None` if the pool is empty.
 fn retire_expired() -> Option<Duration> {
     super::forks::reap();
     let now = sys::clock::monotonic();
@@ -185,7 +189,7 @@ fn retire_expired() -> Option<Duration> {
     next
 }
 
-/// Retires all arenas in the pool; returns their number.
+/// Retires all arenas in the pool, and returns their count.
 pub fn clear() -> usize {
     super::forks::reap();
     let all: Vec<Idle> = pool().map(|mut pool| pool.idle.drain(..).collect()).unwrap_or_default();
@@ -195,8 +199,8 @@ pub fn clear() -> usize {
     count
 }
 
-/// Retires arenas. Call it without the pool's lock: releasing pages takes milliseconds. Leases may keep an arena mapped
-/// for longer.
+/// Retires arenas. Call it without holding the pool's lock, because releasing pages takes milliseconds. An arena may
+/// stay mapped for longer, because leases keep it.
 fn retire(idle: Vec<Idle>) {
     idle.into_iter().for_each(|idle| idle.arena.retire());
 }

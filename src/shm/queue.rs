@@ -1,4 +1,4 @@
-//! A queue of entries that any worker may take: one producer, the main process, and one consumer per worker.
+//! A queue whose entries any worker may take. The only producer is the main process, and each worker is a consumer.
 //!
 //! The entry at `position` lies in slot `position % capacity`. The slot's state is one word:
 //!
@@ -11,34 +11,34 @@
 //! state = (position + 1) << 18        read the entry
 //!                                     state: waiting -> w + 2, or try the next position
 //! ```
-//! A worker reads the entry before it claims it. If the swap succeeds, the state has not changed in between, so nothing
-//! has overwritten the entry. At any moment the state shows which worker holds an entry, even if that worker was
-//! killed.
+//! A worker reads an entry before it claims the entry by a compare-and-swap of the state. If the swap succeeds, the
+//! state has not changed in between, so the entry was not overwritten during the read. At any moment the state shows
+//! which worker holds an entry, even if that worker was killed.
 //!
-//! Entries are claimed in the order of their positions, so the waiting entries are the last ones. A producer with fewer
-//! than `capacity` entries waiting always finds its slot claimed. It may reuse the slot of an entry that is held and
-//! not answered yet: [`Submitter`] then remembers the holder. A slot of zeroes counts as the slot of an entry before
-//! the first one.
+//! Entries are claimed in the order of their positions, so the entries that still wait are the newest ones. While fewer
+//! than `capacity` entries wait, the slot that the producer needs next therefore never holds a waiting entry. The
+//! producer may reuse the slot of an entry that a worker holds and has not answered: [`Submitter`] then remembers the
+//! holder. A slot of zeroes counts as holding an entry from before the first one.
 
 use super::layout::{QueueControl, QueueSlot, SLOT_WORDS};
 use super::ring::{Entry, Full};
 use crate::error::{Error, Result};
 use crate::sync::Ordering;
 
-/// Number of a state's bits for the holder: enough for all workers and two special values.
+/// Number of bits of a state that encode the holder: enough for all workers and two special values.
 const HOLDER_BITS: u32 = 18;
 /// No worker has claimed the entry.
 const WAITING: u64 = 0;
 /// The producer has taken the entry back.
 const WITHDRAWN: u64 = 1;
 
-/// Returns the state of a slot.
+/// Returns the state of a slot that holds the entry at `position`.
 #[inline]
 fn state_of(position: u64, holder: u64) -> u64 {
     position.wrapping_add(1) << HOLDER_BITS | holder
 }
 
-/// Returns the holder number of a worker.
+/// Returns the encoding of a worker as a holder.
 #[inline]
 fn holder_of(worker: u32) -> u64 {
     u64::from(worker) + 2
@@ -50,7 +50,7 @@ fn worker_of(state: u64) -> Option<u32> {
     u32::try_from((state & ((1 << HOLDER_BITS) - 1)).checked_sub(2)?).ok()
 }
 
-/// Returns true if an entry waits in a slot of this state.
+/// Returns true if a slot in this state holds an entry that no worker has claimed.
 pub fn is_waiting(state: u64) -> bool {
     state != 0 && state & ((1 << HOLDER_BITS) - 1) == WAITING
 }
@@ -59,7 +59,7 @@ pub fn is_waiting(state: u64) -> bool {
 pub trait QueueMemory {
     /// Returns the head and the bell.
     fn control(&self) -> &QueueControl;
-    /// Returns the slots; their number is a power of two and never changes.
+    /// Returns the slots. Their count is a power of two and never changes.
     fn slots(&self) -> &[QueueSlot];
 
     /// Returns the slot of a position.
@@ -76,9 +76,9 @@ pub struct Submitter<M> {
     memory: M,
     /// The position of the next entry.
     tail: u64,
-    /// The position of each slot's entry until it is answered or withdrawn.
+    /// For each slot, the position of its entry; `None` once the entry is answered or withdrawn.
     unanswered: Box<[Option<u64>]>,
-    /// Entries that are not answered and whose slots were used again, with the workers that hold them.
+    /// The positions of unanswered entries whose slots have been reused, with the workers that hold them.
     displaced: Vec<(u64, u32)>,
 }
 
@@ -94,7 +94,8 @@ impl<M: QueueMemory> Submitter<M> {
         &self.memory
     }
 
-    /// Queues an entry. Returns its position: the number of entries queued before.
+    /// Queues an entry. Returns its position, which is the number of entries queued before it, or [`Full`] if the next
+    /// slot holds an entry that no worker has claimed.
     #[inline]
     pub fn push(&mut self, entry: &Entry) -> std::result::Result<u64, Full> {
         let position = self.tail;
@@ -120,7 +121,8 @@ impl<M: QueueMemory> Submitter<M> {
         Ok(position)
     }
 
-    /// Takes back and returns an entry that no worker has claimed. No worker can claim it afterwards.
+    /// Takes back and returns the entry at `position` if no worker has claimed it. No worker can claim the entry
+    /// afterwards.
     pub fn withdraw(&mut self, position: u64) -> Option<Entry> {
         let place = self.place(position);
         if self.unanswered[place] != Some(position) {
@@ -128,13 +130,14 @@ impl<M: QueueMemory> Submitter<M> {
         }
         let slot = self.memory.slot(position);
         let (waiting, withdrawn) = (state_of(position, WAITING), state_of(position, WITHDRAWN));
-        // The entry was written by this side, so there is nothing to synchronize with.
+        // This side wrote the entry, so there is nothing to synchronize with.
         slot.state.compare_exchange(waiting, withdrawn, Ordering::Relaxed, Ordering::Relaxed).ok()?;
         self.unanswered[place] = None;
         Some(read(slot))
     }
 
-    /// Notes the answer of `worker` to an entry. Returns true if the worker held the entry and had not answered it.
+    /// Records that `worker` has answered an entry. Returns true if that worker held the entry and had not answered it
+    /// before.
     #[inline]
     pub fn answered(&mut self, position: u64, worker: u32) -> bool {
         let place = self.place(position);
@@ -149,15 +152,15 @@ impl<M: QueueMemory> Submitter<M> {
         index.map(|index| self.displaced.swap_remove(index)).is_some()
     }
 
-    /// Returns the worker that holds an entry that is not answered.
+    /// Returns the worker that holds an unanswered entry; `None` if no worker does.
     #[inline]
     pub fn holder(&self, position: u64) -> Option<u32> {
         if self.unanswered[self.place(position)] != Some(position) {
             let displaced = self.displaced.iter().find(|(displaced, _)| *displaced == position);
             return displaced.map(|(_, worker)| *worker);
         }
-        // A worker's claim happens before its answer and before its end, so a load after either of them sees it. An
-        // earlier load may miss the claim.
+        // A worker's claim happens before its answer and before its death, so a load after either of these sees the
+        // claim. An earlier load may miss it.
         worker_of(self.memory.slot(position).state.load(Ordering::Relaxed))
     }
 
@@ -200,13 +203,15 @@ impl<M: QueueMemory> Claimer<M> {
         &self.memory
     }
 
-    /// Claims the oldest entry; `None` if none waits. The worker holds the entry until it answers. Returns
-    /// [`Error::Corrupt`] if a slot has the entry of another slot, or an entry waits before the head.
+    /// Claims the oldest waiting entry; `None` if none waits. The worker holds the entry until it answers it. Returns
+    /// [`Error::Corrupt`] if a slot holds an entry that belongs in another slot, or if the head has passed an entry
+    /// that still waits.
     #[inline]
     pub fn claim(&mut self) -> Result<Option<(u64, Entry)>> {
         let control = self.memory.control();
-        // The head is only a hint: a stale value costs steps, and the states decide.
-        // SYNC: head-moved (pairs with the Release below): a worker that sees a head sees no waiting entry before it.
+        // The head is only a hint: a stale value costs extra steps, but the states of the slots decide.
+        // SYNC: head-moved (pairs with the Release below): a worker that sees a head sees no waiting entry before that
+        // position.
         let mut position = control.head.0.load(Ordering::Acquire);
         loop {
             let slot = self.memory.slot(position);
@@ -238,7 +243,7 @@ impl<M: QueueMemory> Claimer<M> {
     #[inline]
     fn check_passed(&self, position: u64) -> Result<()> {
         for slot in self.memory.slots() {
-            // Each worker that moved the head had seen the earlier claims, and this worker sees what it saw.
+            // A worker that moved the head had seen all earlier claims, and this worker sees what that worker saw.
             let state = slot.state.load(Ordering::Relaxed);
             if is_waiting(state) && state >> HOLDER_BITS <= position {
                 let waiting = (state >> HOLDER_BITS) - 1;
@@ -250,8 +255,9 @@ impl<M: QueueMemory> Claimer<M> {
         Ok(())
     }
 
-    /// Returns the position to try next if the slot of `position` has the entry `newer`: all entries that are at least
-    /// the queue's capacity older than `newer` have been claimed.
+    /// Returns the position to try next if the slot for `position` holds the entry `newer`. All entries that precede
+    /// `newer` by the queue's capacity or more have been claimed, so the search skips them. Returns [`Error::Corrupt`]
+    /// if `newer` belongs in another slot.
     #[cold]
     fn next_after(&self, position: u64, newer: u64) -> Result<u64> {
         let capacity = self.memory.slots().len() as u64;
@@ -274,7 +280,7 @@ fn read(slot: &QueueSlot) -> Entry {
     entry
 }
 
-/// The heap twin of the queue in an arena, for tests, models and benches.
+/// The counterpart on the heap of the queue in an arena, for tests, models and benches.
 pub mod heap {
     use super::{Claimer, QueueControl, QueueMemory, QueueSlot, Submitter};
     use std::sync::Arc;
@@ -284,7 +290,7 @@ pub mod heap {
     pub struct HeapQueue(Arc<(QueueControl, Box<[QueueSlot]>)>);
 
     impl HeapQueue {
-        /// Creates a queue of `slots` slots, a power of two.
+        /// Creates a queue of `slots` slots. Panics if `slots` is not a power of two.
         pub fn new(slots: usize) -> Self {
             assert!(slots.is_power_of_two());
             Self(Arc::new((QueueControl::default(), (0..slots).map(|_| QueueSlot::default()).collect())))
@@ -362,7 +368,7 @@ mod tests {
         assert_eq!((worker.claim().unwrap(), main.oldest_waiting()), (None, None));
         assert!(!main.answered(1, 3));
         assert!(main.answered(0, 3) && main.answered(2, 3));
-        // The slots of withdrawn entries are used again.
+        // The slots of withdrawn entries are reused.
         (4..8).for_each(|position| assert_eq!(main.push(&entry(position)), Ok(position)));
         assert_eq!(main.withdraw(3), None);
         (4..8).for_each(|position| assert_eq!(worker.claim().unwrap(), Some((position, entry(position)))));
@@ -390,7 +396,7 @@ mod tests {
     fn of_several_entries_that_a_worker_holds_the_oldest_comes_first() {
         let queue = HeapQueue::new(2);
         let (mut main, mut worker) = (queue.submitter(), queue.claimer(3));
-        // The slot of the first one was used again.
+        // The third entry reuses the slot of the first one.
         for position in 0..3 {
             main.push(&entry(position)).unwrap();
             assert_eq!(worker.claim().unwrap(), Some((position, entry(position))));
@@ -408,7 +414,7 @@ mod tests {
         let (mut main, mut worker) = (queue.submitter(), queue.claimer(0));
         for position in 0..103 {
             main.push(&entry(position)).unwrap();
-            // The head as a worker saw it long ago, or as it stays if a worker is killed before moving it.
+            // The head as a worker saw it long ago, or as it stays if a worker is killed before it moves the head.
             queue.control().head.0.store(position / 50, Ordering::Relaxed);
             assert_eq!(worker.claim().unwrap(), Some((position, entry(position))));
             assert_eq!(queue.control().head.0.load(Ordering::Relaxed), position + 1);

@@ -1,8 +1,8 @@
 //! Single-producer single-consumer rings of fixed-size entries (the bounded queue of Lamport, 1983, with
 //! Acquire/Release in place of sequential consistency and cached counters as in rtrb and FastForward).
 //!
-//! Counters wrap at 2^32; capacities are powers of two. One Release store of `tail` publishes an entry after its words
-//! were written, so a producer that is killed half-way has published nothing.
+//! Counters wrap at 2^32; capacities are powers of two. Once the words of an entry are written, a single Release store
+//! of `tail` publishes it, so a producer that is killed half-way has published nothing.
 
 use super::layout::{RingControl, RingSlot, SLOT_WORDS};
 use crate::error::{Error, Result};
@@ -15,11 +15,11 @@ pub type Entry = [u64; SLOT_WORDS];
 pub trait RingMemory {
     /// Returns the counters.
     fn control(&self) -> &RingControl;
-    /// Returns the slots; their number is a power of two and never changes.
+    /// Returns the slots. Their count is a power of two and never changes.
     fn slots(&self) -> &[RingSlot];
 }
 
-/// The ring has no free slot.
+/// The error of a push to a ring that has no free slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Full;
 
@@ -27,9 +27,9 @@ pub struct Full;
 #[derive(Debug)]
 pub struct Producer<M> {
     memory: M,
-    /// The private counter; `tail` is only written from it.
+    /// The producer's private counter, whose value is stored into the shared `tail`.
     tail: u32,
-    /// The last value read from `head`. It gives a lower bound for the number of free slots.
+    /// The last value read from the shared `head`. It gives a lower bound on the number of free slots.
     head: u32,
 }
 
@@ -37,9 +37,9 @@ pub struct Producer<M> {
 #[derive(Debug)]
 pub struct Consumer<M> {
     memory: M,
-    /// The private counter; `head` is only written from it.
+    /// The consumer's private counter, whose value is stored into the shared `head`.
     head: u32,
-    /// The last value read from `tail`. It gives a lower bound for the number of entries.
+    /// The last value read from the shared `tail`. It gives a lower bound on the number of entries.
     tail: u32,
 }
 
@@ -51,7 +51,7 @@ impl<M: RingMemory> Producer<M> {
         Self { memory, tail, head }
     }
 
-    /// Publishes an entry.
+    /// Publishes an entry, or returns [`Full`] if there is no free slot.
     #[inline]
     pub fn push(&mut self, entry: &Entry) -> std::result::Result<(), Full> {
         let slots = self.memory.slots();
@@ -81,7 +81,7 @@ impl<M: RingMemory> Producer<M> {
     }
 
     /// Returns true if the consumer has taken the first `filled` entries. `filled` is an earlier result of
-    /// [`Producer::filled`], at most 2^31 entries old.
+    /// [`Producer::filled`] since which at most 2^31 entries have been published.
     pub fn has_taken(&mut self, filled: u32) -> bool {
         // SYNC: slot-taken (pairs with the Release store in `Consumer::pop`).
         self.head = self.memory.control().head.0.load(Ordering::Acquire);
@@ -96,8 +96,8 @@ impl<M: RingMemory> Consumer<M> {
         Self { memory, head, tail: head }
     }
 
-    /// Takes the oldest entry; `None` if the ring is empty. Returns [`Error::Corrupt`] if the other side's counter
-    /// claims more entries than the ring has slots.
+    /// Takes the oldest entry; `None` if the ring is empty. Returns [`Error::Corrupt`] if the producer's counter claims
+    /// more entries than the ring has slots.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Entry>> {
         let slots = self.memory.slots();
@@ -126,7 +126,7 @@ impl<M: RingMemory> Consumer<M> {
     }
 }
 
-/// The heap twin of a ring in an arena, for tests, models and benches.
+/// The counterpart on the heap of a ring in an arena, for tests, models and benches.
 pub mod heap {
     use super::{Consumer, Producer, RingControl, RingMemory, RingSlot};
     use std::sync::Arc;
@@ -136,7 +136,7 @@ pub mod heap {
     pub struct HeapRing(Arc<(RingControl, Box<[RingSlot]>)>);
 
     impl HeapRing {
-        /// Creates a ring of `slots` slots, a power of two.
+        /// Creates a ring of `slots` slots. Panics if `slots` is not a power of two.
         pub fn new(slots: usize) -> Self {
             assert!(slots.is_power_of_two());
             Self(Arc::new((RingControl::default(), (0..slots).map(|_| RingSlot::default()).collect())))

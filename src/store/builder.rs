@@ -1,4 +1,4 @@
-//! The writing side: rows are added one after the other, and written to the file chunk by chunk.
+//! The writing side: rows are appended one by one, and written to the file chunk by chunk.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -9,14 +9,14 @@ use crate::sys::cgroup::Roots;
 use crate::sys::{map, memfd, memory, sealed};
 use crate::tree::Writer;
 
-/// Words of a section that are written at a time.
+/// Maximum number of words of a section that one call writes.
 const PIECE: usize = 64 << 10;
 
-/// The rows of the chunk that is not written yet.
+/// The rows of the chunk that has not been written yet.
 enum Pending {
     Ints(Vec<i64>),
     Floats(Vec<f64>),
-    /// The end of each row in the bytes, and the bytes.
+    /// The offset at which each row ends, and the bytes of all rows.
     Records(Vec<u32>, Vec<u8>),
 }
 
@@ -25,19 +25,19 @@ pub struct Builder {
     fd: OwnedFd,
     /// The file's length so far.
     at: u64,
-    /// The length of the file up to which a check has found enough memory.
+    /// The file length for which a check has found enough memory.
     checked: u64,
     pending: Pending,
     rows: u64,
-    /// The first row and the place of each chunk.
+    /// The first row and the `place` word of each chunk.
     table: Vec<(u64, u64)>,
     /// True if all chunks so far are full.
     uniform: bool,
-    /// The hashes of rows, with their numbers.
+    /// The hash and index of each row that has a hash.
     hashes: Vec<(u64, u64)>,
-    /// The rows without a hash.
+    /// The indices of key rows without a hash.
     unhashed: Vec<u64>,
-    /// Bytes of raw data.
+    /// Number of bytes of raw data.
     data: u64,
 }
 
@@ -68,12 +68,12 @@ impl Builder {
         self.at
     }
 
-    /// Returns true if nothing was written.
+    /// Returns true if no row or data has been added.
     pub fn is_empty(&self) -> bool {
         self.at == HEADER && self.rows == 0
     }
 
-    /// Appends a row of an int.
+    /// Appends an int as a row.
     pub fn int(&mut self, value: i64) -> Result<()> {
         if let Pending::Records(ends, _) = &self.pending
             && ends.is_empty()
@@ -87,7 +87,7 @@ impl Builder {
         self.count_row()
     }
 
-    /// Appends a row of a float.
+    /// Appends a float as a row.
     pub fn float(&mut self, value: f64) -> Result<()> {
         if let Pending::Records(ends, _) = &self.pending
             && ends.is_empty()
@@ -101,14 +101,14 @@ impl Builder {
         self.count_row()
     }
 
-    /// Appends a number to a chunk of other rows, as a row of bytes with a tree.
+    /// Appends a number to a chunk that has rows of another type: as a record that holds the number's tree.
     fn push_number(&mut self, write: impl FnOnce(&mut Writer<'_>)) -> Result<()> {
         let mut record = Vec::with_capacity(16);
         write(&mut Writer::new(&mut record));
         self.record(&[&record])
     }
 
-    /// Appends a row of bytes, given in parts.
+    /// Appends a row of bytes, which is given in parts.
     pub fn record(&mut self, parts: &[&[u8]]) -> Result<()> {
         let len = parts.iter().map(|part| part.len()).sum::<usize>();
         if len >= CHUNK {
@@ -122,13 +122,13 @@ impl Builder {
                 return self.record(parts);
             }
             parts.iter().for_each(|part| bytes.extend_from_slice(part));
-            // At most 1 MiB, so it fits into a u32.
+            // The length is at most 1 MiB, so it fits into a u32.
             ends.push(bytes.len() as u32);
         }
         self.count_row()
     }
 
-    /// Converts the pending numbers to rows of bytes.
+    /// Converts pending numbers to records.
     fn unify(&mut self) {
         let (mut ends, mut bytes) = (Vec::new(), Vec::new());
         let mut add = |write: &dyn Fn(&mut Writer<'_>)| {
@@ -143,7 +143,7 @@ impl Builder {
         self.pending = Pending::Records(ends, bytes);
     }
 
-    /// Records the hash of the newest row; `None` if it has none.
+    /// Marks the last row as a key that has this hash, or no hash if `None`.
     pub fn key(&mut self, hash: Option<u64>) {
         let row = self.rows.saturating_sub(1);
         match hash {
@@ -152,7 +152,7 @@ impl Builder {
         }
     }
 
-    /// Appends raw data. An image has rows or data.
+    /// Appends raw data. An image has either rows or raw data.
     pub fn raw(&mut self, bytes: &[u8]) -> Result<()> {
         self.write(bytes)?;
         self.data += bytes.len() as u64;
@@ -166,7 +166,7 @@ impl Builder {
     }
 
     /// Checks that there is memory for `len` more bytes, and address space for `mappings` mappings of the image. If
-    /// there is memory for `ahead` bytes, these need no further check.
+    /// there is memory even for `ahead` bytes, writing up to that many bytes needs no further check.
     fn check(&mut self, len: u64, ahead: u64, mappings: u64) -> Result<()> {
         if let Some(left) = map::address_space_left()
             && self.at.saturating_add(len).saturating_mul(mappings) > left
@@ -219,7 +219,7 @@ impl Builder {
         if pending as u64 >= ROWS { self.flush() } else { Ok(()) }
     }
 
-    /// Begins a chunk of `rows` rows that are already counted.
+    /// Starts a chunk for the last `rows` rows, which are already counted.
     fn begin(&mut self, form: u64, rows: usize) {
         let first = self.rows - rows as u64;
         self.uniform &= first == self.table.len() as u64 * ROWS;
@@ -254,7 +254,8 @@ impl Builder {
         self.check(len as u64, len as u64, 1)?;
         self.rows += 1;
         self.begin(form::LONE, 1);
-        // The exact end cannot be taken from the table's next entry, because chunks begin at multiples of 8.
+        // The length is stored because the table's next entry does not give the exact end: chunks start at multiples of
+        // 8.
         self.write(&(len as u64).to_le_bytes())?;
         for part in parts {
             self.write(part)?;
@@ -262,7 +263,7 @@ impl Builder {
         self.write(&[0; 8][..len.next_multiple_of(8) - len])
     }
 
-    /// Writes words as a section. Returns its place and length.
+    /// Writes words as a section. Returns the position and length of the section in bytes.
     fn section(&mut self, mut words: impl Iterator<Item = u64>) -> Result<[u64; 2]> {
         let at = self.at;
         loop {
@@ -274,7 +275,7 @@ impl Builder {
         }
     }
 
-    /// Takes the hashes, and returns an open-addressed table of them.
+    /// Takes the collected hashes out of the builder, and returns an open-addressed hash table of them.
     fn slots(&mut self) -> Vec<u64> {
         let hashes = std::mem::take(&mut self.hashes);
         if hashes.is_empty() {
@@ -292,7 +293,7 @@ impl Builder {
         slots
     }
 
-    /// Writes the remaining parts, and seals the file. Readers get `kind` and `meta` unchanged.
+    /// Writes the remaining parts, seals the file and returns its descriptor. Readers get `kind` and `meta` unchanged.
     pub fn finish(mut self, kind: u64, meta: &[u8]) -> Result<OwnedFd> {
         self.flush()?;
         if self.rows >> (ROW_BITS - 1) != 0 {
@@ -311,7 +312,7 @@ impl Builder {
         let head = [MAGIC, VERSION, kind, self.rows, if self.uniform { ROWS } else { 0 }];
         let header = head.into_iter().chain([table, slots, unhashed, meta_at, data].into_iter().flatten());
         let mut header: Vec<u8> = header.flat_map(u64::to_le_bytes).collect();
-        // Padded, because a file that is empty or ends within the header could not be opened.
+        // The header is padded, because readers reject a file that is shorter than a full header.
         header.resize(HEADER as usize, 0);
         sealed::write_at(self.fd.as_fd(), &header, 0)?;
         sealed::seal_all(self.fd.as_fd())?;

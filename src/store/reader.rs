@@ -13,11 +13,12 @@ pub enum Row<'a> {
     Int(i64),
     /// A float.
     Float(f64),
-    /// The bytes that the builder got.
+    /// The bytes that were passed to the builder.
     Record(&'a [u8]),
 }
 
-/// A section of the image: its place and length in bytes, which are checked to be inside the image.
+/// The position and length in bytes of a section of the image. [`Store::open`] has checked that the section lies within
+/// the image.
 #[derive(Clone, Copy, Debug)]
 struct Section {
     at: usize,
@@ -28,7 +29,7 @@ struct Section {
 #[derive(Debug)]
 pub struct Store {
     map: SealedMap,
-    /// The kind that the builder got.
+    /// The kind that was passed to the builder.
     pub kind: u64,
     rows: u64,
     uniform: bool,
@@ -113,17 +114,17 @@ impl Store {
         self.rows
     }
 
-    /// Returns the builder's description of the object.
+    /// Returns the `meta` that was passed to `Builder::finish`: a description of the object.
     pub fn meta(&self) -> &[u8] {
         self.section(self.meta)
     }
 
-    /// Returns the place and length of the raw data in bytes.
+    /// Returns the position and length of the raw data in bytes.
     pub fn data(&self) -> (usize, usize) {
         (self.data.at, self.data.len)
     }
 
-    /// Returns a row. A number below [`Self::rows`] fails only if the image is damaged.
+    /// Returns a row. For an index below [`Self::rows`], the call fails only if the image is damaged.
     #[inline]
     pub fn row(&self, row: u64) -> Result<Row<'_>> {
         self.find(row).ok_or_else(|| damaged("a row is outside its chunk"))
@@ -145,7 +146,7 @@ impl Store {
             form::INTS => Some(Row::Int(u64_at(chunk, row.checked_mul(8)?)? as i64)),
             form::FLOATS => Some(Row::Float(f64::from_bits(u64_at(chunk, row.checked_mul(8)?)?))),
             form::RECORDS => {
-                // The ends of the rows. The first row begins at 0.
+                // The offsets at which the rows end. The first row starts at 0.
                 let ends = chunk.get(..rows.checked_mul(4)?)?;
                 let begin = if row == 0 { 0 } else { u32_at(ends, row * 4 - 4)? as usize };
                 let end = u32_at(ends, row * 4)? as usize;
@@ -156,9 +157,9 @@ impl Store {
         }
     }
 
-    /// Returns the last chunk that begins at or before a row.
+    /// Returns the index of the last chunk whose first row is not after `row`.
     fn chunk_of(table: &[u8], row: u64) -> Option<usize> {
-        // The last entry marks the end.
+        // The last entry marks the end of the last chunk.
         let (mut low, mut high) = (0, table.len() / 16 - 1);
         while low < high {
             let middle = low.midpoint(high);
@@ -167,8 +168,8 @@ impl Store {
         low.checked_sub(1)
     }
 
-    /// Returns the rows whose keys may have a hash, the most likely one first. Empty if the image has no table of
-    /// hashes.
+    /// Returns the rows whose keys may have the hash `hash`, in the order in which the hash table is probed. There are
+    /// none if the image has no hash table.
     pub fn candidates(&self, hash: u64) -> impl Iterator<Item = u64> + '_ {
         let slots = self.section(self.slots);
         let size = slots.len() / 8;
@@ -180,7 +181,7 @@ impl Store {
         rows.filter(|row| *row < self.rows)
     }
 
-    /// Returns the rows without a hash.
+    /// Returns the rows of keys without a hash.
     pub fn unhashed(&self) -> impl Iterator<Item = u64> + '_ {
         let unhashed = self.section(self.unhashed);
         (0..unhashed.len() / 8).filter_map(|at| u64_at(unhashed, at * 8)).filter(|row| *row < self.rows)

@@ -1,5 +1,5 @@
-//! Checks that rows are read as they were written, and that no bytes of an image lead to a panic or an access outside
-//! it.
+//! Checks that rows are read as they were written, and that reading an image never panics or leaves the image, whatever
+//! bytes it contains.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -30,7 +30,7 @@ impl Value {
         .unwrap();
     }
 
-    /// Returns true if a row is this value, as a number or as a tree.
+    /// Returns true if a row holds this value, either as a number or as a tree.
     fn is(&self, row: Row<'_>) -> bool {
         let mut tree = Vec::new();
         match (self, row) {
@@ -91,7 +91,7 @@ fn keys_are_found_by_their_hash() {
     let mut builder = Builder::new().unwrap();
     for n in 0..3000u64 {
         builder.record(&[&n.to_le_bytes()]).unwrap();
-        // Half of the hashes collide.
+        // Two successive keys have the same hash.
         builder.key((n % 10 != 9).then(|| hash(&(n / 2).to_le_bytes())));
         builder.int(n as i64).unwrap();
     }
@@ -136,7 +136,7 @@ fn raw_data_begin_on_a_page() {
     assert_eq!(store.candidates(1).count() + store.unhashed().count(), 0);
 }
 
-/// Returns a sealed file of any bytes.
+/// Returns a sealed file with the given contents.
 fn file(bytes: &[u8]) -> OwnedFd {
     let fd = memfd::create("rustloader-test", 0).unwrap();
     sealed::write_at(fd.as_fd(), bytes, 0).unwrap();
@@ -184,7 +184,7 @@ fn values() -> impl Strategy<Value = Value> {
     ]
 }
 
-/// Returns a strategy for runs of rows of one kind, so that chunks of each kind are full.
+/// Returns a strategy for runs of equal rows, which are long enough to fill chunks of each form.
 fn rows() -> impl Strategy<Value = Vec<Value>> {
     prop::collection::vec((values(), 1usize..1500), 0..5)
         .prop_map(|runs| runs.into_iter().flat_map(|(row, count)| vec![row; count]).collect())

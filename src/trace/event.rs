@@ -5,7 +5,7 @@ use crate::shm::layout::WorkerState;
 use crate::shm::ring::Entry;
 
 numbered_enum! {
-    /// The kind of an event. The first ones are the states of a worker, by their numbers.
+    /// The kind of an event. The first kinds are the states of a worker, with the numbers of [`WorkerState`].
     pub enum Kind {
         /// A worker before its loop.
         Starting = 0 => "start",
@@ -21,9 +21,9 @@ numbered_enum! {
         Publish = 5 => "publish",
         /// A worker that replays earlier batches.
         Replay = 6 => "replay",
-        /// A sample; the last number is its index.
+        /// A worker fetches a sample; `extra` is the sample's index.
         Sample = 7 => "sample",
-        /// A `next` of the main process; the number is the task that it delivered, plus one.
+        /// A call of `next` in the main process; `number` is the delivered task plus one.
         Next = 8 => "next",
         /// A wait within a `next`.
         Waiting = 9 => "waiting",
@@ -31,15 +31,16 @@ numbered_enum! {
         Step = 10 => "step",
         /// The pin thread prepares a batch.
         Pin = 11 => "pin",
-        /// An epoch begins; the numbers are its first task and the count of epochs.
+        /// An epoch starts; `number` is its first task, and `extra` is the count of epochs.
         Epoch = 12 => "epoch",
-        /// A worker's process was started; the numbers are its pid and the number of earlier processes in its slot.
+        /// A worker's process was started; `number` is its pid, and `extra` is the count of earlier processes in its
+        /// slot.
         Started = 13 => "started",
         /// A worker has died.
         Died = 14 => "died",
         /// A worker has been reported as stuck.
         Stalled = 15 => "stalled",
-        /// The loader's state was saved after this number of batches.
+        /// The loader's state was saved; `number` is the count of answers up to then.
         Saved = 16 => "saved",
         /// `prefetch_to_device` queues the copy of a batch.
         Copied = 17 => "copy",
@@ -47,12 +48,13 @@ numbered_enum! {
 }
 
 impl Kind {
-    /// Returns the names, by number.
+    /// Returns the names of all kinds, indexed by the number of the kind.
     pub fn names() -> Vec<&'static str> {
         (0..).map_while(Self::of_number).map(Self::name).collect()
     }
 
-    /// Returns the kind of event that records the time in a worker's state.
+    /// Returns the kind of the event that records the time spent in a worker state, or `None` for
+    /// [`WorkerState::Left`].
     pub(super) fn of_state(state: WorkerState) -> Option<Self> {
         (state != WorkerState::Left).then(|| Self::of_number(state as u32)).flatten()
     }
@@ -66,17 +68,17 @@ pub const PINNER: u32 = 0xff_fffe;
 /// An event of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// Its kind.
+    /// The kind of the event.
     pub kind: Kind,
     /// The worker, [`MAIN`] or [`PINNER`].
     pub who: u32,
-    /// Monotonic nanoseconds at which it began.
+    /// CLOCK_MONOTONIC time, in nanoseconds, at which the event began.
     pub begin: u64,
-    /// Nanoseconds that it took.
+    /// Duration in nanoseconds.
     pub length: u64,
-    /// A task, or a number that depends on the kind.
+    /// A task, or another number whose meaning depends on the kind.
     pub number: u64,
-    /// Another number that depends on the kind.
+    /// A second number whose meaning depends on the kind.
     pub extra: u64,
 }
 

@@ -1,13 +1,13 @@
 //! Traces, which record what the main process and the workers do, and when.
 //!
-//! An [`Event`] is a fixed record of a clock, a length and numbers. A worker writes its events into a ring in the arena
-//! ([`Recorder`]). The main process empties the rings in `next` ([`Source`]) and adds its own events. A [`Sink`] writes
-//! all of them to a file that Python turns into slices (`python/rustloader/tracing`). An event's entry is published by
-//! one Release store (`shm::ring`), so a killed worker never leaves half an event. All times are those of
-//! CLOCK_MONOTONIC.
+//! An [`Event`] is a fixed-size record of a start time, a duration and a few numbers. A worker writes its events into a
+//! ring in the arena ([`Recorder`]). The main process empties the rings in `next` ([`Source`]) and adds its own events.
+//! A [`Sink`] writes all of them to a file that Python turns into slices (`python/rustloader/tracing`). An event's
+//! entry is published by one Release store (`shm::ring`), so a killed worker never leaves half an event. All times are
+//! read from CLOCK_MONOTONIC.
 //!
-//! While no trace is on, each change of state costs a worker one read of a word in the arena's header, and the main
-//! process one read of an atomic flag.
+//! While no trace is on, each change of state costs a worker only one read of a word in the arena's header, and costs
+//! the main process only one read of an atomic flag.
 
 mod event;
 mod recorder;

@@ -1,4 +1,4 @@
-//! A worker's end of a trace.
+//! A worker's side of a trace.
 
 use std::sync::{Arc, Mutex};
 
@@ -8,10 +8,10 @@ use crate::shm::layout::WorkerState;
 use crate::shm::ring::Producer;
 use crate::sync::{Ordering, lock};
 
-/// [`Recorder::level`] from which samples are recorded.
+/// The lowest [`Recorder::level`] at which samples are recorded.
 const SAMPLES: u32 = 2;
 
-/// The writer of a worker's events into its ring.
+/// Writes a worker's events into its ring.
 #[derive(Debug)]
 pub struct Recorder {
     arena: Arc<Arena>,
@@ -21,7 +21,7 @@ pub struct Recorder {
 
 #[derive(Debug, Default)]
 struct Recording {
-    /// The producer's end of the ring, made for the first event.
+    /// The producer's end of the ring, created for the first event.
     ring: Option<Producer<ArenaRing>>,
     /// The time at which the current sample began, and its index.
     sample: Option<(u64, u64)>,
@@ -33,19 +33,20 @@ impl Recorder {
         Self { arena, worker, state: Mutex::default() }
     }
 
-    /// Returns the level of detail to record: 0 for nothing.
+    /// Returns the level of detail to record; 0 means that nothing is recorded.
     #[inline]
     fn level(&self) -> u32 {
         self.arena.header().trace.0.load(Ordering::Relaxed)
     }
 
-    /// Returns true if anything is to be recorded.
+    /// Returns true if events are to be recorded.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.level() != 0
     }
 
-    /// Records the time in a state that ends now. `replays` is true if the worker replays earlier batches.
+    /// Records the time spent in a state that the worker now leaves. `replays` is true if the worker is replaying
+    /// earlier batches. A sample that is still in progress is discarded.
     pub fn spent(&self, state: WorkerState, (begin, length): (u64, u64), task: u64, replays: bool) {
         let kind = match Kind::of_state(state) {
             Some(Kind::Fetch | Kind::Collate) if replays => Kind::Replay,
@@ -53,7 +54,7 @@ impl Recorder {
             None => return,
         };
         let mut inner = lock(&self.state);
-        // A sample that has not ended by now has failed.
+        // A sample that is still in progress has failed.
         inner.sample = None;
         self.push(&mut inner, Event { kind, who: self.worker, begin, length, number: task, extra: 0 });
     }
@@ -64,7 +65,7 @@ impl Recorder {
         self.level() >= SAMPLES
     }
 
-    /// Ends the current sample, and begins the sample of `index`, if there is one.
+    /// Ends the current sample, if there is one, and starts the sample `index` unless that is `None`.
     pub fn sample(&self, index: Option<u64>, now: u64, task: u64) {
         let mut inner = lock(&self.state);
         if let Some((begin, extra)) = inner.sample.take() {

@@ -1,4 +1,4 @@
-//! The destination of a trace's events: a file, or two that take turns.
+//! The destination of a trace's events: one file, or two files that take turns.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -10,8 +10,9 @@ use crate::error::Result;
 use crate::sync::lock;
 use crate::sys;
 
-/// The writer of the events of all loaders of a process. Two files take turns: after `turn` nanoseconds the older one
-/// is emptied and becomes the current one. So together they have at least the events of the last `turn` nanoseconds.
+/// Writes the events of all loaders of a process. If there are two files, they take turns: after `turn` nanoseconds the
+/// older file is emptied and becomes the current one. Together they therefore hold at least the events of the last
+/// `turn` nanoseconds.
 #[derive(Debug)]
 pub struct Sink {
     turn: u64,
@@ -20,14 +21,14 @@ pub struct Sink {
 
 #[derive(Debug)]
 struct Inner {
-    /// The files with their numbers; the last is the current one.
+    /// The files, each with its index in the argument of [`Sink::new`]; the last is the current one.
     files: Vec<(usize, File)>,
     buffer: Vec<u8>,
-    /// The time at which the current file got its first event.
+    /// The time at which the current file's turn started; 0 before the first event.
     since: u64,
-    /// The last epoch of each source: each file begins with them.
+    /// The latest epoch event of each source. A file that is used again starts with these events.
     epochs: BTreeMap<u32, Event>,
-    /// Events that could not be written, or were lost in a ring.
+    /// Number of events that could not be written, or were lost because a ring was full.
     lost: u64,
     ended: bool,
 }
@@ -40,7 +41,7 @@ struct File {
 }
 
 impl Sink {
-    /// Creates a sink over empty files.
+    /// Creates a sink that writes to `files`, which must be empty.
     pub fn new(files: Vec<OwnedFd>, turn: u64) -> Self {
         let files = files.into_iter().map(|fd| File { fd, len: 0 }).enumerate().collect();
         let epochs = BTreeMap::new();
@@ -48,7 +49,7 @@ impl Sink {
         Self { turn, inner: Mutex::new(inner) }
     }
 
-    /// Appends an event.
+    /// Appends an event of `source`, unless the sink has ended.
     pub fn put(&self, source: u32, event: Event) {
         let inner = &mut *lock(&self.inner);
         if inner.ended {
@@ -70,7 +71,8 @@ impl Sink {
             inner.since = end;
             inner.files.rotate_left(1);
             if let Some((_, file)) = inner.files.last_mut() {
-                // A killed program must not leave older events after the new ones. If the call is refused, they stay.
+                // Truncate the file now: if the program is killed, no older events may follow the new ones. If the
+                // system refuses, the older events stay.
                 let _ = sys::memfd::set_len(&file.fd, 0);
                 file.len = 0;
             }
@@ -84,8 +86,8 @@ impl Sink {
         lock(&self.inner).lost += events;
     }
 
-    /// Writes the buffered events, and ignores later ones. Returns the number of lost events, and the number and bytes
-    /// of each file, the current one last.
+    /// Writes the buffered events; later ones are ignored. Returns the number of lost events, and the index and length
+    /// in bytes of each file, the current file last.
     pub fn end(&self) -> (u64, Vec<(usize, u64)>) {
         let inner = &mut *lock(&self.inner);
         inner.flush();

@@ -1,4 +1,4 @@
-//! The main process's end of a trace: the events of one iterator.
+//! The main process's side of a trace: the events of one iterator.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -13,12 +13,12 @@ use crate::shm::ring::Consumer;
 use crate::sync::{AtomicU32, Ordering, lock};
 use crate::sys;
 
-/// The source of an iterator's events, which passes those of its workers and of its loop to a [`Sink`]. It does nothing
-/// in a forked child.
+/// Collects the events of an iterator's workers and of the loop that uses it, and passes them to a [`Sink`]. Does
+/// nothing in a forked child.
 #[derive(Debug)]
 pub struct Source {
     arena: Arc<Arena>,
-    /// Not 0 while a trace is on.
+    /// Nonzero while a trace is on.
     on: AtomicU32,
     traced: Mutex<Option<Traced>>,
 }
@@ -26,13 +26,13 @@ pub struct Source {
 #[derive(Debug)]
 struct Traced {
     sink: Arc<Sink>,
-    /// The number of this source in the trace.
+    /// The ID of this source in the trace.
     number: u32,
-    /// The rings, by worker.
+    /// The rings, indexed by worker.
     rings: Vec<Consumer<ArenaRing>>,
     /// The time at which the rings were last emptied.
     emptied: Duration,
-    /// Events that the workers had lost before this trace.
+    /// Number of events that the workers had lost before this trace.
     lost: u64,
 }
 
@@ -48,14 +48,15 @@ impl Source {
         self.on.load(Ordering::Relaxed) != 0 && self.arena.is_ours()
     }
 
-    /// Begins a trace as source `number`. `task` and `epoch` are the current epoch's first task and its count. Fails if
-    /// there is no memory for the rings. The iterator must be using the arena.
+    /// Starts a trace in which this source has the ID `number`; a trace in progress ends first. `task` is the current
+    /// epoch's first task, and `epoch` is the count of epochs. Fails if there is no memory for the rings. Call it only
+    /// while the iterator uses the arena.
     pub fn begin(&self, sink: Arc<Sink>, number: u32, level: u32, (task, epoch): (u64, u64)) -> Result<()> {
         self.end();
         self.arena.populate_traces()?;
         let rings = (0..self.workers()).map(|worker| Consumer::new(self.arena.trace_ring(worker)));
         let mut rings: Vec<_> = rings.collect();
-        // Drop the entries that an earlier trace has left.
+        // Drop the entries that an earlier trace left behind.
         rings.iter_mut().for_each(|ring| while let Ok(Some(_)) = ring.pop() {});
         let lost = self.lost();
         *lock(&self.traced) = Some(Traced { sink, number, rings, emptied: Duration::ZERO, lost });
@@ -65,7 +66,7 @@ impl Source {
         Ok(())
     }
 
-    /// Ends the trace, if there is one. Call it before the iterator gives up its arena.
+    /// Ends the trace, if one is on. Call it before the iterator gives up its arena.
     pub fn end(&self) {
         if !self.arena.is_ours() {
             return;
@@ -102,7 +103,7 @@ impl Source {
         }
     }
 
-    /// Records a worker's death, after its own events and the state in which it died.
+    /// Records a worker's death, preceded by the events in its ring and by an event for the state in which it died.
     pub fn died(&self, worker: u32) {
         if !self.is_on() {
             return;
@@ -111,7 +112,7 @@ impl Source {
         let StatusPage { state, since_ns, task, .. } = &self.arena.control(worker).status;
         let (begin, number) = (since_ns.load(Ordering::Relaxed), task.load(Ordering::Relaxed));
         let length = sys::clock::monotonic_ns().saturating_sub(begin);
-        // The page of a worker on another machine has the clock of that machine.
+        // The times on the status page of a remote worker come from the other machine's clock.
         let is_remote = self.arena.header().main.options.load(Ordering::Relaxed) & REMOTE != 0;
         if let Some(kind) = Kind::of_state(WorkerState::from_u32(state.load(Ordering::Relaxed)))
             && begin != 0
@@ -122,7 +123,7 @@ impl Source {
         self.mark(Kind::Died, worker, number, 0);
     }
 
-    /// Empties the rings, unless less than [`TRACE_DRAIN`] has passed since the last time.
+    /// Passes the events in the rings to the sink, unless it has done so within the last [`TRACE_DRAIN`].
     #[inline]
     pub fn empty_if_due(&self, now: Duration) {
         if self.is_on()
@@ -134,7 +135,7 @@ impl Source {
         }
     }
 
-    /// Empties the rings.
+    /// Passes the events in the rings to the sink.
     fn empty(&self) {
         if let Some(traced) = &mut *lock(&self.traced) {
             traced.empty();
@@ -151,7 +152,7 @@ impl Source {
 impl Traced {
     fn empty(&mut self) {
         for (worker, ring) in self.rings.iter_mut().enumerate() {
-            // A ring that a broken worker has damaged gives no more events.
+            // A ring that a broken worker has damaged yields no more events.
             while let Ok(Some(entry)) = ring.pop() {
                 if let Some(event) = Event::of_entry(&entry, worker as u32) {
                     self.sink.put(self.number, event);

@@ -115,7 +115,7 @@ fn events_that_a_full_ring_loses_are_counted_and_the_next_trace_begins_empty() {
         let events = u64::from(TRACE_SLOTS) + round;
         (0..events).for_each(|at| recorder.spent(WorkerState::Idle, (at, 1), round, false));
         source.end();
-        // A worker may be about to record when a trace ends.
+        // A worker may be about to record an event when a trace ends.
         recorder.spent(WorkerState::Idle, (0, 1), 99, false);
         let (lost, files) = sink.end();
         let recorded = records(&mut read, files[0].1);
@@ -156,7 +156,7 @@ fn two_files_take_turns_and_each_knows_the_epoch() {
         assert_eq!(recorded[0][0], first(0, 1, Kind::Epoch));
         kept.extend(recorded[1..].iter().map(|words| words[1]));
     }
-    // The files have at least the last 100 ns, in order, and hardly more than two turns.
+    // The files hold at least the events of the last 100 ns, in order, and hardly more than those of two turns.
     assert!(kept.is_sorted_by(|a, b| a + 10 == *b) && kept.last() == Some(&990));
     assert!((11..=24).contains(&kept.len()), "{kept:?}");
     sink.put(0, event(Kind::Next, 1, 1));

@@ -1,4 +1,4 @@
-//! One call of `begin` or `next`: it carries out the engine's steps until there is an answer.
+//! One call of `begin` or `next`, which carries out the engine's steps until there is an answer.
 
 use std::ops::ControlFlow;
 use std::time::Duration;
@@ -31,7 +31,7 @@ pub(super) struct Callbacks {
     pub(super) warn_stall: Py<PyAny>,
 }
 
-/// A call with exclusive access. It puts its answer, a code and a value, into the list `answer`.
+/// A call that has exclusive access. It stores its answer, a code and a value, in the list `answer`.
 pub(super) struct Call<'a, 'py> {
     pub(super) py: Python<'py>,
     pub(super) handle: &'a Handle,
@@ -40,7 +40,8 @@ pub(super) struct Call<'a, 'py> {
     pub(super) answer: &'a Bound<'py, PyList>,
     /// The sampler's iterator, or a function that returns the next index.
     pub(super) next_index: &'a Bound<'py, PyAny>,
-    /// The object that predicts how the next epoch begins: `Foresight` of `_core.pyi`.
+    /// The iterator over the predicted index batches of the next epoch (`Foresight` in `_core.pyi`); `None` if epochs
+    /// do not start early.
     pub(super) predictor: Option<&'a Bound<'py, PyAny>>,
 }
 
@@ -60,7 +61,8 @@ impl<'py> Call<'_, 'py> {
             early.map(|early| self.draw_predicted(early, message, first_worker)).transpose()?.unwrap_or_default();
         let (taken_up, mut asked) = (drawn.taken_up(), drawn.draws);
         if !is_first && !taken_up {
-            // A worker may have died during the last epoch, which was abandoned before all its batches were delivered.
+            // The last epoch may have been abandoned before all its batches were delivered, and a worker may have died
+            // in it unnoticed.
             if let Some(death) = self.state.engine.death() {
                 return self.give_death(code::DEAD, death);
             }
@@ -117,7 +119,8 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Waits until each worker has sent its first snapshot, or never will. Returns false if the deadline passes first.
+    /// Waits until each worker has sent its first snapshot of this epoch or has died, or the iterator has ended or
+    /// failed. Returns false if the deadline passes first.
     pub(super) fn wait_started(&mut self, deadline: Option<Duration>) -> PyResult<bool> {
         loop {
             while let Some((incoming, ready)) = self.state.engine.process_outside_next()? {
@@ -133,7 +136,7 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Carries out a step; breaks once there is an answer.
+    /// Carries out a step. Returns `Break` once there is an answer.
     #[inline]
     fn carry_out(&mut self, step: Step<Py<PyAny>, Ready, Py<PyBaseException>>) -> PyResult<ControlFlow<()>> {
         let answered = match step {
@@ -168,7 +171,7 @@ impl<'py> Call<'_, 'py> {
         self.give(code, PyDeath::new(self.py, &self.state.engine.report(death)))
     }
 
-    /// Counts a result that is delivered now.
+    /// Counts a result that is about to be delivered.
     #[inline]
     fn count(&self, index: &Py<PyAny>, incoming: &Incoming) {
         let (meter, timings) = (&self.handle.meter, incoming.entry.timings);
@@ -180,8 +183,8 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Waits, for a moment with the GIL and then without it. Afterwards handles signals, and processes the events that
-    /// have arrived.
+    /// Waits for events: briefly with the GIL held, and then without it. Afterwards handles signals, processes the
+    /// events that have arrived and warns of stuck workers.
     fn wait(&mut self, deadline: Option<Duration>) -> PyResult<()> {
         let engine = &mut self.state.engine;
         if !engine.arrives_soon() {
@@ -195,11 +198,11 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Names a stuck worker in the log, and kills it if it has exceeded `stall_timeout`.
+    /// Logs a stuck worker, and kills it first if it has exceeded `stall_timeout`.
     fn warn(&mut self, stall: &Stall) -> PyResult<()> {
         let stack = self.py.detach(|| self.handle.stack_of(stall));
         let engine = &mut self.state.engine;
-        // Kill the worker before logging, because a handler of the log may raise.
+        // Kill the worker before logging, because a log handler may raise.
         let exceeds = match stall.exceeds.map(|limit| (limit.as_secs_f64(), engine.kill(stall))) {
             None => None,
             Some((_, Killed::Continued)) => return Ok(()),
@@ -214,7 +217,7 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Puts a code and its value into the answer.
+    /// Stores a code and its value in `answer`.
     #[inline]
     pub(super) fn give(&self, code: u8, value: impl IntoPyObject<'py>) -> PyResult<()> {
         self.answer.set_item(1, value)?;

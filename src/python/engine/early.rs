@@ -1,6 +1,6 @@
 //! The early start of the next epoch: its tasks are sent before the current epoch has ended, with predicted index
-//! batches. When the epoch begins, its index batches are still drawn from the sampler, and the tasks that were sent
-//! count only if all draws equal the prediction.
+//! batches. When the epoch begins, its index batches are drawn from the sampler as usual, and the tasks that were sent
+//! early count only if every draw equals its prediction.
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -12,16 +12,17 @@ use crate::error::Error;
 use crate::interop::exit_guard::{call, next_item};
 use crate::wire::TaskKind;
 
-/// The draws so far at the start of an epoch.
+/// What has been drawn so far at the start of an epoch that has begun early.
 #[derive(Default)]
 pub(super) struct Drawn<'py> {
-    /// Number of draws.
+    /// Number of draws, including one that failed or found the end of the sampler.
     pub(super) draws: usize,
     /// True if the early epoch has become the current one, because every draw was as predicted.
     taken_up: bool,
-    /// Index batches that were drawn as predicted, with their bytes. They are sent again if a later draw differs.
+    /// The index batches that were drawn as predicted, with their encoded bytes. They are sent again if a later draw
+    /// differs from its prediction.
     matched: Vec<(Py<PyAny>, Vec<u8>)>,
-    /// The first draw that was not as predicted.
+    /// The result of the first draw that was not as predicted: an index batch, the end of the sampler, or an error.
     mismatch: Option<PyResult<Option<Bound<'py, PyAny>>>>,
 }
 
@@ -32,7 +33,8 @@ impl Drawn<'_> {
 }
 
 impl<'py> Call<'_, 'py> {
-    /// Sends a task of the next epoch, if it can be predicted and there is room.
+    /// Sends a predicted task of the next epoch, and begins that epoch early before its first task. Does nothing if the
+    /// epoch cannot be predicted or there is no room.
     pub(super) fn draw_early(&mut self) -> PyResult<()> {
         let Some(predictor) = self.predictor.filter(|_| self.state.engine.may_be_early()) else {
             return Ok(());
@@ -59,15 +61,17 @@ impl<'py> Call<'_, 'py> {
                 .early
                 .iter_mut()
                 .for_each(|early| early.tasks.push((index.clone_ref(self.py), bytes.clone()))),
-            // The epoch draws this index batch again when it begins.
+            // The index batch can be dropped: the epoch draws it from the sampler when it begins.
             Ok(None) | Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => self.state.engine.sampler_ended()?,
             Err(error) => return Err(error.into()),
         }
         Ok(())
     }
 
-    /// Draws the predicted index batches from the sampler. If all are as predicted, the early epoch becomes the current
-    /// one; otherwise [`Call::send_drawn`] sends the index batches that were drawn.
+    /// Draws as many index batches from the sampler as were predicted and sent, or none if the epoch's message or first
+    /// worker is not the predicted one, or if the early epoch cannot become the current one. If all are as predicted,
+    /// the early epoch becomes the current one; otherwise the caller passes the result to [`Call::send_drawn`], which
+    /// sends the index batches that were drawn.
     pub(super) fn draw_predicted(&mut self, early: Early, message: &[u8], first_worker: u32) -> PyResult<Drawn<'py>> {
         let mut drawn = Drawn::default();
         if early.message != message || first_worker != 0 || !self.state.engine.may_take_up() {
@@ -93,7 +97,8 @@ impl<'py> Call<'_, 'py> {
         codec::encode_indices(index, &mut self.state.payload) && self.state.payload == bytes
     }
 
-    /// Sends the index batches that [`Call::draw_predicted`] drew, if they were not as predicted.
+    /// Sends the index batches that [`Call::draw_predicted`] drew, up to and including the first mismatch. If the
+    /// mismatch is the end of the sampler, reports it; if it is an error, returns the error.
     pub(super) fn send_drawn(&mut self, drawn: Drawn<'py>) -> PyResult<()> {
         for (index, bytes) in drawn.matched {
             self.state.payload = bytes;

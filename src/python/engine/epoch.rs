@@ -1,4 +1,4 @@
-//! The engine's view of the current epoch, as Python objects. `_core.pyi` documents the attributes.
+//! The state of the current epoch as the engine sees it, as Python objects. `_core.pyi` documents the attributes.
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;

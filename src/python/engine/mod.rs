@@ -43,29 +43,30 @@ use crate::sys::clock;
 use crate::trace::{Kind, MAIN};
 use crate::worker::watchdog::Parent;
 
-/// The engine of one iterator. `_core.pyi` documents the methods. Those that call `enter` take exclusive access; all
-/// others may be called at any time.
+/// The engine of one iterator. `_core.pyi` documents the methods. Methods that call `enter` wait for exclusive access;
+/// all others may be called at any time and do not wait for it.
 #[pyclass(frozen, name = "Engine", module = "rustloader._core")]
 pub struct PyEngine {
     state: Mutex<State>,
     gate: Gate,
-    /// True once the workers have ended: the holder of exclusive access must then finish the engine.
+    /// Set by `finish` once the workers have ended: the holder of exclusive access must then finish the engine.
     finish_wanted: AtomicBool,
     pub handle: Arc<Handle>,
     callbacks: Callbacks,
 }
 
-/// Converts seconds to a duration. Returns `None` unless they are positive (NaN is not) and a clock can count them.
+/// Converts seconds to a duration. Returns `None`, which means no limit, for values that are not positive, for NaN, and
+/// for values that are too large for a clock.
 fn seconds(value: f64) -> Option<Duration> {
     (value > 0.0 && value < TIMEOUT_MAX).then(|| Duration::from_secs_f64(value))
 }
 
-/// Returns the longest time that a call may wait.
+/// Converts a wait in seconds to a duration: 0 if it is negative or NaN, [`Duration::MAX`] if it is too long.
 fn limit(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
 
-/// Runs the pin thread, which attaches to Python once, and holds the GIL only where it needs it.
+/// The body of the pin thread, which attaches to Python once and holds the GIL only where it needs it.
 fn run_pinning(body: Body<PinnedDecoder>) -> Result<(), String> {
     attached(|py| {
         body.prepare().begin(py).map_err(|error| error.to_string())?;
@@ -73,7 +74,7 @@ fn run_pinning(body: Body<PinnedDecoder>) -> Result<(), String> {
     })
 }
 
-/// `StallLimits` of `settings/limits.py`; 0 turns a limit off.
+/// `StallLimits` in `settings/limits.py`; 0 turns a limit off.
 #[derive(FromPyObject)]
 struct StallLimits {
     start_seconds: f64,
@@ -81,8 +82,8 @@ struct StallLimits {
     stack_seconds: f64,
 }
 
-/// The settings of scheduling in `LoaderConfig` of `settings/config.py`. Values are converted as Python converts them,
-/// and errors are Python's own.
+/// The settings that the engine reads from `LoaderConfig` in `settings/config.py`. Values are converted by Python's
+/// rules, and errors in the conversion are raised unchanged.
 struct Config {
     settings: Settings,
     snapshots: bool,
@@ -158,7 +159,7 @@ impl PyEngine {
 
     fn started(&self, py: Python<'_>, worker: u32, pid: i32) -> PyResult<()> {
         let mut access = self.enter(py)?;
-        // A process that is registered after the shutdown would outlive it.
+        // A process that is registered after the shutdown would not be ended by it.
         if self.handle.closing() {
             return Err(closed(py, &self.handle));
         }
@@ -199,9 +200,10 @@ impl PyEngine {
         Ok(self.enter(py)?.state().engine.give_up(worker)?)
     }
 
-    /// Begins an epoch: all but the first send `message` to the workers, and wait for their answers. Then sends an
-    /// index batch for each task that may be outstanding. The answer is `END`, or the event that arrived instead.
-    // A Python method has these arguments.
+    /// Begins an epoch. Unless it is the first, sends `message` to the workers and waits until they have resumed. Then
+    /// draws and sends as many index batches as may be outstanding. The answer is `END`, or the event that arrived
+    /// instead.
+    // The arguments are those of the Python method.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (answer, next_index, is_first, message, first_worker = 0, foresight = None))]
     fn begin<'py>(
@@ -219,9 +221,9 @@ impl PyEngine {
         self.call(py, access.state(), answer, next_index, foresight).begin(is_first, message, first_worker)
     }
 
-    /// Draws one more index batch before each result that it delivers, as torch does, or fills its window. If the
-    /// sampler raises an error, the next call raises it, because the batch of this call is intact. The result is in
-    /// `answer` before this method returns, so an exception of a signal handler cannot lose it.
+    /// Delivers the next result. Before that, draws one more index batch, as torch does, or as many as the window
+    /// allows. If the sampler raises an error, a later call raises it, because the batch of this call is intact. The
+    /// result is in `answer` before this method returns, so it is not lost if a signal handler raises.
     #[pyo3(signature = (answer, next_index, foresight = None))]
     fn next<'py>(
         &self,
@@ -374,12 +376,14 @@ impl PyEngine {
         worker::status_dict(py, &status)
     }
 
-    /// Releases everything. While a `next` has exclusive access, that `next` does so when it returns.
+    /// Releases everything. If another call has exclusive access, that call releases everything instead when it
+    /// returns.
     ///
     /// The GIL is held here, and in `Access::drop` until the gate is released, for two reasons. First, the holder
-    /// checks for the request and then releases the gate: without the GIL, a request between the two would find the
-    /// gate closed and be lost. Second, Python then never forks while a thread holds the handle's lock or the meter's.
-    /// Threads that wait at the gate take its lock without the GIL, so a forked child must not touch that lock.
+    /// checks for the request and then releases the gate: without the GIL, a request between these two steps would find
+    /// the gate closed and be lost. Second, Python then never forks while a thread holds the handle's lock or the
+    /// meter's. Threads that wait at the gate take its lock without the GIL, so a forked child must not touch that
+    /// lock.
     fn finish(&self) {
         if !self.handle.is_ours() {
             return;
@@ -391,12 +395,12 @@ impl PyEngine {
         }
     }
 
-    /// Visits the deferred errors of the sampler: each refers to the iterator by its traceback, and the iterator to
-    /// this engine.
+    /// Visits the deferred errors of the sampler: each refers to the iterator through its traceback, and the iterator
+    /// refers to this engine.
     ///
-    /// The collector and all threads that take the lock hold the GIL. A call in progress may keep the lock while it
-    /// waits without the GIL; then the engine is in use, and nothing needs to be visited. There is no `__clear__`: each
-    /// cycle has a traceback, which the collector clears.
+    /// The garbage collector holds the GIL, and so does a thread that takes the lock. A call in progress may keep the
+    /// lock while it waits without the GIL; the engine is then in use, and nothing needs to be visited. There is no
+    /// `__clear__`: each cycle passes through a traceback, which the collector clears.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         match self.state.try_lock() {
             Ok(mut state) => state.engine.delivery().errors().iter().try_for_each(|error| visit.call(error)),
@@ -423,13 +427,13 @@ impl PyEngine {
         Err(PyValueError::new_err(format!("there is no worker {worker}")))
     }
 
-    /// Waits for exclusive access without the GIL.
+    /// Waits for exclusive access, without the GIL.
     fn enter(&self, py: Python<'_>) -> PyResult<Access<'_>> {
         enter(py, &self.gate, &self.handle)?;
         self.access()
     }
 
-    /// Enters if no thread, including this one, has exclusive access.
+    /// Takes exclusive access without waiting; returns `None` if any thread, including this one, has it already.
     fn try_enter(&self) -> PyResult<Option<Access<'_>>> {
         self.handle.check_ours()?;
         let entered = self.gate.try_enter() == Attempt::Entered;

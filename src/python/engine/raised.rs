@@ -1,4 +1,4 @@
-//! An error in a batch's place that this process raised, for example while it unpickled the batch.
+//! An error that takes a batch's place and was raised in this process, for example while it unpickled the batch.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -8,7 +8,8 @@ use pyo3::{PyTraverseError, PyVisit};
 
 use crate::sync::lock;
 
-/// The error, with the method of torch's `ExceptionWrapper`, which carries the errors of workers.
+/// The error, with the interface of torch's `ExceptionWrapper` (a method `reraise`), which carries the errors of
+/// workers.
 #[pyclass(frozen, name = "RaisedError", module = "rustloader._core")]
 pub(super) struct Raised(Mutex<Option<Py<PyBaseException>>>);
 
@@ -24,8 +25,8 @@ impl Raised {
 
 #[pymethods]
 impl Raised {
-    /// Raises the error once. This object does not keep it, because its traceback refers to the frame that holds this
-    /// object.
+    /// Raises the error, only once. This object does not keep the error, because the error's traceback refers to the
+    /// frame that holds this object.
     fn reraise(&self, py: Python<'_>) -> PyResult<()> {
         let error = self.error().take();
         Err(match error {
@@ -35,7 +36,7 @@ impl Raised {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        // The lock is held only with the GIL, and only briefly.
+        // The lock is held only briefly, and only by threads that hold the GIL.
         match self.0.try_lock() {
             Ok(error) => visit.call(&*error),
             Err(_) => Ok(()),

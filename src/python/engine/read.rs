@@ -1,4 +1,4 @@
-//! Results as Python objects.
+//! Conversion of results to Python objects.
 
 use std::sync::atomic::Ordering;
 
@@ -21,15 +21,15 @@ use crate::python::code;
 use crate::python::functions::BATCHES;
 use crate::wire::ResultKind;
 
-/// A result that is decoded as far as that is possible without Python code.
+/// A result that is decoded as far as possible without running Python code.
 enum Read {
     Batch(Py<PyAny>),
     Pickled(Pickled),
 }
 
 impl<'py> Call<'_, 'py> {
-    /// Answers with a result. An error that this method returns comes from a signal handler; then the next call tries
-    /// again.
+    /// Answers with a result. If this method returns an error, a signal handler has raised it, and the next call
+    /// delivers the result instead.
     #[inline]
     pub(super) fn read(&mut self, incoming: &Incoming) -> PyResult<()> {
         match self.read_message(incoming) {
@@ -39,7 +39,7 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Answers with a result that was prepared earlier.
+    /// Answers with a result that was decoded or unpickled earlier. Errors are as for [`Call::read`].
     pub(super) fn read_ready(&mut self, ready: Ready) -> PyResult<()> {
         match ready {
             Ready::Batch(batch) => self.deliver(code::BATCH, batch.take()),
@@ -49,8 +49,8 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Unpickles a result while its worker, which it depends on, still lives. An error takes the batch's place. An
-    /// exception of a signal handler is raised at once, and the next call tries again.
+    /// Unpickles a tied result now, while the worker that it depends on still lives. An error takes the batch's place.
+    /// An exception that a signal handler raises is raised at once, and the next call tries again.
     pub(super) fn open(&mut self, incoming: &Incoming, ready: Option<Ready>) -> PyResult<()> {
         let read = match ready {
             Some(Ready::Pickled(pickle)) => Ok(Read::Pickled(pickle)),
@@ -101,11 +101,11 @@ impl<'py> Call<'_, 'py> {
         Ok(read)
     }
 
-    /// Unpickles a result. The inner error takes the batch's place. The outer error comes from a signal handler, and
+    /// Unpickles a result. An inner error takes the batch's place. An outer error was raised by a signal handler, and
     /// the batch is intact.
     ///
-    /// Unpickling runs the user's code. Signals are not deferred meanwhile, because code that hangs here must stay
-    /// interruptible. The code runs once, unless a handler interrupts it: then the caller keeps the message, and the
+    /// Unpickling runs user code. Signals are not deferred meanwhile, because it must be possible to interrupt user
+    /// code that hangs. The code runs once, unless a handler interrupts it: the caller then keeps the message, and the
     /// next call runs the code again.
     fn load(&self, pickle: &Pickled) -> PyResult<PyResult<Py<PyAny>>> {
         let loads = || {
@@ -113,21 +113,22 @@ impl<'py> Call<'_, 'py> {
             call(self.callbacks.loads.bind(self.py), arguments).map(Bound::unbind)
         };
         match loads() {
-            // An error of the check itself comes from a handler, too.
+            // If the check itself fails, a handler has raised the error, too.
             Err(error) if self.is_interrupt(&error)? => Err(error),
             loaded => Ok(loaded),
         }
     }
 
-    /// Returns true if a signal handler raised an error, rather than the code that it interrupted.
+    /// Returns true if `error` was raised by a signal handler rather than by the code that the handler interrupted.
     pub(super) fn is_interrupt(&self, error: &PyErr) -> PyResult<bool> {
-        // Not `error.value`, because that exception has no traceback.
+        // `error.value` would not do, because that exception has no traceback.
         let value = error.clone_ref(self.py).into_value(self.py);
         let arguments = (value,).into_pyobject(self.py)?;
         call(self.callbacks.is_interrupt.bind(self.py), arguments)?.extract()
     }
 
-    /// Answers with an unpickled result; keeps an interrupted one for the next call.
+    /// Unpickles a result and answers with it. If a signal handler interrupts the unpickling, keeps the pickle for the
+    /// next call.
     fn read_pickle(&mut self, pickle: Pickled) -> PyResult<()> {
         let code = if pickle.is_batch { code::BATCH } else { code::ERROR };
         match self.load(&pickle) {

@@ -10,30 +10,30 @@ use crate::codec::prepare::Ready;
 use crate::engine::gate::Gate;
 use crate::engine::{Ending, Engine, Handle};
 
-/// The engine, and buffers that are reused for each message and each index batch.
+/// The engine, and buffers that are reused: `buffer` for messages, `payload` for index batches.
 pub(super) struct State {
     pub(super) engine: Engine<Py<PyAny>, Ready, Py<PyBaseException>>,
     pub(super) buffer: Vec<u8>,
     pub(super) payload: Vec<u8>,
-    /// The message of a `begin` that returned early because a worker became vacant. The workers already have the
+    /// The message of a `begin` that had to return because a worker's slot became vacant. The workers already have this
     /// message.
     pub(super) begun: Option<Vec<u8>>,
-    /// The next epoch, if it has begun early.
+    /// What was sent for the next epoch, if that has begun early.
     pub(super) early: Option<Early>,
 }
 
-/// The messages of an epoch that began before the current one ended.
+/// What the workers were sent for an epoch that began before the current one ended.
 pub(super) struct Early {
-    /// The message that begins it.
+    /// The message that began the epoch.
     pub(super) message: Vec<u8>,
-    /// Its tasks: each index batch, and its encoded bytes.
+    /// The epoch's tasks: each index batch with its encoded bytes.
     pub(super) tasks: Vec<(Py<PyAny>, Vec<u8>)>,
 }
 
 /// Exclusive access to the state, released on drop.
 pub(super) struct Access<'a> {
     pub(super) gate: &'a Gate,
-    /// `PyEngine::finish` was called: the engine must be released when this access is dropped.
+    /// True after a call of `PyEngine::finish`: the engine must be released when this access is dropped.
     pub(super) finish_wanted: &'a AtomicBool,
     pub(super) handle: &'a Handle,
     pub(super) state: Option<MutexGuard<'a, State>>,
@@ -49,7 +49,7 @@ impl Access<'_> {
 }
 
 impl Drop for Access<'_> {
-    /// Runs with the GIL and detaches only after the gate is released: see `PyEngine::finish`.
+    /// Runs with the GIL, and releases the GIL only after the gate: see `PyEngine::finish`.
     fn drop(&mut self) {
         let mut ending = Ending::Nothing;
         if let Some(state) = &mut self.state {
@@ -60,7 +60,8 @@ impl Drop for Access<'_> {
             }
         }
         self.state = None;
-        // A fork inside `next` (in the sampler, for example) may have copied the gate's lock while a thread held it.
+        // In a child that was forked inside `next` (by the sampler, for example), the gate's lock may be held by a
+        // thread that exists only in the parent.
         if self.handle.is_ours() {
             self.gate.leave();
         }

@@ -14,9 +14,9 @@ use crate::shm::alloc::retry_while_reserved;
 use crate::wire::TaskKind;
 
 impl<'py> Call<'_, 'py> {
-    /// Carries out `Step::Submit`. An `Exception` of the sampler is raised by a later call, any other error (an
-    /// interrupt) at once. Pending signals are handled first: a handler that raises inside the sampler would end a
-    /// generator, such as a BatchSampler's.
+    /// Carries out `Step::Submit`. If the sampler raises an `Exception`, a later call raises it; any other error, such
+    /// as an interrupt, is raised at once. Pending signals are handled before the draw: a handler that raises inside
+    /// the sampler would end its generator, such as that of a BatchSampler.
     #[inline]
     pub(super) fn refill(&mut self) -> PyResult<()> {
         let interrupt = self.py.check_signals();
@@ -33,7 +33,9 @@ impl<'py> Call<'_, 'py> {
         answer
     }
 
-    /// Takes one more index batch from the sampler, if there is one, and sends it.
+    /// Draws one more index batch from the sampler and sends it, or reports the end of the sampler. An index batch that
+    /// an earlier call could not send comes first. If the next epoch has begun early, sends a task of that epoch
+    /// instead.
     #[inline]
     pub(super) fn draw(&mut self) -> PyResult<()> {
         let index = match self.state.engine.delivery().take_unsent() {
@@ -55,7 +57,7 @@ impl<'py> Call<'_, 'py> {
         self.draw_early()
     }
 
-    /// Encodes an index batch into the payload buffer, or returns a pickle if it cannot be encoded.
+    /// Encodes an index batch into the payload buffer, or returns its pickle if it cannot be encoded.
     #[inline]
     fn encode(&mut self, index: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         self.state.payload.clear();
@@ -66,7 +68,7 @@ impl<'py> Call<'_, 'py> {
         Ok(Some(call(dump_index, (index,).into_pyobject(self.py)?)?.cast_into::<PyBytes>()?))
     }
 
-    /// Sends a task again, to the process that replaces its worker. After an error the next call tries again.
+    /// Sends a task again, to the process that has taken its worker's slot. After an error, the next call tries again.
     pub(super) fn resend(&mut self) -> PyResult<()> {
         let py = self.py;
         py.check_signals()?;
@@ -79,7 +81,8 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Sends an index batch to the next worker in the cycle. Drops it if no worker takes tasks any more, as torch does.
+    /// Sends an index batch to the next worker in turn. Drops the index batch if no worker takes tasks any more, as
+    /// torch does.
     #[inline]
     pub(super) fn submit(&mut self, index: Bound<'py, PyAny>) -> PyResult<()> {
         let pickle = match self.encode(&index) {
@@ -92,11 +95,11 @@ impl<'py> Call<'_, 'py> {
         self.send(index, pickle)
     }
 
-    /// Sends an index batch: its pickle, or without one the contents of the payload buffer.
+    /// Sends an index batch, encoded as `pickle` or, if that is `None`, as the contents of the payload buffer.
     #[inline]
     pub(super) fn send(&mut self, index: Bound<'py, PyAny>, pickle: Option<Bound<'py, PyBytes>>) -> PyResult<()> {
         let py = self.py;
-        // Copy the list, because the sampler may reuse it and the task may have to be sent again.
+        // Keep a copy of the list: the task may have to be sent again, and the sampler may reuse the list by then.
         let index = match index.cast_exact::<PyList>() {
             Ok(list) if self.state.engine.restarts() => list.get_slice(0, list.len()).into_any(),
             _ => index,

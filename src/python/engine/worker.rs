@@ -1,4 +1,4 @@
-//! A worker's death and a worker's status as Python objects.
+//! The death and the status of a worker as Python objects.
 
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};

@@ -1,4 +1,4 @@
-//! The builder of images from Python objects.
+//! The builder that makes images of Python objects.
 
 use std::sync::Mutex;
 
@@ -10,26 +10,26 @@ use super::store::SharedStore;
 use crate::codec::{Shapes, rows};
 use crate::store::Builder;
 
-/// An image that is being written. Only one call at a time uses it.
+/// An image that is being written. Only one call at a time may use it; any other call fails.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct ShareBuilder {
     builder: Mutex<Option<(Builder, Shapes)>>,
 }
 
-/// Number of rows between two checks for signals.
+/// Number of rows after which signals are checked again.
 const SIGNALS_EVERY: u64 = 1024;
 
 impl ShareBuilder {
     fn with<T>(&self, run: impl FnOnce(&mut Builder, &mut Shapes) -> PyResult<T>) -> PyResult<T> {
         let used = || PyRuntimeError::new_err("this shared object is finished, or another call builds it");
-        // User code that runs meanwhile may call this object again.
+        // `try_lock`, because user code that `run` executes may call this object again.
         let mut builder = self.builder.try_lock().map_err(|_| used())?;
         let (builder, shapes) = builder.as_mut().ok_or_else(used)?;
         run(builder, shapes)
     }
 }
 
-/// Adds a note that names the item to an error.
+/// Adds a note to an error that names the failed item, and returns the error.
 fn with_note(py: Python<'_>, error: PyErr, row: u64, part: &str) -> PyErr {
     let note = format!("rustloader.share() failed at the {part} {row} (counted from 0)");
     // If the note cannot be added, the error is raised without it.
@@ -44,7 +44,7 @@ impl ShareBuilder {
         Ok(Self { builder: Mutex::new(Some((Builder::new()?, Shapes::default()))) })
     }
 
-    /// Appends each item as a row.
+    /// Appends each item of an iterable as a row.
     fn extend(&self, py: Python<'_>, items: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with(|builder, shapes| {
             let mut scratch = rows::Scratch::default();
@@ -60,7 +60,7 @@ impl ShareBuilder {
         })
     }
 
-    /// Appends each key and value as two rows.
+    /// Appends the key and the value of each pair as two rows.
     fn update(&self, py: Python<'_>, pairs: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with(|builder, shapes| {
             let (mut scratch, mut bytes) = (rows::Scratch::default(), Vec::new());
@@ -92,8 +92,8 @@ impl ShareBuilder {
         if len == 0 {
             from = std::ptr::NonNull::dangling().as_ptr();
         }
-        // SAFETY: the buffer's bytes, which stay while `data` lives. Another thread that changes them meanwhile races
-        // with the copy as with any other reader.
+        // SAFETY: these are the bytes of the buffer, which stay valid while `data` lives. A thread that changes them
+        // during the copy races with it, as it would with any other reader.
         let bytes = unsafe { std::slice::from_raw_parts(from, len) };
         self.with(|builder, _| Ok(py.detach(|| builder.raw(bytes))?))
     }
@@ -102,7 +102,7 @@ impl ShareBuilder {
         let taken = self.builder.try_lock().ok().and_then(|mut builder| builder.take());
         let (builder, shapes) = taken.ok_or_else(|| PyRuntimeError::new_err("this shared object is finished"))?;
         let shapes = shapes.finish();
-        // Raw data have a meta but no rows.
+        // The shapes are the meta of rows. Raw data have no rows, and use the caller's meta.
         let meta = if shapes.is_empty() { meta } else { &shapes };
         let fd = py.detach(|| builder.finish(kind, meta))?;
         SharedStore::open(fd)

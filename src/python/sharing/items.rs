@@ -11,7 +11,7 @@ use pyo3::types::{PyList, PySlice, PyString, PyTuple};
 use super::store::SharedStore;
 use crate::codec::rows::{self, Rows};
 
-/// The base of `SharedList` and `SharedTuple`, which reads the items.
+/// The base class that reads the items for `SharedList` and `SharedTuple`.
 #[pyclass(frozen, subclass, module = "rustloader._core")]
 pub struct SharedItems {
     items: Arc<Rows>,
@@ -29,7 +29,8 @@ impl SharedItems {
         if self.is_tuple { "tuple" } else { "list" }
     }
 
-    /// Returns true if a row is equal to an object, as `in` compares.
+    /// Returns true if a row is equal to `other`, compared as by the operator `in`. `text` is `other` if that is an
+    /// exact str.
     fn is_equal(&self, row: u64, other: &Bound<'_, PyAny>, text: Option<&str>) -> PyResult<bool> {
         match text.and_then(|text| rows::is_text(&self.items, row, text)) {
             Some(known) => Ok(known),
@@ -37,7 +38,7 @@ impl SharedItems {
         }
     }
 
-    /// Returns the first row from `range` that is equal to an object.
+    /// Returns the first row in `range` that is equal to `other`.
     fn find(&self, range: std::ops::Range<u64>, other: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
         let text = other.cast_exact::<PyString>().ok().and_then(|text| text.to_str().ok());
         for row in range {
@@ -64,7 +65,7 @@ impl SharedItems {
     }
 }
 
-/// Returns the value of an int, or of an object with an `__index__`, as Python's sequences read it; `None` for other
+/// Returns the index that an int, or an object with an `__index__`, stands for in Python's sequences; `None` for other
 /// objects.
 #[inline]
 fn index_of(key: &Bound<'_, PyAny>) -> PyResult<Option<isize>> {
@@ -81,15 +82,16 @@ fn index_of(key: &Bound<'_, PyAny>) -> PyResult<Option<isize>> {
     }
 }
 
-/// A bound of `index`. As in Python's sequences, a number that does not fit into a machine word is clamped.
+/// The argument `start` or `stop` of `index`. As in Python's sequences, a number that does not fit into a machine word
+/// is clamped.
 struct Bounded(isize);
 
 impl FromPyObject<'_, '_> for Bounded {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        // SAFETY: the object is alive; a call that fails returns -1 and sets an exception, which large numbers do not
-        // cause.
+        // SAFETY: the object is alive; a call that fails returns -1 and sets an exception. Large numbers are clamped
+        // instead.
         let bound = unsafe { ffi::PyNumber_AsSsize_t(object.as_ptr(), std::ptr::null_mut()) };
         match if bound == -1 { PyErr::take(object.py()) } else { None } {
             Some(error) => Err(error),
@@ -157,7 +159,7 @@ impl SharedItems {
         Ok(count)
     }
 
-    /// Returns true if another sequence of the same length has equal items.
+    /// Returns true if `other` has the same length and equal items.
     fn equals(&self, other: &Bound<'_, PyAny>) -> PyResult<bool> {
         if other.len()? as u64 != self.len() {
             return Ok(false);
@@ -173,7 +175,7 @@ impl SharedItems {
     }
 }
 
-/// An iterator over every `step`-th row, beginning with `first`.
+/// An iterator over `count` rows: `first`, `first + step`, and so on.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct SharedIterator {
     store: Arc<Rows>,
@@ -196,7 +198,7 @@ impl SharedIterator {
     }
 
     fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        // The GIL is held, so no other thread is in this method.
+        // Plain loads and stores are enough, because the GIL is held.
         let done = self.done.load(Ordering::Relaxed);
         if done >= self.count {
             return Ok(None);

@@ -1,4 +1,5 @@
-//! Objects in shared memory: their images, builders, lists and dicts. `_core.pyi` documents the classes.
+//! Objects in shared memory: images, their builder, and the lists and dicts that read them. `_core.pyi` documents the
+//! classes.
 
 mod build;
 mod items;

@@ -9,7 +9,7 @@ use super::items::SharedIterator;
 use super::store::SharedStore;
 use crate::codec::rows::{self, Rows};
 
-/// The base of `SharedDict`, which reads the pairs.
+/// The base class that reads the pairs for `SharedDict`.
 #[pyclass(frozen, subclass, module = "rustloader._core")]
 pub struct SharedPairs {
     pairs: Arc<Rows>,
@@ -69,7 +69,7 @@ impl SharedPairs {
         self.iterator(self.len() as i64 * 2 - 2, -2)
     }
 
-    /// Returns the values, in the order of the keys or in reverse order.
+    /// Returns an iterator over the values, in the order of the keys or in reverse.
     fn iterate_values(&self, is_reversed: bool) -> SharedIterator {
         if is_reversed { self.iterator(self.len() as i64 * 2 - 1, -2) } else { self.iterator(1, 2) }
     }

@@ -1,4 +1,4 @@
-//! An image and its descriptor.
+//! A mapped image with its descriptor, and the raw data of an image.
 
 use std::ffi::c_int;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -20,22 +20,22 @@ use crate::sys::sealed::{SealedMap, seal_all};
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct SharedStore {
     pub store: Arc<Rows>,
-    /// The descriptor of the image, for other processes.
+    /// The descriptor of the image, which is sent to other processes.
     fd: KnownFd,
 }
 
 impl SharedStore {
-    /// Maps an image, and keeps its descriptor.
+    /// Maps an image, and keeps the descriptor.
     pub fn open(fd: OwnedFd) -> PyResult<Self> {
         let store = Store::open(fd.as_fd())?;
         Ok(Self { store: Arc::new(store.into()), fd: KnownFd::new(fd) })
     }
 }
 
-/// Fills a structure for a reader of the buffer.
+/// Fills in `view` as a read-only buffer of the given bytes.
 ///
 /// # Safety
-/// Called by Python with a structure to fill; the bytes stay while `owner` lives.
+/// `view` is null or a structure that Python passes to be filled in; the bytes stay valid while `owner` lives.
 unsafe fn export(
     owner: &Bound<'_, PyAny>,
     view: *mut ffi::Py_buffer,
@@ -45,7 +45,8 @@ unsafe fn export(
     if view.is_null() {
         return Err(PyBufferError::new_err("no buffer structure was given"));
     }
-    // SAFETY: the structure is Python's; the caller keeps the bytes. Python refuses a writer.
+    // SAFETY: `view` is Python's structure, and the caller keeps the bytes valid. Python refuses a writable view of a
+    // read-only buffer.
     match unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), bytes.0.cast(), bytes.1 as isize, 1, flags) } {
         0 => Ok(()),
         _ => Err(PyErr::fetch(owner.py())),
@@ -69,14 +70,14 @@ impl SharedStore {
         if fd < 0 {
             return Err(PyOSError::new_err((libc::EBADF, "a shared object needs a descriptor")));
         }
-        // SAFETY: the caller has opened it, and keeps it open during the call.
+        // SAFETY: the caller has opened the descriptor, and keeps it open during the call.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         let store = py.detach(|| {
             seal_all(fd)?;
             Store::open(fd)
         })?;
-        // SAFETY: the caller passes ownership of the descriptor. Nothing below fails: after an error the descriptor
-        // still belongs to the caller.
+        // SAFETY: the caller passes ownership of the descriptor. Nothing below may fail, because the descriptor still
+        // belongs to the caller after an error.
         let fd = unsafe { OwnedFd::from_raw_fd(fd.as_raw_fd()) };
         Ok(Self { store: Arc::new(store.into()), fd: KnownFd::new(fd) })
     }
@@ -122,7 +123,7 @@ impl SharedStore {
     }
 
     /// # Safety
-    /// Called by Python with a structure to fill.
+    /// Only Python may call this, with a structure that is to be filled in.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let bytes = slf.get().store.bytes();
         // SAFETY: as above; the mapping stays while `slf`, which the export holds, lives.
@@ -148,7 +149,7 @@ impl Memory for PrivateBytes {
     }
 }
 
-/// The raw data of an image as a read-only buffer, and as a storage of torch.
+/// The raw data of an image as a read-only buffer, and as a torch storage.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct SharedData {
     #[pyo3(get)]
@@ -172,7 +173,7 @@ impl SharedData {
     }
 
     /// # Safety
-    /// Called by Python with a structure to fill.
+    /// Only Python may call this, with a structure that is to be filled in.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let bytes = &slf.get().bytes;
         // SAFETY: as above; the mapping stays while `slf`, which the export holds, lives.

@@ -1,17 +1,18 @@
-//! The allocator of one region. Its free lists are private to the owner; the region's block table has the data that
+//! The allocator of one region. Its free lists are private to the region's owner; the block table holds the data that
 //! other processes need.
 //!
-//! Size classes are virtual: a block has the capacity of its class, but only the pages that its contents need. Free
-//! blocks are reused last-in first-out, while their pages are warm.
+//! A block has the capacity of its size class, but that is only address space: the block has pages only for its
+//! contents. Free blocks are reused last-in first-out, while their pages are warm.
 //!
-//! Idle pages are released in three cases. A class whose low-water mark of idle blocks stayed above zero through
-//! [`TRIM_PATIENCE`] windows punches the surplus; a window is [`TRIM_WINDOW`] allocations, or fewer if batches are
-//! slow. With varying sizes, idle pages beyond the recent peak and an [`IDLE_SHARE`]th are punched before fresh ones
-//! are reserved; a warm block of a slightly larger class is reused first. An idle worker keeps only the pages that the
-//! batches under way need, and none if it is ahead of the program's loop.
+//! Idle pages are released in three cases. First, if the low-water mark of a class's idle blocks stays above zero for
+//! [`TRIM_PATIENCE`] windows, the surplus is punched; a window is [`TRIM_WINDOW`] allocations, or fewer if batches are
+//! slow. Second, if sizes vary, a request first reuses a warm block of a slightly larger class; before fresh pages are
+//! reserved, the blocks that have been idle longest are punched until the region exceeds its recent peak by at most an
+//! [`IDLE_SHARE`]th. Third, an idle worker keeps only the pages that its batches under way need, or none if it is ahead
+//! of the program's loop.
 //!
-//! If no idle block of its class serves a request and there is no room after the last block, the block is cut from a
-//! larger one, or from idle neighbours that are joined: see `join`.
+//! If a request finds no idle block of its class and there is no room after the last block, its block is cut from a
+//! larger idle block, or from idle neighbours that are joined: see `join`.
 
 mod join;
 
@@ -34,7 +35,7 @@ use crate::sys;
 /// Number of size classes: enough for regions of 1 TiB.
 const CLASSES: usize = 112;
 
-/// Returns the size class of a block of `pages` pages.
+/// Returns the smallest size class whose blocks have at least `pages` pages.
 fn class_of(pages: u64) -> usize {
     if pages <= 8 {
         return pages.max(1) as usize - 1;
@@ -44,15 +45,15 @@ fn class_of(pages: u64) -> usize {
     8 + (shift as usize - 1) * 4 + ((last >> shift) as usize - 4)
 }
 
-/// Returns the largest class whose blocks a block of `capacity` bytes can replace. Blocks that were joined or cut may
-/// be larger than their class.
+/// Returns the largest class that a block of `capacity` bytes can serve. Blocks that were joined or cut may be larger
+/// than the blocks of their class.
 fn class_within(capacity: u64) -> usize {
     let pages = capacity / PAGE;
     let class = class_of(pages);
     (if class_pages(class) > pages { class.saturating_sub(1) } else { class }).min(CLASSES - 1)
 }
 
-/// Returns the number of pages of a block of a class.
+/// Returns the number of pages of a class's blocks.
 fn class_pages(class: usize) -> u64 {
     if class < 8 {
         return class as u64 + 1;
@@ -61,8 +62,8 @@ fn class_pages(class: usize) -> u64 {
     (quarter as u64 + 1) << shift
 }
 
-/// Retries `attempt` while it fails only because of other workers' reservations, for at most [`RESERVATION_WAIT`].
-/// `pause` sleeps; the caller must hold no lock or memory that others wait for.
+/// Retries `attempt` for at most [`RESERVATION_WAIT`] while it fails only because of other workers' reservations.
+/// `pause` must sleep for the given time. The caller must not hold a lock or memory for which other workers wait.
 pub fn retry_while_reserved<R>(mut attempt: impl FnMut() -> Result<R>, mut pause: impl FnMut(Duration)) -> Result<R> {
     let mut start = None;
     loop {
@@ -75,21 +76,21 @@ pub fn retry_while_reserved<R>(mut attempt: impl FnMut() -> Result<R>, mut pause
         if now - *start.get_or_insert(now) >= RESERVATION_WAIT {
             return result;
         }
-        // The process id staggers the workers.
+        // The process ID makes workers retry at different times.
         pause(Duration::from_millis(1 + u64::from(std::process::id() % 8)));
     }
 }
 
-/// The idle blocks of one class.
+/// The idle blocks of one size class.
 #[derive(Debug, Default)]
 struct FreeList {
     /// Idle blocks, the warmest last.
     blocks: Vec<u32>,
-    /// Number of leading blocks without pages.
+    /// Number of leading blocks that trimming has handled: their pages were punched, or were not worth punching.
     cold: usize,
-    /// Lowest number of idle blocks in this window.
+    /// The lowest number of idle blocks in this window.
     low: usize,
-    /// Consecutive windows with a surplus.
+    /// Number of consecutive windows with a surplus.
     patience: u8,
 }
 
@@ -101,39 +102,39 @@ pub struct Allocator {
     free: Vec<FreeList>,
     /// Offset of the next new block: the end of the last one.
     fresh: u64,
-    /// Numbers of the blocks by their offsets.
+    /// The ID of each block, by offset.
     places: BTreeMap<u64, u32>,
-    /// Numbers of the block table's entries that have no block.
+    /// The IDs of block table entries that have no block.
     spare: Vec<u32>,
-    /// Offset up to which pages are reserved ahead for small blocks.
+    /// Offset up to which pages for small blocks have been reserved in advance.
     slab_end: u64,
-    /// Bytes of each block that are in this process's page tables.
+    /// For each block, the number of leading bytes that are in this process's page tables.
     mapped: Vec<u64>,
-    /// Blocks that were sent in a message since their allocation and still contain an object of the owner.
+    /// Blocks that contain an object of the owner and have been sent in a message since their allocation.
     sent: HashSet<u32>,
-    /// Allocations left in this window.
+    /// Number of allocations until this window ends.
     window: u32,
     /// Number of batches in this window.
     batches: u32,
-    /// The time of the last [`TRIM_BATCHES`]th batch of this window, or of the window's beginning.
+    /// The time at which the latest [`TRIM_BATCHES`] batches of this window were complete, or the window's start.
     since: Duration,
     /// Bytes that may be reserved before the next headroom check.
     credit: u64,
-    /// Bytes of pages in the region.
+    /// Number of bytes of pages in the region.
     warm: u64,
-    /// Bytes of pages in idle blocks of the region.
+    /// Number of bytes of pages in the region's idle blocks.
     idle: u64,
     /// The value of `clock` at which each block became idle.
     idle_since: Vec<u64>,
-    /// Allocations so far.
+    /// Number of allocations so far.
     clock: u64,
-    /// Peak of bytes in use: in this window, and in the one before.
+    /// Peak number of bytes in use: in this window, and in the previous one.
     peak: [u64; 2],
 }
 
 impl Allocator {
-    /// Creates the allocator of a region without a live owner. Reuses the blocks whose state is free; held ones come
-    /// back over the return stack.
+    /// Creates the allocator of a region that has no live owner. Reuses the blocks that are free; blocks that are held
+    /// come back over the return stack.
     pub fn new(arena: Arc<Arena>, region: u32) -> Self {
         let count = arena.block_count(region);
         let table = &arena.table(region)[..count as usize];
@@ -177,7 +178,7 @@ impl Allocator {
         }
     }
 
-    /// Returns the region's number.
+    /// Returns the index of the region.
     pub fn region(&self) -> u32 {
         self.region
     }
@@ -187,14 +188,14 @@ impl Allocator {
         self.warm
     }
 
-    /// Returns the number of bytes of pages in held blocks. Saturates, because a broken worker may have damaged the
-    /// table.
+    /// Returns the number of bytes of pages in held blocks. The subtraction saturates, because a broken worker may have
+    /// damaged the table.
     fn in_use(&self) -> u64 {
         self.warm.saturating_sub(self.idle)
     }
 
-    /// Allocates a block with at least `len` bytes of reserved memory, held by `holder` (one bit of `block.rs`).
-    /// Returns its number.
+    /// Allocates a block with at least `len` bytes of reserved memory, and returns its ID. `holder` is the block's
+    /// initial state: the bits of its holders (see `block.rs`).
     pub fn allocate(&mut self, len: u64, holder: u32) -> Result<u32> {
         self.clock += 1;
         self.window -= 1;
@@ -223,19 +224,19 @@ impl Allocator {
             self.sent.remove(&id);
         }
         // SYNC: block-held (pairs with the Acquire of a fork, `recover` or `retire` that reads the table). The consumer
-        // learns of the block from its ring.
+        // learns of the block through a ring.
         self.arena.table(self.region)[id as usize].state.store(holder, Ordering::Release);
         Ok(id)
     }
 
-    /// Allocates a block for an array of the owner, as [`Allocator::allocate`] does. Arrays do not count in the window
-    /// that measures how long other blocks are idle, because a batch may create any number of them.
+    /// Allocates a block for an array of the owner, as [`Allocator::allocate`] does. Arrays do not count as allocations
+    /// of the window, which measures how long other blocks stay idle, because a batch may create any number of arrays.
     pub fn allocate_array(&mut self, len: u64) -> Result<u32> {
         self.window += 1;
         self.allocate(len, WORKER)
     }
 
-    /// Counts a batch. Ends the window if its batches are slow, because [`TRIM_WINDOW`] allocations could then take
+    /// Counts a batch. Ends the window early if batches are slow, because [`TRIM_WINDOW`] allocations could then take
     /// minutes.
     pub fn count_batch(&mut self, now: impl FnOnce() -> Duration) -> Result<()> {
         self.batches += 1;
@@ -249,8 +250,8 @@ impl Allocator {
         Ok(())
     }
 
-    /// Reserves the first `len` bytes of a held block. Returns an error if the block is too small or the memory is not
-    /// available.
+    /// Reserves the first `len` bytes of a held block. Returns an error if the block is too small or there is not
+    /// enough memory.
     pub fn extend(&mut self, id: u32, len: u64) -> Result<()> {
         let pages = len.div_ceil(PAGE).max(1);
         if pages * PAGE > self.arena.table(self.region)[id as usize].capacity.load(Ordering::Relaxed) {
@@ -259,17 +260,18 @@ impl Allocator {
         self.reserve(id, pages * PAGE)
     }
 
-    /// Notes that a block with an object of the owner was sent in a message.
+    /// Records that a block that contains an object of the owner was sent in a message.
     pub fn note_sent(&mut self, id: u32) {
         self.sent.insert(id);
     }
 
-    /// Returns true if a block was sent in a message since it was allocated.
+    /// Returns true if [`Allocator::note_sent`] was called for a block since it was allocated.
     pub fn was_sent(&self, id: u32) -> bool {
         self.sent.contains(&id)
     }
 
-    /// Returns the class to take a block from: a warm block of a slightly larger class is cheaper than fresh pages.
+    /// Returns the class from which a request of `class` takes its block: a slightly larger class if only that has a
+    /// warm block, which is cheaper than fresh pages.
     fn warm_class(&self, class: usize) -> usize {
         let warm = |class: &usize| self.free[*class].blocks.len() > self.free[*class].cold;
         let nearest = if class_pages(class) * PAGE < SLAB { class } else { (class + REUSE_CLASSES).min(CLASSES - 1) };
@@ -290,7 +292,7 @@ impl Allocator {
     pub fn collect(&mut self) -> Result<()> {
         let Self { arena, region, free, idle, idle_since, clock, .. } = self;
         let table = arena.table(*region);
-        // The private count, because the one in shared memory may be damaged.
+        // Use the private count, because the count in shared memory may be damaged.
         let count = idle_since.len() as u32;
         block::take_returned(
             &arena.region_head(*region).returned,
@@ -305,8 +307,8 @@ impl Allocator {
         )
     }
 
-    /// Creates a block after the last one. If the region or its table is full, cuts the block from a larger idle one,
-    /// or joins idle neighbours.
+    /// Creates a block after the region's last block. If the region or its table is full, cuts the block from a larger
+    /// idle block, or joins idle neighbours into one of at least `min_bytes`.
     fn create_block(&mut self, class: usize, min_bytes: u64) -> Result<u32> {
         let capacity = class_pages(class) * PAGE;
         if capacity <= self.tail() && self.has_entry()? {
@@ -322,7 +324,8 @@ impl Allocator {
         }
     }
 
-    /// Returns true if the table has an entry for another block. Adds one to the table if there is room.
+    /// Returns true if the table has a spare entry for another block. If it has none, first adds one to the table if
+    /// there is room.
     fn has_entry(&mut self) -> Result<bool> {
         let id = self.mapped.len() as u32;
         if !self.spare.is_empty() || id == self.arena.geometry().table_len {
@@ -341,8 +344,8 @@ impl Allocator {
         Ok(true)
     }
 
-    /// Creates a block of `capacity` bytes after the last one, with an entry that [`Allocator::has_entry`] has
-    /// provided.
+    /// Creates a block of `capacity` bytes after the region's last block. [`Allocator::has_entry`] must have returned
+    /// true, because the block uses a spare entry.
     fn create_fresh(&mut self, capacity: u64) -> Result<u32> {
         let offset = self.fresh;
         let mut reserved = 0;
@@ -401,13 +404,14 @@ impl Allocator {
         }
     }
 
-    /// Exempts the next `bytes` from the headroom check, for small messages that must get through, such as errors.
+    /// Exempts the next `bytes` bytes from the headroom check, for small messages that must get through, such as
+    /// errors.
     pub fn trust(&mut self, bytes: u64) {
         self.credit = self.credit.max(bytes);
     }
 
-    /// Punches blocks of other sizes before `fresh` bytes are reserved, those first that have been idle longest, while
-    /// the total would exceed the recent peak by more than an [`IDLE_SHARE`]th.
+    /// Makes room before `fresh` bytes are reserved: while the region's pages would exceed the recent peak by more than
+    /// an [`IDLE_SHARE`]th, punches idle blocks of any class, starting with the block that has been idle longest.
     fn make_room(&mut self, fresh: u64) {
         let peak = self.peak[0].max(self.peak[1]).max(self.in_use() + fresh);
         let limit = peak + peak / IDLE_SHARE;
@@ -421,14 +425,14 @@ impl Allocator {
         }
     }
 
-    /// Punches the block of a class that has been idle longest.
+    /// Punches the block that has been idle longest in a class.
     fn punch_oldest(&mut self, class: usize) {
         let list = &mut self.free[class];
         let id = list.blocks[list.cold];
         list.cold += 1;
         let entry = &self.arena.table(self.region)[id as usize];
         let (offset, warm) = (entry.offset.load(Ordering::Relaxed), entry.warm.load(Ordering::Relaxed));
-        // The pages of a small block are not worth a system call; they may have been reserved with those of its
+        // The pages of a small block are not worth a system call, and may have been reserved together with those of its
         // neighbours.
         if warm < SLAB || self.arena.punch_hole(self.region, offset, offset + warm).is_err() {
             return;
@@ -439,8 +443,8 @@ impl Allocator {
         self.idle = self.idle.saturating_sub(warm);
     }
 
-    /// Checks that the machine has `fresh` bytes left, at most once per [`HEADROOM_CHECK`] bytes. Does not wait for
-    /// other workers: see [`retry_while_reserved`].
+    /// Checks that the machine has memory for `fresh` more bytes. A check that succeeds also covers the next
+    /// reservations, up to [`HEADROOM_CHECK`] bytes. Does not wait for other workers: see [`retry_while_reserved`].
     fn check_headroom(&mut self, fresh: u64) -> Result<()> {
         if fresh <= self.credit {
             self.credit -= fresh;
@@ -460,24 +464,25 @@ impl Allocator {
             }
             self.arena.promise(self.region, 0);
             if trimmed {
-                // A reservation in progress counts twice: as a promise, and as the pages it has so far.
+                // Without the promises there would be enough memory. A reservation in progress counts twice: as a
+                // promise, and as the pages that it has so far.
                 let passing = fresh <= free;
                 return Err(Error::NoMemory { wanted: fresh, limit: room.limit, headroom, passing });
             }
-            // Idle blocks of other sizes may have the memory.
+            // Idle blocks of other sizes may hold the memory that is missing.
             trimmed = true;
             self.trim(0)?;
         }
     }
 
-    /// Populates pages that [`Allocator::check_headroom`] has granted.
+    /// Reserves pages that [`Allocator::check_headroom`] has granted, and ends the promise.
     fn populate(&self, from: u64, to: u64) -> Result<()> {
         let populated = self.arena.populate(self.region, from, to);
         self.arena.promise(self.region, 0);
         populated
     }
 
-    /// Adds a block whose last holder was the owner to its free list.
+    /// Adds a block that has no holder to the free list of its class. The block must not be on the return stack.
     pub fn put(&mut self, id: u32) {
         let entry = &self.arena.table(self.region)[id as usize];
         self.free[class_within(entry.capacity.load(Ordering::Relaxed))].blocks.push(id);
@@ -485,7 +490,7 @@ impl Allocator {
         self.idle_since[id as usize] = self.clock;
     }
 
-    /// Releases the owner's hold; the last holder's release frees the block.
+    /// Releases the owner's hold on a block, which becomes free if no holder remains.
     pub fn release(&mut self, id: u32) {
         let state = &self.arena.table(self.region)[id as usize].state;
         if block::release_owned(state, WORKER) == Left::Last {
@@ -506,7 +511,7 @@ impl Allocator {
     fn end_window(&mut self) -> Result<()> {
         (self.window, self.batches, self.since) = (TRIM_WINDOW, 0, sys::clock::monotonic());
         self.peak = [0, self.peak[0]];
-        // In a worker, only this call notices when children that the dataset forked have ended.
+        // Without this call, a busy worker would not notice that children forked by the dataset have ended.
         forks::reap();
         self.collect()?;
         for class in 0..CLASSES {
@@ -527,13 +532,14 @@ impl Allocator {
         Ok(())
     }
 
-    /// Returns true if a message of this region waits for the loop: the main process opens it when it delivers the
-    /// batch.
+    /// Returns true if a message in this region waits for the program's loop, because the main process opens a message
+    /// only when it delivers the batch.
     pub fn is_ahead(&self) -> bool {
         self.states().any(|state| state & (CONSUMER | DELIVERED) == CONSUMER)
     }
 
-    /// Returns true if a large block of `len` bytes would take fresh pages while the loop holds a block that fits.
+    /// Returns true if an allocation of `len` bytes is large and would need fresh pages although the program's loop
+    /// holds a block that would fit.
     pub fn awaits(&mut self, len: u64) -> Result<bool> {
         if len < LARGE {
             return Ok(false);
@@ -557,8 +563,8 @@ impl Allocator {
         table.iter().map(|entry| entry.state.load(Ordering::Relaxed))
     }
 
-    /// Punches idle blocks until the region has at most `budget` bytes of pages. An idle worker calls it; so does a
-    /// check that finds too little memory.
+    /// Punches idle blocks until the region has at most `budget` bytes of pages or no idle block is left to punch.
+    /// Called by an idle worker, and by a headroom check that finds too little memory.
     pub fn trim(&mut self, budget: u64) -> Result<()> {
         forks::reap();
         self.collect()?;

@@ -94,7 +94,7 @@ fn slow_batches_release_the_pages_of_a_warm_up_before_the_window_ends() {
         4 << 20,
         "quick batches wait for the end of a window"
     );
-    // The first window still has the low-water mark of its beginning; then [`TRIM_PATIENCE`] windows pass.
+    // The low-water mark of the first window is still that of its start; then [`TRIM_PATIENCE`] windows pass.
     let warm = batches(TRIM_BATCHES * (1 + u32::from(TRIM_PATIENCE)), &later);
     assert_eq!(warm, 2 << 20, "the pages of two blocks stay");
 }
@@ -155,7 +155,7 @@ fn reservations_of_others_count_until_they_are_done() {
     let arena = Arena::create_sized(1 << 30, 3, 8).unwrap();
     arena.promise(0, 5);
     arena.promise(2, 7);
-    // The main process's region belongs to no worker.
+    // Region 3 is the main process's, so this promise does nothing.
     arena.promise(3, 100);
     assert_eq!([0, 1, 2, 3].map(|region| arena.promised_by_others(region)), [7, 12, 5, 12]);
     let mut a = Allocator::new(arena.clone(), 2);
@@ -179,7 +179,7 @@ fn callers_of_the_allocator_wait_for_reservations_of_others() {
         },
     );
     assert!(allocated.is_ok() && pauses == 1);
-    // A request that no machine has memory for is refused at once.
+    // A request that would fail even without the other reservations is refused at once.
     let refused = || Err::<(), _>(Error::NoMemory { wanted: 1, limit: String::new(), headroom: 0, passing: false });
     assert!(retry_while_reserved(refused, |_| panic!("it waits")).is_err());
 }
@@ -189,7 +189,7 @@ fn a_block_is_read_up_to_its_capacity() {
     let mut a = allocator();
     let id = a.allocate(5000, CONSUMER).unwrap();
     let bytes: Vec<u8> = (0..5000).map(|i| i as u8).collect();
-    // SAFETY: the block has 5000 bytes, which nothing else reads.
+    // SAFETY: the block has 5000 bytes, and nothing else reads them.
     unsafe { a.arena.block_memory(0, id, 5000).unwrap().as_ptr().copy_from(bytes.as_ptr(), 5000) };
     let mut buffer = vec![1; 9000];
     a.arena.read_block(0, id, 5000, &mut buffer).unwrap();

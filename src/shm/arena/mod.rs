@@ -1,4 +1,4 @@
-//! The arena: one sealed memfd, mapped once by each process, with typed and checked access.
+//! The arena: one sealed memfd, which each process maps once and accesses through checked, typed methods.
 
 mod rings;
 mod usage;
@@ -22,36 +22,38 @@ use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
 use crate::sys;
 
-/// Number of blocks in all arenas of this process that hold delivered tensors. At 0 a fork needs no further check.
+/// Number of blocks, over all arenas of this process, that hold delivered tensors. While it is 0, a fork of the main
+/// process has nothing to mark.
 static DELIVERED_BLOCKS: AtomicUsize = AtomicUsize::new(0);
 
-/// Returns the number of blocks that now hold tensors delivered by this process.
+/// Returns the number of blocks that now hold tensors delivered in this process.
 pub(crate) fn delivered_blocks() -> usize {
     DELIVERED_BLOCKS.load(Ordering::Relaxed)
 }
 
-/// One arena as one process sees it.
+/// An arena as one process sees it.
 #[derive(Debug)]
 pub struct Arena {
     map: Arc<sys::map::Mapping>,
     fd: Arc<sys::owned::HomeFd>,
     geometry: Geometry,
-    /// The fork generation of the process that mapped the arena. In a forked child the arena is unusable.
+    /// The fork generation of the process that made this object. In its forked children this object is unusable: see
+    /// [`Arena::inherited`].
     generation: u64,
-    /// True in the process that created the arena and releases its pages.
+    /// True in the process that created the arena, which is the one that releases its pages.
     made_here: bool,
-    /// True after the arena is retired: no worker attaches again.
+    /// True once the arena is retired: no worker will attach to it again.
     retired: AtomicBool,
     /// Set while no worker is attached because the arena is in the pool or retired: released blocks lose their pages at
     /// once.
     parking: Parking,
-    /// The number of the loader that the arena waits for in the pool; 0 for none.
+    /// The ID of the loader for which the arena waits in the pool; 0 if there is none.
     pub(super) owner: AtomicU64,
 }
 
 impl Arena {
-    /// Creates an arena as large as the system allows, between 1 GiB and 1 TiB (pages exist only when touched). It
-    /// takes at most half of a limited address space.
+    /// Creates an arena as large as the system allows, between 1 GiB and 1 TiB (its pages exist only once they are
+    /// touched). If the address space is limited, the arena takes at most half of what is left.
     pub fn create(needs: Needs) -> Result<Arc<Self>> {
         Self::create_within(ARENA_MAX, needs)
     }
@@ -86,7 +88,7 @@ impl Arena {
         let fd = sys::memfd::create("rustloader", geometry.total)?;
         sys::memfd::seal(fd.as_fd())?;
         let arena = Self::map(fd, geometry, true)?;
-        // Every batch touches the control part. Reserving it now turns a lack of memory into an error here.
+        // Every batch touches the control part. Reserving its pages now makes a lack of memory an error here.
         arena.map.populate(0..geometry.region_head(geometry.regions()) as usize)?;
         let header = arena.header();
         header.workers.store(geometry.workers, Ordering::Relaxed);
@@ -100,7 +102,7 @@ impl Arena {
         Ok(Arc::new(arena))
     }
 
-    /// Maps an arena that another process created.
+    /// Maps an arena that another process created. Returns [`Error::Corrupt`] if its header does not match `geometry`.
     pub fn attach(fd: OwnedFd, geometry: Geometry) -> Result<Arc<Self>> {
         let arena = Self::map(fd, geometry, false)?;
         let header = arena.header();
@@ -139,7 +141,8 @@ impl Arena {
         Self { map, fd, geometry, generation, made_here, retired, parking, owner: AtomicU64::new(0) }
     }
 
-    /// Returns the arena of a forked worker, over the inherited mapping: a second mapping would cost address space.
+    /// Returns an arena for a forked worker to use. It shares the inherited mapping, because a second mapping would
+    /// cost address space.
     pub fn inherited(&self) -> Arc<Self> {
         Arc::new(Self::with_mapping(self.map.clone(), self.fd.clone(), self.geometry, false))
     }
@@ -154,12 +157,12 @@ impl Arena {
         self.fd.as_fd()
     }
 
-    /// Returns the memfd's number.
+    /// Returns the memfd as a raw descriptor.
     pub fn raw_fd(&self) -> RawFd {
         self.fd.as_fd().as_raw_fd()
     }
 
-    /// Returns true in the process that mapped the arena; false in its forked children.
+    /// Returns true in the process that made this object, and false in its forked children.
     #[inline]
     pub fn is_ours(&self) -> bool {
         self.generation == sys::fork::generation()
@@ -170,7 +173,8 @@ impl Arena {
         &self.slice::<T>(offset, 1)[0]
     }
 
-    /// Returns a reference to `len` `T`s at `offset`. `T` must be a type of the layout, which consists of atomics.
+    /// Returns a slice of `len` values of type `T` at `offset`. `T` must be a type of the layout: one that consists of
+    /// atomics.
     #[inline]
     fn slice<T>(&self, offset: u64, len: u32) -> &[T] {
         let bytes = u64::from(len) * size_of::<T>() as u64;
@@ -181,7 +185,7 @@ impl Arena {
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize).cast::<T>(), len as usize) }
     }
 
-    /// Returns the arena's head.
+    /// Returns the arena's header.
     pub fn header(&self) -> &Header {
         self.at(0)
     }
@@ -221,7 +225,7 @@ impl Arena {
         ArenaRing::new(self.clone(), &self.trace_head(worker).ring, slots)
     }
 
-    /// Reserves the memory of the rings of trace events.
+    /// Reserves the pages of the rings of trace events.
     pub fn populate_traces(&self) -> Result<()> {
         let end = self.geometry.trace_head(self.geometry.workers);
         self.map.populate(self.geometry.trace_head(0) as usize..end as usize)
@@ -238,7 +242,8 @@ impl Arena {
         self.queue_control().map(|control| ArenaQueue::new(self.clone(), control, slots))
     }
 
-    /// Returns the sleeper of a worker: its own, or that of the shared queue.
+    /// Returns the sleeper on which a worker waits: that of the shared queue if the arena has one, otherwise the
+    /// worker's own.
     pub fn sleeper_of(&self, worker: u32) -> &Sleeper {
         let queue = self.queue_control().map(|control| &control.sleeper.0);
         queue.unwrap_or_else(|| &self.control(worker).sleeper.0)
@@ -263,7 +268,8 @@ impl Arena {
         self.region_head(region).blocks.load(Ordering::Acquire).min(self.geometry.table_len)
     }
 
-    /// Returns the bytes `0..len` of a block, checked against the table and the region.
+    /// Returns the address of a block's first `len` bytes. Returns [`Error::Corrupt`] if the table has no such block,
+    /// or if these bytes do not lie within the block and the region.
     pub fn block_memory(&self, region: u32, id: u32, len: u64) -> Result<NonNull<u8>> {
         if region >= self.geometry.regions() || id >= self.block_count(region) {
             return Err(Error::corrupt(format!("block {id} of region {region} does not exist")));
@@ -278,19 +284,21 @@ impl Arena {
             )));
         }
         let start = (self.geometry.data(region) + offset) as usize;
-        // SAFETY: start is inside the mapping, by the checks above.
+        // SAFETY: the checks above ensure that `start` is inside the mapping.
         Ok(unsafe { NonNull::new_unchecked(self.map.as_ptr().add(start)) })
     }
 
-    /// Replaces the contents of `buffer` with the first `len` bytes of a block, after checking that the block has them.
+    /// Replaces the contents of `buffer` with the first `len` bytes of a block. Returns [`Error::Corrupt`] if the block
+    /// does not have them.
     pub fn read_block(&self, region: u32, id: u32, len: u64, buffer: &mut Vec<u8>) -> Result<()> {
         let memory = self.block_memory(region, id, len)?;
         let len = len as usize;
         buffer.clear();
         buffer.reserve(len);
-        // SAFETY: `block_memory` has checked that the range is in the mapping, and the buffer, which is outside, has
-        // room for it. No reference to the block is made: a broken process may write to it during the copy, which then
-        // holds old bytes, new ones or both. The caller checks them like everything that other processes write.
+        // SAFETY: `block_memory` has checked that the range is in the mapping; the buffer is outside the mapping and
+        // has room for `len` bytes. No reference to the block is created, because a broken process may write to the
+        // block during the copy, which then holds old bytes, new bytes or a mixture. The caller checks them, like
+        // everything that other processes write.
         unsafe {
             std::ptr::copy_nonoverlapping(memory.as_ptr(), buffer.as_mut_ptr(), len);
             buffer.set_len(len);
@@ -305,38 +313,40 @@ impl Arena {
         unsafe { self.map.as_ptr().add(self.geometry.data(region) as usize) }
     }
 
-    /// Reserves the bytes `from..to` of a region's data, so that accesses cannot fail.
+    /// Reserves the pages of the bytes `from..to` of a region's data, so that later accesses cannot fail for lack of
+    /// memory.
     pub fn populate(&self, region: u32, from: u64, to: u64) -> Result<()> {
         let start = self.geometry.data(region);
         self.map.populate((start + from) as usize..(start + to) as usize)
     }
 
-    /// Puts the reserved bytes `from..to` of a region's data into this process's page tables.
+    /// Maps the pages of the bytes `from..to` of a region's data into this process's page tables. The pages must be
+    /// reserved.
     pub fn map_in(&self, region: u32, from: u64, to: u64) -> Result<()> {
         let start = self.geometry.data(region);
         self.map.map_in((start + from) as usize..(start + to) as usize)
     }
 
-    /// Reserves the page of a region's block table whose first entry is `id`; does nothing for other entries.
+    /// If `id` is the first entry on a page of a region's block table, reserves that page; otherwise does nothing.
     pub fn populate_table(&self, region: u32, id: u32) -> Result<()> {
         let (row, start) = (size_of::<BlockEntry>() as u64, self.geometry.table(region));
         let (begin, end) = (start + u64::from(id) * row, start + u64::from(id + 1) * row);
-        // Rows do not straddle pages: the table begins at a page boundary, and the size of a page is a multiple of that
-        // of a row.
+        // Entries do not straddle pages: the table starts at a page boundary, and the size of a page is a multiple of
+        // the size of an entry.
         if !begin.is_multiple_of(PAGE) {
             return Ok(());
         }
         self.map.populate(begin as usize..end as usize)
     }
 
-    /// Returns the pages of the bytes `from..to` of a region's data to the system.
+    /// Releases to the system the pages of the bytes `from..to` of a region's data.
     pub fn punch_hole(&self, region: u32, from: u64, to: u64) -> Result<()> {
         let start = self.geometry.data(region);
         self.map.remove((start + from) as usize..(start + to) as usize)
     }
 
-    /// Marks a block as holding the user's tensors, so that a fork marks it. Returns an error unless the consumer holds
-    /// the block and the block holds no tensors yet.
+    /// Records that a block holds tensors that were delivered to the user, so that forks mark the block. Returns
+    /// [`Error::Corrupt`] unless the consumer holds the block and the block holds no such tensors yet.
     pub fn delivered(&self, region: u32, id: u32) -> Result<()> {
         let state = &self.table(region)[id as usize].state;
         let mut seen = state.load(Ordering::Relaxed);
@@ -353,14 +363,14 @@ impl Arena {
         Ok(())
     }
 
-    /// Releases a block whose tensors are gone.
+    /// Releases the consumer's hold on a block whose delivered tensors are gone.
     pub fn release_delivered(&self, region: u32, id: u32) {
         DELIVERED_BLOCKS.fetch_sub(1, Ordering::Relaxed);
         self.release(region, id, CONSUMER);
     }
 
-    /// Clears the holders `bits` of a block in a process that does not own it; the last holder returns the block to its
-    /// owner. Does nothing in a forked child. Takes no lock; any thread may call it.
+    /// Clears the holder bits `bits` of a block. If no holder remains, returns the block to its owner over the return
+    /// stack. Does nothing in a forked child. Takes no lock; any thread may call it.
     #[inline]
     pub fn release(&self, region: u32, id: u32, bits: u32) {
         if !self.is_ours() || id >= self.geometry.table_len {
@@ -378,8 +388,9 @@ impl Arena {
         }
     }
 
-    /// Wakes a worker that has been idle for some time, after a large block was returned to it, so that it can release
-    /// the pages. Workers of a shared queue share one bell; they check by themselves.
+    /// Wakes the worker that owns `region` if it has been idle for some time, so that it can release the pages of the
+    /// large block that was just returned to it. Does nothing if the workers share a queue, and hence one bell: they
+    /// check for returned blocks on their own.
     fn notify_idle(&self, region: u32) {
         if region >= self.geometry.workers || self.queue_control().is_some() {
             return;
@@ -388,12 +399,12 @@ impl Arena {
         let since = Duration::from_nanos(status.since_ns.load(Ordering::Relaxed));
         let is_idle = status.state.load(Ordering::Relaxed) == WorkerState::Idle as u32;
         if is_idle && sys::clock::monotonic().saturating_sub(since) >= status.long_idle() && sleeper.0.must_ring() {
-            // If this fails, the worker checks by itself later.
+            // If the wake-up fails, the worker notices the block at its next check.
             let _ = sys::futex::wake(&sleeper.0.bell, 1);
         }
     }
 
-    /// Punches all pages of a block that will not be used soon. On an error they stay.
+    /// Punches all pages of a block that will not be used soon. If that fails, the block keeps its pages.
     fn punch_block(&self, region: u32, entry: &BlockEntry) {
         let offset = entry.offset.load(Ordering::Relaxed).min(self.geometry.region_len);
         let warm = entry.warm.load(Ordering::Relaxed).min(self.geometry.region_len - offset);
@@ -402,7 +413,7 @@ impl Arena {
         }
     }
 
-    /// Resets rings, flags and status pages of a pooled arena for new workers.
+    /// Resets the rings, flags and status pages of a pooled arena for new workers.
     pub fn reset_control(&self) {
         self.parking.end();
         let header = self.header();
@@ -429,16 +440,18 @@ impl Arena {
             control.sleeper.0.asleep.store(0, Ordering::Relaxed);
             control.status.reset();
         }
-        // Workers are started after this, by fork or through a pipe; both order memory.
+        // Workers are started after this, by fork or through a pipe; either way, these stores come before the workers'
+        // loads.
     }
 
-    /// Resets a worker's rings, status page and region for its next process; other workers, and the consumer's blocks
-    /// in this region, are unchanged. The worker's process must have ended, in whatever state, and its results must
-    /// have been received, so this process acts as the region's owner. `withdrawn` is called with each task that the
-    /// worker had not taken. Two kinds of blocks stay held until the arena is retired: those of an unpublished message,
-    /// and those that a child of the worker may read.
+    /// Resets a worker's rings, status page and region for the next process in its slot. Other workers, and the blocks
+    /// in this region that the consumer holds, are unchanged. The worker's process must have ended, in whatever state,
+    /// and its results must have been received; this process then acts as the region's owner. `withdrawn` is called
+    /// with each task that the worker had not taken. Two kinds of block stay held until the arena is retired: those of
+    /// an unpublished message, and those that a child of the worker may read.
     ///
-    /// Errors: [`Error::Usage`] for a result in the completion ring, [`Error::Corrupt`] for a damaged ring or region.
+    /// Errors: [`Error::Usage`] if a result is left in the completion ring, [`Error::Corrupt`] if a ring or the region
+    /// is damaged.
     pub fn reset_worker(self: &Arc<Self>, worker: u32, mut withdrawn: impl FnMut(Entry)) -> Result<()> {
         let control = self.control(worker);
         let RingControl { tail, head } = &control.results;
@@ -457,8 +470,8 @@ impl Arena {
         block::take_returned(returned, table.len() as u32, |id| &table[id as usize], |_| {})?;
         for entry in table {
             block::release_owned(&entry.state, WORKER);
-            // The block is on no stack if the owner was killed while it emptied the stack, or if another thread is
-            // about to push it.
+            // A block that is still RETURNING is on no stack: the owner was killed while it emptied the stack, or
+            // another thread is about to push the block.
             if entry.state.load(Ordering::Relaxed) == RETURNING {
                 self.punch_block(worker, entry);
             }
@@ -466,9 +479,10 @@ impl Arena {
         Ok(())
     }
 
-    /// Recovers the arena after all workers have left cleanly and all results were released: takes back the blocks that
-    /// only workers held, and keeps as many warm pages as the batches under way needed. Returns the bytes of warm
-    /// pages, or `None` if a child of a worker may still read a block: the arena is then not reusable.
+    /// Recovers the arena after all workers have left cleanly and all results have been released: takes back the blocks
+    /// that only workers held, and keeps about as many warm pages as the batches under way needed. Returns the number
+    /// of bytes of idle warm pages, or `None` if a child of a worker may still read a block: the arena must then not be
+    /// reused.
     pub fn recover(&self) -> Option<u64> {
         self.parking.begin();
         let mut idle = 0;
@@ -495,7 +509,8 @@ impl Arena {
         Some(idle)
     }
 
-    /// Announces the number of bytes that a worker is reserving; 0 when their pages exist.
+    /// Announces that a worker is about to reserve `bytes` bytes; 0 means that the reservation has ended. Does nothing
+    /// for the main process's region.
     pub fn promise(&self, region: u32, bytes: u64) {
         if region < self.geometry.workers {
             // SYNC: pages-or-promise (pairs with the Acquire in `promised_by_others`).
@@ -504,8 +519,8 @@ impl Arena {
     }
 
     /// Returns the number of bytes that the other workers are reserving. Call it after this worker's promise and before
-    /// the headroom check: of two concurrent checks at least one sees the other's promise, and bytes that are no longer
-    /// promised have their pages.
+    /// reading the available memory. Of two concurrent checks, at least one then sees the other's promise; and if a
+    /// promise has ended, its pages already count as used.
     pub fn promised_by_others(&self, region: u32) -> u64 {
         fence(Ordering::SeqCst);
         let others = (0..self.geometry.workers).filter(|worker| *worker != region);
@@ -513,14 +528,15 @@ impl Arena {
         others.map(|worker| self.control(worker).status.promised.load(Ordering::Acquire)).sum()
     }
 
-    /// Returns the number of bytes of pages that a worker's region needs for its batches under way.
+    /// Returns the number of bytes of pages that a worker's region needs for its batches under way, at least 1 MiB.
     pub fn budget(&self, worker: u32) -> u64 {
         let largest = self.control(worker).status.largest.load(Ordering::Relaxed);
         largest.saturating_mul(self.geometry.batches_under_way()).max(1 << 20)
     }
 
-    /// Retires the arena: no worker attaches again. Releases all pages except those with tensors of this process or its
-    /// children. From then on each released block loses its pages at once.
+    /// Retires the arena, so that no worker attaches to it again. Releases all pages of blocks except those that the
+    /// user's tensors or forked children may still read. From then on, a block loses its pages as soon as it is
+    /// released. Does nothing except in the process that created the arena, and only once.
     pub fn retire(&self) {
         if !self.made_here || !self.is_ours() || self.retired.swap(true, Ordering::AcqRel) {
             return;
@@ -535,7 +551,7 @@ impl Arena {
         }
     }
 
-    /// Sums the memory use of all tables.
+    /// Returns the arena's memory use, summed over the block tables of all regions.
     pub fn usage(&self) -> Usage {
         let mut usage = Usage::default();
         for region in 0..self.geometry.regions() {
@@ -550,7 +566,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // Forked processes may still map the arena, which would keep its pages in memory.
+        // Forked processes may still map the arena, and without this their mappings would keep its pages in memory.
         self.retire();
     }
 }

@@ -8,7 +8,7 @@ use crate::shm::layout::{QueueControl, QueueSlot, RingControl, RingSlot};
 use crate::shm::queue::QueueMemory;
 use crate::shm::ring::RingMemory;
 
-/// Counters and slots in an arena, whose memory `_arena` keeps mapped.
+/// Counters and slots in the memory of an arena, which `_arena` keeps mapped.
 #[derive(Debug)]
 pub struct Mapped<C, S> {
     _arena: Arc<Arena>,

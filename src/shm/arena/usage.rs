@@ -1,19 +1,19 @@
-//! Sums of an arena's memory.
+//! The memory use of an arena.
 
 use crate::shm::block::{self, DELIVERED};
 use crate::shm::layout::BlockEntry;
 use crate::sync::Ordering;
 
-/// Memory use according to an arena's tables, in bytes of pages.
+/// The memory use that an arena's block tables record. All fields but `blocks` count bytes that have pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Bytes with pages.
+    /// All bytes with pages.
     pub warm: u64,
     /// Bytes in held blocks.
     pub held: u64,
     /// Bytes in blocks with tensors delivered to the user.
     pub leased: u64,
-    /// The sum of the regions' peaks, each at its own time.
+    /// The sum of the peaks of all regions, which need not have occurred at the same time.
     pub high_water: u64,
     /// Number of blocks.
     pub blocks: u64,
@@ -24,7 +24,7 @@ impl Usage {
         let warm = entry.warm.load(Ordering::Relaxed);
         let state = entry.state.load(Ordering::Relaxed);
         self.warm = self.warm.saturating_add(warm);
-        // An entry with a capacity of 0 has no block: its block was joined to another.
+        // An entry with a capacity of 0 has no block, for example because its block was joined to another.
         self.blocks += u64::from(entry.capacity.load(Ordering::Relaxed) > 0);
         if state & !block::RETURNING != 0 {
             self.held = self.held.saturating_add(warm);

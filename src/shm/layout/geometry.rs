@@ -1,18 +1,18 @@
-//! Sizes of an arena, and offsets of its parts.
+//! The sizes of an arena, and the offsets of its parts.
 //!
 //! The control part takes about workers² x prefetch_factor x 128 bytes (64 workers: 2 MiB; 1,000: 250 MiB). Its pages
-//! exist from the start, so that a lack of memory is an error at once and not a SIGBUS later.
+//! are reserved from the start, so that a lack of memory is an error at once, and not a SIGBUS later.
 
 use super::{BlockEntry, ControlPage, Header, PAGE, QueueControl, QueueSlot, RegionHead, RingSlot, TraceHead};
 use crate::config::{BYTES_PER_BLOCK, REGION_MIN, TABLE_MAX, TABLE_MIN, TASKS_MAX, TRACE_SLOTS, WORKERS_MAX};
 use crate::error::{Error, Result};
 
-/// Requirements of an arena.
+/// The requirements that an arena must meet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Needs {
     /// Number of workers, at least 1.
     pub workers: u32,
-    /// Limit of outstanding tasks.
+    /// Maximum number of outstanding tasks.
     pub outstanding: u32,
     /// True if the workers share a queue.
     pub shared_queue: bool,
@@ -25,11 +25,11 @@ pub struct Needs {
 pub struct Geometry {
     /// Number of workers, at least 1.
     pub workers: u32,
-    /// Slots of each ring: a power of two.
+    /// Number of slots of each ring, a power of two.
     pub ring_slots: u32,
     /// True if the workers share a queue, which has as many slots as a ring.
     pub shared_queue: bool,
-    /// Entries of each block table.
+    /// Number of entries of each block table.
     pub table_len: u32,
     /// Bytes of data of each region, a multiple of [`PAGE`].
     pub region_len: u64,
@@ -42,8 +42,9 @@ const fn round_up(value: u64, to: u64) -> u64 {
 }
 
 /// Returns the number of slots of a ring for `outstanding` tasks and four control messages: two that begin an epoch
-/// early, one that begins another epoch, and one to leave. A worker that sends snapshots sends one with each result,
-/// one at the start and one at the end of an epoch, one for an error, and one at the start of the next epoch.
+/// early, one that begins another epoch, and one that tells the worker to leave. If workers send snapshots, a worker
+/// sends one with each result, one at the start and one at the end of an epoch, one for an error, and one at the start
+/// of the next epoch.
 const fn ring_slots_for(outstanding: u32, snapshots: bool) -> u32 {
     let results = outstanding + 4;
     (if snapshots { 2 * results } else { results }).next_power_of_two()
@@ -60,8 +61,8 @@ fn too_many(workers: u32, outstanding: u32, limit: String) -> Error {
 }
 
 impl Geometry {
-    /// Returns the geometry of an arena of at most `total` bytes, or an error if that leaves less than 1 MiB of data
-    /// per region.
+    /// Returns the geometry of an arena of `total` bytes, or an error if these leave less than 1 MiB of data per
+    /// region.
     pub fn new(total: u64, needs: Needs) -> Result<Self> {
         let Needs { workers, outstanding, shared_queue, .. } = needs;
         let ring_slots = Self::ring_slots_of(needs)?;
@@ -72,7 +73,7 @@ impl Geometry {
         })
     }
 
-    /// Computes the offsets. `None` if less than 1 MiB of data per region remains.
+    /// Computes the sizes. Returns `None` if less than 1 MiB of data per region remains.
     fn lay_out(total: u64, workers: u32, ring_slots: u32, shared_queue: bool) -> Option<Self> {
         let regions = u64::from(workers) + 1;
         let table_len = table_len_for(total / regions);
@@ -81,11 +82,12 @@ impl Geometry {
         (region_len >= REGION_MIN).then_some(Self { region_len, ..geometry })
     }
 
-    /// Returns the number of bytes of an arena whose regions have at most `region_len` bytes of data, and hardly less.
+    /// Returns the size in bytes of an arena whose regions have `region_len` bytes of data, or slightly less.
     pub fn total_for(region_len: u64, needs: Needs) -> Result<u64> {
         let Needs { workers, shared_queue, .. } = needs;
         let (ring_slots, table_len) = (Self::ring_slots_of(needs)?, table_len_for(region_len));
-        // `new` computes the table from the whole share of a region. It may then be longer, which leaves less data.
+        // `new` computes the length of the block table from a region's whole share of the arena. The table may then be
+        // longer than here, which leaves less data.
         let geometry = Self { workers, ring_slots, shared_queue, table_len, region_len: 0, total: 0 };
         let data = region_len.saturating_mul(u64::from(geometry.regions()));
         Ok(data.saturating_add(geometry.data_start()))
@@ -104,7 +106,8 @@ impl Geometry {
         Ok(ring_slots_for(outstanding, snapshots))
     }
 
-    /// Returns the geometry of a file of `total` bytes, given its header, or an error if the header cannot be valid.
+    /// Returns the geometry of a file of `total` bytes, given the values in its header, or an error if these cannot be
+    /// valid.
     pub fn of_file(total: u64, workers: u32, ring_slots: u32, shared_queue: bool) -> Result<Self> {
         let possible = (1..=WORKERS_MAX).contains(&workers)
             && ring_slots.is_power_of_two()
@@ -117,18 +120,18 @@ impl Geometry {
         })
     }
 
-    /// Returns the number of regions: one per worker, and the main process's.
+    /// Returns the number of regions: one for each worker, and one for the main process.
     pub fn regions(&self) -> u32 {
         self.workers + 1
     }
 
-    /// Returns the number of batches of one worker that need warm pages at the same time: the outstanding ones, the one
-    /// in progress, the one that the user holds, and a spare.
+    /// Returns the number of batches for which one worker needs warm pages at the same time: the outstanding batches,
+    /// the batch in progress, the batch that the user holds, and a spare.
     pub fn batches_under_way(&self) -> u64 {
         u64::from(self.ring_slots / self.workers) + 3
     }
 
-    /// Returns the main process's region.
+    /// Returns the index of the main process's region.
     pub fn main_region(&self) -> u32 {
         self.workers
     }
@@ -143,7 +146,7 @@ impl Geometry {
         round_up(size_of::<Header>() as u64, 64)
     }
 
-    /// Returns the number of slots of the shared queue; 0 without one.
+    /// Returns the number of slots of the shared queue; 0 if there is none.
     pub fn queue_slots(&self) -> u32 {
         if self.shared_queue { self.ring_slots } else { 0 }
     }
@@ -204,8 +207,8 @@ impl Geometry {
         round_up(self.table(self.regions()), PAGE)
     }
 
-    /// Returns the offset of a worker's [`TraceHead`]. Its pages, and those of the slots, are reserved by the first
-    /// trace.
+    /// Returns the offset of a worker's [`TraceHead`]. The first trace reserves the pages of the head and of the slots
+    /// that follow it.
     pub fn trace_head(&self, worker: u32) -> u64 {
         let slots = u64::from(TRACE_SLOTS) * size_of::<RingSlot>() as u64;
         self.traces() + u64::from(worker) * (size_of::<TraceHead>() as u64 + slots)

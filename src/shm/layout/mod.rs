@@ -1,12 +1,12 @@
-//! The arena's layout: `#[repr(C)]` structs of atomics, and offsets, never pointers.
+//! The arena's layout: `#[repr(C)]` structs of atomics, which refer to each other by offsets, never by pointers.
 //!
 //! ```text
 //! Header | bitmap | queue | ControlPage of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | TraceHead of worker 0, 1, ... |
 //! data of region 0 ... n
 //! ```
-//! The queue, a [`QueueControl`] and its slots, exists only if the engine's workers share one. Worker `i` alone
-//! allocates in region `i < n`; region `n` belongs to the main process and carries index batches. All shared words are
-//! atomics: reading the words of a broken worker is defined, and the readers check their values.
+//! The queue, a [`QueueControl`] and its slots, exists only if the workers share one. Of `n` workers, only worker `i`
+//! allocates in region `i`; region `n` belongs to the main process and carries index batches. All shared words are
+//! atomics, so it is well-defined to read words while a broken worker writes them, and readers check the values.
 
 mod geometry;
 
@@ -19,18 +19,18 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 /// The first word of an arena.
 pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
-/// The version of this layout, stored last, so that an incomplete arena is never used.
+/// The version of this layout. It is stored last, so that an incomplete arena is never used.
 pub const VERSION: u32 = 7;
-/// Bytes of a page. Blocks begin at page boundaries; memory is reserved and released in pages.
+/// Bytes of a page. Blocks start at page boundaries; memory is reserved and released in whole pages.
 pub const PAGE: u64 = 4096;
 /// Number of counters of the main process; see `metrics.rs`.
 pub const COUNTS: usize = 14;
 /// Maximum bytes of an index batch that a worker shows on its status page.
 pub const INDEX_BYTES: usize = 64;
-/// Maximum bytes of a loader's name that its page shows.
+/// Maximum bytes of the loader's name that the main process's page shows.
 pub const NAME_BYTES: usize = 64;
 
-/// A struct of the layout. It consists of atomics alone, so any bytes are a valid value.
+/// A struct of the layout. It consists only of atomics, so any bytes are a valid value.
 ///
 /// # Safety
 /// The type is `repr(C)`, and every field is an atomic integer, an array of these, or another `Shared` type.
@@ -61,7 +61,7 @@ unsafe impl Shared for RingSlot {}
 #[derive(Debug, Default)]
 pub struct Line<T>(pub T);
 
-/// The head of the arena.
+/// The header of the arena.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Header {
@@ -69,9 +69,9 @@ pub struct Header {
     pub magic: AtomicU64,
     /// Number of workers.
     pub workers: AtomicU32,
-    /// Slots of each ring.
+    /// Number of slots of each ring.
     pub ring_slots: AtomicU32,
-    /// Entries of each block table.
+    /// Number of entries of each block table.
     pub table_len: AtomicU32,
     /// [`VERSION`], stored last.
     pub version: AtomicU32,
@@ -81,14 +81,15 @@ pub struct Header {
     pub shared_queue: AtomicU32,
     /// The main process's side of the doorbell.
     pub doorbell: Line<Sleeper>,
-    /// Not 0 if the workers must leave.
+    /// Nonzero if the workers must leave.
     pub stop: Line<AtomicU32>,
-    /// The events that workers record for a trace: 0 for none, 1 for batches, 2 for batches and samples.
+    /// Selects the events that workers record for a trace: 0 for none, 1 for those of batches, 2 for those of batches
+    /// and samples.
     pub trace: Line<AtomicU32>,
     pub(crate) main: MainPage,
 }
 
-/// The main process's status. It is written by plain stores under exclusive access to the iterator, and only
+/// The main process's status. It is written with plain stores under exclusive access to the iterator, and only
 /// `rustloader top` reads it.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
@@ -96,36 +97,38 @@ pub struct MainPage {
     /// A [`MainState`].
     pub(crate) state: AtomicU32,
     pub(crate) pid: AtomicU32,
-    /// Monotonic nanoseconds at which the state began; for both kinds of waiting, at which the call of `next` began.
+    /// CLOCK_MONOTONIC time, in nanoseconds, at which the state began; in the two waiting states, at which the call of
+    /// `next` began.
     pub(crate) since_ns: AtomicU64,
-    /// Monotonic nanoseconds at which the wait not yet in the counters began; valid in both kinds of waiting.
+    /// CLOCK_MONOTONIC time, in nanoseconds, of the start of the current wait, which the counters do not include yet.
+    /// Valid only in the two waiting states.
     pub(crate) wait_since_ns: AtomicU64,
-    /// Monotonic nanoseconds at which the iterator was made.
+    /// CLOCK_MONOTONIC time, in nanoseconds, at which the iterator was created.
     pub(crate) started_ns: AtomicU64,
     pub(crate) prefetch_factor: AtomicU32,
-    /// Bits of [`IN_ORDER`], [`PERSISTENT`], [`PINNING`] and [`REMOTE`].
+    /// A combination of the bits [`IN_ORDER`], [`PERSISTENT`], [`PINNING`] and [`REMOTE`].
     pub(crate) options: AtomicU32,
     /// The number of the epoch's first task.
     pub(crate) epoch_task: AtomicU64,
-    /// Batches delivered before this epoch.
+    /// Number of batches delivered before this epoch.
     pub(crate) epoch_batches: AtomicU64,
-    /// The counters at the end of the last `next`; those of waiting, at the end of the last wait.
+    /// The counters as of the end of the last `next`. The counters of waiting are as of the end of the last wait.
     pub(crate) counts: [AtomicU64; COUNTS],
     /// The first bytes of the loader's name, zero-padded.
     pub(crate) name: [AtomicU64; NAME_BYTES / 8],
 }
 
-/// Batches are delivered in order.
+/// Option bit: batches are delivered in order.
 pub const IN_ORDER: u32 = 1;
-/// The workers outlive the epoch.
+/// Option bit: the workers outlive the epoch.
 pub const PERSISTENT: u32 = 2;
-/// There is a pin thread.
+/// Option bit: there is a pin thread.
 pub const PINNING: u32 = 4;
-/// The workers run on other machines.
+/// Option bit: the workers run on other machines.
 pub const REMOTE: u32 = 8;
 
 impl MainPage {
-    /// Zeroes the page. Call it when no iterator uses the arena.
+    /// Zeroes the page. Call it only while no iterator uses the arena.
     pub fn reset(&self) {
         for word in [&self.state, &self.pid, &self.prefetch_factor, &self.options] {
             word.store(0, Ordering::Relaxed);
@@ -135,7 +138,7 @@ impl MainPage {
         words.for_each(|word| word.store(0, Ordering::Relaxed));
     }
 
-    /// Stores a loader's name, cut to at most [`NAME_BYTES`].
+    /// Stores a loader's name, cut at a character boundary to at most [`NAME_BYTES`] bytes.
     pub fn set_name(&self, name: &str) {
         let end = (0..=name.len().min(NAME_BYTES)).rfind(|&end| name.is_char_boundary(end)).unwrap_or(0);
         let mut bytes = [0; NAME_BYTES];
@@ -145,7 +148,7 @@ impl MainPage {
         }
     }
 
-    /// Returns the loader's name, or the beginning of a long one.
+    /// Returns the loader's name, or the start of a long name.
     pub fn name(&self) -> String {
         let bytes = self.name.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes());
         let bytes: Vec<u8> = bytes.take_while(|&byte| byte != 0).collect();
@@ -158,7 +161,7 @@ numbered_enum! {
     pub enum MainState {
         /// No iterator uses the arena.
         Unused = 0 => "unused",
-        /// Starting the workers, or beginning an epoch.
+        /// Starting the workers or an epoch.
         Starting = 1 => "starting",
         /// In `next`, at work.
         Next = 2 => "next",
@@ -180,14 +183,14 @@ impl MainState {
     }
 }
 
-/// A side that can sleep: see `doorbell.rs`.
+/// The state of a side that can sleep: see `doorbell.rs`.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct Sleeper {
-    /// Number of this side's processes that sleep or are about to. Each process adds and subtracts 1; a process that is
-    /// killed in its sleep stays counted.
+    /// Number of this side's processes that sleep or are about to sleep. Each process adds 1 before it sleeps and
+    /// subtracts 1 afterwards; a process that is killed while it sleeps stays counted.
     pub asleep: AtomicU32,
-    /// Counts the rings; the word that a worker's futex waits on.
+    /// The number of times that the bell was rung, wrapping. Workers wait on this word with a futex.
     pub bell: AtomicU32,
 }
 
@@ -195,9 +198,9 @@ pub struct Sleeper {
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct RingControl {
-    /// Entries published so far, wrapping; written by the producer alone.
+    /// Number of entries published so far, wrapping; written only by the producer.
     pub tail: Line<AtomicU32>,
-    /// Entries taken so far, wrapping; written by the consumer alone.
+    /// Number of entries taken so far, wrapping; written only by the consumer.
     pub head: Line<AtomicU32>,
 }
 
@@ -206,12 +209,12 @@ impl RingControl {
     pub fn waiting(&self) -> u32 {
         let (tail, head) = (self.tail.0.load(Ordering::Relaxed), self.head.0.load(Ordering::Relaxed));
         let count = tail.wrapping_sub(head);
-        // The two loads are not one atomic step: the head may be ahead.
+        // The two loads are not one atomic step, so the head may seem to be ahead of the tail.
         if count > u32::MAX / 2 { 0 } else { count }
     }
 }
 
-/// Words of a ring's slot.
+/// Number of words in a slot of a ring.
 pub const SLOT_WORDS: usize = 8;
 
 /// One entry of a ring.
@@ -223,8 +226,8 @@ pub struct RingSlot(pub [AtomicU64; SLOT_WORDS]);
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct QueueControl {
-    /// Position at which the search for the next entry begins. It is a hint, because a worker may end between claiming
-    /// an entry and moving the head.
+    /// Position at which the search for the next entry starts. It is only a hint, because a worker may die between
+    /// claiming an entry and moving the head.
     pub head: Line<AtomicU64>,
     /// The workers' side. All workers wait on one bell.
     pub sleeper: Line<Sleeper>,
@@ -240,65 +243,69 @@ pub struct QueueSlot {
     pub entry: [AtomicU64; SLOT_WORDS],
 }
 
-/// A worker's status. Only the worker writes it, by plain stores; error messages, stall reports and statistics read it.
+/// A worker's status. Only the worker writes it, with plain stores; error messages, stall reports and statistics read
+/// it.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct StatusPage {
     /// A `WorkerState`.
     pub(crate) state: AtomicU32,
-    /// The worker's process id, once it has started.
+    /// The worker's process ID, once it has started.
     pub pid: AtomicU32,
-    /// Monotonic nanoseconds at which the state began.
+    /// CLOCK_MONOTONIC time, in nanoseconds, at which the state began.
     pub(crate) since_ns: AtomicU64,
     /// The current or last task.
     pub(crate) task: AtomicU64,
-    /// Tasks answered so far.
+    /// Number of tasks answered so far.
     pub(crate) tasks_done: AtomicU64,
-    /// Nanoseconds spent in each state so far, by the number of the state.
+    /// Nanoseconds spent in each state so far, indexed by the number of the state.
     pub(crate) spent_ns: [AtomicU64; WorkerState::COUNT],
-    /// Batches and errors sent so far.
+    /// Number of batches and errors sent so far.
     pub(crate) sent: AtomicU64,
-    /// Leaves sent without a copy, from where they were.
+    /// Number of leaves that were sent from where they already were, without a copy.
     pub(crate) adopted: AtomicU64,
-    /// Bytes of these leaves.
+    /// Number of bytes of the leaves that `adopted` counts.
     pub(crate) adopted_bytes: AtomicU64,
-    /// Bytes of the largest recent batch and its message.
+    /// Number of bytes of the largest recent batch, including its message.
     pub(crate) largest: AtomicU64,
-    /// Bytes that the worker is reserving. The headroom checks of other workers subtract them.
+    /// Number of bytes that the worker is reserving. The headroom checks of other workers subtract them.
     pub(crate) promised: AtomicU64,
-    /// Monotonic nanoseconds at which the current or last task was taken, or the last batch of a replay began.
+    /// CLOCK_MONOTONIC time, in nanoseconds, at which the current or last task was taken, or at which the last batch of
+    /// a replay began.
     pub(crate) task_since_ns: AtomicU64,
-    /// Device and inode of the worker's file for stack dumps.
+    /// Device of the worker's file for stack dumps; its inode follows.
     pub(crate) stack_device: AtomicU64,
     pub(crate) stack_inode: AtomicU64,
-    /// A `StackFile`; stored after its device and inode.
+    /// A `StackFile`; stored after the device and inode of the file.
     pub(crate) stack: AtomicU32,
     /// A [`Terminated`].
     pub(crate) terminated: AtomicU32,
-    /// The first bytes of the index batch of `index_task`, encoded and zero-padded.
+    /// The first bytes of the encoded index batch of `index_task`, zero-padded.
     pub(crate) index: [AtomicU64; INDEX_BYTES / 8],
-    /// Bytes of that index batch; 0 for a pickle.
+    /// Length in bytes of that encoded index batch; 0 if it was sent as a pickle.
     pub(crate) index_len: AtomicU64,
-    /// The task of `index` plus one, or 0 for none. Stored last.
+    /// The task to which `index` belongs, plus one, or 0 for none. Stored after `index` and `index_len`.
     pub(crate) index_task: AtomicU64,
-    /// CPU nanoseconds of the process when it first left `Starting`; 0 before.
+    /// CPU time of the process, in nanoseconds, when it first left `Starting`; 0 before.
     pub start_cpu_ns: AtomicU64,
-    /// Nanoseconds that the worker's main thread had waited for a core by then; 0 if unknown. Stored first.
+    /// Nanoseconds that the worker's main thread had waited for a core by then; 0 if unknown. Stored before
+    /// `start_cpu_ns`.
     pub start_queued_ns: AtomicU64,
-    /// CPU nanoseconds of the process during the measured fetches.
+    /// CPU time of the process, in nanoseconds, during the measured fetches.
     pub(crate) fetch_cpu_ns: AtomicU64,
-    /// Nanoseconds of wall time of these fetches. Stored first.
+    /// Wall time of these fetches, in nanoseconds. Stored before `fetch_cpu_ns`.
     pub(crate) fetch_measured_ns: AtomicU64,
-    /// The place of the current sample in the index batch of `task`, plus one; 0 if unknown; or [`NOT_BEGUN`].
+    /// The position of the current sample in the index batch of `task`, plus one; 0 if unknown; or [`NOT_BEGUN`].
     pub(crate) place: AtomicU64,
 }
 
-/// `StatusPage::place` of a worker that has not begun `task`, because it begins an epoch or replays earlier batches.
+/// `StatusPage::place` of a worker that has not begun `task`, because it is still starting an epoch or replaying
+/// earlier batches.
 pub(crate) const NOT_BEGUN: u64 = u64::MAX;
 
 impl StatusPage {
-    /// Returns true if the worker has begun `task` and not finished it. The task may then be the cause of the worker's
-    /// death.
+    /// Returns true if the worker has begun `task` and not finished it. If the worker has died, the task may then be
+    /// the cause.
     pub fn has_begun(&self) -> bool {
         let is_waiting = [WorkerState::Starting, WorkerState::Idle].map(|state| state as u32).contains(&self.state());
         !is_waiting
@@ -306,8 +313,8 @@ impl StatusPage {
             && self.place.load(Ordering::Relaxed) != NOT_BEGUN
     }
 
-    /// Returns the longest usual wait of an idle worker: the time that its last batch took, but at least [`AHEAD`]. On
-    /// a busy machine batches and waits both become longer.
+    /// Returns the longest idle time that is normal for this worker: the time that its last batch took, but at least
+    /// [`AHEAD`]. On a busy machine both batches and waits become longer.
     pub fn long_idle(&self) -> Duration {
         let [since, taken] = [&self.since_ns, &self.task_since_ns].map(|at| at.load(Ordering::Relaxed));
         AHEAD.max(Duration::from_nanos(since.saturating_sub(taken)))
@@ -318,7 +325,7 @@ impl StatusPage {
         self.state.load(Ordering::Relaxed)
     }
 
-    /// Zeroes the page. Call it when no process uses it.
+    /// Zeroes the page. Call it only while no process uses it.
     pub fn reset(&self) {
         for word in [&self.state, &self.pid, &self.stack, &self.terminated] {
             word.store(0, Ordering::Relaxed);
@@ -345,19 +352,19 @@ impl StatusPage {
 }
 
 numbered_enum! {
-    /// The workers that received a SIGTERM, as far as a worker that survives it knows; see `worker/terminate.rs`.
+    /// What a worker that survives a SIGTERM knows of the workers that received one; see `worker/terminate.rs`.
     pub enum Terminated {
         /// The worker received none.
         No = 0 => "no",
-        /// This worker received one. It does not know of another that did.
+        /// This worker received one, and does not know of another worker that did.
         Alone = 1 => "alone",
-        /// All workers received it.
+        /// All workers received one.
         Group = 2 => "group",
     }
 }
 
 impl Terminated {
-    /// Returns the name of a number on a status page; an unknown number is `No`.
+    /// Returns the name of a value that is stored on a status page; an unknown value counts as `No`.
     pub fn name_of(value: u32) -> &'static str {
         Self::of_number(value).unwrap_or(Self::No).name()
     }
@@ -366,18 +373,18 @@ impl Terminated {
 /// The file into which a worker dumps its stack when the main process signals it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StackFile {
-    /// The worker has not created it yet.
+    /// The worker has not created the file yet.
     NotYet,
-    /// The system or Python's faulthandler refused to create it.
+    /// The system refused to create the file, or Python's faulthandler refused to use it.
     Refused,
     /// The program has its own handler for the signal.
     SignalTaken,
-    /// The number of the worker's descriptor.
+    /// The worker's descriptor of the file.
     Descriptor(i32),
 }
 
 impl StackFile {
-    /// The values whose numbers are below those of the descriptors.
+    /// The values without a descriptor. Their encodings are smaller than those of descriptors.
     const NUMBERED: [Self; 3] = [Self::NotYet, Self::Refused, Self::SignalTaken];
 
     /// Encodes the value for the status page.
@@ -388,7 +395,7 @@ impl StackFile {
         }
     }
 
-    /// Decodes any number of a status page.
+    /// Decodes a value from a status page. Every number is a valid encoding.
     pub fn from_u32(value: u32) -> Self {
         match Self::NUMBERED.get(value as usize) {
             Some(numbered) => *numbered,
@@ -400,7 +407,7 @@ impl StackFile {
 numbered_enum! {
     /// The activity of a worker.
     pub enum WorkerState {
-        /// Before its loop, in the first or a later epoch: seeding, `worker_init_fn`, `iter(dataset)`.
+        /// Before the loop over tasks, in the first or a later epoch: seeding, `worker_init_fn`, `iter(dataset)`.
         Starting = 0 => "starting",
         /// Waiting for a task.
         Idle = 1 => "idle",
@@ -410,7 +417,7 @@ numbered_enum! {
         Collate = 3 => "collate",
         /// Encoding the batch into the arena.
         Pack = 4 => "pack",
-        /// Publishing the result and ringing.
+        /// Publishing the result and ringing the main process's bell.
         Publish = 5 => "publish",
         /// Past its last use of the arena.
         Left = 6 => "left",
@@ -433,11 +440,11 @@ impl WorkerState {
 pub struct ControlPage {
     /// The activity of the worker, its task and its counters.
     pub status: StatusPage,
-    /// The worker's side of its task ring, rung by the main process.
+    /// The worker's side of the doorbell, which the main process rings.
     pub sleeper: Line<Sleeper>,
-    /// The submission ring, main to worker.
+    /// The submission ring, from the main process to the worker.
     pub tasks: RingControl,
-    /// The completion ring, worker to main.
+    /// The completion ring, from the worker to the main process.
     pub results: RingControl,
 }
 
@@ -446,9 +453,9 @@ pub struct ControlPage {
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct TraceHead {
-    /// Worker to main.
+    /// The ring, from the worker to the main process.
     pub ring: RingControl,
-    /// Number of events that were lost because the ring was full; written by the worker alone.
+    /// Number of events that were lost because the ring was full; written only by the worker.
     pub lost: Line<AtomicU64>,
 }
 
@@ -456,11 +463,11 @@ pub struct TraceHead {
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct RegionHead {
-    /// The return stack's first block plus one; 0 when it is empty.
+    /// The ID of the first block on the return stack, plus one; 0 if the stack is empty.
     pub returned: AtomicU32,
-    /// Used entries of the block table; written by the owner alone.
+    /// Number of entries of the block table that are in use, with or without a block; written only by the owner.
     pub blocks: AtomicU32,
-    /// Peak of the bytes with pages under this owner; written by the owner alone.
+    /// Peak number of bytes with pages since the current owner started; written only by the owner.
     pub(crate) high_water: AtomicU64,
 }
 
@@ -468,15 +475,15 @@ pub struct RegionHead {
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct BlockEntry {
-    /// The bits of `block.rs`.
+    /// The state: the bits that `block.rs` defines.
     pub state: AtomicU32,
-    /// The next block on the return stack plus one, 0 at its end.
+    /// The ID of the next block on the return stack, plus one; 0 at the end of the stack.
     pub next: AtomicU32,
     /// Offset of the block in its region's data, a multiple of [`PAGE`].
     pub offset: AtomicU64,
-    /// Bytes up to the next block, with or without pages; 0 for an entry without a block.
+    /// Number of bytes up to the next block, with or without pages; 0 for an entry without a block.
     pub capacity: AtomicU64,
-    /// Bytes with pages, from the block's start on.
+    /// Number of bytes with pages, counted from the block's start.
     pub warm: AtomicU64,
 }
 

@@ -1,16 +1,16 @@
-//! Joins and splits of idle blocks, for a request that does not fit after the last block of a region: its block is cut
-//! from a larger idle one, or idle neighbours become one block.
+//! Joining and splitting of idle blocks, for a request that does not fit after a region's last block: its block is cut
+//! from a larger idle block, or is made from idle neighbours.
 //!
-//! **The rule.** Only blocks in the owner's private free lists change their place or their size. No holder's bit is set
-//! in them and they are not RETURNING, so no other process or thread may read them by their number: the number is on no
-//! stack and in no ring, and no fork has marked the block. The entry of a block that was joined to another stays in the
-//! table, free and with a capacity of 0. Code that walks a table treats it as an idle block without pages, and the
-//! owner uses it for a later block.
+//! **The rule.** Only blocks in the owner's private free lists change their offset or their size. Such a block has no
+//! holder and is not RETURNING, so no other process or thread refers to it by its ID: the ID is on no stack and in no
+//! ring, and no fork has marked the block. When a block is joined to another, its entry stays in the table, free and
+//! with a capacity of 0. Code that walks a table treats such an entry as an idle block without pages, and the owner
+//! reuses the entry for a later block.
 //!
-//! **A killed owner.** The owner may be killed between any two stores, and its successor reads the table. So one block
-//! first gives up addresses, and only then another one gets them: blocks never overlap. At worst there is a gap after
-//! an idle block that was about to grow or has just shrunk, and [`places`] adds the gap to that block. The stores are
-//! Release stores to keep their order, which matters only to the successor.
+//! **A killed owner.** The owner may be killed between any two stores, and its successor reads the table. So addresses
+//! are first taken from one block and only then given to another, and blocks never overlap. At worst there is a gap
+//! after an idle block that was about to grow or has just shrunk, and [`places`] adds the gap to that block. The stores
+//! are Release stores so that they keep their order, which matters only to the successor.
 
 use std::collections::BTreeMap;
 
@@ -33,7 +33,8 @@ impl Idle {
     }
 }
 
-/// Returns the numbers of a table's blocks by their offsets. Closes the gaps that a killed owner left.
+/// Returns the ID of each block in a table, by offset. If a killed owner left gaps, closes them: the idle block before
+/// a gap takes it.
 pub(super) fn places(table: &[BlockEntry]) -> BTreeMap<u64, u32> {
     let blocks = (0..).zip(table).filter(|(_, entry)| entry.capacity.load(Ordering::Relaxed) > 0);
     let places: BTreeMap<u64, u32> = blocks.map(|(id, entry)| (entry.offset.load(Ordering::Relaxed), id)).collect();
@@ -48,12 +49,12 @@ pub(super) fn places(table: &[BlockEntry]) -> BTreeMap<u64, u32> {
 }
 
 impl Allocator {
-    /// Joins idle neighbours into a block of `capacity` bytes, or of at least `min_bytes` if no run has more. Returns
-    /// the block's number.
+    /// Joins idle neighbours into a block of `capacity` bytes, or, if no run of neighbours is that long, of as many
+    /// bytes as possible but at least `min_bytes`. Returns the block's ID.
     pub(super) fn join(&mut self, capacity: u64, min_bytes: u64) -> Result<u32> {
         let idle = self.idle_blocks();
         let tail = self.tail();
-        // Prefers the smallest run of neighbours that is large enough; if none is, the largest one.
+        // Prefers the shortest run of neighbours that is long enough; if none is, the longest run.
         let preference = |run: &&[Idle]| match self.room(run) {
             room if room >= capacity => (false, room),
             room => (true, u64::MAX - room),
@@ -79,8 +80,8 @@ impl Allocator {
         Ok(id)
     }
 
-    /// Cuts a block that is in no free list and has no holder down to `capacity` bytes. The remainder becomes an idle
-    /// block, unless the cut would not change the block's class, or the table is full.
+    /// Cuts a block down to `capacity` bytes; the remainder becomes an idle block. The block must be in no free list
+    /// and have no holder. Does nothing if the cut would not change the block's class, or if the table is full.
     pub(super) fn split(&mut self, id: u32, capacity: u64) {
         let arena = self.arena.clone();
         let table = arena.table(self.region);
@@ -105,15 +106,16 @@ impl Allocator {
         self.put(other);
     }
 
-    /// Merges idle neighbours into one block and removes it from the free lists. The block keeps the warm pages of the
-    /// first neighbour.
+    /// Merges idle neighbours into one block, which is then in no free list and keeps only the warm pages of the first
+    /// neighbour.
     fn merge(&mut self, blocks: &[Idle], min_bytes: u64) -> Result<u32> {
         let arena = self.arena.clone();
         let table = arena.table(self.region);
         let warm = |block: &Idle| table[block.id as usize].warm.load(Ordering::Relaxed);
         let (first, others) = (blocks[0], &blocks[1..]);
         let end = blocks[blocks.len() - 1].end();
-        // Otherwise pages of the merged block would follow a part without pages, where no later trimming finds them.
+        // Only pages at the start of a block are counted as warm. Pages behind a part without pages would never be
+        // trimmed, so release them now.
         if others.iter().any(|block| warm(block) > 0)
             && arena.punch_hole(self.region, first.offset + warm(&first).min(first.capacity), end).is_err()
         {
@@ -148,7 +150,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// Returns the blocks of the free lists in the order of their offsets.
+    /// Returns the blocks of all free lists, ordered by offset.
     fn idle_blocks(&self) -> Vec<Idle> {
         let table = self.arena.table(self.region);
         let idle = |&id: &u32| {
@@ -161,13 +163,13 @@ impl Allocator {
         blocks
     }
 
-    /// Returns the number of bytes after the last block.
+    /// Returns the number of bytes after the region's last block.
     pub(super) fn tail(&self) -> u64 {
         self.arena.geometry().region_len.saturating_sub(self.fresh)
     }
 
-    /// Returns the number of bytes of a run of idle neighbours. If it ends with the region's last block, the unused
-    /// bytes after it count too.
+    /// Returns the number of bytes of a run of idle neighbours. If the run ends with the region's last block, the
+    /// unused bytes after that block count, too.
     fn room(&self, run: &[Idle]) -> u64 {
         let bytes = run.iter().fold(0, |sum: u64, block| sum.saturating_add(block.capacity));
         let is_last = run.last().is_some_and(|block| block.end() == self.fresh);

@@ -10,10 +10,10 @@ use crate::shm::block::{self, CONSUMER, DELIVERED, FORKED, RETURNING, WORKER};
 use crate::shm::layout::{Needs, PAGE};
 
 const KIB: u64 = 1 << 10;
-/// Bits of holders in these tests.
+/// The holder bits that these tests use.
 const HOLDERS: u32 = CONSUMER | WORKER | FORKED;
 
-/// Returns an allocator of a region of about 2 MiB.
+/// Returns an allocator for a region of about 2 MiB.
 fn allocator() -> Allocator {
     Allocator::new(Arena::create_sized(5 << 20, 1, 8).unwrap(), 0)
 }
@@ -22,7 +22,7 @@ fn region_len(a: &Allocator) -> u64 {
     a.arena.geometry().region_len
 }
 
-/// Returns number, offset, capacity and state of each entry that has a block, in the order of their offsets.
+/// Returns the ID, offset, capacity and state of each table entry that has a block, ordered by offset.
 fn blocks(a: &Allocator) -> Vec<(u32, u64, u64, u32)> {
     let table = &a.arena.table(a.region)[..a.arena.block_count(a.region) as usize];
     let of = |(id, entry): (u32, &BlockEntry)| {
@@ -43,8 +43,8 @@ fn bytes_of(table: &[BlockEntry], ids: impl IntoIterator<Item = u32>) -> u64 {
     ids.into_iter().map(|id| table[id as usize].warm.load(Ordering::Relaxed)).sum()
 }
 
-/// Checks that the blocks cover the region up to `fresh` without a gap, that each idle block is in the list of its
-/// class once and no other block is in a list, and that the owner's private records match the blocks.
+/// Checks that the blocks cover the region up to `fresh` without a gap, that each idle block is exactly once in the
+/// free list of its class, that no other block is in a free list, and that the owner's private records match the table.
 fn check(a: &Allocator) {
     let table = a.arena.table(a.region);
     let blocks = blocks(a);
@@ -146,7 +146,7 @@ fn the_last_block_grows_into_unused_memory() {
     assert_eq!(block_of(&a, id).0, 0);
     check(&a);
     a.release(id);
-    // The class of the whole region is larger than the region.
+    // The blocks of the size class that this request needs would be larger than the region.
     let id = a.allocate(region_len(&a), WORKER).unwrap();
     assert_eq!(block_of(&a, id), (0, region_len(&a)));
     assert!(a.allocate(1, WORKER).is_err());
@@ -198,7 +198,7 @@ fn entries_of_joined_blocks_are_used_again() {
         assert_eq!(a.arena.usage().blocks, 1);
         a.release(id);
         let now = a.arena.block_count(0);
-        // From the second round on, the remainder after the last block of the first round is a block, too.
+        // From the second round on, the bytes after the last block of the first round are a block, too.
         assert!(round < 2 || now == entries, "{now}");
         entries = now;
         check(&a);
@@ -207,7 +207,7 @@ fn entries_of_joined_blocks_are_used_again() {
 
 #[test]
 fn a_killed_owner_leaves_no_gap_and_no_overlap() {
-    // A full region in which four neighbours are idle: those after `before` held blocks, or the last four.
+    // Makes a full region in which four neighbours are idle: those after `before` held blocks, or the last four.
     let make = |before: usize, at_the_end: bool| {
         let mut a = allocator();
         let mut ids = fill(&mut a, 64 * KIB);
@@ -218,8 +218,8 @@ fn a_killed_owner_leaves_no_gap_and_no_overlap() {
         idle.iter().for_each(|id| a.release(*id));
         (idle, a)
     };
-    // The owner is killed while it joins the four, in the middle or at the end: the blocks after the first are gone,
-    // one after the other.
+    // The owner is killed while it joins the four neighbours, in the middle or at the end of the region. The blocks
+    // after the first disappear one by one, the last block first; `gone` of them have disappeared.
     for (at_the_end, gone) in [false, true].into_iter().flat_map(|end| (0..4).map(move |gone| (end, gone))) {
         let (ids, a) = make(3, at_the_end);
         let held = blocks(&a).iter().filter(|block| block.3 != 0).count();
@@ -246,9 +246,9 @@ fn a_killed_owner_leaves_no_gap_and_no_overlap() {
 #[derive(Clone, Debug)]
 enum Act {
     Allocate(u64, u32),
-    /// Some holders, given by their bits, release a block.
+    /// The holders with the given bits release a block.
     Release(usize, u32),
-    /// A message is delivered: its block holds tensors.
+    /// A message is delivered, so that its block holds the user's tensors.
     Deliver(usize),
     /// The main process forks.
     Fork(usize),
@@ -271,7 +271,7 @@ fn acts() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// A held block, as the model knows it.
+/// A held block as the model tracks it.
 #[derive(Debug)]
 struct Model {
     id: u32,
@@ -283,15 +283,15 @@ struct Model {
 }
 
 impl Model {
-    /// Returns the addresses of the first and the last 8 bytes.
+    /// Returns the addresses of the block's first and last 8 bytes.
     fn words(&self, arena: &Arena) -> [*mut u64; 2] {
         let start = arena.block_memory(0, self.id, self.len).unwrap().as_ptr();
-        // SAFETY: the block has that many bytes, or a page if there are fewer.
+        // SAFETY: the block has at least `len` bytes, and at least a page.
         [start, unsafe { start.add(self.len.saturating_sub(8) as usize) }].map(|at| at.cast::<u64>())
     }
 }
 
-/// Returns the length in bytes of the longest part of the region between held blocks.
+/// Returns the length in bytes of the region's longest part without a held block.
 fn longest_gap(held: &[Model], region: u64) -> u64 {
     let mut places: Vec<(u64, u64)> = held.iter().map(|block| block.place).collect();
     places.push((region, 0));
@@ -396,7 +396,7 @@ fn run(acts: Vec<Act>) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// A request fails only if no part of the region without holders is long enough, and held blocks stay as they are.
+    /// A request fails only if no part of the region without held blocks is long enough, and held blocks never change.
     #[test]
     fn held_blocks_stay_and_idle_ones_are_found(acts in prop::collection::vec(acts(), 1..200)) {
         run(acts);
@@ -423,9 +423,9 @@ impl Random {
     }
 }
 
-/// 64 workers, 100,000 batches of log-normal sizes, each from 4 KiB to 1 MiB: a batch of up to 1 GB, at a scale of
-/// 1:1024. Each worker has four batches under way, and the loop keeps some of them longer. A region has room for four
-/// of the largest batches.
+/// Simulates 64 workers that make 100,000 batches in all, with log-normal sizes from 4 KiB to 1 MiB. On a scale of
+/// 1:1024, these are batches of up to 1 GiB. Each worker has four batches under way, and the loop keeps some of them
+/// longer. A region has room for four batches of the largest size.
 #[test]
 fn batches_of_log_normal_sizes_fit() {
     const WORKERS: u32 = 64;
