@@ -17,7 +17,7 @@ pub const TASKS_MAX: u32 = 1 << 24;
 /// Number of tasks by which a shared queue may always run ahead of its oldest unanswered task. This span bounds the
 /// scheduler's table of tasks.
 pub const QUEUE_SPAN: usize = 1 << 10;
-/// Maximum number of tasks up to which a window widens the span of [`QUEUE_SPAN`].
+/// Maximum of that number if a window is set: the span grows with the window from [`QUEUE_SPAN`] up to this number.
 pub const QUEUE_SPAN_MAX: usize = 1 << 16;
 /// Number of seconds (about 30 years) from which a timeout is treated as no timeout, because clocks would overflow.
 pub const TIMEOUT_MAX: f64 = 1e9;
@@ -97,8 +97,8 @@ pub const IDLE_SHARE: u64 = 4;
 pub const RECENT_BATCHES: u64 = 16;
 /// Bytes of fresh pages between two checks of available memory. A check is slow because it reads files in /proc.
 pub const HEADROOM_CHECK: u64 = 8 * MIB;
-/// Limits, in bytes, of the memory that a reservation must leave free for other processes. Between them, that is as
-/// much as the reservation itself.
+/// Lower and upper limit, in bytes, of the memory that a reservation must leave free for other processes. Within these
+/// limits, it is the size of the reservation.
 pub const HEADROOM_MARGIN: RangeInclusive<u64> = MIB..=32 * MIB;
 /// The longest time that a reservation waits for other workers' reservations to end if their sum is too large.
 pub const RESERVATION_WAIT: Duration = Duration::from_secs(2);
@@ -171,7 +171,7 @@ pub const STACK_CHECK: Duration = Duration::from_millis(5);
 pub const STACK_SETTLED: u32 = 20;
 /// Maximum number of bytes of a stack dump that are logged.
 pub const STACK_SHOWN: usize = 64 << 10;
-/// Nanoseconds between two checks that the worker's signal handler is still installed: each costs a system call.
+/// Nanoseconds between two checks that the worker's signal handler is still installed. Each check costs a system call.
 pub const HANDLER_CHECK_NS: u64 = 50_000_000;
 
 // --- Worker ---
@@ -199,11 +199,11 @@ pub const ARRAYS_BATCHES: u64 = 4;
 /// The longest time that a fork in a worker waits until the child has private copies of these arrays. The wait takes as
 /// long as a memory copy, unless the child is stopped.
 pub const PRIVATE_WAIT: Duration = Duration::from_secs(10);
-/// Interval between two checks, by a worker without a pidfd, that the main process still runs.
+/// Interval between two checks that the main process still runs, by a worker that has no pidfd for it.
 pub const PARENT_CHECK: Duration = Duration::from_millis(200);
 /// The time that a worker has to finish its current item after the main process is gone.
 pub const ORPHAN_GRACE: Duration = Duration::from_millis(300);
-/// Bytes of the watchdog thread's stack: it runs no Python code.
+/// Bytes of the watchdog thread's stack. It is small because that thread runs no Python code.
 pub const WATCHDOG_STACK: usize = 64 << 10;
 /// Interval from a SIGTERM to the first check for other workers that received one, and between these checks.
 pub const SIGTERM_CHECK: Duration = Duration::from_millis(100);
@@ -251,8 +251,8 @@ pub const LINK_AT_ONCE: u64 = 16 << 10;
 pub const LINK_STREAK: u32 = 8;
 /// Interval between two checks, by a thread that is off duty, that the consumer still receives.
 pub const LINK_OFF_DUTY: Duration = Duration::from_millis(2);
-/// Interval between two checks of the socket by a worker's receiving thread while a batch is made: a death or shutdown
-/// is noticed at most this much later.
+/// Interval between two checks of the socket by a worker's receiving thread while a batch is being made. A death or
+/// shutdown is noticed at most this much later.
 pub const LINK_TICK: Duration = Duration::from_millis(20);
 /// Maximum number of leaves of one batch. A longer table is treated as damage.
 pub const LINK_LEAVES: u32 = 1 << 20;

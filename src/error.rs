@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// The errors of this crate. Their texts name the cause and the remedy.
+/// The errors of this crate. Their messages name the cause and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
     /// A system call failed.
@@ -26,7 +26,7 @@ pub enum Error {
     },
     /// The shared memory belongs to another version of this library.
     Layout {
-        /// Its layout version.
+        /// The layout version of the shared memory.
         found: u32,
         /// The layout version that this library reads.
         expected: u32,
@@ -48,7 +48,7 @@ pub enum Error {
         workers: u64,
         /// `prefetch_factor`.
         prefetch_factor: u64,
-        /// The limit that they exceed.
+        /// The limit that the settings exceed, in words.
         limit: String,
     },
     /// A worker's region of the shared memory has no room for a batch, although the machine may have enough memory.
@@ -90,7 +90,7 @@ pub enum Error {
     },
 }
 
-/// Results of the core.
+/// The result type of the core.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {

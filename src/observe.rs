@@ -1,8 +1,8 @@
 //! Observation of another process's iterator through its arena, without its cooperation.
 //!
 //! This module uses `pread` on a read-only descriptor and maps nothing, so it neither allocates nor changes pages of
-//! the arena. The data that it reads may be torn or garbage. It validates every number by which it locates further
-//! data, and only shows the others.
+//! the arena. The data that it reads may be torn or garbage. It validates every number that it uses to locate further
+//! data. All other numbers are only shown.
 
 use std::os::fd::BorrowedFd;
 

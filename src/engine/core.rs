@@ -74,7 +74,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         })
     }
 
-    /// Returns the part that needs no exclusive access.
+    /// Returns the part of the engine that any thread may use without exclusive access.
     pub fn handle(&self) -> &Arc<Handle> {
         &self.handle
     }
@@ -101,7 +101,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.scheduler.begin_with(WorkerId(worker))
     }
 
-    /// Records the beginning of the epoch in the trace.
+    /// Records the start of the epoch in the trace.
     pub(super) fn mark_epoch(&self) {
         let (task, epoch) = (self.scheduler.first_task().0, self.handle.meter.get(Count::Epochs));
         self.handle.trace.mark(Kind::Epoch, MAIN, task, epoch);

@@ -170,8 +170,8 @@ impl<P: Prepare> Body<P> {
         &self.prepare
     }
 
-    /// Runs until the thread is stopped, the iterator is shut down, or damage has been reported. An `Err` is the reason
-    /// for which the thread ends early.
+    /// Runs until the thread is stopped, the iterator is shut down, or damage has been reported. An `Err` says why the
+    /// thread ends early.
     pub fn run(mut self) -> std::result::Result<(), String> {
         let mut poll = sys::poll::PollSet::new();
         let doorbell = std::os::fd::AsRawFd::as_raw_fd(&self.handle.doorbell.as_fd());
@@ -197,8 +197,8 @@ impl<P: Prepare> Body<P> {
         }
     }
 
-    /// Prepares and sends all results from the rings. The outer error is the reason for which the thread ends; the
-    /// inner one reports damage in shared memory.
+    /// Prepares and sends all results from the rings. The outer error says why the thread must end; the inner error
+    /// reports damage in shared memory.
     fn take_in(&mut self) -> std::result::Result<Result<()>, String> {
         loop {
             // Serve requests to drain first. Nothing more can arrive in the ring of a dead worker.

@@ -120,7 +120,7 @@ mod tests {
         let process = Process::open(child.id() as i32);
         assert!(process.has_exited() && process.was_gone);
         assert_eq!(process.status(), None);
-        // The pid has been reused by another process.
+        // Simulate that another process has reused the pid.
         let process = Process { pid: std::process::id() as i32, ..process };
         assert!(process.has_exited());
         process.signal(libc::SIGKILL);

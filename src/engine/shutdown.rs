@@ -10,7 +10,7 @@ use crate::shm::arena::Arena;
 use crate::shm::pool;
 use crate::sync::Ordering;
 
-/// What to do with an arena after its iterator has ended.
+/// The action to take on an arena after its iterator has ended.
 #[derive(Debug)]
 pub enum Ending {
     /// Do nothing, because the arena has already been dealt with, or belongs to the parent process.

@@ -29,7 +29,7 @@ impl Heap {
     const ALIGN: usize = 64;
 
     fn layout(len: usize) -> Layout {
-        // This cannot fail, because `new` refuses lengths for which it would.
+        // This cannot fail, because `new` refuses lengths that are too large.
         Layout::from_size_align(len.max(1), Self::ALIGN).unwrap_or(Layout::new::<[u8; 64]>())
     }
 

@@ -1,6 +1,6 @@
 //! A set of worker IDs that finds its next member in three word operations.
 
-/// log2 of the bits in a word.
+/// Base-2 logarithm of the number of bits in a word.
 const SHIFT: usize = 6;
 
 /// Exclusive upper bound of the numbers that three levels of words can hold.

@@ -22,7 +22,7 @@ pub(super) enum TaskState {
     Lost,
 }
 
-/// One task.
+/// A slot and the task in it.
 #[derive(Debug)]
 pub(super) struct Task<T, R> {
     /// The next slot of the worker's FIFO, or of the free list.

@@ -13,8 +13,8 @@ use crate::sync::Ordering;
 use crate::sys;
 
 impl Handle {
-    /// Returns the Python stacks of a stuck worker's threads. The error is the reason for which they are unavailable.
-    /// Call it without the GIL, because it waits.
+    /// Returns the Python stacks of a stuck worker's threads. The error says why they are unavailable. Call it without
+    /// the GIL, because it waits.
     pub fn stack_of(&self, stall: &Stall) -> std::result::Result<String, String> {
         let worker = stall.worker;
         let patience = stall.patience.ok_or("RUSTLOADER_STALL_STACK_SECONDS is 0")?;

@@ -49,7 +49,7 @@ impl<M: Memory> Block<M> {
     pub fn leased(lease: M, offset: usize, form: Form<'_>) -> Option<Self> {
         let data = lease.ptr().wrapping_add(offset);
         let (block, _) = Self::allocate(Some(lease), form, 0)?;
-        // SAFETY: the header was just written, and only this function has it.
+        // SAFETY: the header was just written, and only this function uses it.
         unsafe { (*block.0.as_ptr()).set_data(data) };
         Some(block)
     }
@@ -57,7 +57,7 @@ impl<M: Memory> Block<M> {
     /// Creates a block that contains a copy of `bytes`. Returns `None` as [`Self::leased`] does.
     pub fn copied(bytes: &[u8], form: Form<'_>) -> Option<Self> {
         let (block, data) = Self::allocate(None, form, bytes.len())?;
-        // SAFETY: `allocate` left room for these bytes at `data`; only this function has the header.
+        // SAFETY: `allocate` reserved room for these bytes at `data`; only this function uses the header.
         unsafe {
             data.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
             (*block.0.as_ptr()).set_data(data);

@@ -177,7 +177,7 @@ fn a_worker_that_does_not_take_its_task_is_overdue_from_the_first_check() {
     for (state, task) in [(WorkerState::Idle, 1), (WorkerState::Publish, 0)] {
         let mut rig = Rig::with_tasks();
         rig.show(0, WorkerState::Left, 0, ms(0));
-        // Task 1 waits for the second worker.
+        // Task 1 waits for worker 1 to take it.
         rig.show(1, state, task, ms(0));
         let (at, stall) = rig.find(ms(30_000), ms(90_000)).unwrap();
         assert_eq!((at, stall.worker, stall.task, stall.time), (ms(40_000), 1, Some(TaskId(1)), LIMIT));
@@ -225,7 +225,7 @@ fn checks_are_rare_until_one_is_due() {
     assert_eq!(rig.engine.liveness.overdue.watched[0].work.task(), Some(TaskId(0)));
     assert!(rig.check(ms(101)).is_none());
     assert_eq!(rig.engine.liveness.overdue.watched[0].work.task(), Some(TaskId(1)));
-    // Half of the limit after it was seen.
+    // The next check is due half of the limit after task 1 was seen.
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(101)), ms(65));
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(160)), ms(6));
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(170)), ms(1));
