@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// The errors of this crate. Their texts name the cause and the remedy.
+/// The errors of this crate. Their messages name the cause and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
     /// A system call failed.
@@ -14,32 +14,32 @@ pub enum Error {
         /// The purpose and the remedy; may be empty.
         hint: String,
     },
-    /// A value in shared memory failed its check because a broken worker overwrote it.
+    /// A value in shared memory failed its check, probably because a broken worker overwrote it.
     Corrupt {
-        /// The value, and the expected one.
+        /// The invalid value, in words, and the expected one where that helps.
         what: String,
     },
     /// The connection to a worker on another machine was closed inside a frame, or a frame is damaged.
     Connection {
-        /// The event, in words.
+        /// What happened, in words.
         what: String,
     },
     /// The shared memory belongs to another version of this library.
     Layout {
-        /// Its layout version.
+        /// The layout version of the shared memory.
         found: u32,
         /// The layout version that this library reads.
         expected: u32,
     },
-    /// The machine, or the memory cgroup, has no memory for a batch.
+    /// The machine, or the memory cgroup, has too little memory for a batch.
     NoMemory {
         /// Bytes requested.
         wanted: u64,
-        /// The limit that prevents it, in words (a memory cgroup, the machine).
+        /// The limit that prevents the allocation, in words (a memory cgroup, the machine).
         limit: String,
-        /// Bytes of it still available to a batch.
+        /// Bytes below the limit that are still available to a batch.
         headroom: u64,
-        /// True if only reservations of other workers prevent it, so that a retry may succeed.
+        /// True if only reservations of other workers prevent the allocation, so that a retry may succeed.
         passing: bool,
     },
     /// The loader's settings exceed the engine's limits.
@@ -48,10 +48,10 @@ pub enum Error {
         workers: u64,
         /// `prefetch_factor`.
         prefetch_factor: u64,
-        /// The limit that they exceed.
+        /// The limit that the settings exceed, in words.
         limit: String,
     },
-    /// A worker's region of the shared memory has no room for a batch; ordinary memory may have room.
+    /// A worker's region of the shared memory has no room for a batch, although the machine may have enough memory.
     RegionFull {
         /// Bytes requested.
         wanted: u64,
@@ -59,38 +59,38 @@ pub enum Error {
         size: u64,
         /// Bytes of the region that are idle.
         idle: u64,
-        /// Bytes of the longest contiguous idle part.
+        /// Bytes of the longest contiguous idle range.
         longest: u64,
     },
-    /// The machine, or the memory cgroup, has no memory for a shared object.
+    /// The machine, or the memory cgroup, has too little memory for a shared object.
     ShareMemory {
         /// Bytes that the next write needed.
         wanted: u64,
-        /// Bytes of the object that had been written before.
+        /// Bytes of the object that were already written.
         written: u64,
-        /// The limit that prevents it, in words.
+        /// The limit that prevents the write, in words.
         limit: String,
-        /// Bytes of it still available.
+        /// Bytes below the limit that are still available.
         headroom: u64,
     },
     /// A descriptor or an image that the caller passed does not hold a readable shared object.
     Foreign {
-        /// The fault, in words.
+        /// What is wrong with it, in words.
         what: String,
     },
-    /// A forked child used an object of its parent.
+    /// A forked child used an object that belongs to its parent.
     Child {
-        /// The object and the remedy.
+        /// A message that names the object and the remedy.
         what: &'static str,
     },
     /// The caller broke a rule of the interface: a bug in rustloader, not in the user's program.
     Usage {
-        /// The rule.
+        /// The violated rule, or the violation, in words.
         what: String,
     },
 }
 
-/// Results of the core.
+/// The result type of the core.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
@@ -104,7 +104,8 @@ impl Error {
         Self::Connection { what: what.into() }
     }
 
-    /// Turns [`Error::Corrupt`] into [`Error::Connection`], for a value that came over a connection.
+    /// Turns [`Error::Corrupt`] into [`Error::Connection`], for a value that was received over a connection. Returns
+    /// any other error unchanged.
     pub fn received(self) -> Self {
         match self {
             Self::Corrupt { what } => Self::Connection { what },

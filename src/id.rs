@@ -1,11 +1,11 @@
-//! Newtypes for the numbers that cross layers.
+//! Newtypes for the IDs that cross layers.
 
-/// The number of a worker in its iterator: 0 to `num_workers - 1`.
+/// The ID of a worker in its iterator: 0 to `num_workers - 1`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct WorkerId(pub u32);
 
 impl WorkerId {
-    /// Returns the worker's number as an index into a table.
+    /// Returns the worker's ID as an index into a table.
     #[inline]
     pub fn index(self) -> usize {
         self.0 as usize

@@ -1,6 +1,6 @@
-//! The core of rustloader: a scheduler, a shared-memory arena and the engine that joins them.
+//! The core of rustloader: a scheduler, a shared-memory arena, and the engine that connects them.
 //!
-//! A module uses only modules in the lines below its own; `tests/layers.rs` checks this table.
+//! A module uses only modules on lines below its own. `tests/layers.rs` checks this table.
 //!
 //! ```text
 //! python                   Python classes over the other modules (feature `python`)

@@ -1,8 +1,8 @@
 //! Counters of an iterator, readable from any thread at any time.
 //!
 //! A counter has one writer at a time, the thread with exclusive access or the pin thread, so an addition is a load and
-//! a store. Slow tasks, the end of an iterator and readers take the lock. In a forked child a lost thread may hold it:
-//! a child only tries to lock, and otherwise treats the data as empty.
+//! a store. Slow tasks, the end of an iterator and readers take a lock. In a forked child, a thread that was not copied
+//! may still hold that lock, so a child only tries to take it, and treats the data as empty if that fails.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -17,7 +17,7 @@ use crate::wire::Timings;
 /// The counters. Times are in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Count {
-    /// Epochs begun.
+    /// Epochs that have begun.
     Epochs,
     /// Delivered batches.
     Batches,
@@ -37,13 +37,14 @@ pub enum Count {
     First,
     /// Part of `Waited` during which later batches were ready.
     Blocked,
-    /// Time in the sampler and in submissions; measured only after a `next` that worked for long.
+    /// Time in the sampler and in submissions. Measured only in a `next` that follows a long one
+    /// ([`LONG_NEXT`](crate::config::LONG_NEXT)).
     Sampler,
     /// Time between two calls of `next` in one epoch.
     Step,
     /// Batches that the pin thread prepared.
     Pinned,
-    /// Time that the pin thread spent on them.
+    /// Time that the pin thread spent on these batches.
     Pinning,
 }
 
@@ -51,7 +52,7 @@ impl Count {
     /// Number of counters.
     pub const LEN: usize = COUNTS;
 
-    /// All counters with their names.
+    /// All counters with their names, in the order of their numbers.
     pub const ALL: [(Self, &'static str); Self::LEN] = [
         (Self::Epochs, "epochs"),
         (Self::Batches, "batches"),
@@ -73,34 +74,34 @@ impl Count {
 /// Totals of one worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WorkerTotals {
-    /// The process id; 0 before the start.
+    /// The process ID; 0 before the start.
     pub pid: u32,
-    /// True if the process runs.
+    /// True if the process is running.
     pub alive: bool,
-    /// Batches and errors sent.
+    /// Number of batches and errors that the worker has sent.
     pub tasks: u64,
-    /// Leaves that were sent without a copy, because they were in the arena already.
+    /// Number of leaves that were sent without a copy, because they were in the arena already.
     pub adopted: u64,
     /// Bytes of these leaves.
     pub adopted_bytes: u64,
-    /// Nanoseconds in each state, by the state's number.
+    /// Nanoseconds in each state, indexed by the state's number.
     pub spent_ns: [u64; WorkerState::COUNT],
-    /// Nanoseconds of CPU time before the first task; 0 before that.
+    /// CPU time before the first task, in nanoseconds; 0 until that task.
     pub start_cpu_ns: u64,
-    /// Nanoseconds of waiting for a core before the first task.
+    /// Time for which the process waited for a core before the first task, in nanoseconds.
     pub start_queued_ns: u64,
-    /// Nanoseconds of CPU time of the measured fetches.
+    /// CPU time of the measured fetches, in nanoseconds.
     pub fetch_cpu_ns: u64,
-    /// Nanoseconds of wall time of these fetches.
+    /// Wall time of these fetches, in nanoseconds.
     pub fetch_measured_ns: u64,
 }
 
 impl WorkerTotals {
-    /// Reads a status page at the monotonic time `now`, in nanoseconds. The pid comes from the caller, who knows a new
-    /// process before its page does.
+    /// Reads a status page at the monotonic time `now`, in nanoseconds. The caller passes the pid, because it knows the
+    /// pid of a new process before the page shows it.
     pub fn of(page: &StatusPage, (pid, alive): (u32, bool), now: u64) -> Self {
-        // Read the sums before `since_ns`: a change of state between the two reads then omits an interval, and counts
-        // none twice.
+        // Read the sums before `since_ns`: if the state changes between the two reads, an interval is omitted, but none
+        // is counted twice.
         // SYNC: time-spent (pairs with the Release in `StatusPage::change`).
         let mut spent_ns = std::array::from_fn(|state| page.spent_ns[state].load(Ordering::Acquire));
         let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
@@ -125,7 +126,7 @@ impl WorkerTotals {
         }
     }
 
-    /// Adds the totals of a later worker with the same number.
+    /// Adds the totals of a later process in the same slot, or of a later iterator's worker with the same ID.
     fn add(&mut self, later: &Self) {
         self.tasks = self.tasks.wrapping_add(later.tasks);
         self.adopted = self.adopted.wrapping_add(later.adopted);
@@ -148,25 +149,26 @@ impl WorkerTotals {
 pub struct SlowTask {
     /// The worker.
     pub worker: u32,
-    /// Times of its parts.
+    /// Durations of the task's parts.
     pub timings: Timings,
-    /// Microseconds for which `next` waited for it with later batches ready.
+    /// Microseconds for which `next` waited for this task while later batches were ready.
     pub blocked_us: u64,
-    /// Its index batch as text.
+    /// The task's index batch as a string.
     pub index: String,
 }
 
-/// A histogram of waits: each wait counts at the first of the [`WAIT_BOUNDS_US`] that is not below it, or, if it is
-/// longer than all bounds, in the last bucket.
+/// A histogram of waits. Each wait is counted in the bucket of the smallest of the [`WAIT_BOUNDS_US`] that it does not
+/// exceed. The last bucket counts waits that are longer than all bounds.
 pub type Waits = [u64; WAIT_BOUNDS_US.len() + 1];
 
-/// The number by which a list of tasks is ordered, the largest first.
+/// The value by which a list of tasks is ordered, in descending order.
 type Size = fn(&SlowTask) -> u64;
 
 const WORK: Size = |task| task.timings.total_us();
 const BLOCKED: Size = |task| task.blocked_us;
 
-/// Inserts a task into an ordered list. Returns the number that another task must exceed to enter the list.
+/// Inserts a task into an ordered list, and drops the last one if the list is too long. Returns the value that another
+/// task must exceed to enter the list.
 fn insert(list: &mut Vec<SlowTask>, task: SlowTask, size: Size) -> u64 {
     let place = list.partition_point(|other| size(other) >= size(&task));
     list.insert(place, task);
@@ -174,7 +176,7 @@ fn insert(list: &mut Vec<SlowTask>, task: SlowTask, size: Size) -> u64 {
     list.get(SLOWEST - 1).map_or(0, size)
 }
 
-/// Merges an ordered list into another one.
+/// Merges a list into another one, which stays ordered and bounded.
 fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], size: Size) {
     list.extend_from_slice(more);
     list.sort_by_key(|task| std::cmp::Reverse(size(task)));
@@ -184,25 +186,25 @@ fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], size: Size) {
 /// A snapshot of all counters.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
-    /// The counters, by the number of the [`Count`].
+    /// The counters, indexed by the number of the [`Count`].
     pub counts: [u64; Count::LEN],
-    /// The waits of all calls of `next` except the first of each epoch.
+    /// The waits of all calls of `next` except the first call of each epoch.
     pub waits: Waits,
-    /// The workers' totals, by the worker's number.
+    /// The workers' totals, indexed by worker ID.
     pub workers: Vec<WorkerTotals>,
-    /// The slowest tasks, the slowest one first.
+    /// The slowest tasks, in descending order of their work.
     pub slowest: Vec<SlowTask>,
-    /// The tasks that blocked later ones, those that blocked for longest first.
+    /// The tasks that blocked later ones for longest, in descending order of that time.
     pub blocking: Vec<SlowTask>,
-    /// Microseconds of work on recent batches, the latest last.
+    /// Microseconds of work on each of the recent batches, the latest one last.
     pub recent_us: Vec<u32>,
     /// Memory of the arenas in use.
     pub usage: Usage,
-    /// Largest size of an arena's pages, in bytes.
+    /// The largest number of bytes that an arena's pages have taken.
     pub high_water: u64,
     /// Number of running pin threads.
     pub pin_threads: u32,
-    /// Entries that wait in the completion rings.
+    /// Number of entries in the completion rings.
     pub ready: u64,
 }
 
@@ -235,7 +237,8 @@ impl Totals {
         }
     }
 
-    /// Adds an arena's current workers and memory. `process` returns a worker's pid, and whether it runs.
+    /// Adds the workers and the memory of an arena in use. `process` returns a worker's pid, and true if its process is
+    /// running.
     pub fn add_arena(&mut self, arena: &Arena, process: impl Fn(u32) -> (u32, bool)) {
         let now = sys::clock::monotonic_ns();
         let totals = |worker| WorkerTotals::of(&arena.control(worker).status, process(worker), now);
@@ -252,18 +255,19 @@ impl Totals {
 /// The counters of one iterator, or of all iterators of a loader.
 #[derive(Debug)]
 pub struct Meter {
-    /// Fork generation of the process that created it.
+    /// The fork generation of the process that created this meter.
     generation: u64,
     counts: [AtomicU64; Count::LEN],
     waits: [AtomicU64; WAIT_BOUNDS_US.len() + 1],
-    /// Microseconds above which a task is among the slowest, and among those that blocked later ones for longest.
+    /// Microseconds of work above which a task enters the list of the slowest ones.
     slow_from: AtomicU64,
+    /// Microseconds above which a task enters the list of those that blocked later ones for longest.
     blocking_from: AtomicU64,
-    /// Microseconds of work on recent batches: of batch `n` at `n % RECENT_WORK`.
+    /// Microseconds of work on recent batches. Batch `n` is at `n % RECENT_WORK`.
     recent_us: [AtomicU32; RECENT_WORK],
-    /// Number of batches noted in `recent_us` so far.
+    /// Number of batches recorded in `recent_us` so far.
     noted: AtomicU64,
-    /// Totals of ended workers and iterators, and the slowest tasks. Its `counts` are not used.
+    /// Totals of ended workers and iterators, and the lists of tasks. Its `counts` and `waits` are not used.
     kept: Mutex<Totals>,
 }
 
@@ -283,20 +287,20 @@ impl Default for Meter {
 }
 
 impl Meter {
-    /// Adds to a counter. Only the counter's writer calls it.
+    /// Adds to a counter. Only the counter's writer may call this.
     #[inline]
     pub fn add(&self, count: Count, more: u64) {
         let word = &self.counts[count as usize];
         word.store(word.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
     }
 
-    /// Adds a time to a counter. Only the counter's writer calls it.
+    /// Adds a time to a counter. Only the counter's writer may call this.
     #[inline]
     pub fn add_time(&self, count: Count, time: Duration) {
         self.add(count, time.as_nanos() as u64);
     }
 
-    /// Counts a `next` that waited for this time. Only the counters' writer calls it.
+    /// Adds the wait of one `next` to the histogram. Only the counters' writer may call this.
     #[inline]
     pub fn note_wait(&self, time: Duration) {
         let us = time.as_micros() as u64;
@@ -320,7 +324,7 @@ impl Meter {
         }
     }
 
-    /// Locks the totals. `None` in a child that was forked while another thread held the lock.
+    /// Locks the totals. Returns `None` in a child that was forked while a thread held the lock.
     fn kept(&self) -> Option<MutexGuard<'_, Totals>> {
         if self.generation == sys::fork::generation() {
             return Some(self.kept.lock().unwrap_or_else(PoisonError::into_inner));
@@ -332,8 +336,9 @@ impl Meter {
         }
     }
 
-    /// Notes the work on a batch, for which `next` waited `blocked_us` microseconds while later batches were ready.
-    /// Returns true if the batch belongs in a list: see [`Meter::note_slow`]. Only the counters' writer calls it.
+    /// Records the work on a batch, for which `next` waited `blocked_us` microseconds while later batches were ready.
+    /// Returns true if the batch belongs in a list; the caller then calls [`Meter::note_slow`]. Only the counters'
+    /// writer may call this.
     #[inline]
     pub fn note_work(&self, timings: &Timings, blocked_us: u64) -> bool {
         let (noted, work) = (self.noted.load(Ordering::Relaxed), timings.total_us());
@@ -351,7 +356,8 @@ impl Meter {
         blocked_us > self.blocking_from.load(Ordering::Relaxed)
     }
 
-    /// Adds a task to the slowest, and to those that blocked later ones for longest, if it belongs there.
+    /// Adds a task to the list of the slowest ones, and to the list of those that blocked later ones for longest, if it
+    /// belongs there.
     pub fn note_slow(&self, task: SlowTask) {
         let Some(mut kept) = self.kept() else { return };
         if self.is_blocking(BLOCKED(&task)) {
@@ -363,21 +369,23 @@ impl Meter {
         }
     }
 
-    /// Returns the work on recent batches, the latest last. A batch that is noted meanwhile may replace the oldest one.
+    /// Returns the work on recent batches, the latest one last. A batch that is recorded during the call may replace
+    /// the oldest one.
     fn recent_us(&self) -> Vec<u32> {
         let noted = self.noted.load(Ordering::Relaxed);
         let first = noted.saturating_sub(RECENT_WORK as u64);
         (first..noted).map(|n| self.recent_us[n as usize % RECENT_WORK].load(Ordering::Relaxed)).collect()
     }
 
-    /// Keeps the totals of an arena's workers, which have ended, before another iterator uses the arena.
+    /// Keeps the totals of an arena's workers. Call it after the workers have ended, and before another iterator uses
+    /// the arena.
     pub fn keep(&self, arena: &Arena, pid: impl Fn(u32) -> u32) {
         let Some(mut kept) = self.kept() else { return };
         kept.add_arena(arena, |worker| (pid(worker), false));
         (kept.usage, kept.ready) = (Usage::default(), 0);
     }
 
-    /// Keeps the totals of a worker that has died, before its next process uses its status page.
+    /// Keeps the totals of a worker's process that has died. Call it before the next process uses the status page.
     pub fn keep_worker(&self, arena: &Arena, worker: u32, pid: u32) {
         let Some(mut kept) = self.kept() else { return };
         let mut workers = vec![WorkerTotals::default(); worker as usize];
@@ -385,7 +393,7 @@ impl Meter {
         kept.add_workers(&workers);
     }
 
-    /// Adds the totals of an ended iterator. A forked child that cannot take the lock adds only the counters.
+    /// Adds the totals of an ended iterator. A forked child that cannot take the lock adds only the counters and waits.
     pub fn absorb(&self, ended: &Totals) {
         let counts = self.counts.iter().zip(ended.counts);
         for (word, more) in counts.chain(self.waits.iter().zip(ended.waits)) {
@@ -403,8 +411,8 @@ impl Meter {
         kept.workers.iter_mut().for_each(|worker| worker.alive = false);
     }
 
-    /// Returns the totals, without those of the current arena. A forked child that cannot take the lock gets only the
-    /// counters.
+    /// Returns the totals, without those of the workers and the memory of the current arena. A forked child that cannot
+    /// take the lock gets only the counters, the waits and the recent work.
     pub fn totals(&self) -> Totals {
         let mut totals = self.kept().map(|kept| kept.clone()).unwrap_or_default();
         let counts = std::array::from_fn(|n| self.counts[n].load(Ordering::Relaxed));
@@ -427,7 +435,7 @@ mod tests {
         }
     }
 
-    /// Counts a task as a delivery does.
+    /// Records a task as a delivery does.
     fn deliver(meter: &Meter, task: SlowTask) {
         if meter.note_work(&task.timings, task.blocked_us) {
             meter.note_slow(task);
@@ -543,7 +551,7 @@ mod tests {
             unsafe { libc::_exit(i32::from(!right)) };
         }
         let mut status = 0;
-        // SAFETY: a child of this process, which no other thread waits for.
+        // SAFETY: `child` is a child of this process, and no other thread waits for it.
         assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
         drop(held);
         assert!(libc::WIFEXITED(status), "it waited until the alarm: {status}");

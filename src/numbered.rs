@@ -1,7 +1,7 @@
-//! Enums whose numbers are stored in shared memory.
+//! Enums whose values are stored in shared memory as numbers.
 
-/// Defines an enum and its conversion from a number. If the variants have names, for reports and statistics, `name`
-/// returns them.
+/// Defines an enum with explicit numbers, and `of_number`, which converts a number to a value. If the variants have
+/// names for reports and statistics, also defines `name`, which returns them.
 macro_rules! numbered_enum {
     ($(#[$meta:meta])* pub enum $enum:ident { $($(#[$doc:meta])* $variant:ident = $number:literal,)* }) => {
         $(#[$meta])*

@@ -1,8 +1,8 @@
 //! Observation of another process's iterator through its arena, without its cooperation.
 //!
 //! This module uses `pread` on a read-only descriptor and maps nothing, so it neither allocates nor changes pages of
-//! the arena. Data may be torn or garbage: every number that is used to find more data is validated, all others are
-//! only shown.
+//! the arena. The data that it reads may be torn or garbage. It validates every number that it uses to locate further
+//! data. All other numbers are only shown.
 
 use std::os::fd::BorrowedFd;
 
@@ -25,17 +25,17 @@ use crate::wire::ResultEntry;
 pub struct Observed {
     /// Monotonic time of the snapshot, in nanoseconds.
     pub now_ns: u64,
-    /// The main process's id in its own pid namespace.
+    /// The main process's ID in that process's pid namespace.
     pub pid: u32,
     /// The loader's name.
     pub name: String,
-    /// Its state.
+    /// The main process's state.
     pub state: MainState,
-    /// Nanoseconds in the state.
+    /// Nanoseconds that the main process has been in this state.
     pub in_state_ns: u64,
     /// Nanoseconds since the iterator was created.
     pub age_ns: u64,
-    /// True if the workers have been asked to leave.
+    /// True if the workers have been asked to exit.
     pub stopping: bool,
     /// The iterator's `prefetch_factor`.
     pub prefetch_factor: u32,
@@ -47,37 +47,37 @@ pub struct Observed {
     pub pinning: bool,
     /// True if the workers run on other machines.
     pub remote: bool,
-    /// Number of delivered batches of this epoch.
+    /// Number of batches delivered in this epoch.
     pub epoch_batches: u64,
-    /// The counters, by the number of the [`Count`], including the time in the current state.
+    /// The counters, indexed by the number of the [`Count`]. They include the time in the current state.
     pub counts: [u64; Count::LEN],
-    /// The workers, by number.
+    /// The workers, indexed by ID.
     pub workers: Vec<ObservedWorker>,
-    /// Its shared memory.
+    /// The arena's memory in use.
     pub usage: Usage,
 }
 
 /// A snapshot of a worker.
 #[derive(Clone, Debug)]
 pub struct ObservedWorker {
-    /// Its state.
+    /// The worker's state.
     pub state: WorkerState,
-    /// Nanoseconds in the state.
+    /// Nanoseconds that the worker has been in this state.
     pub in_state_ns: u64,
-    /// Its totals, including the time in the current state. The process id is the one in the worker's own pid
+    /// The worker's totals, including the time in the current state. The process ID is that in the worker's pid
     /// namespace.
     pub totals: WorkerTotals,
-    /// The current or last batch, by its number in the epoch. `None` before the first.
+    /// The ordinal of the current or last batch; `None` before the first one.
     pub batch: Option<u64>,
-    /// Nanoseconds since the worker took that batch.
+    /// Nanoseconds since the worker took that batch; 0 before the first one.
     pub at_batch_ns: u64,
-    /// The indices of that batch, as a short text.
+    /// The indices of that batch, as a short string.
     pub index: Option<String>,
-    /// Number of batches in its submission ring, or in the shared queue.
+    /// Number of tasks in the worker's submission ring, or in the shared queue.
     pub queued: u32,
-    /// Number of batches in its completion ring.
+    /// Number of results in the worker's completion ring.
     pub ready: u32,
-    /// Bytes of its region that have pages.
+    /// Bytes of blocks in the worker's region that have pages.
     pub warm: u64,
 }
 
@@ -89,7 +89,7 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     let version = header.version.load(Ordering::Relaxed);
     match header.magic.load(Ordering::Relaxed) {
         MAGIC => {}
-        // Just created.
+        // The arena was just created.
         0 if version == 0 => return Ok(None),
         other => return Err(Error::corrupt(format!("the file begins with {other:#x}, expected {MAGIC:#x}"))),
     }
@@ -148,7 +148,8 @@ fn word(word: &AtomicU64) -> u64 {
     word.load(Ordering::Relaxed)
 }
 
-/// Returns the sizes in an arena's header, if they are consistent with each other and with the size of the file.
+/// Returns the geometry that an arena's header describes. Fails with [`Error::Corrupt`] if its values are inconsistent
+/// with each other or with the size of the file.
 fn geometry_of(header: &Header, len: u64) -> Result<Geometry> {
     let word = |word: &AtomicU32| word.load(Ordering::Relaxed);
     let (workers, ring_slots) = (word(&header.workers), word(&header.ring_slots));
@@ -171,11 +172,11 @@ fn worker_key(page: &StatusPage) -> (u32, u64, u64, u64) {
     (page.state.load(Ordering::Relaxed), word(&page.since_ns), word(&page.task), word(&page.index_task))
 }
 
-/// Returns the counters plus the time in the current state. The page adds that time only at the end of a `next` or
-/// wait.
+/// Returns the counters plus the time in the current state. The main process adds that time to the page only at the end
+/// of a `next` or a wait.
 fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> [u64; Count::LEN] {
     let mut counts = std::array::from_fn(|count| main.counts[count].load(Ordering::Relaxed));
-    // A `next` may ask the sampler before it waits.
+    // The wait may have begun later than the `next`, which may ask the sampler first.
     let wait_ns = now_ns.saturating_sub(main.wait_since_ns.load(Ordering::Relaxed)).min(in_state_ns);
     let current: &[(Count, u64)] = match state {
         MainState::Next => &[(Count::Next, in_state_ns)],
@@ -195,7 +196,7 @@ fn worker_of(control: &ControlPage, started_ns: u64, epoch_task: u64, warm: u64,
     let (page, now_ns) = (&control.status, sys::clock::monotonic_ns());
     let pid = page.pid.load(Ordering::Relaxed);
     let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
-    // A worker writes nothing before its start. A worker on another machine has no pid here.
+    // Before its start a worker writes nothing. A worker on another machine never writes a pid.
     let since_ns = match word(&page.since_ns) {
         0 => started_ns,
         since_ns => since_ns,
@@ -245,7 +246,8 @@ impl File<'_> {
         Ok(struct_of(&self.bytes(offset, size_of::<T>())?))
     }
 
-    /// Reads a `T`, repeatedly while its `key` changes.
+    /// Reads a `T` until two successive reads have the same `key`, but at most [`PAGE_READS`] times. Returns the last
+    /// one read.
     fn read_steady<T: Shared, K: PartialEq>(&self, offset: u64, key: impl Fn(&T) -> K) -> Result<T> {
         let mut last: T = self.read(offset)?;
         for _ in 1..PAGE_READS {
@@ -298,9 +300,9 @@ impl File<'_> {
     }
 }
 
-/// Returns a copy of a struct of the arena's layout.
+/// Returns a struct of the arena's layout, copied from its bytes.
 fn struct_of<T: Shared>(bytes: &[u8]) -> T {
     assert_eq!(bytes.len(), size_of::<T>());
-    // SAFETY: the length fits, and any bytes are a valid `T` ([`Shared`]).
+    // SAFETY: the length is that of a `T`, and any bytes are a valid `T` ([`Shared`]).
     unsafe { bytes.as_ptr().cast::<T>().read_unaligned() }
 }

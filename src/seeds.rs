@@ -1,30 +1,32 @@
-//! The random numbers of `seed_by`: a counter-based generator, so that they depend on a batch's place alone, and not on
-//! earlier batches.
+//! The random numbers of `seed_by`. The generator is counter-based, so that the numbers of a batch depend only on its
+//! position, and not on earlier batches.
 //!
-//! Philox4x64-10 of J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw: "Parallel random numbers: as easy as 1, 2, 3",
-//! SC 2011. `numpy.random.Philox` is the same function.
+//! The generator is Philox4x64-10, from J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw: "Parallel random numbers:
+//! as easy as 1, 2, 3", SC 2011. `numpy.random.Philox` computes the same function.
 //!
-//! The results of this module must never change: a program may repeat a run from saved numbers with a later version.
+//! The results of this module must never change, because a program may repeat a run from saved seeds with a later
+//! version.
 
-/// Constants of the paper: the multipliers of a round, and the increments of the key after each round.
+/// The paper's multipliers of a round.
 const MULTIPLIERS: [u64; 2] = [0xd2e7_470e_e14c_6c93, 0xca5a_8263_9512_1157];
+/// The paper's increments of the key after each round.
 const WEYL: [u64; 2] = [0x9e37_79b9_7f4a_7c15, 0xbb67_ae85_84ca_a73b];
 const ROUNDS: usize = 10;
 
-/// The place of a batch, or of a sample, among all batches that a loader makes.
+/// The position of a batch, or of a sample, among all batches that a loader makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// 0 for the batch itself and its collating, k + 1 for its sample k.
+    /// 0 for the batch itself, including its collation; k + 1 for sample k of the batch.
     pub place: u64,
-    /// The number of the batch in the epoch; with an iterable dataset, among the batches of its worker.
+    /// The index of the batch in the epoch; for an iterable dataset, among the batches of its worker.
     pub ordinal: u64,
-    /// 0 for a map-style dataset, the worker's number + 1 for an iterable one.
+    /// 0 for a map-style dataset; the worker's ID + 1 for an iterable one.
     pub worker: u64,
     /// The number of epochs that the loader began before this one.
     pub epoch: u64,
 }
 
-/// Returns four independent words for a place under a base seed.
+/// Returns four independent random words for a base seed and a position.
 pub fn words(base_seed: u64, at: Place) -> [u64; 4] {
     philox([at.place, at.ordinal, at.worker, at.epoch], [base_seed, 0])
 }
@@ -41,7 +43,7 @@ fn philox(mut counter: [u64; 4], mut key: [u64; 2]) -> [u64; 4] {
     counter
 }
 
-/// Returns the low and the high word of a product.
+/// Returns the low word and the high word of a product.
 fn multiply(a: u64, b: u64) -> (u64, u64) {
     let product = u128::from(a) * u128::from(b);
     (product as u64, (product >> 64) as u64)

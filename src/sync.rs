@@ -1,4 +1,5 @@
-//! Atomics, from the standard library or, for the models (`--cfg loom`), from loom; and locks that ignore poisoning.
+//! Atomics from the standard library or, for the models (`--cfg loom`), from loom; functions that take a lock in spite
+//! of poisoning.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
@@ -8,7 +9,8 @@ pub use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-/// Locks a mutex, even if a thread panicked while it held the lock: the data are consistent after each step.
+/// Locks a mutex, even if a thread panicked while it held the lock. Use it only for data that are consistent after each
+/// step.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,9 +1,8 @@
-//! The ring entries and the message head, as both sides read and write them.
+//! The format of the ring entries and of the message head, with the functions that read and write them.
 //!
-//! A task entry is `[task, kind | inline length << 32, block, length, inline ...]`: index batches of up to
-//! [`INLINE_BYTES`] bytes travel in the entry itself, others in a block of the main process's region. (A byte ring
-//! would have to be fed in pieces while the worker drains it, and the main process cannot feed it while the user
-//! trains.)
+//! A task entry is `[task, kind, block, length, inline ...]`. Index batches of up to [`INLINE_BYTES`] bytes travel in
+//! the entry itself, others in a block of the main process's region. (A ring of bytes would have to be filled piece by
+//! piece while the worker drains it, and the main process cannot fill it during the user's training step.)
 //!
 //! A result entry is `[task, kind | block << 32, length, checksum, fetch us | collate us << 32, pack us | copies << 32,
 //! bytes, copied bytes]`. Its block holds the message: the number of leaves, a table of the leaves' blocks and lengths,
@@ -13,11 +12,11 @@ use crate::error::{Error, Result};
 use crate::numbered::numbered_enum;
 use crate::shm::ring::Entry;
 
-/// Bytes of an index batch that fit into a task entry.
+/// Maximum number of bytes of an index batch that fits into a task entry.
 pub const INLINE_BYTES: usize = 32;
-/// The block number that stands for no block.
+/// The block index that means "no block".
 const NO_BLOCK: u32 = u32::MAX;
-/// Bytes of a leaf's row in a message.
+/// Bytes of a leaf's row in the table of a message.
 const LEAF_ROW: usize = 16;
 /// Bytes before the leaves' rows in a message.
 pub const MESSAGE_HEAD: usize = 8;
@@ -29,14 +28,15 @@ numbered_enum! {
         Plain = 1,
         /// Fetch a batch; the payload is a pickle.
         Pickle = 2,
-        /// A new epoch begins: answer, and create a new fetcher. The payload is that of [`epoch_payload`].
+        /// Begin a new epoch: create a new fetcher, and answer with [`ResultKind::Resumed`]. The payload is an
+        /// [`epoch_payload`].
         Resume = 3,
-        /// Leave.
+        /// Exit.
         Leave = 4,
-        /// The next epoch begins early: its tasks follow, and there is no answer. The payload is that of
+        /// Begin the next epoch early: its tasks follow, and the worker sends no answer. The payload is an
         /// [`epoch_payload`].
         Early = 5,
-        /// Like [`Self::Resume`], but the epoch replaces the one that began early, which is withdrawn.
+        /// Like [`Self::Resume`], but the new epoch replaces the one that began early, which is withdrawn.
         Rewind = 6,
     }
 }
@@ -48,31 +48,32 @@ numbered_enum! {
         Plain = 1,
         /// A batch, as a pickle and a list of its out-of-band buffers, both encoded by the codec.
         Pickle = 2,
-        /// An exception, as a pickle of torch's ExceptionWrapper.
+        /// An exception, as a pickle of torch's `ExceptionWrapper`.
         Error = 3,
         /// The worker's iterable dataset is exhausted.
         Exhausted = 4,
-        /// The answer to [`TaskKind::Resume`].
+        /// The answer to [`TaskKind::Resume`] and [`TaskKind::Rewind`].
         Resumed = 5,
         /// Like [`Self::Pickle`], but unpickling requests something from the worker (a descriptor), so the batch is
-        /// unpickled on receipt, before the worker may leave.
+        /// unpickled on receipt, before the worker may exit.
         Tied = 6,
         /// A snapshot of the worker's state, which answers no task. The entry's task is the number of answers that the
         /// worker had sent in the epoch. An entry without a block means that there was no memory for the snapshot.
         Snapshot = 7,
-        /// The error in the place of a [`Self::Snapshot`], with the same task.
+        /// An error in place of a [`Self::Snapshot`]. The entry's task is the same number.
         FailedSnapshot = 8,
     }
 }
 
 impl ResultKind {
-    /// Returns true for a snapshot or the error in its place, which answer no task.
+    /// Returns true for a snapshot or an error in place of one. Neither answers a task.
     #[inline]
     pub fn is_snapshot(self) -> bool {
         matches!(self, Self::Snapshot | Self::FailedSnapshot)
     }
 
-    /// Returns true if an entry of this kind may have a message (`has_block`), or otherwise may lack one.
+    /// Returns true if an entry of this kind may have a message (if `has_block` is true), or may lack one (if it is
+    /// false).
     fn fits(self, has_block: bool) -> bool {
         match self {
             Self::Exhausted | Self::Resumed => !has_block,
@@ -89,7 +90,7 @@ pub struct TaskEntry {
     pub task: u64,
     /// The kind of the task.
     pub kind: TaskKind,
-    /// The payload's block in the main process's region, unless the payload is inline.
+    /// The payload's block in the main process's region; `None` if the payload is inline.
     pub block: Option<u32>,
     /// Bytes of the payload.
     pub len: u64,
@@ -98,14 +99,14 @@ pub struct TaskEntry {
 }
 
 impl TaskEntry {
-    /// Creates an entry with an inline payload, if it is short enough.
+    /// Creates an entry with an inline payload. Returns `None` if the payload is too long.
     pub fn inline(task: u64, kind: TaskKind, payload: &[u8]) -> Option<Self> {
         let mut inline = [0; INLINE_BYTES];
         inline.get_mut(..payload.len())?.copy_from_slice(payload);
         Some(Self { task, kind, block: None, len: payload.len() as u64, inline })
     }
 
-    /// Creates an entry with a payload in a block.
+    /// Creates an entry whose payload is in a block.
     pub fn in_block(task: u64, kind: TaskKind, block: u32, len: u64) -> Self {
         Self { task, kind, block: Some(block), len, inline: [0; INLINE_BYTES] }
     }
@@ -120,7 +121,7 @@ impl TaskEntry {
         words
     }
 
-    /// Decodes and checks an entry.
+    /// Decodes an entry. Fails with [`Error::Corrupt`] if it is invalid.
     pub fn from_words(words: &Entry) -> Result<Self> {
         let kind = u32::try_from(words[1]).ok().and_then(TaskKind::of_number);
         let kind = kind.ok_or_else(|| Error::corrupt(format!("a task entry of kind {}", words[1])))?;
@@ -137,20 +138,20 @@ impl TaskEntry {
 }
 
 impl TaskKind {
-    /// Returns true if an epoch begins.
+    /// Returns true if the message begins an epoch.
     #[inline]
     pub fn begins_epoch(self) -> bool {
         matches!(self, Self::Resume | Self::Early | Self::Rewind)
     }
 }
 
-/// Returns the payload of [`TaskKind::Resume`]: the number of the epoch's first task, and a message for the worker's
-/// Python.
+/// Returns the payload of a message that begins an epoch ([`TaskKind::begins_epoch`]): the number of the epoch's first
+/// task, followed by a message for the worker's Python code.
 pub fn epoch_payload(first_task: u64, message: &[u8]) -> Vec<u8> {
     [&first_task.to_le_bytes(), message].concat()
 }
 
-/// Reads an [`epoch_payload`].
+/// Splits an [`epoch_payload`] into the number of the first task and the message.
 pub fn read_epoch(payload: &[u8]) -> Result<(u64, &[u8])> {
     let bad = || Error::corrupt(format!("the beginning of an epoch in {} bytes", payload.len()));
     let (first_task, message) = payload.split_first_chunk().ok_or_else(bad)?;
@@ -164,7 +165,7 @@ pub struct Timings {
     pub fetch_us: u32,
     /// Time in `collate_fn`.
     pub collate_us: u32,
-    /// Time of encoding the batch into the arena.
+    /// Time for encoding the batch into the arena.
     pub pack_us: u32,
 }
 
@@ -181,7 +182,7 @@ impl Timings {
 pub struct Load {
     /// Bytes of the message and of its leaves.
     pub bytes: u64,
-    /// Leaves copied into the arena, because they were made outside it.
+    /// Number of leaves copied into the arena, because they were made outside it.
     pub copies: u32,
     /// Bytes of these leaves.
     pub copied_bytes: u64,
@@ -190,19 +191,19 @@ pub struct Load {
 /// A decoded result entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ResultEntry {
-    /// The task that it answers; for a snapshot, the number of answers before it.
+    /// The task that the result answers; for a snapshot, the number of answers before it.
     pub task: u64,
-    /// The kind of answer.
+    /// The kind of the result.
     pub kind: ResultKind,
-    /// The message's block, if there is one.
+    /// The block of the message, if there is a message.
     pub block: Option<u32>,
     /// Bytes of the message.
     pub len: u64,
-    /// Checksum of the message's payload, for a pickle.
+    /// Checksum of the message's payload, if the payload is a pickle.
     pub checksum: u64,
-    /// Its durations; the status page has the sums.
+    /// Durations of the task's parts; the status page has their sums.
     pub timings: Timings,
-    /// Its size.
+    /// The size of the result.
     pub load: Load,
 }
 
@@ -218,7 +219,7 @@ impl ResultEntry {
         [self.task, kind, self.len, self.checksum, times, pack, bytes, copied_bytes]
     }
 
-    /// Decodes and checks an entry.
+    /// Decodes an entry. Fails with [`Error::Corrupt`] if it is invalid.
     pub fn from_words(words: &Entry) -> Result<Self> {
         let number = words[1] as u32;
         let kind = ResultKind::of_number(number);
@@ -237,26 +238,26 @@ impl ResultEntry {
 /// A leaf of a message: the first `len` bytes of a block of the worker's region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Leaf {
-    /// The block.
+    /// Index of the block.
     pub block: u32,
-    /// Bytes.
+    /// Bytes of the leaf.
     pub len: u64,
 }
 
-/// Returns the number of bytes of a message.
+/// Returns the length of a message in bytes, given its number of leaves and the length of its payload.
 pub fn message_len(leaves: usize, payload: usize) -> u64 {
     (MESSAGE_HEAD + leaves * LEAF_ROW + payload) as u64
 }
 
-/// Returns the offset of the payload in a message of `len` bytes, computed from the first [`MESSAGE_HEAD`] bytes. Fails
-/// with [`Error::Corrupt`] if the message is too short.
+/// Returns the offset of the payload in a message of `len` bytes, computed from its first [`MESSAGE_HEAD`] bytes. Fails
+/// with [`Error::Corrupt`] if the message is too short for its leaf table.
 pub fn payload_start(first: &[u8], len: u64) -> Result<u64> {
     let count = word(first, 0).filter(|count| *count <= len / LEAF_ROW as u64);
     let start = count.map(|count| message_len(count as usize, 0)).filter(|start| *start <= len);
     start.ok_or_else(|| Error::corrupt(format!("the leaf table of a message of {len} bytes")))
 }
 
-/// Replaces the contents of `out` with the head of a message: all that comes before its payload.
+/// Replaces the contents of `out` with the head of a message, that is, everything before its payload.
 pub fn message_head<'a>(leaves: impl ExactSizeIterator<Item = &'a Leaf>, out: &mut Vec<u8>) {
     out.clear();
     out.extend_from_slice(&(leaves.len() as u64).to_le_bytes());
@@ -270,7 +271,8 @@ fn word(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(bytes.get(at..at.checked_add(8)?)?.try_into().ok()?))
 }
 
-/// Returns the leaves of a message, and the offset of its payload.
+/// Returns the leaves of a message, and the offset of its payload. Fails with [`Error::Corrupt`] if the leaf table is
+/// invalid.
 pub fn read_message(message: &[u8]) -> Result<(Vec<Leaf>, usize)> {
     let bad = || Error::corrupt(format!("the leaf table of a message of {} bytes", message.len()));
     let count = word(message, 0).ok_or_else(bad)?;
@@ -287,8 +289,8 @@ pub fn read_message(message: &[u8]) -> Result<(Vec<Leaf>, usize)> {
     Ok((leaves.ok_or_else(bad)?, start))
 }
 
-/// Returns a checksum against accidents, not attacks: FNV-like multiplication over words with a final mix (after
-/// Vigna's splitmix64).
+/// Returns a checksum that detects accidental damage, not attacks: an FNV-like multiplication over words, with the
+/// final mix of Vigna's splitmix64.
 pub fn checksum(bytes: &[u8]) -> u64 {
     const MULTIPLIER: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut sum = bytes.len() as u64 ^ MULTIPLIER;

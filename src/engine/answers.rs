@@ -1,4 +1,4 @@
-//! The answers of this epoch, from which the position of a resume is computed. Any thread may read them at any time.
+//! The answers and snapshots of this epoch, from which checkpoints are made. Any thread may read them at any time.
 
 use std::sync::Arc;
 
@@ -8,12 +8,12 @@ use super::snapshots::Snapshots;
 use crate::error::Result;
 use crate::shm::arena::Arena;
 
-/// A snapshot as a worker sent it.
+/// A worker's snapshot, copied out of shared memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
     /// Number of the worker's answers before the snapshot.
     pub answers: u64,
-    /// True if the payload is the error of an attempt to make a snapshot.
+    /// True if the worker failed to make the snapshot. The payload is then the error.
     pub is_error: bool,
     /// The pickled state, or the pickled error.
     pub payload: Vec<u8>,
@@ -28,23 +28,23 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// Creates the record of a new iterator, which has no answers.
+    /// Creates the record of an iterator without answers.
     pub(super) fn new(workers: u32) -> Self {
         Self { positions: Positions::new(workers as usize), snapshots: Snapshots::new(workers as usize) }
     }
 
-    /// Forgets the last epoch.
+    /// Begins another epoch: forgets the answers and snapshots of the last one.
     pub(super) fn begin_epoch(&mut self) {
         self.positions.begin_epoch();
         self.snapshots.begin_epoch();
     }
 
-    /// Notes that a worker has begun the epoch.
+    /// Records that a worker has begun the epoch, so that its later snapshots belong to this epoch.
     pub(super) fn resumed(&mut self, worker: u32) {
         self.snapshots.resumed(worker);
     }
 
-    /// Releases all snapshots: another iterator may use the arena from now on.
+    /// Releases all snapshots. Call it before another iterator may use the arena.
     pub(super) fn drop_snapshots(&mut self) {
         self.snapshots.clear();
     }
@@ -60,7 +60,7 @@ impl Answers {
         Ok(Some(Snapshot { answers, is_error: message.is_error(), payload: message.read()? }))
     }
 
-    /// Keeps a snapshot that has arrived.
+    /// Keeps a snapshot that has arrived, and releases those that no position needs any more.
     pub(super) fn keep(&mut self, arena: &Arc<Arena>, incoming: Incoming) {
         let settled = self.positions.settled(incoming.worker);
         let message = SnapshotMessage::new(arena, incoming);

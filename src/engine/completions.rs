@@ -1,4 +1,4 @@
-//! The consumer's end: completion rings, the bitmap of non-empty rings, and messages.
+//! The consumer's ends of the completion rings, the bitmap of non-empty rings, and the messages of results.
 
 use std::sync::Arc;
 
@@ -11,21 +11,21 @@ use crate::shm::ring::Consumer;
 use crate::sync::Ordering;
 use crate::wire::{self, Leaf, ResultEntry, ResultKind};
 
-/// An unopened result.
+/// A result whose message has not been opened.
 #[derive(Clone, Copy, Debug)]
 pub struct Incoming {
-    /// The worker that made it.
+    /// The worker that sent the result.
     pub worker: u32,
-    /// Its entry in the ring.
+    /// The result's entry in the ring.
     pub entry: ResultEntry,
 }
 
-/// A result, with its batch if that has been prepared.
+/// A result, with the batch if it has already been prepared.
 #[derive(Debug)]
 pub struct Arrival<B> {
     /// The result.
     pub incoming: Incoming,
-    /// The prepared batch.
+    /// The prepared batch; `None` if the message has not been opened.
     pub ready: Option<B>,
 }
 
@@ -35,12 +35,12 @@ impl Incoming {
         matches!(self.entry.kind, ResultKind::Plain | ResultKind::Pickle | ResultKind::Tied)
     }
 
-    /// Returns true for a batch, or the error in its place.
+    /// Returns true for a batch, or an error in place of one.
     pub fn answers(&self) -> bool {
         self.is_batch() || self.entry.kind == ResultKind::Error
     }
 
-    /// Counts the bytes of a batch, the workers' copies, and whether it was pickled.
+    /// Adds a batch to the counters of bytes, copies and pickled batches. Ignores other results.
     #[inline]
     pub fn count(&self, meter: &Meter) {
         let load = &self.entry.load;
@@ -61,26 +61,27 @@ impl Incoming {
 #[derive(Debug)]
 pub struct Completions {
     rings: Vec<Consumer<ArenaRing>>,
-    /// The current word of the bitmap.
+    /// Index of the current word of the bitmap.
     word: usize,
-    /// The marks of that word whose rings are not drained yet.
+    /// The marks taken from that word whose rings are not drained yet.
     marks: u64,
 }
 
 impl Completions {
-    /// Returns the ends of an arena's rings.
+    /// Returns the consumer's ends of an arena's completion rings.
     pub fn new(arena: &Arc<Arena>) -> Self {
         let workers = arena.geometry().workers;
         let rings = (0..workers).map(|worker| Consumer::new(arena.result_ring(worker))).collect();
         Self { rings, word: 0, marks: 0 }
     }
 
-    /// Returns true if a ring is marked.
+    /// Returns true if any ring is marked as non-empty.
     pub fn marked(&self, arena: &Arena) -> bool {
         self.marks != 0 || arena.bitmap().iter().any(|word| word.load(Ordering::Relaxed) != 0)
     }
 
-    /// Returns the next result of any marked ring.
+    /// Takes the next result from any marked ring, and returns it with its worker. Returns `None` if all marked rings
+    /// are empty.
     #[inline]
     pub fn next(&mut self, arena: &Arena) -> Result<Option<(u32, Incoming)>> {
         let bitmap = arena.bitmap();
@@ -106,7 +107,7 @@ impl Completions {
         }
     }
 
-    /// Returns the next result of one ring.
+    /// Takes the next result from a worker's ring, marked or not.
     #[inline]
     pub fn pop(&mut self, worker: u32) -> Result<Option<Incoming>> {
         let Some(words) = self.rings[worker as usize].pop()? else { return Ok(None) };
@@ -122,17 +123,17 @@ pub struct SnapshotMessage {
 }
 
 impl SnapshotMessage {
-    /// Takes over the block of a snapshot; `None` if it has none.
+    /// Takes over the hold on a snapshot's block. Returns `None` if the snapshot has no block.
     pub fn new(arena: &Arc<Arena>, incoming: Incoming) -> Option<Self> {
         incoming.entry.block.map(|_| Self { arena: arena.clone(), incoming })
     }
 
-    /// Returns true for the error in the place of a snapshot.
+    /// Returns true for an error in place of a snapshot.
     pub fn is_error(&self) -> bool {
         self.incoming.entry.kind == ResultKind::FailedSnapshot
     }
 
-    /// Copies the payload out of shared memory, and checks it.
+    /// Returns the payload, copied out of shared memory. Fails with [`Error::Corrupt`] if its checksum does not match.
     pub fn read(&self) -> Result<Vec<u8>> {
         let Incoming { worker, entry: ResultEntry { block, len, checksum, .. } } = self.incoming;
         let block = block.ok_or_else(|| Error::corrupt("a snapshot without a message"))?;
@@ -157,7 +158,7 @@ impl Drop for SnapshotMessage {
 
 /// Releases the blocks of an unopened result.
 pub fn discard(arena: &Arc<Arena>, incoming: &Incoming) {
-    // Opening releases the message's block, and dropping releases its leaves. The leaves of a damaged message stay
+    // Opening the message releases its block, and dropping it releases its leaves. The leaves of a damaged message stay
     // allocated.
     drop(Message::open(arena, incoming, Vec::new()));
 }
@@ -180,7 +181,7 @@ pub struct Leaves {
 }
 
 impl Message {
-    /// Opens a result: copies its message to `buffer` and releases the message's block.
+    /// Opens a result: copies its message into `buffer`, releases the message's block, and validates the message.
     pub fn open(arena: &Arc<Arena>, incoming: &Incoming, mut buffer: Vec<u8>) -> Result<Self> {
         let ResultEntry { block, len, kind, checksum, .. } = incoming.entry;
         let worker = incoming.worker;
@@ -224,7 +225,7 @@ impl Leaves {
         self.rows.is_empty()
     }
 
-    /// Takes the lease on a leaf; possible once per leaf.
+    /// Returns a lease on a leaf. Fails with [`Error::Corrupt`] if there is no such leaf, or if it was taken before.
     pub fn take(&mut self, index: usize) -> Result<Lease> {
         let leaf = self.rows.get_mut(index).and_then(Option::take);
         let leaf = leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} of a message is missing")))?;

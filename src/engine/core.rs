@@ -23,8 +23,9 @@ use crate::shm::pool;
 use crate::trace::{Kind, MAIN};
 use crate::wire::TaskKind;
 
-/// One iterator's engine. `T` is the caller's tag of a task, `B` a batch prepared before its delivery (by the pin
-/// thread, or because it was tied), `E` an error of the sampler.
+/// One iterator's engine. `T` is the type of the caller's tag on a task. `B` is the type of a batch that was prepared
+/// before its delivery, either by the pin thread or because its result was tied. `E` is the type of the sampler's
+/// errors.
 #[derive(Debug)]
 pub struct Engine<T, B: Send + 'static = (), E = ()> {
     pub(super) handle: Arc<Handle>,
@@ -40,8 +41,8 @@ pub struct Engine<T, B: Send + 'static = (), E = ()> {
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Creates an engine over an arena from the pool, without workers. With `snapshots`, its workers also send
-    /// snapshots.
+    /// Creates an engine without workers, over an arena from the pool. With `snapshots`, each worker begins an epoch
+    /// with a snapshot.
     pub fn new(settings: Settings, snapshots: bool) -> Result<Self> {
         let outstanding = settings.max_tasks();
         let limit = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
@@ -53,7 +54,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(engine)
     }
 
-    /// Creates an engine over a given arena.
+    /// Creates an engine without workers or snapshots, over a given arena.
     pub fn over(arena: Arc<Arena>, settings: Settings) -> Result<Self> {
         if arena.geometry().shared_queue != (settings.dispatch == Dispatch::SharedQueue) {
             return Err(Error::usage("an arena needs a shared queue for that dispatch, and for no other"));
@@ -73,7 +74,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         })
     }
 
-    /// Returns the part that needs no exclusive access.
+    /// Returns the part of the engine that any thread may use without exclusive access.
     pub fn handle(&self) -> &Arc<Handle> {
         &self.handle
     }
@@ -83,7 +84,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         &self.handle.arena
     }
 
-    /// Shows other processes the loader's name.
+    /// Publishes the loader's name in the arena, for `rustloader top`.
     pub fn show_name(&self, name: &str) {
         self.handle.arena.header().main.set_name(name);
     }
@@ -93,31 +94,32 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.scheduler.max_tasks()
     }
 
-    /// Makes the round-robin cycle of this epoch begin with a worker; see [`Scheduler::begin_with`]. Call it before the
-    /// epoch's first task.
+    /// Makes the round-robin cycle of this epoch begin with `worker`; see [`Scheduler::begin_with`]. Call it before the
+    /// epoch's first task is submitted.
     pub fn begin_with(&mut self, worker: u32) -> Result<()> {
         self.mark_epoch();
         self.scheduler.begin_with(WorkerId(worker))
     }
 
-    /// Records in a trace that the epoch begins.
+    /// Records the start of the epoch in the trace.
     pub(super) fn mark_epoch(&self) {
         let (task, epoch) = (self.scheduler.first_task().0, self.handle.meter.get(Count::Epochs));
         self.handle.trace.mark(Kind::Epoch, MAIN, task, epoch);
     }
 
-    /// Returns true if the start of an epoch submits one more index batch after it has asked the sampler for `asked` of
-    /// them.
+    /// Returns true if one more index batch is to be submitted at the start of an epoch, after the sampler has been
+    /// asked for `asked` index batches.
     pub fn primes(&self, asked: usize) -> bool {
         self.scheduler.primes(asked)
     }
 
-    /// Reports that the sampler has ended.
+    /// Reports to the scheduler that the sampler has ended.
     pub fn sampler_ended(&mut self) -> Result<()> {
         self.event(Event::SamplerEnded)
     }
 
-    /// Starts the pin thread, after all workers. `around` runs the thread's body.
+    /// Starts the pin thread, which runs `around`; `around` calls [`pin::Body::run`]. Call it after all workers have
+    /// started.
     pub fn start_pinning<P: pin::Prepare<Ready = B>>(
         &mut self,
         prepare: P,
@@ -151,13 +153,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Returns, for each worker, true if it takes tasks in this epoch.
+    /// Returns a value for each worker: true if the worker takes tasks in this epoch.
     pub fn active(&self) -> Vec<bool> {
         (0..self.arena().geometry().workers).map(|worker| self.scheduler.is_active(WorkerId(worker))).collect()
     }
 
-    /// Returns a worker's first unanswered task. With a shared queue, that is the oldest task that the worker holds, or
-    /// if it holds none, the oldest task in the queue.
+    /// Returns a worker's oldest unanswered task, with its tag. With a shared queue, this is the oldest task that the
+    /// worker holds or, if the worker holds none, the oldest task that waits in the queue.
     pub fn oldest_task_of(&self, worker: u32) -> Option<(TaskId, &T)> {
         let Some(queue) = self.outbox.queue() else { return self.scheduler.oldest_task_of(WorkerId(worker)) };
         let tagged = |task| self.scheduler.tag_of(task).map(|tag| (task, tag));
@@ -166,22 +168,22 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         held.or_else(bound).or_else(|| queue.oldest_waiting().and_then(tagged))
     }
 
-    /// Returns the tag of the unanswered task that a worker is processing. The worker may have answered older tasks,
-    /// whose results the pin thread still holds.
+    /// Returns the tag of `task`, which `worker` is processing. Returns `None` if the task is not unanswered. It need
+    /// not be the worker's oldest one: the pin thread may still hold results of older tasks.
     pub fn tag_at(&self, worker: u32, task: TaskId) -> Option<&T> {
         let bound = || self.scheduler.tasks_of(WorkerId(worker)).find(|(bound, _)| *bound == task);
         self.scheduler.tag_of(task).or_else(|| bound().map(|(_, tag)| tag))
     }
 
-    /// Registers a newly started worker. If it replaces a worker that has died, the tasks of that worker are sent
-    /// again.
+    /// Registers the process of a newly started worker. If it replaces a process that has died, the unanswered tasks of
+    /// that process are sent again.
     pub fn started(&mut self, worker: u32, pid: i32) -> Result<()> {
         let (process, token) = self.handle.started(worker, pid)?;
         self.registered(worker, &process, token)
     }
 
-    /// Registers a worker on another machine by the connection to it. `pid` is its process on that machine. Otherwise
-    /// like [`Engine::started`].
+    /// Registers a newly started worker on another machine, which is connected through `socket`. `pid` is the ID of its
+    /// process on that machine. Otherwise like [`Engine::started`].
     pub fn attached(&mut self, worker: u32, socket: OwnedFd, pid: i32) -> Result<()> {
         let (process, token) = self.handle.attached(worker, socket, pid)?;
         self.times.show_option(REMOTE);
@@ -190,13 +192,15 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     fn registered(&mut self, worker: u32, process: &Process, token: u64) -> Result<()> {
         let is_vacant = self.scheduler.is_vacant(WorkerId(worker));
-        // A loader that replaces a worker continues if the poll set refuses the process, and finds its end by checks.
+        // A replacement does not fail if its process cannot be added to the poll set: the loader then finds the end of
+        // the process by checking for it.
         self.inbox.watch(worker, process, token, is_vacant)?;
         if is_vacant { self.replaced(worker) } else { Ok(()) }
     }
 
-    /// Sends an encoded index batch to the next worker. If no worker takes tasks, drops the tag, as torch does, and
-    /// returns `None`. Does not wait for memory; see [`retry_while_reserved`](crate::shm::alloc::retry_while_reserved).
+    /// Submits an encoded index batch: sends it to the worker that the scheduler picks, or puts it into the shared
+    /// queue. If no worker can take it, drops the tag, as torch does, and returns `None`. Does not wait for memory; see
+    /// [`retry_while_reserved`](crate::shm::alloc::retry_while_reserved).
     pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
         // A sampler or a signal handler may have forked during `next`.
         self.handle.check_ours()?;
@@ -222,8 +226,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(Some(task))
     }
 
-    /// Begins another epoch of persistent workers, which get `message`. Call [`Engine::step`] until
-    /// [`Engine::resuming`] is false. A worker that has not answered the last reset gets this message after its answer.
+    /// Begins another epoch of persistent workers, and sends them `message`. Afterwards, call [`Engine::step`] until
+    /// [`Engine::resuming`] returns false. A worker that has not answered the last reset gets `message` after it has
+    /// answered.
     pub fn reset(&mut self, message: &[u8]) -> Result<()> {
         self.times.tick();
         let rewinds = self.scheduler.is_early();
@@ -237,18 +242,18 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.sticky(result)
     }
 
-    /// Returns the state of `next`, to which the caller reports events.
+    /// Returns the state of `next`. The caller reports events to it.
     #[inline]
     pub fn delivery(&mut self) -> &mut Delivery<T, B, E> {
         &mut self.delivery
     }
 
-    /// Returns the death that [`Engine::step`] raises, now or later.
+    /// Returns the death that [`Engine::step`] reports, now or later, as [`Step::Dead`].
     pub fn death(&self) -> Option<Death> {
         self.scheduler.death()
     }
 
-    /// Returns true while workers have not answered [`Engine::reset`].
+    /// Returns true until all workers have answered [`Engine::reset`].
     pub fn resuming(&self) -> bool {
         self.scheduler.resuming()
     }
@@ -258,12 +263,12 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.scheduler.on_event(self.times.now(), event)
     }
 
-    /// Processes new events, and returns the next step, as [`Delivery::answer`] ranks it.
+    /// Processes new events, and returns the step that [`Delivery::answer`] chooses.
     pub fn step(&mut self) -> Result<Step<T, B, E>> {
         self.handle.check_ours()?;
-        // After the end of this iterator, the rings may belong to another one.
+        // Once the iterator is closed, its rings may belong to another iterator.
         let closed = self.handle.closing();
-        // No event changes a staged result.
+        // A staged result is delivered first, and no event can change it.
         if !closed && !self.scheduler.is_staged() && !self.delivery.is_broken() {
             self.process_events()?;
         }
@@ -281,7 +286,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(step)
     }
 
-    /// Processes new events. [`Delivery::answer`] returns errors found here.
+    /// Processes new events. Does not return errors that it finds in shared memory; [`Delivery::answer`] does.
     #[inline]
     pub(super) fn process_events(&mut self) -> Result<()> {
         self.times.tick_if_stale();
@@ -294,7 +299,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// Makes every later call return the error, because the state is unknown after it.
+    /// Returns `result`. An error is also stored, so that every later [`Engine::step`] returns it, because the state of
+    /// the shared memory is unknown after an error.
     pub(super) fn sticky<R>(&mut self, result: Result<R>) -> Result<R> {
         result.inspect_err(|error| self.delivery.on_event(delivery::Event::Broken(error.clone())))
     }
@@ -313,8 +319,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 Action::Discard { result: Some(Arrival { incoming, ready: None }), .. } => {
                     completions::discard(&self.handle.arena, &incoming);
                 }
-                // Either an exhausted worker leaves the task out, or the task belongs to an earlier epoch. After the
-                // end of the iterator, outstanding tasks are discarded, too.
+                // Either the worker's dataset ended before the task, or the task belongs to an earlier epoch. (After
+                // the end of the iterator, outstanding tasks are discarded as well.)
                 Action::Discard { task, result: None, .. } if !self.finished => {
                     if let Some(ordinal) = task.0.checked_sub(self.scheduler.first_task().0) {
                         self.handle.answers().positions.left_out(ordinal);

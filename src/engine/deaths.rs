@@ -1,4 +1,4 @@
-//! Deaths of workers: their reports to the scheduler, and the details for the report to Python.
+//! Deaths of workers: reports to the scheduler, and details for Python.
 
 use super::core::Engine;
 use super::types::DeathReport;
@@ -14,14 +14,14 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.keep_remains(worker);
         self.event(Event::WorkerDied { worker: WorkerId(worker), held })?;
         if self.outbox.queue().is_some() {
-            // The worker may have been woken for a task that it did not take. That task waits now, and the other
-            // workers may sleep.
+            // The worker may have been woken for a task that it then did not take. That task still waits in the queue,
+            // while the other workers may be asleep.
             self.handle.wake(worker)?;
         }
         self.effects()
     }
 
-    /// Returns the details of a death.
+    /// Returns the details of a death, for the caller's error.
     pub fn report(&self, death: Death) -> DeathReport<'_, T> {
         let worker = death.worker.0;
         let remains = self.liveness.remains_of(worker);

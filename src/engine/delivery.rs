@@ -1,11 +1,11 @@
-//! The state of a call of `next()`: owed draws, deferred errors and interrupted work.
+//! The state of calls of `next()`: owed draws, deferred errors and interrupted work.
 //!
-//! It is a state machine without Python, thread or clock, between the scheduler and the bindings. The bindings ask the
-//! sampler, unpickle and convert. `T` is an index batch, `B` a result that the bindings hold, `E` an error of the
-//! sampler.
+//! It is a state machine between the scheduler and the bindings, without Python, threads or a clock. The bindings call
+//! the sampler, and unpickle and convert batches. `T` is the type of an index batch, `B` that of a result that the
+//! bindings hold, and `E` that of the sampler's errors.
 //!
 //! # Precedence
-//! Only [`Delivery::answer`] ranks answers. The first row that applies is the answer:
+//! [`Delivery::answer`] alone decides which answer comes first. It returns the answer of the first row that applies:
 //!
 //! | # | State | Answer | Left by |
 //! |---|---|---|---|
@@ -22,19 +22,19 @@
 //! | 11 | the scheduler answers `Wait` | [`Step::Wait`] | an event |
 //!
 //! An error of the sampler never replaces a batch: the call that draws the index still delivers its batch, and the
-//! error waits for the next call (1) or the end of the epoch (8). After an error or an interrupt the draw is owed,
-//! because a signal handler may have raised it, and then the sampler still has its index.
+//! error is deferred to the next call (1) or to the end of the epoch (8). After an error or an interrupt the draw is
+//! owed, because a signal handler may have raised the exception before the sampler yielded an index.
 //!
-//! With a window no draw is owed: the scheduler answers `Submit` while there is room. While an error is deferred, it
-//! must not answer `Submit`, or a sampler that always fails would keep the call from ending. [`Delivery::answer`] says
-//! so to the scheduler.
+//! With a window, no draw is owed, because the scheduler answers `Submit` while there is room. The scheduler must not
+//! do so while an error is deferred, or a sampler that always fails would keep the call from ending.
+//! [`Delivery::answer`] passes this condition to the scheduler.
 //!
 //! # State kept elsewhere
 //! - The scheduler keeps the staged batch, the refills for exhausted workers, and the death that it raises. They are
 //!   part of torch's algorithm, and `tests/scheduler_model.rs` compares them to torch's fields.
-//! - Python's `Session` keeps `last`, which all calls raise after an end or a death, because waiting threads and forked
-//!   children cannot access this state; and `rescued`, an answer that a signal handler cut off after the engine had
-//!   returned. Both outrank this table, `last` first.
+//! - Python's `Session` keeps `last`, the error that every call raises after an end or a death: waiting threads and
+//!   forked children cannot access the state in this module. It also keeps `rescued`, an answer that a signal handler
+//!   intercepted after the engine had returned it. Both take precedence over this table, `last` before `rescued`.
 //!
 //! `tests/delivery_model.rs` compares this table and the code with a reference model.
 
@@ -48,15 +48,17 @@ use crate::scheduler::Decision;
 /// An event of the current call.
 #[derive(Debug)]
 pub enum Event<T, B, E> {
-    /// An epoch begins: resets all state of the last one.
+    /// An epoch begins. This event resets the state of the last epoch.
     EpochBegan,
-    /// A `next` begins.
+    /// A call of `next` begins.
     NextBegan,
-    /// A [`Step::Submit`] is done: the index is sent, or the sampler is exhausted.
+    /// A [`Step::Submit`] is done: the index batch has been sent, or the sampler is exhausted.
     IndexDrawn,
-    /// A signal handler raised before the draw, or the sampler raised a `BaseException` that is not an `Exception`.
+    /// A signal handler raised an exception before the draw, or the sampler raised a `BaseException` that is not an
+    /// `Exception`.
     DrawInterrupted,
-    /// There was no memory for an index batch, or its pickling was interrupted. Another event of the draw follows.
+    /// An index batch could not be sent, because there was no memory for it or its pickling was interrupted. Another
+    /// event of the same draw follows.
     IndexUnsent(T),
     /// The sampler failed, or the submission of its index batch failed.
     DrawFailed(E),
@@ -72,9 +74,9 @@ pub enum Event<T, B, E> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Began,
-    /// Repeats owed draws; holds the number of draws still to be tried.
+    /// Owed draws are repeated. The value is the number of draws still to be tried.
     Draws(u32),
-    /// The scheduler answers.
+    /// The scheduler decides the answer.
     Answers,
     /// The scheduler has answered `Wait`, and the timeout runs.
     Waits,
@@ -87,22 +89,23 @@ enum Health {
     Broken(Error),
 }
 
-/// The state of the calls of one iterator.
+/// The state of the calls of `next` on one iterator.
 #[derive(Debug)]
 pub struct Delivery<T, B, E> {
-    /// True if the scheduler fills a window, and repeats failed draws itself.
+    /// True if the scheduler fills a window. It then repeats failed draws itself.
     fills: bool,
     stage: Stage,
     health: Health,
     /// Deferred errors of the sampler.
     errors: VecDeque<E>,
-    /// Failed draws to repeat; 0 with a window.
+    /// Number of failed draws to repeat; 0 with a window.
     owed_draws: u32,
-    /// An index batch to send before the sampler is asked again.
+    /// An index batch that must be sent before the sampler is asked again.
     unsent: Option<T>,
     /// A delivered result whose decoding was interrupted.
     unread: Option<B>,
-    /// A result to open before any other is taken; `ready` is the state of an interrupted attempt to open it.
+    /// A tied result, which must be opened before any other result is taken. Its `ready` is the state of an interrupted
+    /// attempt to open it.
     tied: Option<Arrival<B>>,
 }
 
@@ -143,7 +146,8 @@ impl<T, B, E> Delivery<T, B, E> {
             Event::DrawFailed(error) => {
                 self.errors.push_back(error);
                 match self.stage {
-                    // The epoch must not end before the index is sent; the next call tries again.
+                    // The draw stays owed, so that the epoch does not end before the index batch is sent. The next call
+                    // tries again.
                     Stage::Draws(_) if self.unsent.is_some() => self.stage = Stage::Answers,
                     Stage::Draws(_) => self.owed_draws -= 1,
                     _ => self.owe_draw(),
@@ -159,8 +163,8 @@ impl<T, B, E> Delivery<T, B, E> {
         }
     }
 
-    /// Returns the next step by the table above. `closed` is true if the iterator is shut down. `decide` asks the
-    /// scheduler; its argument is true if a window may ask the sampler.
+    /// Returns the next step according to the table above. `closed` is true if the iterator is shut down. `decide` asks
+    /// the scheduler; its argument is true if the scheduler may answer `Submit` to fill a window.
     #[inline]
     pub fn answer(
         &mut self,
@@ -214,12 +218,12 @@ impl<T, B, E> Delivery<T, B, E> {
         })
     }
 
-    /// Marks the call as waiting. Returns true if it was not waiting before.
+    /// Marks the call as waiting. Returns true if it was not marked before.
     pub fn begins_to_wait(&mut self) -> bool {
         std::mem::replace(&mut self.stage, Stage::Waits) != Stage::Waits
     }
 
-    /// Ends the call. Returns true if it was waiting.
+    /// Marks the call as no longer waiting. Returns true if it was marked before.
     #[inline]
     pub fn stops_waiting(&mut self) -> bool {
         std::mem::replace(&mut self.stage, Stage::Answers) == Stage::Waits
@@ -230,13 +234,13 @@ impl<T, B, E> Delivery<T, B, E> {
         &self.errors
     }
 
-    /// Takes the index batch to send before the sampler is asked again.
+    /// Takes the index batch that must be sent before the sampler is asked again, if there is one.
     #[inline]
     pub fn take_unsent(&mut self) -> Option<T> {
         self.unsent.take()
     }
 
-    /// Returns true if shared memory is intact and the pin thread has not ended.
+    /// Returns true while shared memory is intact and the pin thread, if any, has not ended.
     pub fn is_sound(&self) -> bool {
         matches!(self.health, Health::Sound)
     }
@@ -246,12 +250,12 @@ impl<T, B, E> Delivery<T, B, E> {
         matches!(self.health, Health::Broken(_))
     }
 
-    /// Stores a result to open before any other is taken, while its worker lives.
+    /// Stores a tied result, which must be opened before any other result is taken, and while its worker lives.
     pub fn tie(&mut self, incoming: Incoming) {
         self.tied = Some(Arrival { incoming, ready: None });
     }
 
-    /// Returns the tied result, with the state of an interrupted attempt to open it.
+    /// Returns the tied result, and takes the state of an interrupted attempt to open it.
     #[inline]
     pub fn tied(&mut self) -> Option<(Incoming, Option<B>)> {
         self.tied.as_mut().map(|tied| (tied.incoming, tied.ready.take()))
@@ -262,7 +266,7 @@ impl<T, B, E> Delivery<T, B, E> {
         self.tied.as_ref().map(|tied| tied.incoming.worker)
     }
 
-    /// Takes the tied result if it is from `worker`, or from any worker if that is `None`.
+    /// Takes the tied result if it is from `worker`. If `worker` is `None`, takes it whichever worker sent it.
     pub fn untie(&mut self, worker: Option<u32>) -> Option<Arrival<B>> {
         self.tied.take_if(|tied| worker.is_none_or(|worker| tied.incoming.worker == worker))
     }

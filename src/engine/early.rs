@@ -4,14 +4,14 @@ use super::core::Engine;
 use crate::error::{Error, Result};
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Returns true if a task of the next epoch can be sent now: the sampler has ended, and there is room.
+    /// Returns true if a task of the next epoch can be submitted now, because the sampler has ended and there is room.
     pub fn may_be_early(&self) -> bool {
         !self.finished && !self.snapshots && self.scheduler.may_be_early()
     }
 
-    /// Begins the next epoch early: workers get `message` after their present tasks, and later submissions belong to
-    /// that epoch. Returns false if it cannot begin now. Call it once in an epoch, and only if [`Engine::may_be_early`]
-    /// returns true.
+    /// Begins the next epoch early: workers get `message` after their current tasks, and later submissions belong to
+    /// the next epoch. Returns false if a ring or the memory has no room for the messages. Call it at most once per
+    /// epoch, and only if [`Engine::may_be_early`] returns true.
     pub fn begin_early(&mut self, message: &[u8]) -> Result<bool> {
         let first_task = self.scheduler.first_task().0 + self.scheduler.dispatched();
         let entries = match self.outbox.early_entries(first_task, message) {

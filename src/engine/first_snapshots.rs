@@ -1,4 +1,4 @@
-//! The wait for the workers' first snapshots of an epoch, outside of `next`.
+//! The wait, outside of `next`, for the workers' first snapshots of an epoch.
 
 use super::completions::Incoming;
 use super::core::Engine;
@@ -6,8 +6,8 @@ use crate::error::Result;
 use crate::id::WorkerId;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Returns true while a live worker has not sent its first snapshot of this epoch, and the iterator has neither
-    /// ended nor failed.
+    /// Returns true while the first snapshot of a live worker in this epoch is missing. Returns false without
+    /// snapshots, or if the iterator has ended or failed.
     pub fn is_starting(&self) -> bool {
         let is_active = self.snapshots && !self.has_ended() && self.delivery.is_sound();
         let state = self.handle.answers();
@@ -16,8 +16,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         is_active && (0..self.arena().geometry().workers).any(is_awaited)
     }
 
-    /// Processes new events outside of `next`. Returns a tied result, if there is one: it must be opened before others
-    /// are taken, as for [`Step::Open`](super::Step::Open).
+    /// Processes new events outside of `next`. If this returns a tied result, open it as for
+    /// [`Step::Open`](super::Step::Open) before the next call.
     pub fn process_outside_next(&mut self) -> Result<Option<(Incoming, Option<B>)>> {
         self.handle.check_ours()?;
         if self.has_ended() || self.delivery.is_broken() {
@@ -27,7 +27,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(self.delivery.tied())
     }
 
-    /// Returns true once no more results may be taken: the rings may belong to another iterator.
+    /// Returns true once the iterator is closed. No more results may be taken then, because the rings may belong to
+    /// another iterator.
     fn has_ended(&self) -> bool {
         self.finished || self.handle.closing()
     }

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use crate::sync::lock;
 
-/// A lock with bounded waits, between which callers check signals. Reentry by a signal handler is reported, and does
-/// not deadlock.
+/// A lock whose waits are bounded, so that callers can check for signals in between. It reports reentry by a signal
+/// handler instead of deadlocking.
 #[derive(Debug, Default)]
 pub struct Gate {
     queue: Mutex<Queue>,
@@ -17,7 +17,7 @@ pub struct Gate {
 #[derive(Debug, Default)]
 struct Queue {
     owner: Option<ThreadId>,
-    /// Number of threads that wait for `freed`. If there are none, `leave` makes no system call.
+    /// Number of threads that wait for `freed`. If it is 0, `leave` makes no system call.
     waiting: usize,
 }
 
@@ -26,7 +26,7 @@ struct Queue {
 pub enum Attempt {
     /// The caller has exclusive access until [`Gate::leave`].
     Entered,
-    /// The caller has exclusive access already.
+    /// The calling thread already had exclusive access.
     Reentered,
     /// Another thread has exclusive access.
     Busy,
@@ -37,7 +37,7 @@ impl Gate {
         lock(&self.queue)
     }
 
-    /// Enters if no thread is inside.
+    /// Takes exclusive access if no thread has it.
     #[inline]
     pub fn try_enter(&self) -> Attempt {
         let (mut queue, me) = (self.queue(), thread::current().id());
@@ -51,7 +51,8 @@ impl Gate {
         }
     }
 
-    /// Waits until no thread is inside, but at most for `limit`.
+    /// Waits until another thread gives up exclusive access, but at most for `limit`. Returns at once if no thread has
+    /// it. The caller must try to enter again.
     pub fn wait(&self, limit: Duration) {
         let mut queue = self.queue();
         if queue.owner.is_some() {

@@ -1,4 +1,4 @@
-//! The part of an engine that any thread may use without exclusive access: stop flags and worker slots.
+//! The part of an engine that any thread may use without exclusive access, including the stop flags and worker slots.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
@@ -21,19 +21,20 @@ use crate::sync::{Ordering, lock};
 use crate::sys;
 use crate::trace::{Kind, Source};
 
-/// The doorbell's token in a poll set; [`Handle::started`] makes the tokens of the workers.
+/// The doorbell's token in a poll set. [`token`] makes the tokens of the workers.
 pub(super) const DOORBELL: u64 = u64::MAX;
 
 /// A worker's slot, whose process may be replaced.
 #[derive(Debug, Default)]
 struct WorkerSlot {
-    /// Number of processes that were started in this slot.
+    /// Number of processes that have been started in this slot.
     generation: u32,
-    /// The current process; `None` before the start of each generation.
+    /// The current process; `None` before the start of the first process and of each replacement.
     liveness: Option<Arc<Process>>,
 }
 
-/// Returns the token of a worker's pidfd in a poll set. The generation distinguishes events of earlier processes.
+/// Returns the token of a worker's pidfd in a poll set. It includes the generation, so that events of earlier processes
+/// in the slot can be told apart.
 fn token(worker: u32, generation: u32) -> u64 {
     u64::from(generation) << 32 | u64::from(worker)
 }
@@ -43,21 +44,23 @@ fn token(worker: u32, generation: u32) -> u64 {
 pub struct Handle {
     /// The arena.
     pub arena: Arc<Arena>,
-    /// Rung by workers, and to stop the iterator.
+    /// The doorbell, which workers ring when they publish results, and which [`Handle::close`] rings.
     pub doorbell: Arc<sys::event::EventFd>,
-    /// Locked only briefly. Never locked in a forked child, where another thread may have held the lock.
+    /// The worker slots. A lock is held only briefly. It is never taken in a forked child, because another thread may
+    /// have held it at the fork.
     slots: Box<[Mutex<WorkerSlot>]>,
     pinning: OnceLock<Arc<PinControl>>,
     /// The iterator's counters.
     pub meter: Arc<Meter>,
     closing: AtomicBool,
     exiting: AtomicBool,
-    /// The workers' last status, once another iterator may use the arena. Locked while the arena is used without
-    /// exclusive access. The bindings hold the GIL then, so that Python never forks with the lock held; a child checks
-    /// [`Handle::is_ours`] nevertheless.
+    /// The workers' final status; `Some` once another iterator may use the arena. The lock is held while the arena is
+    /// used without exclusive access. The bindings hold the GIL meanwhile, so that Python never forks while the lock is
+    /// held; a child checks [`Handle::is_ours`] nevertheless.
     last: Mutex<Option<Box<[Status]>>>,
     answers: Mutex<Answers>,
-    /// Set with the first worker on another machine: then all workers are on other machines.
+    /// The connections to workers. Set when the first worker on another machine is registered; then all workers are on
+    /// other machines.
     links: OnceLock<Links>,
     /// The source of this iterator's events in a trace.
     pub trace: Arc<Source>,
@@ -83,8 +86,8 @@ impl Handle {
         })
     }
 
-    /// Registers a worker's new process. Returns the process and the token of its pidfd. Fails with [`Error::Usage`]
-    /// for an invalid pid, an unknown worker, or a slot in use.
+    /// Registers a worker's new process. Returns the process and its token for the poll set. Fails with
+    /// [`Error::Usage`] for an invalid pid, an unknown worker, or a slot in use.
     pub fn started(&self, worker: u32, pid: i32) -> Result<(Arc<Process>, u64)> {
         if pid <= 0 || pid == std::process::id() as i32 {
             return Err(Error::usage(format!("worker {worker} has pid {pid}, which is not a separate process")));
@@ -92,7 +95,8 @@ impl Handle {
         self.register(worker, || Ok(Process::open(pid)))
     }
 
-    /// Registers a worker on another machine by the connected socket. `pid` is its process on that machine.
+    /// Registers a worker on another machine, which is connected through `socket`. `pid` is the ID of its process on
+    /// that machine.
     pub(super) fn attached(&self, worker: u32, socket: OwnedFd, pid: i32) -> Result<(Arc<Process>, u64)> {
         self.register(worker, || {
             let links = self.links.get_or_init(|| Links::new(self.arena.geometry().workers));
@@ -101,7 +105,8 @@ impl Handle {
         })
     }
 
-    /// Fills an empty slot.
+    /// Fills a worker's empty slot with the process that `open` returns. Fails with [`Error::Usage`] if the slot is in
+    /// use.
     fn register(&self, worker: u32, open: impl FnOnce() -> Result<Process>) -> Result<(Arc<Process>, u64)> {
         let mut slot = self.slot(worker)?;
         if slot.liveness.is_some() {
@@ -114,7 +119,7 @@ impl Handle {
         Ok((process, token(worker, slot.generation)))
     }
 
-    /// Empties a slot whose process has ended. Fails with [`Error::Usage`] if there is no such process.
+    /// Empties a worker's slot. Fails with [`Error::Usage`] if it is empty or if its process has not ended.
     pub(super) fn vacate(&self, worker: u32) -> Result<()> {
         let mut slot = self.slot(worker)?;
         match slot.liveness.take_if(|process| process.has_exited()) {
@@ -128,7 +133,7 @@ impl Handle {
         token(worker, self.generation(worker))
     }
 
-    /// Returns true if a worker's process has ended, or ends within `limit`.
+    /// Waits until a worker's process has ended, but at most for `limit`. Returns true if it has ended.
     pub(super) fn exits_within(&self, worker: u32, limit: Duration) -> bool {
         let Some(process) = self.process(worker) else { return true };
         let deadline = sys::clock::monotonic() + limit;
@@ -143,7 +148,7 @@ impl Handle {
         }
     }
 
-    /// Returns the number of processes that were started as this worker.
+    /// Returns the number of processes that have been started in a worker's slot.
     pub(super) fn generation(&self, worker: u32) -> u32 {
         self.slot(worker).map_or(0, |slot| slot.generation)
     }
@@ -155,12 +160,12 @@ impl Handle {
         Ok(lock(slot))
     }
 
-    /// Returns the current process of a worker. `None` before its start, and in a forked child.
+    /// Returns a worker's current process. Returns `None` before its start, and in a forked child.
     pub fn process(&self, worker: u32) -> Option<Arc<Process>> {
         self.slot(worker).ok()?.liveness.clone()
     }
 
-    /// Returns the worker and process of a token; `None` if that is not the current process.
+    /// Returns the worker and the process that a token names. Returns `None` if that process is no longer current.
     pub(super) fn named_by(&self, named: u64) -> Option<(u32, Arc<Process>)> {
         let worker = named as u32;
         let slot = self.slot(worker).ok()?;
@@ -168,7 +173,7 @@ impl Handle {
         (token(worker, slot.generation) == named).then_some((worker, process))
     }
 
-    /// Creates the control of the pin thread.
+    /// Creates the control of the pin thread. Fails with [`Error::Usage`] if there is one already.
     pub(super) fn new_pin_control(&self) -> Result<Arc<PinControl>> {
         let control = Arc::new(PinControl::new()?);
         let placed = self.pinning.set(control.clone());
@@ -181,7 +186,8 @@ impl Handle {
         self.pinning.get().map(Arc::as_ref)
     }
 
-    /// Asks the pin thread to end, if there is one. If the doorbell fails, the thread sees the request within a slice.
+    /// Asks the pin thread to end, if there is one. If ringing the doorbell fails, the thread sees the request after at
+    /// most [`WAIT_SLICE`].
     pub fn stop_pinning(&self) {
         if let Some(control) = self.pinning() {
             control.stop();
@@ -189,12 +195,12 @@ impl Handle {
         }
     }
 
-    /// Returns true in the process that created the iterator.
+    /// Returns true in the process that created the iterator, and false in its forked children.
     pub fn is_ours(&self) -> bool {
         self.arena.is_ours()
     }
 
-    /// Returns [`Error::Child`] in a forked child.
+    /// Fails with [`Error::Child`] in a forked child.
     pub fn check_ours(&self) -> Result<()> {
         let what = "this DataLoader iterator belongs to the process that this one was forked from; make a new one";
         if self.is_ours() { Ok(()) } else { Err(Error::Child { what }) }
@@ -206,24 +212,24 @@ impl Handle {
         self.closing.load(Ordering::Acquire)
     }
 
-    /// Notes that the interpreter exits: threads that wait in `next` park until the process ends.
+    /// Records that the interpreter is exiting. Threads that wait in `next` then park until the process ends.
     pub fn exit(&self) {
         // SYNC: exiting (pairs with the Acquire in `exiting`).
         self.exiting.store(true, Ordering::Release);
     }
 
-    /// Returns true once the interpreter exits.
+    /// Returns true once [`Handle::exit`] has been called.
     pub fn exiting(&self) -> bool {
         // SYNC: exiting (pairs with the Release in `exit`).
         self.exiting.load(Ordering::Acquire)
     }
 
-    /// Wakes a worker if it sleeps. With a shared queue, wakes all workers that sleep.
+    /// Wakes a worker if it sleeps. With a shared queue, wakes all sleeping workers.
     pub fn wake(&self, worker: u32) -> Result<()> {
         self.ring(worker, u32::MAX)
     }
 
-    /// Wakes one of the workers that sleep, for a task in the shared queue.
+    /// Wakes one of the sleeping workers, if there are any, for a task in the shared queue.
     pub fn wake_one(&self) -> Result<()> {
         self.ring(0, 1)
     }
@@ -245,22 +251,24 @@ impl Handle {
         Ok(())
     }
 
-    /// Receives the small results that have arrived from a worker on another machine; see `Link::receive_now`.
+    /// Receives, in the calling thread, small results that have arrived from a worker on another machine; see
+    /// `Link::receive_now`. Does nothing for other workers.
     pub(super) fn receive_now(&self, worker: u32) {
         if let Some(links) = self.links.get() {
             links.receive_now(worker);
         }
     }
 
-    /// Makes the connections' threads receive the results of workers on other machines.
+    /// Makes the connections' threads receive the results of workers on other machines again.
     pub(super) fn on_duty(&self) {
         if let Some(links) = self.links.get() {
             links.on_duty();
         }
     }
 
-    /// Stops all workers and wakes every thread in `next`; idempotent. Takes only the lock `last`, which other threads
-    /// hold only while they copy the workers' counters. If a wake fails, the sleeper sees the stop within its slice.
+    /// Asks all workers to exit and wakes every thread in `next`. Idempotent. Takes only the lock of `last`, which
+    /// other threads hold only while they copy the workers' counters. If a wake-up fails, the sleeper sees the request
+    /// after its current slice.
     pub fn close(&self) {
         // SYNC: closing (pairs with the Acquire in `closing`).
         self.closing.store(true, Ordering::Release);
@@ -280,7 +288,7 @@ impl Handle {
         if last.is_some() {
             return;
         }
-        // Relaxed, because it orders no other data; a sleeping worker sees it after the bell (SYNC: bell-rung).
+        // Relaxed, because the flag orders no other data. A sleeping worker sees it after the bell (SYNC: bell-rung).
         self.arena.header().stop.0.store(1, Ordering::Relaxed);
         for worker in 0..self.arena.geometry().workers {
             let sleeper = self.arena.sleeper_of(worker);
@@ -292,8 +300,8 @@ impl Handle {
         }
     }
 
-    /// Detaches the handle from the arena after the workers have ended: another iterator may use the arena, and `close`
-    /// must not stop the workers of that iterator.
+    /// Detaches the handle from the arena, and keeps the workers' final status and totals. Call it after the workers
+    /// have ended. Afterwards another iterator may use the arena, and `close` does not stop that iterator's workers.
     pub fn detach_from_arena(&self) {
         let mut last = self.last();
         if last.is_none() {
@@ -306,12 +314,13 @@ impl Handle {
         }
     }
 
-    /// Returns true once this iterator no longer uses the arena.
+    /// Returns true once the handle is detached from the arena, and in a forked child.
     pub fn has_ended(&self) -> bool {
         !self.is_ours() || self.last().is_some()
     }
 
-    /// Returns the iterator's current totals. In a forked child these are the totals at the fork, without the workers.
+    /// Returns the iterator's current totals. In a forked child, returns the totals at the fork, without those of
+    /// running workers.
     pub fn totals(&self) -> Totals {
         if !self.is_ours() {
             return self.meter.totals();
@@ -337,7 +346,8 @@ impl Handle {
         self.running().count()
     }
 
-    /// Waits until all workers have ended, but at most for `limit` and for one slice. Returns true if all have ended.
+    /// Waits until all workers have ended, but at most for `limit` and at most one [`WAIT_SLICE`]. Returns true if all
+    /// have ended.
     pub fn wait_gone(&self, limit: Duration) -> Result<bool> {
         let deadline = sys::clock::monotonic() + limit.min(WAIT_SLICE);
         loop {
@@ -346,7 +356,7 @@ impl Handle {
             if now >= deadline {
                 return Ok(false);
             }
-            // Another file may have taken the pidfd's number, and always be readable.
+            // If the pidfd was closed, its number may now belong to a file that is always readable.
             let intact = process.pidfd.as_ref().is_none_or(sys::pidfd::PidFd::is_intact);
             let Some(end) = process.end_fd().filter(|_| intact) else {
                 std::thread::sleep(EXIT_CHECK.min(deadline - now));
@@ -363,13 +373,13 @@ impl Handle {
         }
     }
 
-    /// Sends a signal to each running worker that descends from this process.
+    /// Sends a signal to each running worker that descends from this process. Workers on other machines are killed.
     pub fn signal_all(&self, signal: i32) {
         self.running().for_each(|(_, process)| process.signal(signal));
     }
 
-    /// Returns true if every worker left on its own and none was replaced, so that the arena has no damage and no lost
-    /// blocks.
+    /// Returns true if every worker exited in an orderly way and none was replaced. Then the arena is undamaged and has
+    /// no lost blocks.
     pub fn all_left(&self) -> bool {
         (0..self.arena.geometry().workers).all(|worker| {
             let Ok(slot) = self.slot(worker) else { return false };
@@ -380,15 +390,16 @@ impl Handle {
         })
     }
 
-    /// Locks and returns the answers. The lock is held only briefly: no Python code runs meanwhile, and nothing waits.
-    /// The bindings hold the GIL then, so that Python never forks with the lock held; a child checks
+    /// Locks and returns the answers. Hold the lock only briefly, without running Python code or waiting. The bindings
+    /// hold the GIL meanwhile, so that Python never forks while the lock is held; a child must check
     /// [`Handle::is_ours`] first.
     pub fn answers(&self) -> MutexGuard<'_, Answers> {
         lock(&self.answers)
     }
 
-    /// Returns the newest snapshot of this epoch that a worker made after at most `answers` of its answers. `None`
-    /// before the first one, and after the end of the iterator.
+    /// Returns the newest snapshot that a worker made in this epoch after at most `answers` of its answers. Returns
+    /// `None` before the first snapshot, and after the end of the iterator. Fails with [`Error::Child`] in a forked
+    /// child.
     pub fn snapshot(&self, worker: u32, answers: u64) -> Result<Option<Snapshot>> {
         self.check_ours()?;
         self.answers().snapshot(worker, answers)
@@ -399,7 +410,7 @@ impl Handle {
         self.answers().keep(&self.arena, incoming);
     }
 
-    /// Returns a worker's status, or `None` for an unknown worker. After the end of the iterator this is the last
+    /// Returns a worker's status, or `None` for an unknown worker. After the end of the iterator, returns the final
     /// status, because another iterator may use the arena. Fails with [`Error::Child`] in a forked child.
     pub fn status(&self, worker: u32) -> Result<Option<Status>> {
         self.check_ours()?;
@@ -412,7 +423,7 @@ impl Handle {
         Ok(there.then(|| Status::of(page(), sys::clock::monotonic_ns())))
     }
 
-    /// Returns the memory in use in the arena. It is zero after the end of the iterator and in a forked child.
+    /// Returns the memory in use in the arena. All values are zero after the end of the iterator and in a forked child.
     pub fn usage(&self) -> Usage {
         if !self.is_ours() {
             return Usage::default();
@@ -488,7 +499,7 @@ mod tests {
         handle.started(0, child.id() as i32).unwrap();
         let number = handle.process(0).unwrap().pidfd.as_ref().unwrap().as_fd().as_raw_fd();
         let file = std::fs::File::open("/proc/self/exe").unwrap();
-        // SAFETY: dup2 takes plain numbers; it replaces the pidfd.
+        // SAFETY: dup2 takes plain numbers. The call replaces the pidfd.
         assert!(unsafe { libc::dup2(file.as_raw_fd(), number) } != -1);
         let before = cpu_time();
         assert!(!handle.wait_gone(WAIT_SLICE).unwrap());
@@ -500,7 +511,7 @@ mod tests {
 
     /// Returns the CPU time of this thread.
     fn cpu_time() -> Duration {
-        // SAFETY: a timespec of zeroes is a valid one, for the kernel to fill.
+        // SAFETY: an all-zero timespec is valid; the kernel fills it.
         let mut time: libc::timespec = unsafe { std::mem::zeroed() };
         // SAFETY: `time` is a local struct.
         unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };

@@ -1,4 +1,4 @@
-//! Arrivals from the workers: results from the rings or the pin thread, wake-ups by the doorbell, and ends of
+//! Arrivals from the workers: results from the rings or the pin thread, rings of the doorbell, and the ends of
 //! processes.
 
 use std::os::fd::AsRawFd;
@@ -22,18 +22,18 @@ pub(super) enum Source<B> {
     Thread(pin::PinLink<B>),
 }
 
-/// The source of results, and the descriptors on which `next` sleeps.
+/// The source of results, and the descriptors that `next` polls while it sleeps.
 #[derive(Debug)]
 pub(super) struct Inbox<B> {
     handle: Arc<Handle>,
-    /// `None` only while it changes, and in a forked child.
+    /// The source of results. `None` only while it changes, and in a forked child.
     source: Option<Source<B>>,
     poll: PollSet,
     /// Tokens that the last poll returned.
     ready: Vec<u64>,
-    /// Workers without a pidfd, which are checked in each slice.
+    /// Workers whose end cannot be polled; it is checked after each slice of a wait.
     unwatched: Vec<u32>,
-    /// True if the doorbell cannot be polled, so that results are checked for in each slice.
+    /// True if the doorbell cannot be polled; results are then checked for after each slice of a wait.
     is_deaf: bool,
     /// The time of the last poll for dead workers.
     last_poll: Duration,
@@ -54,7 +54,7 @@ impl<B: Send + 'static> Inbox<B> {
         })
     }
 
-    /// Starts the pin thread, which owns the rings from then on; see [`pin::start`].
+    /// Starts the pin thread, which owns the rings from then on. See [`pin::start`] for the arguments.
     pub(super) fn start_pinning<P: pin::Prepare<Ready = B>>(
         &mut self,
         prepare: P,
@@ -75,7 +75,7 @@ impl<B: Send + 'static> Inbox<B> {
         self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)
     }
 
-    /// Returns the rings; `None` if a pin thread owns them.
+    /// Returns the rings. Returns `None` if a pin thread owns them.
     #[inline]
     pub(super) fn rings(&mut self) -> Option<&mut Completions> {
         match &mut self.source {
@@ -84,7 +84,7 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Returns true if the thread in `next` takes the results from the rings.
+    /// Returns true if `next` itself takes the results from the rings, because no pin thread owns them.
     pub(super) fn has_rings(&self) -> bool {
         matches!(self.source, Some(Source::Rings(_)))
     }
@@ -98,13 +98,13 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Forgets the source in a forked child: the pin thread of the parent may have held the channel's locks at the
-    /// fork.
+    /// Forgets the source without dropping it. Call it in a forked child, because the parent's pin thread may have held
+    /// the channel's locks at the fork.
     pub(super) fn forget_source(&mut self) {
         std::mem::forget(self.source.take());
     }
 
-    /// Returns true if a result or an event has arrived.
+    /// Returns true if a result, or an event of the pin thread, has arrived.
     #[inline]
     pub(super) fn has_arrivals(&self) -> bool {
         match &self.source {
@@ -114,8 +114,8 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Makes later sleeps also wait for the end of a worker's process. With `may_be_blind`, a process that the poll set
-    /// refuses is checked in each slice instead.
+    /// Makes later sleeps end when a worker's process ends. If the process has no descriptor to poll, it is checked
+    /// after each slice instead; with `may_be_blind`, so is a process whose descriptor cannot be added to the poll set.
     pub(super) fn watch(&mut self, worker: u32, process: &Process, token: u64, may_be_blind: bool) -> Result<()> {
         match process.end_fd() {
             Some(end) => match self.poll.add(end.as_raw_fd(), token) {
@@ -127,7 +127,7 @@ impl<B: Send + 'static> Inbox<B> {
         Ok(())
     }
 
-    /// Stops waiting for the end of a worker's process.
+    /// Makes later sleeps ignore the end of a worker's process.
     pub(super) fn unwatch(&mut self, worker: u32) -> Result<()> {
         if let Some(watched) = self.unwatched.iter().position(|unwatched| *unwatched == worker) {
             self.unwatched.swap_remove(watched);
@@ -154,13 +154,13 @@ impl<B: Send + 'static> Inbox<B> {
         Ok(true)
     }
 
-    /// Notes that a wait begins.
+    /// Prepares for a wait: forgets the tokens of the last poll.
     pub(super) fn wait_begins(&mut self) {
         self.ready.clear();
     }
 
-    /// Sleeps until something arrives, but at most for `limit`. Returns `None` if something has arrived already, or the
-    /// iterator is shut down.
+    /// Sleeps until something arrives, but at most for `limit`. Returns `None` without sleeping if something has
+    /// already arrived or the iterator is shut down.
     pub(super) fn sleep(&mut self, limit: Duration) -> Result<Option<WaitOutcome>> {
         let sleeper = self.sleeper();
         sleeper.announce();
@@ -174,7 +174,7 @@ impl<B: Send + 'static> Inbox<B> {
         outcome.map(Some)
     }
 
-    /// Returns true if something may arrive without ending a sleep.
+    /// Returns true if an arrival may fail to end a sleep, so that sleeps must be short.
     pub(super) fn is_blind(&self) -> bool {
         self.is_deaf || !self.unwatched.is_empty()
     }
@@ -186,18 +186,18 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Notes that a wait has ended.
+    /// Records that a wait ended at `now`. The wait counts as a poll for dead workers.
     pub(super) fn wait_ends(&mut self, now: Duration) {
         self.last_poll = now;
     }
 
-    /// Takes the list of tokens that the last poll returned, for [`Inbox::ended_by`]. Return the list with
+    /// Takes the tokens that the last poll returned. Pass each to [`Inbox::ended_by`], and give the list back with
     /// [`Inbox::put_ready`].
     pub(super) fn take_ready(&mut self) -> Vec<u64> {
         std::mem::take(&mut self.ready)
     }
 
-    /// Takes back the list of [`Inbox::take_ready`], for the next poll.
+    /// Takes back the list from [`Inbox::take_ready`], so that the next poll reuses its memory.
     pub(super) fn put_ready(&mut self, ready: Vec<u64>) {
         self.ready = ready;
     }
@@ -206,7 +206,7 @@ impl<B: Send + 'static> Inbox<B> {
     pub(super) fn ended_by(&mut self, token: u64) -> Result<Option<u32>> {
         if token == DOORBELL {
             if !self.bell().drain()? {
-                // Another file has taken the doorbell's number, and may always be readable.
+                // The doorbell was closed, and its number now belongs to another file, which may always be readable.
                 self.poll.remove(DOORBELL)?;
                 self.is_deaf = true;
             }
@@ -217,7 +217,7 @@ impl<B: Send + 'static> Inbox<B> {
         if process.has_exited() {
             return Ok(Some(worker));
         }
-        // The pidfd was closed, and another file has taken its number.
+        // The pidfd was closed, and its number now belongs to another file.
         self.unwatched.push(worker);
         Ok(None)
     }
@@ -229,7 +229,7 @@ impl<B: Send + 'static> Inbox<B> {
         }
     }
 
-    /// Returns the workers without a pidfd that have ended.
+    /// Returns the unwatched workers that have ended, and stops checking them.
     pub(super) fn unwatched_ends(&mut self) -> Vec<u32> {
         let ended = |worker: &mut u32| self.handle.process(*worker).is_some_and(|it| it.has_exited());
         self.unwatched.extract_if(.., ended).collect()

@@ -1,4 +1,4 @@
-//! Results, from the rings or the pin thread, and worker deaths on their way to the scheduler.
+//! Passes results, from the rings or the pin thread, and deaths of workers to the scheduler.
 
 use crossbeam_channel::TryRecvError;
 
@@ -11,8 +11,8 @@ use crate::scheduler::Event;
 use crate::wire::ResultKind;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Passes results to the scheduler and performs its actions. Stops at a tied result, because its worker may leave
-    /// after that.
+    /// Passes results to the scheduler and performs its actions. Stops at a tied result, which must be opened before
+    /// the scheduler lets its worker exit.
     #[inline]
     pub(super) fn take_in(&mut self) -> Result<()> {
         while !self.delivery.is_tied()
@@ -29,7 +29,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.effects()
     }
 
-    /// Completes a [`Step::Open`](super::Step::Open) with the opened result.
+    /// Completes a [`Step::Open`](super::Step::Open): passes the tied result, with the opened batch `ready`, to the
+    /// scheduler.
     pub fn opened(&mut self, ready: B) -> Result<()> {
         let tied = self.delivery.untie(None).ok_or_else(|| Error::usage("no result is tied"))?;
         self.times.tick();
@@ -72,7 +73,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return Ok(());
         }
         let (worker, bytes) = (WorkerId(incoming.worker), incoming.entry.load.bytes);
-        // A task that a death has bound to the worker is no longer in the queue.
+        // A task that was bound to the worker by a death is no longer in the queue.
         if self.outbox.queue().is_some() && !self.scheduler.is_oldest_of(worker, task) {
             self.outbox.answered(incoming.worker, &incoming.entry)?;
         }
@@ -94,14 +95,15 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         })
     }
 
-    /// Reports the end of a worker's process, after the results that it had published. If the worker may be replaced,
-    /// an unopened tied result and all results after it are discarded, because the next process makes them again.
+    /// Passes the remaining results of a worker whose process has ended to the scheduler, and then reports the death.
+    /// If workers may be replaced, discards an unopened tied result and all results after it, because the next process
+    /// makes them again.
     pub(super) fn ended(&mut self, worker: u32) -> Result<()> {
         if let Some(link) = self.inbox.link() {
             if link.drain.try_send(worker).is_ok() {
                 return self.handle.doorbell.ring();
             }
-            // The thread has ended; its results come first.
+            // The pin thread has ended. The results that it sent come first.
             self.take_events()?;
             return self.died(worker);
         }
@@ -111,7 +113,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             match tied {
                 tied if !is_lost => self.completed(tied.incoming, tied.ready)?,
                 Arrival { incoming, ready: None } => completions::discard(&self.handle.arena, &incoming),
-                // An interrupted attempt to open it has released its message.
+                // The interrupted attempt to open the result has already released its message.
                 Arrival { ready: Some(_), .. } => {}
             }
         }

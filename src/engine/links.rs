@@ -9,7 +9,7 @@ use crate::sync::lock;
 use crate::sys::event::EventFd;
 use crate::transport::Link;
 
-/// The current connection of each worker. Each lock is held only while a pointer is copied.
+/// The current connection of each worker. Each lock is held only while an `Arc` is copied or replaced.
 #[derive(Debug)]
 pub(super) struct Links(Box<[Mutex<Option<Arc<Link>>>]>);
 
@@ -18,7 +18,7 @@ impl Links {
         Self((0..workers).map(|_| Mutex::default()).collect())
     }
 
-    /// Opens the connection to a worker.
+    /// Starts the connection to a worker over a connected socket. Replaces the worker's earlier connection.
     pub(super) fn start(
         &self,
         arena: &Arc<Arena>,
@@ -31,15 +31,15 @@ impl Links {
         Ok(link)
     }
 
-    /// Sends a worker the entries of its ring.
+    /// Sends the entries in a worker's submission ring to the worker.
     pub(super) fn ring(&self, worker: u32) {
         if let Some(link) = self.get(worker) {
             link.pump();
         }
     }
 
-    /// Sends a task of the shared queue to a worker without tasks or, if there is none, to a worker that may take one
-    /// more.
+    /// Sends a task from the shared queue to a worker that has none or, if every worker has one, to a worker that may
+    /// take another.
     pub(super) fn ring_any(&self) {
         let mut chosen = None;
         for link in self.all() {
@@ -57,19 +57,19 @@ impl Links {
         }
     }
 
-    /// Makes all connections check the rings and flags.
+    /// Makes all connections check their rings and the stop flag.
     pub(super) fn wake(&self) {
         self.all().for_each(|link| link.wake());
     }
 
-    /// Receives the small results that have arrived from a worker.
+    /// Receives, in the calling thread, small results that have arrived from a worker.
     pub(super) fn receive_now(&self, worker: u32) {
         if let Some(link) = self.get(worker) {
             link.receive_now();
         }
     }
 
-    /// Puts the connections' threads on duty, because the consumer is about to sleep.
+    /// Makes the connections' threads receive results again. Call it before the consumer sleeps.
     pub(super) fn on_duty(&self) {
         self.all().for_each(|link| link.on_duty());
     }

@@ -1,4 +1,4 @@
-//! The workers' processes: which ones are stuck, how they ended, and how many results they published.
+//! The workers' processes: stuck ones, ended ones, and the number of results that each worker has published.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,16 +11,16 @@ use crate::shm::layout::WorkerState;
 use crate::sync::Ordering;
 use crate::sys::pidfd::ExitStatus;
 
-/// A record of a process that has died, for reports. Its slot and its status page may have been emptied since.
+/// A record of a process that has died, for reports made after its slot and status page may have been emptied.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Remains {
     pub(super) pid: i32,
     pub(super) status: Option<ExitStatus>,
-    /// The last task that it took.
+    /// The last task that the process took.
     pub(super) task: u64,
-    /// True if it had begun that task.
+    /// True if the process had begun that task.
     pub(super) has_begun: bool,
-    /// The place within that task of the sample that it was fetching, if any.
+    /// The index, within that task's index batch, of the sample that the process was fetching, if any.
     pub(super) place: Option<u64>,
     pub(super) generation: u32,
     pub(super) stalled: bool,
@@ -30,15 +30,15 @@ pub(super) struct Remains {
 #[derive(Debug)]
 pub(super) struct Liveness {
     handle: Arc<Handle>,
-    /// The checks for stuck workers to be named in the log.
+    /// Finds stuck workers, which are named in the log.
     pub(super) stalls: Stalls,
-    /// The checks for stuck workers to be killed.
+    /// Finds stuck workers that are to be killed.
     pub(super) overdue: Overdue,
     /// True if workers that die may be replaced.
     restarts: bool,
-    /// Number of each worker's results in this epoch, if `restarts`.
+    /// Number of each worker's results in this epoch. Counted only if `restarts` is true.
     answered: Box<[u64]>,
-    /// The records of the vacant workers' last processes.
+    /// The records of dead processes whose slots have not been filled again. Kept only if `restarts` is true.
     remains: BTreeMap<u32, Remains>,
 }
 
@@ -61,24 +61,24 @@ impl Liveness {
         self.restarts
     }
 
-    /// Begins another epoch.
+    /// Begins another epoch: resets the counts of results.
     pub(super) fn begin_epoch(&mut self) {
         self.answered.fill(0);
     }
 
-    /// Counts a result of this epoch.
+    /// Counts a worker's result in this epoch.
     #[inline]
     pub(super) fn count_answer(&mut self, worker: u32) {
         self.answered[worker as usize] += 1;
     }
 
-    /// Returns the number of results of this epoch that processes of a worker have published, if workers may be
+    /// Returns the number of results that a worker's processes have published in this epoch; 0 if workers are not
     /// replaced.
     pub(super) fn answers_of(&self, worker: u32) -> u64 {
         self.answered[worker as usize]
     }
 
-    /// Keeps the record of a process that has ended, if another one may take its place.
+    /// Keeps the record of a worker's process that has ended, if another one may take its place.
     pub(super) fn keep_remains(&mut self, worker: u32) {
         if self.restarts {
             let remains = self.record_of(worker);
@@ -86,7 +86,7 @@ impl Liveness {
         }
     }
 
-    /// Returns the record of a process that has ended.
+    /// Returns the record of a worker's process that has ended.
     pub(super) fn remains_of(&self, worker: u32) -> Remains {
         self.remains.get(&worker).copied().unwrap_or_else(|| self.record_of(worker))
     }
@@ -100,7 +100,7 @@ impl Liveness {
             status,
             task: page.task.load(Ordering::Relaxed),
             has_begun: page.has_begun(),
-            // After all samples have been fetched, none of them can be to blame.
+            // Once all samples have been fetched, none of them can be to blame.
             place: (page.has_begun() && page.state.load(Ordering::Relaxed) == WorkerState::Fetch as u32)
                 .then(|| page.place.load(Ordering::Relaxed).checked_sub(1))
                 .flatten(),
@@ -109,13 +109,13 @@ impl Liveness {
         }
     }
 
-    /// Forgets the results of the checks of a worker, for its next process.
+    /// Resets the checks of a worker, for its next process.
     pub(super) fn forget(&mut self, worker: u32) {
         self.stalls.forget(worker);
         self.overdue.forget(worker);
     }
 
-    /// Notes that a worker has a process again.
+    /// Drops the record of a worker's last process, because the worker has a process again.
     pub(super) fn replaced(&mut self, worker: u32) {
         self.remains.remove(&worker);
     }

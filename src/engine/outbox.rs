@@ -27,7 +27,8 @@ pub(super) struct Outbox {
     epoch: Vec<u8>,
     /// The kind of that message.
     epoch_kind: TaskKind,
-    /// For each worker, how far its ring was filled after each of the last two messages that began an epoch early.
+    /// For each worker, the fill positions of its ring after the last two messages that began an epoch early, the older
+    /// one first.
     early: Vec<[u32; 2]>,
 }
 
@@ -47,7 +48,8 @@ impl Outbox {
         }
     }
 
-    /// Makes an entry with its payload, inline or in a block. Does not wait for memory.
+    /// Returns an entry for task 0 whose payload is inline or, if it is too long, in a new block. The caller sets the
+    /// task. Does not wait for memory.
     pub(super) fn entry(&mut self, kind: TaskKind, payload: &[u8]) -> Result<TaskEntry> {
         if let Some(entry) = TaskEntry::inline(0, kind, payload) {
             return Ok(entry);
@@ -63,21 +65,21 @@ impl Outbox {
         Ok(TaskEntry::in_block(0, kind, block, len))
     }
 
-    /// Releases the payload of an entry that is not sent.
+    /// Releases the payload's block of an entry that is not sent.
     pub(super) fn release_payload(&self, entry: &TaskEntry) {
         if let Some(block) = entry.block {
             self.handle.arena.release(self.allocator.region(), block, CONSUMER);
         }
     }
 
-    /// Sends an entry to a worker.
+    /// Sends an entry to a worker through its ring, and wakes the worker.
     pub(super) fn push(&mut self, worker: u32, entry: &TaskEntry) -> Result<()> {
         let pushed = self.tasks[worker as usize].push(&entry.to_words());
         pushed.map_err(|_| Error::corrupt("a submission ring is full although it has room for all tasks"))?;
         self.handle.wake(worker)
     }
 
-    /// Queues an entry for any worker.
+    /// Puts an entry into the shared queue, and wakes a worker.
     pub(super) fn push_shared(&mut self, entry: &TaskEntry) -> Result<()> {
         match &mut self.queue {
             Some(queue) => queue.push(entry)?,
@@ -86,21 +88,21 @@ impl Outbox {
         self.handle.wake_one()
     }
 
-    /// Sends a control message.
+    /// Sends a control message to a worker.
     pub(super) fn control(&mut self, worker: u32, kind: TaskKind, payload: &[u8]) -> Result<()> {
         let entry = self.entry(kind, payload)?;
         self.push(worker, &entry)
     }
 
-    /// Prepares the message that begins another epoch, which [`Outbox::resume`] sends. `rewinds` is true if the workers
-    /// have begun a different epoch early.
+    /// Prepares the message that begins another epoch; [`Outbox::resume`] sends it. `rewinds` is true if it replaces an
+    /// epoch that began early.
     pub(super) fn begin_epoch(&mut self, first_task: u64, message: &[u8], rewinds: bool) {
         self.epoch = wire::epoch_payload(first_task, message);
         self.epoch_kind = if rewinds { TaskKind::Rewind } else { TaskKind::Resume };
     }
 
     /// Returns the entries that begin an epoch early, one for each worker. Returns `None` if a worker has not yet taken
-    /// the last but one of its early entries, because its ring could overflow. Does not wait for memory.
+    /// its last early entry but one, because its ring could overflow. Does not wait for memory.
     pub(super) fn early_entries(&mut self, first_task: u64, message: &[u8]) -> Result<Option<Vec<TaskEntry>>> {
         let mut rings = self.tasks.iter_mut().zip(&self.early);
         if rings.any(|(ring, [filled, _])| !ring.has_taken(*filled)) {
@@ -120,7 +122,7 @@ impl Outbox {
         Ok(Some(entries))
     }
 
-    /// Sends the entries that begin an epoch early.
+    /// Sends the entries that begin an epoch early, one to each worker.
     pub(super) fn push_early(&mut self, entries: &[TaskEntry]) -> Result<()> {
         for (worker, entry) in (0..).zip(entries) {
             self.push(worker, entry)?;
@@ -130,7 +132,7 @@ impl Outbox {
         Ok(())
     }
 
-    /// Sends a worker the message that begins the epoch.
+    /// Sends the message that [`Outbox::begin_epoch`] prepared to a worker.
     pub(super) fn resume(&mut self, worker: u32) -> Result<()> {
         let payload = std::mem::take(&mut self.epoch);
         let sent = self.control(worker, self.epoch_kind, &payload);
@@ -138,7 +140,8 @@ impl Outbox {
         sent
     }
 
-    /// Withdraws a task of an abandoned epoch from the shared queue. Returns false if a worker has taken it.
+    /// Withdraws a task of an abandoned epoch from the shared queue, and releases its payload. Returns false if a
+    /// worker has already taken the task.
     pub(super) fn withdraw(&mut self, task: TaskId) -> Result<bool> {
         let Some(words) = self.queue.as_mut().and_then(|queue| queue.withdraw(task)) else {
             return Ok(false);
@@ -147,7 +150,8 @@ impl Outbox {
         Ok(true)
     }
 
-    /// Empties the rings, the status page and the return stack of a worker whose process has ended.
+    /// Empties the rings, the status page and the return stack of a worker whose process has ended, and releases the
+    /// payloads of tasks that it had not taken.
     pub(super) fn reset_worker(&self, worker: u32) -> Result<()> {
         let withdrawn = |entry| {
             if let Ok(entry) = TaskEntry::from_words(&entry) {
@@ -162,12 +166,13 @@ impl Outbox {
         self.queue.as_ref()
     }
 
-    /// Notes an answer to a task of the shared queue; see [`SharedQueue::answered`].
+    /// Records an answer to a task of the shared queue; see [`SharedQueue::answered`]. Does nothing without a shared
+    /// queue.
     pub(super) fn answered(&mut self, worker: u32, entry: &ResultEntry) -> Result<()> {
         self.queue.as_mut().map_or(Ok(()), |queue| queue.answered(worker, entry))
     }
 
-    /// Returns the tasks of the shared queue that a worker held when it ended.
+    /// Removes and returns the tasks of the shared queue that a worker held when it died.
     pub(super) fn lost_with(&mut self, worker: u32) -> Vec<TaskId> {
         let Some(queue) = &mut self.queue else { return Vec::new() };
         std::iter::from_fn(|| queue.lost_with(worker)).collect()

@@ -1,5 +1,5 @@
-//! The main process's status page in the arena's header, for `rustloader top`. The thread in `next` writes it with
-//! plain stores.
+//! The main process's status page in the arena's header, which `rustloader top` reads. The thread with exclusive access
+//! writes it with relaxed stores.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +30,7 @@ pub(super) fn close(arena: &Arena) {
     arena.header().main.state.store(MainState::Unused as u32, Ordering::Relaxed);
 }
 
-/// The page, and the counters that it shows.
+/// The status page, and the counters that it shows.
 #[derive(Debug)]
 pub(super) struct Page {
     arena: Arc<Arena>,
@@ -49,13 +49,13 @@ impl Page {
         self.has_ended = true;
     }
 
-    /// Returns the page; `None` once another iterator may use the arena, and in a forked child.
+    /// Returns the page. Returns `None` once another iterator may use the arena, and in a forked child.
     #[inline]
     fn page(&self) -> Option<&MainPage> {
         (!self.has_ended && self.arena.is_ours()).then(|| &self.arena.header().main)
     }
 
-    /// Shows a state that begins at `since`.
+    /// Shows a state that began at `since`.
     #[inline]
     pub(super) fn show(&self, state: MainState, since: Duration) {
         if let Some(page) = self.page() {
@@ -66,7 +66,7 @@ impl Page {
         }
     }
 
-    /// Shows that a `next` begins, and the time of the training step before it.
+    /// Shows that a `next` begins, and the total time of training steps.
     #[inline]
     pub(super) fn show_next(&self, now: Duration) {
         if let Some(page) = self.page() {
@@ -76,7 +76,7 @@ impl Page {
         self.show(MainState::Next, now);
     }
 
-    /// Shows that a wait has ended, and the times of waits.
+    /// Shows that a wait has ended, and the total times of waits.
     #[inline]
     pub(super) fn show_wait_ends(&self) {
         if let Some(page) = self.page() {
@@ -87,7 +87,7 @@ impl Page {
         }
     }
 
-    /// Shows the counters at the end of a `next`, and the next state.
+    /// Shows the counters and the new state at the end of a `next`.
     #[inline]
     pub(super) fn show_counts(&self, state: MainState, now: Duration) {
         if let Some(page) = self.page() {
@@ -96,7 +96,7 @@ impl Page {
         self.show(state, now);
     }
 
-    /// Shows that an epoch begins with this task.
+    /// Shows that an epoch begins with the task `first_task`.
     pub(super) fn show_epoch(&self, first_task: u64) {
         if let Some(page) = self.page() {
             page.epoch_task.store(first_task, Ordering::Relaxed);
@@ -105,7 +105,7 @@ impl Page {
         }
     }
 
-    /// Shows that an option applies from now on.
+    /// Adds an option, such as [`PINNING`](crate::shm::layout::PINNING), to those that the page shows.
     pub(super) fn show_option(&self, option: u32) {
         if let Some(page) = self.page() {
             page.options.store(page.options.load(Ordering::Relaxed) | option, Ordering::Relaxed);

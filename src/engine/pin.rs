@@ -1,16 +1,16 @@
-//! The pin thread, which takes finished batches from the rings, prepares them ([`Prepare`]) and sends them to `next`.
+//! The pin thread, which takes results from the rings, prepares their batches ([`Prepare`]) and sends them to `next`.
 //!
 //! ```text
 //! worker --ring, doorbell--> pin thread --channel, pickup bell--> next()
 //!                            pin thread <--channel, doorbell----- next(): "drain worker w, it has ended"
 //! ```
-//! The thread owns the consumer's ends of the rings ([`Completions`]). Batches in the channel are outstanding for the
-//! scheduler, so the channel holds at most `max_tasks` batches, as many snapshots, and a few other events.
+//! The thread owns the consumer's ends of the rings ([`Completions`]). To the scheduler, batches in the channel are
+//! still outstanding, so the channel holds at most `max_tasks` batches, as many snapshots, and a few other events.
 //! [`PinEvent::Drained`] comes through the same channel, so a worker's death is reported after all results that the
 //! worker had published.
 //!
-//! A fork may copy a lock of the channel or of [`PinControl`] while the thread holds it. A child takes none of them:
-//! the engine forgets the link, and callers check [`Handle::is_ours`] first.
+//! A fork may copy a lock of the channel or of [`PinControl`] while the thread holds it. A child takes none of these
+//! locks: the engine forgets the [`PinLink`], and callers check [`Handle::is_ours`] first.
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -33,22 +33,22 @@ use crate::wire::ResultKind;
 
 /// Prepares batches on the pin thread.
 pub trait Prepare: Send + 'static {
-    /// A prepared batch, or the error of this batch.
+    /// A prepared batch, or the error with which its preparation failed.
     type Ready: Send + 'static;
 
-    /// Prepares a batch. An error ends the thread.
+    /// Prepares a batch. An `Err` ends the thread; the string is the reason.
     fn prepare(&mut self, arena: &Arc<Arena>, incoming: &Incoming) -> std::result::Result<Self::Ready, String>;
 
-    /// Returns true for the error in a batch's place.
+    /// Returns true for an error in place of a batch.
     fn is_error(ready: &Self::Ready) -> bool;
 }
 
-/// An event that the thread sends.
+/// An event that the thread sends to `next`.
 #[derive(Debug)]
 pub enum PinEvent<B> {
-    /// A result, with the prepared batch if it is one.
+    /// A result, with the prepared batch if the result is a batch.
     Result(Incoming, Option<B>),
-    /// The ring of a dead worker is empty.
+    /// The ring of this dead worker has been drained.
     Drained(u32),
     /// Shared memory is damaged.
     Broken(Error),
@@ -56,7 +56,7 @@ pub enum PinEvent<B> {
     Gone(String),
 }
 
-/// The engine's side of the channel.
+/// The engine's ends of the channels to and from the thread.
 #[derive(Debug)]
 pub struct PinLink<B> {
     /// The thread's events.
@@ -67,7 +67,7 @@ pub struct PinLink<B> {
     pub control: Arc<PinControl>,
 }
 
-/// The thread's side.
+/// The state of the thread, including its ends of the channels.
 pub struct Body<P: Prepare> {
     prepare: P,
     completions: Completions,
@@ -76,13 +76,13 @@ pub struct Body<P: Prepare> {
     control: Arc<PinControl>,
     events: Sender<PinEvent<P::Ready>>,
     drain: Receiver<u32>,
-    /// Workers that died before a tied result was opened. That result and all their later ones are discarded. `None` if
-    /// workers are not replaced.
+    /// Workers that died before one of their tied results was opened. That result and all later ones of the same
+    /// process are discarded. `None` if workers are not replaced.
     lost: Option<BTreeSet<u32>>,
 }
 
-/// Starts a thread that runs `around`, which calls [`Body::run`]. Fails with [`Error::Os`] if the system refuses a
-/// thread or a descriptor.
+/// Starts a thread that runs `around`; `around` calls [`Body::run`] and returns its result. `results` is the number of
+/// results for which the channel has room. Fails with [`Error::Os`] if the system refuses a thread or a descriptor.
 pub fn start<P: Prepare>(
     prepare: P,
     handle: &Arc<Handle>,
@@ -94,7 +94,8 @@ pub fn start<P: Prepare>(
     let control = handle.new_pin_control()?;
     let arena = handle.arena.clone();
     let workers = arena.geometry().workers as usize;
-    // The channel also has room for the other events: exhausted, resumed and drained workers, and the last event.
+    // The channel also needs room for other events: those of exhausted, resumed and drained workers, and the last
+    // event.
     let (events, received) = bounded(results + 4 * workers + 4);
     let (drain, to_drain) = bounded(workers);
     let (last_events, last_control, last_handle) = (events.clone(), control.clone(), handle.clone());
@@ -122,7 +123,7 @@ pub fn start<P: Prepare>(
         if let Some(cause) = cause {
             send_event(&last_events, PinEvent::Gone(cause), &last_control, &last_handle);
         }
-        // These own descriptors and mappings, which must be released before `join` returns.
+        // These values own descriptors and mappings, which must be released before `join` returns.
         drop((last_events, last_control, last_handle));
         end.end();
     };
@@ -134,7 +135,7 @@ pub fn start<P: Prepare>(
     Ok(PinLink { events: received, drain, control })
 }
 
-/// Sends an event and wakes `next`. Returns the event if the iterator ends.
+/// Sends an event and wakes `next`. Returns the event if the iterator ends before the channel has room.
 fn send_event<B>(
     to: &Sender<PinEvent<B>>,
     mut event: PinEvent<B>,
@@ -152,7 +153,7 @@ fn send_event<B>(
         }
     }
     if control.sleeper.must_ring() {
-        // If its descriptor was closed, `next` checks again after its slice.
+        // If the bell's descriptor was closed, `next` sees the event after its current slice.
         let _ = control.pickup.ring();
     }
     None
@@ -169,7 +170,8 @@ impl<P: Prepare> Body<P> {
         &self.prepare
     }
 
-    /// Runs until the thread is stopped or the iterator is shut down. The error is the reason why the thread ends.
+    /// Runs until the thread is stopped, the iterator is shut down, or damage has been reported. An `Err` says why the
+    /// thread ends early.
     pub fn run(mut self) -> std::result::Result<(), String> {
         let mut poll = sys::poll::PollSet::new();
         let doorbell = std::os::fd::AsRawFd::as_raw_fd(&self.handle.doorbell.as_fd());
@@ -195,10 +197,11 @@ impl<P: Prepare> Body<P> {
         }
     }
 
-    /// Sends all results of the rings. The outer error ends the thread; the inner one reports damage.
+    /// Prepares and sends all results from the rings. The outer error says why the thread must end; the inner error
+    /// reports damage in shared memory.
     fn take_in(&mut self) -> std::result::Result<Result<()>, String> {
         loop {
-            // Serve requests to drain first: the ring of a dead worker holds everything that it published.
+            // Serve requests to drain first. Nothing more can arrive in the ring of a dead worker.
             if let Ok(worker) = self.drain.try_recv() {
                 loop {
                     match self.completions.pop(worker) {
@@ -245,8 +248,8 @@ impl<P: Prepare> Body<P> {
         Ok(())
     }
 
-    /// Returns true if a result must be discarded, because its worker may be replaced and died before this result, or
-    /// an earlier tied one, was opened. Waits up to `limit` for the end of a worker that may be about to end.
+    /// Returns true if a result must be discarded because its worker, which may be replaced, died before this result or
+    /// an earlier tied one was opened. For a tied result, waits up to `limit` for the worker to end.
     fn is_lost(&mut self, incoming: &Incoming, limit: Duration) -> bool {
         let (worker, is_tied) = (incoming.worker, incoming.entry.kind == ResultKind::Tied);
         let Some(lost) = &mut self.lost else { return false };
@@ -256,7 +259,7 @@ impl<P: Prepare> Body<P> {
         lost.contains(&worker)
     }
 
-    /// Sleeps on the doorbell for at most one slice.
+    /// Sleeps until the doorbell rings, but at most for one slice.
     fn sleep(&mut self, poll: &mut sys::poll::PollSet) -> std::result::Result<(), String> {
         let limit = if poll.is_empty() { BLIND_SLICE } else { WAIT_SLICE };
         let mut ready = Vec::new();
@@ -267,7 +270,7 @@ impl<P: Prepare> Body<P> {
         sleeper.awake();
         let drained = outcome.and_then(|()| match ready.is_empty() || self.handle.doorbell.drain()? {
             true => Ok(()),
-            // Another file has taken the doorbell's number, and may always be readable.
+            // The doorbell was closed, and its number now belongs to another file, which may always be readable.
             false => poll.remove(DOORBELL),
         });
         drained.map_err(|error| format!("it cannot wait for the workers: {error}"))

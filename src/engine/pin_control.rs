@@ -1,4 +1,4 @@
-//! Control of the pin thread, from any thread.
+//! Control of the pin thread from other threads.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -17,13 +17,14 @@ pub struct PinControl {
     stop: AtomicBool,
     end: Arc<ThreadEnd>,
     thread: OnceLock<ThreadId>,
-    /// Rung after an event is sent, if `next` sleeps.
+    /// The bell that the pin thread rings after it has sent an event, if `next` sleeps.
     pub pickup: sys::event::EventFd,
-    /// The flag that `next` sets while it sleeps.
+    /// The flag by which `next` announces that it sleeps.
     pub sleeper: Sleeper,
 }
 
-/// The signal that the thread has ended. It is a separate object, so that the thread can drop everything else first.
+/// The signal that the thread has ended. It is a separate object, so that the thread can drop everything else before it
+/// signals its end.
 #[derive(Debug, Default)]
 pub(super) struct ThreadEnd {
     ended: Mutex<bool>,
@@ -38,7 +39,7 @@ impl ThreadEnd {
 }
 
 impl PinControl {
-    /// Creates the control of a thread that is not started yet.
+    /// Creates the control of a thread that has not been started yet.
     pub fn new() -> Result<Self> {
         Ok(Self {
             stop: AtomicBool::new(false),
@@ -49,40 +50,41 @@ impl PinControl {
         })
     }
 
-    /// Asks the thread to end. The caller rings the doorbell afterwards.
+    /// Asks the thread to end. The caller must ring the doorbell afterwards.
     pub fn stop(&self) {
         // SYNC: pin-stop (pairs with the Acquire in `is_stopping`).
         self.stop.store(true, Ordering::Release);
     }
 
-    /// Returns true once [`PinControl::stop`] was called.
+    /// Returns true once [`PinControl::stop`] has been called.
     pub(super) fn is_stopping(&self) -> bool {
         // SYNC: pin-stop (pairs with the Release in `stop`).
         self.stop.load(Ordering::Acquire)
     }
 
-    /// Notes that the calling thread is the pin thread.
+    /// Records that the calling thread is the pin thread.
     pub(super) fn begin(&self) {
         let _ = self.thread.set(thread::current().id());
     }
 
-    /// Returns the object with which the thread signals its end.
+    /// Returns the object through which the thread signals its end.
     pub(super) fn thread_end(&self) -> Arc<ThreadEnd> {
         self.end.clone()
     }
 
-    /// Returns true until the thread has ended.
+    /// Returns true until the thread has signalled its end.
     pub fn is_alive(&self) -> bool {
         !*lock(&self.end.ended)
     }
 
-    /// Returns true if the caller is the pin thread. It cannot join itself if the garbage collector ends the iterator
-    /// there.
+    /// Returns true if the caller is the pin thread. The garbage collector may end the iterator on the pin thread,
+    /// which cannot join itself.
     pub fn is_current(&self) -> bool {
         self.thread.get() == Some(&thread::current().id())
     }
 
-    /// Waits for the thread's end, but at most for `limit` and for one slice. Returns true if the thread has ended.
+    /// Waits until the thread has ended, but at most for `limit` and at most one [`WAIT_SLICE`]. Returns true if it has
+    /// ended.
     pub fn join(&self, limit: Duration) -> bool {
         let ended = lock(&self.end.ended);
         let waited = self.end.has_ended.wait_timeout_while(ended, limit.min(WAIT_SLICE), |ended| !*ended);

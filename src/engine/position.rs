@@ -1,8 +1,8 @@
-//! The position of an epoch: which tasks have been delivered, now and a few answers ago.
+//! The position in an epoch: which tasks have been delivered, now and a few answers ago.
 //!
 //! An *answer* is a batch that the engine has returned to the caller of `next`, or the error in its place.
-//! [`Positions`] keeps the last few answers, so that it can also return earlier positions. Ordinals count the tasks of
-//! the epoch from 0.
+//! [`Positions`] keeps the last few answers, so that it can also return earlier positions. The tasks of the epoch are
+//! identified by their ordinals, which count from 0.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -11,11 +11,12 @@ use crate::config::{BACK_ANSWERS, BACK_BATCHES};
 /// A position in an epoch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Position {
-    /// All tasks with smaller ordinals are delivered, or were left out at the end of a worker's iterable dataset.
+    /// The low-water mark: all tasks with smaller ordinals have been delivered, or were left out because a worker's
+    /// iterable dataset had ended.
     pub low: u64,
-    /// The delivered tasks from `low` on, in ascending order. Empty if batches are delivered in order.
+    /// The ordinals of the delivered tasks from `low` on, in ascending order. Empty if batches are delivered in order.
     pub ahead: Vec<u64>,
-    /// Number of answers of each worker.
+    /// Number of answers from each worker.
     pub per_worker: Vec<u64>,
     /// The worker of the last answer.
     pub last_worker: Option<u32>,
@@ -32,11 +33,11 @@ struct Answer {
 #[derive(Debug)]
 pub struct Positions {
     low: u64,
-    /// Delivered tasks from `low` on.
+    /// The ordinals of the delivered tasks from `low` on.
     ahead: BTreeSet<u64>,
-    /// Tasks that no worker will answer. A task is kept until no position before it can be requested.
+    /// The ordinals of tasks that no worker will answer. Each is kept until no position before it can be requested.
     left_out: BTreeSet<u64>,
-    /// The last answers, which an earlier position can leave out.
+    /// The last answers, which an earlier position may not include.
     recent: VecDeque<Answer>,
     /// Number of batches in `recent`.
     batches: usize,
@@ -44,7 +45,7 @@ pub struct Positions {
     settled: Vec<u64>,
     /// The worker of the last answer before `recent`.
     settled_last: Option<u32>,
-    /// Number of all answers.
+    /// Total number of answers.
     answers: u64,
 }
 
@@ -63,12 +64,12 @@ impl Positions {
         }
     }
 
-    /// Begins another epoch.
+    /// Begins another epoch: forgets all answers.
     pub fn begin_epoch(&mut self) {
         *self = Self::new(self.settled.len());
     }
 
-    /// Notes that a task's batch, or the error in its place, has been returned.
+    /// Records that a task's batch, or an error in its place, has been returned.
     #[inline]
     pub fn answered(&mut self, ordinal: u64, worker: u32, is_batch: bool) {
         self.answers += 1;
@@ -83,7 +84,7 @@ impl Positions {
         }
     }
 
-    /// Notes that the last answer is an error: its batch could not be read.
+    /// Turns the last answer into an error, because its batch could not be read.
     pub fn failed(&mut self) {
         if let Some(last) = self.recent.back_mut()
             && std::mem::take(&mut last.is_batch)
@@ -92,7 +93,7 @@ impl Positions {
         }
     }
 
-    /// Notes that no worker will answer a task.
+    /// Records that no worker will answer a task.
     pub fn left_out(&mut self, ordinal: u64) {
         self.left_out.insert(ordinal);
         self.advance();
@@ -108,8 +109,8 @@ impl Positions {
         }
     }
 
-    /// Forgets answers that every position includes: only the last answer and the [`BACK_BATCHES`] batches before it
-    /// can be left out.
+    /// Forgets answers that every position includes. A position can leave out only the last answer and the
+    /// [`BACK_BATCHES`] batches before it.
     #[inline]
     fn settle(&mut self) {
         while self.recent.len() > 1
@@ -127,13 +128,14 @@ impl Positions {
         }
     }
 
-    /// Returns the number of a worker's answers that every position includes from now on.
+    /// Returns the number of a worker's answers that every position from now on includes.
     pub fn settled(&self, worker: u32) -> u64 {
         self.settled[worker as usize]
     }
 
-    /// Returns the position after `answers` answers, which are all or all but one, without the last `back` batches and
-    /// the errors after each of these. The error says why there is none.
+    /// Returns the position after the first `answers` answers of the epoch, moved back by `back` batches and by the
+    /// errors that follow the earliest of these. `answers` must be the number of all answers, or one less. The error
+    /// says why there is no such position.
     pub fn at(&self, answers: u64, back: usize) -> Result<Position, String> {
         let missing = self.answers.checked_sub(answers).filter(|missing| *missing <= 1);
         let Some(missing) = missing else {
@@ -156,7 +158,8 @@ impl Positions {
         })
     }
 
-    /// Returns the number of recent answers that remain without the last `missing` and then the last `back` batches.
+    /// Returns the number of recent answers that remain after removing the last `missing` answers, and then the last
+    /// `back` batches with the errors after them.
     fn kept(&self, missing: usize, back: usize) -> Result<usize, String> {
         if back > BACK_BATCHES {
             return Err(format!("a position is at most {BACK_BATCHES} batches back, not {back}"));
@@ -176,8 +179,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the record after answers by the workers in round-robin order: a batch for each `true`, an error for each
-    /// `false`.
+    /// Returns the record after the workers have answered in round-robin order, with a batch for each `true` and an
+    /// error for each `false`.
     fn in_order(workers: u32, batches: &[bool]) -> Positions {
         let mut positions = Positions::new(workers as usize);
         for (ordinal, is_batch) in (0..).zip(batches) {
@@ -217,7 +220,7 @@ mod tests {
         let positions = in_order(2, &[true, false, true, false, false]);
         assert_eq!(positions.at(5, 0), position(5, &[], &[3, 2], Some(0)));
         assert_eq!(positions.at(4, 0), position(4, &[], &[2, 2], Some(1)));
-        // The position before the last batch, which leaves out the errors after it, too.
+        // The position before the last batch also leaves out the errors after that batch.
         assert_eq!(positions.at(5, 1), position(2, &[], &[1, 1], Some(1)));
         assert_eq!(positions.at(5, 2), position(0, &[], &[0, 0], None));
         assert_eq!(positions.at(5, 3), Err("2 batches of this epoch can be taken back, not 3".into()));
@@ -297,7 +300,7 @@ mod tests {
 
     #[derive(Clone, Copy, Debug)]
     enum Op {
-        /// One of the outstanding tasks is answered, by a worker, with a batch or an error.
+        /// A worker answers one of the outstanding tasks with a batch (true) or an error (false).
         Answer(usize, u32, bool),
         LeftOut(usize),
         Failed,
@@ -315,7 +318,7 @@ mod tests {
         proptest::collection::vec(op, 0..80)
     }
 
-    /// Computes the position after `answers`, which begin with the first of the epoch.
+    /// Computes the position after `answers`, which are all answers since the start of the epoch.
     fn counted(answers: &[Answer], left_out: &BTreeSet<u64>) -> Position {
         let delivered: BTreeSet<u64> = answers.iter().map(|answer| answer.ordinal).collect();
         let low = (0..).find(|ordinal| !delivered.contains(ordinal) && !left_out.contains(ordinal)).unwrap();

@@ -1,5 +1,5 @@
-//! A worker's process: exit status and signals. For a worker on another machine, its connection takes the place of the
-//! process.
+//! A worker's process: its end, exit status and signals. For a worker on another machine, the connection stands in for
+//! the process.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -13,19 +13,19 @@ use crate::transport::Link;
 /// A worker's process.
 #[derive(Debug)]
 pub struct Process {
-    /// Process id.
+    /// The process ID; for a worker on another machine, the ID there.
     pub pid: i32,
-    /// `None` if the system refuses pidfds.
+    /// The pidfd. `None` if the system refuses pidfds, if the process was gone, or for a worker on another machine.
     pub pidfd: Option<sys::pidfd::PidFd>,
-    /// Start time in /proc, which distinguishes processes that reuse a pid; 0 if unreadable.
+    /// The start time in /proc, which distinguishes processes that reuse a pid; 0 if unreadable.
     start_time: u64,
-    /// The monotonic time of its registration.
+    /// The monotonic time at which the process was registered.
     pub started: Duration,
-    /// True if it was reaped before it could be opened, so that its pid may be reused.
+    /// True if the process had already been reaped when it was registered, so that its pid may be reused.
     was_gone: bool,
-    /// True if it descends from this process. Only descendants are signalled.
+    /// True if the worker is a descendant of the main process. Only descendants are signalled.
     pub(super) descends: bool,
-    /// The connection to a worker on another machine, where `pid` is a process of that machine.
+    /// The connection to the worker, if it is on another machine.
     pub link: Option<Arc<Link>>,
 }
 
@@ -41,14 +41,14 @@ impl Process {
         Self { pid, pidfd, start_time, started, was_gone, descends, link: None }
     }
 
-    /// Creates the record of a worker's process on another machine.
+    /// Creates the record of a worker's process on another machine, which is connected through `link`.
     pub(super) fn remote(pid: i32, link: Arc<Link>) -> Self {
         let started = sys::clock::monotonic();
         let link = Some(link);
         Self { pid, pidfd: None, start_time: 0, started, was_gone: false, descends: false, link }
     }
 
-    /// Returns a descriptor that is readable once the process has ended.
+    /// Returns a descriptor that becomes readable when the process ends, if there is one.
     pub(super) fn end_fd(&self) -> Option<BorrowedFd<'_>> {
         match &self.link {
             Some(link) => Some(link.end_fd()),
@@ -62,7 +62,8 @@ impl Process {
             return link.has_ended();
         }
         match &self.pidfd {
-            // Another file may have taken the pidfd's number, and be readable like the pidfd of an ended process.
+            // If the pidfd was closed, its number may now belong to a file that is readable, as the pidfd of an ended
+            // process is.
             Some(pidfd) if !pidfd.is_intact() => self.has_exited_by_number(),
             Some(pidfd) => pidfd.has_exited().unwrap_or_else(|_| self.has_exited_by_number()),
             None => self.was_gone || self.has_exited_by_number(),
@@ -85,7 +86,7 @@ impl Process {
     pub(super) fn signal(&self, signal: i32) {
         if let Some(link) = &self.link {
             link.kill();
-            // The process may be stopped, or its machine gone.
+            // The process may be stopped, or its machine may be gone, so do not wait for an orderly end.
             if signal == libc::SIGKILL {
                 link.cut("the main process has killed the worker");
             }
@@ -95,7 +96,7 @@ impl Process {
             return;
         }
         let sent = self.pidfd.as_ref().is_some_and(|pidfd| pidfd.send_signal(signal).is_ok());
-        // Use the pid only if it certainly is the worker's: the start time matches, or the process is a child.
+        // Use the pid only if it certainly still is the worker's, because the start time matches or it is a child's.
         let same =
             || self.start_time != 0 && sys::pidfd::start_time(self.pid).is_ok_and(|time| time == self.start_time);
         if !sent && (same() || sys::pidfd::is_child(self.pid)) {
@@ -119,7 +120,7 @@ mod tests {
         let process = Process::open(child.id() as i32);
         assert!(process.has_exited() && process.was_gone);
         assert_eq!(process.status(), None);
-        // The pid has been reused by another process.
+        // Simulate that another process has reused the pid.
         let process = Process { pid: std::process::id() as i32, ..process };
         assert!(process.has_exited());
         process.signal(libc::SIGKILL);
@@ -127,7 +128,7 @@ mod tests {
 
     #[test]
     fn this_process_and_strangers_are_not_signalled() {
-        // Signal 0 would show nothing; SIGKILL would end the test.
+        // Use SIGKILL, because a delivered signal 0 would go unnoticed, and SIGKILL would end the test.
         Process::open(std::process::id() as i32).signal(libc::SIGKILL);
         let parent = std::os::unix::process::parent_id() as i32;
         for pid in [0, -1, i32::MIN, 1, parent, i32::MAX] {
@@ -137,7 +138,7 @@ mod tests {
 
     #[test]
     fn a_grandchild_is_signalled_as_long_as_its_parent_is_a_child() {
-        // Like a fork server and its worker.
+        // The shell and its child are like a fork server and its worker.
         let mut shell = Command::new("sh")
             .args(["-c", "sleep 100 >&- & echo $!; exec >&-; wait"])
             .stdout(Stdio::piped())
@@ -160,7 +161,7 @@ mod tests {
 
     #[test]
     fn without_pidfd_and_start_time_only_a_child_is_signalled() {
-        // The shell's child is not a child of this process, and becomes init's.
+        // The shell's child is not a child of this process. After the shell exits, init adopts it.
         let mut shell =
             Command::new("sh").args(["-c", "sleep 100 >&- & echo $!"]).stdout(Stdio::piped()).spawn().unwrap();
         let mut number = String::new();

@@ -1,9 +1,10 @@
 //! The engine's side of the shared queue, which knows which worker holds each task.
 //!
-//! The workers sleep on one futex. A task wakes one of them. A control message, which travels in a worker's own ring,
-//! wakes all of them, and so does the end of the iterator. A worker that is killed while it sleeps stays counted as a
-//! sleeper, which costs needless wakes. One that is killed after its wake-up does not strand a task: its death wakes
-//! the others, and each of them polls once per [`IDLE_SLICE`](crate::config::IDLE_SLICE).
+//! The workers sleep on one futex. A new task wakes one of them. A control message, which travels in the ring of a
+//! single worker, wakes all of them, and so does the end of the iterator. If a worker is killed while it sleeps, it
+//! stays counted as a sleeper, which only costs needless wake-ups. If a worker is killed after it was woken for a task,
+//! the task is not stranded: the death wakes the other workers, and each of them also polls once per
+//! [`IDLE_SLICE`](crate::config::IDLE_SLICE).
 
 use std::sync::Arc;
 
@@ -24,7 +25,7 @@ impl SharedQueue {
         arena.queue().map(|queue| Self(Submitter::new(queue)))
     }
 
-    /// Queues a task. The caller wakes a worker.
+    /// Puts a task into the queue. The caller must wake a worker afterwards.
     pub(super) fn push(&mut self, entry: &TaskEntry) -> Result<()> {
         match self.0.push(&entry.to_words()) {
             Ok(position) if position == entry.task => Ok(()),
@@ -35,7 +36,7 @@ impl SharedQueue {
         }
     }
 
-    /// Notes an answer. Fails with [`Error::Corrupt`] unless the worker held the task that the answer names.
+    /// Records a worker's answer. Fails with [`Error::Corrupt`] unless the worker held the task that the answer names.
     pub(super) fn answered(&mut self, worker: u32, entry: &ResultEntry) -> Result<()> {
         if entry.kind == ResultKind::Resumed || self.0.answered(entry.task, worker) {
             return Ok(());
@@ -59,14 +60,14 @@ impl SharedQueue {
         self.0.oldest_waiting().map(TaskId)
     }
 
-    /// Returns the oldest task that a worker held when it ended. After the call the worker no longer holds it.
+    /// Removes the oldest task that a dead worker still holds, and returns it.
     pub(super) fn lost_with(&mut self, worker: u32) -> Option<TaskId> {
         let held = self.0.held_by(worker)?;
         self.0.answered(held, worker);
         Some(TaskId(held))
     }
 
-    /// Withdraws a task, unless a worker has taken it.
+    /// Withdraws a task and returns its entry. Returns `None` if a worker has taken the task.
     pub(super) fn withdraw(&mut self, task: TaskId) -> Option<Entry> {
         self.0.withdraw(task.0)
     }

@@ -15,9 +15,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.restarts()
     }
 
-    /// Empties a vacant worker's slot for its next process; see [`Engine::started`]. The results that the last process
-    /// published count, the leases on its blocks stay valid, and the blocks of tasks that the process did not take are
-    /// released. The call may be repeated until `started`, after a process that used the slot in the meantime has
+    /// Empties a vacant worker's slot for its next process, which [`Engine::started`] registers. Results that the last
+    /// process published stay valid, and so do the leases on its blocks. The payloads of tasks that it did not take are
+    /// released. The call may be repeated before `started`, once a process that used the slot in the meantime has
     /// ended.
     ///
     /// Errors: [`Error::Usage`] if the worker is not vacant.
@@ -36,8 +36,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// Returns true if the tied result could not be opened because its worker is ending and may be replaced. The next
-    /// process then makes the result again. Call it before [`Engine::opened`] if the attempt to open the result failed.
+    /// Returns true if the tied result could not be opened because its worker, which may be replaced, is ending. The
+    /// result is then dropped, the death reported, and the next process makes the result again. Call this if an attempt
+    /// to open the result failed, before [`Engine::opened`].
     pub fn lost_tied(&mut self) -> Result<bool> {
         let worker = self.delivery.tied_worker().filter(|_| self.liveness.restarts());
         let Some(worker) = worker.filter(|worker| self.handle.exits_within(*worker, TIED_EXIT)) else {
@@ -49,7 +50,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(true)
     }
 
-    /// Makes [`Step::Vacant`](super::Step::Vacant) name a vacant worker again after this time.
+    /// Postpones the replacement of a vacant worker: [`Step::Vacant`](super::Step::Vacant) names it again after `time`.
     pub fn postpone(&mut self, worker: u32, time: Duration) -> Result<()> {
         self.times.tick();
         let until = self.times.now().saturating_add(time);
@@ -62,7 +63,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.effects()
     }
 
-    /// Notes that a vacant worker has a process again.
+    /// Records that a vacant worker has a process again.
     pub(super) fn replaced(&mut self, worker: u32) -> Result<()> {
         self.event(Event::WorkerReplaced(WorkerId(worker)))?;
         self.liveness.replaced(worker);
@@ -71,7 +72,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.sticky(result)
     }
 
-    /// Returns the tag of the task to send again; see [`Step::Resend`](super::Step::Resend).
+    /// Returns the tag of the task that [`Step::Resend`](super::Step::Resend) asks to send again.
     pub fn unsent(&self) -> Option<&T> {
         self.scheduler.unsent().map(|(_, _, tag)| tag)
     }
@@ -125,7 +126,7 @@ mod tests {
         engine.inbox.put_ready(stale);
         engine.handle_ready().unwrap();
         assert!(!engine.inbox.is_blind() && engine.handle.alive() == 1);
-        // The end of the second process is still seen.
+        // The end of the second process is still detected.
         kill(&mut second);
         assert_eq!(engine.inbox.sleep(Duration::from_secs(20)).unwrap(), Some(WaitOutcome::Ready));
         engine.handle_ready().unwrap();

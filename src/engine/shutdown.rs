@@ -10,19 +10,19 @@ use crate::shm::arena::Arena;
 use crate::shm::pool;
 use crate::sync::Ordering;
 
-/// The treatment of an arena after its iterator has ended.
+/// The action to take on an arena after its iterator has ended.
 #[derive(Debug)]
 pub enum Ending {
-    /// Do nothing: the arena has been dealt with.
+    /// Do nothing, because the arena has already been dealt with, or belongs to the parent process.
     Nothing,
-    /// Put it into the pool: the next iterator may use it.
+    /// Put the arena into the pool for later iterators.
     Pool(Arc<Arena>),
-    /// Release its pages: it must not be used again.
+    /// Release the arena's pages. It must not be used again.
     Retire(Arc<Arena>),
 }
 
 impl Ending {
-    /// Puts the arena into the pool or releases its pages. Call it without the GIL.
+    /// Puts the arena into the pool or releases its pages. Call it without the GIL, because it may be slow.
     pub fn carry_out(self) {
         match self {
             Self::Nothing => {}
@@ -33,8 +33,8 @@ impl Ending {
 }
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Ends the engine after its workers have ended, and discards undelivered results. [`Ending::carry_out`] does the
-    /// remaining, slow work.
+    /// Ends the engine and discards undelivered results. Call it after the workers have ended. Then call
+    /// [`Ending::carry_out`], which does the remaining, slow work.
     pub fn finish(&mut self) -> Ending {
         if std::mem::replace(&mut self.finished, true) || !self.handle.is_ours() {
             return Ending::Nothing;
@@ -49,7 +49,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if let Some(Arrival { incoming, ready: None }) = self.delivery.untie(None) {
             completions::discard(&arena, &incoming);
         }
-        // The thread owns the consumer's ends of the rings while it runs.
+        // While the pin thread runs, it owns the consumer's ends of the rings.
         if self.handle.pinning().is_some_and(pin::PinControl::is_alive) {
             return Ending::Retire(arena);
         }
@@ -60,7 +60,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 }
             }
         }
-        // A pin thread has dropped its ends of the rings.
+        // If there was a pin thread, it has dropped its ends of the rings, so new ones can be made.
         let mut rings = Completions::new(&arena);
         for worker in 0..arena.geometry().workers {
             loop {
@@ -87,7 +87,7 @@ impl<T, B: Send + 'static, E> Drop for Engine<T, B, E> {
         self.handle.stop_pinning();
         if !self.finished {
             self.handle.answers().drop_snapshots();
-            // Like `Handle::stop_workers`: asks the workers to leave.
+            // Ask the workers to exit, as `Handle::stop_workers` does.
             self.handle.arena.header().stop.0.store(1, Ordering::Relaxed);
             page::close(&self.handle.arena);
             self.arena().retire();

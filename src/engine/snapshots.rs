@@ -1,4 +1,4 @@
-//! The workers' snapshots of this epoch that a position may need.
+//! The workers' snapshots in this epoch that a position may need.
 
 use std::collections::VecDeque;
 
@@ -10,22 +10,22 @@ pub struct Snapshots<M> {
 
 #[derive(Debug)]
 struct WorkerSnapshots<M> {
-    /// Each snapshot with the number of the worker's answers before it, in ascending order.
+    /// Each snapshot with the number of the worker's answers before it, in ascending order of that number.
     kept: VecDeque<(u64, M)>,
-    /// True once the worker has begun this epoch. Snapshots that it sent before belong to the last epoch.
+    /// True once the worker has begun this epoch. Snapshots that arrive before that belong to the last epoch.
     is_in_epoch: bool,
     /// True once the first snapshot of this epoch has arrived.
     has_started: bool,
 }
 
 impl<M> Snapshots<M> {
-    /// Creates the record of the first epoch, without snapshots.
+    /// Creates the record of the first epoch, which has no snapshots yet.
     pub fn new(workers: usize) -> Self {
         let worker = || WorkerSnapshots { kept: VecDeque::new(), is_in_epoch: true, has_started: false };
         Self { workers: (0..workers).map(|_| worker()).collect() }
     }
 
-    /// Begins another epoch of persistent workers.
+    /// Begins another epoch of persistent workers: drops all snapshots.
     pub fn begin_epoch(&mut self) {
         for worker in &mut self.workers {
             worker.kept.clear();
@@ -33,13 +33,14 @@ impl<M> Snapshots<M> {
         }
     }
 
-    /// Notes that a worker has begun the epoch.
+    /// Records that a worker has begun the epoch.
     pub fn resumed(&mut self, worker: u32) {
         self.workers[worker as usize].is_in_epoch = true;
     }
 
     /// Keeps a snapshot that a worker made after `count` answers, and drops those that no position needs any more. All
-    /// positions include at least `settled` answers of this worker. `None` stands for a snapshot that was left out.
+    /// positions include at least `settled` answers from this worker. `None` is a snapshot that the worker left out,
+    /// because there was no memory for it.
     pub fn keep(&mut self, worker: u32, count: u64, snapshot: Option<M>, settled: u64) {
         let WorkerSnapshots { kept, is_in_epoch, has_started } = &mut self.workers[worker as usize];
         if !*is_in_epoch {
@@ -47,8 +48,7 @@ impl<M> Snapshots<M> {
         }
         *has_started = true;
         let Some(snapshot) = snapshot else { return };
-        // Of two snapshots after the same answer, the later one says more: that the dataset has ended, or that there
-        // was an error.
+        // Of two snapshots after the same answer, the later one contains more: the end of the dataset, or an error.
         while kept.back().is_some_and(|(before, _)| *before >= count) {
             kept.pop_back();
         }
@@ -63,7 +63,8 @@ impl<M> Snapshots<M> {
         self.workers[worker as usize].has_started
     }
 
-    /// Returns the newest snapshot that a worker made after at most `answers` answers, and that number.
+    /// Returns the newest snapshot that a worker made after at most `answers` answers, with the number of answers
+    /// before it.
     pub fn at(&self, worker: u32, answers: u64) -> Option<(u64, &M)> {
         let kept = &self.workers.get(worker as usize)?.kept;
         let (count, snapshot) = kept.iter().rfind(|(count, _)| *count <= answers)?;
@@ -170,7 +171,7 @@ mod tests {
                     let actual = snapshots.at(0, answers);
                     prop_assert_eq!(actual, expected.map(|(count, snapshot)| (*count, snapshot)));
                 }
-                // At most one is older than the settled answers, and each is kept or dropped.
+                // At most one kept snapshot precedes the settled answers, and each snapshot is either kept or dropped.
                 let kept = all.iter().filter(|(_, snapshot)| Rc::strong_count(snapshot) == 2);
                 let kept: Vec<u64> = kept.map(|(count, _)| *count).collect();
                 prop_assert_eq!(kept.len(), snapshots.workers[0].kept.len());

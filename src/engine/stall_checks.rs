@@ -10,17 +10,18 @@ use crate::id::WorkerId;
 use crate::trace::Kind;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Sets the limits of the phases (`None` means never stuck), and the [`Stall::patience`].
+    /// Sets the limits of the two [`Phase`](super::stalls::report::Phase)s, and the [`Stall::patience`]. `None` as a
+    /// limit means that a worker is never stuck in that phase.
     pub fn set_stall_limits(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
         self.liveness.stalls.set_limits(limits, patience);
     }
 
-    /// Sets the time in one batch after which a worker counts as stuck and is to be killed; `None` means never.
+    /// Sets the time on one batch after which a worker counts as stuck and is to be killed. `None` means never.
     pub fn set_stall_timeout(&mut self, limit: Option<Duration>) {
         self.liveness.overdue.set_limit(limit);
     }
 
-    /// Returns a stuck worker that has not been reported yet. Call it after each [`Engine::after_wait`] until it
+    /// Returns a stuck worker that has not been reported yet. After each [`Engine::after_wait`], call it until it
     /// returns `None`.
     pub fn stalled(&mut self) -> Option<Stall> {
         let stall = self.find_stalled()?;
@@ -33,7 +34,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         if let Some(stall) = self.overdue(now) {
             return Some(stall);
         }
-        // The event that has arrived may be the worker's result.
+        // If something has arrived, it may be the result of a worker that seems stuck.
         if !self.liveness.stalls.is_check_due(now) || self.inbox.has_arrivals() {
             return None;
         }
@@ -48,7 +49,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         stall
     }
 
-    /// Returns a worker that has exceeded the limit of [`Engine::set_stall_timeout`], once for each batch.
+    /// Returns a worker that has exceeded the limit of [`Engine::set_stall_timeout`]. Reports each worker once per
+    /// batch.
     pub(super) fn overdue(&mut self, now: Duration) -> Option<Stall> {
         if !self.liveness.overdue.is_check_due(now) {
             return None;
@@ -67,7 +69,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         None
     }
 
-    /// Reads a worker's status page. Returns `None` if nothing waits for the worker.
+    /// Reads a worker's status page. Returns `None` if neither a task nor a message waits for an answer from the
+    /// worker.
     fn observation_of(&self, worker: u32) -> Option<Observation> {
         let oldest = self.oldest_task_of(worker).map(|(task, _)| task);
         if oldest.is_none() && !self.scheduler.is_waited_for(WorkerId(worker)) {
@@ -76,8 +79,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Some(Observation::of(&self.handle.arena, worker, self.handle.process(worker)?, oldest))
     }
 
-    /// Kills a worker that has exceeded the limit, unless it has continued or ended in the meantime. Only a worker that
-    /// descends from this process is killed.
+    /// Kills a worker that has exceeded the limit, unless it has continued or ended in the meantime. A local worker is
+    /// killed only if it descends from this process.
     pub fn kill(&mut self, stall: &Stall) -> Killed {
         let observed = self.observation_of(stall.worker);
         self.liveness.overdue.kill(stall.worker, observed)

@@ -6,19 +6,19 @@ use crate::sync::Ordering;
 /// A snapshot of a worker's status page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status {
-    /// A `WorkerState`.
+    /// The number of a [`WorkerState`].
     pub state: u32,
-    /// The process id; 0 before the start.
+    /// The process ID; 0 before the start.
     pub pid: u32,
     /// The current task, or the last one.
     pub task: u64,
-    /// Tasks answered so far.
+    /// Number of tasks answered so far.
     pub tasks_done: u64,
-    /// A [`Terminated`].
+    /// The number of a [`Terminated`].
     pub terminated: u32,
-    /// Nanoseconds in the state.
+    /// Nanoseconds that the worker has been in its current state.
     pub in_state_ns: u64,
-    /// Nanoseconds in each earlier state, by the state's number.
+    /// Nanoseconds spent in each state before the current one was entered, indexed by the state's number.
     pub spent_ns: [u64; WorkerState::COUNT],
 }
 

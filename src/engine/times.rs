@@ -1,4 +1,4 @@
-//! The engine's clock, the times of `next`, and the status page that shows them.
+//! The engine's clock, and the records of the times that it measures: statistics, the status page and the trace.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,13 +14,13 @@ use crate::trace::{Kind, MAIN, Source};
 /// The engine's clock, and the places where its times are recorded.
 #[derive(Debug)]
 pub(super) struct Times {
-    /// The time of the last clock read, one per step.
+    /// The time of the last clock read. The clock is read once per step.
     now: Duration,
     watch: Watch,
     page: Page,
     meter: Arc<Meter>,
     trace: Arc<Source>,
-    /// The task that this `next` delivers, plus one.
+    /// The task that this `next` delivers, plus one; 0 if it has not delivered one.
     delivered: u64,
 }
 
@@ -42,7 +42,7 @@ impl Times {
         self.now = sys::clock::monotonic();
     }
 
-    /// Reads the clock, unless the engine has just done so.
+    /// Reads the clock, unless the start of this `next` or the end of a wait has just done so.
     #[inline]
     pub(super) fn tick_if_stale(&mut self) {
         if !self.watch.take_fresh() {
@@ -92,7 +92,7 @@ impl Times {
         self.page.show_counts(state, self.now);
     }
 
-    /// Notes that a wait begins at `start`. `blocked` is true if later results are ready.
+    /// Records that a wait begins at `start`. `blocked` is true if later results are ready.
     pub(super) fn wait_begins(&mut self, start: Duration, blocked: bool) {
         self.watch.wait_begins(start, blocked);
         if let Some(state) = self.watch.waiting() {
@@ -100,7 +100,7 @@ impl Times {
         }
     }
 
-    /// Notes that the wait has ended.
+    /// Records that the wait has ended.
     pub(super) fn wait_ends(&mut self) {
         self.tick();
         let began = self.watch.wait_ends(self.now, &self.meter);
@@ -110,23 +110,23 @@ impl Times {
         }
     }
 
-    /// Notes that the current `next` delivers a task.
+    /// Records that the current `next` delivers a task.
     #[inline]
     pub(super) fn delivers(&mut self, task: u64) {
         self.delivered = task + 1;
     }
 
-    /// Shows that an epoch of persistent workers begins with this task.
+    /// Shows on the status page that an epoch of persistent workers begins with the task `first_task`.
     pub(super) fn show_epoch(&self, first_task: u64) {
         self.page.show_epoch(first_task);
     }
 
-    /// Shows that an option applies from now on.
+    /// Shows an option on the status page from now on.
     pub(super) fn show_option(&self, option: u32) {
         self.page.show_option(option);
     }
 
-    /// Notes that the iterator has ended: nothing is shown any more.
+    /// Stops writing to the status page, because the iterator has ended.
     pub(super) fn end(&mut self) {
         self.page.end();
     }

@@ -1,4 +1,4 @@
-//! Results of the engine's calls.
+//! Types that the engine's methods return.
 
 use std::time::Duration;
 
@@ -6,10 +6,10 @@ use super::completions::Incoming;
 use crate::scheduler::Death;
 use crate::sys::pidfd::ExitStatus;
 
-/// The next step of a call of `next`.
+/// The next step that a call of `next` must take.
 #[derive(Debug)]
 pub enum Step<T, B = (), E = ()> {
-    /// Return a batch, or raise the error in its place.
+    /// Return a batch, or raise an error in its place.
     Deliver {
         /// The task's tag.
         tag: T,
@@ -18,31 +18,34 @@ pub enum Step<T, B = (), E = ()> {
         /// The batch, if it has been prepared already.
         ready: Option<B>,
     },
-    /// Decode a result again: a signal handler has interrupted its decoding.
+    /// Decode a delivered result again, because a signal handler interrupted its decoding.
     Unread(B),
     /// Raise an error of the sampler.
     Raise(E),
-    /// Open a [`Tied`](crate::wire::ResultKind::Tied) result, and call [`Engine::opened`](super::Engine::opened), or if
-    /// interrupted [`Delivery::open_interrupted`](super::delivery::Delivery::open_interrupted).
+    /// Open a [`Tied`](crate::wire::ResultKind::Tied) result. Then call [`Engine::opened`](super::Engine::opened) or,
+    /// if a signal handler interrupted the attempt,
+    /// [`Delivery::open_interrupted`](super::delivery::Delivery::open_interrupted).
     Open {
         /// The result.
         incoming: Incoming,
-        /// The state of an interrupted attempt. The message in shared memory is gone then.
+        /// The state of an interrupted attempt, after which the message is no longer in shared memory.
         ready: Option<B>,
     },
-    /// Submit one more index batch, or report [`Engine::sampler_ended`](super::Engine::sampler_ended), and ask again.
+    /// Take one index batch from the sampler and submit it, or call
+    /// [`Engine::sampler_ended`](super::Engine::sampler_ended); then ask for the next step.
     Submit,
-    /// Ask whether to replace a worker whose process has died; see [`Engine::report`](super::Engine::report).
+    /// Decide whether to replace a worker whose process has died; [`Engine::report`](super::Engine::report) returns the
+    /// details.
     Vacant(Death),
-    /// Send a task of a replaced worker again: [`Engine::resend`](super::Engine::resend).
+    /// Send a task of a replaced worker again with [`Engine::resend`](super::Engine::resend).
     Resend,
-    /// Raise the death of a worker; see [`Engine::report`](super::Engine::report).
+    /// Raise an error for the death of a worker; [`Engine::report`](super::Engine::report) returns the details.
     Dead(Death),
     /// The epoch is over.
     End,
-    /// The timeout has expired; nothing is lost.
+    /// The timeout has expired. No batch is lost, and `next` may be called again.
     TimedOut,
-    /// Wait for an event, at most until this time.
+    /// Wait for an event, but at most until this time, if any.
     Wait(Option<Duration>),
     /// The iterator is shut down.
     Closed,
@@ -55,37 +58,39 @@ pub enum Step<T, B = (), E = ()> {
 pub struct DeathReport<'a, T> {
     /// The worker.
     pub worker: u32,
-    /// Its process id.
+    /// The ID of the process that died.
     pub pid: i32,
-    /// Its exit status, if known.
+    /// The exit status of the process, if known.
     pub status: Option<ExitStatus>,
-    /// The tag of the task that it was processing, or otherwise of its first unanswered task of this epoch.
+    /// The tag of the task that the worker was processing. If it was processing none, that of its oldest unanswered
+    /// task.
     pub index: Option<&'a T>,
-    /// The ordinal of that task.
+    /// The ordinal of that task; `None` if there is no such task, or if it belongs to an earlier epoch.
     pub task: Option<u64>,
-    /// Number of results of this epoch, including errors, that processes of this worker have published.
+    /// Number of results, including errors, that this worker's processes have published in this epoch. Counted only if
+    /// workers may be replaced.
     pub answers: u64,
-    /// True if it had begun that task. Its start, and batches that it replays before the task, do not count.
+    /// True if the process had begun that task. Its start, and batches that it replays before the task, do not count.
     pub has_begun: bool,
-    /// The place of the sample that it was fetching within its index batch, if known.
+    /// The index, within its index batch, of the sample that the process was fetching, if known.
     pub place: Option<u64>,
     /// Number of earlier processes in the worker's slot.
     pub generation: u32,
-    /// True if it was killed because it was stuck.
+    /// True if the process was killed because it was stuck.
     pub stalled: bool,
     /// Number of the epoch's first task.
     pub first_task: u64,
 }
 
-/// Progress of an epoch.
+/// The progress of an epoch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// Number of tasks sent.
     pub sent: u64,
-    /// Number of tasks without a result.
+    /// Number of this epoch's tasks that a worker will still answer.
     pub outstanding: usize,
-    /// Number of undelivered tasks of each worker.
+    /// Number of each worker's undelivered tasks; with a window, number of its unanswered tasks.
     pub loads: Vec<usize>,
-    /// The undelivered tasks in order, each with its ordinal and, if known, its worker.
+    /// The undelivered tasks in the order of dispatch: the ordinal of each and, if known, its worker.
     pub undelivered: Vec<(u64, Option<u32>)>,
 }

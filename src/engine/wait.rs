@@ -1,4 +1,4 @@
-//! Waiting for the doorbell and the workers' pidfds, with a deadline.
+//! Waits for the doorbell and the workers' pidfds, with a deadline.
 
 use std::time::Duration;
 
@@ -11,22 +11,22 @@ use crate::sys;
 use crate::sys::poll::WaitOutcome;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Ends a wait without an answer. The next call waits with the full timeout.
+    /// Ends a `next` without an answer. If it was waiting, the timeout starts again in the next call.
     pub fn interrupted(&mut self) {
         if self.delivery.stops_waiting() {
-            // Cannot fail.
+            // This event cannot fail.
             let _ = self.event(Event::WaitEnded);
         }
     }
 
-    /// Waits for a result, death, signal or shutdown, but at most until `deadline` and for one slice.
+    /// Waits for a result, death, signal or shutdown, but at most until `deadline` and at most one [`WAIT_SLICE`].
     pub fn wait(&mut self, deadline: Option<Duration>) -> Result<()> {
         if self.arrives_soon() { Ok(()) } else { self.sleep(deadline) }
     }
 
-    /// Begins a wait by yielding the processor for a moment. Returns true if something has arrived; otherwise continue
-    /// with [`Engine::sleep`]. Call it with the GIL: if another Python thread is busy, a thread that releases the GIL
-    /// waits 5 ms to get it back.
+    /// Begins a wait by yielding the processor for up to [`YIELD_FOR`]. Returns true if something has arrived;
+    /// otherwise the caller continues the wait with [`Engine::sleep`]. Call it without releasing the GIL: if another
+    /// Python thread is busy, a thread that has released the GIL waits 5 ms to get it back.
     pub fn arrives_soon(&mut self) -> bool {
         self.inbox.wait_begins();
         let start = sys::clock::monotonic();
@@ -43,7 +43,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Receives the results that have arrived from the next worker, if it is on another machine.
+    /// If the worker whose result is delivered next is on another machine, receives results that have arrived from it.
     fn receive_now(&self) {
         if self.inbox.has_rings()
             && let Some(worker) = self.scheduler.next_worker()
@@ -52,7 +52,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Continues a wait that [`Engine::arrives_soon`] has begun. Call it without the GIL.
+    /// Continues a wait that began with [`Engine::arrives_soon`]. Call it without the GIL.
     pub fn sleep(&mut self, deadline: Option<Duration>) -> Result<()> {
         let start = sys::clock::monotonic();
         self.handle.on_duty();
@@ -64,7 +64,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(())
     }
 
-    /// Drains the doorbell and reports dead workers after a wait. Check signals first, because Ctrl-C ends workers too.
+    /// Ends a wait: drains the doorbell and reports dead workers. Check for signals before this call: Ctrl-C also ends
+    /// workers, and must be raised before their deaths.
     pub fn after_wait(&mut self) -> Result<()> {
         self.times.wait_ends();
         self.inbox.wait_ends(self.times.now());

@@ -1,4 +1,5 @@
-//! Times of `next`, for statistics. They cost one more clock read per batch, and a second one if `next` works for long.
+//! Times of `next`, for statistics. Measuring them costs one additional clock read per batch, and a second one in a
+//! `next` that follows a long one.
 
 use std::time::Duration;
 
@@ -10,11 +11,11 @@ use crate::shm::layout::MainState;
 pub(super) struct Watch {
     /// Start of the current or last `next`.
     entered: Duration,
-    /// End of the last `next` of this epoch; zero before the first, and between epochs.
+    /// End of the last `next` of this epoch; zero before the end of the first one, and between epochs.
     left: Duration,
-    /// True during a `next`: waits at the start of an epoch are not counted.
+    /// True during a `next`. Waits outside of it, at the start of an epoch, are not counted.
     in_next: bool,
-    /// True if the engine has just read its clock.
+    /// True if the engine has just read its clock, so that the next clock read may be skipped.
     fresh: bool,
     /// True until the first `next` of this epoch has ended.
     is_first: bool,
@@ -24,22 +25,22 @@ pub(super) struct Watch {
     wait_began: Duration,
     /// True if later results were ready when the wait began.
     blocked: bool,
-    /// Time that this `next` has waited.
+    /// Time for which this `next` has waited.
     waited: Duration,
     /// The part of that time that counts as [`Count::Blocked`].
     blocked_for: Duration,
-    /// True if the last `next` worked for long.
+    /// True if the work in the last `next`, without its waits, took longer than [`LONG_NEXT`].
     was_long: bool,
 }
 
 impl Watch {
-    /// Returns true if the engine may skip the next clock read, and false until the following one.
+    /// Returns true if the engine may skip the next clock read. Clears the flag.
     #[inline]
     pub(super) fn take_fresh(&mut self) -> bool {
         std::mem::take(&mut self.fresh)
     }
 
-    /// Returns the state of a `next` that waits; `None` outside of `next`.
+    /// Returns the main process's state during a wait in `next`. Returns `None` outside of `next`.
     pub(super) fn waiting(&self) -> Option<MainState> {
         self.in_next.then_some(if self.is_first { MainState::First } else { MainState::Waiting })
     }
@@ -48,7 +49,7 @@ impl Watch {
         (self.wait_began, self.blocked) = (now, blocked);
     }
 
-    /// Notes that the wait ends. Returns the time at which it began.
+    /// Records that the wait ends. Returns the time at which it began.
     pub(super) fn wait_ends(&mut self, now: Duration, meter: &Meter) -> Duration {
         let time = now - self.wait_began;
         self.waited += time;
@@ -67,18 +68,20 @@ impl Watch {
         self.wait_began
     }
 
-    /// Notes that an epoch begins.
+    /// Records that an epoch begins.
     pub(super) fn epoch_begins(&mut self, meter: &Meter) {
         meter.add(Count::Epochs, 1);
         (self.left, self.is_first, self.is_over) = (Duration::ZERO, true, false);
     }
 
-    /// Notes that the current `next` ends the epoch: the time until the next epoch is not a training step.
+    /// Records that the current `next` ends the epoch, so that the time until the next epoch is not counted as a
+    /// training step.
     pub(super) fn epoch_ends(&mut self) {
         self.is_over = true;
     }
 
-    /// Notes that a `next` begins. Returns the time at which the last `next` of the epoch ended.
+    /// Records that a `next` begins. Returns the time at which the last `next` of this epoch ended, or `None` for the
+    /// first `next`.
     #[inline]
     pub(super) fn next_begins(&mut self, now: Duration, meter: &Meter) -> Option<Duration> {
         (self.fresh, self.in_next) = (true, true);
@@ -89,19 +92,19 @@ impl Watch {
         Some(left)
     }
 
-    /// Returns true if the last `next` worked for long, so that draws are to be measured.
+    /// Returns true if the work in the last `next` took long, so that draws in this one are to be measured.
     #[inline]
     pub(super) fn was_long(&self) -> bool {
         self.was_long
     }
 
-    /// Returns the time that this `next` has waited while later batches were ready.
+    /// Returns the time for which this `next` has waited while later batches were ready.
     #[inline]
     pub(super) fn blocked_for(&self) -> Duration {
         self.blocked_for
     }
 
-    /// Notes that a `next` ends, with an answer or an error. Returns the time at which it began, and the new state of
+    /// Records that a `next` ends, with an answer or an error. Returns the time at which it began, and the new state of
     /// the main process.
     #[inline]
     pub(super) fn next_ends(&mut self, now: Duration, meter: &Meter) -> (Duration, MainState) {

@@ -1,4 +1,4 @@
-//! Arrays that are sent as tensors.
+//! Arrays that are delivered as tensors.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -8,21 +8,21 @@ use super::view::LeafView;
 use crate::tree::Kind;
 use crate::tree::layout::Dims;
 
-/// An array in a batch that is delivered as the tensor that `torch.as_tensor` would make of it. No such tensor exists
-/// in the worker, because it would hide the array, and with it other references to the memory.
+/// An array in a batch that is delivered as the tensor that `torch.as_tensor` would return for it. The worker does not
+/// create that tensor, because it would hide the array and so any other references to the memory.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct ArrayTensor {
-    /// The array itself: like the tensor, this object decides how long it lives.
+    /// The array. This object keeps it alive, as the tensor would.
     array: Py<PyAny>,
 }
 
 impl ArrayTensor {
-    /// Wraps an array. [`Bridge::view_as_tensor`] returns the memory of its tensor.
+    /// Wraps an array. [`Bridge::view_as_tensor`] returns the view of its memory as a tensor.
     pub fn new(array: &Bound<'_, PyAny>) -> Self {
         Self { array: array.clone().unbind() }
     }
 
-    /// Returns a further reference to the array.
+    /// Returns a new reference to the array.
     pub fn array<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
         self.array.bind(py).clone()
     }
@@ -36,8 +36,8 @@ impl ArrayTensor {
 }
 
 impl Bridge {
-    /// Returns the memory of a plain array as that of the tensor that `torch.as_tensor` would make of it. Also returns
-    /// `None` where torch would warn or fail.
+    /// Returns a view of a plain array's memory as the tensor that `torch.as_tensor` would return for it. Returns
+    /// `None` if the array is not plain, or if torch would warn or fail.
     pub fn view_as_tensor(&self, array: &Bound<'_, PyAny>) -> Option<LeafView> {
         let py = array.py();
         let view = self.array_view(array)?;
@@ -45,7 +45,8 @@ impl Bridge {
         if view.dtype.torch_name().is_none() || !flags.getattr(intern!(py, "writeable")).ok()?.is_truthy().ok()? {
             return None;
         }
-        // torch keeps the array's strides. An export has different ones where a dimension has one element.
+        // torch keeps the array's strides. In a buffer export, the stride of a dimension of size 1 may differ from
+        // them.
         let strides: Vec<i64> = array.getattr(intern!(py, "strides")).ok()?.extract().ok()?;
         let item = view.dtype.itemsize() as i64;
         let fits = strides.iter().all(|&stride| stride >= 0 && stride % item == 0);

@@ -12,21 +12,22 @@ use super::tensor::bridge::Bridge;
 use super::view::Form;
 
 /// Leased memory that exports a writable buffer: an out-of-band buffer of a pickle, or the base of a NumPy array. The
-/// lease lives as long as the object: NumPy keeps the object, but holds no export of it.
+/// object keeps the lease as long as it lives, even without an export, because NumPy keeps only a reference to the
+/// object.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct LeaseBuffer {
     shared: SharedLease,
 }
 
-/// A lease that the buffer and its storages share.
+/// A share in a lease. The buffer and its storages have one each.
 struct SharedLease {
-    /// Keeps the memory alive. The lock only makes the lease `Sync`.
+    /// Keeps the memory alive. The mutex is never locked; it only makes the lease `Sync`.
     _lease: Arc<Mutex<dyn Memory>>,
     memory: *mut u8,
     len: usize,
 }
 
-// SAFETY: `memory` belongs to the lease, which is `Send` and protected by a lock.
+// SAFETY: `memory` belongs to the lease, which is `Send` and inside a mutex.
 unsafe impl Send for SharedLease {}
 // SAFETY: as above; the shared pointer never changes.
 unsafe impl Sync for SharedLease {}
@@ -62,13 +63,13 @@ impl LeaseBuffer {
     }
 
     /// # Safety
-    /// Called by Python with a structure to fill.
+    /// `view` must be null or point to a structure to fill. Python calls this.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         if view.is_null() {
             return Err(PyBufferError::new_err("no buffer structure was given"));
         }
         let SharedLease { memory, len, .. } = slf.get().shared;
-        // SAFETY: the structure is Python's; the memory stays while `slf`, which the export holds, lives.
+        // SAFETY: the structure is Python's; the memory stays as long as `slf` lives, and the export keeps `slf` alive.
         match unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.cast(), len as isize, 0, flags) } {
             0 => Ok(()),
             _ => Err(PyErr::fetch(slf.py())),

@@ -1,4 +1,4 @@
-//! Fast paths of `default_collate`. `None` leaves a batch to torch.
+//! Fast paths for `default_collate`. Where a function returns `None`, torch must collate the batch.
 
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -12,15 +12,16 @@ use crate::copy::copy;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::is_contiguous;
 
-/// Stacks a list or tuple of plain tensors of one dtype and shape as `torch.stack` does: a contiguous tensor of shape
-/// `(len(batch), *shape)`. From [`INLINE_LIMIT`] bytes on, its memory comes from `alloc`, if that returns a lease.
+/// Stacks a list or tuple of plain tensors of the same dtype and shape as `torch.stack` does, into a contiguous tensor
+/// of shape `(len(batch), *shape)`. If the result has at least [`INLINE_LIMIT`] bytes, its memory comes from `alloc`,
+/// unless that returns `None`. Returns `None` for any other batch.
 pub fn stack<M: Memory>(
     py: Python<'_>,
     bridge: &Bridge,
     batch: &Bound<'_, PyAny>,
     alloc: &mut dyn FnMut(usize) -> PyResult<Option<M>>,
 ) -> PyResult<Option<Py<PyAny>>> {
-    // Owned items: other threads may change the list while the GIL is released.
+    // Own references to the items, because other threads may change the list while the GIL is released.
     let Some(items) = items(batch) else { return Ok(None) };
     let Some(first) = items.first().and_then(|item| bridge.view(item)) else { return Ok(None) };
     if !items.iter().all(|item| bridge.is_tensor(item)) || bridge.has_modes(py)? {
@@ -29,20 +30,21 @@ pub fn stack<M: Memory>(
     let Some(plan) = StackPlan::new(items.len(), &first.shape, first.dtype) else { return Ok(None) };
     let StackPlan { each, total, .. } = plan;
     let _reading = reading(py);
-    // For a small batch torch is faster than reading every item.
+    // For a small batch, calling torch is faster than reading every item.
     let sources = (total >= STREAM_FROM).then(|| sources(bridge, &items, &first));
     if matches!(sources, Some(None)) {
         return Ok(None);
     }
     let (ptr, tensor) = tensor_for(py, bridge, &plan, alloc)?;
     match sources.flatten() {
-        // After an error torch's own function runs again, and raises the error with its own text.
+        // After an error, torch collates the batch again, and raises its own error.
         None => Ok(bridge.stack_into(batch, &tensor).ok()),
         Some(sources) => {
             let to = ptr as usize;
             py.detach(move || {
                 for (i, from) in sources.into_iter().enumerate() {
-                    // SAFETY: each source is a live contiguous tensor of `each` bytes; the target has room for all.
+                    // SAFETY: each source is a live contiguous tensor of `each` bytes; the target has room for all of
+                    // them.
                     unsafe { copy(from as *const u8, (to + i * each) as *mut u8, each, true) };
                 }
             });
@@ -51,8 +53,8 @@ pub fn stack<M: Memory>(
     }
 }
 
-/// Creates a tensor for a plan. Returns the address of its first byte, and the tensor. From [`INLINE_LIMIT`] bytes on,
-/// its memory comes from `alloc`, if that returns a lease.
+/// Creates an uninitialized tensor for a plan. Returns the address of its first byte, and the tensor. If the tensor has
+/// at least [`INLINE_LIMIT`] bytes, its memory comes from `alloc`, unless that returns `None`.
 pub fn tensor_for<M: Memory>(
     py: Python<'_>,
     bridge: &Bridge,
@@ -70,7 +72,8 @@ pub fn tensor_for<M: Memory>(
     }
 }
 
-/// Returns the addresses of the items, if all are contiguous and have the form of the first one.
+/// Returns the addresses of the items' data. Returns `None` unless all items are contiguous and have the dtype and
+/// shape of the first one.
 fn sources(bridge: &Bridge, items: &[Bound<'_, PyAny>], first: &TensorView<'_>) -> Option<Vec<usize>> {
     let source = |item| {
         let view = bridge.view(item)?;
@@ -80,7 +83,8 @@ fn sources(bridge: &Bridge, items: &[Bound<'_, PyAny>], first: &TensorView<'_>) 
     items.iter().map(source).collect()
 }
 
-/// Makes a tensor of a list or tuple of exact floats (float64) or exact ints (int64), as `torch.tensor` does.
+/// Makes a tensor from a list or tuple of exact floats (as float64) or exact ints (as int64), like `torch.tensor`.
+/// Returns `None` for any other batch.
 pub fn numbers(py: Python<'_>, bridge: &Bridge, batch: &Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
     let Some(items) = items(batch) else { return Ok(None) };
     let Some(first) = items.first() else { return Ok(None) };
@@ -95,7 +99,7 @@ pub fn numbers(py: Python<'_>, bridge: &Bridge, batch: &Bound<'_, PyAny>) -> PyR
             return Ok(None);
         }
         if floats {
-            // SAFETY: an exact float; reading it cannot fail.
+            // SAFETY: the item is an exact float, so reading it cannot fail.
             let value = unsafe { ffi::PyFloat_AsDouble(item.as_ptr()) };
             bytes.extend_from_slice(&value.to_ne_bytes());
         } else {
@@ -111,14 +115,15 @@ pub fn numbers(py: Python<'_>, bridge: &Bridge, batch: &Bound<'_, PyAny>) -> PyR
     bridge.tensor_copied(py, &bytes, form).map(Some)
 }
 
-/// Returns the value of an exact int; `None` for other objects, and if it does not fit.
+/// Returns the value of an exact int. Returns `None` for any other object, and for a value that does not fit into 64
+/// bits.
 #[inline]
 pub fn exact_int(item: &Bound<'_, PyAny>) -> Option<i64> {
     if item.get_type_ptr() != &raw mut ffi::PyLong_Type {
         return None;
     }
     let mut overflow = 0;
-    // SAFETY: an exact int; `overflow` reports one out of range.
+    // SAFETY: the item is an exact int; `overflow` reports a value out of range.
     let value = unsafe { ffi::PyLong_AsLongLongAndOverflow(item.as_ptr(), &mut overflow) };
     (overflow == 0).then_some(value)
 }

@@ -1,4 +1,4 @@
-//! Python objects on threads without the GIL.
+//! Python objects that are owned by threads without the GIL.
 
 use pyo3::prelude::*;
 
@@ -7,8 +7,9 @@ use crate::sys::fork;
 
 /// A Python object that a thread without the GIL may drop.
 ///
-/// PyO3 would queue the drop under a lock, which a fork may copy while it is held. So this drop takes the GIL instead.
-/// In a forked child the object leaks: freeing pinned memory takes the allocator's locks, which have the same problem.
+/// Without the GIL, PyO3 queues a drop under a lock, and a fork may copy that lock while it is held. So the drop of
+/// this type takes the GIL instead. In a forked child the object leaks, because freeing pinned memory takes locks of
+/// its allocator, which have the same problem.
 #[derive(Debug)]
 pub struct DetachedObject {
     object: Option<Py<PyAny>>,
@@ -38,7 +39,7 @@ impl Drop for DetachedObject {
     }
 }
 
-/// Runs `body` with the GIL. The error is that of `body`, or says that the interpreter is shutting down.
+/// Runs `body` with the GIL. Fails with the error of `body`, or without running it if the interpreter is shutting down.
 pub fn attached<R>(body: impl FnOnce(Python<'_>) -> Result<R, String>) -> Result<R, String> {
     Python::try_attach(body).unwrap_or_else(|| Err("the interpreter is shutting down".to_owned()))
 }

@@ -1,4 +1,4 @@
-//! The core's errors as Python exceptions.
+//! Conversion of the core's errors to Python exceptions.
 
 use pyo3::PyErr;
 use pyo3::exceptions::{PyMemoryError, PyOSError, PyOverflowError, PyRuntimeError, PyValueError};

@@ -1,11 +1,12 @@
-//! Calls from Rust into Python on threads that may be in the call when the interpreter exits: a daemon thread in
-//! `next`, the pin thread.
+//! Calls from Rust into Python on threads that may still be in such a call when the interpreter exits: a daemon thread
+//! in `next`, or the pin thread.
 //!
-//! Python (up to 3.13) ends a thread that wants the GIL back during the exit with `pthread_exit`. That unwinds the
-//! stack, and in Rust's frames it aborts the process. Such a thread is parked here instead, as Python 3.14 does.
+//! If a thread tries to take the GIL back while the interpreter exits, Python (up to 3.13) ends the thread with
+//! `pthread_exit`. This unwinds the stack, and aborts the process when it reaches Rust's frames. The functions here
+//! park such a thread instead, as Python 3.14 does.
 //!
-//! PyO3 parks threads that return from [`Python::detach`] or call [`Python::attach`] (`HangThread` in pyo3-ffi), but
-//! not in calls that release the GIL inside Python, such as a sampler that sleeps.
+//! PyO3 parks threads that return from [`Python::detach`] or call [`Python::attach`] (`HangThread` in pyo3-ffi). It
+//! does not park threads in calls that release the GIL inside Python, such as a call of a sampler that sleeps.
 
 use std::hint::black_box;
 use std::mem::{forget, transmute};
@@ -26,24 +27,26 @@ type UnwindingNext = unsafe extern "C-unwind" fn(Object) -> Object;
 type Release = unsafe extern "C" fn(Object);
 type UnwindingRelease = unsafe extern "C-unwind" fn(Object);
 
-// A second declaration as "C-unwind" would not be enough: the compiler keeps one declaration of a symbol in a unit of
-// code, and with pyo3's it assumes that the call cannot unwind. `black_box` hides the callee.
+// A second declaration of the functions as "C-unwind" would not be enough: the compiler keeps one declaration per
+// symbol and codegen unit, and if it keeps PyO3's, it assumes that the call cannot unwind. `black_box` hides the
+// callee.
 
-/// Calls a function that runs Python code or waits without the GIL: users' code, pickle, torch's allocator. Drops the
-/// arguments.
+/// Calls a function that may run Python code or wait without the GIL, such as user code, pickle or torch's allocator.
+/// Also drops the arguments safely.
 pub fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
     // SAFETY: the types differ only in that unwinding is allowed.
     let call = black_box(unsafe { transmute::<Call, UnwindingCall>(ffi::PyObject_Call) });
-    // SAFETY: the GIL is held; both are live objects, the second one a tuple; null means no keywords.
+    // SAFETY: the GIL is held; both objects live, and the second one is a tuple; null means no keyword arguments.
     let result = guarded(|| unsafe { call(function.as_ptr(), args.as_ptr(), std::ptr::null_mut()) });
-    // SAFETY: a new reference, or null with an exception set.
+    // SAFETY: the call returned a new reference, or null with an exception set.
     let result = unsafe { Bound::from_owned_ptr_or_err(function.py(), result) };
-    // Drop the arguments only after the exception is taken, because their finalizers may run code.
+    // Drop the arguments only after the exception has been taken, because their finalizers may run code.
     release(function.py(), args.into_any().unbind());
     result
 }
 
-/// Returns the next item of an iterator, or of a function that raises StopIteration at the end; `None` at the end.
+/// Returns the next item of an iterator, or of a function that raises StopIteration at the end. Returns `None` at the
+/// end.
 pub fn next_item<'py>(items: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = items.py();
     let Ok(iterator) = items.cast::<PyIterator>() else {
@@ -56,7 +59,7 @@ pub fn next_item<'py>(items: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, P
     let next = black_box(unsafe { transmute::<Next, UnwindingNext>(ffi::PyIter_Next) });
     // SAFETY: the GIL is held; the object is an iterator.
     let item = guarded(|| unsafe { next(iterator.as_ptr()) });
-    // SAFETY: a new reference, or null: with an exception set, or without one at the end.
+    // SAFETY: the call returned a new reference, or null: at the end without an exception, otherwise with one.
     match unsafe { Bound::from_owned_ptr_or_opt(py, item) } {
         Some(item) => Ok(Some(item)),
         None => PyErr::take(py).map_or(Ok(None), Err),
@@ -67,11 +70,11 @@ pub fn next_item<'py>(items: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, P
 pub fn release(_: Python<'_>, object: Py<PyAny>) {
     // SAFETY: as in `call`.
     let release = black_box(unsafe { transmute::<Release, UnwindingRelease>(ffi::Py_DecRef) });
-    // SAFETY: the GIL is held; this gives up the caller's reference.
+    // SAFETY: the GIL is held; the call gives up the caller's reference.
     guarded(|| unsafe { release(object.into_ptr()) });
 }
 
-/// Makes a call. Parks the thread if the call unwinds the stack.
+/// Makes a call, and parks the thread if the call unwinds the stack.
 fn guarded<R>(call: impl FnOnce() -> R) -> R {
     let guard = ParkOnUnwind;
     let result = call();
@@ -79,14 +82,15 @@ fn guarded<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Parks a daemon thread forever if the interpreter is exiting. Returns in all other cases.
+/// Parks the calling thread forever if the interpreter is exiting and the thread is not the main thread. Otherwise does
+/// nothing.
 pub fn park_at_exit(py: Python<'_>, handle: &Handle) {
     if handle.exiting() && gettid() != std::process::id() as i32 {
         py.detach(|| drop(ParkOnUnwind));
     }
 }
 
-/// Parks the thread on drop.
+/// A guard that parks the thread forever when it is dropped.
 struct ParkOnUnwind;
 
 impl Drop for ParkOnUnwind {

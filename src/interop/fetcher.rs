@@ -1,4 +1,4 @@
-//! Stand-ins for the index batch and `collate_fn` that torch's fetcher gets.
+//! Stand-ins for the index batch and the collate function that are passed to torch's fetcher.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,18 +17,18 @@ pyo3::create_exception!(
     "Ends a fetch between two samples when the loader shuts down."
 );
 
-/// The index, in a trace, of a sample whose index is not a number.
+/// The index that a trace shows for a sample whose index is not an int.
 const NO_INDEX: u64 = u64::MAX;
 
-/// An index batch whose iteration ends with `WorkerStopped`. torch's fetcher only iterates over it and takes its
-/// length.
+/// An index batch whose iteration raises `WorkerStopped` when the loader shuts down. torch's fetcher only iterates over
+/// it and takes its length.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct StoppableIndices {
     pub port: Arc<Port>,
     pub index: Py<PyAny>,
-    /// True if the status page shows the place of each index that the iteration reaches.
+    /// True if the status page shows the position of each index that the iteration reaches.
     pub shows_places: bool,
-    /// True if the time from one index to the next is recorded in a trace, as that of a sample.
+    /// True if a trace records the time from each index to the next one as the time of a sample.
     pub traces: bool,
 }
 
@@ -50,7 +50,7 @@ impl StoppableIndices {
 pub struct StoppableIterator {
     port: Arc<Port>,
     items: Py<PyIterator>,
-    /// Place of the next index, if the status page shows it.
+    /// Position of the next index in the batch. `None` if the status page does not show positions.
     place: Option<AtomicU64>,
     traces: bool,
 }
@@ -79,13 +79,13 @@ impl StoppableIterator {
     }
 }
 
-/// Shows the worker's activity by a call of `show`. Releases the GIL meanwhile if this sends a message to another
-/// machine.
+/// Calls `show`, which shows the worker's activity. Releases the GIL during the call if `show` sends a message to
+/// another machine.
 pub fn show_activity<R: Send>(py: Python<'_>, port: &Port, show: impl FnOnce() -> R + Send) -> R {
     if port.remote().is_some() { py.detach(show) } else { show() }
 }
 
-/// A collate function during which the status page shows that the worker collates.
+/// A collate function that is timed. While it runs, the status page shows that the worker collates.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct TimedCollate {
     pub port: Arc<Port>,

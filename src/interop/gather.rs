@@ -1,4 +1,4 @@
-//! The batch of a table: rows of tensors, gathered in one pass instead of one sample at a time.
+//! Batches of a TensorDataset: rows of its tensors, gathered in one pass instead of sample by sample.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -11,16 +11,16 @@ use super::view::{StackPlan, TensorView};
 use crate::config::DETACH_FROM;
 use crate::tree::layout::is_contiguous;
 
-/// A tensor to write to: its first byte, and the tensor.
+/// A tensor to write to: the address of its first byte, and the tensor.
 type Target = (*mut u8, Py<PyAny>);
 
-/// A function that makes the tensor of a plan, which has room for all of its bytes, or returns `None` to leave the
-/// batch to torch.
+/// A function that creates the target for a source tensor and its plan, with room for all bytes of the plan. It returns
+/// `None` to leave the batch to torch.
 type Make<'a, 'py> = dyn FnMut(&Bound<'py, PyAny>, &StackPlan) -> PyResult<Option<Target>> + 'a;
 
-/// Gathers rows `index` of a TensorDataset's tensors into the batch that default_collate would make of these samples:
-/// for each tensor its rows, stacked. `None` leaves the batch to torch: an index is not an exact int or not in range,
-/// or a tensor is not plain, or its rows are not contiguous.
+/// Gathers the rows `index` of a TensorDataset's tensors into the batch that `default_collate` would make from these
+/// samples, which contains the stacked rows of each tensor. Returns `None` to leave the batch to torch, if an index is
+/// not an exact int in range, a tensor is not plain, its rows are not contiguous, or `make` returns `None`.
 pub fn gather<'py>(
     bridge: &Bridge,
     tensors: &Bound<'py, PyAny>,
@@ -47,13 +47,13 @@ pub fn gather<'py>(
     }
     let batch = PyList::empty(py);
     for ((tensor, (plan, from, step)), (to, made)) in tensors.iter().zip(plans).zip(targets) {
-        // While the GIL is released, other threads may give the tensor another storage.
+        // Keep the storage, because other threads may give the tensor another one while the GIL is released.
         let _storage = match plan.total {
             DETACH_FROM.. => Some(tensor.call_method0(intern!(py, "untyped_storage"))?),
             _ => None,
         };
         let _reading = reading(tensor.py());
-        // Python code that has run since the plan was made may have done so already.
+        // Python code that has run since the plan was made may have changed the tensor.
         if planned(&tensor) != Some((plan, from, step)) {
             return Ok(None);
         }
@@ -62,8 +62,8 @@ pub fn gather<'py>(
             for (place, row) in rows.iter().enumerate() {
                 let (from, to) = ((from + row * step) as *const u8, (to + place * plan.each) as *mut u8);
                 // SAFETY: the rows are in range, so each is in the tensor's memory, which the GIL or `_storage` keeps
-                // alive. The target is new memory with a place for each. A program that resizes the storage in another
-                // thread meanwhile would break torch.stack, too.
+                // alive. The target is new memory with room for each row. (A program that resizes the storage in
+                // another thread meanwhile would also break torch.stack.)
                 unsafe { to.copy_from_nonoverlapping(from, plan.each) };
             }
         };
@@ -77,8 +77,8 @@ pub fn gather<'py>(
     Ok(Some(batch))
 }
 
-/// Returns the stack of `count` rows of a tensor; `None` if a row below `end` does not exist, or the rows are not
-/// contiguous.
+/// Returns the plan for stacking `count` rows of a tensor. Returns `None` if the tensor has fewer than `end` rows, or
+/// if its rows are not contiguous.
 fn plan(view: &TensorView<'_>, count: usize, end: usize) -> Option<StackPlan> {
     let (&length, row) = view.shape.split_first()?;
     let (&step, strides) = view.strides.split_first()?;
@@ -86,8 +86,8 @@ fn plan(view: &TensorView<'_>, count: usize, end: usize) -> Option<StackPlan> {
     (exists && is_contiguous(row, strides)).then(|| StackPlan::new(count, row, view.dtype))?
 }
 
-/// Returns the numbers of a list of exact ints, none of them negative, and the end of their range. `None` for anything
-/// else.
+/// Returns the row numbers in a non-empty list of exact, non-negative ints, and the largest of them plus 1. Returns
+/// `None` for anything else.
 pub fn rows(index: &Bound<'_, PyAny>) -> Option<(Vec<usize>, usize)> {
     let row = |item| usize::try_from(exact_int(&item)?).ok();
     let rows = index.cast_exact::<PyList>().ok()?.iter().map(row).collect::<Option<Vec<_>>>()?;
@@ -95,7 +95,7 @@ pub fn rows(index: &Bound<'_, PyAny>) -> Option<(Vec<usize>, usize)> {
     Some((rows, end))
 }
 
-/// Like [`gather`], but with tensors that torch allocates. `_core.pyi` documents it.
+/// Calls [`gather`] with targets that torch allocates. `_core.pyi` documents this function.
 #[pyfunction(name = "gather")]
 pub fn gather_in_torch<'py>(
     tensors: &Bound<'py, PyAny>,
@@ -104,7 +104,7 @@ pub fn gather_in_torch<'py>(
     let bridge = Bridge::get(index.py())?;
     gather(bridge, tensors, index, &mut |tensor, plan| {
         let made = tensor.call_method1(intern!(tensor.py(), "new_empty"), (&plan.shape[..],))?;
-        // A program may have replaced the method.
+        // Check the result, because a program may have replaced the method.
         let fits = |view: &TensorView<'_>| {
             view.dtype == plan.dtype && view.shape == plan.shape && view.strides == plan.strides
         };

@@ -1,9 +1,9 @@
-//! The index stream, which yields the same index batches as torch's samplers, from an array with 8 bytes per index
-//! instead of a list.
+//! The index stream, which yields the same index batches as torch's samplers, but from arrays with 8 bytes per index
+//! instead of lists.
 //!
-//! Python draws the permutations (`iterator/indices.py`), and this iterator cuts them into batches. Nothing between two
-//! draws runs Python code, so neither a signal handler nor another thread can come between taking indices and returning
-//! them.
+//! Python draws the permutations (`iterator/indices.py`), and the index stream cuts them into batches. It runs no
+//! Python code between taking indices from an array and returning them, so neither a signal handler nor another thread
+//! can intervene there.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -19,14 +19,15 @@ use super::exit_guard::{call, next_item};
 /// The iterator over the index batches, or the indices, of one epoch. `_core.pyi` documents it.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct IndexStream {
-    /// torch's own iterator, which has not started. It takes over if `begin` returns `None`.
+    /// torch's own iterator, which is used instead of arrays if `begin` returns `None`. It has not been started before.
     torch_iterator: Py<PyAny>,
-    /// The BatchSampler, whose `batch_size` is read for each batch as torch does; `None` yields single indices.
+    /// The BatchSampler, whose `batch_size` is read for each batch, as torch does. `None` if single indices are
+    /// yielded.
     batches: Option<Py<PyAny>>,
     begin: Py<PyAny>,
     size_of: Py<PyAny>,
     is_interrupt: Py<PyAny>,
-    /// Locked while `next` runs; another `next` then raises the error that a generator raises.
+    /// Locked while `next` runs. A second `next` then raises the error that a running generator raises.
     state: Mutex<StreamState>,
 }
 
@@ -43,15 +44,15 @@ enum Source {
 struct StreamState {
     source: Source,
     array: Option<PyBuffer<i64>>,
-    /// The place of the next index in the array.
+    /// The position of the next index in the array.
     at: usize,
-    /// The size of all batches, if an incomplete last batch is dropped.
+    /// The size of every batch, if an incomplete last batch is dropped.
     full: Option<usize>,
     /// The first indices of a batch that continues in the next array.
     pending: Vec<i64>,
-    /// Number of index batches to skip before the first one.
+    /// Number of index batches still to be skipped, until they are converted into `skipping`.
     skip: usize,
-    /// Number of their indices that are still to be skipped.
+    /// Number of indices still to be skipped.
     skipping: usize,
 }
 
@@ -137,8 +138,8 @@ impl IndexStream {
         Ok(())
     }
 
-    /// Skips as many index batches as `skip` has requested, of the present batch size. After an interrupt the next call
-    /// continues.
+    /// Skips the number of index batches that `skip` has requested, assuming the current batch size for all of them.
+    /// After an interrupt, the next call continues.
     fn leave_out(&self, py: Python<'_>, state: &mut StreamState) -> PyResult<()> {
         if let Source::TorchIterator = state.source {
             while state.skip > 0 {
@@ -163,7 +164,7 @@ impl IndexStream {
         Ok(())
     }
 
-    /// Returns the next batch, or index; `None` at the end.
+    /// Returns the next index batch or, without a BatchSampler, the next index. Returns `None` at the end.
     fn batch<'py>(&self, py: Python<'py>, state: &mut StreamState) -> PyResult<Option<Bound<'py, PyAny>>> {
         let size = self.size(py, state)?;
         if size == 0 {
@@ -188,7 +189,7 @@ impl IndexStream {
         let is_left_out = state.pending.is_empty() || (ended && state.full.is_some());
         let batch = if is_left_out { None } else { Some(self.to_python(state.pending.iter().copied(), py)?) };
         state.pending.clear();
-        // The stream does not end with an incomplete batch, after which torch reads `batch_size` once more.
+        // An incomplete batch does not end the stream yet, because torch reads `batch_size` once more after it.
         if batch.is_none() {
             state.end();
         }
@@ -213,7 +214,7 @@ impl IndexStream {
         }
     }
 
-    /// Returns a list of ints, or the single index.
+    /// Returns the indices as a list of ints or, without a BatchSampler, the single index.
     #[inline]
     fn to_python<'py>(
         &self,
@@ -257,10 +258,10 @@ impl IndexStream {
         call(function, args).map_err(|error| self.failed(function.py(), error, state))
     }
 
-    /// Ends the stream, as an error ends a generator, unless a signal handler raised the error. Returns the error to
-    /// raise.
+    /// Handles an error: ends the stream, as an error ends a generator, unless a signal handler raised it. Returns the
+    /// error to raise.
     fn failed(&self, py: Python<'_>, error: PyErr, state: &mut StreamState) -> PyErr {
-        // Not `error.value`, because that exception has no traceback.
+        // Do not use `error.value`, because that exception has no traceback.
         let value = error.clone_ref(py).into_value(py);
         let asked = PyTuple::new(py, [value]).and_then(|args| call(self.is_interrupt.bind(py), args));
         if asked.and_then(|answer| answer.is_truthy()).unwrap_or(true) {
@@ -276,11 +277,11 @@ impl IndexStream {
     }
 }
 
-/// Returns the part of the array that begins at `at`.
+/// Returns the part of the array from `at` on. Returns an empty slice if there is no array.
 #[inline]
 fn remaining(array: &Option<PyBuffer<i64>>, at: usize) -> &[i64] {
     let Some(items) = array.as_ref().and_then(PyBuffer::as_slice_ptr) else { return &[] };
-    // SAFETY: the buffer keeps its memory in place while it is borrowed. Nothing writes to it, because `more` keeps no
-    // array that it has returned.
+    // SAFETY: the buffer keeps its memory in place while it is borrowed. Nothing writes to the memory, because the
+    // function that returned the array keeps no reference to it.
     unsafe { items.as_ref() }.get(at..).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! Memory that tensors and arrays are built over.
+//! Types of memory over which tensors and arrays are created.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
@@ -7,15 +7,15 @@ use crate::error::Error;
 use crate::shm::lease::Lease;
 use crate::worker::kept::WorkerLease;
 
-/// The memory of a delivered tensor or array. Dropping the value releases it, on any thread and without the GIL.
+/// The memory of a tensor or array. Dropping the value releases the memory, on any thread and without the GIL.
 pub trait Memory: Send + 'static {
-    /// Returns the address, which is stable for the life of the value. It is not null, even if there are no bytes.
+    /// Returns the address, which does not change while the value lives. It is not null, even if the length is 0.
     fn ptr(&self) -> *mut u8;
     /// Returns the number of bytes.
     fn len(&self) -> usize;
 }
 
-/// Ordinary memory, aligned to 64 bytes like torch's.
+/// Ordinary memory, aligned to 64 bytes as torch's memory is.
 #[derive(Debug)]
 pub struct Heap {
     memory: NonNull<u8>,
@@ -29,11 +29,11 @@ impl Heap {
     const ALIGN: usize = 64;
 
     fn layout(len: usize) -> Layout {
-        // A length above isize::MAX is refused by `new`, so this cannot fail.
+        // This cannot fail, because `new` refuses lengths that are too large.
         Layout::from_size_align(len.max(1), Self::ALIGN).unwrap_or(Layout::new::<[u8; 64]>())
     }
 
-    /// Allocates `len` uninitialized bytes.
+    /// Allocates `len` uninitialized bytes. Fails with [`Error::NoMemory`] if the system refuses them.
     pub fn new(len: usize) -> Result<Self, Error> {
         let refused = || Error::NoMemory {
             wanted: len as u64,
@@ -44,7 +44,7 @@ impl Heap {
         if len > isize::MAX as usize - Self::ALIGN {
             return Err(refused());
         }
-        // SAFETY: the layout is not of size 0.
+        // SAFETY: the size of the layout is not 0.
         let memory = NonNull::new(unsafe { alloc(Self::layout(len)) }).ok_or_else(refused)?;
         Ok(Self { memory, len })
     }

@@ -1,5 +1,5 @@
-//! Interchange with Python's tensors and arrays (DLPack, torch, NumPy), and calls into Python that survive the
-//! interpreter's exit. Memory, views and DLPack's blocks also compile without the feature `python`, for their tests.
+//! Exchange of tensors and arrays with Python (DLPack, torch, NumPy), and calls into Python that are safe while the
+//! interpreter exits. The files without calls into Python also compile without the feature `python`, for their tests.
 
 pub mod dlpack;
 pub mod memory;

@@ -1,14 +1,16 @@
-//! Storages whose memory is exchanged while tensors on them live: `share_memory_()` and torch's queues.
+//! Protection of storages that torch moves to other memory while tensors on them live, as `share_memory_()` and torch's
+//! queues do.
 //!
-//! torch copies such a storage into new memory, exchanges the two, and frees the old memory. An array or a DLPack view
-//! of the tensor keeps the storage alive, not its old memory. And an encoder that copies without the GIL would read
-//! freed memory.
+//! torch copies such a storage into new memory, puts the new memory into the storage, and frees the old memory. An
+//! array or DLPack view of a tensor keeps the storage alive, but not its old memory. In addition, an encoder that
+//! copies without the GIL could read freed memory.
 //!
-//! So a move runs within a [`Move`]. torch calls the deleter of the old memory on the same thread, where [`catch`]
-//! passes the memory to the [`Move`] instead of freeing it. The storage then keeps that memory until its own end. Moves
-//! and [`Reading`]s exclude each other. Both begin and end with the GIL, so plain counters are enough.
+//! So torch's function runs within a [`Move`]. It calls the deleter of the old memory on the same thread, where
+//! [`catch`] passes the memory to the [`Move`] instead of freeing it. The storage then keeps the old memory until the
+//! storage itself is freed. Moves and [`Reading`]s exclude each other. Both begin and end while the thread holds the
+//! GIL, so simple counters are sufficient.
 //!
-//! Outside a move the cost is one load of an atomic per freed tensor, and two counts per batch that is encoded.
+//! Without a move, the cost is one atomic load per freed tensor, and two counter updates per encoded batch.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -18,11 +20,11 @@ use std::time::Duration;
 
 use crate::sys::fork;
 
-/// A count that is 0 in a forked child, because the threads that it counts do not exist there.
+/// A counter that reads 0 in a forked child, because the counted moves and readings belong to threads of the parent.
 #[derive(Debug)]
 struct Count(AtomicU64);
 
-/// The bits of a [`Count`] that hold the number; the fork generation is in the bits above.
+/// The number of low bits of a [`Count`] that hold its value. The bits above hold the fork generation.
 const COUNT_BITS: u32 = 32;
 
 impl Count {
@@ -55,11 +57,11 @@ static READINGS: Count = Count::new();
 thread_local! {
     /// The innermost move of this thread.
     static INNERMOST: Cell<*mut PendingMove> = const { Cell::new(std::ptr::null_mut()) };
-    /// The readings of this thread.
+    /// Number of readings in progress on this thread.
     static OWN_READINGS: Cell<u32> = const { Cell::new(0) };
 }
 
-/// The time between two checks of a count.
+/// Interval between two checks of a count by a waiting thread.
 const PAUSE: Duration = Duration::from_micros(100);
 
 /// A block whose deleter was called during a move. Dropping the value frees the block.
@@ -71,35 +73,36 @@ pub struct Freed {
 
 // SAFETY: a block may be freed on any thread (`Memory: Send`).
 unsafe impl Send for Freed {}
-// SAFETY: a shared reference gives access to nothing.
+// SAFETY: nothing can be done through a shared reference.
 unsafe impl Sync for Freed {}
 
 impl Drop for Freed {
     fn drop(&mut self) {
-        // SAFETY: `catch` took the block over from its only deleter.
+        // SAFETY: `catch` took the block over from its deleter, which was called once and did not free it.
         unsafe { (self.free)(self.block) }
     }
 }
 
-/// A move that waits for the deleter of its storage's old memory.
+/// The record of a move, in which `catch` stores the storage's old memory. The records of a thread form a list.
 struct PendingMove {
     address: *const u8,
     caught: Option<Freed>,
     outer: *mut PendingMove,
 }
 
-/// A move of the storage at an address, by this thread. No encoder reads without the GIL meanwhile.
+/// A move, on this thread, of the storage whose memory is at an address. While it lives, no other thread reads tensors
+/// without the GIL.
 pub struct Move {
     watch: Box<PendingMove>,
-    /// Keeps the value on its thread.
+    /// Makes the type `!Send`, so that the value stays on its thread.
     _thread: PhantomData<*mut ()>,
 }
 
 impl Move {
-    /// Waits for the readings of other threads. `pause` sleeps without the GIL.
+    /// Begins a move, after waiting for the readings of other threads. `pause` must release the GIL and sleep.
     pub fn begin(address: *const u8, pause: impl Fn(Duration)) -> Self {
         MOVES.update(|count| count + 1);
-        // A finalizer may move a storage while its thread encodes; it must not wait for itself.
+        // A finalizer may move a storage while its own thread encodes a batch. The thread must not wait for itself.
         while OWN_READINGS.get() == 0 && !READINGS.is_zero() {
             pause(PAUSE);
         }
@@ -108,7 +111,7 @@ impl Move {
         Self { watch, _thread: PhantomData }
     }
 
-    /// Returns the memory that the storage had before, if that was this crate's memory.
+    /// Ends the move. Returns the storage's old memory, if that was made by this crate and has been freed by torch.
     pub fn end(mut self) -> Option<Freed> {
         self.watch.caught.take()
     }
@@ -121,18 +124,19 @@ impl Drop for Move {
     }
 }
 
-/// Passes the block over `data`, which its deleter is about to free, to a move of this thread. Returns false if there
-/// is no such move.
+/// Called by a deleter before it frees `block`, whose tensor's memory is at `data`. If this thread is moving the
+/// storage at that address, passes the block to the move and returns true. Otherwise returns false.
 ///
 /// # Safety
-/// If it returns true, the caller no longer uses `block`, which `free` may free on any thread.
+/// `free` must be able to free `block` on any thread. If this returns true, the caller must not use `block` any more.
 #[inline]
 pub unsafe fn catch(data: *const u8, block: *mut c_void, free: unsafe fn(*mut c_void)) -> bool {
     if MOVES.is_zero() {
         return false;
     }
     let mut at = INNERMOST.get();
-    // SAFETY: the moves of this thread, which live until they leave the list; no other thread has them.
+    // SAFETY: the list contains records of this thread, each of which lives until it leaves the list. No other thread
+    // uses them.
     while let Some(watch) = unsafe { at.as_mut() } {
         if watch.address == data && watch.caught.is_none() {
             watch.caught = Some(Freed { block, free });
@@ -143,15 +147,16 @@ pub unsafe fn catch(data: *const u8, block: *mut c_void, free: unsafe fn(*mut c_
     false
 }
 
-/// A period in which this thread reads the memory of tensors without the GIL. No storage is moved during it.
+/// A period in which this thread reads the memory of tensors without the GIL. While it lives, no other thread moves a
+/// storage.
 #[derive(Debug)]
 pub struct Reading {
-    /// Keeps the value on its thread.
+    /// Makes the type `!Send`, so that the value stays on its thread.
     _thread: PhantomData<*mut ()>,
 }
 
 impl Reading {
-    /// Waits for the moves of other threads. `pause` sleeps without the GIL.
+    /// Begins a reading, after waiting for the moves of other threads. `pause` must release the GIL and sleep.
     pub fn begin(pause: impl Fn(Duration)) -> Self {
         while INNERMOST.get().is_null() && OWN_READINGS.get() == 0 && !MOVES.is_zero() {
             pause(PAUSE);
@@ -180,12 +185,12 @@ mod tests {
     static ALONE: Mutex<()> = Mutex::new(());
 
     unsafe fn set(flag: *mut c_void) {
-        // SAFETY: the flag of a test, which outlives the block.
+        // SAFETY: `flag` points to the flag of a test, which outlives the block.
         unsafe { &*flag.cast::<AtomicBool>() }.store(true, Ordering::Relaxed);
     }
 
     fn is_caught(data: *const u8, flag: &AtomicBool) -> bool {
-        // SAFETY: `set` takes the flag.
+        // SAFETY: `set` may be called with the flag on any thread.
         unsafe { catch(data, std::ptr::from_ref(flag).cast_mut().cast(), set) }
     }
 

@@ -1,9 +1,9 @@
-//! NumPy's memory in a worker: arrays of [`ARRAY_MIN`] bytes or more are allocated in the worker's region; see
+//! NumPy's memory in a worker. Arrays of [`ARRAY_MIN`] bytes or more are allocated in the worker's region; see
 //! `worker::arrays`.
 //!
-//! NumPy 1.22 and newer let a program replace the functions that allocate the memory of arrays (NEP 49). The functions
-//! are set per context, and each array keeps those that made it. The functions of this module leave small arrays, and
-//! arrays without room in the region, to NumPy's default functions.
+//! NumPy 1.22 and newer let a program replace the functions that allocate the memory of arrays (NEP 49). These
+//! functions are set per context (`contextvars`), and each array keeps those with which it was allocated. The functions
+//! of this module leave small arrays, and arrays for which the region has no room, to NumPy's default functions.
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::sync::Arc;
@@ -36,12 +36,12 @@ struct Handler {
 
 const CAPSULE: &CStr = c"mem_handler";
 const NAME: &CStr = c"rustloader_arena";
-/// The name of the handler that NumPy sets itself.
+/// The name of NumPy's default handler.
 const DEFAULT: &CStr = c"default_allocator";
 /// The version of [`Handler`] that NumPy 1.22 introduced.
 const VERSION: u8 = 1;
 
-/// The feature version of NumPy 1.22.
+/// The feature version of NumPy 1.22, the first one with handlers.
 const WITH_HANDLERS: c_uint = 0xf;
 /// Indices in NumPy's table of functions.
 const FEATURE_VERSION: usize = 211;
@@ -51,8 +51,9 @@ const GET_HANDLER: usize = 305;
 /// The context that NumPy passes to the functions.
 struct Context {
     port: Arc<Port>,
-    /// The region's addresses.
+    /// The region's first address.
     first: usize,
+    /// Bytes of the region.
     len: usize,
     /// NumPy's default functions.
     default: Functions,
@@ -61,7 +62,7 @@ struct Context {
 type SetHandler = unsafe extern "C" fn(*mut ffi::PyObject) -> *mut ffi::PyObject;
 type GetHandler = unsafe extern "C" fn() -> *mut ffi::PyObject;
 
-/// The functions of NumPy's C interface that this module calls.
+/// The functions of NumPy's C API that this module calls.
 #[derive(Clone, Copy)]
 struct Api {
     set: SetHandler,
@@ -69,18 +70,18 @@ struct Api {
 }
 
 impl Api {
-    /// Finds the functions of NumPy. Returns `None` if it has no handlers.
+    /// Finds NumPy's functions. Returns `None` if NumPy is too old to have handlers.
     fn find(py: Python<'_>) -> PyResult<Option<Self>> {
         let core = py.import("numpy._core._multiarray_umath");
         let core = core.or_else(|_| py.import("numpy.core._multiarray_umath"))?;
         let table = core.getattr("_ARRAY_API")?;
-        // SAFETY: a capsule, or the call raises.
+        // SAFETY: the call raises an error unless the object is a capsule.
         let table = unsafe { ffi::PyCapsule_GetPointer(table.as_ptr(), std::ptr::null()) };
         if table.is_null() {
             return Err(PyErr::fetch(py));
         }
         let table = table.cast::<*const c_void>();
-        // SAFETY: every table of NumPy 1.0 or newer has this function.
+        // SAFETY: the table of every NumPy version from 1.0 on has this function.
         let version = unsafe {
             let version: unsafe extern "C" fn() -> c_uint = std::mem::transmute(*table.add(FEATURE_VERSION));
             version()
@@ -88,8 +89,8 @@ impl Api {
         if version < WITH_HANDLERS {
             return Ok(None);
         }
-        // SAFETY: tables of this feature version have both functions. Their indices never change, because NumPy only
-        // appends.
+        // SAFETY: tables of this feature version or a newer one have both functions. Their indices never change,
+        // because NumPy only appends to the table.
         Ok(Some(unsafe {
             Self {
                 set: std::mem::transmute::<*const c_void, SetHandler>(*table.add(SET_HANDLER)),
@@ -98,16 +99,16 @@ impl Api {
         }))
     }
 
-    /// Returns the functions of this context's handler, if they are NumPy's default ones.
+    /// Returns NumPy's default functions if the current context uses them. Returns `None` if it has another handler.
     fn default(self, py: Python<'_>) -> PyResult<Option<Functions>> {
-        // SAFETY: the GIL is held; a new reference or an error.
+        // SAFETY: the GIL is held; the call returns a new reference or raises an error.
         let current = unsafe { Bound::from_owned_ptr_or_err(py, (self.get)())? };
-        // SAFETY: a capsule, or the call raises.
+        // SAFETY: the call raises an error unless the object is a capsule of this name.
         let handler = unsafe { ffi::PyCapsule_GetPointer(current.as_ptr(), CAPSULE.as_ptr()) };
         if handler.is_null() {
             return Err(PyErr::fetch(py));
         }
-        // SAFETY: such a capsule has a handler, which lives as long as the capsule; its name is terminated by a zero.
+        // SAFETY: such a capsule holds a handler, which lives as long as the capsule. Its name is zero-terminated.
         let (name, handler) = unsafe {
             let handler = &*handler.cast::<Handler>();
             (CStr::from_ptr(handler.name.as_ptr()), handler)
@@ -116,15 +117,15 @@ impl Api {
     }
 }
 
-/// The memory of NumPy's arrays in a worker.
+/// The handler that allocates the memory of NumPy's arrays in a worker.
 pub struct NumpyMemory {
     api: Api,
     capsule: Py<PyAny>,
 }
 
 impl NumpyMemory {
-    /// Creates a handler. Returns `None` if NumPy is missing or older than 1.22, the program has set its own handler,
-    /// or forks cannot be watched. The memory of the handler is never freed: arrays may outlive everything else.
+    /// Creates a handler. Returns `None` if NumPy is missing or older than 1.22, if the program has set a handler, or
+    /// if forks cannot be watched. The handler is never freed, because arrays may outlive everything else.
     pub fn new(py: Python<'_>, port: &Arc<Port>) -> PyResult<Option<Self>> {
         let Ok(Some(api)) = Api::find(py) else { return Ok(None) };
         let Some(default) = api.default(py)? else { return Ok(None) };
@@ -141,18 +142,18 @@ impl NumpyMemory {
         // SAFETY: the handler is never freed; the name is static.
         let capsule =
             unsafe { ffi::PyCapsule_New(std::ptr::from_mut(Box::leak(handler)).cast(), CAPSULE.as_ptr(), None) };
-        // SAFETY: a new reference or an error.
+        // SAFETY: the call returned a new reference or raised an error.
         let capsule = unsafe { Bound::from_owned_ptr_or_err(py, capsule)? }.unbind();
         Ok(Some(Self { api, capsule }))
     }
 
-    /// Sets the handler in this thread's context, unless the program has set one there.
+    /// Sets the handler in the current context, if NumPy's default handler is still set there.
     pub fn enter(&self, py: Python<'_>) -> PyResult<()> {
         if self.api.default(py)?.is_none() {
             return Ok(());
         }
-        // SAFETY: a handler's capsule; the GIL is held. The result is a new reference to the previous handler, or an
-        // error.
+        // SAFETY: the argument is a handler's capsule, and the GIL is held. The call returns a new reference to the
+        // previous handler, or raises an error.
         drop(unsafe { Bound::from_owned_ptr_or_err(py, (self.api.set)(self.capsule.as_ptr()))? });
         Ok(())
     }
@@ -160,7 +161,7 @@ impl NumpyMemory {
 
 impl Context {
     /// # Safety
-    /// `ctx` is that of a handler of this module.
+    /// `ctx` must be that of a handler of this module.
     unsafe fn of<'a>(ctx: *mut c_void) -> &'a Self {
         // SAFETY: contexts are never freed.
         unsafe { &*ctx.cast_const().cast::<Self>() }
@@ -170,8 +171,8 @@ impl Context {
         (memory as usize).wrapping_sub(self.first) < self.len
     }
 
-    /// Returns memory in the region, or `None` if NumPy's default function is to be used. Null means that no memory is
-    /// left: NumPy then raises a MemoryError.
+    /// Allocates memory in the region. Returns `None` if NumPy's default function is to be used, and null if there is
+    /// no memory; NumPy then raises a MemoryError.
     fn array(&self, len: usize, zeroed: bool) -> Option<*mut c_void> {
         if len < ARRAY_MIN {
             return None;
@@ -183,13 +184,14 @@ impl Context {
     }
 }
 
-// NumPy calls these with its own arguments: a context and a pointer of this handler, from any thread, usually with the
-// GIL. They call no Python, and panic only if the block table is damaged, which ends the process.
+// NumPy calls the following functions with the context of this handler, and with pointers that they have returned. It
+// calls them on any thread, usually with the GIL. They do not call Python, and panic only if the block table is
+// damaged, which ends the process.
 
 unsafe extern "C" fn malloc(ctx: *mut c_void, len: usize) -> *mut c_void {
     // SAFETY: see above.
     let context = unsafe { Context::of(ctx) };
-    // SAFETY: NumPy's function with its own context.
+    // SAFETY: NumPy's function is called with NumPy's context.
     context.array(len, false).unwrap_or_else(|| unsafe { (context.default.malloc)(context.default.ctx, len) })
 }
 
@@ -197,7 +199,7 @@ unsafe extern "C" fn calloc(ctx: *mut c_void, count: usize, size: usize) -> *mut
     // SAFETY: see above.
     let context = unsafe { Context::of(ctx) };
     let array = count.checked_mul(size).and_then(|len| context.array(len, true));
-    // SAFETY: NumPy's function with its own context.
+    // SAFETY: NumPy's function is called with NumPy's context.
     array.unwrap_or_else(|| unsafe { (context.default.calloc)(context.default.ctx, count, size) })
 }
 
@@ -206,7 +208,7 @@ unsafe extern "C" fn realloc(ctx: *mut c_void, memory: *mut c_void, len: usize) 
     let context = unsafe { Context::of(ctx) };
     let default = context.default;
     if !context.has(memory) {
-        // SAFETY: NumPy's function with its own context and memory.
+        // SAFETY: NumPy's function is called with NumPy's context and memory.
         return unsafe { (default.realloc)(default.ctx, memory, len) };
     }
     let Resized::Move(old) = (match len < ARRAY_MIN {
@@ -215,10 +217,10 @@ unsafe extern "C" fn realloc(ctx: *mut c_void, memory: *mut c_void, len: usize) 
     }) else {
         return memory;
     };
-    // SAFETY: a context of this handler.
+    // SAFETY: `ctx` is the context of this handler.
     let moved = unsafe { malloc(ctx, len) };
     if !moved.is_null() {
-        // SAFETY: the array has `old` bytes, the new one `len`; both are live, and they do not overlap.
+        // SAFETY: the old memory has `old` bytes and the new one `len`. Both live, and they do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(memory.cast::<u8>(), moved.cast(), old.min(len)) };
         context.port.free_array(memory.cast());
     }
@@ -231,7 +233,7 @@ unsafe extern "C" fn free(ctx: *mut c_void, memory: *mut c_void, len: usize) {
     if context.has(memory) {
         context.port.free_array(memory.cast());
     } else {
-        // SAFETY: NumPy's function with its own context and memory.
+        // SAFETY: NumPy's function is called with NumPy's context and memory.
         unsafe { (context.default.free)(context.default.ctx, memory, len) }
     }
 }

@@ -1,12 +1,12 @@
-//! Short texts of indices.
+//! Short descriptions of indices for people.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList, PyString, PyTuple};
 
 use crate::config::{INDICES_SHOWN, KEY_SHOWN};
 
-/// Returns a short text of an index or an index batch. Runs no user code: objects other than numbers and strings are
-/// shown by their type.
+/// Returns a short string that shows an index or an index batch. Runs no user code: of objects other than ints, strings
+/// and `None`, it shows only the type.
 pub fn short_text(index: &Bound<'_, PyAny>) -> String {
     let (open, close) = if index.is_exact_instance_of::<PyList>() {
         ("[", "]")

@@ -1,4 +1,4 @@
-//! Views of memory: their forms, and the check that a view fits its memory.
+//! Views of memory as tensors or arrays, and the check that a view fits its memory.
 
 use std::marker::PhantomData;
 
@@ -13,7 +13,7 @@ pub struct TensorView<'a> {
     pub ptr: *const u8,
     pub dtype: Dtype,
     pub shape: Dims,
-    /// Counted in elements.
+    /// The strides, in elements.
     pub strides: Dims,
     tensor: PhantomData<&'a ()>,
 }
@@ -25,18 +25,18 @@ impl TensorView<'_> {
     }
 }
 
-/// A plain tensor or array, with strides in bytes.
+/// The memory of a plain tensor or array, with strides in bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct LeafView {
     pub kind: Kind,
     pub dtype: Dtype,
     pub shape: Dims,
     pub byte_strides: Dims,
-    /// The first element.
+    /// The address of the first element.
     pub first: *const u8,
 }
 
-/// The form of a tensor or array. Strides count elements.
+/// The dtype, shape and strides of a tensor or array. Strides count elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Form<'a> {
     pub dtype: Dtype,
@@ -45,24 +45,24 @@ pub struct Form<'a> {
 }
 
 impl<'a> Form<'a> {
-    /// Returns the form of a vector of bytes.
+    /// Returns the form of a vector of `len` bytes.
     pub fn bytes(len: &'a [i64; 1]) -> Self {
         Self { dtype: Dtype::UINT8, shape: len, strides: &[1] }
     }
 
-    /// Returns the form of an empty vector of a type.
+    /// Returns the form of an empty vector of a dtype.
     pub fn empty(dtype: Dtype) -> Self {
         Self { dtype, shape: &[0], strides: &[1] }
     }
 
-    /// Returns the number of bytes from the first element to the end of the last one; `None` if no memory is that
-    /// large.
+    /// Returns the number of bytes from the start of the first element to the end of the last one. Returns `None` if no
+    /// memory can be that large, or if a size or stride is negative.
     pub fn extent(&self) -> Option<usize> {
         extent(self.shape, self.strides, self.dtype.itemsize())
     }
 
-    /// Checks that the view at byte `offset` stays inside its memory and is aligned. The error is the reason, as a
-    /// sentence.
+    /// Checks that a view of this form at byte `offset` stays inside `memory` and is aligned. The error is the reason,
+    /// in words.
     #[inline]
     pub fn check<M: Memory>(&self, memory: &M, offset: usize) -> Result<(), &'static str> {
         let end = self.extent().and_then(|bytes| bytes.checked_add(offset));
@@ -83,12 +83,13 @@ pub enum Order {
     C,
     /// The first index varies fastest.
     Fortran,
-    /// Any other.
+    /// Any other order.
     Other,
 }
 
 impl Order {
-    /// Returns the order of a view; [`Order::C`] if it is both. Strides count elements.
+    /// Returns the order of a view, whose strides count elements. Returns [`Order::C`] if the order is both C and
+    /// Fortran.
     pub fn of(shape: &[i64], strides: &[i64]) -> Self {
         let reversed = |dims: &[i64]| dims.iter().rev().copied().collect::<Vec<_>>();
         if is_contiguous(shape, strides) {
@@ -101,12 +102,12 @@ impl Order {
     }
 }
 
-/// The result of `torch.stack` over tensors of one shape and dtype.
+/// The layout of the tensor that `torch.stack` makes from tensors of the same shape and dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StackPlan {
     pub dtype: Dtype,
     pub shape: Dims,
-    /// Counted in elements; the result is contiguous.
+    /// The strides of the contiguous result, in elements.
     pub strides: Dims,
     /// Bytes of an item.
     pub each: usize,
@@ -115,7 +116,8 @@ pub struct StackPlan {
 }
 
 impl StackPlan {
-    /// Returns the stack of `count` items; `None` if it has too many dimensions, or sizes that no memory has.
+    /// Returns the plan for a stack of `count` items. Returns `None` if the stack has too many dimensions, or does not
+    /// fit into any memory.
     pub fn new(count: usize, item_shape: &[i64], dtype: Dtype) -> Option<Self> {
         let shape = Dims::new(&[&[i64::try_from(count).ok()?], item_shape].concat())?;
         let strides = Dims::contiguous(&shape)?;

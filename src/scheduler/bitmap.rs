@@ -1,13 +1,13 @@
-//! A set of worker numbers that finds its next member in three word operations.
+//! A set of worker IDs that finds its next member in three word operations.
 
-/// log2 of the bits in a word.
+/// Base-2 logarithm of the number of bits in a word.
 const SHIFT: usize = 6;
 
-/// Bound of the numbers that three levels of words cover.
+/// Exclusive upper bound of the numbers that three levels of words can hold.
 pub(super) const CAPACITY: usize = 1 << (3 * SHIFT);
 const _: () = assert!(CAPACITY >= crate::config::WORKERS_MAX as usize);
 
-/// A three-level bitmap. A bit of an upper level is set if its word of the level below is not empty.
+/// A three-level bitmap. A bit of an upper level is set if the corresponding word of the level below is not zero.
 #[derive(Debug, Default)]
 pub(super) struct Bitmap {
     leaves: Vec<u64>,
@@ -30,7 +30,7 @@ impl Bitmap {
         Self { leaves: vec![0; leaves], middle: vec![0; leaves.div_ceil(64)], root: 0 }
     }
 
-    /// Adds `member`, if it is missing.
+    /// Adds `member` if it is missing.
     #[inline]
     pub fn insert(&mut self, member: usize) {
         let leaf = member >> SHIFT;
@@ -42,7 +42,7 @@ impl Bitmap {
         }
     }
 
-    /// Removes `member`, if it is present.
+    /// Removes `member` if it is present.
     #[inline]
     pub fn remove(&mut self, member: usize) {
         let leaf = member >> SHIFT;
@@ -55,7 +55,7 @@ impl Bitmap {
         }
     }
 
-    /// Returns the first member at or after `from`, or if there is none, the smallest member.
+    /// Returns the first member at or after `from` or, if there is none, the smallest member.
     #[inline]
     pub fn next_cyclic(&self, from: usize) -> Option<usize> {
         match self.next_from(from) {
@@ -64,7 +64,7 @@ impl Bitmap {
         }
     }
 
-    /// Returns the first member at or after `from`, a number below the bound.
+    /// Returns the first member at or after `from`, which must be below the bound.
     #[inline]
     fn next_from(&self, from: usize) -> Option<usize> {
         let leaf = from >> SHIFT;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// A clock that runs while `next` waits, and restarts at each result.
+/// A countdown that runs while `next` waits, and restarts at each result.
 #[derive(Debug)]
 pub(super) struct Clock {
     timeout: Option<Duration>,
@@ -13,7 +13,7 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// Creates a stopped clock. Without a timeout it never runs.
+    /// Creates a stopped clock. If `timeout` is `None`, it never runs.
     pub fn new(timeout: Option<Duration>) -> Self {
         Self { timeout, deadline: None, expired: false }
     }
@@ -23,7 +23,7 @@ impl Clock {
         self.expired = false;
     }
 
-    /// Restarts a running clock.
+    /// Restarts the clock if it is running.
     #[inline]
     pub fn result_arrived(&mut self, now: Duration) {
         if self.deadline.is_some() {
@@ -37,7 +37,7 @@ impl Clock {
         self.expired = false;
     }
 
-    /// Updates `expired`.
+    /// Sets `expired` to true if the deadline has passed, and otherwise to false.
     pub fn check(&mut self, now: Duration) {
         self.expired = self.deadline.is_some_and(|deadline| now >= deadline);
     }

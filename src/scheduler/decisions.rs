@@ -1,11 +1,12 @@
-//! The conditions of `next`, and its answers.
+//! The conditions that `next` checks, and its answers.
 
 use super::reorder::TaskState;
 use super::{Decision, Scheduler};
 use crate::id::WorkerId;
 
 impl<T, R> Scheduler<T, R> {
-    /// Returns true if any task can be submitted.
+    /// Returns true if the limits and the state of the iterator allow one more submission. Does not check whether a
+    /// worker can take the task.
     #[inline]
     pub(super) fn accepts(&self) -> bool {
         self.outstanding < self.max_tasks
@@ -15,13 +16,13 @@ impl<T, R> Scheduler<T, R> {
             && !self.shut_down
             && self.shared.as_ref().is_none_or(|shared| shared.span() < self.span)
             && self.bytes.as_ref().is_none_or(|bytes| {
-                // A single task may exceed the limit.
+                // A single task is admitted even if its result may exceed the limit.
                 self.outstanding + self.ready == 0 || bytes.admit(self.outstanding)
             })
     }
 
-    /// Returns true if `next` asks for one more index batch to fill the window. A worker will take it, so no draw is
-    /// wasted.
+    /// Returns true if `next` asks for one more index batch to fill the window. A worker can take it, so the draw is
+    /// not wasted.
     #[inline]
     pub(super) fn has_room(&self) -> bool {
         if self.early.is_some() {
@@ -30,7 +31,8 @@ impl<T, R> Scheduler<T, R> {
         !self.ended && self.accepts() && (self.shared.is_some() || self.workers.any_open())
     }
 
-    /// Takes the front of the queue if its result has arrived, and skips dropped tasks.
+    /// Removes dropped tasks from the front of the queue. Then, if the result of the front task has arrived, removes
+    /// that task from the queue and returns its slot.
     #[inline]
     pub(super) fn take_ready(&mut self) -> Option<u32> {
         while let Some(front) = self.reorder.front() {
@@ -58,7 +60,7 @@ impl<T, R> Scheduler<T, R> {
         None
     }
 
-    /// Delivers the result in `slot`.
+    /// Releases `slot` and returns the decision that delivers its result.
     #[inline]
     pub(super) fn deliver(&mut self, slot: u32) -> Decision<T, R> {
         let entry = self.reorder.slot(slot);
@@ -70,7 +72,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Raises a death, now and at each later call.
+    /// Makes this call of `next` and every later one raise the death.
     pub(super) fn raise_death(&mut self) -> Decision<T, R> {
         self.raised = self.death();
         match self.raised {
@@ -79,7 +81,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Decides to wait, or reports that the timeout has expired.
+    /// Returns [`Decision::Wait`], or [`Decision::TimedOut`] if the timeout has expired.
     pub(super) fn wait(&mut self) -> Decision<T, R> {
         debug_assert!(self.outstanding + self.resuming > 0, "nothing can end this wait");
         if self.clock.expired {
@@ -88,7 +90,7 @@ impl<T, R> Scheduler<T, R> {
         Decision::Wait(self.deadline())
     }
 
-    /// Returns a decision that ends a wait of `next`, and stops the timeout.
+    /// Returns `step`, a decision that ends a wait of `next`, and stops the timeout.
     #[inline]
     pub(super) fn answer(&mut self, step: Decision<T, R>) -> Decision<T, R> {
         self.clock.stop();

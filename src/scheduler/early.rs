@@ -6,26 +6,27 @@ use crate::error::{Error, Result};
 use crate::id::TaskId;
 use std::collections::VecDeque;
 
-/// An epoch that began before the end of the current one. Its tasks count toward the limits of the current one.
+/// An epoch that began before the end of the current one. Its tasks count toward the same limits.
 #[derive(Debug)]
 pub(super) struct Early {
-    /// Its first task.
+    /// The epoch's first task.
     pub first: TaskId,
-    /// Number of its tasks that a living worker will answer.
+    /// Number of the epoch's tasks that a living worker will answer.
     pub outstanding: u32,
-    /// Number of its results that wait for delivery.
+    /// Number of the epoch's results that wait for delivery.
     pub ready: u32,
-    /// Its slots in delivery order, as far as that is known.
+    /// The epoch's slots in delivery order: all of them if results are delivered in order, otherwise those with
+    /// results.
     pub queue: VecDeque<u32>,
-    /// True once its sampler has ended.
+    /// True once the sampler has ended in this epoch.
     pub ended: bool,
-    /// True if a death has lost tasks of the current epoch since this one began.
+    /// True if tasks of the current epoch have been lost by a death since this epoch began.
     pub loses_current: bool,
 }
 
 impl<T, R> Scheduler<T, R> {
-    /// Returns true if a task of the next epoch can be submitted now: the sampler has ended, and there is room. The
-    /// next epoch gets at most as many early tasks as its start would submit.
+    /// Returns true if a task of the next epoch can be submitted now, because the sampler has ended in the current
+    /// epoch and there is room. At most `max_tasks` tasks are submitted early.
     pub fn may_be_early(&self) -> bool {
         let has_begun = match &self.early {
             Some(early) => !early.ended && self.next_task.0 - early.first.0 < u64::from(self.max_tasks),
@@ -40,7 +41,7 @@ impl<T, R> Scheduler<T, R> {
     }
 
     /// Begins the next epoch early: later submissions belong to it. Returns its first task. Fails with [`Error::Usage`]
-    /// unless [`Scheduler::may_be_early`] returns true.
+    /// if it has already begun, or unless [`Scheduler::may_be_early`] returns true.
     pub fn begin_early(&mut self) -> Result<TaskId> {
         if self.early.is_some() || !self.may_be_early() {
             return Err(Error::usage("an epoch begins early once, after the end of the sampler"));
@@ -51,8 +52,8 @@ impl<T, R> Scheduler<T, R> {
         Ok(first)
     }
 
-    /// Returns true if the early epoch can become the current one: all results of the current one are delivered, and no
-    /// death has lost any of its tasks.
+    /// Returns true if the early epoch can become the current one, because all results of the current epoch have been
+    /// delivered and none of its tasks has been lost by a death.
     pub fn may_take_up(&self) -> bool {
         self.early.is_some()
             && self.reorder.front().is_none()
@@ -86,25 +87,25 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Returns the number of tasks of the current epoch that a living worker will answer.
+    /// Returns the number of tasks of the current epoch, without the early one, that a living worker will answer.
     #[inline]
     pub(super) fn outstanding_now(&self) -> u32 {
         self.outstanding - self.early.as_ref().map_or(0, |early| early.outstanding)
     }
 
-    /// Returns true if the workers that have died had only tasks of the early epoch, so that the current one is not
-    /// affected.
+    /// Returns true if deaths have lost tasks, but only of the early epoch, so that the current epoch is not affected.
     pub(super) fn loses_only_early(&self) -> bool {
         let Some(early) = &self.early else { return false };
         !early.loses_current && self.first_lost.is_some_and(|death| death.lost >= Some(early.first))
     }
 
-    /// Returns the first task number after those of the current epoch.
+    /// Returns the end of the current epoch's task numbers, which is exclusive.
     pub(super) fn end_of_tasks(&self) -> TaskId {
         self.early.as_ref().map_or(self.next_task, |early| early.first)
     }
 
-    /// Counts a submitted task of the early epoch. Returns false if the task belongs to the current epoch.
+    /// Counts a submitted task if there is an early epoch, to which the task then belongs. Returns false if there is
+    /// none.
     #[inline]
     pub(super) fn submitted_early(&mut self, slot: u32) -> bool {
         let Some(early) = &mut self.early else { return false };
@@ -115,7 +116,7 @@ impl<T, R> Scheduler<T, R> {
         true
     }
 
-    /// Counts a result of the early epoch. Returns false if the result belongs to the current epoch.
+    /// Counts a result if its task belongs to the early epoch. Returns false if it belongs to the current epoch.
     #[inline]
     pub(super) fn answered_early(&mut self, task: TaskId, slot: u32) -> bool {
         let Some(early) = self.early.as_mut().filter(|early| task >= early.first) else { return false };
@@ -127,7 +128,7 @@ impl<T, R> Scheduler<T, R> {
         true
     }
 
-    /// Counts a lost task.
+    /// Counts a task as lost, in the epoch to which it belongs.
     pub(super) fn lost_task(&mut self, task: TaskId) {
         self.outstanding -= 1;
         match &mut self.early {
@@ -137,7 +138,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Withdraws the early epoch: discards its results that have arrived. Its other tasks become stale.
+    /// Abandons the early epoch: discards its results that have arrived. Its other tasks become stale.
     pub(super) fn discard_early(&mut self) {
         for slot in self.early.take().map(|early| early.queue).into_iter().flatten() {
             if matches!(self.reorder.slot(slot).state, TaskState::Ready | TaskState::Failed) {

@@ -1,8 +1,8 @@
 //! The scheduler, which decides which worker gets each task and what `next` returns.
 //!
-//! It is a state machine without thread, clock, channel or shared memory. The caller reports events
+//! It is a state machine without threads, clock, channels or shared memory. The caller reports events
 //! ([`Scheduler::on_event`]), performs effects ([`Scheduler::poll`]), submits index batches ([`Scheduler::submit`]) and
-//! asks for the next batch ([`Scheduler::next`]). Every call costs O(1). `README.md` in this folder describes the
+//! asks what to do next ([`Scheduler::next`]). Every call costs O(1). `README.md` in this folder describes the
 //! settings, the states and the relation to torch's algorithm, and shows why no task is lost and no wait is endless.
 
 mod bitmap;
@@ -35,14 +35,14 @@ use unanswered::Unanswered;
 use window::Bytes;
 use workers::{Life, Workers};
 
-/// The scheduler. `T` is the caller's tag of a task (the index object), `R` a result. Each tag is returned exactly
-/// once: from a refused `submit`, with a batch, or in [`Action::Discard`]. So the scheduler never drops a tag, which
-/// could run foreign code.
+/// The scheduler. `T` is the type of the caller's tag on a task (the index batch as a Python object), and `R` that of a
+/// result. Each tag is returned exactly once: by a refused `submit`, with a batch, or in an [`Action::Discard`]. So the
+/// scheduler itself never drops a tag, which could run the user's code.
 #[derive(Debug)]
 pub struct Scheduler<T, R> {
     workers: Workers,
     reorder: Reorder<T, R>,
-    /// The unanswered tasks, with a shared queue. Other policies have a FIFO for each worker.
+    /// The unanswered tasks, if there is a shared queue. Other policies have a FIFO for each worker.
     shared: Option<Unanswered>,
     clock: Clock,
     restarts: Restarts,
@@ -51,9 +51,10 @@ pub struct Scheduler<T, R> {
     next_task: TaskId,
     /// The first task of this epoch.
     first_task: TaskId,
-    /// Tasks of this epoch and of the early one that a living worker will answer.
+    /// Number of tasks of this epoch and of the early one that a living worker, or a vacant one's next process, will
+    /// answer.
     outstanding: u32,
-    /// Tasks of this epoch and of the early one whose result waits for delivery.
+    /// Number of tasks of this epoch and of the early one whose results wait for delivery.
     ready: u32,
     /// The next epoch, if it has begun before the end of this one.
     early: Option<Early>,
@@ -63,22 +64,22 @@ pub struct Scheduler<T, R> {
     window: u32,
     /// The byte limit of the window, if it has one.
     bytes: Option<Bytes>,
-    /// Limit of the number of tasks from the oldest unanswered one of a shared queue to the newest; see
+    /// Limit of the number of tasks, in a shared queue, from the oldest unanswered one to the newest; see
     /// [`Settings::queue_span`].
     span: usize,
     /// True if `next` fills a window. Otherwise it asks for one index batch per delivery, as torch does.
     fills: bool,
     /// True once the sampler has ended in this epoch.
     ended: bool,
-    /// The slot to deliver after an index batch has been submitted to replace its task.
+    /// The slot whose result is delivered next, after the index batches that `next` asks for first.
     staged: Option<u32>,
     /// Number of index batches to submit for tasks at which a worker's dataset ended; 0 with a window.
     refills: u32,
     /// Number of workers with unanswered resume messages.
     resuming: u32,
-    /// The worker that died first.
+    /// The worker that was the first to die for good.
     first_dead: Option<WorkerId>,
-    /// The lost task with the lowest number.
+    /// The lost task with the lowest number, and its worker.
     first_lost: Option<Death>,
     /// The death that `next` raises from now on.
     raised: Option<Death>,
@@ -90,7 +91,7 @@ pub struct Scheduler<T, R> {
 }
 
 impl<T, R> Scheduler<T, R> {
-    /// Creates a scheduler for newly started workers. Fails with [`Error::Usage`] for settings beyond its limits.
+    /// Creates a scheduler for newly started workers. Fails with [`Error::Usage`] if the settings exceed its limits.
     pub fn new(settings: Settings) -> Result<Self> {
         let (max_tasks, span, fills) = (settings.max_tasks(), settings.queue_span(), settings.fills());
         let Settings { workers, prefetch_factor, window, dispatch, delivery, persistent, timeout, restarts: replaces } =
@@ -135,8 +136,8 @@ impl<T, R> Scheduler<T, R> {
         })
     }
 
-    /// Dispatches one task; the caller sends it to its [`Placement`]. Call it at the start of an epoch while
-    /// [`Scheduler::primes`] returns true, and once per [`Decision::Submit`].
+    /// Dispatches a task with the tag `tag`. The caller sends the task to the returned [`Placement`]. Call it at the
+    /// start of an epoch while [`Scheduler::primes`] returns true, and once per [`Decision::Submit`].
     ///
     /// Returns the tag, without any change, if no worker can take a task: all are exhausted or at their share, a limit
     /// is reached, resume messages are unanswered, a worker has died, or the iterator has been shut down.
@@ -181,31 +182,31 @@ impl<T, R> Scheduler<T, R> {
         Ok((task, placement))
     }
 
-    /// Returns true if the start of an epoch submits one more index batch after it has asked for `asked` of them. torch
-    /// asks for `max_tasks`.
+    /// Returns true if one more index batch is to be submitted at the start of an epoch, after the sampler has been
+    /// asked for `asked` index batches. Without a window, as in torch, it is asked `max_tasks` times.
     pub fn primes(&self, asked: usize) -> bool {
         asked < self.max_tasks() && (!self.fills || self.has_room())
     }
 
     /// Makes the round-robin cycle of this epoch begin with `worker` instead of the first worker. Call it before the
-    /// epoch's first submission. A shared queue has no cycle. Fails with [`Error::Usage`] for an unknown worker.
+    /// epoch's first submission. Has no effect with a shared queue. Fails with [`Error::Usage`] for an unknown worker.
     pub fn begin_with(&mut self, worker: WorkerId) -> Result<()> {
         self.entry(worker)?;
         self.workers.begin_with(worker.0);
         Ok(())
     }
 
-    /// Returns true if the last [`Decision::Submit`] precedes the delivery of a result.
+    /// Returns true if a result is staged, that is, if it will be delivered after the last [`Decision::Submit`].
     #[inline]
     pub fn is_staged(&self) -> bool {
         self.staged.is_some()
     }
 
-    /// Processes an event at the monotonic time `now`. An error changes nothing.
+    /// Processes an event at the monotonic time `now`. If it fails, the state is unchanged.
     ///
-    /// Errors: [`Error::Corrupt`] for a result that its worker cannot have sent, because workers answer in the order of
-    /// dispatch, or because the task is not an unanswered one of the shared queue. [`Error::Usage`] for an unknown
-    /// worker or an invalid reset.
+    /// Errors: [`Error::Corrupt`] for a result that the worker cannot have sent, because the task is not the worker's
+    /// oldest one or, with a shared queue, not an unanswered one. [`Error::Usage`] for an unknown worker, a worker that
+    /// is not vacant, or an invalid reset.
     #[inline]
     pub fn on_event(&mut self, now: Duration, event: Event<R>) -> Result<()> {
         match event {
@@ -249,10 +250,10 @@ impl<T, R> Scheduler<T, R> {
 
     /// Decides what a call of `next` does now.
     ///
-    /// Because torch advances the sampler before it returns a batch, `Deliver` and `Raise` follow the `Submit` that
-    /// replaces their task or, with a window, each `Submit` that fills it. If the sampler raises an error then, the
-    /// next call delivers the batch. `may_ask` is false while an error of the sampler waits to be raised: a window then
-    /// asks for no index batch.
+    /// torch advances the sampler before it returns a batch. So `Deliver` and `Raise` come after the `Submit` that
+    /// replaces their task or, with a window, after all `Submit`s that fill it. If the sampler raises an error at a
+    /// `Submit`, the next call delivers the batch. Pass false as `may_ask` while an error of the sampler waits to be
+    /// raised; the decision is then never to fill a window.
     // Not an iterator: most decisions are not batches.
     #[allow(clippy::should_implement_trait)]
     #[inline]
@@ -307,34 +308,33 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Returns true while resume messages are unanswered. Until they are answered, nothing can be submitted.
+    /// Returns true while resume messages are unanswered. Nothing can be submitted meanwhile.
     pub fn resuming(&self) -> bool {
         self.resuming > 0
     }
 
-    /// Returns the death that `next` raises now or later.
+    /// Returns the death that `next` raises, now or later, if a worker has died for good.
     pub fn death(&self) -> Option<Death> {
         let idle = self.first_dead.map(|worker| Death { worker, lost: None });
         self.raised.or(self.first_lost).or(idle)
     }
 
     /// Returns a worker's oldest unanswered task, with its tag. While workers resume, this may be a task of the
-    /// abandoned epoch. With a shared queue, the task is known only if a process of the worker died while it held the
-    /// task.
+    /// abandoned epoch. With a shared queue, only tasks that a dead process of the worker held are known here.
     pub fn oldest_task_of(&self, worker: WorkerId) -> Option<(TaskId, &T)> {
         let front = self.workers.get(worker.index())?.front;
         let slot = (front != NIL).then(|| self.reorder.slot(front))?;
         slot.tag.as_ref().map(|tag| (slot.task, tag))
     }
 
-    /// Returns the tag of a task of a shared queue that is unanswered.
+    /// Returns the tag of an unanswered task of a shared queue. Returns `None` for any other task.
     pub fn tag_of(&self, task: TaskId) -> Option<&T> {
         let slot = self.shared.as_ref()?.get(task)?;
         self.reorder.slot(slot).tag.as_ref()
     }
 
-    /// Returns true if the worker has an unanswered task or resume message, and is not vacant. With a shared queue,
-    /// tasks of living workers are unknown here.
+    /// Returns true if the worker has an unanswered task or resume message, and is not vacant. Tasks that living
+    /// workers have taken from a shared queue are unknown here.
     pub fn is_waited_for(&self, worker: WorkerId) -> bool {
         self.workers.get(worker.index()).is_some_and(|entry| !entry.vacant && (entry.front != NIL || entry.resumes > 0))
     }
@@ -345,18 +345,18 @@ impl<T, R> Scheduler<T, R> {
         (slot.worker != NIL).then_some(WorkerId(slot.worker))
     }
 
-    /// Returns true if results wait for an older unanswered task.
+    /// Returns true if results of this epoch have arrived. If `next` waits, they wait for an older unanswered task.
     pub fn is_blocked(&self) -> bool {
         self.ready > self.early.as_ref().map_or(0, |early| early.ready)
     }
 
-    /// Returns the time at which the timeout expires, while `next` waits, or at which a vacancy becomes due, whichever
-    /// is first.
+    /// Returns the time at which the timeout expires (while `next` waits) or a vacancy becomes due, whichever comes
+    /// first.
     pub fn deadline(&self) -> Option<Duration> {
         self.clock.deadline.into_iter().chain(self.next_due()).min()
     }
 
-    /// Returns the number of tasks of this epoch that a living worker will answer.
+    /// Returns the number of tasks of this epoch that a living worker, or a vacant one's next process, will answer.
     pub fn outstanding(&self) -> usize {
         self.outstanding_now() as usize
     }
@@ -376,14 +376,14 @@ impl<T, R> Scheduler<T, R> {
         self.first_task
     }
 
-    /// Returns the number of the worker's undelivered tasks in this epoch (torch's `_workers_num_tasks`); with a
-    /// window, the number of its unanswered ones; with a shared queue, 0.
+    /// Returns the number of the worker's undelivered tasks in this epoch (torch's `_workers_num_tasks`). With a
+    /// window, returns the number of its unanswered tasks; with a shared queue, 0.
     pub fn load_of(&self, worker: WorkerId) -> usize {
         self.workers.get(worker.index()).map_or(0, |worker| worker.load as usize)
     }
 
-    /// Returns the undelivered tasks of this epoch with their workers, in the order of dispatch (the keys of torch's
-    /// `_task_info`). The worker of an unanswered task of a shared queue is unknown.
+    /// Returns the undelivered tasks of this epoch (the keys of torch's `_task_info`) with their workers, in the order
+    /// of dispatch. The worker is `None` for an unanswered task of a shared queue.
     pub fn undelivered(&self) -> Vec<(TaskId, Option<WorkerId>)> {
         let all = self.first_task..self.end_of_tasks();
         let mut tasks: Vec<_> = self.reorder.waiting().filter(|(task, _)| all.contains(task)).collect();
@@ -391,7 +391,7 @@ impl<T, R> Scheduler<T, R> {
         tasks
     }
 
-    /// Returns true if the worker's process has ended unexpectedly.
+    /// Returns true if the worker's process has ended unexpectedly and is not replaced.
     pub fn is_dead(&self, worker: WorkerId) -> bool {
         self.workers.get(worker.index()).is_some_and(|worker| worker.life == Life::Dead)
     }

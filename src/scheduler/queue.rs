@@ -1,4 +1,5 @@
-//! The transitions that only a shared queue has. The worker of its tasks is unknown until they are answered or lost.
+//! The transitions that only a shared queue has. The worker of a task in the queue is unknown until the task is
+//! answered or lost.
 
 use super::Scheduler;
 use super::reorder::TaskState;
@@ -24,8 +25,8 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Binds the tasks of this epoch that a worker held when it died to that worker. Without a shared queue there are
-    /// none.
+    /// Binds to a worker the tasks of this epoch that it held when it died. Fails with [`Error::Corrupt`] if one of
+    /// them is not unanswered. Without a shared queue, `held` is empty.
     pub(super) fn bind_held(&mut self, worker: WorkerId, held: Vec<TaskId>) -> Result<()> {
         let held: Vec<_> = held.into_iter().filter(|task| *task >= self.first_task).collect();
         if let Some(task) = held.iter().find(|task| self.tag_of(**task).is_none()) {
@@ -39,7 +40,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Marks the tasks that wait in the shared queue as lost, because the last worker has died.
+    /// Marks the tasks that wait in the shared queue as lost. Call it when the last worker has died.
     pub(super) fn lose_queue(&mut self) {
         for task in self.unanswered() {
             if let Some(slot) = self.shared.as_mut().and_then(|shared| shared.remove(task)) {
@@ -49,14 +50,14 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Returns the unanswered tasks of this epoch, with a shared queue.
+    /// Returns the unanswered tasks of this epoch in a shared queue. Returns none without a shared queue.
     pub(super) fn unanswered(&self) -> Vec<TaskId> {
         let tasks = self.shared.iter().flat_map(|shared| shared.tasks()).map(|(task, _)| task);
         tasks.filter(|task| *task >= self.first_task).collect()
     }
 
-    /// Drops the stale tasks that remain after all workers have resumed: each was taken from the queue by a worker that
-    /// will no longer answer it.
+    /// Discards the stale tasks that remain in the table after all workers have resumed. Each was taken from the queue
+    /// by a worker that will no longer answer it.
     pub(super) fn drop_stale(&mut self) {
         while let Some((task, _)) = self.shared.as_ref().and_then(|shared| shared.tasks().next()) {
             self.withdraw(task);

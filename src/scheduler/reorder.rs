@@ -3,7 +3,7 @@
 use crate::id::{TaskId, WorkerId};
 use std::collections::VecDeque;
 
-/// The number that stands for no slot.
+/// The index that means "no slot" or "no worker".
 pub(super) const NIL: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,18 +16,18 @@ pub(super) enum TaskState {
     Ready,
     /// An error waits for delivery.
     Failed,
-    /// The worker was exhausted before the task, and will not answer it.
+    /// The worker's dataset ended at this task or before it, so the worker will not answer it with a batch.
     Dropped,
     /// The worker died before it answered the task, or the last worker died while it waited in the shared queue.
     Lost,
 }
 
-/// One task.
+/// A slot and the task in it.
 #[derive(Debug)]
 pub(super) struct Task<T, R> {
     /// The next slot of the worker's FIFO, or of the free list.
     pub next: u32,
-    /// The worker; `NIL` while a task of the shared queue has no answer.
+    /// The worker's ID; `NIL` while a task of the shared queue is unanswered.
     pub worker: u32,
     pub task: TaskId,
     pub state: TaskState,
@@ -41,26 +41,26 @@ pub(super) struct Task<T, R> {
 
 /// The slots, and the queue that `next` takes from.
 ///
-/// In order, the queue is the reorder buffer: a task enters it when it is dispatched, so the front is the next task to
-/// deliver. Out of order, a task enters when its result arrives, so tasks that are delivered past a stuck worker leave
-/// nothing in the queue.
+/// If results are delivered in order, the queue is the reorder buffer: a task enters it when it is dispatched, so the
+/// front is the next task to deliver. Otherwise a task enters it when its result arrives, so tasks that are delivered
+/// while another one is stuck leave nothing in the queue.
 #[derive(Debug)]
 pub(super) struct Reorder<T, R> {
     slots: Vec<Task<T, R>>,
-    /// The front of the free list, which is last in, first out, because that slot is still cached.
+    /// The first slot of the free list. The slot that was freed last is reused first, because it is still cached.
     free: u32,
     /// Slots in delivery order.
     queue: VecDeque<u32>,
 }
 
 impl<T, R> Reorder<T, R> {
-    /// Creates an empty buffer with room for `expected` tasks.
+    /// Creates an empty buffer that allocates memory for `expected` tasks, but at most 4,096, in advance.
     pub fn new(expected: usize) -> Self {
         let expected = expected.min(4096);
         Self { slots: Vec::with_capacity(expected), free: NIL, queue: VecDeque::with_capacity(expected) }
     }
 
-    /// Allocates the slot of a dispatched task.
+    /// Puts a dispatched task into a free slot, and returns the slot's index.
     #[inline]
     pub fn insert(&mut self, task: TaskId, worker: u32, tag: T) -> u32 {
         let slot =
@@ -85,7 +85,7 @@ impl<T, R> Reorder<T, R> {
         &mut self.slots[index as usize]
     }
 
-    /// Frees the slot and returns its contents.
+    /// Frees a slot, and returns its tag and result.
     #[inline]
     pub fn release(&mut self, index: u32) -> (Option<T>, Option<R>) {
         let free = self.free;
@@ -107,13 +107,13 @@ impl<T, R> Reorder<T, R> {
         self.queue.front().copied()
     }
 
-    /// Pops the front of the queue. Its slot stays in use.
+    /// Removes the front of the queue and returns its slot, which stays in use.
     #[inline]
     pub fn pop(&mut self) -> Option<u32> {
         self.queue.pop_front()
     }
 
-    /// Returns all tasks that are to be delivered, in no particular order, with their workers if known.
+    /// Returns all undelivered tasks except dropped ones, in no particular order, with their workers if known.
     pub fn waiting(&self) -> impl Iterator<Item = (TaskId, Option<WorkerId>)> {
         let held = |slot: &&Task<T, R>| {
             matches!(slot.state, TaskState::Outstanding | TaskState::Ready | TaskState::Failed | TaskState::Lost)
@@ -122,7 +122,7 @@ impl<T, R> Reorder<T, R> {
         self.slots.iter().filter(held).map(move |slot| (slot.task, worker(slot)))
     }
 
-    /// Removes all tasks, and passes the contents of each used slot to `give`.
+    /// Removes all tasks, and passes each of them, except dropped ones, to `give` with its tag and result.
     pub fn clear(&mut self, mut give: impl FnMut(TaskId, Option<T>, Option<R>)) {
         self.queue.clear();
         self.free = NIL;

@@ -1,4 +1,4 @@
-//! The replacement of workers. A vacant worker keeps its unanswered tasks, and its next process gets them again.
+//! The replacement of workers. A vacant worker keeps its unanswered tasks, which are sent again to its next process.
 
 use super::reorder::NIL;
 use super::workers::{Life, Worker};
@@ -12,11 +12,11 @@ use std::time::Duration;
 #[derive(Debug)]
 struct Vacancy {
     worker: WorkerId,
-    /// The time at which `next` reports it; `None` if it is due.
+    /// The time to which the replacement is postponed; `None` if `next` may report the vacancy now.
     due: Option<Duration>,
 }
 
-/// The vacant workers, and those whose new process has not yet received all tasks of its predecessor.
+/// The vacant workers, and those to whose new process not all tasks of its predecessor have been sent.
 #[derive(Debug, Default)]
 pub(super) struct Restarts {
     vacancies: Vec<Vacancy>,
@@ -25,13 +25,13 @@ pub(super) struct Restarts {
 }
 
 impl Restarts {
-    /// Returns true if no worker is vacant and no task unsent.
+    /// Returns true if no worker is vacant and no task is unsent.
     #[inline]
     pub fn is_idle(&self) -> bool {
         self.vacancies.is_empty() && self.behind.is_empty()
     }
 
-    /// Marks the vacancies whose time has come as due.
+    /// Marks as due the vacancies that were postponed to `now` or earlier.
     #[inline]
     pub fn check(&mut self, now: Duration) {
         for vacancy in &mut self.vacancies {
@@ -39,12 +39,12 @@ impl Restarts {
         }
     }
 
-    /// Notes that a worker no longer has unsent tasks.
+    /// Records that a worker no longer has unsent tasks.
     pub fn caught_up(&mut self, worker: WorkerId) {
         self.behind.retain(|behind| *behind != worker);
     }
 
-    /// Removes a vacancy; [`Error::Usage`] if there is none.
+    /// Removes a worker's vacancy. Fails with [`Error::Usage`] if the worker is not vacant.
     fn remove_vacancy(&mut self, worker: WorkerId) -> Result<()> {
         let index = self.vacancies.iter().position(|vacancy| vacancy.worker == worker);
         self.vacancies.remove(index.ok_or_else(|| not_vacant(worker))?);
@@ -57,7 +57,7 @@ fn not_vacant(worker: WorkerId) -> Error {
 }
 
 impl<T, R> Scheduler<T, R> {
-    /// Makes a worker vacant.
+    /// Makes a worker vacant. Discards its tasks if they belong to an abandoned epoch.
     pub(super) fn on_vacancy(&mut self, worker: WorkerId) {
         self.restarts.caught_up(worker);
         let entry = self.workers.at(worker.0);
@@ -79,8 +79,8 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Handles the start of a vacant worker's next process. It begins with the current epoch, so it needs no resume
-    /// message.
+    /// Handles the start of a vacant worker's next process. The process begins with the current epoch, so it needs no
+    /// resume message.
     pub(super) fn on_replaced(&mut self, worker: WorkerId) -> Result<()> {
         if self.shut_down {
             return Ok(());
@@ -111,51 +111,51 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Returns the first vacancy that `next` reports.
+    /// Returns the first vacancy that is due and whose worker the epoch needs.
     pub(super) fn due_vacancy(&self) -> Option<Death> {
         let due = self.restarts.vacancies.iter().filter(|vacancy| vacancy.due.is_none());
         let worker = due.map(|vacancy| vacancy.worker).find(|worker| self.needs(*worker))?;
         Some(Death { worker, lost: self.oldest_task_of(worker).map(|(task, _)| task) })
     }
 
-    /// Returns the time at which the next vacancy is due.
+    /// Returns the time at which the next postponed vacancy whose worker the epoch needs becomes due.
     pub(super) fn next_due(&self) -> Option<Duration> {
         let needed = self.restarts.vacancies.iter().filter(|vacancy| self.needs(vacancy.worker));
         needed.filter_map(|vacancy| vacancy.due).min()
     }
 
-    /// Returns true if the epoch needs a process in the place of a vacant worker.
+    /// Returns true if the epoch needs a new process for a vacant worker.
     fn needs(&self, worker: WorkerId) -> bool {
         let Some(&Worker { front, life, .. }) = self.workers.get(worker.index()) else { return false };
         if self.resuming > 0 {
             return true;
         }
         let bound = (front != NIL).then(|| self.reorder.slot(front).task);
-        // Any worker can take the tasks that wait in the shared queue.
+        // Any worker, including the vacant one, can take the tasks that wait in the shared queue.
         let shared = self.shared.as_ref().and_then(|shared| shared.tasks().next());
         let oldest = bound.into_iter().chain(shared.map(|(task, _)| task)).min();
         if self.first_dead.is_none() {
             return oldest.is_some() || life == Life::Active && !self.ended;
         }
-        // Only the tasks before the first lost one are still delivered.
+        // After a final death, only the tasks before the first lost one are still delivered.
         let precedes = |task| self.first_lost.is_none_or(|death| Some(task) < death.lost);
         self.delivery == DeliveryOrder::InOrder && oldest.is_some_and(precedes)
     }
 
-    /// Returns true if a task has to be sent again.
+    /// Returns true if a worker's new process still has unsent tasks.
     #[inline]
     pub(super) fn is_behind(&self) -> bool {
         !self.restarts.behind.is_empty()
     }
 
-    /// Returns the task that [`Decision::Resend`](super::Decision::Resend) asks for, and its worker.
+    /// Returns the task that [`Decision::Resend`](super::Decision::Resend) asks to send, with its worker and tag.
     pub fn unsent(&self) -> Option<(WorkerId, TaskId, &T)> {
         let worker = *self.restarts.behind.front()?;
         let slot = self.reorder.slot(self.workers.get(worker.index())?.unsent);
         slot.tag.as_ref().map(|tag| (worker, slot.task, tag))
     }
 
-    /// Notes that the task of [`Scheduler::unsent`] has been sent.
+    /// Records that the task of [`Scheduler::unsent`] has been sent.
     pub fn resent(&mut self) {
         let Some(&worker) = self.restarts.behind.front() else { return };
         let entry = self.workers.at(worker.0);
@@ -170,8 +170,8 @@ impl<T, R> Scheduler<T, R> {
         self.workers.get(worker.index()).is_some_and(|worker| worker.vacant)
     }
 
-    /// Returns the tasks that are bound to a worker and unanswered, oldest first. Tasks of a shared queue are bound to
-    /// a worker by its death.
+    /// Returns the unanswered tasks that are bound to a worker, oldest first. Tasks of a shared queue become bound when
+    /// the worker that holds them dies.
     pub fn tasks_of(&self, worker: WorkerId) -> impl Iterator<Item = (TaskId, &T)> {
         let slot = |slot: u32| (slot != NIL).then(|| self.reorder.slot(slot));
         let first = slot(self.workers.get(worker.index()).map_or(NIL, |worker| worker.front));
@@ -179,14 +179,14 @@ impl<T, R> Scheduler<T, R> {
         slots.filter_map(|slot| Some((slot.task, slot.tag.as_ref()?)))
     }
 
-    /// Returns true for the oldest task of [`Scheduler::tasks_of`].
+    /// Returns true if `task` is the first task of [`Scheduler::tasks_of`].
     #[inline]
     pub fn is_oldest_of(&self, worker: WorkerId, task: TaskId) -> bool {
         let front = self.workers.get(worker.index()).map_or(NIL, |worker| worker.front);
         front != NIL && self.reorder.slot(front).task == task
     }
 
-    /// Inserts a slot into a worker's FIFO, which is in the order of the tasks.
+    /// Inserts a slot into a worker's FIFO, which is sorted by task number.
     pub(super) fn bind(&mut self, worker: u32, slot: u32) {
         let task = self.reorder.slot(slot).task;
         let Worker { front, .. } = *self.workers.at(worker);
@@ -206,7 +206,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Discards stale tasks that a worker will not answer.
+    /// Discards all tasks in a worker's FIFO. They must be stale tasks that the worker will not answer.
     pub(super) fn discard_fifo(&mut self, worker: WorkerId) {
         let entry = self.workers.at(worker.0);
         entry.unsent = NIL;
@@ -218,15 +218,14 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Discards the tasks of an abandoned epoch that no process has: those of vacant workers, and those that are
-    /// unsent.
+    /// Discards the tasks of an abandoned epoch that no process has received: those of vacant workers, and unsent ones.
     pub(super) fn discard_unsent(&mut self) {
         for vacancy in 0..self.restarts.vacancies.len() {
             self.discard_fifo(self.restarts.vacancies[vacancy].worker);
         }
         for worker in std::mem::take(&mut self.restarts.behind) {
             let Worker { front, unsent, .. } = *self.workers.at(worker.0);
-            // Keep the tasks before the first unsent one.
+            // Keep the tasks before the first unsent one, because the process will answer them.
             let (mut kept, mut last) = (NIL, front);
             while last != unsent {
                 (kept, last) = (last, self.reorder.slot(last).next);
@@ -241,7 +240,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Forgets vacancies and unsent tasks, because the iterator ends.
+    /// Forgets all vacancies and unsent tasks. Call it when the iterator ends.
     pub(super) fn forget_restarts(&mut self) {
         self.restarts = Restarts::default();
     }

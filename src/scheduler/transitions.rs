@@ -1,4 +1,5 @@
-//! The transitions of the state machine: one method per event. `queue.rs` has those of the shared queue.
+//! The transitions of the state machine: one method per event. `queue.rs` contains those of the shared queue, and
+//! `restarts.rs` those of vacant workers.
 
 use super::reorder::{NIL, TaskState};
 use super::workers::{Life, Worker};
@@ -8,7 +9,8 @@ use crate::id::{TaskId, WorkerId};
 use std::time::Duration;
 
 impl<T, R> Scheduler<T, R> {
-    /// Stores the result of an unanswered task. Without a shared queue, the task must be its worker's oldest one.
+    /// Handles the result of an unanswered task: stores it for delivery, or discards it if the task is stale. Without a
+    /// shared queue, the task must be its worker's oldest one.
     #[inline]
     pub(super) fn on_result(
         &mut self,
@@ -20,7 +22,7 @@ impl<T, R> Scheduler<T, R> {
         state: TaskState,
     ) -> Result<()> {
         if self.shut_down {
-            // The shutdown has returned the tag, but the result still names memory to free.
+            // The shutdown has already returned the tag, but the caller must still free the memory of the result.
             self.effects.push_back(Action::Discard { task, tag: None, result: Some(result) });
             return Ok(());
         }
@@ -54,7 +56,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Handles the end of a worker's dataset. The worker skips its remaining tasks.
+    /// Handles the end of a worker's dataset. Drops the worker's remaining tasks, which the worker skips.
     pub(super) fn on_exhausted(&mut self, now: Duration, worker: WorkerId, task: TaskId) -> Result<()> {
         if self.shut_down {
             return Ok(());
@@ -89,7 +91,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Handles a worker's last message of the abandoned epoch.
+    /// Handles a worker's answer to a resume message, the worker's last answer in the abandoned epoch.
     pub(super) fn on_resumed(&mut self, now: Duration, worker: WorkerId) -> Result<()> {
         if self.shut_down {
             return Ok(());
@@ -109,7 +111,7 @@ impl<T, R> Scheduler<T, R> {
         let entry = self.workers.at(worker.0);
         entry.resumes -= 1;
         if entry.resumes > 0 {
-            // This message begins an epoch that replaces one that had not begun.
+            // Another reset followed the one that the worker has just answered. Send its message now.
             self.effects.push_back(Action::Resume(worker));
             return Ok(());
         }
@@ -120,7 +122,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Handles the end of a worker's process. Exits of retired workers are expected and ignored.
+    /// Handles the end of a worker's process. Ignores the exit of a retired worker, which is expected.
     pub(super) fn on_death(&mut self, worker: WorkerId, held: Vec<TaskId>) -> Result<()> {
         let entry = self.entry(worker)?;
         if self.shut_down || entry.vacant || matches!(entry.life, Life::Dead | Life::Retired) {
@@ -135,12 +137,12 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Makes a worker dead: its tasks are lost.
+    /// Makes a worker dead and its tasks lost.
     pub(super) fn on_final_death(&mut self, worker: WorkerId) {
         let Worker { front, resumes, .. } = *self.workers.at(worker.0);
         self.workers.deactivate(worker.0, Life::Dead);
         self.first_dead.get_or_insert(worker);
-        // The loss of stale tasks does not count.
+        // Before the worker has resumed, its tasks are stale, so nothing of this epoch is lost.
         if resumes == 0 && front != NIL {
             self.lose_fifo(worker, front);
         }
@@ -151,7 +153,7 @@ impl<T, R> Scheduler<T, R> {
 
     fn lose_fifo(&mut self, worker: WorkerId, front: u32) {
         self.note_loss(worker, self.reorder.slot(front).task);
-        // The slots stay in the FIFO for `oldest_task_of`.
+        // The slots stay in the FIFO, so that `oldest_task_of` finds them.
         let mut lost = front;
         while lost != NIL {
             let slot = self.reorder.slot_mut(lost);
@@ -168,7 +170,8 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Abandons the epoch: discards results that have arrived, and makes outstanding tasks stale.
+    /// Abandons the epoch, and begins another one: discards results that have arrived, makes outstanding tasks stale,
+    /// and sends resume messages. Fails with [`Error::Usage`] unless all workers are persistent and alive or vacant.
     pub(super) fn on_epoch_reset(&mut self) -> Result<()> {
         if !self.persistent || self.shut_down || self.first_dead.is_some() {
             return Err(Error::usage("an epoch is reset only for persistent workers that are alive"));
@@ -181,7 +184,8 @@ impl<T, R> Scheduler<T, R> {
             match self.reorder.slot(slot).state {
                 TaskState::Ready | TaskState::Failed => self.discard(slot),
                 TaskState::Dropped => drop(self.reorder.release(slot)),
-                // It stays as a stale task in its worker's FIFO, or among the unanswered tasks of the shared queue.
+                // The task stays, as a stale one, in its worker's FIFO or among the unanswered tasks of the shared
+                // queue.
                 TaskState::Outstanding => {}
                 TaskState::Lost | TaskState::Free => {
                     unreachable!("no worker has died, and the queue holds slots in use")
@@ -196,7 +200,7 @@ impl<T, R> Scheduler<T, R> {
         for worker in 0..count {
             let entry = self.workers.at(worker);
             entry.resumes = entry.resumes.saturating_add(1);
-            // A worker that has not answered the last message gets this one afterwards.
+            // A worker that has not answered the last message gets the new one after its answer.
             if entry.resumes == 1 {
                 self.resuming += 1;
                 // The next process of a vacant worker begins with this epoch.
@@ -217,7 +221,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Discards all tasks.
+    /// Discards all tasks, for a shutdown.
     pub(super) fn forget_all(&mut self) {
         let effects = &mut self.effects;
         self.reorder.clear(|task, tag, result| effects.push_back(Action::Discard { task, tag, result }));
@@ -244,7 +248,8 @@ impl<T, R> Scheduler<T, R> {
         entry.ok_or_else(|| Error::usage(format!("there is no worker {}", worker.0)))
     }
 
-    /// Returns the slot of a task that the worker has answered.
+    /// Removes a task that the worker has answered from the unanswered ones, and returns its slot. Fails with
+    /// [`Error::Corrupt`] if the worker cannot have answered it.
     #[inline]
     fn take_answered(&mut self, worker: WorkerId, task: TaskId) -> Result<u32> {
         if self.shared.is_none() {
@@ -259,7 +264,8 @@ impl<T, R> Scheduler<T, R> {
         slot.ok_or_else(|| self.impossible(worker, task))
     }
 
-    /// Pops the front of the worker's FIFO, which must be `task`.
+    /// Removes the front of the worker's FIFO and returns its slot. Fails with [`Error::Corrupt`] if it is not `task`,
+    /// or was not sent.
     #[inline]
     fn take_oldest(&mut self, worker: WorkerId, task: TaskId) -> Result<u32> {
         let Worker { front, unsent, life, .. } = *self.entry(worker)?;
@@ -280,7 +286,8 @@ impl<T, R> Scheduler<T, R> {
         Error::corrupt(format!("worker {} reports on task {}, but {held}", worker.0, task.0))
     }
 
-    /// Drops a task that its exhausted worker will not answer. `next` skips its place in the reorder buffer.
+    /// Drops a task that its exhausted worker will not answer. If its slot is in the reorder buffer, `next` skips it
+    /// there.
     fn drop_task(&mut self, slot: u32, stale: bool) {
         let entry = self.reorder.slot_mut(slot);
         let task = entry.task;
@@ -295,7 +302,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Discards a result that has arrived.
+    /// Releases a slot, and discards its tag and, if it has one, its result.
     pub(super) fn discard(&mut self, slot: u32) {
         let task = self.reorder.slot(slot).task;
         let (tag, result) = self.reorder.release(slot);

@@ -9,8 +9,8 @@ use std::time::Duration;
 pub enum Dispatch {
     /// The next active worker in cyclic order, whatever its load.
     RoundRobin,
-    /// The next active worker in cyclic order below its fair share, `max_tasks / active workers`: a slow worker cannot
-    /// hold all tasks.
+    /// The next active worker in cyclic order whose load is below the fair share, `max_tasks / active workers`, so that
+    /// a slow worker cannot hold all tasks.
     FairShare,
     /// The task waits in the shared queue until a worker takes it. Only for map-style datasets.
     SharedQueue,
@@ -19,11 +19,11 @@ pub enum Dispatch {
 /// The destination of a submitted task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// To this worker.
+    /// Send the task to this worker.
     Worker(WorkerId),
-    /// Nowhere yet: the worker's process is being replaced, and [`Decision::Resend`] sends the task later.
+    /// Do not send the task yet, because its worker is being replaced. A [`Decision::Resend`] will ask for it.
     Later,
-    /// To the shared queue.
+    /// Put the task into the shared queue.
     Queue,
 }
 
@@ -36,55 +36,55 @@ pub enum DeliveryOrder {
     AsCompleted,
 }
 
-/// The limits of outstanding and ready tasks together, and so of the lead of submissions over deliveries.
+/// The limits of outstanding and ready tasks together. They determine how far submissions may run ahead of deliveries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
-    /// Number of tasks, at least 1.
+    /// Maximum number of tasks, at least 1.
     pub batches: usize,
-    /// Number of bytes: those of the ready results, plus the size of the largest result so far for each outstanding
-    /// task. A single task may exceed it.
+    /// Maximum number of bytes, if limited: the sum of the ready results, with each outstanding task counted as the
+    /// largest result so far. A single task may exceed this limit.
     pub bytes: Option<u64>,
 }
 
 impl Window {
-    /// Creates a window of `batches` tasks, or as many as the engine has room for.
+    /// Creates a window of `batches` tasks, but at most [`TASKS_MAX`].
     pub fn of_batches(batches: usize) -> Self {
         Self { batches: batches.min(TASKS_MAX as usize), bytes: None }
     }
 
-    /// Creates a window of `bytes` bytes for `max_tasks` outstanding tasks. The number of small results is limited,
-    /// too.
+    /// Creates a window of `bytes` bytes for `max_tasks` outstanding tasks. The number of tasks is limited as well,
+    /// which matters for small results.
     pub fn of_bytes(bytes: u64, max_tasks: usize) -> Self {
         Self { batches: Self::of_batches(max_tasks.max(QUEUE_SPAN)).batches, bytes: Some(bytes) }
     }
 }
 
-/// Settings of a scheduler; [`Settings::torch`] has those of torch's loader.
+/// Settings of a scheduler. [`Settings::torch`] returns those of torch's loader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// The number of workers, from 1 to [`WORKERS_MAX`](crate::config::WORKERS_MAX).
     pub workers: usize,
-    /// Average number of outstanding tasks per worker, at least 1. All workers together have at most `workers *
-    /// prefetch_factor`.
+    /// The limit of outstanding tasks divided by the number of workers, at least 1. All workers together have at most
+    /// `workers * prefetch_factor` outstanding tasks.
     pub prefetch_factor: usize,
-    /// The window, which `next` fills. `None` submits one index batch per delivery, as torch does. A shared queue
-    /// always has a window, by default of `workers * prefetch_factor` tasks.
+    /// The window, which `next` fills. With `None`, `next` submits one index batch per delivery, as torch does, or,
+    /// with a shared queue, fills a window of `workers * prefetch_factor` tasks.
     pub window: Option<Window>,
-    /// Selects the worker of a task.
+    /// The policy that selects the worker of a task.
     pub dispatch: Dispatch,
     /// The order in which results are delivered.
     pub delivery: DeliveryOrder,
     /// True if the workers survive [`Event::EpochReset`].
     pub persistent: bool,
-    /// The longest wait of `next` during which no result arrives.
+    /// The longest time that `next` waits without the arrival of a result; `None` for no limit.
     pub timeout: Option<Duration>,
-    /// True if a worker whose process dies may be replaced: its death then makes it vacant.
+    /// True if a worker whose process has died may be replaced. A death then makes a worker vacant.
     pub restarts: bool,
 }
 
 impl Settings {
-    /// torch's settings, without persistent workers, a timeout or restarts. Only this function interprets torch's
-    /// `in_order`.
+    /// Returns torch's settings for `in_order`, without persistent workers, a timeout or restarts. Only this function
+    /// interprets torch's `in_order`.
     pub const fn torch(workers: usize, prefetch_factor: usize, in_order: bool) -> Self {
         let (dispatch, delivery) = match in_order {
             true => (Dispatch::RoundRobin, DeliveryOrder::InOrder),
@@ -107,13 +107,13 @@ impl Settings {
         self.workers.saturating_mul(self.prefetch_factor)
     }
 
-    /// Returns true if `next` fills a window, instead of submitting one index batch per delivery.
+    /// Returns true if `next` fills a window. Otherwise it submits one index batch per delivery.
     pub fn fills(&self) -> bool {
         self.window.is_some() || self.dispatch == Dispatch::SharedQueue
     }
 
-    /// Returns the limit of the tasks from the oldest unanswered one of a shared queue to the newest. It bounds the
-    /// scheduler's table of them, not the slots of the queue, which hold waiting tasks only.
+    /// Returns the limit of the number of tasks, in a shared queue, from the oldest unanswered one to the newest. It
+    /// bounds the scheduler's table of unanswered tasks, not the slots of the queue, which hold only waiting tasks.
     pub fn queue_span(&self) -> usize {
         let window = self.window.map_or(0, |window| window.batches.min(QUEUE_SPAN_MAX));
         QUEUE_SPAN.max(window).max(self.max_tasks().min(TASKS_MAX as usize))
@@ -131,10 +131,10 @@ pub enum Event<R> {
         task: TaskId,
         /// The batch.
         result: R,
-        /// Its size in bytes, for [`Window::bytes`].
+        /// The size of the batch in bytes, for [`Window::bytes`].
         bytes: u64,
     },
-    /// A task has failed. Its error is delivered in its place.
+    /// A worker has failed to make a task's batch. The error is delivered in place of the batch.
     Failed {
         /// The worker whose ring held the result.
         worker: WorkerId,
@@ -142,10 +142,10 @@ pub enum Event<R> {
         task: TaskId,
         /// The error.
         result: R,
-        /// Its size in bytes, for [`Window::bytes`].
+        /// The size of the error in bytes, for [`Window::bytes`].
         bytes: u64,
     },
-    /// A worker's iterable dataset ended. The worker skips its remaining tasks.
+    /// A worker's iterable dataset has ended. The worker skips its remaining tasks.
     Exhausted {
         /// The worker.
         worker: WorkerId,
@@ -158,63 +158,63 @@ pub enum Event<R> {
     WorkerDied {
         /// The worker.
         worker: WorkerId,
-        /// The tasks that it had taken from the shared queue and not answered; none under the other policies, which
-        /// bind tasks to workers.
+        /// The tasks that the worker had taken from the shared queue and not answered. Empty under the other policies,
+        /// which bind every task to a worker.
         held: Vec<TaskId>,
     },
-    /// A vacant worker has a new process, which begins with the current epoch and has none of its tasks.
+    /// A vacant worker has a new process, which begins with the current epoch and has not received any tasks.
     WorkerReplaced(WorkerId),
-    /// A vacant worker is not to be replaced before a certain time.
+    /// The replacement of a vacant worker is postponed.
     Postponed {
         /// The worker.
         worker: WorkerId,
         /// The time at which [`Decision::Vacant`] names it again.
         until: Duration,
     },
-    /// A vacant worker is not replaced: its death is final.
+    /// A vacant worker will not be replaced, so its death is final.
     GivenUp(WorkerId),
     /// The shared queue has given back a task of an abandoned epoch, which no worker will answer.
     Withdrawn(TaskId),
-    /// The sampler has ended. With a window it is not asked again in this epoch; without one it is asked at each
-    /// delivery, as in torch.
+    /// The sampler has ended. With a window, it is not asked again in this epoch. Without a window, it is still asked
+    /// at each delivery, as in torch.
     SamplerEnded,
     /// A persistent loader begins another epoch.
     EpochReset,
     /// The iterator ends.
     Shutdown,
-    /// `next` begins to wait, which starts the timeout. Sent once per call, not once per slice.
+    /// `next` begins to wait. Starts the timeout. Reported once until another decision, not once per slice.
     WaitBegan,
-    /// `next` stops waiting without an answer, because a signal handler has raised. Stops the timeout.
+    /// `next` stops waiting without an answer, because a signal handler raised an exception. Stops the timeout.
     WaitEnded,
-    /// Time has passed.
+    /// Time has passed: the timeout may have expired, or a vacancy may be due.
     Time,
 }
 
-/// An effect that the caller performs, whether or not a batch is requested.
+/// An effect that the caller must perform, even if no call of `next` is in progress.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action<T, R> {
-    /// Ask the worker to leave. Its exit is not a death.
+    /// Ask the worker to exit. Its exit is not a death.
     Retire(WorkerId),
     /// Send the worker a resume message.
     Resume(WorkerId),
     /// Withdraw a task of an abandoned epoch from the shared queue, and report [`Event::Withdrawn`] if no worker has
     /// taken it.
     Withdraw(TaskId),
-    /// Drop a task that will not be delivered.
+    /// Drop a task that will not be delivered, and release its result.
     Discard {
         /// The task.
         task: TaskId,
-        /// The caller's tag; `None` if a shutdown has returned it already.
+        /// The caller's tag; `None` if a shutdown has already returned it.
         tag: Option<T>,
-        /// The result; `None` for a task that an exhausted worker skipped, or that was withdrawn.
+        /// The result; `None` if the task has none, because it was skipped, withdrawn, lost or still outstanding.
         result: Option<R>,
     },
 }
 
-/// The decision of the scheduler about the current call of `next`.
+/// The scheduler's decision on what the current call of `next` must do.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Decision<T, R> {
-    /// Submit one more index batch and ask again, or report [`Event::SamplerEnded`].
+    /// Submit one more index batch, or report [`Event::SamplerEnded`]; then ask again.
     Submit,
     /// Return this batch.
     Deliver {
@@ -239,20 +239,20 @@ pub enum Decision<T, R> {
         result: R,
     },
     /// Replace a vacant worker ([`Event::WorkerReplaced`]), postpone its replacement ([`Event::Postponed`]) or give it
-    /// up ([`Event::GivenUp`]), and ask again. The decision is repeated until then. `lost` is the oldest task that is
-    /// bound to the worker.
+    /// up ([`Event::GivenUp`]), and ask again. The decision is repeated until one of these events is reported. `lost`
+    /// is the oldest task that is bound to the worker.
     Vacant(Death),
-    /// Send the task of [`Scheduler::unsent`](super::Scheduler::unsent) to its worker, report
+    /// Send the task of [`Scheduler::unsent`](super::Scheduler::unsent) to its worker, call
     /// [`Scheduler::resent`](super::Scheduler::resent), and ask again.
     Resend,
-    /// Raise a worker's death, at this and every later call.
+    /// Raise a worker's death. Every later call gets the same decision.
     Dead(Death),
-    /// The timeout has expired. Nothing is lost: the next call waits again, with the full timeout.
+    /// The timeout has expired. No task is lost. The next call waits again, with the full timeout.
     TimedOut,
     /// The epoch is over.
     End,
-    /// Wait for an event, or until this time if given: the end of the timeout, if that runs ([`Event::WaitBegan`]), or
-    /// the time to which a replacement is postponed.
+    /// Wait for an event, but at most until this time, if any. It is the end of the timeout, which runs after
+    /// [`Event::WaitBegan`], or the time to which a replacement is postponed.
     Wait(Option<Duration>),
     /// The scheduler has been shut down.
     Shutdown,
@@ -263,6 +263,7 @@ pub enum Decision<T, R> {
 pub struct Death {
     /// The worker.
     pub worker: WorkerId,
-    /// The first task that was lost with it, if any. A task that was still waiting in the shared queue is not lost.
+    /// The first task that was lost with the worker, if any. A task that was still waiting in the shared queue does not
+    /// count.
     pub lost: Option<TaskId>,
 }

@@ -1,21 +1,21 @@
-//! The unanswered tasks of a shared queue, by their numbers.
+//! The unanswered tasks of a shared queue, indexed by task number.
 
 use super::reorder::NIL;
 use crate::id::TaskId;
 use std::collections::VecDeque;
 
-/// The slots of all tasks from the oldest unanswered one to the newest. Numbers are contiguous, so a lookup is one
-/// index.
+/// The slots of all tasks from the oldest unanswered one to the newest. Task numbers are contiguous, so a lookup is a
+/// single indexing operation.
 #[derive(Debug, Default)]
 pub(super) struct Unanswered {
     /// The number of the task at the front.
     first: u64,
-    /// The slot of each task, or `NIL` if the task is answered. The front is never `NIL`.
+    /// The slot of each task, or `NIL` if the task has been answered. The front is never `NIL`.
     slots: VecDeque<u32>,
 }
 
 impl Unanswered {
-    /// Adds the newest task.
+    /// Adds a task, whose number must follow that of the newest one.
     #[inline]
     pub fn push(&mut self, task: TaskId, slot: u32) {
         if self.slots.is_empty() {
@@ -37,7 +37,8 @@ impl Unanswered {
         self.index(task).map(|index| self.slots[index])
     }
 
-    /// Removes a task and returns its slot. Amortised O(1): each step over an answered task is paid for by its answer.
+    /// Removes an unanswered task and returns its slot. Amortised O(1): each step over an answered task is paid for by
+    /// that task's answer.
     #[inline]
     pub fn remove(&mut self, task: TaskId) -> Option<u32> {
         let index = self.index(task)?;
@@ -86,7 +87,7 @@ mod tests {
         assert_eq!((tasks.remove(TaskId(7)), tasks.span()), (Some(70), 1));
         assert_eq!(tasks.remove(TaskId(9)), Some(90));
         assert_eq!((tasks.span(), tasks.remove(TaskId(u64::MAX))), (0, None));
-        // Numbers need not continue where they ended.
+        // If no task is unanswered, the numbers need not continue from the last one.
         tasks.push(TaskId(20), 1);
         assert_eq!((tasks.get(TaskId(10)), tasks.get(TaskId(20))), (None, Some(1)));
     }

@@ -1,12 +1,13 @@
 //! The byte limit of a window.
 
-/// The bytes of the ready results, and an estimate for the outstanding tasks: each counts as the largest result so far.
+/// The bytes of the ready results, and an estimate for the outstanding tasks, each of which counts as the largest
+/// result so far.
 #[derive(Debug)]
 pub(super) struct Bytes {
     limit: u64,
     /// Bytes of the ready results of this epoch.
     ready: u64,
-    /// The largest result of any epoch; 0 before the first.
+    /// Bytes of the largest result so far, in all epochs; 0 before the first result.
     largest: u64,
 }
 
@@ -15,7 +16,8 @@ impl Bytes {
         Self { limit, ready: 0, largest: 0 }
     }
 
-    /// Counts a result that waits for delivery. Sums saturate, because the sizes come from other processes.
+    /// Counts a result that waits for delivery. The sum saturates, because sizes come from other processes and may be
+    /// wrong.
     pub fn add(&mut self, bytes: u64) {
         self.ready = self.ready.saturating_add(bytes);
         self.largest = self.largest.max(bytes);
@@ -26,7 +28,7 @@ impl Bytes {
         self.ready = self.ready.saturating_sub(bytes);
     }
 
-    /// Forgets the results of an epoch.
+    /// Forgets the results of the last epoch, but not the largest size.
     pub fn begin_epoch(&mut self) {
         self.ready = 0;
     }

@@ -6,34 +6,34 @@ use super::reorder::NIL;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Life {
-    /// It takes tasks.
+    /// The worker takes tasks.
     Active,
-    /// Its iterable dataset has ended for this epoch.
+    /// The worker's iterable dataset has ended in this epoch.
     Exhausted,
-    /// Its iterable dataset has ended for good, and it is asked to leave.
+    /// The worker's iterable dataset has ended, and the worker, which is not persistent, has been asked to exit.
     Retired,
-    /// Its process has ended unexpectedly.
+    /// The worker's process has ended unexpectedly, and is not replaced.
     Dead,
 }
 
-/// A worker's entry. It is small, because events touch the entries in random order.
+/// A worker's entry in the table. It is small, because events access the entries in random order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Worker {
-    /// Slot of the oldest outstanding task: the front of the FIFO. With a shared queue, the FIFO holds only
-    /// the tasks that a process left when it died.
+    /// Slot of the oldest outstanding task, the front of the worker's FIFO; `NIL` if there is none. With a shared
+    /// queue, the FIFO holds only tasks that a process of the worker held when it died.
     pub front: u32,
-    /// Slot of the newest outstanding task.
+    /// Slot of the newest outstanding task. Valid only if `front` is not `NIL`.
     pub back: u32,
     /// Slot of the first outstanding task that has not been sent to the worker's current process. `NIL` unless an
     /// earlier process of the worker has died.
     pub unsent: u32,
-    /// Undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a reorder window, its unanswered ones.
+    /// Number of undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window, of unanswered ones.
     pub load: u32,
-    /// Number of unanswered resume messages; only the oldest was sent. While it is above 0, all that the worker sends
-    /// is stale.
+    /// Number of unanswered resume messages, of which only the oldest has been sent. While it is above 0, all results
+    /// from the worker are stale.
     pub resumes: u8,
     pub life: Life,
-    /// True if its process has died and may be replaced.
+    /// True if the worker's process has died and may be replaced.
     pub vacant: bool,
     /// True if [`Workers::full`] lists the worker.
     pub listed: bool,
@@ -45,10 +45,10 @@ pub(super) struct Workers {
     table: Vec<Worker>,
     /// The active workers whose load is below `cap`.
     open: Bitmap,
-    /// Workers that have reached `cap` since it last grew. Only these are checked when it grows again. Each was
+    /// Workers whose load has reached `cap` since `cap` last grew. Only these are checked when it grows again. Each was
     /// added by a submission, so the checks cost amortised O(1) per submission.
     full: Vec<u32>,
-    /// The first candidate of the next `pick`.
+    /// The first candidate for the next `pick`.
     cursor: u32,
     /// Number of active workers.
     active: u32,
@@ -84,7 +84,7 @@ impl Workers {
         workers
     }
 
-    /// Makes every worker active and without load, and resets the cursor. The FIFOs stay.
+    /// Makes every worker active, with a load of 0, and resets the cursor. Keeps the FIFOs.
     pub fn begin_epoch(&mut self) {
         self.full.clear();
         for (index, worker) in self.table.iter_mut().enumerate() {
@@ -98,13 +98,13 @@ impl Workers {
         self.cap = self.fair_share();
     }
 
-    /// Makes an existing worker the first candidate of the next `pick`.
+    /// Makes an existing worker the first candidate for the next `pick`.
     pub fn begin_with(&mut self, index: u32) {
         self.cursor = index;
     }
 
-    /// Begins an epoch of which `tasks` tasks have already been dispatched in turn. If a worker has died (`all_live` is
-    /// false), only sets the loads.
+    /// Begins an epoch in which `tasks` tasks have already been dispatched to the workers in turn. If a worker has died
+    /// (`all_live` is false), only sets the loads.
     pub fn take_up(&mut self, tasks: u64, all_live: bool) {
         if all_live {
             self.begin_epoch();
@@ -128,16 +128,17 @@ impl Workers {
         self.table.get(index)
     }
 
-    /// Returns the entry of an existing worker.
+    /// Returns the entry of an existing worker. Panics if there is no such worker.
     #[inline]
     pub fn at(&mut self, index: u32) -> &mut Worker {
         &mut self.table[index as usize]
     }
 
-    /// Selects the worker of the next task and counts the task. `None` if no worker may take one.
+    /// Selects the worker for the next task, and adds the task to its load. Returns `None` if no worker may take a
+    /// task.
     ///
-    /// Behaves like torch's walk over `itertools.cycle`, which moves past each worker that it checks. A walk that finds
-    /// none goes all the way round, so the cursor stays.
+    /// Behaves like torch's walk over `itertools.cycle`, which moves past each worker that it checks. If torch finds no
+    /// worker, the walk goes once round the cycle, so the cursor does not move.
     #[inline]
     pub fn pick(&mut self) -> Option<u32> {
         let index = self.open.next_cyclic(self.cursor as usize)?;
@@ -165,7 +166,7 @@ impl Workers {
         self.active
     }
 
-    /// Lowers the worker's load by one task, which was delivered or, with a reorder window, answered.
+    /// Subtracts a task from the worker's load. Call it when the task is delivered or, with a window, answered.
     #[inline]
     pub fn unload(&mut self, index: u32) {
         let worker = &mut self.table[index as usize];
@@ -175,7 +176,7 @@ impl Workers {
         }
     }
 
-    /// Takes the worker out of this epoch. The fair share of the others may grow.
+    /// Excludes a worker from this epoch, and sets its state to `life`. The fair share of the others may grow.
     pub fn deactivate(&mut self, index: u32, life: Life) {
         let worker = &mut self.table[index as usize];
         let was_active = worker.life == Life::Active;
@@ -198,7 +199,8 @@ impl Workers {
         }
     }
 
-    /// Returns the limit of a worker's load: torch's `max_tasks // active workers`, or none.
+    /// Returns the limit of a worker's load: `max_tasks / active workers`, as in torch, for `FairShare`; otherwise
+    /// `u32::MAX`, which is no limit.
     fn fair_share(&self) -> u32 {
         match self.dispatch {
             Dispatch::FairShare if self.active > 0 => self.max_tasks / self.active,

@@ -1,7 +1,8 @@
-//! Detection of workers that are stuck in their start or in one batch. [`overdue`] finds those that are to be killed.
+//! Detection of workers that are stuck during their start or on one batch, for the log. [`overdue`] finds the workers
+//! that are to be killed.
 //!
-//! While the main process waits for results it checks the status pages a few times per second, without a thread or any
-//! cost per batch.
+//! The main process checks the status pages a few times per second while it waits for results. The checks need no
+//! thread and cost nothing per batch.
 
 pub mod overdue;
 pub mod report;
@@ -17,22 +18,22 @@ use crate::shm::layout::WorkerState;
 /// The state of a worker at the last check.
 #[derive(Clone, Copy, Debug, Default)]
 struct WatchedWorker {
-    /// The worker's oldest task.
+    /// The worker's oldest unanswered task.
     task: Option<TaskId>,
-    /// Time of the first check with that task.
+    /// Time of the first check that found this task.
     seen: Duration,
-    /// The last report: phase, task, and whether the task still waited for the worker.
+    /// The last report: the phase, the task, and true if the worker had not taken the task.
     reported: Option<(Phase, Option<TaskId>, bool)>,
 }
 
 /// The limits, and the results of the checks.
 #[derive(Debug)]
 pub(super) struct Stalls {
-    /// Time in a phase after which a worker counts as stuck; `None` means never.
+    /// Time in each phase after which a worker counts as stuck, indexed by [`Phase`]; `None` means never.
     limits: [Option<Duration>; 2],
     /// See [`Stall::patience`].
     patience: Option<Duration>,
-    /// Time of the last check.
+    /// Time of the last check that found no further stall.
     last_check: Duration,
     watched: Box<[WatchedWorker]>,
 }
@@ -48,7 +49,8 @@ impl Stalls {
         self.watched[worker as usize] = WatchedWorker::default();
     }
 
-    /// Sets the limits of the phases (`None` means never stuck), and the [`Stall::patience`].
+    /// Sets the limits of the phases and the [`Stall::patience`]. `None` as a limit means that a worker is never stuck
+    /// in that phase.
     pub(super) fn set_limits(&mut self, limits: [Option<Duration>; 2], patience: Option<Duration>) {
         (self.limits, self.patience) = (limits, patience);
     }
@@ -63,12 +65,12 @@ impl Stalls {
         now.saturating_sub(self.last_check) >= STALL_CHECK
     }
 
-    /// Notes that a check has found no further stall.
+    /// Records that a check has found no further stall.
     pub(super) fn checked(&mut self, now: Duration) {
         self.last_check = now;
     }
 
-    /// Returns the report of a worker if it is stuck, once for each task.
+    /// Returns a report if the worker is stuck. Reports each stall once.
     pub(super) fn stall_of(&mut self, worker: u32, observed: &Observation, now: Duration) -> Option<Stall> {
         let Observation { process, oldest, state, task, .. } = observed;
         let (oldest, waits) = (*oldest, observed.is_waited_for());
@@ -84,10 +86,10 @@ impl Stalls {
             _ if waits => (Phase::Item, oldest, watched.seen),
             _ => (Phase::Item, Some(*task), observed.task_since),
         };
-        // The time is at most the age of the process, because the page may be damaged.
+        // Limit the time to the age of the process, because the page may be damaged.
         let time = now.saturating_sub(since.max(process.started));
         let limit = self.limits[phase as usize]?;
-        // A task that its worker does not take, and the same task that the worker does not finish, are two reports.
+        // That a worker does not take a task, and that it later does not finish the task, are two reports.
         if time < limit || watched.reported == Some((phase, task, waits)) || process.has_exited() {
             return None;
         }

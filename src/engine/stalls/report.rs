@@ -1,4 +1,4 @@
-//! Workers that are stuck in their start or in one batch: their status, and the report.
+//! The observed status of workers, and reports of workers that are stuck during their start or on one batch.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,47 +12,47 @@ use crate::sync::{AtomicU64, Ordering};
 /// The phase of an epoch in which a worker is stuck.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Before its first batch of an epoch.
+    /// The worker's start, before its first batch of an epoch.
     Start,
-    /// In a batch.
+    /// A batch.
     Item,
 }
 
-/// A stuck worker.
+/// A report of a stuck worker.
 #[derive(Clone, Copy, Debug)]
 pub struct Stall {
     /// The worker.
     pub worker: u32,
-    /// Its process id.
+    /// The worker's process ID.
     pub pid: i32,
-    /// The phase in which it is stuck.
+    /// The phase in which the worker is stuck.
     pub phase: Phase,
-    /// The state that it reports.
+    /// The state on the worker's status page.
     pub state: WorkerState,
-    /// Its current task, or the next one.
+    /// The worker's current task, or the one that it has not taken; `None` in a replay, or if there is no such task.
     pub task: Option<TaskId>,
-    /// The time for which it has been stuck.
+    /// The time for which the worker has been stuck.
     pub time: Duration,
-    /// The longest wait for its stack dump; `None` for no dump.
+    /// The longest wait for the worker's stack dump; `None` if no dump is wanted.
     pub patience: Option<Duration>,
-    /// The limit of [`Engine::set_stall_timeout`](crate::engine::Engine::set_stall_timeout), if the worker has exceeded it. Then
-    /// call [`Engine::kill`](crate::engine::Engine::kill).
+    /// The limit of [`Engine::set_stall_timeout`](crate::engine::Engine::set_stall_timeout), if the worker has exceeded
+    /// it. The caller must then call [`Engine::kill`](crate::engine::Engine::kill).
     pub exceeds: Option<Duration>,
 }
 
-/// The status page of a worker that is waited for, as read at a check.
+/// The status of a worker from which an answer is awaited, as read by a check.
 pub(in crate::engine) struct Observation {
     pub(in crate::engine) process: Arc<Process>,
-    /// Its first unanswered task.
+    /// The worker's oldest unanswered task.
     pub(in crate::engine) oldest: Option<TaskId>,
     pub(in crate::engine) state: WorkerState,
-    /// The current task, or the last one.
+    /// The worker's current task, or its last one.
     pub(in crate::engine) task: TaskId,
-    /// Tasks that it has answered.
+    /// Number of tasks that the worker has answered.
     pub(in crate::engine) answers: u64,
-    /// The time at which the state began.
+    /// The time at which the worker entered its state.
     pub(in crate::engine) since: Duration,
-    /// The time at which it took its task or, in a replay, began the current batch.
+    /// The time at which the worker took `task` or, in a replay, began the current batch.
     pub(in crate::engine) task_since: Duration,
 }
 
@@ -72,17 +72,18 @@ impl Observation {
         }
     }
 
-    /// Returns true if the first unanswered task, or the message that begins an epoch, waits for the worker to take it.
+    /// Returns true if the worker has not yet taken its oldest unanswered task or, without one, the message that begins
+    /// an epoch.
     pub(in crate::engine) fn is_waited_for(&self) -> bool {
         match self.state {
             WorkerState::Idle => true,
-            // It has published the previous batch, and has not taken the next task.
+            // The worker has published its last batch, and has not taken the next task.
             WorkerState::Publish => self.oldest.is_some_and(|oldest| self.task < oldest),
             _ => false,
         }
     }
 
-    /// Returns true if the pin thread holds the worker's answer.
+    /// Returns true if the worker has answered its oldest task, and the pin thread still holds the answer.
     pub(in crate::engine) fn is_answered(&self) -> bool {
         self.state == WorkerState::Idle && self.answers > 0 && self.oldest.is_some_and(|oldest| self.task >= oldest)
     }

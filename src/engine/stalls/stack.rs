@@ -1,5 +1,5 @@
-//! The Python stacks of a stuck worker. faulthandler dumps them: it runs in a signal handler without the GIL, and
-//! writes to a memfd that the main process reads through /proc.
+//! The Python stacks of a stuck worker. Python's faulthandler dumps them from a signal handler, without the GIL, into a
+//! memfd that the main process reads through /proc.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::sync::Ordering;
 use crate::sys;
 
 impl Handle {
-    /// Returns the Python stacks of a stuck worker's threads, or the reason why they are unavailable. Call it without
+    /// Returns the Python stacks of a stuck worker's threads. The error says why they are unavailable. Call it without
     /// the GIL, because it waits.
     pub fn stack_of(&self, stall: &Stall) -> std::result::Result<String, String> {
         let worker = stall.worker;
@@ -35,8 +35,8 @@ impl Handle {
             StackFile::SignalTaken => return Err(format!("{} of its own", handler())),
         };
         let place = (page.stack_device.load(Ordering::Relaxed), page.stack_inode.load(Ordering::Relaxed));
-        // Open the file before the signal: faulthandler writes to the descriptor's number, even if it names another
-        // file by then.
+        // Open and check the file before sending the signal: faulthandler writes to the descriptor's number even if
+        // that number belongs to another file by then.
         let file = sys::proc_fd::open(process.pid, fd, place);
         let file = file.map_err(|error| format!("the file for its stack cannot be read: {error}"))?;
         dump(&process, file.as_fd(), patience)
@@ -47,7 +47,7 @@ fn handler() -> String {
     format!("it has a handler for signal {} (SIGRTMIN+{STACK_SIGNAL})", sys::signal::stack_signal())
 }
 
-/// Sends the signal, waits for the dump and returns it.
+/// Sends the signal, waits up to `patience` for the dump, and returns it.
 fn dump(
     process: &Process,
     file: std::os::fd::BorrowedFd<'_>,
@@ -65,7 +65,8 @@ fn dump(
     process.signal(signal);
     let deadline = sys::clock::monotonic() + patience;
     let (mut len, mut unchanged) = (start, 0);
-    // On a busy machine the handler may be preempted. While it runs, its signal is blocked.
+    // On a busy machine the handler may be preempted, so a dump that stops growing need not be complete. The signal
+    // stays blocked while its handler runs.
     let whole = |unchanged| unchanged >= STACK_SETTLED && !sys::signal::blocks(process.pid, signal);
     while !whole(unchanged) && sys::clock::monotonic() < deadline {
         std::thread::sleep(STACK_CHECK);

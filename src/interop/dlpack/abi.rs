@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-/// `DLDeviceType`: ordinary memory.
+/// `kDLCPU` of `DLDeviceType`: ordinary memory.
 pub const CPU: i32 = 1;
 
 #[repr(C)]
@@ -20,7 +20,7 @@ pub struct DLDataType {
     pub lanes: u16,
 }
 
-/// `DLTensor`; strides count elements.
+/// `DLTensor`. Strides count elements.
 #[repr(C)]
 #[derive(Debug)]
 pub struct DLTensor {
@@ -40,16 +40,16 @@ pub struct DLTensor {
 pub struct DLManagedTensor {
     pub dl_tensor: DLTensor,
     pub manager_ctx: *mut c_void,
-    /// Called once by the tensor's owner, with this structure.
+    /// The function that the tensor's owner calls once, with this structure, to free it.
     pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DLPackVersion {
-    /// Changes with the layout.
+    /// Incremented when the layout changes.
     pub major: u32,
-    /// Changes with additions.
+    /// Incremented by additions that keep the layout.
     pub minor: u32,
 }
 
@@ -59,16 +59,16 @@ pub struct DLPackVersion {
 pub struct DLManagedTensorVersioned {
     pub version: DLPackVersion,
     pub manager_ctx: *mut c_void,
-    /// Called once by the tensor's owner, with this structure.
+    /// The function that the tensor's owner calls once, with this structure, to free it.
     pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned)>,
-    /// Bits for read-only and copied memory.
+    /// Bits that mark memory as read-only or copied.
     pub flags: u64,
     pub dl_tensor: DLTensor,
 }
 
-/// Fills a structure with the description of a tensor object. Returns 0 on success.
+/// A function that fills a structure with the description of a tensor object. Returns 0 on success.
 pub type ReadTensor = unsafe extern "C" fn(*mut c_void, *mut DLTensor) -> c_int;
-/// Creates a tensor object, which owns the structure on success. Returns 0 on success.
+/// A function that creates a tensor object, which then owns the structure. Returns 0 on success.
 pub type MakeTensor = unsafe extern "C" fn(*mut DLManagedTensorVersioned, *mut *mut c_void) -> c_int;
 
 /// `DLPackExchangeAPIHeader`.
@@ -91,11 +91,12 @@ struct ExchangeTable {
     current_work_stream: *const c_void,
 }
 
-/// Returns the functions of the first table in the chain with major version 1. `None` if there is no such table, or it
-/// lacks one of the functions.
+/// Returns the functions of the first table in the chain whose major version is 1. Returns `None` if there is no such
+/// table, or if it lacks one of the functions.
 ///
 /// # Safety
-/// `header` is null or begins a table of its version, and so does the older one that it points to.
+/// `header` must be null or the start of a table of the version that it names. The same must hold for each older table
+/// in the chain.
 pub unsafe fn exchange_functions(mut header: *const ExchangeHeader) -> Option<(ReadTensor, MakeTensor)> {
     while !header.is_null() {
         // SAFETY: by the contract; every version begins with this header.
@@ -135,13 +136,13 @@ mod tests {
 
     #[test]
     fn the_table_of_major_version_1_is_found() {
-        // SAFETY: null, or a table on this stack that begins with its header.
+        // SAFETY: `header` is null, or belongs to a table on this stack that begins with it.
         let functions_of = |header: *const ExchangeHeader| unsafe { exchange_functions(header) };
         let first = table(1, std::ptr::null(), Some(make));
         let newer = table(2, &first.header, None);
         for header in [&raw const first, &raw const newer] {
             let (_, make) = functions_of(header.cast()).unwrap();
-            // SAFETY: the function of this test, which reads nothing.
+            // SAFETY: this is the test's function, which does not read its arguments.
             assert_eq!(unsafe { make(std::ptr::null_mut(), std::ptr::null_mut()) }, 2);
         }
         assert!(functions_of(std::ptr::null()).is_none());

@@ -1,4 +1,5 @@
-//! The one allocation of a tensor, with DLPack's structures, the sizes, the strides, and the lease or the data itself.
+//! The single allocation behind a tensor. It contains DLPack's structures, the sizes, the strides, and either the lease
+//! or the data.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,14 +11,14 @@ use crate::interop::memory::Memory;
 use crate::interop::moving;
 use crate::interop::view::Form;
 
-/// A block without a tensor. It is freed on drop, unless [`Self::release_to_tensor`] has passed it to a tensor.
+/// A block that no tensor owns yet. It is freed on drop, unless [`Self::release_to_tensor`] has passed it to a tensor.
 #[derive(Debug)]
 pub struct Block<M: Memory>(NonNull<Header<M>>);
 
-/// The head of the allocation; sizes, strides and, for small tensors, the data follow.
+/// The head of the allocation. Sizes, strides and, in a copied block, the data follow.
 struct Header<M> {
     versioned: DLManagedTensorVersioned,
-    /// The same description, for older versions of torch.
+    /// The same description in the structure that older versions of torch require.
     legacy: DLManagedTensor,
     /// [`UNOWNED`], [`DELETED`] or [`OWNED`].
     state: AtomicU8,
@@ -25,7 +26,7 @@ struct Header<M> {
     lease: Option<M>,
 }
 
-/// No tensor owns the block. The deleter frees nothing: a failed import may call it or not.
+/// No tensor owns the block. The deleter frees nothing, because a failed import may or may not call it.
 const UNOWNED: u8 = 0;
 /// The deleter was called, either before a tensor owned the block or to free it.
 const DELETED: u8 = 1;
@@ -43,20 +44,20 @@ const EMPTY: DLTensor = DLTensor {
 };
 
 impl<M: Memory> Block<M> {
-    /// Creates a block over leased memory. The caller has checked that the view at byte `offset` stays inside it.
-    /// Returns `None` if there is no memory, or if DLPack has no name for the dtype.
+    /// Creates a block over leased memory. The caller must have checked that the view at byte `offset` stays inside
+    /// that memory. Returns `None` if there is no memory for the block, or if DLPack has no such dtype.
     pub fn leased(lease: M, offset: usize, form: Form<'_>) -> Option<Self> {
         let data = lease.ptr().wrapping_add(offset);
         let (block, _) = Self::allocate(Some(lease), form, 0)?;
-        // SAFETY: the header was just written, and only this function has it.
+        // SAFETY: the header was just written, and only this function uses it.
         unsafe { (*block.0.as_ptr()).set_data(data) };
         Some(block)
     }
 
-    /// Creates a block that holds a copy of `bytes` itself.
+    /// Creates a block that contains a copy of `bytes`. Returns `None` as [`Self::leased`] does.
     pub fn copied(bytes: &[u8], form: Form<'_>) -> Option<Self> {
         let (block, data) = Self::allocate(None, form, bytes.len())?;
-        // SAFETY: `allocate` left room for these bytes at `data`; only this function has the header.
+        // SAFETY: `allocate` reserved room for these bytes at `data`; only this function uses the header.
         unsafe {
             data.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
             (*block.0.as_ptr()).set_data(data);
@@ -67,7 +68,7 @@ impl<M: Memory> Block<M> {
     fn allocate(lease: Option<M>, form: Form<'_>, data_len: usize) -> Option<(Self, *mut u8)> {
         let Form { dtype, shape, strides } = form;
         let (code, bits, lanes) = dtype.dl()?;
-        // torch aligns to 64 bytes. For small data, an allocation with that alignment is too expensive.
+        // torch aligns data to 64 bytes. For small data, an allocation with that alignment would be too expensive.
         let data_align = if data_len < 1024 { 16 } else { 64 };
         let (layout, dims_at) = Layout::new::<Header<M>>().extend(Layout::array::<i64>(shape.len() * 2).ok()?).ok()?;
         let (layout, data_at) = layout.extend(Layout::from_size_align(data_len, data_align).ok()?).ok()?;
@@ -118,9 +119,10 @@ impl<M: Memory> Block<M> {
         unsafe { &raw mut (*self.0.as_ptr()).legacy }
     }
 
-    /// Passes the block to a tensor, whose deleter frees it. The caller still has the only reference to that tensor.
+    /// Passes the block to the tensor that was imported from it, whose deleter then frees the block. The caller must
+    /// have the only reference to that tensor.
     pub fn release_to_tensor(self) {
-        // SAFETY: the header lives: the deleter frees nothing before the store below.
+        // SAFETY: the header lives, because the deleter frees nothing before the store below.
         let state = unsafe { &(*self.0.as_ptr()).state };
         if state.load(Ordering::Relaxed) == DELETED {
             return;
@@ -147,9 +149,9 @@ impl<M> Header<M> {
 }
 
 /// # Safety
-/// `header` was made by [`Block::allocate`] and is no longer in use.
+/// `header` must come from [`Block::allocate`] and must not be used any more.
 unsafe fn free<M: Memory>(header: NonNull<Header<M>>) {
-    // SAFETY: the header is read out once, and its memory freed with the layout that it was allocated with.
+    // SAFETY: the header is moved out once, and its memory is freed with the layout with which it was allocated.
     let lease = unsafe {
         let Header { layout, lease, .. } = header.read();
         dealloc(header.as_ptr().cast(), layout);
@@ -160,10 +162,10 @@ unsafe fn free<M: Memory>(header: NonNull<Header<M>>) {
 }
 
 /// # Safety
-/// `context` is the `manager_ctx` of a `Block<M>`.
+/// `context` must be the `manager_ctx` of a `Block<M>`.
 unsafe fn delete<M: Memory>(context: *mut std::ffi::c_void) {
     let Some(header) = NonNull::new(context.cast::<Header<M>>()) else { return };
-    // SAFETY: a deleter is called once, and the header lives until then; only an owned block is freed here.
+    // SAFETY: a deleter is called once, and the header lives until then. Only an owned block is freed here.
     unsafe {
         // SYNC: handed-over (pairs with the Release in `release_to_tensor`).
         if (*header.as_ptr()).state.swap(DELETED, Ordering::Acquire) != OWNED {
@@ -177,7 +179,7 @@ unsafe fn delete<M: Memory>(context: *mut std::ffi::c_void) {
 }
 
 /// # Safety
-/// As for [`free`], with the header's address.
+/// As for [`free`]. `header` must be the header's address.
 unsafe fn free_caught<M: Memory>(header: *mut std::ffi::c_void) {
     if let Some(header) = NonNull::new(header.cast::<Header<M>>()) {
         // SAFETY: by the contract.
@@ -268,18 +270,18 @@ mod tests {
 
     #[test]
     fn memory_is_released_once() {
-        // Never imported.
+        // The block was never imported.
         let (block, _, count) = counted();
         drop(block);
         assert_eq!(released(&count), 1);
-        // The import failed, and called the deleter first.
+        // The import failed after calling the deleter.
         let (block, _, count) = counted();
-        // SAFETY: a deleter, called with its own structure.
+        // SAFETY: the deleter is called with the structure to which it belongs.
         unsafe { (*block.versioned()).deleter.unwrap()(block.versioned()) };
         assert_eq!(released(&count), 0);
         drop(block);
         assert_eq!(released(&count), 1);
-        // A tensor owned it, and was dropped before or after the import returned.
+        // A tensor owned the block, and was dropped before or after the import returned.
         for early in [true, false] {
             let (block, _, count) = counted();
             let legacy = block.legacy();

@@ -1,4 +1,4 @@
-//! torch's side of DLPack: reading its tensors, and creating them over blocks.
+//! torch's side of DLPack, for reading tensors and for creating them over blocks.
 
 use std::ffi::{CStr, c_char};
 
@@ -13,7 +13,8 @@ const EXCHANGE_API: &CStr = c"dlpack_exchange_api";
 const CAPSULE: &CStr = c"dltensor";
 const USED_CAPSULE: &CStr = c"used_dltensor";
 
-/// torch's C functions, if it has them (`torch.Tensor.__dlpack_c_exchange_api__`).
+/// The C functions of torch's DLPack exchange API (`torch.Tensor.__dlpack_c_exchange_api__`), which older versions
+/// lack.
 #[derive(Clone, Copy)]
 pub struct Exchange {
     read: ReadTensor,
@@ -21,7 +22,7 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    /// Returns the functions of a tensor type; `None` where they are missing or of another major version.
+    /// Returns the functions of a tensor type. Returns `None` if they are missing or of another major version.
     pub fn of(tensor_type: &Bound<'_, PyAny>) -> Option<Self> {
         let capsule = tensor_type.getattr("__dlpack_c_exchange_api__").ok()?;
         // SAFETY: the call accepts any object and checks the name; an error is cleared below.
@@ -30,12 +31,13 @@ impl Exchange {
             drop(PyErr::take(capsule.py()));
             return None;
         }
-        // SAFETY: a capsule of this name holds a table, alive as long as the process.
+        // SAFETY: a capsule of this name holds a table that lives as long as the process.
         let (read, make) = unsafe { exchange_functions(pointer.cast()) }?;
         Some(Self { read, make })
     }
 
-    /// Describes a tensor; `None` if torch cannot. Sizes and strides point into the tensor: copy them at once.
+    /// Describes a tensor. Returns `None` if torch cannot. The pointers to sizes and strides point into the tensor, so
+    /// copy their contents at once.
     #[inline]
     pub fn read(&self, tensor: &Bound<'_, PyAny>) -> Option<DLTensor> {
         let mut out = std::mem::MaybeUninit::<DLTensor>::uninit();
@@ -48,7 +50,7 @@ impl Exchange {
         Some(unsafe { out.assume_init() })
     }
 
-    /// Creates a tensor, which owns the block on success.
+    /// Creates a tensor over a block. If this succeeds, call [`Block::release_to_tensor`].
     #[inline]
     fn make<'py, M: Memory>(&self, py: Python<'py>, block: &Block<M>) -> PyResult<Bound<'py, PyAny>> {
         let mut out = std::ptr::null_mut();
@@ -56,14 +58,14 @@ impl Exchange {
         if unsafe { (self.make)(block.versioned(), &mut out) } != 0 {
             return Err(PyErr::fetch(py));
         }
-        // SAFETY: the call gives a new reference, or null with an exception set.
+        // SAFETY: the call returned a new reference, or null with an exception set.
         unsafe { Bound::from_owned_ptr_or_err(py, out.cast()) }
     }
 }
 
-/// The method by which torch receives a block.
+/// The way in which blocks are passed to torch.
 pub enum Importer {
-    /// Through its C function.
+    /// Through torch's C function.
     Exchange(Exchange),
     /// Through a capsule and `torch._C._from_dlpack`.
     Capsule(Py<PyAny>),
@@ -76,7 +78,7 @@ impl Importer {
             Self::Exchange(exchange) => exchange.make(py, &block),
             Self::Capsule(from_dlpack) => Self::through_capsule(py, from_dlpack, &block),
         };
-        // An error drops the block. If torch has called its deleter, that did nothing.
+        // On an error, dropping the block frees it. If torch has already called the deleter, that call did nothing.
         let tensor = made?;
         block.release_to_tensor();
         Ok(tensor.unbind())
@@ -93,7 +95,7 @@ impl Importer {
             Bound::from_owned_ptr_or_err(py, made)?
         };
         let made = from_dlpack.bind(py).call1((&capsule,));
-        // SAFETY: a live capsule; the name is static. After that the capsule counts as used.
+        // SAFETY: the capsule lives and the name is static. The new name marks the capsule as used.
         unsafe { ffi::PyCapsule_SetName(capsule.as_ptr(), USED_CAPSULE.as_ptr().cast::<c_char>()) };
         made
     }

@@ -1,4 +1,4 @@
-//! NumPy arrays.
+//! Reading NumPy arrays, and creating them over memory.
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::ffi;
@@ -16,8 +16,8 @@ use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, is_contiguous};
 
 impl Bridge {
-    /// Returns the memory of a plain array. Returns `None` if the object is not exactly an `ndarray`, or its dtype is
-    /// not a native one of kinds b, i, u, f, c.
+    /// Returns a view of a plain array's memory. Returns `None` if the object is not exactly an `ndarray`, or if its
+    /// dtype is not a native one of kind b, i, u, f or c.
     pub fn array_view(&self, obj: &Bound<'_, PyAny>) -> Option<LeafView> {
         let numpy = self.numpy.as_ref().filter(|numpy| numpy.is_array(obj))?;
         let dtype = numpy.dtype_of(obj).ok()??;
@@ -28,7 +28,7 @@ impl Bridge {
             if count == 0 {
                 return Some(Dims::EMPTY);
             }
-            // SAFETY: an export with strides points to `ndim` numbers of either kind.
+            // SAFETY: an export with strides points to `ndim` sizes and `ndim` strides.
             Dims::new(unsafe { std::slice::from_raw_parts(from.cast::<i64>(), count) })
         };
         if view.itemsize != dtype.itemsize() as isize {
@@ -38,8 +38,9 @@ impl Bridge {
         Some(LeafView { kind: Kind::Array, dtype, shape, byte_strides, first: view.buf.cast_const().cast() })
     }
 
-    /// Returns true if only this array refers to its memory: the arrays that it is a view of have no other references,
-    /// and there are no weak references, whose callbacks could write to the memory when the array is freed.
+    /// Returns true if nothing else refers to the array's memory. If the array is a view, the arrays under it must have
+    /// no other references. None of these arrays may have weak references, whose callbacks could write to the memory
+    /// when the array is freed.
     pub fn has_alone(&self, array: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = array.py();
         let Some(numpy) = self.numpy.as_ref() else { return Ok(false) };
@@ -52,7 +53,7 @@ impl Bridge {
             if base.is_none() {
                 return Ok(true);
             }
-            // SAFETY: a live object; the GIL is held. The references are those of the view and of `base`.
+            // SAFETY: the object lives, and the GIL is held. The two references are those of the view and of `base`.
             if unsafe { ffi::Py_REFCNT(base.as_ptr()) } != 2 {
                 return Ok(false);
             }
@@ -69,7 +70,8 @@ impl Bridge {
         Ok((numpy, delivered.ok_or_else(|| PyValueError::new_err("NumPy has no such dtype"))?))
     }
 
-    /// Creates a writeable array over leased memory, whose first element is at byte `offset`.
+    /// Creates a writable array over leased memory, with its first element at byte `offset`. Raises ValueError if the
+    /// form does not fit, or if NumPy has no such dtype.
     pub fn ndarray<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, form: Form<'_>) -> Made {
         form.check(&lease, offset).map_err(PyValueError::new_err)?;
         let Form { dtype, shape, strides } = form;
@@ -84,16 +86,16 @@ impl Bridge {
         Ok(numpy.ndarray.bind(py).call1((shape_tuple, own, buffer, offset, bytes))?.unbind())
     }
 
-    /// Creates an array that owns a copy of `bytes`, which are its extent.
+    /// Creates an array that owns a copy of `bytes`, which must have the length of the form's extent.
     pub fn ndarray_copied(&self, py: Python<'_>, bytes: &[u8], form: Form<'_>) -> Made {
         if form.extent() != Some(bytes.len()) {
             return Err(PyValueError::new_err("the bytes of an array do not fit its sizes and strides"));
         }
         let order = Order::of(form.shape, form.strides);
         if order == Order::Other {
-            // NumPy creates such arrays only over memory that it does not own.
+            // NumPy creates arrays with other strides only over existing memory.
             let heap = Heap::new(bytes.len())?;
-            // SAFETY: as many bytes were just allocated, and only this function has them.
+            // SAFETY: as many bytes were just allocated, and only this function uses them.
             unsafe { heap.ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
             return self.ndarray(py, heap, 0, form);
         }
@@ -107,20 +109,20 @@ impl Bridge {
         if export.0.len != bytes.len() as isize {
             return Err(PyRuntimeError::new_err("NumPy made an array of a different size"));
         }
-        // SAFETY: a new dense array of just as many bytes, whose order the bytes follow.
+        // SAFETY: the array is new and dense, and has as many bytes, in the same order.
         unsafe { export.0.buf.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         drop(export);
         Ok(array.unbind())
     }
 }
 
-/// An export of an array's memory.
+/// A buffer export of an array's memory.
 struct Export<'a, 'py>(ffi::Py_buffer, std::marker::PhantomData<&'a Bound<'py, PyAny>>);
 
 impl<'a, 'py> Export<'a, 'py> {
     fn of(obj: &'a Bound<'py, PyAny>, flags: std::ffi::c_int) -> PyResult<Self> {
         let mut view = ffi::Py_buffer::new();
-        // SAFETY: the structure is filled by the call, or left alone when it fails.
+        // SAFETY: the call fills the structure, or does not change it if it fails.
         if unsafe { ffi::PyObject_GetBuffer(obj.as_ptr(), &mut view, flags) } != 0 {
             return Err(PyErr::fetch(obj.py()));
         }
@@ -130,7 +132,8 @@ impl<'a, 'py> Export<'a, 'py> {
 
 impl Drop for Export<'_, '_> {
     fn drop(&mut self) {
-        // SAFETY: filled by a successful call, released once; the GIL is held, as for the array itself.
+        // SAFETY: a successful call filled the structure, which is released once. The GIL is held, because the borrowed
+        // array is bound to it.
         unsafe { ffi::PyBuffer_Release(&mut self.0) }
     }
 }

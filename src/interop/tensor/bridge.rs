@@ -1,4 +1,5 @@
-//! The objects of torch and NumPy that the crate uses; reading torch tensors, and creating them over memory.
+//! The objects of torch and NumPy that the crate uses, and the functions that read torch tensors and create them over
+//! memory.
 
 use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::intern;
@@ -17,7 +18,7 @@ use crate::tree::layout::{Dims, numel};
 
 static BRIDGE: PyOnceLock<Bridge> = PyOnceLock::new();
 
-/// A new Python object, or the error of its creation.
+/// A new Python object, or the error with which its creation failed.
 pub type Made = PyResult<Py<PyAny>>;
 
 /// The objects of torch and NumPy that the crate uses, looked up once per process.
@@ -27,20 +28,20 @@ pub struct Bridge {
     importer: Importer,
     is_neg: Py<PyAny>,
     is_conj: Py<PyAny>,
-    /// For named tensors, which torch refuses to send. Newer versions have none.
+    /// The method that recognizes named tensors, which torch refuses to send. `None` in newer versions without it.
     has_names: Option<Py<PyAny>>,
     strided: Py<PyAny>,
     stack: Py<PyAny>,
-    /// Pairs of torch's dtype and this crate's.
+    /// Pairs of a torch dtype and the corresponding dtype of this crate.
     dtypes: Vec<(Py<PyAny>, Dtype)>,
-    /// torch's functions: number of function modes, number of dispatch modes, default device.
+    /// torch's functions for the number of function modes, the number of dispatch modes, and the default device.
     defaults: [Py<PyAny>; 3],
     pub(super) numpy: Option<Numpy>,
 }
 
 impl Bridge {
-    /// Imports torch and, if possible, NumPy. Without `exchange`, torch's C functions are not used, as before torch
-    /// 2.10.
+    /// Imports torch and, if possible, NumPy. If `exchange` is false, torch's C functions for DLPack are not used, as
+    /// with versions before 2.10.
     pub fn new(py: Python<'_>, exchange: bool) -> PyResult<Self> {
         let torch = py.import("torch")?;
         let tensor = torch.getattr("Tensor")?;
@@ -51,7 +52,7 @@ impl Bridge {
             Some(exchange) => Importer::Exchange(exchange),
             None => Importer::Capsule(of_c("_from_dlpack")?),
         };
-        // Older versions of torch have element types that their DLPack lacks.
+        // Older versions of torch have dtypes that their DLPack does not support.
         let makes = |dtype| {
             let empty = Block::<Heap>::copied(&[], Form::empty(dtype));
             empty.is_some_and(|block| importer.import(py, block).is_ok())
@@ -79,26 +80,26 @@ impl Bridge {
         })
     }
 
-    /// Returns the process's bridge, created on first use.
+    /// Returns the bridge of this process, which is created on first use.
     pub fn get(py: Python<'_>) -> PyResult<&'static Self> {
         BRIDGE.get_or_try_init(py, || Self::new(py, true))
     }
 
-    /// Returns true if an object is exactly a `torch.Tensor`, not of a subclass.
+    /// Returns true if an object is exactly a `torch.Tensor`, and not of a subclass.
     #[inline]
     pub fn is_tensor(&self, obj: &Bound<'_, PyAny>) -> bool {
         obj.get_type_ptr().cast() == self.tensor.as_ptr()
     }
 
-    /// Returns true if an object is exactly a `numpy.ndarray`, not of a subclass.
+    /// Returns true if an object is exactly a `numpy.ndarray`, and not of a subclass.
     #[inline]
     pub fn is_array(&self, obj: &Bound<'_, PyAny>) -> bool {
         self.numpy.as_ref().is_some_and(|numpy| numpy.is_array(obj))
     }
 
-    /// Returns the memory of a plain tensor. Returns `None` if the object is not exactly a `torch.Tensor`, not on the
-    /// CPU, not strided, or not of a dtype of DLPack, or if it requires grad, has names, or is a lazy conjugate,
-    /// negative or zero.
+    /// Returns a view of a plain tensor's memory. Returns `None` if the object is not exactly a `torch.Tensor`, if the
+    /// tensor is not on the CPU, is not strided, or has a dtype that DLPack lacks, or if it requires grad, has names,
+    /// or is a lazy conjugate, negative or zero tensor.
     pub fn view<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
         if !self.is_tensor(obj) {
             return None;
@@ -106,7 +107,7 @@ impl Bridge {
         let py = obj.py();
         let view = self.read(obj);
         if view.is_none() {
-            // A tensor that torch cannot describe is not plain; that is not an error.
+            // A tensor that torch cannot describe is not plain, which is not an error.
             drop(PyErr::take(py));
         }
         view
@@ -149,7 +150,7 @@ impl Bridge {
         }
         let dtype = Dtype::from_dl(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)?;
         if dtype == Dtype::UINT8 || dtype == Dtype::INT8 {
-            // torch.uint1 to uint7, bit, int1 to int7 look the same to DLPack.
+            // torch describes uint1 to uint7, bit, and int1 to int7 to DLPack in the same way.
             let own = obj.getattr(intern!(obj.py(), "dtype")).ok()?;
             if self.dtype_of(&own) != Some(dtype) {
                 return None;
@@ -157,7 +158,8 @@ impl Bridge {
         }
         let dims = |from: *const i64| match tensor.ndim {
             0 => Some(Dims::EMPTY),
-            // SAFETY: torch points to `ndim` numbers inside the tensor, and no code runs before they are copied.
+            // SAFETY: the pointer is to `ndim` numbers inside the tensor, and no Python code runs before they are
+            // copied.
             n => Dims::new(unsafe { std::slice::from_raw_parts(from, usize::try_from(n).ok()?) }),
         };
         let ptr = tensor.data.cast_const().cast::<u8>().wrapping_add(tensor.byte_offset as usize);
@@ -185,15 +187,15 @@ impl Bridge {
     }
 
     /// Creates a tensor over leased memory, with its first element at byte `offset`. The tensor is not a view, its
-    /// storage ends with its last element, and the last tensor on that storage drops the lease. Raises ValueError if
-    /// the form does not fit, or torch has no such dtype.
+    /// storage ends with its last element, and the lease is dropped with the last tensor on that storage. Raises
+    /// ValueError if the form does not fit, or if torch has no such dtype.
     pub fn tensor<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, form: Form<'_>) -> Made {
         form.check(&lease, offset).map_err(PyValueError::new_err)?;
         let block = Block::leased(lease, offset, form);
         self.importer.import(py, block.ok_or_else(|| creation_error(form.dtype))?)
     }
 
-    /// Creates a tensor that owns a copy of `bytes`, which are its extent.
+    /// Creates a tensor that owns a copy of `bytes`, which must have the length of the form's extent.
     pub fn tensor_copied(&self, py: Python<'_>, bytes: &[u8], form: Form<'_>) -> Made {
         if form.extent() != Some(bytes.len()) {
             return Err(PyValueError::new_err("the bytes of a tensor do not fit its sizes and strides"));
@@ -202,20 +204,21 @@ impl Bridge {
         self.importer.import(py, block.ok_or_else(|| creation_error(form.dtype))?)
     }
 
-    /// Calls `torch.stack(batch, 0, out=out)`. The result is `out`, unless the program has replaced the function.
+    /// Calls `torch.stack(batch, 0, out=out)`. Returns `out`, unless the program has replaced `torch.stack`.
     pub fn stack_into(&self, batch: &Bound<'_, PyAny>, out: &Py<PyAny>) -> PyResult<Py<PyAny>> {
         let py = batch.py();
         let options = [(intern!(py, "out"), out)].into_py_dict(py)?;
         self.stack.bind(py).call((batch, 0), Some(&options)).map(Bound::unbind)
     }
 
-    /// Returns true if a default device, a function mode or a dispatch mode may change the result of torch's operators.
+    /// Returns true if a function mode (such as that of a default device) or a dispatch mode is active, which may
+    /// change the results of torch's operators.
     pub fn has_modes(&self, py: Python<'_>) -> PyResult<bool> {
         let [functions, dispatch, _] = &self.defaults;
         Ok(functions.call0(py)?.is_truthy(py)? || dispatch.call0(py)?.is_truthy(py)?)
     }
 
-    /// Returns true if torch creates tensors in ordinary memory (`torch.set_default_tensor_type`).
+    /// Returns true if torch creates tensors on the CPU by default. `torch.set_default_tensor_type` may change this.
     pub fn default_is_cpu(&self, py: Python<'_>) -> PyResult<bool> {
         self.defaults[2].bind(py).call0()?.eq(intern!(py, "cpu"))
     }
@@ -227,7 +230,7 @@ pub fn is_plain_leaf(py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(bridge.view(obj).is_some() || bridge.array_view(obj).is_some())
 }
 
-/// Returns the items of an exact list or tuple.
+/// Returns the items of an exact list or tuple. Returns `None` for any other object.
 pub fn items<'py>(batch: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
     if let Ok(list) = batch.cast_exact::<PyList>() {
         Some(list.iter().collect())

@@ -1,4 +1,4 @@
-//! Calls of torch that exchange the memory of a storage, and the memory that the storage had before.
+//! Calls of torch's functions that move a storage to other memory, and the memory that the storage had before.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -6,15 +6,17 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::interop::moving::{Freed, Move, Reading};
 
-/// The memory that a storage had before a move. Python frees it with the storage.
+/// The memory that a storage had before a move. An attribute of the storage refers to it, so it is freed with the
+/// storage.
 #[pyclass(frozen, module = "rustloader._core")]
 struct MovedMemory {
     _memory: Freed,
-    /// The memory of an earlier move, which the storage kept until now.
+    /// The memory from before an earlier move, which the attribute referred to until now.
     _older: Option<Py<PyAny>>,
 }
 
-/// Keeps other threads from moving storages: they wait until the value is dropped.
+/// Begins a [`Reading`], after waiting for moves by other threads. Until it is dropped, other threads wait before they
+/// move a storage.
 pub fn reading(py: Python<'_>) -> Reading {
     Reading::begin(|time| py.detach(|| std::thread::sleep(time)))
 }
@@ -28,13 +30,13 @@ pub fn move_storage<'py>(
     kwargs: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = storage.py();
-    // A storage without memory, such as a fake one, gets torch's own error below.
+    // For a storage without memory, such as a fake one, torch's function raises its own error below.
     let address = storage.call_method0(intern!(py, "data_ptr")).and_then(|it| it.extract()).unwrap_or(0_usize);
     let moving = Move::begin(address as *const u8, |time| py.detach(|| std::thread::sleep(time)));
     let mut call = vec![storage.clone()];
     call.extend(args.iter());
     let result = PyTuple::new(py, call).and_then(|call| function.call(call, kwargs));
-    // Keep the memory even if a signal handler raised after the move.
+    // Keep the memory even if a signal handler raised an exception after the move.
     if let Some(memory) = moving.end() {
         keep(storage, memory)?;
     }
@@ -45,7 +47,7 @@ fn keep(storage: &Bound<'_, PyAny>, memory: Freed) -> PyResult<()> {
     let py = storage.py();
     let name = intern!(py, "_rustloader_memory");
     let older = storage.getattr_opt(name)?.map(Bound::unbind);
-    // Memory that cannot be kept leaks, because a view may still use it.
+    // If the attribute cannot be set, leak the memory, because a view may still use it.
     let kept = Bound::new(py, MovedMemory { _memory: memory, _older: older })?;
     storage.setattr(name, &kept).inspect_err(|_| std::mem::forget(kept))
 }

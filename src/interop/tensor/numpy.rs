@@ -5,17 +5,18 @@ use pyo3::prelude::*;
 
 use crate::tree::dtype::Dtype;
 
-/// NumPy's objects that the crate uses.
+/// The objects of NumPy that the crate uses.
 pub struct Numpy {
     pub(super) ndarray: Py<PyAny>,
     pub(super) weakrefs: Py<PyAny>,
-    /// Pairs of NumPy's dtype and this crate's, for all built-in dtypes, including aliases (`longlong`).
+    /// Pairs of a NumPy dtype and the corresponding dtype of this crate, for all built-in dtypes, including aliases
+    /// such as `longlong`.
     known: Vec<(Py<PyAny>, Dtype)>,
-    /// The dtypes of delivered arrays, by the codes of this crate's dtypes.
+    /// The NumPy dtypes of delivered arrays, indexed by the codes of this crate's dtypes. `None` if NumPy has none.
     pub(super) delivered: Vec<Option<Py<PyAny>>>,
 }
 
-/// The letters of all built-in types of kinds b, i, u, f, c.
+/// NumPy's type characters of all built-in dtypes of kinds b, i, u, f and c.
 const LETTERS: &str = "?bBhHiIlLqQefdgFDG";
 
 impl Numpy {
@@ -50,7 +51,7 @@ impl Numpy {
         if let Some((_, own)) = self.known.iter().find(|(known, _)| known.is(&dtype)) {
             return Ok(Some(*own));
         }
-        // Unpickled arrays carry copies of the built-in dtypes. `==` compares byte orders and fields, but not metadata.
+        // Unpickled arrays have copies of the built-in dtypes. `==` compares byte orders and fields, but not metadata.
         if !dtype.getattr(intern!(py, "metadata"))?.is_none() {
             return Ok(None);
         }

@@ -9,16 +9,17 @@ use super::bridge::{Bridge, Made};
 use crate::interop::memory::Memory;
 use crate::interop::view::Form;
 
-/// A `torch.UntypedStorage` over the crate's memory, which is released with the last tensor on it.
+/// A `torch.UntypedStorage` over memory of this crate. The memory is released with the last tensor on the storage.
 pub struct SharedStorage {
     storage: Py<PyAny>,
     len: usize,
-    /// The address of the first byte; 0 for ordinary memory, which is aligned for every element.
+    /// The address of the first byte; 0 for ordinary memory, which is aligned for every dtype.
     address: usize,
 }
 
 impl Bridge {
-    /// Creates a storage of `len` bytes at `offset` of a lease. Raises ValueError if they extend beyond the lease.
+    /// Creates a storage over `len` bytes of leased memory, from byte `offset` on. Raises ValueError if the memory is
+    /// too small.
     pub fn storage<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, len: usize) -> PyResult<SharedStorage> {
         let address = (lease.ptr() as usize).wrapping_add(offset);
         let bytes = self.tensor(py, lease, offset, Form::bytes(&[len as i64]))?;
@@ -32,7 +33,7 @@ impl Bridge {
     }
 
     /// Creates a tensor on a storage, with its first element at byte `offset`. The tensor is not a view. Raises
-    /// ValueError if the form does not fit, or torch has no such dtype.
+    /// ValueError if the form does not fit the storage, or if torch has no such dtype.
     pub fn tensor_shared(&self, py: Python<'_>, storage: &SharedStorage, offset: usize, form: Form<'_>) -> Made {
         let dtype = form.dtype;
         let end = form.extent().and_then(|bytes| bytes.checked_add(offset));
@@ -45,7 +46,7 @@ impl Bridge {
         self.tensor_on(py, &storage.storage, (offset / dtype.itemsize()) as i64, form)
     }
 
-    /// Creates a tensor without elements, at `offset` elements after the start of an empty storage.
+    /// Creates a tensor without elements on an empty storage, with a storage offset of `offset` elements.
     pub fn tensor_empty(&self, py: Python<'_>, offset: i64, form: Form<'_>) -> Made {
         let nothing = self.tensor_copied(py, &[], Form::bytes(&[0]))?;
         let storage = nothing.call_method0(py, intern!(py, "untyped_storage"))?;
@@ -61,7 +62,7 @@ impl Bridge {
 }
 
 impl SharedStorage {
-    /// Returns the storage of a byte tensor that begins at the first byte of its storage.
+    /// Returns the storage of a tensor of `len` bytes, which must start at the first byte of its storage.
     pub fn of(py: Python<'_>, bytes: &Bound<'_, PyAny>, len: usize, address: usize) -> PyResult<Self> {
         let storage = bytes.call_method0(intern!(py, "untyped_storage"))?.unbind();
         Ok(Self { storage, len, address })

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Returns a scheduler of persistent workers whose sampler has ended; tasks 0, 1, ... are dispatched.
+/// Returns a primed scheduler of persistent workers whose sampler has ended.
 fn ended(settings: Settings) -> Machine {
     let mut machine = machine(Settings { persistent: true, ..settings });
     at(&mut machine, 0, Event::SamplerEnded);
@@ -125,7 +125,8 @@ fn a_window_is_filled_with_as_many_early_tasks_as_an_epoch_starts_with() {
         let mut machine = ended(Settings { window, dispatch, ..Settings::torch(2, 1, true) });
         done(&mut machine, 0, 0);
         done(&mut machine, 1, 1);
-        // The caller tries once when the sampler ends; then the scheduler asks.
+        // The caller tries to begin the early epoch when the sampler ends. After that, the scheduler asks for its
+        // tasks.
         machine.begin_early().unwrap();
         for task in 2..4 {
             assert_eq!(machine.next(true), Decision::Submit);

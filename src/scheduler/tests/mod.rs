@@ -1,4 +1,5 @@
-//! Short scenarios, one for each rule. `tests/scheduler_model.rs` compares all rules together with a reference model.
+//! Short scenarios, one per rule. `tests/scheduler_model.rs` compares the combination of all rules with a reference
+//! model.
 
 mod early;
 mod restarts;
@@ -8,7 +9,7 @@ use super::*;
 
 type Machine = Scheduler<u64, &'static str>;
 
-/// Returns a scheduler with its first epoch primed. The tag of a task is its number.
+/// Returns a scheduler after the initial submissions of its first epoch. The tag of each task is its number.
 fn primed(workers: usize, prefetch_factor: usize, in_order: bool) -> Machine {
     machine(Settings::torch(workers, prefetch_factor, in_order))
 }
@@ -54,7 +55,7 @@ fn dead(worker: u32, lost: Option<u64>) -> Decision<u64, &'static str> {
     Decision::Dead(Death { worker: WorkerId(worker), lost: lost.map(TaskId) })
 }
 
-/// Returns the value of `submit` for a task of this worker.
+/// Returns the expected result of `submit` for a task that is sent to `worker`.
 fn to(task: u64, worker: u32) -> std::result::Result<(TaskId, Placement), u64> {
     Ok((TaskId(task), Placement::Worker(WorkerId(worker))))
 }
@@ -103,7 +104,7 @@ fn batches_come_in_order_and_each_one_makes_room_for_an_index_first() {
     assert_eq!(machine.next(true), Decision::Submit);
     assert_eq!(machine.submit(2), to(2, 0));
     assert_eq!(machine.next(true), batch(0, 0));
-    // The sampler has ended: nothing is submitted, and the batches are still delivered.
+    // From here on nothing is submitted, as if the sampler had ended. The batches are still delivered.
     assert_eq!(machine.next(true), Decision::Submit);
     assert_eq!(machine.next(true), batch(1, 1));
     assert_eq!(machine.next(true), WAIT);
@@ -314,7 +315,7 @@ fn the_timeout_counts_from_the_last_result_and_loses_nothing() {
     assert_eq!((machine.next(true), machine.next(true)), (Decision::TimedOut, WAIT));
     at(&mut machine, 5_000, Event::WaitBegan);
     assert_eq!(machine.next(true), wait(5_100));
-    // Between an interrupted call and the next one the clock is stopped.
+    // The clock is stopped between an interrupted call and the next one.
     at(&mut machine, 5_010, Event::WaitEnded);
     at(&mut machine, 6_000, Event::Time);
     assert_eq!(machine.next(true), WAIT);

@@ -1,4 +1,4 @@
-//! Scenarios of workers that are replaced.
+//! Scenarios in which workers are replaced.
 
 use super::*;
 
@@ -84,7 +84,7 @@ fn an_abandoned_epoch_discards_the_tasks_that_no_process_has() {
     at(&mut machine, 0, Event::EpochReset);
     assert_eq!((unsent(&machine), tasks(&machine, 1)), (None, vec![1]));
     assert_eq!(machine.poll(), dropped(3));
-    // The task that was sent is answered before the message.
+    // Task 1, which was sent, is answered before the resume message.
     done(&mut machine, 1, 1);
     at(&mut machine, 0, Event::Resumed(WorkerId(1)));
     died(&mut machine, 0);

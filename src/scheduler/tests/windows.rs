@@ -1,8 +1,8 @@
-//! Scenarios of windows and of the shared queue.
+//! Scenarios with windows and with the shared queue.
 
 use super::*;
 
-/// Returns a primed scheduler with a window and, if `dispatch` says so, with a shared queue.
+/// Returns a primed scheduler of two workers with the given settings and a `prefetch_factor` of 2.
 fn windowed(dispatch: Dispatch, in_order: bool, window: Option<Window>) -> Machine {
     let mut machine =
         Machine::new(Settings { dispatch, window, persistent: true, ..Settings::torch(2, 2, in_order) }).unwrap();
@@ -10,12 +10,12 @@ fn windowed(dispatch: Dispatch, in_order: bool, window: Option<Window>) -> Machi
     machine
 }
 
-/// Starts an epoch with as many tasks as the window allows. Returns their number.
+/// Starts an epoch with as many tasks as the limits allow. Returns the number of tasks.
 fn begin(machine: &mut Machine) -> usize {
     (0..).find(|asked| !machine.primes(*asked) || machine.submit(machine.next_task.0).is_err()).unwrap()
 }
 
-/// Submits a task for each decision that asks for one. Returns their number, and the next decision.
+/// Submits a task for each `Submit` decision. Returns the number of tasks, and the first other decision.
 fn fill(machine: &mut Machine) -> (u64, Decision<u64, &'static str>) {
     let first = machine.next_task.0;
     loop {
@@ -56,7 +56,7 @@ fn a_window_is_filled_before_a_wait_and_before_a_delivery() {
     done(&mut machine, 1, 5);
     assert_eq!(fill(&mut machine), (0, WAIT), "the window is full");
     done(&mut machine, 0, 0);
-    // The room of the batch that is delivered is filled first.
+    // Before a delivery, `next` fills the room that the delivery makes.
     assert_eq!(fill(&mut machine), (1, batch(0, 0)));
     assert_eq!(fill(&mut machine), (1, batch(1, 1)));
 }
@@ -91,7 +91,7 @@ fn the_bytes_of_a_window_count_ready_and_expected_results() {
     for wanted in [(0, batch(2, 0)), (0, batch(3, 1)), (1, batch(4, 0)), (0, WAIT)] {
         assert_eq!(fill(&mut machine), wanted);
     }
-    // The size is known in the next epoch, too.
+    // The largest size is still known in the next epoch.
     at(&mut machine, 0, Event::EpochReset);
     sized(&mut machine, 1, 5, 10);
     (0..2).for_each(|worker| at(&mut machine, 0, Event::Resumed(WorkerId(worker))));
@@ -122,7 +122,7 @@ fn a_window_asks_for_nothing_while_an_error_of_the_sampler_waits() {
     done(&mut machine, 0, 0);
     assert_eq!((machine.next(true), machine.next(false)), (Decision::Submit, batch(0, 0)));
     assert_eq!((machine.next(false), machine.next(true)), (WAIT, Decision::Submit));
-    // torch's rule counts draws, and does not consider errors.
+    // Without a window, as in torch, errors of the sampler do not prevent draws.
     let mut machine = primed(2, 1, true);
     done(&mut machine, 0, 0);
     assert_eq!((machine.next(false), machine.next(false)), (Decision::Submit, batch(0, 0)));
@@ -140,7 +140,7 @@ fn a_window_draws_no_index_batch_that_exhausted_workers_would_not_take() {
 #[test]
 fn with_a_window_the_fair_share_counts_unanswered_tasks() {
     let mut machine = windowed(Dispatch::FairShare, true, Some(Window { batches: 7, bytes: None }));
-    // Worker 0 is stuck: the other one continues, up to the window.
+    // Worker 0 is stuck. The other one continues until the window is full.
     for task in [1, 3, 4, 5, 6] {
         done(&mut machine, 1, task);
         assert_eq!(fill(&mut machine), (u64::from(task < 5), WAIT), "{task}");
@@ -249,7 +249,7 @@ fn a_reset_withdraws_the_tasks_that_wait_in_the_shared_queue() {
         assert_eq!(machine.poll(), Some(Action::Withdraw(TaskId(task))));
     }
     (0..2).for_each(|worker| assert_eq!(machine.poll(), Some(Action::Resume(WorkerId(worker)))));
-    // A second reset withdraws nothing twice.
+    // A second reset does not withdraw the tasks again.
     at(&mut machine, 0, Event::EpochReset);
     assert_eq!(machine.poll(), None);
     at(&mut machine, 0, Event::Withdrawn(TaskId(3)));
@@ -265,7 +265,7 @@ fn a_reset_withdraws_the_tasks_that_wait_in_the_shared_queue() {
     assert_eq!((machine.poll(), machine.poll()), (resume(0), None));
     at(&mut machine, 0, Event::Resumed(WorkerId(0)));
     assert_eq!((machine.submit(4), machine.poll()), (Err(4), None));
-    // Worker 1 took task 2, and did not answer it.
+    // Worker 1 took task 2, but did not answer it.
     at(&mut machine, 0, Event::Resumed(WorkerId(1)));
     assert_eq!((machine.poll(), machine.poll()), (resume(1), None));
     at(&mut machine, 0, Event::Resumed(WorkerId(1)));

@@ -1,12 +1,12 @@
 //! Workers that spend more time on one batch than a limit (`stall_timeout`). They are killed, and count as dead.
 //!
-//! The time of a batch runs from the moment at which the worker took its task; that of a replayed batch, from the
-//! moment at which the worker began it. The worker's start does not count. For an idle worker, the time runs only while
-//! a task waits for it, from the first check that finds the task waiting.
+//! The time on a batch starts when the worker takes the task or, in a replay, when it begins the batch. The worker's
+//! start does not count. If the worker is idle while a task waits for it, the time starts with the first check that
+//! finds the task waiting.
 //!
-//! A worker is killed only if the main process has watched it in that batch for half of the limit. A job may be
-//! suspended and continued as a whole; its workers then have that much time to finish. For the same reason a gap
-//! between two checks restarts the watch.
+//! A worker is killed only if the main process has watched it on that batch for at least half of the limit. The reason
+//! is that the main process and its workers may be suspended and continued together; the workers then have that much
+//! time to finish. For the same reason, a long gap between two checks restarts this period.
 
 use std::time::Duration;
 
@@ -28,15 +28,15 @@ pub enum Killed {
     Continued,
 }
 
-/// The work of a worker at a check. If it has changed, the worker has continued.
+/// A worker's work as found by a check. If two checks find different work, the worker has continued in between.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Work {
-    /// Nothing that the limit applies to.
+    /// Nothing to which the limit applies.
     #[default]
     Nothing,
-    /// A task, or a batch of a replay, since this time.
+    /// A task (or, with `None`, a batch of a replay), and the time at which the worker took or began it.
     Batch(Option<TaskId>, Duration),
-    /// The worker does not take a waiting task, or the message that begins an epoch.
+    /// A task (or, with `None`, the message that begins an epoch) that the worker has not taken.
     Late(Option<TaskId>),
 }
 
@@ -44,12 +44,12 @@ impl Work {
     fn of(observed: &Observation) -> Self {
         match observed.state {
             WorkerState::Left => Self::Nothing,
-            // During the start, only a replay has batches.
+            // During its start a worker fetches batches only in a replay.
             WorkerState::Starting if observed.task_since <= observed.since => Self::Nothing,
             WorkerState::Starting => Self::Batch(None, observed.task_since),
             _ if observed.is_answered() => Self::Nothing,
             _ if observed.is_waited_for() => Self::Late(observed.oldest),
-            // The time is at most the age of the process, because the page may be damaged.
+            // Limit the time to the age of the process, because the page may be damaged.
             _ => Self::Batch(Some(observed.task), observed.task_since.max(observed.process.started)),
         }
     }
@@ -67,15 +67,15 @@ struct Watched {
     work: Work,
     /// The time of the first check that found this work.
     seen: Duration,
-    /// True if this work was reported.
+    /// True if the worker has been reported for this work.
     reported: bool,
-    /// True if this process was killed.
+    /// True if the worker's process was killed because of the limit.
     killed: bool,
 }
 
 impl Watched {
-    /// Returns the time at which the worker exceeds the limit. `None` if the limit does not apply to its work, or the
-    /// worker was reported.
+    /// Returns the time at which the worker exceeds the limit. Returns `None` if the limit does not apply to its work,
+    /// or if the worker has already been reported or killed.
     fn due(&self, limit: Duration, watching_since: Duration) -> Option<Duration> {
         let seen = self.seen.max(watching_since);
         match self.work {
@@ -92,11 +92,11 @@ impl Watched {
 pub(in crate::engine) struct Overdue {
     /// The limit, or `None` if no worker is to be killed.
     limit: Option<Duration>,
-    /// Time of the last check.
+    /// Time of the last completed check.
     last_check: Duration,
-    /// Time since which the checks have followed each other without a gap.
+    /// Start of the current period in which there was no long gap between checks.
     watching_since: Duration,
-    /// Time at which the first worker will exceed the limit, if it does not continue.
+    /// The earliest time at which a worker will exceed the limit, if it does not continue.
     due: Duration,
     watched: Box<[Watched]>,
 }
@@ -107,19 +107,20 @@ impl Overdue {
         Self { limit: None, last_check: zero, watching_since: zero, due: Duration::MAX, watched }
     }
 
-    /// Forgets a worker's process.
+    /// Resets a worker's state for its next process.
     pub(in crate::engine) fn forget(&mut self, worker: u32) {
         self.watched[worker as usize] = Watched::default();
     }
 
-    /// Returns true if a worker that ended with this status was killed because of the limit.
+    /// Returns true if a worker that ended with exit status `status` was killed because of the limit. `None` is an
+    /// unknown status.
     pub(in crate::engine) fn was_killed(&self, worker: u32, status: Option<ExitStatus>) -> bool {
         let by_sigkill = matches!(status, None | Some(ExitStatus::Signal(libc::SIGKILL)));
         by_sigkill && self.watched[worker as usize].killed
     }
 
-    /// Returns the longest wait that may begin now. A task that a worker takes during the wait is seen within half of
-    /// the limit.
+    /// Returns the maximum length of a wait that begins now. It ends in time for the next check that is due, and soon
+    /// enough to see a task within half of the limit after a worker takes it.
     #[inline]
     pub(in crate::engine) fn slice(&self, now: Duration) -> Duration {
         match self.limit {
@@ -128,7 +129,8 @@ impl Overdue {
         }
     }
 
-    /// Returns true if the workers are to be checked now.
+    /// Returns true if the workers are to be checked now. After a long gap since the last check, also restarts the
+    /// period for which the workers have been watched.
     pub(in crate::engine) fn is_check_due(&mut self, now: Duration) -> bool {
         if self.limit.is_none() {
             return false;
@@ -140,13 +142,13 @@ impl Overdue {
         gap >= STALL_CHECK || now >= self.due
     }
 
-    /// Sets the time in one batch after which a worker is to be killed; `None` means never.
+    /// Sets the time on one batch after which a worker is to be killed. `None` means never.
     pub(in crate::engine) fn set_limit(&mut self, limit: Option<Duration>) {
         self.limit = limit;
     }
 
-    /// Returns true if a worker with this status exceeds the limit, once for each batch. If the worker will exceed the
-    /// limit later, lowers `next` to that time.
+    /// Checks a worker, given its current status. Returns true if the worker exceeds the limit, but only once per
+    /// batch. If it would exceed the limit later, lowers `next` to that time.
     pub(in crate::engine) fn exceeds(
         &mut self,
         worker: u32,
@@ -169,7 +171,7 @@ impl Overdue {
         true
     }
 
-    /// Notes that a check has found no further worker, and that the next worker will exceed the limit at `next`.
+    /// Records that a check has found no further worker, and that the next one may exceed the limit at `next`.
     pub(in crate::engine) fn checked(&mut self, now: Duration, next: Duration) {
         (self.last_check, self.due) = (now.max(self.last_check), next);
     }
@@ -196,9 +198,10 @@ impl Overdue {
         }
     }
 
-    /// Kills a worker that exceeds the limit, unless its present status `observed` says that it has continued.
+    /// Kills a worker that exceeds the limit, unless its current status `observed` shows that it has continued or
+    /// ended.
     pub(in crate::engine) fn kill(&mut self, worker: u32, observed: Option<Observation>) -> Killed {
-        // The stack dump took some time, during which nothing was checked.
+        // The stack dump took some time without checks. That time is not a gap.
         self.last_check = self.last_check.max(sys::clock::monotonic());
         let watched = &mut self.watched[worker as usize];
         let same = |observed: &Observation| Work::of(observed) == watched.work && !observed.process.has_exited();

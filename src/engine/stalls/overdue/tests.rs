@@ -1,4 +1,4 @@
-//! Most times here are invented: `inbox.last_poll` is the time of a check.
+//! Most times in these tests are simulated: a test sets `inbox.last_poll`, which is the time of a check.
 
 use std::process::{Child, Command};
 
@@ -22,7 +22,7 @@ const fn ms(value: u64) -> Duration {
 struct Rig {
     engine: Engine<u64>,
     processes: Vec<Child>,
-    /// After the start of the processes.
+    /// The origin of the simulated times, which is after the start of the processes.
     zero: Duration,
 }
 
@@ -40,7 +40,7 @@ impl Rig {
         Self { engine, processes, zero: sys::clock::monotonic() + Duration::from_secs(1000) }
     }
 
-    /// Returns an engine whose workers have a task each, 0 and 1, which they have not taken.
+    /// Returns an engine whose two workers have one task each, 0 and 1, which they have not taken.
     fn with_tasks() -> Self {
         let mut rig = Self::over(Settings::torch(2, 1, true));
         for tag in [100, 101] {
@@ -54,7 +54,7 @@ impl Rig {
         &self.engine.handle.arena.control(worker).status
     }
 
-    /// Writes to a status page that a worker has entered a state, and taken its task, at a time after zero.
+    /// Writes to a worker's status page that the worker entered a state and took a task at the simulated time `at`.
     fn show(&self, worker: u32, state: WorkerState, task: u64, at: Duration) {
         let page = self.page(worker);
         let at = (self.zero + at).as_nanos() as u64;
@@ -64,13 +64,13 @@ impl Rig {
         page.state.store(state as u32, Relaxed);
     }
 
-    /// Returns the stall that a check finds, at a time after zero.
+    /// Returns the stall that a check finds at the simulated time `at`.
     fn check(&mut self, at: Duration) -> Option<Stall> {
         self.engine.inbox.wait_ends(self.zero + at);
         self.engine.stalled()
     }
 
-    /// Checks four times a second until it finds a stall, from one time after zero to another.
+    /// Checks about four times a second, from one simulated time to another, until a check finds a stall.
     fn find(&mut self, mut from: Duration, to: Duration) -> Option<(Duration, Stall)> {
         loop {
             if let Some(stall) = self.check(from) {
@@ -79,7 +79,7 @@ impl Rig {
             if from >= to {
                 return None;
             }
-            // Advance as a wait does.
+            // Advance by the length of a wait.
             from = (from + WAIT_SLICE.min(self.engine.liveness.overdue.slice(self.zero + from))).min(to);
         }
     }
@@ -106,7 +106,7 @@ fn a_worker_is_overdue_at_its_limit_and_is_named_once() {
         assert_eq!((worker, phase, task, time, exceeds), named);
         assert_eq!((stall.pid, stall.state), (rig.processes[0].id() as i32, state));
         assert!(rig.find(at, ms(60_000)).is_none());
-        // The next batch is another one.
+        // The worker is reported again for its next batch.
         rig.show(0, state, 1, ms(60_000));
         assert_eq!(rig.find(ms(60_000), ms(120_000)).unwrap().0, ms(70_000));
     }
@@ -127,7 +127,7 @@ fn a_start_has_no_limit_but_a_batch_of_its_replay_has() {
     let mut rig = Rig::with_tasks();
     rig.show(0, WorkerState::Starting, 0, ms(0));
     assert!(rig.find(ms(0), ms(30_000)).is_none());
-    // In the first start no task has been taken.
+    // During the first start, the worker has not taken any task.
     rig.page(0).task_since_ns.store(0, Relaxed);
     assert!(rig.find(ms(30_000), ms(60_000)).is_none());
     let renew = |rig: &Rig, at| {
@@ -166,7 +166,7 @@ fn a_worker_that_has_answered_or_left_is_not_overdue() {
     let mut rig = Rig::with_tasks();
     rig.show(0, WorkerState::Left, 0, ms(0));
     assert!(rig.find(ms(0), ms(60_000)).is_none());
-    // The pin thread holds its answer.
+    // The worker has answered, but the pin thread still holds the answer.
     rig.show(0, WorkerState::Idle, 0, ms(0));
     rig.page(0).tasks_done.store(1, Relaxed);
     assert!(rig.find(ms(60_000), ms(120_000)).is_none());
@@ -177,7 +177,7 @@ fn a_worker_that_does_not_take_its_task_is_overdue_from_the_first_check() {
     for (state, task) in [(WorkerState::Idle, 1), (WorkerState::Publish, 0)] {
         let mut rig = Rig::with_tasks();
         rig.show(0, WorkerState::Left, 0, ms(0));
-        // Task 1 waits for the second worker.
+        // Task 1 waits for worker 1 to take it.
         rig.show(1, state, task, ms(0));
         let (at, stall) = rig.find(ms(30_000), ms(90_000)).unwrap();
         assert_eq!((at, stall.worker, stall.task, stall.time), (ms(40_000), 1, Some(TaskId(1)), LIMIT));
@@ -219,13 +219,13 @@ fn checks_are_rare_until_one_is_due() {
     rig.engine.set_stall_timeout(Some(ms(130)));
     rig.show(0, WorkerState::Fetch, 0, ms(0));
     assert!(rig.check(ms(1)).is_none());
-    // Not seen, because the last check was just before.
+    // The change is not seen yet, because the last check was too recent.
     rig.show(0, WorkerState::Fetch, 1, ms(2));
     assert!(rig.check(ms(100)).is_none());
     assert_eq!(rig.engine.liveness.overdue.watched[0].work.task(), Some(TaskId(0)));
     assert!(rig.check(ms(101)).is_none());
     assert_eq!(rig.engine.liveness.overdue.watched[0].work.task(), Some(TaskId(1)));
-    // Half of the limit after it was seen.
+    // The next check is due half of the limit after task 1 was seen.
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(101)), ms(65));
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(160)), ms(6));
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(170)), ms(1));
@@ -250,7 +250,7 @@ fn an_overdue_worker_is_killed_and_its_death_says_so() {
     let report = rig.engine.report(death);
     assert_eq!((report.stalled, report.status), (true, Some(ExitStatus::Signal(libc::SIGKILL))));
     assert!(!rig.engine.report(Death { worker: WorkerId(1), lost: None }).stalled);
-    // It is not reported again, whatever its page says, and not killed again.
+    // The worker is neither reported nor killed again, whatever its page says.
     rig.show(0, WorkerState::Fetch, 7, ms(20_000));
     assert!(rig.find(ms(20_000), ms(60_000)).is_none());
     assert_eq!(rig.engine.kill(&stall), Killed::Continued);
@@ -275,7 +275,7 @@ fn a_worker_that_has_continued_is_not_killed() {
     rig.show(0, WorkerState::Fetch, 1, at);
     assert_eq!(rig.engine.kill(&stall), Killed::Continued);
     assert!(!rig.engine.handle.process(0).unwrap().has_exited());
-    // Another batch of a replay.
+    // The worker has begun another batch of a replay.
     rig.show(0, WorkerState::Fetch, 0, ms(5));
     assert_eq!(rig.engine.kill(&stall), Killed::Continued);
     assert!(!rig.engine.liveness.overdue.watched[0].killed);
@@ -288,7 +288,7 @@ fn an_ended_worker_is_not_overdue() {
     rig.processes[0].kill().unwrap();
     rig.processes[0].wait().unwrap();
     assert!(rig.find(ms(0), ms(60_000)).is_none());
-    // Waits are not shortened for it.
+    // Waits are not shortened for the ended worker.
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(60_000)), LIMIT / 2);
 }
 
@@ -324,7 +324,7 @@ fn the_time_of_a_damaged_page_is_at_most_the_age_of_the_process() {
     rig.show(0, WorkerState::Fetch, 0, ms(0));
     rig.page(0).task_since_ns.store(1, Relaxed);
     let started = rig.engine.handle.process(0).unwrap().started;
-    // On the clock of the process, whose age is a second.
+    // Use the real clock, on which the process is one second old.
     rig.zero = started + Duration::from_secs(1);
     assert_eq!(rig.find(ms(0), ms(60_000)).unwrap().0, ms(9_000));
 }
