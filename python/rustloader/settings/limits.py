@@ -75,7 +75,7 @@ class Switch(NamedTuple):
     default: bool
 
     def get(self) -> bool:
-        """Returns the variable's current value. Raises ValueError if it is neither 1 nor 0 nor a synonym, such as "on"."""
+        """Returns the variable's current value. Raises ValueError if it is neither 1 nor 0 nor a synonym of these."""
         text = os.environ.get(self.name, "").strip().lower()
         if text and text not in YES + NO:
             raise ValueError(f"{self.name} must be 1 or 0, got {text!r}; set it to one of them, or unset it")
