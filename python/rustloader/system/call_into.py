@@ -1,5 +1,4 @@
-"""The function ``call_into`` on every system. The docstring of ``rustloader._core.call_into`` explains how to use
-it."""
+"""The function ``call_into`` on every system. The docstring of ``rustloader._core.call_into`` explains its use."""
 
 import sys
 from collections.abc import Callable
