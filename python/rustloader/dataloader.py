@@ -76,8 +76,8 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         generator: Source of the seeds and of the random order (default: None, torch's global generator).
         prefetch_factor: Number of batches that each worker prepares ahead (default: None, which means 2 with workers).
         persistent_workers: True keeps the workers from epoch to epoch (default: False).
-        pin_memory_device: Device for which memory is pinned (default: "", the current accelerator). torch has deprecated
-            this argument.
+        pin_memory_device: Device for which memory is pinned (default: "", the current accelerator). torch has
+            deprecated this argument.
         in_order: False delivers batches in the order in which they become ready (default: True).
 
     Raises:
@@ -186,7 +186,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
 
 
 def _add_keywords(cls: Any) -> None:
-    """Adds the options that torch does not have to a loader class: as attributes, and to its signature and docstring."""
+    """Adds the options that torch does not have to a loader class: its attributes, its signature and its docstring."""
     torch_signature = inspect.signature(torch_data.DataLoader.__init__)
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=options.type_of(name))

@@ -1,4 +1,4 @@
-"""Errors about workers and failed samples. Each is a RuntimeError; those that torch also raises have torch's messages."""
+"""Errors about workers and failed samples. Each is a RuntimeError. Errors that torch also raises have torch's text."""
 
 from typing import Any
 
