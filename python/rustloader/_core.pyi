@@ -329,8 +329,8 @@ class Engine:
         Lock-free."""
 
     def close(self, exiting: bool = False) -> None:
-        """Asks the workers to exit, and wakes a ``next`` that waits, unless ``exiting`` is set because the interpreter
-        exits. Lock-free."""
+        """Asks the workers to exit. Also wakes a ``next`` that waits, unless ``exiting`` is set, which means that the
+        interpreter exits. Lock-free."""
 
     def stay(self) -> None:
         """Blocks the calling thread forever if it is a daemon thread and the iterator was closed with ``exiting``.
@@ -408,8 +408,7 @@ class WorkerTotals:
 
 @final
 class SlowTask:
-    """One of the slowest tasks, or one of the tasks that blocked later ones for the longest time. Times are in seconds.
-    """
+    """One of the slowest tasks, or one of those that blocked later tasks for the longest time. Times are in seconds."""
 
     index: Final[str]
     worker: Final[int]
@@ -588,8 +587,7 @@ class Port:
         worker: int,
         load_index: Callable[[bytes], Any],
     ) -> Port:
-        """Opens the port with the parameters that ``Engine.shipment`` returns. ``load_index`` unpickles an index batch.
-        """
+        """Opens the port. The first parameters come from ``Engine.shipment``; ``load_index`` unpickles an index batch."""
 
     @staticmethod
     def inherit(engine: Engine, worker: int, load_index: Callable[[bytes], Any]) -> Port:
@@ -888,8 +886,7 @@ class CacheTable:
     """The cached samples of a dataset, by index, in memory or in a file. Forked children use the same table."""
 
     def __new__(cls, fd: int) -> Self:
-        """Opens a table in memory, and takes ownership of its descriptor. ValueError: the descriptor is not a table's.
-        """
+        """Opens a table in memory, and takes ownership of its descriptor. ValueError: it is not a table's descriptor."""
 
     @staticmethod
     def create(rows: int, limit: int) -> CacheTable:
@@ -917,8 +914,7 @@ class CacheTable:
         """Returns up to ``most`` rows that have a sample, from all parts of the table."""
 
     def grow(self, limit: int) -> None:
-        """Raises the limit to ``limit``, which must be the file's current length. The table must then be opened again.
-        """
+        """Raises the limit to ``limit``, which must be the file's length. The table must then be opened again."""
 
     def reopen(self) -> None:
         """Makes the table accept samples again if it stopped because there was no room."""
