@@ -587,7 +587,8 @@ class Port:
         worker: int,
         load_index: Callable[[bytes], Any],
     ) -> Port:
-        """Opens the port. The first parameters come from ``Engine.shipment``; ``load_index`` unpickles an index batch."""
+        """Opens the port. The first arguments come from ``Engine.shipment``. ``load_index`` unpickles an index
+        batch."""
 
     @staticmethod
     def inherit(engine: Engine, worker: int, load_index: Callable[[bytes], Any]) -> Port:
@@ -886,7 +887,8 @@ class CacheTable:
     """The cached samples of a dataset, by index, in memory or in a file. Forked children use the same table."""
 
     def __new__(cls, fd: int) -> Self:
-        """Opens a table in memory, and takes ownership of its descriptor. ValueError: it is not a table's descriptor."""
+        """Opens a table in memory, and takes ownership of its descriptor. ValueError: this is not a table's descriptor.
+        """
 
     @staticmethod
     def create(rows: int, limit: int) -> CacheTable:

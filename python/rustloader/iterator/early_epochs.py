@@ -84,8 +84,8 @@ class EpochPredictor:
 
     def begin(self) -> bytes | None:
         """Predicts the next epoch and returns the message that starts it in the workers, after which the predictor
-        yields the epoch's index batches. Returns None if the epoch cannot be predicted, and when it was already called
-        in the current epoch.
+        yields the epoch's index batches. Returns None if the epoch cannot be predicted, or if this method was already
+        called in the current epoch.
         """
         if self._was_called or self._wrong >= _MAX_WRONG:
             return None
@@ -116,7 +116,8 @@ class EpochPredictor:
         raise StopIteration
 
     def before_epoch(self) -> None:
-        """Records the current values. Must be called when an epoch starts, before its sampler draws anything."""
+        """Records the current values, and allows `begin` to be called again. Must be called when an epoch starts,
+        before its sampler draws anything."""
         origin, self._origin, self._compared = self._origin, None, None
         # Reset before the epoch starts: a short epoch asks for the next prediction while it is still starting.
         self._was_called, self._batches = False, iter(())

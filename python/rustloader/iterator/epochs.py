@@ -42,7 +42,7 @@ class Epochs:
 
     @property
     def yielded(self) -> int:
-        """Number of batches in the current epoch that come before the position at which it starts."""
+        """Number of batches in the current epoch that come before the epoch's starting position."""
         return 0
 
     def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:

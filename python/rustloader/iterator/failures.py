@@ -1,4 +1,4 @@
-"""Counts the failed samples of an epoch in the main process. More than ``max_errors`` of them end the epoch."""
+"""Counts the failed samples of an epoch in the main process. The epoch ends once there are more than ``max_errors``."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class FailureCount:
 
 
 def _share(fraction: float, samples: int) -> int:
-    """Returns a fraction of a number of samples, rounded down, but not because of a rounding error: 0.29 of 100 is 29,
-    although the product of the floats is less."""
+    """Returns a fraction of a number of samples, rounded down. Tolerates rounding errors of floats: 0.29 of 100 is 29,
+    although the product of the floats is slightly less."""
     return math.floor(fraction * samples + 1e-9)
 
 

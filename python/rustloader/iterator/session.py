@@ -92,7 +92,7 @@ class Session:
         self._predictor = early_epochs.predictor(it, loader, config, epochs, is_tuned=auto_tuner is not None)
 
     def _adopt(self, it: WorkersIterator, engine: Engine) -> None:
-        """Makes an engine, which must have no workers yet, the session's engine."""
+        """Makes ``engine`` the session's engine. It must not have any workers yet."""
         config, on_exit = self.config, weakref.WeakMethod(it._note_exit)
         may_skip_samples = not config.raises and it._dataset_kind == _DatasetKind.Map
         restarts = Restarts(config.max_restarts, may_skip_samples) if config.max_restarts else None
@@ -288,7 +288,8 @@ class Session:
             it._reset()  # type: ignore[call-arg]
         data = it._next_data()
         it._num_yielded += 1
-        # Up to the return there is no call, in which a signal handler could raise and lose the batch: see `call_into`.
+        # From here to the return there is no call, except for a warning: a signal handler could raise during the call,
+        # and the batch would be lost (see `call_into`).
         length = it._IterableDataset_len_called
         if length is not None and it._num_yielded > length and it._dataset_kind == _DatasetKind.Iterable:
             warn_of_length(it, TOO_LONG_WITH_WORKERS)
@@ -373,7 +374,7 @@ class Session:
                 data = self._answer(it)
             except EmptyBatchError:
                 continue
-            # Set before the next call, in which a signal handler could raise and lose the batch.
+            # Set before any other call: a signal handler could raise during the call, and the batch would be lost.
             self.rescued = [BATCH, data]
             if isinstance(data, Reported):
                 self._count_failures(it, count, data.failures)

@@ -1,7 +1,7 @@
 """Limits, intervals and environment variables of the Python code. docs/options.md describes the variables.
 
-The limits of the Rust core are in ``src/config.rs``, and so are those that both sides use: ``rustloader._core`` exports
-them. Importing this module imports neither torch nor the extension.
+The limits of the Rust core, and those that both sides use, are in ``src/config.rs``; ``rustloader._core`` exports the
+latter. Importing this module imports neither torch nor the extension.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ STALL_START = Seconds("RUSTLOADER_STALL_START_SECONDS", 30.0)
 STALL_ITEM = Seconds("RUSTLOADER_STALL_ITEM_SECONDS", 120.0)
 # Seconds to wait for the stack of the stalled worker; 0 to omit the stack.
 STALL_STACK = Seconds("RUSTLOADER_STALL_STACK_SECONDS", 1.0)
-# If the program handles SIGTERM: seconds until a SIGTERM that only a worker has received kills that worker.
+# If the program handles SIGTERM: seconds after which a worker dies of a SIGTERM that no other worker has received.
 SIGTERM = Seconds("RUSTLOADER_SIGTERM_SECONDS", 0.5)
 # Whether the program's fork server imports the modules that workers need.
 FORKSERVER_PRELOAD = Switch("RUSTLOADER_FORKSERVER_PRELOAD", True)

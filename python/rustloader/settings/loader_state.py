@@ -55,12 +55,13 @@ _states: WeakTable[LoaderState] = WeakTable()
 
 
 def of(source: object) -> LoaderState:
-    """Returns the state of a loader, which may be given by one of its iterators. Creates the state if there is none."""
+    """Returns the state of a loader; ``source`` is the loader or one of its iterators. Creates the state if there is
+    none."""
     return _states.find(source) or _states.keep(source, LoaderState())
 
 
 def find(source: object) -> LoaderState | None:
-    """Returns the state of a loader, which may be given by one of its iterators; None if there is none."""
+    """Returns the state of a loader, or None if there is none; ``source`` is the loader or one of its iterators."""
     return _states.find(source)
 
 

@@ -37,11 +37,11 @@ class Kind:
     expected: str
 
     def is_kind(self, value: Any) -> bool:
-        """Returns True if a value has a valid type. If it has not, ``check`` raises TypeError."""
+        """Returns True if a value has a valid type. Otherwise, ``check`` raises TypeError."""
         return isinstance(value, self.types) and (bool in self.types or not isinstance(value, bool))
 
     def allows(self, value: Any) -> bool:
-        """Returns True if a value of a valid type is itself valid. If it is not, ``check`` raises ValueError."""
+        """Returns True if a value of a valid type is itself valid. Otherwise, ``check`` raises ValueError."""
         return True
 
     def read(self, text: str) -> Any:
