@@ -103,8 +103,8 @@ BACK_BATCHES: Final[int]
 # Leaves smaller than this number of bytes are part of the message, and are copied on delivery.
 INLINE_LIMIT: Final[int]
 
-# The names of the kinds of events in a trace, in the order of the numbers of the kinds; and the values that stand for
-# the main process and the pin thread where otherwise a worker's ID is stored: see `TraceSink`.
+# The names of the kinds of events in a trace, indexed by the number of the kind; and the values that stand for the main
+# process and the pin thread where otherwise a worker's ID is stored: see `TraceSink`.
 TRACE_KINDS: Final[list[str]]
 TRACE_MAIN: Final[int]
 TRACE_PINNER: Final[int]
@@ -242,8 +242,8 @@ class Engine:
         foresight: Foresight | None = None,
     ) -> None:
         """Puts the next answer, a code and its value, into ``answer``. If it must wait, holds the GIL for up to 20 us,
-        then releases it. Each call is answered with ``VACANT`` until the dead worker is replaced, postponed or given
-        up.
+        then releases it. After ``VACANT``, every call is answered with ``VACANT`` until the dead worker is replaced,
+        postponed or given up.
 
         ``next_index`` is the sampler's iterator, or a function that returns the next index batch and raises
         StopIteration at the end. RuntimeError: ``next`` is already running in this thread, the iterator has been shut
@@ -266,7 +266,7 @@ class Engine:
         batches."""
 
     def trace(self, sink: TraceSink, source: int, level: int) -> bool:
-        """Starts a trace, in whose records ``source`` identifies this engine. Level 1 records batches; level 2 records
+        """Starts a trace. In its records, ``source`` identifies this engine. Level 1 records batches; level 2 records
         samples, too. Returns False if ``finish`` was called. Raises if there is no memory for the workers' rings.
         Lock-free."""
 
@@ -887,8 +887,7 @@ class CacheTable:
     """The cached samples of a dataset, by index, in memory or in a file. Forked children use the same table."""
 
     def __new__(cls, fd: int) -> Self:
-        """Opens a table in memory, and takes ownership of its descriptor. ValueError: this is not a table's descriptor.
-        """
+        """Opens a table in memory, and takes ownership of its descriptor. ValueError: the file is not a table."""
 
     @staticmethod
     def create(rows: int, limit: int) -> CacheTable:

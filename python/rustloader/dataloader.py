@@ -81,9 +81,9 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         in_order: False delivers batches in the order in which they become ready (default: True).
 
     Raises:
-        ValueError: In the same cases as in torch's class, with the same message. Also if an option that torch does not
-            have has an invalid value, or needs workers that the loader does not have.
-        TypeError: In the same cases as in torch's class. Also if an option that torch does not have has the wrong type.
+        ValueError: In the same cases as in torch's class, with the same message. Also if one of rustloader's own
+            options has an invalid value, or needs workers that the loader does not have.
+        TypeError: In the same cases as in torch's class. Also if one of rustloader's own options has the wrong type.
         AssertionError: In the same cases as in torch's class.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Errors about workers and failed samples. Each is a RuntimeError. Errors that torch also raises have torch's text."""
+"""Errors about workers and failed samples. Each is a RuntimeError. If torch also raises it, it has torch's message."""
 
 from typing import Any
 

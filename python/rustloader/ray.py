@@ -68,7 +68,7 @@ class _Actor:
 
 
 class _StartedActor:
-    """An actor on which ``serve`` has been called, for the main process."""
+    """The main process's handle to an actor on which ``serve`` has been called."""
 
     def __init__(
         self, ray: Any, actor: Any, begun: Any, result: Any, call: Call, requested: Mapping[str, float]

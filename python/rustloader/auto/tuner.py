@@ -55,7 +55,7 @@ class Tuner:
         self._allowance = Allowance()
 
     def pin(self, count: int) -> None:
-        """Sets the number of workers for the next epoch, for which nothing is then decided."""
+        """Fixes the number of workers for the next epoch: the next call of `reconsider` does not change it."""
         self.count, self._is_pinned = count, True
 
     def reconsider(self, loader: LoaderLike, config: LoaderConfig) -> None:

@@ -48,7 +48,7 @@ def follow(setting: str) -> None:
 
 def follow_variable() -> None:
     """Applies the variable, which must be set. If its value is invalid and this process runs a command of the package,
-    prints an error of one line and exits.
+    prints a one-line error and exits.
 
     Raises:
         ValueError: The value is invalid, and this process does not run a command of the package.

@@ -32,7 +32,7 @@ class Replacement:
         self._name = name
         # Global names that already referred to the substitute, with their namespaces. `take_out` does not change them.
         self._kept: dict[tuple[int, str], dict[str, Any]] = {}
-        # Pairs of a tuple with the substitute, and the original tuple that it replaced.
+        # Pairs: a tuple that contains the substitute, and the original tuple that it replaced.
         self._tuples: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
         self._logged = False
         self._warned_of: weakref.WeakSet[type] = weakref.WeakSet()

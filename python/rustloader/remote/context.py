@@ -90,7 +90,7 @@ class RemoteContext(BaseContext, abc.ABC):
 
     @abc.abstractmethod
     def launch(self, blob: Any, call: Call) -> Started:
-        """Starts a process on another machine. The process must call ``rustloader.workers.remote.serve``.
+        """Starts a worker process, on any machine. The process must call ``rustloader.workers.remote.serve``.
 
         Args:
             blob: The result of ``put``.

@@ -1,6 +1,7 @@
 """The handshake on a worker's connection. Both ends prove that they know a secret before either unpickles anything.
 
-The worker gets the secret from its launcher, such as Ray. The secret is never sent over the connection. The messages::
+The worker gets the secret from its launcher, such as Ray. The secret is never sent over the connection. The two ends
+send these messages::
 
     main process    challenge: magic number, nonce
     worker          hello: magic number, nonce, worker ID, pid, versions as JSON

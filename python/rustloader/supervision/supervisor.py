@@ -1,4 +1,4 @@
-"""Restarts dead workers when ``Restarts`` decides so, and makes the errors for final deaths."""
+"""Carries out what ``Restarts`` decides about dead workers, and makes the errors for final deaths."""
 
 from __future__ import annotations
 

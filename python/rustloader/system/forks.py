@@ -19,8 +19,8 @@ STEPS = (
     # collector, which may destroy objects that take this lock. In the child, a lock that another thread of the parent
     # held is never released.
     "ledgers",
-    # The parent holds the lock of the sockets on which ranks meet during the fork, and the child closes its copies of
-    # the sockets. This step precedes all steps without a lock, because other threads of the parent wait for its lock.
+    # Ranks meet on sockets. During the fork, the parent holds the lock of these sockets; the child closes its copies of
+    # them. This step precedes all steps without a lock, because other threads of the parent wait for its lock.
     "ranks",
     # The child drops the parent's reports. This step is independent of the others.
     "reports",
@@ -65,7 +65,7 @@ def at_fork(
     after_in_parent: Callable[[], object] | None = None,
     after_in_child: Callable[[], object] | None = None,
 ) -> None:
-    """Registers the functions of a step. They replace all functions that were registered for the step before.
+    """Registers the functions of a step. They replace all functions that were previously registered for the step.
 
     Args:
         name: One of ``STEPS``.

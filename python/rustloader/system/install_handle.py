@@ -11,8 +11,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Installed(ContextDecorator):
-    """A context manager that raises TypeError as a truth value: ``if rustloader.installed():`` would always be true,
-    and is a mistake for ``is_installed()``.
+    """A context manager that has no truth value: ``if rustloader.installed():`` raises TypeError. Otherwise it would
+    always be true; the caller most likely means ``is_installed()``.
 
     Args:
         make: Makes the context manager that each ``with`` statement enters.

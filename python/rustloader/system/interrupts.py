@@ -15,7 +15,7 @@ _CACHES_LOCALS = sys.version_info < (3, 13)
 
 
 def is_interrupt(error: BaseException | None, handled: BaseException | None = _CURRENT) -> bool:
-    """Returns True if a signal handler raised an error, or one of the errors in its context chain.
+    """Returns True if a signal handler raised ``error`` or an error in its context chain.
 
     Python passes the interrupted frame to a handler as an argument, and this frame is also the handler's caller. Other
     functions do not take their caller's frame as an argument, so a handler is recognized by it, even if the handler was

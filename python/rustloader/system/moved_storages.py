@@ -17,7 +17,7 @@ _MOVES = ("_share_fd_cpu_", "_share_filename_cpu_")
 
 def watch() -> None:
     """Wraps torch's methods that move a storage, so that views keep the old memory. The methods otherwise behave as
-    before. Calls after the first one in a process do nothing."""
+    before. Does nothing if they are already wrapped in this process."""
     for name in _MOVES:
         function = getattr(torch.UntypedStorage, name)
         if not hasattr(function, "_rustloader_watches"):

@@ -1,4 +1,4 @@
-"""The attributes that this package uses of loaders and iterators, both torch's and its own."""
+"""The attributes of loaders and iterators, both torch's and this package's, that this package relies on."""
 
 from __future__ import annotations
 
